@@ -19,7 +19,8 @@ def in_parts(tokens: int, max_tokens: int, one: Callable[[slice], _Result]) -> I
     Args:
         tokens: of this rank.
         max_tokens: the most that a rank has.
-        one: does the call for some tokens.
+        one: does the call for some tokens.  It waits for their rows and raises the error of its own round.  On GPUs a
+            call that does not wait leaves its error to the next one, and the wrong part would be split.
 
     Raises:
         TooManyRows: there is no room for one token of each rank.

@@ -21,6 +21,7 @@ Second-order gradients of rounds and forward-mode AD raise Unsupported.
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import NamedTuple
 
@@ -145,14 +146,20 @@ def dispatch(
     if max_rows is not None or overflow in ("drop", "error") or not _waits(name, overflow):
         return _dispatched(one(*whole), dropped)
     owner = names.find(name)
+
+    def waiting(
+        x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, chunk: bool
+    ) -> chunks.Arrived:
+        arrived = one(x, topk_idx, weights, alignment, chunk)
+        owner.check()  # on GPUs the call above raises no error of its round
+        return arrived
+
     owner.check()  # raises the error of an earlier round
-    try:
-        arrived = one(*whole)
-        owner.check()
-    except TooManyRows:
-        some = partial(one, alignment=1, chunk=True)
-        return _dispatched(chunks.dispatch(name, layout, expert_alignment, (x, topk_idx, weights), some))
-    return _dispatched(arrived)
+    with contextlib.suppress(TooManyRows):
+        return _dispatched(waiting(*whole))
+    # Outside of the block, no traceback holds the memory of that round.
+    some = partial(waiting, alignment=1, chunk=True)
+    return _dispatched(chunks.dispatch(name, layout, expert_alignment, (x, topk_idx, weights), some))
 
 
 @counted("handle", 1)

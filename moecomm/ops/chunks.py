@@ -75,7 +75,7 @@ def dispatch(
     Args:
         buffer, layout, alignment: of the dispatch.
         given: x, topk_idx and topk_weights.
-        one: dispatches such tensors of some tokens, without alignment.
+        one: dispatches such tensors of some tokens, without alignment.  Like that of in_parts(), it waits.
     """
     owner, tokens = names.find(buffer), len(given[0])
     ranks = owner.num_ranks

@@ -40,13 +40,17 @@ def rounds(group: Any, rank: int, factor: float, layout: str, options: dict[str,
         found = [buffer.combine(y, routed.handle), buffer.combine(y, routed.handle, wire="exact")]
         again = buffer.dispatch(given["x"] * 2, handle=routed.handle, **options)
         found.append(buffer.combine((again.x.float() * 2).bfloat16(), routed.handle))
+        found += [routed.tokens_per_expert.clone(), routed.num_rows.clone()]
+        chunked = isinstance(routed.handle, ChunkedHandle)
+        del routed, again  # the window has room for two rounds, and the operators need both
         x = given["x"].clone().requires_grad_()
         sent = ops.dispatch(buffer, x, given["topk_idx"], given["topk_weights"], layout=layout, overflow="chunks")  # type: ignore[arg-type]
         out = ops.combine(sent.x * 3, sent.handle)
         out.float().square().sum().backward()
         buffer.check()
-        found += [out.detach(), x.grad, routed.tokens_per_expert.clone(), routed.num_rows.clone()]
-        return isinstance(routed.handle, ChunkedHandle), [tensor.cpu() for tensor in found if tensor is not None]
+        assert x.grad is not None
+        found += [sent.tokens_per_expert, sent.num_rows, out.detach(), x.grad]
+        return chunked, [tensor.cpu() for tensor in found]
 
 
 @pytest.mark.gpu1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import moecomm
 from moecomm import nn, ops
 from moecomm.core.choices import Layout
 from moecomm.errors import TooManyRows
+from moecomm.ops import chunks
 
 from .ranks import on_threads
 
@@ -38,18 +41,34 @@ def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(count, HIDDEN, generator=g), scores.topk(TOPK).indices, torch.rand(count, TOPK, generator=g)
 
 
-@pytest.mark.parametrize("alignment", [1, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_chunks_have_the_values_and_gradients_of_one_round(layout: Layout, alignment: int) -> None:
-    if alignment > 1 and layout != "expert":
-        return
+@contextmanager
+def late_errors(buffer: moecomm.Buffer) -> Iterator[None]:
+    """Let a call return before its error is raised, as calls on GPUs do: check() or the next call raises it."""
+    buffer.rounds.on_cpu = False
+    try:
+        yield
+    finally:
+        buffer.rounds.on_cpu = True
 
-    def body(group: Any, factor: float) -> tuple[bool, dict[str, torch.Tensor]]:
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "alignment", "fewer"),
+    [*((layout, 1, fewer) for layout in LAYOUTS for fewer in (1.0, 0.4)), ("expert", 4, 1.0)],
+)
+def test_chunks_have_the_values_and_gradients_of_one_round(
+    layout: Layout, alignment: int, fewer: float, late: bool
+) -> None:
+    """With a `fewer` below 1, halves of the tokens have no room, either, and are split again."""
+
+    def body(group: Any, factor: float) -> tuple[int, dict[str, torch.Tensor]]:
         x, ids, weights = given(group.rank)
         x.requires_grad_()
         weights.requires_grad_()
         with moecomm.Buffer(group, **SIZES, capacity_factor=factor) as buffer:
-            sent = ops.dispatch(buffer, x, ids, weights, layout=layout, expert_alignment=alignment)
+            with late_errors(buffer) if late else nullcontext():
+                how: dict[str, Any] = {"layout": layout, "expert_alignment": alignment, "overflow": "chunks"}
+                sent = ops.dispatch(buffer, x, ids, weights, **how)
             valid = sent.src[..., 0] >= 0
             if layout == "flat":
                 valid = torch.arange(len(sent.x)) < sent.num_rows
@@ -66,15 +85,34 @@ def test_chunks_have_the_values_and_gradients_of_one_round(layout: Layout, align
             found |= {"tokens_per_expert": sent.tokens_per_expert, "out": out, "back": back}
             assert x.grad is not None and weights.grad is not None
             found |= {"x.grad": x.grad, "weights.grad": weights.grad}
-            chunked = isinstance(sent.handle, ops.ChunkedHandle)
-            return chunked, {name: tensor.detach().clone() for name, tensor in found.items()}
+            rounds = len(sent.handle.chunks) if isinstance(sent.handle, ops.ChunkedHandle) else 1
+            return rounds, {name: tensor.detach().clone() for name, tensor in found.items()}
 
     want = on_threads(RANKS, lambda group: body(group, math.inf))
-    got = on_threads(RANKS, lambda group: body(group, FEW[layout]))
-    for (at_once, first), (chunked, second) in zip(want, got, strict=True):
-        assert (at_once, chunked) == (False, True)
+    got = on_threads(RANKS, lambda group: body(group, fewer * FEW[layout]))
+    for (at_once, first), (rounds, second) in zip(want, got, strict=True):
+        assert at_once == 1 and rounds >= (2 if fewer == 1 else 3)
         for name, tensor in first.items():
             assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_round_without_room_frees_its_memory(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounds of the chunks need that memory."""
+    x, ids, weights = given(0)
+    used, whole = [], chunks.dispatch
+    with moecomm.Buffer("self", **SIZES, capacity_factor=0.3) as buffer:
+        memory = buffer.rounds.memory
+
+        def dispatch(*about: Any) -> Any:
+            used.append(memory.used)
+            return whole(*about)
+
+        monkeypatch.setattr(chunks, "dispatch", dispatch)
+        with late_errors(buffer) if late else nullcontext():
+            sent = ops.dispatch(buffer, x.requires_grad_(), ids, weights, layout="flat", overflow="chunks")
+        assert isinstance(sent.handle, ops.ChunkedHandle) and used == [0]
+        assert torch.equal(sent.x, x)
 
 
 @pytest.mark.parametrize("grad", [False, True])
