@@ -76,7 +76,7 @@ def test_a_kernel_that_puts_signals_and_waits(transport: str, directory: Path) -
 @pytest.mark.parametrize("transport", ["gin_proxy", "nvshmem"])
 def test_a_kernel_over_all_that_a_transport_offers(transport: str, directory: Path) -> None:
     name = linking.TRANSPORTS[transport]
-    before = f'#include "device/{name.lower()}.cuh"\n#define TRANSPORT {name}\n'
+    before = linking.included(transport) + f"#define TRANSPORT {name}\n"
     found, log = link(before + (HERE / "transport.cu").read_text(), transport)
     assert found.undefined <= {"vprintf"} and "transport" in found.text and "warning" not in log
     assert {name for name in found.traps() if "nvshmemi_transfer_" not in name} == set()
