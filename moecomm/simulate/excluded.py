@@ -1,4 +1,4 @@
-"""Measured rows of kernels that are gone: shown by the check, but neither fitted to nor counted."""
+"""Measured rows that the model does not describe: shown by the check, but neither fitted to nor counted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _BEFORE_RUNS = ("6504ee79",)  # before 0ecf2e7
 
 COPIED = "y outside, of many tokens: the driver or an earlier kernel copied the rows (before d33eebb6)"
 EXACT = "exact, 128 tokens of 8 ranks: did not travel in packets (before 8 ranks had room for them)"
+NO_NIC = "2 domains without a NIC: a copy over NVLink, or a proxy thread"
+KERNELS = "2 domains with an emulated NIC: the kernels take longer than the wire that is predicted"
 PUTS = "2 domains: one put a token, and no NIC but a copy over NVLink or a proxy thread (before 0ecf2e7)"
 
 
@@ -26,8 +28,8 @@ def why_excluded(commit: str, domains: int, emulated_nic: bool, row: dict[str, A
         row: the row.
         in_packets: True if its combine would travel in packets today.
     """
-    if domains > 1 and (commit in _BEFORE_RUNS or not emulated_nic):
-        return PUTS
+    if domains > 1:
+        return PUTS if commit in _BEFORE_RUNS else KERNELS if emulated_nic else NO_NIC
     if commit in _BEFORE_COPIES and row["variant"] == OUTSIDE and not in_packets:
         return COPIED
     if commit in _BEFORE_PACKETS and row["variant"] == FP32_WIRE and row["tokens"] == 128:
