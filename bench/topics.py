@@ -43,17 +43,27 @@ def whole_operations() -> str:
         ("qwen3-h200-4", "flat", (4096, 8192)),
         ("ht-h200-8", "flat", (4096,)),
         ("cold-h200-2", "flat", (4096,)),
+        ("rounds-h100-2", "flat", (4096,)),
+        ("rounds-h100-2", "expert", (4096,)),
     )
-    heads = "model | H200s | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
+    heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
     picture = "![time and bandwidth over tokens](results/sweep-h200-4.svg)"
     return f"{table(heads, (row for way in ways for row in _rounds(*way)))}\n\n{picture}"
 
 
 def few_tokens() -> str:
     """Dispatch and combine of few tokens."""
-    ways = (("ll-h200-4", "flat"), ("ll-h200-4", "expert"), ("ll-h200-8", "flat"), ("ll-h200-2", "flat"))
-    heads = "model | H200s | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
-    rounds = table(heads, (row for way in ways for row in _rounds(*way, (1, 128))))
+    ways = (("ll-h200-4", "flat"), ("ll-h200-4", "expert"), ("ll-h200-8", "flat"))
+    later = (("rounds-h100-2", "flat"), ("rounds-h100-2", "expert"), ("batched-h100-2", "batched"))
+    heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
+    rounds = table(
+        heads,
+        (
+            row
+            for way, sizes in [*((w, (1, 128)) for w in ways), *((w, (128,)) for w in later)]
+            for row in _rounds(*way, sizes)
+        ),
+    )
     found, rows = load("virtual-ranks-h200"), []
     for layout in ("flat", "expert"):
         alike = {"tokens": 1, "layout": layout, "what": "dispatch"}
@@ -72,7 +82,9 @@ def _rounds(name: str, layout: str, sizes: Iterable[int]) -> list[str]:
         for variant in variants:
             time = figure(found, tokens=tokens, what="combine", layout=layout, variant=variant)
             cells.append(f"{time}, {variant}" if time else "")
-        how = f"{case['model']}, caches flushed" if case["cold"] else case["model"]
+        how = ", ".join(
+            [case["model"], *["H100s"] * ("H100" in found["machine"]["gpus"][0]), *["caches flushed"] * case["cold"]]
+        )
         window = next(memory["window"] for memory in found["memory"] if memory["tokens"] == tokens)
         cells.append(f"{window / 2**30:.1f} GiB")
         rows.append(line(found, ROUNDS, how, str(case["ranks"]), f"`{layout}`", str(tokens), *cells))
@@ -150,6 +162,12 @@ def expert_layers() -> str:
 def backends() -> str:
     """Rounds through all backends, and put + signal."""
     rows = []
+    for name in ("domains-h100-2", "nic-h100-2", "gin-domains-h100-2"):
+        found = load(name)
+        columns = ({"what": "dispatch", "payload": "bf16"}, {"what": "combine", "variant": "y in the window"})
+        cells = [figure(found, tokens=tokens, **which) for which in columns for tokens in (128, 4096)]
+        nic = f", NIC of {found['case']['nic']}" if found["case"]["nic"] else ""
+        rows.append(line(found, ROUNDS, f"`{found['backend'].split(',')[0]}`{nic}", "2, a H100 each", *cells))
     for name in ("backends-h200-4", "backends-domains-h200-4"):
         found = load(name)
         for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
@@ -275,7 +293,8 @@ _ERRORS = {"median": ".1%", "signed": "+.1%", "worst": "+.1%"}
 
 def predicted() -> str:
     """The model against measurements, and its predictions for many domains."""
-    found = load("simulate-check")["errors"]
+    # Those of each library are in the long table.
+    found = [e for e in load("simulate-check")["errors"] if not e["kind"].startswith("published:")]
     cells = [
         (error["kind"], str(error["rows"]), *(f"{error[key]:{form}}" for key, form in _ERRORS.items()))
         for error in found
@@ -303,6 +322,7 @@ TOPICS = (
             "qwen3-h200-4",
             "ht-h200-8",
             "cold-h200-2",
+            "rounds-h100-2",
             "sweep-h200-4",
             "all-to-all-h200-4",
         ),
@@ -312,7 +332,15 @@ TOPICS = (
         "Few tokens",
         "Rows go in packets, without waiting for counts.  `ll-h200-2` has `batched` as well; `ll-handles-h200-4` was "
         "measured after round headers had got the round of a handle.  The second table shows what agreement adds.",
-        ("ll-h200-4", "ll-h200-8", "ll-h200-2", "ll-handles-h200-4", "virtual-ranks-h200"),
+        (
+            "ll-h200-4",
+            "ll-h200-8",
+            "ll-h200-2",
+            "ll-handles-h200-4",
+            "rounds-h100-2",
+            "batched-h100-2",
+            "virtual-ranks-h200",
+        ),
         few_tokens,
     ),
     Topic(
@@ -339,9 +367,17 @@ TOPICS = (
     ),
     Topic(
         "Backends and domains",
-        "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks reach each other by puts over NVLink, "
+        "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: H100s) reach each other by puts over NVLink, "
         "NVSHMEM, or GIN's proxy with the RMA plugin.  Put + signal: half a round trip between two ranks.",
-        ("backends-h200-4", "backends-domains-h200-4", "latency-backends-h200-4", "latency-gin-tcp-h200-2"),
+        (
+            "backends-h200-4",
+            "backends-domains-h200-4",
+            "domains-h100-2",
+            "nic-h100-2",
+            "gin-domains-h100-2",
+            "latency-backends-h200-4",
+            "latency-gin-tcp-h200-2",
+        ),
         backends,
     ),
     Topic(

@@ -101,7 +101,8 @@ class Part:
 class Row:
     """A row of a result: one part, or the two parts of a pair.
 
-    `fits` marks rows that terms may be fitted to, those of H200s; `excluded` says why a row is neither fitted to nor counted.
+    `fits` marks rows that terms may be fitted to, those of H200s; `excluded` says why a row is neither fitted to nor
+    counted.
     """
 
     file: str
@@ -172,7 +173,13 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
 def rows_of(result: Result) -> Iterator[Row]:
     """Yield moecomm's own rows that have a time."""
     case = result.found["case"]
-    chained = "H200" in result.machine and case["mode"] == "graph" and not case["skew"] and result.domains == 1 and result.alone
+    chained = (
+        "H200" in result.machine
+        and case["mode"] == "graph"
+        and not case["skew"]
+        and result.domains == 1
+        and result.alone
+    )
     for row in result.found["rows"]:
         if "us" not in row or row["who"] != "moecomm":
             continue
