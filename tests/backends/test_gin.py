@@ -296,3 +296,17 @@ def test_what_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gin.missing() == "NCCL has no GIN for NVIDIA H200: no GPUDirect RDMA for memory of CUDA VMM"
     monkeypatch.setattr(shims, "find", lambda name: shims.Shim(name, Path(), f"The {name} shim was not built."))
     assert gin.missing() == "The gin shim was not built."
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, 16), (128, 16), (511, 16), (512, 32), (4096, 32)])
+def test_a_thread_that_posts_puts_gets_few(monkeypatch: pytest.MonkeyPatch, tokens: int, chunk: int) -> None:
+    shape = _native.Shape(ranks=4, domain_ranks=2)
+    session: Any = SimpleNamespace(_gpu="NVIDIA H200", _ranks=4, _most_blocks=32)
+    session.context, session.reach = SimpleNamespace(shape=shape), SimpleNamespace(least_chunks=gin._PROXY_CHUNKS)
+    asked: dict[str, Any] = {"num_tokens": tokens, "layout": "flat", "num_sms": None}
+    assert lsa.LsaSession.schedule(session, "dispatch", **asked).chunk_tokens == chunk
+    session.reach.least_chunks = ()
+    assert lsa.LsaSession.schedule(session, "dispatch", **asked).chunk_tokens <= 4
+    for rdma in (False, True):
+        monkeypatch.setattr(nic, "has_rdma", lambda rdma=rdma: rdma)
+        assert gin.direct_bytes(4, 128, 28672) == (lsa.direct_bytes(4, 128, 28672) if rdma else 0)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from moecomm.errors import BadInput
-from moecomm.simulate.excluded import KERNELS
 from moecomm.simulate.check import EXCLUDED, HELD_OUT, check
 from moecomm.simulate.domain import content, load
+from moecomm.simulate.excluded import KERNELS
 from moecomm.simulate.measured import read, rows_of
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import compare, fit_efficiency, rows
