@@ -261,7 +261,8 @@ def test_blocks_and_chunks_come_from_the_table(monkeypatch: pytest.MonkeyPatch) 
         return tuning.Choice(blocks=24, chunk_tokens=4)
 
     monkeypatch.setattr(tuning, "choose", choose)
-    session = session_of(_gpu="NVIDIA H200", _ranks=8, _most_blocks=132)
+    context = SimpleNamespace(shape=SimpleNamespace(ranks=8, domain_ranks=0))
+    session = session_of(_gpu="NVIDIA H200", _ranks=8, _most_blocks=132, context=context)
     assert session.schedule("combine", num_tokens=77, layout="flat", num_sms=None) == (24, 4)
     assert asked == [("NVIDIA H200", 8, "combine", "flat", 77)]
     assert [session.schedule("dispatch", num_tokens=1, layout="flat", num_sms=n)[0] for n in (1, 16, 200)] == [
@@ -269,7 +270,7 @@ def test_blocks_and_chunks_come_from_the_table(monkeypatch: pytest.MonkeyPatch) 
         16,
         132,
     ]
-    session = session_of(_gpu="NVIDIA H200", _ranks=8, _most_blocks=132 // 8)  # ranks that share a GPU
+    session = session_of(_gpu="NVIDIA H200", _ranks=8, _most_blocks=132 // 8, context=context)  # ranks that share a GPU
     assert session.schedule("dispatch", num_tokens=1, layout="flat", num_sms=None) == (16, 4)
 
 

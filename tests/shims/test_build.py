@@ -210,4 +210,4 @@ def test_a_transport_is_one_of_six() -> None:
     with pytest.raises(ValueError, match="transport='tcp': want lsa, puts, nic, gin, gin_proxy, nvshmem"):
         dataclasses.replace(SPEC, transport="tcp")
     source = jit.source(dataclasses.replace(SPEC, transport="gin_proxy", domain_ranks=2))
-    assert '#include "transport/gin.cuh"' in source and "Gin>(args)" in source
+    assert '#include "transport/gin.cuh"' in source and "GinProxy>(args)" in source
