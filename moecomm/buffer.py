@@ -352,12 +352,12 @@ class Buffer(suspension.ReleasableMemory):
 
     @property
     def closed(self) -> bool:
-        """Whether close() has been called."""
+        """True once close() has been called."""
         return self.rounds.closed
 
     @property
     def failed(self) -> bool:
-        """Whether a failed round is known to have ended the Buffer.  Does not look for a new failure."""
+        """True if a failed round is known to have ended the Buffer.  Does not look for a new failure."""
         return self.rounds.failed
 
     @property

@@ -34,7 +34,7 @@ void check_signal(const Window& w, i32 index) {
     if (index < 0 || index >= w.num_signals) throw std::invalid_argument("index: want 0 to " + std::to_string(w.num_signals - 1));
 }
 
-// Of several waits that fail at once, one writes the record; the others return when it is there.
+// One of several waits that fail at once writes the record; the others return when it is there.
 void await_record(const Window& w) {
     static const u32 never = 0;
     const auto* record = reinterpret_cast<const FailureRecord*>(w.record);

@@ -1,7 +1,7 @@
 // A Window: symmetric memory of the ranks of a group, with signals and a barrier. The struct is the handle that a kernel, or the code of a
 // CPU rank, gets by value. All ranks have the same numbers in it, except `rank` and the addresses.
 //
-// Of a rank's memory the first `nbytes` are the user's; signals, barriers and words for failures are behind them.
+// The first `nbytes` of a rank's memory are the user's; signals, barriers and words for failures are behind them.
 //
 // Every function says who calls it, what it orders and how it fails. `Coop` is CoopThread (any thread for itself), CoopWarp (all lanes of a
 // warp) or CoopBlock (all threads of a block); all of them pass the same arguments. A wait fails at the deadline, when a rank has aborted,

@@ -282,12 +282,12 @@ class Window:
 
     @property
     def closed(self) -> bool:
-        """Whether close() has been called."""
+        """True once close() has been called."""
         return self._closed
 
     @property
     def failed(self) -> bool:
-        """Whether a failed wait is known to have ended the Window.  Does not look for a new failure."""
+        """True if a failed wait is known to have ended the Window.  Does not look for a new failure."""
         return self._failure is not None
 
     @property

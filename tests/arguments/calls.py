@@ -131,11 +131,11 @@ def not_started(**given: Any) -> None:
 
 
 def of_windows() -> dict[str, list[Call]]:
-    """Of moecomm.Window."""
+    """Calls of moecomm.Window."""
     window = moecomm.Window("self", 4096, backend="host", timeout_s=5)
 
     def wait(**given: Any) -> None:
-        """Of a Window of its own, which a wait that fails ends."""
+        """A call of a Window of its own, which a wait that fails ends."""
         with moecomm.Window("self", 64, backend="host", timeout_s=0.01) as short:
             short.wait(**given)
 

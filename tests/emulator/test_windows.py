@@ -105,7 +105,7 @@ class KernelArgs(ctypes.Structure):
 
 
 def unit(source: str, entry: str, second: str) -> str:
-    """Of a kernel with a handle and two more parameters."""
+    """Arguments of a kernel with a handle and two more parameters."""
     text = source.replace("<moecomm/window.cuh>", '"include/moecomm/window.cuh"').replace("defined(__CUDACC__)", "1")
     text = text.replace(
         "extern __shared__ __align__(128) u8 memory[]", "u8* memory = emulator::emulator_thread->of_block->shared"

@@ -74,15 +74,16 @@ def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
 
 
 @contextmanager
-def opened(model: Model, ranks: int, tokens: int) -> Iterator[Buffer]:
+def opened(model: Model, ranks: int, tokens: int, **options: Any) -> Iterator[Buffer]:
     """One of the Buffers, which says of itself what one of GPUs does."""
     sizes = {"hidden": model.hidden, "num_experts": model.num_experts, "topk": model.topk, "max_tokens": tokens}
     with (
         patch.object(host, "packet_bytes", packets.room),
-        LocalBuffers(ranks=ranks, **sizes, dtype=BF16, backend="host") as buffers,
+        LocalBuffers(ranks=ranks, **sizes, **options, dtype=BF16, backend="host") as buffers,
     ):
-        buffers.buffers[0].rounds.session.reduced_rows_in_heap = True  # type: ignore[misc]
-        yield buffers.buffers[0]
+        buffer = buffers.buffers[0]
+        buffer.rounds.session.reduced_rows_in_heap = buffer.rounds.domain_ranks == ranks  # type: ignore[misc]
+        yield buffer
 
 
 def build(kernel: Kernel) -> None:

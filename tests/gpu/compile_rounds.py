@@ -13,18 +13,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from unittest.mock import patch
 
 import torch
 
 from moecomm import jit
-from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec
-from moecomm.core import packets
 from moecomm.router import MODELS
-from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from tests.device.test_kernels_of_gpu_tests import on_a_gpu
+from tests.gpu.compile_models import opened
 
 TOKENS = (1, 128, 4096)
 LAYOUTS, PAYLOADS, WIRES = ("flat", "expert", "batched"), ({}, {"quantize": "fp8"}), (None, "exact")
@@ -32,15 +29,9 @@ LAYOUTS, PAYLOADS, WIRES = ("flat", "expert", "batched"), ({}, {"quantize": "fp8
 
 def kernels(ranks: int, transport: str, tokens: int) -> Iterator[jit.KernelSpec]:
     """Dispatches and combines of DeepSeek-V3, as ranks of GPUs prepare them."""
-    model, several = MODELS["deepseek-v3"], transport != "lsa"
-    sizes = {"hidden": model.hidden, "num_experts": model.num_experts, "topk": model.topk, "max_tokens": tokens}
-    where = {"domain_ranks": ranks // 2} if several else {}
-    with (
-        patch.object(host, "packet_bytes", packets.room),
-        LocalBuffers(ranks=ranks, **sizes, **where, dtype=torch.bfloat16, backend="host") as buffers,
-    ):
-        buffer = buffers.buffers[0]
-        buffer.rounds.session.reduced_rows_in_heap = not several  # type: ignore[misc]
+    model = MODELS["deepseek-v3"]
+    where = {} if transport == "lsa" else {"domain_ranks": ranks // 2}
+    with opened(model, ranks, tokens, **where) as buffer:
         ids, weights = torch.full((tokens, model.topk), -1), torch.zeros(tokens, model.topk)
         x = torch.zeros(tokens, model.hidden, dtype=torch.bfloat16)
         for layout, payload in itertools.product(LAYOUTS, PAYLOADS):

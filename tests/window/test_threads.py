@@ -22,7 +22,7 @@ RANKS = 3
 
 
 def on_ranks(body: Callable[[moecomm.Window], Any], ranks: int = RANKS, nbytes: int = 4096, **given: Any) -> list[Any]:
-    """What body(window) returned on each rank; raises the first error."""
+    """Return what body(window) returned on each rank; raise the first error."""
 
     def run(group: Any) -> Any:
         with moecomm.Window(group, nbytes, **{**HOST, **given}) as window:
