@@ -75,6 +75,12 @@ template <CombineConfig cfg>
 MOECOMM_FN ScaleoutShared<cfg>& scaleout_shared(CombineShared<cfg>& shared) {
     return *reinterpret_cast<ScaleoutShared<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
 }
+// Several domains: the rings of return-forward warps, for their puts.
+template <class Transport, CombineConfig cfg>
+MOECOMM_FN typename Transport::Ring* put_rings(CombineShared<cfg>& shared) {
+    using Scaleout = ScaleoutShared<cfg>;
+    return reinterpret_cast<typename Transport::Ring*>(reinterpret_cast<u8*>(&scaleout_shared(shared)) + align_up<i32>(sizeof(Scaleout), 128));
+}
 
 template <CombineConfig config, class T>
 struct CombineCall {
@@ -92,6 +98,12 @@ struct CombineCall {
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
     // The transport for other domains, as in DispatchCall.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
+    // The channel of a return-forward warp.
+    MOECOMM_FN Transport put_channel(i32 warp) const {
+        Transport own = channel();
+        own.pass_through(put_rings<T>(shared)[warp]);
+        return own;
+    }
     MOECOMM_FN i32 posters() const {
         return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (2 * cfg.return_forward_warps + cfg.pull_warps);
     }

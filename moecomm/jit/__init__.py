@@ -155,6 +155,11 @@ def _before_sources(spec: KernelSpec) -> int:
     return 4 * spec.ranks * most_experts(spec.experts, spec.ranks)
 
 
+def _put_ring(spec: KernelSpec) -> int:
+    """Shared memory of a warp that puts by bulk copies: PutRing of csrc/transport/puts.cuh."""
+    return _align(4 * (3584 + 8) + 4, 128) if spec.transport in ("puts", "nic") else 0
+
+
 def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
     """A block that makes row descriptors: all warps count and store, with counters of their own where there is room."""
     columns = 4 * (spec.experts + spec.ranks)
@@ -208,7 +213,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     # One put warp cannot fill its share of a link.  16 warps leave a thread 128 registers, 17 only 96.
     put_warps = (2 if receive_warps else 4) if several and not ends else 0
     forward_warps, forward = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
-    forward_total = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several
+    forward_total = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several + put_warps * _put_ring(spec)
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
     many = () if spec.packets or replicates or several else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
@@ -269,7 +274,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         beside += 16 * _MOST_SLOTS  # weights of single rows
     fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * (_HEADER_BYTES + 16)
     fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
-    fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
+    fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16

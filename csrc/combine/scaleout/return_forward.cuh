@@ -18,6 +18,7 @@ struct ReturnForward {
     static constexpr i32 kOthers = cfg.domains() - 1;
 
     const Call& c;
+    const i32 warp;                              // among those of the block
     const i32 work_list;                         // number of work items of all return-forward warps
     i32 nth;                                     // this warp's next work item
     i32 at = 0;                                  // next piece of the row of its next token
@@ -26,7 +27,8 @@ struct ReturnForward {
     i32 seen = -1;                               // the work item for which this lane has acquired the flag of its rank
     bool failed = false;
 
-    MOECOMM_FN ReturnForward(const Call& call, i32 warp) : c(call), work_list(count(call)), nth(blockIdx.x + gridDim.x * warp) {}
+    MOECOMM_FN ReturnForward(const Call& call, i32 this_warp)
+        : c(call), warp(this_warp), work_list(count(call)), nth(blockIdx.x + gridDim.x * this_warp) {}
 
     MOECOMM_FN static i32 count(const Call& c) {
         i32 most = 0;
@@ -171,13 +173,14 @@ struct ReturnForward {
     MOECOMM_FN bool put_sums(i32 work) const {
         __syncwarp();  // all lanes have stored their columns
         const i32 domain = domain_of_work(work), first = chunk_of(work) * sent_by(work).chunk_tokens;
+        const auto channel = c.put_channel(warp);
         for (Runs runs{tokens_of(work)}; runs.next();) {
             const i32 token = first + runs.first;
             const u64 to = c.returned_sum_at(c.domains().own(), token), from = c.return_sum_at(domain, token);
             const u64 bytes = runs.count * c.sum_bytes();
-            const bool fine = runs.left == 0 ? put_and_signal_chunk(c, c.channel(), Phase::reduced, kReturned, domain, chunk_of(work),
+            const bool fine = runs.left == 0 ? put_and_signal_chunk(c, channel, Phase::reduced, kReturned, domain, chunk_of(work),
                                                                     sent_by(work).chunk_tokens, to, from, bytes)
-                                             : put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), to, from, bytes);
+                                             : put(c, channel, Phase::reduced, c.domains().counterpart(domain), to, from, bytes);
             if (!fine) return false;
         }
         return true;
