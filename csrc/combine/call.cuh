@@ -17,7 +17,10 @@ struct Item {
     i32 token;    // number at its source rank; -1: nothing to store
     i32 domain;   // return-forward: of the source rank
     i32 step;     // return-forward: the work item of which this is the last piece, else -1
-    u32 singles;  // one bit for each source, in order, that is a row of a token as the expert left it
+    union {
+        u32 singles;                         // one domain: one bit for each source, in order, that is a row as the expert left it
+        struct { unsigned short at, end; } inner;  // several: the sources that are added to each other first; at 0: none
+    };
 };
 
 // Destination of a token's sum, and the bias to add (null: none).
@@ -96,16 +99,15 @@ struct CombineCall {
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
-    // The transport for other domains, as in DispatchCall.
-    MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
-    // The channel of a return-forward warp.
+    // The transport for other domains, as in DispatchCall; a return-forward warp puts through put_channel.
+    MOECOMM_FN Transport credit_channel() const { return Transport{a.ctx, channel_of_credits(transport)}; }
     MOECOMM_FN Transport put_channel(i32 warp) const {
-        Transport own = channel();
+        Transport own{a.ctx, channel_of_rows(transport)};
         own.pass_through(put_rings<T>(shared)[warp]);
         return own;
     }
     MOECOMM_FN i32 posters() const {
-        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (2 * cfg.return_forward_warps + cfg.pull_warps);
+        return blocks_of_channel(transport) * max(2 * cfg.return_forward_warps, cfg.pull_warps);
     }
     MOECOMM_FN auto& scaleout() const { return scaleout_shared<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }

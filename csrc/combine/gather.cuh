@@ -12,6 +12,7 @@ namespace moecomm {
 //                                    it has none. Next::none: no further item, or a wait failed. A role blocks only when may_wait, that is
 //                                    when this warp holds no open item; this rules out circular waits.
 //       auto target(const Item&)    Destination of the sum, looked up once for all columns; false: nothing to store.
+//       u32 inner_lanes()            kNests: the lanes whose sources are added to each other before they are added to those of lower lanes.
 //       void add_domains(target, i32 column, float (&)[n])   kAddsDomains: adds the sums of other domains to this lane's n columns. Called
 //                                    for all columns before the first is stored, so that all its loads are in flight together.
 //       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
@@ -47,6 +48,12 @@ struct Gather {
         left = item.sources = __popc(named);
         order = source != nullptr ? __popc(named & lanes_below()) : -1;
         bytes = bytes_from(item.column);
+        if constexpr (Role::kNests) {
+            const u32 inner = role.inner_lanes();
+            const i32 before = __popc(named & ((inner & -inner) - 1)), count = __popc(named & inner);
+            item.inner.at = static_cast<unsigned short>(count > 0 ? before : 0);
+            item.inner.end = static_cast<unsigned short>(before + count);
+        }
         if constexpr (Role::kSingles) {
             weight = role.weight;
             item.singles = __reduce_add_sync(kAllLanes, source != nullptr && weight != nullptr ? 1u << order : 0);
@@ -112,16 +119,35 @@ struct Gather {
         }
     }
 
+    MOECOMM_FN static void set_aside(float (&sum)[kVectors][kColumns], float (&outer)[kVectors][kColumns]) {
+#pragma unroll
+        for (i32 v = 0; v < kVectors; ++v)
+#pragma unroll
+            for (i32 i = 0; i < kColumns; ++i) outer[v][i] = sum[v][i], sum[v][i] = 0.0f;
+    }
+    MOECOMM_FN static void add_outer(float (&sum)[kVectors][kColumns], const float (&outer)[kVectors][kColumns]) {
+#pragma unroll
+        for (i32 v = 0; v < kVectors; ++v)
+#pragma unroll
+            for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(outer[v][i], sum[v][i]);
+    }
+
     MOECOMM_FN void run() {
         for (;;) {
             fill();
             if (closed == opened) return;
             const Item item = ring.items[closed % kItemsOpen];
             const i32 vectors = bytes_from(item.column) / 16;
-            float sum[kVectors][kColumns] = {};
+            float sum[kVectors][kColumns] = {}, outer[Role::kNests ? kVectors : 1][kColumns];
             for (i32 added = 0; added < item.sources; ++added) {
                 if (added > 0) fill();
+                if constexpr (Role::kNests) {
+                    if (added > 0 && added == item.inner.at) set_aside(sum, outer);
+                }
                 add(sum, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
+                if constexpr (Role::kNests) {
+                    if (item.inner.at > 0 && added + 1 == item.inner.end) add_outer(sum, outer);
+                }
             }
             if (const auto target = role.target(item)) {
                 if constexpr (Role::kAddsDomains) {

@@ -61,7 +61,7 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, 
     return __all_sync(kAllLanes, in_time);  // before any lane leaves the next credit there
 }
 
-// The role of a pull warp. Lane i serves the i-th rank that holds a part of the token. All lanes call all methods together. Warps divide
+// The role of a pull warp. Lane i serves the i-th rank that holds a part of the token (several domains: ScaleoutSums::kInRing). All lanes call all methods together. Warps divide
 // the work in one of two ways:
 // - Where credits are needed, and with several domains, a chunk belongs to a block, which gives the credit; each warp of the block pulls
 //   every pull_warps-th piece.
@@ -73,7 +73,8 @@ struct Pull {
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
     static constexpr bool kSingles = cfg.single_rows_travel();
-    static constexpr bool kAddsDomains = cfg.domains() > 1;
+    static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
+    static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
     static constexpr Type kSingleType = cfg.type;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
@@ -146,7 +147,7 @@ struct Pull {
         look_ahead();
     }
     MOECOMM_FN void look_ahead() {
-        ahead = slot_of(token(), lane_id());
+        ahead = slot_of(token(), nth_rank());
         if constexpr (cfg.domains() > 1) scaleout_sums.look_ahead(token());
         if constexpr (kSingles) {
             const bool has = token() < c.a.num_tokens && lane_id() < cfg.topk;
@@ -162,15 +163,18 @@ struct Pull {
         return rows == 1;
     }
 
+    // This lane serves the rank of that number in this domain, if there is one.
+    MOECOMM_FN i32 nth_rank() const { return lane_id() - ScaleoutSums<Call>::first_lane(c); }
+    MOECOMM_FN u32 inner_lanes() const { return static_cast<u32>(ScaleoutSums<Call>::kOfDomain) << ScaleoutSums<Call>::first_lane(c); }
     // Slot of token `t` at the n-th rank of this domain, -1 if none.
     MOECOMM_FN i32 slot_of(i32 t, i32 n) const {
-        if (t >= c.a.num_tokens || n >= cfg.scaleup_ranks()) return -1;
+        if (t >= c.a.num_tokens || n < 0 || n >= cfg.scaleup_ranks()) return -1;
         return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + c.domains().first() + n];
     }
 
     // Returns the slot of the rank that this lane serves, -1 if none. At most topk ranks hold a token, so 32 lanes are enough.
     MOECOMM_FN i32 slot_of_lane(i32& rank) const {
-        rank = lane_id();
+        rank = nth_rank();
         if constexpr (cfg.domains() > 1) rank += c.domains().first();
         if constexpr (cfg.scaleup_ranks() <= kWarp) return ahead;
         u64 wanted = __ballot_sync(kAllLanes, ahead >= 0);
@@ -220,6 +224,8 @@ struct Pull {
             const u8* const row = row_at(rank, slot);
             source = row + column * bytes_of(single ? cfg.type : kType);
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
+        } else if constexpr (kSumsInRing) {
+            if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
         }
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
         out = {0, column, token(), 0, -1, 0};

@@ -131,11 +131,14 @@ struct DispatchCall {
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
-    // The transport for other domains: each block has a channel of its own while there are enough channels.
-    MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
-    MOECOMM_FN i32 posters() const {
-        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (2 * cfg.put_warps + cfg.forward_warps);
+    // The transport for other domains; a put warp puts through put_channel.
+    MOECOMM_FN Transport credit_channel() const { return Transport{a.ctx, channel_of_credits(transport)}; }
+    MOECOMM_FN Transport put_channel(i32 warp) const {
+        Transport own{a.ctx, channel_of_rows(transport)};
+        own.pass_through(put_rings()[warp]);
+        return own;
     }
+    MOECOMM_FN i32 posters() const { return blocks_of_channel(transport) * max(2 * cfg.put_warps, cfg.forward_warps); }
     // True if rows of this rank (direct_from: of a source rank in another domain) go to owners in other domains without a forwarder.
     MOECOMM_FN bool direct() const { return cfg.part == Part::whole && goes_direct(shape(), a.num_tokens); }
     MOECOMM_FN bool direct_from(i32 source) const {
@@ -145,12 +148,6 @@ struct DispatchCall {
         return reinterpret_cast<ForwardRing<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
     }
     MOECOMM_FN auto* put_rings() const { return reinterpret_cast<typename T::Ring*>(forward_rings() + cfg.forward_warps); }
-    // The channel of a put warp.
-    MOECOMM_FN Transport put_channel(i32 warp) const {
-        Transport own = channel();
-        own.pass_through(put_rings()[warp]);
-        return own;
-    }
     // Several domains: the turns in which chunks of a source take the places of its ring, here and at the source. Blocks send at the same
     // time; in the order of tokens most of them would wait for the first blocks. If each chunk has a place of its own, tokens are in order.
     MOECOMM_FN Turns turns_of(const Source& from) const { return turns_of(from.chunks(), from.chunk_tokens, from.blocks); }

@@ -266,8 +266,9 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
-    if spec.domain_ranks and not spec.in_place:
-        summed = {2: 1536, 4: 3072}  # next to the sum of the domains
+    if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
+        several = spec.ranks > 2 * spec.domain_ranks
+        summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 2048} if several else {2: 1536, 4: 3072}
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
     if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] and not spec.domain_ranks:

@@ -192,7 +192,7 @@ struct Forward {
                              chunk_signal(c.round.tag, first, count));
         bool signaled = true;
         if (lane_id() == 0 && is_owed(from, turn))
-            signaled = signal_chunk(c, c.channel(), Phase::payload, kReceiveCredit, domain, turn, from.chunk_tokens);
+            signaled = signal_chunk(c, c.credit_channel(), Phase::payload, kReceiveCredit, domain, turn, from.chunk_tokens);
         return __all_sync(kAllLanes, signaled);
     }
 };
