@@ -85,6 +85,7 @@ struct Pull {
     const i32 pieces_per_claim;  // pieces that a warp claims at once
     const i32 chunks_here;       // chunks of the block, where chunks belong to blocks
     i32 nth;                     // the next piece: of the block's, or of all tokens'
+    i32 closing;                 // gives_credit: the oldest of its pieces whose sum is not stored
     u32 claimed = 0;             // in lane 0: the claim after that, made early to hide its latency
     i32 ahead;                   // this lane's slot of the next piece's token
     i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
@@ -104,7 +105,8 @@ struct Pull {
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
           nth(by_chunks() ? this_warp : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
           scaleout_sums{call, this_warp, cfg.domains() > 1 && call.direct()} {
-        skip_ends();
+        skip_ends(nth);
+        closing = nth;
         if (!by_chunks()) claim();
         look_ahead();
     }
@@ -118,16 +120,17 @@ struct Pull {
 
     MOECOMM_FN bool by_chunks() const { return cfg.domains() > 1 || gives_credit; }
     // Position of the next piece: the block's n-th chunk, the token, the token's chunk.
-    MOECOMM_FN i32 nth_chunk() const { return nth / kPieces >> shift; }
-    MOECOMM_FN i32 token() const {
-        if (!by_chunks()) return nth / kPieces;
-        return ((blockIdx.x + gridDim.x * nth_chunk()) << shift) + (nth / kPieces & ((1 << shift) - 1));
+    MOECOMM_FN i32 nth_chunk(i32 of) const { return of / kPieces >> shift; }
+    MOECOMM_FN i32 token_of(i32 of) const {
+        if (!by_chunks()) return of / kPieces;
+        return ((blockIdx.x + gridDim.x * nth_chunk(of)) << shift) + (of / kPieces & ((1 << shift) - 1));
     }
+    MOECOMM_FN i32 token() const { return token_of(nth); }
     MOECOMM_FN i32 chunk() const { return token() >> shift; }
-    MOECOMM_FN bool at_end() const { return by_chunks() ? nth_chunk() >= chunks_here : token() >= c.a.num_tokens; }
+    MOECOMM_FN bool at_end() const { return by_chunks() ? nth_chunk(nth) >= chunks_here : token() >= c.a.num_tokens; }
     // Skips tokens that the last, shorter chunk does not have.
-    MOECOMM_FN void skip_ends() {
-        while (by_chunks() && !at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
+    MOECOMM_FN void skip_ends(i32& at) const {
+        while (by_chunks() && nth_chunk(at) < chunks_here && token_of(at) >= c.a.num_tokens) at += cfg.pull_warps;
     }
     // Claims the next piece or token. The first one of each warp of the grid is fixed.
     MOECOMM_FN void claim() {
@@ -136,7 +139,7 @@ struct Pull {
     MOECOMM_FN void advance() {
         if (by_chunks()) {
             nth += cfg.pull_warps;
-            skip_ends();
+            skip_ends(nth);
         } else if (pieces_per_claim > 1 && (nth + 1) % kPieces != 0) {
             ++nth;
             return;
@@ -206,9 +209,8 @@ struct Pull {
 
     // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
-        if (may_wait && gives_credit) signal_pulled(min(nth_chunk(), chunks_here));
-        if (failed) return Next::none;
-        if (at_end()) return may_wait || !gives_credit ? Next::none : Next::later;
+        if (may_wait && gives_credit) signal_pulled(min(nth_chunk(nth), chunks_here));  // chunks in which it has no piece
+        if (failed || at_end()) return Next::none;
         i32 rank;
         const i32 slot = slot_of_lane(rank);
         bool missing = slot >= 0 && !await_row(rank, may_wait);
@@ -274,8 +276,13 @@ struct Pull {
         scaleout_sums.add_to(out.token, column, sum);
     }
 
+    // Gives credits at once: a warp that always has a piece to pull would otherwise keep them, and its peers would wait.
     MOECOMM_FN void close(const Item&) {
         if constexpr (cfg.domains() > 1) scaleout_sums.close();
+        if (!gives_credit) return;
+        closing += cfg.pull_warps;
+        skip_ends(closing);
+        signal_pulled(min(nth_chunk(closing), chunks_here));
     }
 
     // Arrives at the steps of the block's first `chunks` chunks, of which this warp has nothing left to read. The last warp to arrive gives

@@ -23,6 +23,7 @@ struct ReturnForward {
     i32 nth;                                     // this warp's next work item
     i32 at = 0;                                  // next piece of the row of its next token
     u32 tokens_left = 0;                         // one bit for each of its remaining tokens that this domain has rows of
+    i32 slot = -1, next_slot = -1;               // this lane's slots of that token and of the one after it, loaded ahead
     bool item_open = false, place_free = false;  // `tokens_left` is known; the places of its sums are free
     i32 seen = -1;                               // the work item for which this lane has acquired the flag of its rank
     bool failed = false;
@@ -55,12 +56,20 @@ struct ReturnForward {
         bool any = false;
         if (lane_id() < sent.chunk_tokens && token < sent.num_tokens) {
             const i32* slots = kept(domain_of_work(work), token) + 2 * cfg.topk;
-            for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any = any || slots[i] >= 0;
+            for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any |= slots[i] >= 0;  // all loads at once
         }
         return __ballot_sync(kAllLanes, any);
     }
+    // Loads this lane's slot of the first token of a mask; the lane serves a rank of this domain.
+    MOECOMM_FN i32 first_token(u32 tokens) const { return chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(tokens) - 1; }
+    MOECOMM_FN i32 slot_of_first(u32 tokens) const {
+        if (tokens == 0 || lane_id() >= cfg.scaleup_ranks()) return -1;
+        return kept(domain_of_work(nth), first_token(tokens))[2 * cfg.topk + lane_id()];
+    }
     MOECOMM_FN void begin_work() {
         tokens_left = tokens_of(nth);
+        slot = slot_of_first(tokens_left);
+        next_slot = slot_of_first(tokens_left & (tokens_left - 1));
         at = 0;
         item_open = true;
         place_free = tokens_left == 0 || chunk_of(nth) < ring_of(nth);
@@ -111,9 +120,7 @@ struct ReturnForward {
             end_work();
             return Next::item;
         }
-        const i32 token = chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(tokens_left) - 1;
-        const i32 slot = lane_id() < cfg.scaleup_ranks() ? kept(out.domain, token)[2 * cfg.topk + lane_id()] : -1,
-                  rank = c.domains().first() + lane_id();
+        const i32 token = first_token(tokens_left), rank = c.domains().first() + lane_id();
         const bool missing = !await_place(may_wait) || (slot >= 0 && !await_row(rank, may_wait));
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
@@ -126,6 +133,8 @@ struct ReturnForward {
         if (++at == kPieces) {
             at = 0;
             tokens_left &= tokens_left - 1;
+            slot = next_slot;
+            next_slot = slot_of_first(tokens_left & (tokens_left - 1));
         }
         if (tokens_left != 0) {
             out.step = -1;

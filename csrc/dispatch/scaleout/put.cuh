@@ -31,7 +31,7 @@ MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
     if (token < c.chunk_end(chunk)) {
         const auto* slots =
             reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks + domain * cfg.scaleup_ranks();
-        for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any = any || slots[i] >= 0;
+        for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any |= slots[i] >= 0;  // all loads at once
     }
     return __ballot_sync(kAllLanes, any);
 }
