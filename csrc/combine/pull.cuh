@@ -64,7 +64,7 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, 
 // The role of a pull warp. Lane i serves the i-th rank that holds a part of the token (several domains: ScaleoutSums::kInRing). All lanes call all methods together. Warps divide
 // the work in one of two ways:
 // - Where credits are needed, and with several domains, a chunk belongs to a block, which gives the credit; each warp of the block pulls
-//   every pull_warps-th piece.
+//   every pull_warps-th piece or, with several domains, token.
 // - Otherwise warps claim pieces of all tokens from a counter, or complete tokens where flags have to be checked. Blocks with equally many
 //   tokens have unequally many rows, and few blocks fill the links only while all of them pull.
 template <class Call>
@@ -75,6 +75,7 @@ struct Pull {
     static constexpr bool kSingles = cfg.single_rows_travel();
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
+    static constexpr bool kWholeTokens = cfg.domains() > 1;  // what a token takes to open is then done once
     static constexpr Type kSingleType = cfg.type;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
@@ -90,6 +91,7 @@ struct Pull {
     i32 ahead;                   // this lane's slot of the next piece's token
     i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
     const u8* weight = nullptr;  // see gather.cuh
+    const u8* held = nullptr;    // kWholeTokens: the row of this lane, of the token being opened
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
     i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
     bool failed = false;
@@ -103,7 +105,7 @@ struct Pull {
                        call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
           pieces_per_claim(some(call, [](const RoundHeader& n) { return n.combine.rows == 0 || n.combine.is_reduced != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(by_chunks() ? this_warp : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
+          nth(by_chunks() ? this_warp * (kWholeTokens ? kPieces : 1) : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
           scaleout_sums{call, this_warp, cfg.domains() > 1 && call.direct()} {
         skip_ends(nth);
         closing = nth;
@@ -130,7 +132,18 @@ struct Pull {
     MOECOMM_FN bool at_end() const { return by_chunks() ? nth_chunk(nth) >= chunks_here : token() >= c.a.num_tokens; }
     // Skips tokens that the last, shorter chunk does not have.
     MOECOMM_FN void skip_ends(i32& at) const {
-        while (by_chunks() && nth_chunk(at) < chunks_here && token_of(at) >= c.a.num_tokens) at += cfg.pull_warps;
+        while (by_chunks() && nth_chunk(at) < chunks_here && token_of(at) >= c.a.num_tokens)
+            at += cfg.pull_warps * (kWholeTokens ? kPieces : 1);
+    }
+    // by_chunks(): advances to this warp's next piece.
+    MOECOMM_FN void step(i32& at) const {
+        if constexpr (kWholeTokens) {
+            if (++at % kPieces != 0) return;
+            at += kPieces * (cfg.pull_warps - 1);
+        } else {
+            at += cfg.pull_warps;
+        }
+        skip_ends(at);
     }
     // Claims the next piece or token. The first one of each warp of the grid is fixed.
     MOECOMM_FN void claim() {
@@ -138,8 +151,8 @@ struct Pull {
     }
     MOECOMM_FN void advance() {
         if (by_chunks()) {
-            nth += cfg.pull_warps;
-            skip_ends(nth);
+            step(nth);
+            if (kWholeTokens && nth % kPieces != 0) return;
         } else if (pieces_per_claim > 1 && (nth + 1) % kPieces != 0) {
             ++nth;
             return;
@@ -211,6 +224,9 @@ struct Pull {
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
         if (may_wait && gives_credit) signal_pulled(min(nth_chunk(nth), chunks_here));  // chunks in which it has no piece
         if (failed || at_end()) return Next::none;
+        if constexpr (kWholeTokens) {
+            if (nth % kPieces != 0) return open_piece(source, out);
+        }
         i32 rank;
         const i32 slot = slot_of_lane(rank);
         bool missing = slot >= 0 && !await_row(rank, may_wait);
@@ -227,11 +243,20 @@ struct Pull {
             source = row + column * bytes_of(single ? cfg.type : kType);
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
         } else if constexpr (kSumsInRing) {
-            if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
+            source = scaleout_sums.row_of_lane(token());
         }
+        if constexpr (kWholeTokens) held = source;
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
         out = {0, column, token(), 0, -1, 0};
         if constexpr (cfg.domains() > 1) scaleout_sums.open();
+        advance();
+        return Next::item;
+    }
+    // Opens the next piece of a token whose first piece was opened before.
+    MOECOMM_FN Next open_piece(const u8*& source, Item& out) {
+        out = {0, nth % kPieces * kPieceColumns, token(), 0, -1, 0};
+        if (held != nullptr) source = held + out.column * bytes_of(kType);
+        scaleout_sums.open();
         advance();
         return Next::item;
     }
@@ -280,8 +305,7 @@ struct Pull {
     MOECOMM_FN void close(const Item&) {
         if constexpr (cfg.domains() > 1) scaleout_sums.close();
         if (!gives_credit) return;
-        closing += cfg.pull_warps;
-        skip_ends(closing);
+        step(closing);
         signal_pulled(min(nth_chunk(closing), chunks_here));
     }
 

@@ -258,7 +258,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     if spec.packets:
         reduce_warps, pull_warps, return_forward_warps = 8, 8, 0
     elif spec.domain_ranks:
-        reduce_warps, pull_warps, return_forward_warps = (0, 8, 4) if spec.in_place else (6, 6, 3)
+        reduce_warps, pull_warps, return_forward_warps = (0, 7, 5) if spec.in_place else (7, 4, 4)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/decisions.md)

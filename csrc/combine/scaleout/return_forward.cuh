@@ -23,7 +23,9 @@ struct ReturnForward {
     i32 nth;                                     // this warp's next work item
     i32 at = 0;                                  // next piece of the row of its next token
     u32 tokens_left = 0;                         // one bit for each of its remaining tokens that this domain has rows of
-    i32 slot = -1, next_slot = -1;               // this lane's slots of that token and of the one after it, loaded ahead
+    i32 slot = -1, next_slot = -1;               // this lane's slots of its next token and of the one after it, loaded ahead
+    i32 token = -1;                              // the token being opened,
+    const u8* row = nullptr;                     // and this lane's row of it
     bool item_open = false, place_free = false;  // `tokens_left` is known; the places of its sums are free
     i32 seen = -1;                               // the work item for which this lane has acquired the flag of its rank
     bool failed = false;
@@ -60,8 +62,8 @@ struct ReturnForward {
         }
         return __ballot_sync(kAllLanes, any);
     }
-    // Loads this lane's slot of the first token of a mask; the lane serves a rank of this domain.
     MOECOMM_FN i32 first_token(u32 tokens) const { return chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(tokens) - 1; }
+    // Loads the slot of the first token of a mask at the rank of this domain that this lane serves.
     MOECOMM_FN i32 slot_of_first(u32 tokens) const {
         if (tokens == 0 || lane_id() >= cfg.scaleup_ranks()) return -1;
         return kept(domain_of_work(nth), first_token(tokens))[2 * cfg.topk + lane_id()];
@@ -112,6 +114,25 @@ struct ReturnForward {
 
     // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
+        if (at == 0) {
+            const Next next = open_token(out, may_wait);
+            if (next != Next::item || out.token < 0) return next;
+        }
+        out = {0, at * kPieceColumns, token, domain_of_work(nth), -1};
+        if (row != nullptr) source = row + out.column * bytes_of(kType);
+        if (++at < kPieces) return Next::item;
+        at = 0;
+        tokens_left &= tokens_left - 1;
+        slot = next_slot;
+        next_slot = slot_of_first(tokens_left & (tokens_left - 1));
+        if (tokens_left == 0) {
+            out.step = nth;
+            end_work();
+        }
+        return Next::item;
+    }
+    // Opens the first piece of the next token. An item without a token ends a chunk without rows.
+    MOECOMM_FN Next open_token(Item& out, bool may_wait) {
         while (!failed && nth < work_list && chunk_of(nth) >= forwarded(c, source_rank_of(nth))) end_work();
         if (failed || nth >= work_list) return Next::none;
         if (!item_open) begin_work();
@@ -120,27 +141,16 @@ struct ReturnForward {
             end_work();
             return Next::item;
         }
-        const i32 token = first_token(tokens_left), rank = c.domains().first() + lane_id();
+        token = first_token(tokens_left);
+        const i32 rank = c.domains().first() + lane_id();
         const bool missing = !await_place(may_wait) || (slot >= 0 && !await_row(rank, may_wait));
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
             return may_wait ? Next::none : Next::later;
         }
         out.token = token;
-        out.column = at * kPieceColumns;
-        if (slot >= 0) source = row_at(rank, slot, token) + out.column * bytes_of(kType);
-        if (at == 0 && c.a.weight_grads != 0) load_grads(out.domain, token);
-        if (++at == kPieces) {
-            at = 0;
-            tokens_left &= tokens_left - 1;
-            slot = next_slot;
-            next_slot = slot_of_first(tokens_left & (tokens_left - 1));
-        }
-        if (tokens_left != 0) {
-            out.step = -1;
-        } else {
-            end_work();
-        }
+        row = slot >= 0 ? row_at(rank, slot, token) : nullptr;
+        if (c.a.weight_grads != 0) load_grads(out.domain, token);
         return Next::item;
     }
 
