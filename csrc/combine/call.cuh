@@ -18,8 +18,10 @@ struct Item {
     i32 domain;   // return-forward: of the source rank
     i32 step;     // return-forward: the work item of which this is the last piece, else -1
     union {
-        u32 singles;                         // one domain: one bit for each source, in order, that is a row as the expert left it
-        struct { unsigned short at, end; } inner;  // several: the sources that are added to each other first; at 0: none
+        u32 singles;  // one domain: one bit for each source, in order, that is a row as the expert left it
+        struct {
+            unsigned short at, end;
+        } inner;  // several: the sources that are added to each other first; at 0: none
     };
 };
 
@@ -82,7 +84,8 @@ MOECOMM_FN ScaleoutShared<cfg>& scaleout_shared(CombineShared<cfg>& shared) {
 template <class Transport, CombineConfig cfg>
 MOECOMM_FN typename Transport::Ring* put_rings(CombineShared<cfg>& shared) {
     using Scaleout = ScaleoutShared<cfg>;
-    return reinterpret_cast<typename Transport::Ring*>(reinterpret_cast<u8*>(&scaleout_shared(shared)) + align_up<i32>(sizeof(Scaleout), 128));
+    return reinterpret_cast<typename Transport::Ring*>(reinterpret_cast<u8*>(&scaleout_shared(shared)) +
+                                                       align_up<i32>(sizeof(Scaleout), 128));
 }
 
 template <CombineConfig config, class T>
@@ -106,9 +109,7 @@ struct CombineCall {
         own.pass_through(put_rings<T>(shared)[warp]);
         return own;
     }
-    MOECOMM_FN i32 posters() const {
-        return blocks_of_channel(transport) * max(2 * cfg.return_forward_warps, cfg.pull_warps);
-    }
+    MOECOMM_FN i32 posters() const { return blocks_of_channel(transport) * max(2 * cfg.return_forward_warps, cfg.pull_warps); }
     MOECOMM_FN auto& scaleout() const { return scaleout_shared<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }

@@ -12,7 +12,8 @@ class Signals {
   public:
     static constexpr size_t kMost = 4096;  // signals that wait to be written
 
-    Signals(std::shared_ptr<Gpu> gpu, const Registry& registry) : registry_(registry), stream_(gpu), word_(gpu, sizeof(uint64_t)), pairs_(gpu, CopyStream::kRoom * kPair) {}
+    Signals(std::shared_ptr<Gpu> gpu, const Registry& registry)
+        : registry_(registry), stream_(gpu), word_(gpu, sizeof(uint64_t)), pairs_(gpu, CopyStream::kRoom * kPair) {}
 
     bool room() const { return waiting_.size() < kMost; }
     // Queue a signal of `peer` or of this rank. Signals wait for earlier copies; one that outlives the registration of its memory is

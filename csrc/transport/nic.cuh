@@ -1,7 +1,7 @@
 // Nic: Puts at the pace of an emulated NIC, for tests and benchmarks. A message takes the NIC's processor for 1 / message rate and its wire
-// for bytes / bandwidth, and has left when both are done; messages before it delay it at either. A signal arrives a latency after itself and
-// all earlier puts of its channel to the peer have left; its own bytes are too few to wait for the wire, because a NIC takes turns between
-// its queues. transport.cuh states who calls each method and what it orders.
+// for bytes / bandwidth, and has left when both are done; messages before it delay it at either. A signal arrives a latency after itself
+// and all earlier puts of its channel to the peer have left; its own bytes are too few to wait for the wire, because a NIC takes turns
+// between its queues. transport.cuh states who calls each method and what it orders.
 //
 // The thread that signals waits until then, because the clocks of two GPUs differ and no time can travel with a signal. So a warp that
 // signals stalls, and others go on; a NIC would stall neither. Data is stored early, but no reader looks at it before its signal. Several

@@ -15,8 +15,8 @@ __device__ __noinline__ void report_broken(Round r, Phase phase, i32 peer) {
         if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
 }
 
-// Channels of a block's puts and of its credits. Credits have channels of their own where there are two or more: behind rows, a credit would
-// come when the rows have left.
+// Channels of a block's puts and of its credits. Credits have channels of their own where there are two or more: behind rows, a credit
+// would come when the rows have left.
 template <class Transport>
 MOECOMM_FN i32 channel_of_rows(const Transport& transport) {
     return static_cast<i32>(blockIdx.x) % max(transport.channels() / 2, 1);

@@ -12,8 +12,9 @@ struct ScaleoutSums {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr i32 kOthers = cfg.domains() - 1, kLooks = ceil_div(cfg.ranks, kWarp);
     static constexpr u64 kOfDomain = cfg.scaleup_ranks() < 64 ? (1ull << cfg.scaleup_ranks() % 64) - 1 : ~0ull;
-    // Sums of other domains pass through the ring of the pull warp, like rows, in domain order: lanes serve the domains before this one, the
-    // ranks of this domain, the domains after it. Two domains need no order, because x + y is y + x; the rows of this domain then come first.
+    // Sums of other domains pass through the ring of the pull warp, like rows, in domain order: lanes serve the domains before this one,
+    // the ranks of this domain, the domains after it. Two domains need no order, because x + y is y + x; the rows of this domain then come
+    // first.
     static constexpr bool kOrdered = cfg.domains() > 2;
     static constexpr bool kInRing = kOthers > 0 && cfg.wire == cfg.staged() && cfg.scaleup_ranks() + kOthers <= kWarp;
 
