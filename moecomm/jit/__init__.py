@@ -26,6 +26,7 @@ assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
+_FORWARD_SLOTS = 4  # pieces of a forward warp; rows have as many, or more
 _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
     16,
     64 * 1024,
@@ -157,7 +158,7 @@ def _before_sources(spec: KernelSpec) -> int:
 
 def _put_ring(spec: KernelSpec) -> int:
     """Shared memory of a warp that puts by bulk copies: PutRing of csrc/transport/puts.cuh."""
-    return _align(4 * (3584 + 8) + 4, 128) if spec.transport in ("puts", "nic") else 0
+    return _align(4 * (3712 + 8) + 4, 128) if spec.transport in ("puts", "nic") else 0
 
 
 def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
@@ -213,7 +214,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     # One put warp cannot fill its share of a link.  16 warps leave a thread 128 registers, 17 only 96.
     put_warps = (2 if receive_warps else 4) if several and not ends else 0
     forward_warps, forward = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
-    forward_total = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several + put_warps * _put_ring(spec)
+    forward_total = forward_warps * _align(_FORWARD_SLOTS * (forward + 8) + 128, 128) + 128 * several + put_warps * _put_ring(spec)
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
     many = () if spec.packets or replicates or several else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
@@ -245,7 +246,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
                 "replicate_bytes": replicate,
                 "replicate_slots": replicate_slots,
                 "forward_bytes": forward,
-                "forward_slots": 2 * several,
+                "forward_slots": _FORWARD_SLOTS * several,
                 "count_warps": count_warps,
                 "count_bytes": beside,
                 "shared_bytes": _align(fixed, 128),

@@ -11,7 +11,7 @@ template <class Call>
 struct Forward {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.forward_slots, kBytes = cfg.forward_bytes, kPieces = ceil_div(cfg.row_bytes, kBytes);
-    static_assert(kSlots == 2, "a piece is loaded while the one before it is stored");
+    static constexpr i32 kAhead = kSlots - 1;  // loads that run ahead: of most rows, all
 
     const Call& c;
     ForwardRing<cfg>& ring;
@@ -87,9 +87,9 @@ struct Forward {
     // Copies the row through the warp's ring to each rank of this domain that wants it. bulk_wait must follow before a signal.
     MOECOMM_FN void store_row(const Token& t) {
         const u8* row = t.at + received_row(c.shape());
-        load(row, 0);
+        for (i32 piece = 0; piece < min(kAhead, kPieces); ++piece) load(row, piece);
         for (i32 piece = 0; piece < kPieces; ++piece) {
-            if (piece + 1 < kPieces) load(row, piece + 1);
+            if (piece + kAhead < kPieces) load(row, piece + kAhead);
             copy_wait(&ring.full[stored % kSlots], stored / kSlots & 1);
             if (t.row != nullptr) bulk_store(t.row + piece * kBytes, ring.data[stored % kSlots], bytes_of_piece(piece));
             __syncwarp();
