@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,9 +23,10 @@ from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import seconds, wanted_device
 from moecomm.core.validation import check_dense, check_shape
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
-from moecomm.window import failures
+from moecomm.window import failures, symmetric
 from moecomm.window.calls import Calls
 from moecomm.window.host_calls import HostCalls
+from moecomm.window.memory import Memory, OwnMemory
 from moecomm.window.opened import Opened
 from moecomm.window.settings import WindowSettings
 
@@ -43,14 +44,18 @@ class Window:
 
     Args:
         group: as of a moecomm.Buffer.
-        nbytes: memory of each rank; the same on all ranks.
+        nbytes: memory of each rank; the same on all ranks.  None beside a tensor as `memory`, whose size it is.
         backend: "auto", "host" (CPU ranks), or for GPUs "lsa" (NVLink), "gin" (NCCL) or "nvshmem".
         device: where the memory is; default: the current GPU if a GPU backend can run, else the CPU.
         timeout_s: how long any wait for a peer may take, in seconds.
         signals: counters of each rank, 1 to 65536.
+        memory: where the bytes are.  None: in memory of the Window's own.  A contiguous tensor of torch's symmetric
+            memory is adopted: its bytes, as they are, become those of this rank, and stay torch's.  "torch": the
+            Window allocates `nbytes` there.  Either way torch's operators on symmetric memory take views of
+            `window.local`.  `group` is a process group then, and every rank passes the same kind.
 
     Raises:
-        BadInput: a value that can't be used, here or on the rank that it names.
+        BadInput: a value that can't be used, here or on the rank that it names; `memory` that torch has not made.
         Mismatch: ranks passed different values; names the field.
         Unsupported: the backend can't run on some rank, or a rank is in another NVLink domain.
         Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted.  No rank has opened then.
@@ -59,32 +64,39 @@ class Window:
     def __init__(
         self,
         group: Any,
-        nbytes: int,
+        nbytes: int | None = None,
         *,
         backend: BackendName = "auto",
         device: torch.device | str | int | None = None,
         timeout_s: float = 30.0,
         signals: int = 256,
+        memory: torch.Tensor | Literal["torch"] | None = None,
     ) -> None:
         group = rendezvous(group)
         with opening(group, timeout_s, of="Window") as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
+            size: Any = nbytes if memory is None else symmetric.asked_bytes(memory, nbytes, group)
+            if isinstance(memory, torch.Tensor):
+                wanted = symmetric.asked_device(memory, wanted)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
-            settings = WindowSettings(ranks.ranks, nbytes, signals, name)
+            settings = WindowSettings(ranks.ranks, size, signals, memory is not None, name)
             settings.agree(ranks)
             settings.check()
-            handle = _native.WindowHandle(ranks.rank, ranks.ranks, int(signals), int(nbytes))
+            handle = _native.WindowHandle(ranks.rank, ranks.ranks, int(signals), int(size), memory is not None)
             handle.timeout_ns = int(timeout_s * 1e9)
             with ExitStack() as undo:
                 peers, self.why = backends.open_peers(name, self.why, ranks, handle.total_bytes, wanted, timeout_s)
                 undo.callback(peers.close)
+                opened: Memory = OwnMemory(peers, handle.nbytes)
+                if memory is not None:
+                    opened = symmetric.open_memory(ranks, group, name, memory, handle.nbytes, peers.device)
                 with all_or_none(ranks):
-                    calls = _calls_of(peers, handle)
+                    calls = _calls_of(peers, opened, handle)
                 ranks.settle()
                 undo.pop_all()
         self.rank, self.num_ranks, self.timeout_s = ranks.rank, ranks.ranks, timeout_s
         self.nbytes, self.num_signals = handle.nbytes, handle.num_signals
-        self._opened = Opened(peers, handle, calls)
+        self._opened = Opened(peers, opened, handle, calls)
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
         self._in_barrier = threading.Lock()
@@ -104,7 +116,7 @@ class Window:
         """
         self._require_open()
         self._check_rank("rank", rank)
-        return self._opened.bytes_of(rank)
+        return self._opened.memory.bytes_of(rank)
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, *, rank: int | None = None, offset: int = 0
@@ -292,8 +304,8 @@ class Window:
 
     @property
     def backend(self) -> str:
-        """Name of the backend, with the kind of window where there are several: "host", "lsa/vmm"."""
-        return self._opened.peers.name
+        """Name of the backend, with the kind of memory where there are several: "host", "lsa/vmm", "lsa/torch"."""
+        return self._opened.memory.name
 
     @property
     def device(self) -> torch.device:
@@ -346,17 +358,18 @@ class Window:
             raise self._failure
 
 
-def _calls_of(peers: Peers, handle: _native.WindowHandle) -> Calls:
+def _calls_of(peers: Peers, memory: Memory, handle: _native.WindowHandle) -> Calls:
     """Fill in the addresses of the handle; return the calls on it.
 
     Raises:
         Unsupported: loads and stores do not reach a rank.
     """
-    if (away := next((rank for rank, address in enumerate(peers.addresses) if not address), None)) is not None:
+    reached = zip(peers.addresses, memory.addresses, strict=True)
+    if (away := next((rank for rank, addresses in enumerate(reached) if not all(addresses)), None)) is not None:
         raise Unsupported(f"rank {away} is in another domain; a Window reaches all ranks by loads and stores")
     handle.record, handle.abort_host = peers.record, peers.abort_host
     if peers.device.type == "cpu":
-        return HostCalls(peers, handle)
+        return HostCalls(peers, memory, handle)
     from moecomm.window.gpu_calls import calls_of  # it brings cuda.core
 
-    return calls_of(peers, handle)
+    return calls_of(peers, memory, handle)

@@ -20,6 +20,7 @@ from moecomm.backends.reach import Layout, Reach
 from moecomm.core.group import Rendezvous
 from moecomm.core.rendezvous import Alone
 from moecomm.window import gpu_calls
+from moecomm.window.memory import OwnMemory
 
 from .conftest import run_ranks
 from .test_lsa_without_gpu import shape_of
@@ -183,7 +184,7 @@ def test_calls_of_a_window_launch_kernels_with_the_handle(monkeypatch: pytest.Mo
         Extent(handle.total_bytes, handle.total_bytes, handle.total_bytes), [(0, handle.total_bytes)], lambda: None
     )
     handle.record, handle.abort_host = peers.record, peers.abort_host
-    calls = gpu_calls.calls_of(peers, handle)
+    calls = gpu_calls.calls_of(peers, OwnMemory(peers, 256), handle)
     calls.signal(0, 3, 5)
     calls.set_signal(0, 4, 6)
     assert calls.wait(2, 7, -1) and calls.barrier()

@@ -353,5 +353,5 @@ def test_what_a_window_says_of_itself() -> None:
         assert window.backend == "host" and window.device == torch.device("cpu") and window.timeout_s == 20.0
         assert "open" in repr(window) and "100 bytes" in repr(window)
         assert window.pointers.tolist() == [window.local.data_ptr()]
-        assert len(window.handle) == 104 and window.handle_address != 0
+        assert len(window.handle) == 112 and window.handle_address != 0
     assert "closed" in repr(window)
