@@ -381,20 +381,26 @@ def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: 
 
 
 def _triton(rank: int, group: Any) -> str:
+    from window_halo_triton import spread
     from window_ring_triton import AllGather
 
     torch.cuda.set_device(rank)
-    gather = AllGather(group, 1000, backend="lsa", timeout_s=60)
-    for call in range(20):
-        rows = gather(torch.full((1000,), rank + 10.0 * call, device="cuda"))
-        assert torch.equal(rows, (torch.arange(group.size()) + 10.0 * call).cuda()[:, None].expand(-1, 1000))
-    gather.window.close()
+    ranks, cells, steps = group.size(), 1000, 200
+    for memory in (None, "torch"):  # with signals behind the memory, and elsewhere
+        options: dict[str, Any] = {"backend": "lsa", "timeout_s": 60, "memory": memory}
+        gather = AllGather(group, 1000, **options)
+        for call in range(20):
+            rows = gather(torch.full((1000,), rank + 10.0 * call, device="cuda"))
+            assert torch.equal(rows, (torch.arange(ranks) + 10.0 * call).cuda()[:, None].expand(-1, 1000))
+        gather.window.close()
+        found = spread(group, heated(rank, cells).cuda(), steps, **options)
+        torch.testing.assert_close(found.cpu(), reference(ranks, cells, steps)[rank])
     return "done"
 
 
 @pytest.mark.gpu2
 @pytest.mark.timeout(150)
-def test_the_ring_in_triton(gpu_ranks: Ranks) -> None:
+def test_the_examples_in_triton(gpu_ranks: Ranks) -> None:
     pytest.importorskip("triton")
     count = min(4, torch.cuda.device_count())
     gpu_ranks.start(count, _triton)
