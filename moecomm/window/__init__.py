@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -116,7 +116,8 @@ class Window:
         """
         self._require_open()
         self._check_rank("rank", rank)
-        return self._opened.memory.bytes_of(rank)
+        with self._while_open():
+            return self._opened.memory.bytes_of(rank)
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, *, rank: int | None = None, offset: int = 0
@@ -155,7 +156,7 @@ class Window:
             rank: that receives it; this rank, too.
             offset: of its first element in the memory of that rank, in bytes.
             signal: of that rank.  A rank that has seen it sees the bytes.
-            amount: to add to it.
+            amount: to add to it, 0 to 2^63 - 1.
 
         Raises:
             BadInput: it does not fit, or is on another device.
@@ -169,7 +170,7 @@ class Window:
         self._check_rank("rank", rank)
         if signal is not None:
             self._check_signal("signal", signal)
-            check_integer("amount", amount, 0)
+            check_integer("amount", amount, 0, _MOST_VALUE)
         with self._call():
             self.tensor(given.shape, given.dtype, rank=rank, offset=offset).copy_(given.detach())
             if signal is not None:
@@ -184,7 +185,7 @@ class Window:
         """
         self._check_rank("rank", rank)
         self._check_signal("index", index)
-        check_integer("amount", amount, 0)
+        check_integer("amount", amount, 0, _MOST_VALUE)
         with self._call():
             self._opened.calls.signal(rank, index, amount)
 
@@ -196,7 +197,7 @@ class Window:
         """
         self._check_rank("rank", rank)
         self._check_signal("index", index)
-        check_integer("value", value, 0)
+        check_integer("value", value, 0, _MOST_VALUE)
         with self._call():
             self._opened.calls.set_signal(rank, index, value)
 
@@ -204,10 +205,12 @@ class Window:
         """Return a signal of this rank.  GPUs: wait for the current stream first.
 
         Raises:
-            As signal().
+            BadInput: no such signal, or a CUDA graph is being captured.
+            Closed, Timeout, PeerLost, Aborted: as put().
         """
         self._check_signal("index", index)
         with self._call():
+            self._require_no_capture("signal_value")
             return self._opened.calls.signal_value(index)
 
     def wait(self, index: int, value: int, *, peer: int | None = None) -> None:
@@ -215,7 +218,7 @@ class Window:
 
         Args:
             index: of the signal.
-            value: at least 0.
+            value: 0 to 2^63 - 1; 0 has come already.
             peer: the rank that will raise it.  The wait then ends as soon as that rank has closed its Window, and
                 errors name it.
 
@@ -225,7 +228,7 @@ class Window:
             Closed: the Window is closed.
         """
         self._check_signal("index", index)
-        check_integer("value", value, 0)
+        check_integer("value", value, 0, _MOST_VALUE)
         if peer is not None:
             self._check_rank("peer", peer)
         with self._call():
@@ -249,21 +252,28 @@ class Window:
             self._in_barrier.release()
 
     def check(self) -> None:
-        """Wait for the device, and raise the error of a wait that has failed, if any."""
+        """Wait for the device, and raise the error of a wait that has failed, if any.
+
+        Raises:
+            BadInput: a CUDA graph is being captured.
+            Closed, Timeout, PeerLost, Aborted: the Window is closed, or has failed.
+        """
         with self._call():
+            self._require_no_capture("check")
             self._opened.calls.synchronize()
             self._raise_failure()
 
     def abort(self) -> None:
         """End every wait of all ranks at once, from any thread.  The Window can then only be closed."""
-        if not self._closed and not self._opened.closed:
+        with suppress(Closed), self._while_open():
             self._opened.calls.abort(_native.Failure.aborted)
 
     def close(self) -> None:
         """Let go of the memory.  Local and idempotent; tensors that are still referenced stay valid.
 
         Calls of other threads are aborted and awaited.  In a signal handler, the interrupted call is aborted, and
-        closes the Window when it ends.
+        closes the Window when it ends.  GPUs: wait for the device first; waits that are enqueued there end as they
+        would without it, or at once after abort().
         """
         self._closed = True
         self._close()
@@ -330,10 +340,16 @@ class Window:
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Count a call; raise what makes it impossible."""
+        with self._while_open():
+            self._raise_failure()
+            yield
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """Hold up the end of close(), so that memory stays mapped.  Raises Closed if it has begun."""
         self._require_open()  # first: in a forked child another thread may have held the gate
         with self._opened.gate.call():
             self._require_open()
-            self._raise_failure()
             yield
 
     def _check_rank(self, argument: str, rank: int) -> None:
@@ -341,6 +357,11 @@ class Window:
 
     def _check_signal(self, argument: str, index: int) -> None:
         check_integer(argument, index, 0, self.num_signals - 1)
+
+    def _require_no_capture(self, call: str) -> None:
+        """Raise BadInput for a call that waits for the device, which would make the capture invalid."""
+        if self._opened.calls.capturing():
+            raise BadInput(call, "a call during a capture", "a call outside of it")
 
     def _require_open(self) -> None:
         if self._closed or self._opened.closed:

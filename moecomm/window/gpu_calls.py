@@ -65,7 +65,7 @@ class GpuCalls:
         self._launch("set_signal", value, rank, index)
 
     def signal_value(self, index: int) -> int:
-        """See Calls.  It can't be part of a capture."""
+        """See Calls."""
         address = self._peers.addresses[self._handle.rank] + self._handle.signals + 8 * index
         torch.cuda.current_stream(self._device).synchronize()
         return int.from_bytes(self._read(address, 8), "little")
@@ -90,6 +90,11 @@ class GpuCalls:
         self._peers.abort(cause, rank)
         word = self.abort_word().to_bytes(4, "little")
         self._write([address + self._handle.abort for address in self._peers.addresses], word)
+
+    def capturing(self) -> bool:
+        """See Calls."""
+        cuda_driver.bind_thread(self._device.index)
+        return _native.cuda_capturing(_native.current_stream(self._device.index))
 
     def synchronize(self) -> None:
         """See Calls."""

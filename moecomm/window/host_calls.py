@@ -52,6 +52,10 @@ class HostCalls:
         for address in self._peers.addresses:
             _native.set_abort(address + self._handle.abort, cause, self._handle.rank)
 
+    def capturing(self) -> bool:
+        """Return False: there are no graphs."""
+        return False
+
     def synchronize(self) -> None:
         """Do nothing: there are no streams."""
 
