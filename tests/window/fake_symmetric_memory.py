@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as real
+
+from moecomm.core.rendezvous import rendezvous
 
 
 class FakeSymmetricMemory:
@@ -45,8 +46,8 @@ class FakeSymmetricMemory:
         if (block := self._blocks.get(self._key(tensor))) is None:
             return None
         self.rendezvous_calls += 1
-        paths: list[Any] = [None] * group.size()
-        dist.all_gather_object(paths, block[0], group=group)
+        names = rendezvous(group).all_gather(block[0].name.encode().ljust(64))
+        paths = [self._folder / name.decode().rstrip() for name in names]
         views = [torch.frombuffer(self._map(path), dtype=torch.uint8) for path in paths]
         return SimpleNamespace(
             rank=group.rank(),
