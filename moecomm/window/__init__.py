@@ -87,16 +87,16 @@ class Window:
             with ExitStack() as undo:
                 peers, self.why = backends.open_peers(name, self.why, ranks, handle.total_bytes, wanted, timeout_s)
                 undo.callback(peers.close)
-                opened: Memory = OwnMemory(peers, handle.nbytes)
+                of_ranks: Memory = OwnMemory(peers, handle.nbytes)
                 if memory is not None:
-                    opened = symmetric.open_memory(ranks, group, name, memory, handle.nbytes, peers.device)
+                    of_ranks = symmetric.open_memory(ranks, group, peers, memory, handle.nbytes)
                 with all_or_none(ranks):
-                    calls = _calls_of(peers, opened, handle)
+                    calls = _calls_of(peers, of_ranks, handle)
                 ranks.settle()
                 undo.pop_all()
         self.rank, self.num_ranks, self.timeout_s = ranks.rank, ranks.ranks, timeout_s
         self.nbytes, self.num_signals = handle.nbytes, handle.num_signals
-        self._opened = Opened(peers, opened, handle, calls)
+        self._opened = Opened(peers, of_ranks, handle, calls)
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
         self._in_barrier = threading.Lock()

@@ -9,6 +9,7 @@ import torch
 from moecomm.backends.collective import all_or_none
 from moecomm.core.arrays import has_memory
 from moecomm.core.group import Group, Rendezvous
+from moecomm.core.peers import Peers
 from moecomm.core.rendezvous import ProcessGroup
 from moecomm.errors import BadInput
 from moecomm.window.memory import view_of
@@ -66,9 +67,7 @@ def asked_device(memory: torch.Tensor, device: torch.device | None) -> torch.dev
     return memory.device
 
 
-def open_memory(
-    ranks: Rendezvous, group: Group, backend: str, memory: Any, nbytes: int, device: torch.device
-) -> SymmetricMemory:
+def open_memory(ranks: Rendezvous, group: Group, peers: Peers, memory: Any, nbytes: int) -> SymmetricMemory:
     """Adopt a tensor, or allocate zeroed memory; then meet the other ranks through torch.  Collective.
 
     A rank that ends during torch's own rendezvous is noticed after torch's timeout.
@@ -79,6 +78,7 @@ def open_memory(
     import torch.distributed._symmetric_memory as symmetric_memory
 
     assert isinstance(group, ProcessGroup)
+    device = peers.device
     with all_or_none(ranks):  # torch's rendezvous would wait for a rank that fails here
         if isinstance(memory, torch.Tensor):
             tensor = memory.detach().view(-1).view(torch.uint8)
@@ -94,7 +94,7 @@ def open_memory(
             raise BadInput("memory", f"memory of a group of {handle.world_size} ranks", "that of the Window's group")
         offset = handle.offset + tensor.data_ptr() - tensor.untyped_storage().data_ptr()
     offsets = [int.from_bytes(data, "little") for data in ranks.all_gather(offset.to_bytes(8, "little"))]
-    return SymmetricMemory(backend, tensor, handle, offsets)
+    return SymmetricMemory(peers.name.partition("/")[0], tensor, handle, offsets)
 
 
 def _is_symmetric(memory: torch.Tensor) -> bool:

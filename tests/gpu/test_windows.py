@@ -112,6 +112,9 @@ def test_virtual_ranks_read_from_peers_in_a_graph() -> None:
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[-1], capture_error_mode="thread_local"):
                 exchange(window)
+                for call in (window.check, lambda window=window: window.signal_value(0)):
+                    with pytest.raises(moecomm.BadInput, match="during a capture"):
+                        call()
         for turn in range(50):
             for rank in range(2):
                 mine[rank].fill_(10 * turn + rank)
@@ -232,6 +235,19 @@ def test_abort_ends_a_kernel_of_another_rank() -> None:
 
 @pytest.mark.gpu1
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(("aborted", "least_s", "most_s"), [(False, 1.5, 6.0), (True, 0.0, 1.0)])
+def test_close_waits_for_enqueued_waits(aborted: bool, least_s: float, most_s: float) -> None:
+    with windows(1, 4096, timeout_s=2.0) as (opened, _):
+        opened[0].wait(0, 1)
+        begin = time.monotonic()
+        if aborted:
+            opened[0].abort()
+        opened[0].close()
+        assert least_s <= time.monotonic() - begin < most_s
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(60)
 def test_tensors_outlive_the_window() -> None:
     with windows(2, 1 << 20) as (opened, _):
         for window in opened:
@@ -304,7 +320,7 @@ def _on_memory_of_torch(rank: int, group: Any) -> str:
     torch.cuda.set_device(rank)
     load_kernels()
     ranks, last, following = group.size(), (rank - 1) % group.size(), (rank + 1) % group.size()
-    memory = symmetric_memory.empty(1 << 26, dtype=torch.float32, device=torch.device("cuda", rank))  # 256 MiB
+    memory = symmetric_memory.empty(1 << 28, dtype=torch.float32, device=torch.device("cuda", rank))  # 1 GiB
     memory.fill_(rank + 1)
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
