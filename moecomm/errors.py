@@ -48,7 +48,7 @@ class Mismatch(MoecommError):
     """Ranks disagree on a setting or are out of step."""
 
     def __init__(self, field: str, mine: object, theirs: object, rank: int) -> None:
-        super().__init__(f"{field}: this rank has {mine}, rank {rank} has {theirs}; all ranks of a Buffer must agree")
+        super().__init__(f"{field}: this rank has {mine}, rank {rank} has {theirs}; all ranks must agree")
         self.field, self.mine, self.theirs, self.rank = field, mine, theirs, rank
 
 

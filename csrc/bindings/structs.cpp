@@ -94,8 +94,9 @@ Structs structs() {
     STRUCT(GradientArgs, FIELD(rows), FIELD(y), FIELD(weights), FIELD(to_y), FIELD(to_weights), FIELD(count), FIELD(hidden))
     STRUCT(LeaveArgs, FIELD(window), FIELD(link), FIELD(signals), FIELD(tagged_words), FIELD(bytes), FIELD(abort_here), FIELD(abort_host),
            FIELD(timeout_ns), FIELD(rank), FIELD(ranks), FIELD(domain_ranks), FIELD(pad))
-    STRUCT(Window, FIELD(peers), FIELD(record), FIELD(abort_host), FIELD(timeout_ns), FIELD(nbytes), FIELD(abort), FIELD(state),
-           FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals), FIELD(pad))
+    STRUCT(Window, FIELD(peers), FIELD(control), FIELD(record), FIELD(abort_host), FIELD(timeout_ns), FIELD(nbytes), FIELD(abort),
+           FIELD(state), FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals),
+           FIELD(pad))
     STRUCT(WindowCallArgs, FIELD(window), FIELD(value), FIELD(rank), FIELD(index))
     return found;
 }
