@@ -75,13 +75,14 @@ struct Pull {
     static constexpr bool kSingles = cfg.single_rows_travel();
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
-    static constexpr bool kWholeTokens = cfg.domains() > 1;  // what a token takes to open is then done once
+    static constexpr bool kWholeTokens = cfg.domains() > 1;  // if tokens are many: what a token takes to open is then done once
     static constexpr Type kSingleType = cfg.type;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
     const Call& c;
     const i32 warp;
     const i32 shift;             // a chunk is 1 << shift tokens
+    const bool whole_tokens;     // a warp pulls all pieces of its tokens; of few tokens every warp pulls some pieces
     const bool gives_credit;     // peers stage rows, and not all of this rank's tokens fit their rings
     const i32 pieces_per_claim;  // pieces that a warp claims at once
     const i32 chunks_here;       // chunks of the block, where chunks belong to blocks
@@ -101,11 +102,12 @@ struct Pull {
         : c(call),
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
+          whole_tokens(kWholeTokens && !call.direct()),
           gives_credit((cfg.domains() > 1 || some(call, [](const RoundHeader& n) { return n.combine.rows == 0; })) &&
                        call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
           pieces_per_claim(some(call, [](const RoundHeader& n) { return n.combine.rows == 0 || n.combine.is_reduced != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(by_chunks() ? this_warp * (kWholeTokens ? kPieces : 1) : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
+          nth(by_chunks() ? this_warp * (whole_tokens ? kPieces : 1) : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
           scaleout_sums{call, this_warp, cfg.domains() > 1 && call.direct()} {
         skip_ends(nth);
         closing = nth;
@@ -133,11 +135,11 @@ struct Pull {
     // Skips tokens that the last, shorter chunk does not have.
     MOECOMM_FN void skip_ends(i32& at) const {
         while (by_chunks() && nth_chunk(at) < chunks_here && token_of(at) >= c.a.num_tokens)
-            at += cfg.pull_warps * (kWholeTokens ? kPieces : 1);
+            at += cfg.pull_warps * (whole_tokens ? kPieces : 1);
     }
     // by_chunks(): advances to this warp's next piece.
     MOECOMM_FN void step(i32& at) const {
-        if constexpr (kWholeTokens) {
+        if (kWholeTokens && whole_tokens) {
             if (++at % kPieces != 0) return;
             at += kPieces * (cfg.pull_warps - 1);
         } else {
@@ -152,7 +154,7 @@ struct Pull {
     MOECOMM_FN void advance() {
         if (by_chunks()) {
             step(nth);
-            if (kWholeTokens && nth % kPieces != 0) return;
+            if (kWholeTokens && whole_tokens && nth % kPieces != 0) return;
         } else if (pieces_per_claim > 1 && (nth + 1) % kPieces != 0) {
             ++nth;
             return;
@@ -225,7 +227,7 @@ struct Pull {
         if (may_wait && gives_credit) signal_pulled(min(nth_chunk(nth), chunks_here));  // chunks in which it has no piece
         if (failed || at_end()) return Next::none;
         if constexpr (kWholeTokens) {
-            if (nth % kPieces != 0) return open_piece(source, out);
+            if (whole_tokens && nth % kPieces != 0) return open_piece(source, out);
         }
         i32 rank;
         const i32 slot = slot_of_lane(rank);
@@ -243,7 +245,7 @@ struct Pull {
             source = row + column * bytes_of(single ? cfg.type : kType);
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
         } else if constexpr (kSumsInRing) {
-            source = scaleout_sums.row_of_lane(token());
+            if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
         }
         if constexpr (kWholeTokens) held = source;
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
