@@ -1,0 +1,158 @@
+"""Executors: who runs an operator.  HostExecutor for CPU ranks; for GPUs the fused kernels, or the unfused form."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from moecomm.errors import Unsupported
+from moecomm.overlap import table
+from moecomm.overlap.agreement import FirstCalls
+from moecomm.overlap.host import HostExecutor
+from moecomm.overlap.sizes import Sizes
+from moecomm.overlap.unfused import UnfusedExecutor
+from moecomm.window import Window
+
+if TYPE_CHECKING:
+    from moecomm.overlap.workspace import Workspace
+
+_GPU = "moecomm.overlap.gpu"
+
+
+class Operators(Protocol):
+    """The operators of one rank.
+
+    Tensors are checked (moecomm/overlap/sizes.py), contiguous, aligned to 16 bytes, and on the device of the Window.
+    Results are new tensors.  Shapes and values are those of the functions of moecomm.overlap.
+    """
+
+    def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the product, and x of all ranks `[R*M, K]`, or an empty `[0]` without `gather`."""
+        ...
+
+    def matmul_reduce_scatter(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the sum of all products."""
+        ...
+
+    def matmul_all_reduce(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all products."""
+        ...
+
+    def matmul_all_to_all(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Return what every rank has computed for this one."""
+        ...
+
+    def embedding_all_to_all(
+        self, tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the bags of this rank's samples from the tables of every rank."""
+        ...
+
+
+class Executor(Operators, Protocol):
+    """The operators, and the exchange that gradients need beside them."""
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Send part q of x `[R, ...]` to rank q; return the parts for this rank, by the rank that sent them."""
+        ...
+
+
+class Executors(Protocol):
+    """The executors that a Workspace has."""
+
+    @property
+    def made(self) -> int:
+        """Calls that have begun, and may have reached the other ranks."""
+        ...
+
+    def choose(self, sizes: Sizes, fused: bool | None) -> Operators:
+        """Return the executor of a call."""
+        ...
+
+    def exchange(self, sizes: Sizes) -> Executor:
+        """Return the executor of an exchange."""
+        ...
+
+    def count_failed(self) -> None:
+        """Count a call that failed before it reached the other ranks: headers that are compared say so."""
+        ...
+
+
+class HostExecutors:
+    """The executor of CPU ranks, which has one form of each operator."""
+
+    def __init__(self, window: Window) -> None:
+        self._host = HostExecutor(window)
+
+    def choose(self, sizes: Sizes, fused: bool | None) -> Operators:
+        """Return it."""
+        return self._host
+
+    def exchange(self, sizes: Sizes) -> Executor:
+        """Return it."""
+        return self._host
+
+    def count_failed(self) -> None:
+        """See Executors."""
+        self._host.rounds.failed_calls += 1
+
+    @property
+    def made(self) -> int:
+        """See Executors."""
+        return self._host.rounds.count
+
+
+class GpuExecutors:
+    """The executors of GPUs.  First calls are compared ahead of either."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        window, staging = workspace.window, workspace.staging_bytes
+        self._gpu, self._ranks = torch.cuda.get_device_name(window.device), window.num_ranks
+        self._first_calls = FirstCalls(window, staging)
+        self._unfused = UnfusedExecutor(window, staging)
+        self._fused: Operators | None = _gpu_executor(workspace)
+        self._made = self._failed_calls = 0
+
+    def choose(self, sizes: Sizes, fused: bool | None) -> Operators:
+        """Return the executor of a call, after comparing it with those of the other ranks if it is the first such.
+
+        Raises:
+            Mismatch: see FirstCalls.
+            Unsupported: `fused=True`, and there are no fused kernels.
+        """
+        if fused is None:
+            fused = self._fused is not None and table.is_faster(self._gpu, self._ranks, sizes)
+        if fused and self._fused is None:
+            raise Unsupported("moecomm.overlap with fused=True on GPUs: this version has no fused kernels")
+        self._made += 1
+        self._first_calls.check(sizes, self._failed_calls)
+        return self._fused if fused and self._fused is not None else self._unfused
+
+    def exchange(self, sizes: Sizes) -> Executor:
+        """Return the unfused executor, likewise."""
+        self._made += 1
+        self._first_calls.check(sizes, self._failed_calls)
+        return self._unfused
+
+    def count_failed(self) -> None:
+        """See Executors."""
+        self._failed_calls += 1
+
+    @property
+    def made(self) -> int:
+        """See Executors."""
+        return self._made
+
+
+def _gpu_executor(workspace: Workspace) -> Operators | None:
+    """Return moecomm.overlap.gpu.GpuExecutor(workspace), where there is such a module."""
+    try:
+        module: Any = importlib.import_module(_GPU)
+    except ModuleNotFoundError as error:
+        if error.name != _GPU:
+            raise
+        return None
+    executor: Operators = module.GpuExecutor(workspace)
+    return executor
