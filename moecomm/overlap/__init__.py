@@ -33,8 +33,8 @@ import torch
 from moecomm.core import tangents
 from moecomm.core.arrays import as_tensor
 from moecomm.core.validation import check_flag, check_same_device
-from moecomm.overlap import gradients, operators, sizes
-from moecomm.overlap.workspace import Workspace, counted, find, name_of
+from moecomm.overlap import gradients, operators
+from moecomm.overlap.workspace import Workspace, counted, name_of
 
 __all__ = [
     "Workspace",
@@ -99,7 +99,6 @@ def all_gather_matmul(
     """
     name, x, w = _matrices("all_gather_matmul", x, w, workspace)
     check_flag("return_gathered", return_gathered)
-    sizes.all_gather_matmul(find(name).num_ranks, x, w)
     keep = torch.is_grad_enabled() and w.requires_grad
     y, gathered = operators.all_gather_matmul(x, w, name, bool(return_gathered) or keep, _fused(fused))
     return (y, gathered) if return_gathered else y
@@ -127,7 +126,6 @@ def matmul_reduce_scatter(
         See moecomm.overlap.
     """
     name, x, w = _matrices("matmul_reduce_scatter", x, w, workspace)
-    sizes.matmul_reduce_scatter(find(name).num_ranks, x, w)
     y: torch.Tensor = operators.matmul_reduce_scatter(x, w, name, _fused(fused))
     return y
 
@@ -155,7 +153,6 @@ def matmul_all_reduce(
         See moecomm.overlap.
     """
     name, x, w = _matrices("matmul_all_reduce", x, w, workspace)
-    sizes.matmul_all_reduce(find(name).num_ranks, x, w)
     y: torch.Tensor = operators.matmul_all_reduce(x, w, name, _fused(fused))
     return y
 
@@ -182,7 +179,6 @@ def matmul_all_to_all(
         See moecomm.overlap.
     """
     name, x, w = _matrices("matmul_all_to_all", x, w, workspace)
-    sizes.matmul_all_to_all(find(name).num_ranks, x, w)
     y: torch.Tensor = operators.matmul_all_to_all(x, w, name, _fused(fused))
     return y
 
@@ -221,7 +217,6 @@ def embedding_all_to_all(
     offsets = None if offsets is None else as_tensor("offsets", offsets)[0]
     check_same_device(tables=tables, indices=indices, offsets=offsets)
     tangents.refuse("moecomm.overlap.embedding_all_to_all", tables)
-    sizes.embedding_all_to_all(find(name).num_ranks, tables, indices, offsets)
     y: torch.Tensor = operators.embedding_all_to_all(tables, indices, offsets, name, _fused(fused))
     return y
 

@@ -48,7 +48,9 @@ def sums(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | No
         `[T, batch, D]` of the dtype of tables.
     """
     count, rows, width = tables.shape
-    if tables.is_cuda and rows and indices.numel():
+    if not (rows and batch and indices.numel()):
+        return tables.new_zeros(count, batch, width)
+    if tables.is_cuda:
         return by_embedding_bag(tables, indices, offsets, batch)
     bag, row = _entries(indices, offsets, count, rows, batch)
     there = row < count * rows
@@ -60,13 +62,13 @@ def sums(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | No
 def by_embedding_bag(
     tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None, batch: int
 ) -> torch.Tensor:
-    """Compute `sums` with torch's embedding_bag, which waits for no size.  V and the number of indices are not 0."""
+    """Compute `sums` with torch's embedding_bag, which waits for no size.  No size but D may be 0."""
     count, rows, width = tables.shape
     if offsets is None:
         offsets = torch.arange(count * batch + 1, device=indices.device) * indices.shape[2]
     flat = indices.flatten()
     place = torch.arange(len(flat), device=flat.device)
-    table = torch.bucketize(place, offsets[batch::batch], right=True).clamp(max=count - 1)
+    table = torch.bucketize(place, offsets[batch::batch].contiguous(), right=True).clamp(max=count - 1)
     valid = (flat >= 0) & (flat < rows)
     found = embedding_bag(
         table * rows + flat.clamp(0, rows - 1),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from moecomm.errors import Unsupported
+from moecomm.errors import BadInput, MoecommError, Unsupported
 from moecomm.overlap import table
 from moecomm.overlap.agreement import FirstCalls
 from moecomm.overlap.host import HostExecutor
@@ -49,6 +49,15 @@ class Operators(Protocol):
     ) -> torch.Tensor:
         """Return the bags of this rank's samples from the tables of every rank."""
         ...
+
+
+class FusedOperators(Operators, Protocol):
+    """The fused operators of a GPU: `GpuExecutor(window, offset, nbytes)` of moecomm.overlap.gpu.
+
+    They may raise Unsupported for sizes that they do not take.
+    """
+
+    staging: range  # bytes of the Window that hold nothing between calls of all ranks
 
 
 class Executor(Operators, Protocol):
@@ -108,11 +117,16 @@ class GpuExecutors:
     """The executors of GPUs.  First calls are compared ahead of either."""
 
     def __init__(self, workspace: Workspace) -> None:
-        window, staging = workspace.window, workspace.staging_bytes
+        window, nbytes = workspace.window, workspace.executor_bytes
         self._gpu, self._ranks = torch.cuda.get_device_name(window.device), window.num_ranks
-        self._first_calls = FirstCalls(window, staging)
+        self._first_calls = FirstCalls(window, nbytes)
+        self._fused: FusedOperators | MoecommError  # why there are none
+        try:
+            self._fused = _fused_operators(window, nbytes)
+            staging = self._fused.staging
+        except (BadInput, Unsupported) as error:
+            self._fused, staging = error, range(nbytes)
         self._unfused = UnfusedExecutor(window, staging)
-        self._fused: Operators | None = _gpu_executor(workspace)
         self._made = self._failed_calls = 0
 
     def choose(self, sizes: Sizes, fused: bool | None) -> Operators:
@@ -120,15 +134,17 @@ class GpuExecutors:
 
         Raises:
             Mismatch: see FirstCalls.
-            Unsupported: `fused=True`, and there are no fused kernels.
+            Unsupported, BadInput: `fused=True`, and there are no fused operators.
         """
-        if fused is None:
-            fused = self._fused is not None and table.is_faster(self._gpu, self._ranks, sizes)
-        if fused and self._fused is None:
-            raise Unsupported("moecomm.overlap with fused=True on GPUs: this version has no fused kernels")
+        operators: Operators = self._unfused
+        if isinstance(self._fused, MoecommError):
+            if fused:
+                raise self._fused
+        elif fused or (fused is None and table.is_faster(self._gpu, self._ranks, sizes)):
+            operators = self._fused
         self._made += 1
         self._first_calls.check(sizes, self._failed_calls)
-        return self._fused if fused and self._fused is not None else self._unfused
+        return operators
 
     def exchange(self, sizes: Sizes) -> Executor:
         """Return the unfused executor, likewise."""
@@ -146,13 +162,13 @@ class GpuExecutors:
         return self._made
 
 
-def _gpu_executor(workspace: Workspace) -> Operators | None:
-    """Return moecomm.overlap.gpu.GpuExecutor(workspace), where there is such a module."""
+def _fused_operators(window: Window, nbytes: int) -> FusedOperators:
+    """Return the fused operators over the first `nbytes` of a Window.  Raises Unsupported, BadInput."""
     try:
         module: Any = importlib.import_module(_GPU)
     except ModuleNotFoundError as error:
         if error.name != _GPU:
             raise
-        return None
-    executor: Operators = module.GpuExecutor(workspace)
+        raise Unsupported("fused operators on GPUs: this version has none") from error
+    executor: FusedOperators = module.GpuExecutor(window, 0, nbytes)
     return executor

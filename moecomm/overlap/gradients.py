@@ -17,8 +17,8 @@ from moecomm.overlap.workspace import find
 
 
 def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, w, ctx.workspace, gather, ctx.fused = inputs
-    if ctx.needs_input_grad[1] and not gather:  # the same on all ranks, and after the round: no peer waits
+    x, w, ctx.workspace, ctx.gather, ctx.fused = inputs
+    if ctx.needs_input_grad[1] and not ctx.gather:  # the same on all ranks, and after the round: no peer waits
         raise Unsupported("the gradient of w without gather=True: moecomm.overlap.all_gather_matmul passes it")
     ctx.set_materialize_grads(False)  # a gathered x that nobody uses needs no exchange
     ctx.rows = x.shape[0]
@@ -33,7 +33,7 @@ def _all_gather_matmul_backward(
     parts = []
     if wants_x and grad is not None:
         parts.append(operators.matmul_reduce_scatter(grad, w.mT, ctx.workspace, ctx.fused))
-    if wants_x and grad_gathered is not None:
+    if wants_x and ctx.gather and grad_gathered is not None:
         rows = grad_gathered.reshape(find(ctx.workspace).num_ranks, ctx.rows, grad_gathered.shape[1])
         parts.append(sum_in_order(operators.all_to_all(rows, ctx.workspace)))
     grad_x = sum_in_order(parts) if parts else None

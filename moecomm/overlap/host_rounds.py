@@ -16,6 +16,8 @@ from moecomm.overlap import agreement
 from moecomm.overlap.sizes import Sizes
 from moecomm.window import Window
 
+_UNIT = 256  # bytes, of a half
+
 
 class HostRounds:
     """The rounds of a rank over a Window of CPU ranks.  Opening is collective.
@@ -44,7 +46,7 @@ class HostRounds:
             Closed, Timeout, PeerLost, Aborted: the Window is closed, or has failed.
         """
         if nbytes > self.half_bytes:
-            need = 2 * (nbytes + agreement.BYTES)
+            need = 2 * -(-(nbytes + agreement.BYTES) // _UNIT) * _UNIT
             raise BadInput("nbytes", self.window.nbytes, f"at least {need} for this {sizes.operator}")
         self.window.check()
         self.count += 1
@@ -133,4 +135,4 @@ class Round:
 
 def half_bytes(nbytes: int) -> int:
     """Bytes that a call can publish in a Window of `nbytes`."""
-    return max(nbytes // 2 // 256 * 256 - agreement.BYTES, 0)
+    return max(nbytes // 2 // _UNIT * _UNIT - agreement.BYTES, 0)

@@ -1,4 +1,4 @@
-"""Which calls are faster fused than unfused on GPUs, as measured: what `fused=None` means.
+"""Ranges of sizes in which the fused form was measured to be faster than the unfused one: the meaning of `fused=None`.
 
 A call that no row covers is unfused.
 """
@@ -37,8 +37,11 @@ class Row(NamedTuple):
 
 
 MEASURED: tuple[Row, ...] = ()
+_COLUMNS = 8  # depths and numbers of columns of fused products are multiples of it
 
 
 def is_faster(gpu: str, num_ranks: int, sizes: Sizes) -> bool:
     """Return whether the fused form of a call was measured to be faster."""
+    if any(sizes.dims.get(name, 0) % _COLUMNS for name in ("N", "K")):
+        return False
     return any(row.covers(gpu, num_ranks, sizes) for row in MEASURED)

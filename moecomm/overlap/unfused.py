@@ -22,11 +22,11 @@ class UnfusedExecutor:
 
     Args:
         window: of all ranks; CPU ranks will do as well.
-        room: its first bytes, which the exchanges use.
+        staging: bytes of its memory that the exchanges use, from a multiple of 256 on.
     """
 
-    def __init__(self, window: Window, room: int) -> None:
-        self._window, self._room = window, room
+    def __init__(self, window: Window, staging: range) -> None:
+        self._window, self._staging = window, staging
         self._rank, self._ranks = window.rank, window.num_ranks
 
     def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,14 +80,13 @@ class UnfusedExecutor:
 
     def _exchange(self, mine: torch.Tensor, parts: list[torch.Tensor], offset: int) -> None:
         """Publish a tensor; read a part from byte `offset` of what each rank has published."""
-        if mine.nbytes > self._room:
-            more = mine.nbytes - self._room
+        if (more := mine.nbytes - len(self._staging)) > 0:
             raise BadInput("nbytes", self._window.nbytes, f"at least {self._window.nbytes + more} for these sizes")
-        window = self._window
+        window, begin = self._window, self._staging.start
         window.barrier()
-        window.tensor(mine.shape, mine.dtype).copy_(mine)
+        window.tensor(mine.shape, mine.dtype, offset=begin).copy_(mine)
         window.barrier()
         for step in range(self._ranks):
             rank = (self._rank + step) % self._ranks
-            parts[rank].copy_(window.tensor(parts[rank].shape, mine.dtype, rank=rank, offset=offset))
+            parts[rank].copy_(window.tensor(parts[rank].shape, mine.dtype, rank=rank, offset=begin + offset))
         window.barrier()

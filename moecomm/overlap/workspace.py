@@ -75,7 +75,7 @@ class Workspace:
         _named[self.name] = self
 
     def _open(self) -> Executors:
-        if self.staging_bytes <= 0:
+        if self.executor_bytes <= 0:
             raise BadInput("nbytes", self.window.nbytes, "512 or more")
         return HostExecutors(self.window) if self.device.type == "cpu" else GpuExecutors(self)
 
@@ -95,7 +95,7 @@ class Workspace:
         return self.window.device
 
     @property
-    def staging_bytes(self) -> int:
+    def executor_bytes(self) -> int:
         """Bytes at the begin of the Window that executors use; the rest is for comparing first calls on GPUs."""
         return self.window.nbytes // 256 * 256 - agreement.BYTES
 
@@ -125,7 +125,8 @@ class Workspace:
             before = self._executors.made
             self._depth += 1
             try:
-                yield self
+                with torch.autocast(self.device.type, enabled=False):  # it would choose other dtypes
+                    yield self
             except Exception:
                 if self._depth == 1 and self._executors.made == before:
                     self._executors.count_failed()

@@ -58,9 +58,7 @@ class Case:
         return max(g["indices"].shape[-1] for g in self.given) + 4
 
 
-def random_case(
-    operator: str, ranks: int, seed: int, *, exact: bool = True, dtype: torch.dtype | None = None
-) -> Case:
+def random_case(operator: str, ranks: int, seed: int, *, exact: bool = True, dtype: torch.dtype | None = None) -> Case:
     """Draw a call: no rows, odd sizes, ranks with their own N, K or V.
 
     exact: small integers, whose float32 sums have no rounding, so that all roundings are those of the specification.

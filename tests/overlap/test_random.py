@@ -32,9 +32,7 @@ def run_cases(operator: str, ranks: int, seeds: range) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", few((FEW, MANY), FEW))
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_random_calls_have_the_bits_of_the_reference(
-    operator: str, cases: int, request: pytest.FixtureRequest
-) -> None:
+def test_random_calls_have_the_bits_of_the_reference(operator: str, cases: int, request: pytest.FixtureRequest) -> None:
     each = cases // MOST_RANKS
     for ranks in range(1, MOST_RANKS + 1):
         begin = request.config.getoption("--seed") * MANY + (ranks - 1) * each
