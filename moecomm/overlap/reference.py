@@ -6,6 +6,8 @@ nothing is rounded.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -65,8 +67,7 @@ def embedding_all_to_all(
 
 
 def _cut(indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
-    ends = offsets.tolist()
-    return [indices[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [indices[begin:end] for begin, end in pairwise(offsets.tolist())]
 
 
 def _rounded(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

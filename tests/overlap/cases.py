@@ -11,8 +11,8 @@ import torch
 from moecomm import overlap
 from moecomm.overlap import reference
 
-from ..window.test_threads import HOST
 from ..backends.conftest import run_ranks
+from ..window.test_threads import HOST
 
 OPERATORS = (
     "all_gather_matmul",

@@ -114,12 +114,13 @@ def test_ranks_that_differ_all_raise_and_go_on(which: str, odd: int) -> None:
     case = random_case("all_gather_matmul", 3, 4)
 
     def body(workspace: overlap.Workspace) -> torch.Tensor:
+        def alike(workspace: overlap.Workspace) -> None:
+            AGM(zeros(6, 4), zeros(5, 4), workspace)
+
+        mine = call if workspace.rank == odd else alike
         for _ in range(3):
             with pytest.raises(moecomm.Mismatch) as caught:
-                if workspace.rank == odd:
-                    call(workspace)
-                else:
-                    AGM(zeros(6, 4), zeros(5, 4), workspace)
+                mine(workspace)
             assert caught.value.field == field
             assert caught.value.rank == (odd if workspace.rank != odd else min({0, 1, 2} - {odd}))
         return case.run(workspace)
@@ -134,12 +135,13 @@ def test_ranks_out_of_step_are_told_so(where: str) -> None:
 
     def body(workspace: overlap.Workspace) -> None:
         x, w = zeros(2, 3), zeros(4, 3)
+        wrong: dict[str, Callable[[], Any]] = {
+            "function": lambda: overlap.matmul_all_reduce(x, w, workspace, fused=3),  # type: ignore[arg-type]
+            "operator": lambda: torch.ops.moecomm.matmul_all_reduce(x, w[:, 1:], workspace.name, None),
+        }
         if workspace.rank == 1:
             with pytest.raises(moecomm.BadInput):
-                if where == "function":
-                    overlap.matmul_all_reduce(x, w, workspace, fused=3)  # type: ignore[arg-type]
-                else:
-                    torch.ops.moecomm.matmul_all_reduce(x, w[:, 1:], workspace.name, None)
+                wrong[where]()
         for _ in range(2):
             with pytest.raises(moecomm.OutOfStep, match="close this Workspace on every rank"):
                 overlap.matmul_all_reduce(x, w, workspace)
