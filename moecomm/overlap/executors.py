@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,9 +14,6 @@ from moecomm.overlap.host import HostExecutor
 from moecomm.overlap.sizes import Sizes
 from moecomm.overlap.unfused import UnfusedExecutor
 from moecomm.window import Window
-
-if TYPE_CHECKING:
-    from moecomm.overlap.workspace import Workspace
 
 _GPU = "moecomm.overlap.gpu"
 
@@ -114,10 +111,14 @@ class HostExecutors:
 
 
 class GpuExecutors:
-    """The executors of GPUs.  First calls are compared ahead of either."""
+    """The executors of GPUs.  First calls are compared ahead of either.
 
-    def __init__(self, workspace: Workspace) -> None:
-        window, nbytes = workspace.window, workspace.executor_bytes
+    Args:
+        window: of all ranks.
+        nbytes: the first bytes of it, for executors; agreement.BYTES behind them are for comparing first calls.
+    """
+
+    def __init__(self, window: Window, nbytes: int) -> None:
         self._gpu, self._ranks = torch.cuda.get_device_name(window.device), window.num_ranks
         self._first_calls = FirstCalls(window, nbytes)
         self._fused: FusedOperators | MoecommError  # why there are none

@@ -77,7 +77,9 @@ class Workspace:
     def _open(self) -> Executors:
         if self.executor_bytes <= 0:
             raise BadInput("nbytes", self.window.nbytes, "512 or more")
-        return HostExecutors(self.window) if self.device.type == "cpu" else GpuExecutors(self)
+        return (
+            HostExecutors(self.window) if self.device.type == "cpu" else GpuExecutors(self.window, self.executor_bytes)
+        )
 
     @property
     def rank(self) -> int:
