@@ -24,11 +24,11 @@ class HostExecutor:
         """See Executor."""
         call = sizes.all_gather_matmul(self._ranks, x, w)
         rows, whole = x.shape[0], (self._ranks, *x.shape)
-        y = x.new_empty(call.result)
+        y, wide = x.new_empty(call.result), w.float()
         gathered = x.new_empty(whole if gather else 0)
 
         def compute(rank: int, piece: torch.Tensor) -> None:
-            y[rank * rows : (rank + 1) * rows] = product(piece, w)
+            y[rank * rows : (rank + 1) * rows] = product(piece, wide)
             if gather:
                 gathered[rank] = piece
 
@@ -44,8 +44,8 @@ class HostExecutor:
     def matmul_reduce_scatter(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """See Executor."""
         call = sizes.matmul_reduce_scatter(self._ranks, x, w)
-        shards = x.view(self._ranks, call.result[0], x.shape[1])
-        return sum_in_order(self._exchanged(call, call.result, lambda rank: product(shards[rank], w)))
+        shards, wide = x.view(self._ranks, call.result[0], x.shape[1]), w.float()
+        return sum_in_order(self._exchanged(call, call.result, lambda rank: product(shards[rank], wide)))
 
     def matmul_all_reduce(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """See Executor."""
@@ -59,7 +59,8 @@ class HostExecutor:
     def matmul_all_to_all(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """See Executor."""
         call = sizes.matmul_all_to_all(self._ranks, x, w)
-        return torch.stack(self._exchanged(call, call.result[1:], lambda rank: product(x[:, rank], w)))
+        wide = w.float()
+        return torch.stack(self._exchanged(call, call.result[1:], lambda rank: product(x[:, rank], wide)))
 
     def embedding_all_to_all(
         self, tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None

@@ -8,7 +8,7 @@ import torch
 
 
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Compute `x @ w.mT` in the dtype of x, which is that of w; both may be batched alike.
+    """Compute `x @ w.mT` in the dtype of x, which is that of w (CPUs: or float32); both may be batched alike.
 
     Autocast is disabled, because it would choose another dtype.
     """

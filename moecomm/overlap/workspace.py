@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -65,21 +65,24 @@ class Workspace:
             options: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s}
             self.window = Window(group, nbytes, signals=_SIGNALS, **options)  # type: ignore[arg-type]  # it checks them
         try:
-            self._executors = self._open()
+            self._executors: Executors | None = self._open()
         except BaseException:
             if self._owns:
                 self.window.close()
             raise
-        self._turn, self._depth = threading.RLock(), 0
+        self._turn = threading.RLock()  # held by the thread that is in a call
+        self._depth = 0  # of that thread's calls
+        self._running = False  # a call that contains no other
+        self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
         self.name = f"{_PREFIX}{next(_numbers)}"
         _named[self.name] = self
 
     def _open(self) -> Executors:
         if self.executor_bytes <= 0:
             raise BadInput("nbytes", self.window.nbytes, "512 or more")
-        return (
-            HostExecutors(self.window) if self.device.type == "cpu" else GpuExecutors(self.window, self.executor_bytes)
-        )
+        if self.device.type == "cpu":
+            return HostExecutors(self.window)
+        return GpuExecutors(self.window, self.executor_bytes)
 
     @property
     def rank(self) -> int:
@@ -104,39 +107,57 @@ class Workspace:
     @property
     def closed(self) -> bool:
         """True once close() has been called, or the Window is closed."""
-        return self.name not in _named or self.window.closed
+        return self._executors is None or self.window.closed
 
     @property
     def executors(self) -> Executors:
-        """The executors, for the operators' own use."""
+        """The executors, for the operators' own use.  Raises Closed."""
+        if self._executors is None:
+            raise Closed("Workspace")
         return self._executors
 
     @contextmanager
-    def call(self) -> Iterator[Workspace]:
-        """Count a call, or a part of one.  For the operators' own use.
+    def call(self, *, outer: bool = False) -> Iterator[Workspace]:
+        """Count a call, for the operators' own use.
+
+        Args:
+            outer: the call contains another one, of the same thread.
 
         Raises:
-            ConcurrentCall: another thread is in a call.
+            ConcurrentCall: another call is under way, in another thread or below a signal handler.  The refused call
+                counts as failed.
             Closed: the Workspace is closed.
         """
         if not self._turn.acquire(blocking=False):
-            raise ConcurrentCall("Workspace")
+            self._refuse()
         try:
-            if self.closed:
+            if self._running:
+                self._refuse()
+            executors = self.executors
+            if self.window.closed:
                 raise Closed("Workspace")
-            before = self._executors.made
+            while self._refused:
+                self._refused.pop()
+                executors.count_failed()
+            first, before = self._depth == 0, executors.made
             self._depth += 1
+            self._running = not outer
             try:
                 with torch.autocast(self.device.type, enabled=False):  # it would choose other dtypes
                     yield self
             except Exception:
-                if self._depth == 1 and self._executors.made == before:
-                    self._executors.count_failed()
+                if first and executors.made == before:
+                    executors.count_failed()
                 raise
             finally:
                 self._depth -= 1
+                self._running = False
         finally:
             self._turn.release()
+
+    def _refuse(self) -> NoReturn:
+        self._refused.append(None)
+        raise ConcurrentCall("Workspace")
 
     def check(self) -> None:
         """Wait for the device, and raise the error of a wait that has failed, if any.  See Window.check."""
@@ -149,6 +170,7 @@ class Workspace:
     def close(self) -> None:
         """Let go of the memory.  Local and idempotent."""
         _named.pop(self.name, None)
+        self._executors = None  # its views keep memory mapped
         if self._owns:
             self.window.close()
 
@@ -201,7 +223,7 @@ def counted(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
         given = kwargs.get("workspace", args[2] if len(args) > 2 else None)
         if not isinstance(given, (Workspace, str)):
             return function(*args, **kwargs)  # which says so
-        with find(name_of(given)).call():
+        with find(name_of(given)).call(outer=True):
             return function(*args, **kwargs)
 
     return call

@@ -13,6 +13,8 @@ import torch
 
 import moecomm
 from moecomm import overlap
+from moecomm.overlap import host
+from moecomm.overlap.products import product
 
 from ..backends.conftest import run_ranks
 from ..core.test_opening import left_behind
@@ -167,13 +169,22 @@ def test_a_silent_rank_is_a_timeout_that_names_it() -> None:
     assert run_ranks(3, run) == [2, 2, None]
 
 
+def test_a_rank_may_close_as_soon_as_its_last_call_returns() -> None:
+    """Peers that are still in the call have what they need of it."""
+    case = random_case("all_gather_matmul", 3, 4)
+    for _ in range(30):
+        for got, want in zip(on_ranks(3, case.run), case.want(), strict=True):
+            assert same(got, want, case.dtype)
+
+
 def test_who_waits_for_a_rank_that_has_closed_is_told_at_once() -> None:
-    """A rank may close as soon as its last call has returned: peers have what they need of it."""
+    called = threading.Barrier(3)
 
     def run(group: Any) -> Any:
         case = random_case("all_gather_matmul", 3, 4)
         workspace = overlap.Workspace(group, 1 << 16, **HOST)
-        assert same(case.run(workspace), case.want()[group.rank], case.dtype)
+        case.run(workspace)
+        called.wait()  # the first failure ends the calls of all ranks
         if group.rank == 1:
             workspace.close()
             return None
@@ -186,12 +197,10 @@ def test_who_waits_for_a_rank_that_has_closed_is_told_at_once() -> None:
 
 
 def test_an_error_of_torch_ends_the_waits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moecomm.overlap import host
-
     def fails(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         if threading.current_thread().name == "rank1":
             raise RuntimeError("no memory")
-        return x @ w.mT
+        return product(x, w)
 
     monkeypatch.setattr(host, "product", fails)
 
@@ -209,7 +218,10 @@ def test_an_error_of_torch_ends_the_waits_of_all(monkeypatch: pytest.MonkeyPatch
 
 
 def test_abort_ends_calls_of_all_ranks() -> None:
+    opened = threading.Barrier(3)
+
     def body(workspace: overlap.Workspace) -> Any:
+        opened.wait()  # none is in a barrier of opening
         if workspace.rank == 0:
             workspace.abort()
         with pytest.raises(moecomm.Aborted) as caught:
@@ -221,24 +233,33 @@ def test_abort_ends_calls_of_all_ranks() -> None:
     assert on_ranks(3, body) == [0] * 3
 
 
-def test_one_thread_at_a_time() -> None:
-    workspace = overlap.Workspace("self", 4096, **HOST)
-    inside, leave = threading.Event(), threading.Event()
+def test_one_call_at_a_time() -> None:
+    """Another thread, or a signal handler, is refused; the call under way goes on, and the refused one is counted."""
+    x, w = zeros(2, 3), zeros(4, 3)
 
-    def stay() -> None:
-        with workspace.call():
-            inside.set()
-            leave.wait()
+    def body(workspace: overlap.Workspace) -> None:
+        inside, leave = threading.Event(), threading.Event()
 
-    thread = threading.Thread(target=stay)
-    thread.start()
-    inside.wait()
-    with pytest.raises(moecomm.ConcurrentCall, match="this Workspace is in another call"):
-        overlap.matmul_all_reduce(zeros(2, 3), zeros(4, 3), workspace)
-    leave.set()
-    thread.join()
-    overlap.matmul_all_reduce(zeros(2, 3), zeros(4, 3), workspace)
-    workspace.close()
+        def stay() -> None:
+            with workspace.call():
+                with pytest.raises(moecomm.ConcurrentCall):
+                    overlap.matmul_all_reduce(x, w, workspace)
+                inside.set()
+                leave.wait()
+
+        if workspace.rank == 1:
+            thread = threading.Thread(target=stay)
+            thread.start()
+            inside.wait()
+            with pytest.raises(moecomm.ConcurrentCall, match="this Workspace is in another call"):
+                overlap.matmul_all_reduce(x, w, workspace)
+            leave.set()
+            thread.join()
+        with pytest.raises(moecomm.OutOfStep) as caught:
+            overlap.matmul_all_reduce(x, w, workspace)
+        assert (caught.value.mine, caught.value.theirs) == ((0, 2), (2, 0))[workspace.rank]
+
+    on_ranks(2, body)
 
 
 def test_after_close_nothing_runs() -> None:
@@ -266,9 +287,16 @@ def test_nothing_is_left_when_all_is_gone() -> None:
 
     found = run_ranks(2, run)
     reference = weakref.ref(found[0])
+    found[0].close()
+    found[1].close()
+    gc.collect()
+    assert left_behind() == before  # although they are still referenced
+    del found
+    assert reference() is None
+    found = run_ranks(2, run)
     del found
     gc.collect()
-    assert reference() is None and left_behind() == before
+    assert left_behind() == before  # although nobody has closed them
 
 
 @pytest.mark.parametrize(
