@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import moecomm
 from moecomm.overlap import bags, sizes, table, unfused
 from moecomm.overlap.agreement import BYTES, FirstCalls
+from moecomm.overlap.executors import GpuExecutors
 from moecomm.overlap.unfused import UnfusedExecutor
 
 from ..backends.conftest import run_ranks
@@ -123,3 +126,54 @@ def test_the_table_covers_ranges_of_sizes(monkeypatch: pytest.MonkeyPatch) -> No
     assert not (covers(63, 1024) or covers(4097, 1024) or covers(64, 1023))
     assert not (covers(64, 1025) or covers(64, 1024, k=12))  # which no fused product has
     assert not (covers(64, 1024, gpu="another") or covers(64, 1024, ranks=2))
+
+
+class Fused:
+    """Stands for the fused operators of a GPU."""
+
+    def __init__(self, window: moecomm.Window, offset: int, nbytes: int) -> None:
+        if window.num_signals == 1:
+            raise moecomm.BadInput("nbytes", nbytes, "more")
+        self.staging = range(1024, nbytes)
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace(GpuExecutor=Fused)])
+def test_what_runs_a_call_on_gpus(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice, over Windows of CPU ranks: without fused operators, and with some."""
+    monkeypatch.setitem(sys.modules, "moecomm.overlap.gpu", module)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(table, "MEASURED", (table.Row("a GPU", "all_gather_matmul", 2, {}, {"M": 3}),))
+    cases = [random_case("all_gather_matmul", 2, seed) for seed in range(8)]
+
+    def body(window: moecomm.Window) -> None:
+        executors = GpuExecutors(window, ROOM)
+        for case in cases:
+            call = sizes.all_gather_matmul(2, **case.given[window.rank])
+            wanted = module is not None and table.is_faster("a GPU", 2, call)
+            assert isinstance(executors.choose(call, None), Fused if wanted else UnfusedExecutor)
+            unfused = executors.choose(call, False)
+            assert isinstance(unfused, UnfusedExecutor) and unfused is executors.exchange(call)
+            assert same(run(unfused, case, window.rank), case.want()[window.rank], case.dtype)
+            made = executors.made
+            if module is None:
+                with pytest.raises(moecomm.Unsupported, match="fused operators on GPUs"):
+                    executors.choose(call, True)
+                assert executors.made == made  # it has not reached the other ranks
+            else:
+                assert isinstance(executors.choose(call, True), Fused)
+
+    on_windows(2, body)
+    assert {table.is_faster("a GPU", 2, sizes.all_gather_matmul(2, **case.given[0])) for case in cases} == {True, False}
+
+
+def test_too_little_memory_for_fused_operators_is_said_when_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "moecomm.overlap.gpu", SimpleNamespace(GpuExecutor=Fused))  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    with moecomm.Window("self", ROOM + BYTES, signals=1, **HOST) as window:
+        executors = GpuExecutors(window, ROOM)
+        call = sizes.all_to_all(1, torch.zeros(1, 3, dtype=torch.bfloat16))
+        assert executors.choose(call, None) is executors.exchange(call)
+        with pytest.raises(moecomm.BadInput, match="nbytes: got 65536; want more"):
+            executors.choose(call, True)
