@@ -6,6 +6,7 @@ seen the signals of round n + 1 of all peers, which have read what they needed o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -60,22 +61,17 @@ class Round:
         self._rounds, self._sizes = rounds, sizes
         self._offset = rounds.count % 2 * (rounds.half_bytes + agreement.BYTES)
         self._header = agreement.header(sizes, rounds.failed_calls)
-        self._mine(agreement.WORDS).copy_(torch.tensor(self._header))
+        self._header_of(rounds.rank).copy_(torch.tensor(self._header))
         self._pending = [(rounds.rank + step) % rounds.num_ranks for step in range(1, rounds.num_ranks)]
         self._errors: list[tuple[int, Mismatch]] = []
 
-    def _mine(self, words: int) -> torch.Tensor:
-        return self._words(self._rounds.rank, words)
-
-    def _words(self, rank: int, words: int) -> torch.Tensor:
-        return self._rounds.memory[rank][self._offset : self._offset + 8 * words].view(torch.int64)
+    def _header_of(self, rank: int) -> torch.Tensor:
+        return self._rounds.memory[rank][self._offset : self._offset + agreement.BYTES].view(torch.int64)
 
     def published(self, rank: int, shape: Sequence[int]) -> torch.Tensor:
         """Return the tensor of the call's dtype that a rank publishes, of this shape."""
         dtype, begin = self._sizes.dtype, self._offset + agreement.BYTES
-        nbytes = dtype.itemsize
-        for length in shape:
-            nbytes *= length
+        nbytes = math.prod(shape) * dtype.itemsize
         return self._rounds.memory[rank][begin : begin + nbytes].view(dtype).view(tuple(shape))
 
     def signal(self, rank: int) -> None:
@@ -101,7 +97,7 @@ class Round:
             for rank in come:
                 self._pending.remove(rank)
                 wanted[rank] += 1
-                theirs = self._words(rank, agreement.WORDS).tolist()
+                theirs = self._header_of(rank).tolist()
                 error = agreement.difference(self._sizes, self._header, theirs, rank)
                 if error is None:
                     yield rank
