@@ -22,7 +22,7 @@ class UnfusedExecutor:
 
     Args:
         window: of all ranks; CPU ranks will do as well.
-        staging: bytes of its memory that the exchanges use, from a multiple of 256 on.
+        staging: bytes of its memory that the exchanges use, from a multiple of 16 on.
     """
 
     def __init__(self, window: Window, staging: range) -> None:
