@@ -778,6 +778,9 @@ def leave_signal(last_round: int) -> bytes:
 def leave_words(last_round: int, words: int) -> bytes:
     """The tagged words of a rank that leaves after `last_round`: `words` of 8 bytes, each valid by itself."""
 
+def overlap_constants() -> dict[str, int]:
+    """Constants of csrc/overlap by name."""
+
 def pidfd_open(pid: int) -> int:
     """
     A descriptor of a process, readable once it has ended.  The caller closes it.

@@ -121,6 +121,26 @@ struct Window {
         return barriers + (static_cast<u64>(slot) * ranks + from) * sizeof(u64);
     }
 
+    // Report a failed wait. Called by any thread; only the first of a rank has an effect. `cause`: an abort word; 0: that of this rank,
+    // which another rank or the host has set. The handle is passed by value, so that callers keep theirs in registers.
+    MOECOMM_RARE void report(Window w, u32 cause, Phase phase, i32 which, u64 least, u64 seen, u64 waited_ns) {
+        if (compare_exchange(w.local<u32>(w.state), 0, 1) != 0) return;
+        if (cause == 0) cause = load_relaxed(w.local<const u32>(w.abort));
+        if (cause == 0) cause = load_relaxed(reinterpret_cast<const u32*>(w.abort_host));
+        FailureRecord failure{};
+        failure.code = static_cast<u32>(abort_cause(cause));
+        failure.op = static_cast<u32>(Op::window);
+        failure.phase = static_cast<u32>(phase);
+        failure.rank = w.rank;
+        failure.peer = abort_culprit(cause);
+        failure.round = static_cast<u32>(which);
+        failure.expected = static_cast<i64>(least);
+        failure.seen = static_cast<i64>(seen);
+        failure.waited_ns = waited_ns;
+        leave_record(reinterpret_cast<FailureRecord*>(w.record), failure);
+        for (i32 other = 0; other < w.ranks; ++other) compare_exchange(w.peer<u32>(other, w.abort), 0, cause);
+    }
+
   private:
     struct alignas(16) Vector {
         u64 words[2];
@@ -178,26 +198,6 @@ struct Window {
         const u32 cause = waited == Waited::aborted ? 0 : abort_word(waited == Waited::ok ? Failure::peer_lost : Failure::timeout, from);
         report(*this, cause, phase, which, least, seen, waited == Waited::timeout ? timeout_ns : 0);
         return false;
-    }
-
-    // Report a failed wait. Called by any thread; only the first of a rank has an effect. `cause`: an abort word; 0: that of this rank,
-    // which another rank or the host has set. The handle is passed by value, so that callers keep theirs in registers.
-    MOECOMM_RARE void report(Window w, u32 cause, Phase phase, i32 which, u64 least, u64 seen, u64 waited_ns) {
-        if (compare_exchange(w.local<u32>(w.state), 0, 1) != 0) return;
-        if (cause == 0) cause = load_relaxed(w.local<const u32>(w.abort));
-        if (cause == 0) cause = load_relaxed(reinterpret_cast<const u32*>(w.abort_host));
-        FailureRecord failure{};
-        failure.code = static_cast<u32>(abort_cause(cause));
-        failure.op = static_cast<u32>(Op::window);
-        failure.phase = static_cast<u32>(phase);
-        failure.rank = w.rank;
-        failure.peer = abort_culprit(cause);
-        failure.round = static_cast<u32>(which);
-        failure.expected = static_cast<i64>(least);
-        failure.seen = static_cast<i64>(seen);
-        failure.waited_ns = waited_ns;
-        leave_record(reinterpret_cast<FailureRecord*>(w.record), failure);
-        for (i32 other = 0; other < w.ranks; ++other) compare_exchange(w.peer<u32>(other, w.abort), 0, cause);
     }
 };
 static_assert(sizeof(WindowState) == 128, "its own line");

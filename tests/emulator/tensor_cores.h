@@ -125,26 +125,32 @@ inline float widen_e4m3(unsigned char v) {
 inline float widen_bf16(const unsigned char* p) {
     return __uint_as_float(static_cast<unsigned>(p[0]) << 16 | static_cast<unsigned>(p[1]) << 24);
 }
-// 32 bytes of a row of an operand times those of another.
-template <bool e4m3>
+inline float widen_fp16(const unsigned char* p) {
+    _Float16 value;
+    std::memcpy(&value, p, 2);
+    return static_cast<float>(value);
+}
+// 32 bytes of a row of an operand times those of another.  `type`: a Type of csrc.
+template <int type>
 float dot(std::uint64_t a, unsigned a_row, std::uint64_t b, unsigned b_row) {
+    constexpr bool fp16 = type == 1, e4m3 = type == 3;
     const auto at = [](std::uint64_t operand, unsigned row, unsigned byte) {
         return shared_at(swizzled(((operand & 0x3fff) << 4) + row * 128 + byte));
     };
+    const auto widen = [](const unsigned char* p) { return e4m3 ? widen_e4m3(*p) : fp16 ? widen_fp16(p) : widen_bf16(p); };
     float sum = 0;
     for (unsigned half = 0; half < 32; half += 16) {
         const unsigned char *const x = at(a, a_row, half), *const y = at(b, b_row, half);
-        for (unsigned byte = 0; byte < 16; byte += e4m3 ? 1 : 2)
-            sum += e4m3 ? widen_e4m3(x[byte]) * widen_e4m3(y[byte]) : widen_bf16(x + byte) * widen_bf16(y + byte);
+        for (unsigned byte = 0; byte < 16; byte += e4m3 ? 1 : 2) sum += widen(x + byte) * widen(y + byte);
     }
     return sum;
 }
-template <bool e4m3, int n, int size>
+template <int type, int n, int size>
 void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) {
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     for (unsigned i = 0; i < n / 2; ++i) {
         const unsigned row = 16 * warp + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        sums[i] = (keep ? sums[i] : 0.0f) + dot<e4m3>(a, row, b, column);
+        sums[i] = (keep ? sums[i] : 0.0f) + dot<type>(a, row, b, column);
     }
 }
 

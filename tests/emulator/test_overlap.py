@@ -1,0 +1,113 @@
+"""Fused operators on CPUs: the kernels themselves, several ranks at once, bit for bit."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import _native
+from moecomm.fused import schedules, tensor_maps
+from moecomm.window.failures import error_of
+
+from ..few import few
+from .gemm_machine import encode
+from .overlap_machine import emulated
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(autouse=True)
+def emulated_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_maps, "encode", encode)
+
+
+def use_schedule(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(schedules, "choose", lambda *shape: name)
+
+
+def matrices(ranks: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
+    """Small whole numbers, so that float32 sums are exact in any order."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(-3, 4, shape, generator=g).to(dtype) for _ in range(ranks)]
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x.double() @ w.double().mT).to(x.dtype)
+
+
+def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros(parts[0].shape, dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return total.to(parts[0].dtype)
+
+
+GATHERS = {
+    "two ranks": (2, "64x8c1", (40, 136, 72), torch.bfloat16),
+    "three ranks, ragged": (3, "64x8c1", (70, 72, 136), torch.float16),
+    "a pair of blocks": (2, "64x8c2", (33, 264, 72), torch.bfloat16),
+    "alone": (1, "64x8c1", (5, 8, 8), torch.bfloat16),
+    "tall tiles": (2, "256x4c2u16", (200, 136, 328), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(GATHERS, "two ranks", "a pair of blocks"))
+def test_all_gather_matmul(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, schedule, (rows, columns, depth), dtype = GATHERS[name]
+    use_schedule(monkeypatch, schedule)
+    with emulated(ranks) as machine:
+        for turn in range(3):  # both halves of staging, and the first one again
+            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
+            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            found = machine.call(lambda e: e.all_gather_matmul(x[e._rank], w[e._rank], turn != 1))
+            for rank, (y, gathered) in enumerate(found):
+                assert torch.equal(y, product(torch.cat(x), w[rank])), (turn, rank)
+                assert torch.equal(gathered, torch.cat(x) if turn != 1 else x[0].new_empty(0)), (turn, rank)
+        assert all(_native.record(window._opened.peers.record) is None for window in machine.windows)
+
+
+SENDS = {
+    "two ranks": (2, "64x8c1", (80, 136, 72), torch.bfloat16),
+    "three ranks, ragged": (3, "64x8c1", (210, 72, 136), torch.float16),
+    "a pair of blocks": (2, "64x8c2", (132, 264, 72), torch.bfloat16),
+    "alone": (1, "64x8c1", (5, 8, 8), torch.bfloat16),
+    "tall tiles": (2, "256x4c2u16", (400, 136, 264), torch.bfloat16),
+    "eight ranks": (8, "64x8c1", (64, 136, 8), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(SENDS, "two ranks", "a pair of blocks"))
+@pytest.mark.parametrize("operator", ["reduce_scatter", "all_reduce"])
+def test_matmul_and_reduce(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, schedule, (rows, columns, depth), dtype = SENDS[name]
+    use_schedule(monkeypatch, schedule)
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
+            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            found = machine.call(lambda e: getattr(e, f"matmul_{operator}")(x[e._rank], w[e._rank]))
+            wanted = summed([product(*pair) for pair in zip(x, w, strict=True)])
+            for rank, y in enumerate(found):
+                part = wanted.view(ranks, -1, columns)[rank] if operator == "reduce_scatter" else wanted
+                assert torch.equal(y, part), (turn, rank, (y != part).nonzero()[:4].tolist())
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_schedule(monkeypatch, "64x8c1")
+    x, w = torch.ones(16, 64).bfloat16(), torch.ones(128, 64).bfloat16()
+    for operator in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        with emulated(2, timeout_s=2e-3) as machine:  # 2000 passes of the machine
+            more = (False,) if operator == "all_gather_matmul" else ()
+            machine.call(lambda e: getattr(e, operator)(x, w, *more), only=1)
+            record = _native.record(machine.windows[0]._opened.peers.record)
+            assert record is not None
+            error = error_of(record, {})
+            assert isinstance(error, moecomm.Timeout) and error.peer == 1, error
