@@ -10,8 +10,6 @@ Device memory of a workspace, at the same offsets on all ranks (csrc/overlap/arg
 from __future__ import annotations
 
 import ctypes
-import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from moecomm.fused.schedules import BAND, BLOCK_COLUMNS, SCHEDULES, Schedule
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.jit import plain_kernel
 from moecomm.overlap import kernels
-from moecomm.overlap.kernels_structs import EmbeddingArgs, GatherMatmulArgs, GemvArgs, Overlap, SendMatmulArgs
+from moecomm.overlap.kernels_structs import GatherMatmulArgs, Overlap, SendMatmulArgs
 from moecomm.window import Window
 from moecomm.window.gpu_calls import Handle
 
@@ -59,11 +57,15 @@ class GpuExecutor:
     def __init__(self, window: Window, offset: int = 0, nbytes: int | None = None) -> None:
         nbytes = window.nbytes - offset if nbytes is None else nbytes
         if offset % 256 or offset < 0 or offset + nbytes > window.nbytes:
-            raise BadInput("offset, nbytes", (offset, nbytes), f"bytes of the Window's {window.nbytes}, from 256 * n on")
+            raise BadInput(
+                "offset, nbytes", (offset, nbytes), f"bytes of the Window's {window.nbytes}, from 256 * n on"
+            )
         if nbytes < CONTROL_BYTES + 64 * _LINE:
             raise BadInput("nbytes", nbytes, f"at least {CONTROL_BYTES + 64 * _LINE}")
         if window.num_ranks > kernels.MOST_RANKS:
-            raise Unsupported(f"fused operators are for at most {kernels.MOST_RANKS} ranks; there are {window.num_ranks}")
+            raise Unsupported(
+                f"fused operators are for at most {kernels.MOST_RANKS} ranks; there are {window.num_ranks}"
+            )
         self._window, self._rank, self._ranks = window, window.rank, window.num_ranks
         self._device = window.device
         self._units = _multiprocessors(window.device)
@@ -267,9 +269,7 @@ def _check_matrices(x: torch.Tensor, w: torch.Tensor) -> None:
         raise Unsupported("fused products of tensors that are not aligned to 16 bytes")
 
 
-def _gemm_args(
-    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, grouping: Grouping, schedule: Schedule
-) -> GemmArgs:
+def _gemm_args(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, grouping: Grouping, schedule: Schedule) -> GemmArgs:
     columns, depth = w.shape[-2:]
     args = GemmArgs(
         w=_weight_map(w.data_ptr(), (w.numel() // (columns * depth), columns, depth), w.dtype),
