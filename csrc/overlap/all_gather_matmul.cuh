@@ -22,9 +22,7 @@ namespace moecomm {
 
 constexpr i32 kPushWarps = kWarpgroup / kWarp - 1;  // of a block
 
-MOECOMM_FN BlockOrder gather_order(const GatherMatmulArgs& a) {
-    return {false, a.overlap.window.ranks, a.overlap.window.rank};
-}
+MOECOMM_FN BlockOrder gather_order(const GatherMatmulArgs& a) { return {false, a.overlap.window.ranks, a.overlap.window.rank}; }
 
 // The loader role: a whole warp, of which lane 0 loads. After a failure it loads what is there, so that no other role hangs.
 template <GemmConfig c>

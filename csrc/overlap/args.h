@@ -12,14 +12,14 @@ namespace moecomm {
 constexpr i32 kOverlapRanks = 8;  // at most
 constexpr i32 kFlags = 32768;     // words of a half that say what has arrived
 constexpr i32 kCounters = 4;
-constexpr i32 kSliceRows = 32;  // of a tile, that a warp collects at once
+constexpr i32 kSliceRows = 32;                                        // of a tile, that a warp collects at once
 constexpr i32 kGemvRows = 16, kGemvColumns = 16, kGemvThreads = 256;  // most rows of x; columns of a block
 constexpr i32 kEmbeddingThreads = 512;
 
 // This rank's alone. All zero when the Window opens; counters are zero between rounds.
 struct OverlapState {
-    u64 round;               // rounds that have ended
-    u32 ended;               // blocks that have ended in this round
+    u64 round;                // rounds that have ended
+    u32 ended;                // blocks that have ended in this round
     u32 counters[kCounters];  // work items taken by the warps of all blocks
     // Of the first wait that failed, for the failure record.
     u32 which;  // flag
@@ -57,9 +57,9 @@ static_assert(sizeof(GatherMatmulArgs) <= 4096, "what a kernel takes");
 struct SendMatmulArgs {
     GemmArgs gemm;  // grouping: blocks of rows, see send_tiles.h. out: the result
     Overlap overlap;
-    u64 results;      // all-reduce: bytes from the beginning of a half to the reduced tiles
-    i32 pitch_rows;   // rows of a tile in staging: those of the largest
-    i32 slices;       // parts of a tile, of kSliceRows rows, that a warp collects at once
+    u64 results;     // all-reduce: bytes from the beginning of a half to the reduced tiles
+    i32 pitch_rows;  // rows of a tile in staging: those of the largest
+    i32 slices;      // parts of a tile, of kSliceRows rows, that a warp collects at once
 };
 
 // gemv_all_reduce.cuh

@@ -3,7 +3,8 @@
 // A block is what one rank owns: its rows of x (all_gather_matmul), or the rows whose results it gets. Blocks are cut into row tiles as
 // groups are in gemm/tiles.h, evenly and in whole units, so no tile has rows of two ranks. Row tiles of all blocks are ordered
 //   in turn:      block after block, from `first` on, around all of them,
-//   alternating:  in sets of `ranks` blocks; the first row tiles of a set's blocks, from `first` on, then their second row tiles, and so on.
+//   alternating:  in sets of `ranks` blocks; the first row tiles of a set's blocks, from `first` on, then their second row tiles, and so
+//   on.
 // Bands of `band` row tiles take all column tiles before the next band, with row tiles innermost, as in gemm/tiles.h.
 #pragma once
 #include "../gemm/tiles.h"
@@ -17,9 +18,9 @@ struct BlockOrder {
 };
 
 struct BlockTile {
-    Tile tile;   // group: the set; row: counted over all blocks; nth: the row tile in its block
+    Tile tile;  // group: the set; row: counted over all blocks; nth: the row tile in its block
     i32 block;
-    i32 index;   // of the tile in the order
+    i32 index;  // of the tile in the order
 };
 
 MOECOMM_BOTH i32 row_tiles_of_block(const Grouping& g) { return ceil_div(g.group_rows, g.most_rows); }

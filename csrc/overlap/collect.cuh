@@ -13,7 +13,7 @@ enum Counter : i32 { kPartsCounter, kReducedCounter };
 
 // One slice of a tile, whose columns are those of one block of a cluster.
 struct Slice {
-    i32 row;   // first, in the tile
+    i32 row;  // first, in the tile
     i32 rows;
     i32 column;  // first, in the result
 };

@@ -102,7 +102,8 @@ MOECOMM_FN void announce_tiles(SendShared<c>& s, const SendMatmulArgs& a, const 
     for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) {
         const i32 to = tiles.destination(found.index), part = tiles.part(found.index, place_in_cluster<c>());
         copy_wait(&s.stored[stored.slot], stored.phase);
-        if (send != Send::all_to_all || to != round.rank()) store_release(round.flag(to, tiles.staged_flag(part, round.rank())), round.number);
+        if (send != Send::all_to_all || to != round.rank())
+            store_release(round.flag(to, tiles.staged_flag(part, round.rank())), round.number);
         arrive(&s.announced[stored.slot]);
         stored.step();
     });

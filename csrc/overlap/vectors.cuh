@@ -8,7 +8,10 @@ namespace moecomm {
 // Any thread; relaxed, so the caller has acquired a flag before. Bypasses L1, as load_fresh does.
 MOECOMM_FN uint4 load_vector(u64 from) {
     uint4 v;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
     return v;
 }
 // Any thread; unordered. `to`: any rank's memory.

@@ -345,14 +345,14 @@ def overlap(
     json: Json = None,
 ) -> None:
     """Time the fused operators beside products and collectives of torch and NCCL, alternating in graphs."""
-    from moecomm.bench import operator_table, operators, table
+    from moecomm.bench import operator_cases, operator_table, operators, table
     from moecomm.bench import ranks as of_ranks
     from moecomm.tools.launch import RanksFailed
 
     name, count = of_ranks.plan(backend, ranks)
     kept, failed = _Kept(json), None
     rows: list[dict[str, Any]] = []
-    for wanted in operator.split(",") if operator else operators.OPERATORS:
+    for wanted in operator.split(",") if operator else operator_cases.OPERATORS:
         settings = operators.Settings(wanted, count, name, case, replays=replays, peers=peers)
         try:
             found = operators.run(settings, limit)

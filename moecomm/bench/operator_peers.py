@@ -112,7 +112,8 @@ def symmetric_memory(case: Case, x: torch.Tensor, w: torch.Tensor, group: dist.P
 
         def call() -> torch.Tensor:
             torch.mm(x, w.mT, out=staged)
-            return operators.one_shot_all_reduce(staged, "sum", group.group_name)
+            reduced: torch.Tensor = operators.one_shot_all_reduce(staged, "sum", group.group_name)
+            return reduced
 
         return call
     return None

@@ -30,7 +30,7 @@ from moecomm.window.gpu_calls import Handle
 CONTROL_BYTES = 2 * kernels.STATE_BYTES + 2 * 8 * kernels.FLAGS
 _MOST_PACKET_BYTES = 8 << 20
 _LINE = 128
-# Bytes that a warp pushes at a time: few enough that all warps of a GPU have some, many enough that a flag costs little.
+# Bytes that a warp pushes at a time: few enough that all warps have some, many enough that a flag costs little.
 _LEAST_PIECE, _MOST_PIECE = 4096, 32768
 _PUSH_WARPS = 3  # of a block
 # Ranks choose the schedule of a product that they send alike, and each has its own depth: see SendTiles.
@@ -190,7 +190,8 @@ class GpuExecutor:
         grouping = self._grouping(schedule, blocks, rows, columns, -(-BAND // ranks) * ranks)
         row_tiles = -(-rows // schedule.most_rows)
         tiles = row_tiles * blocks * grouping.column_tiles
-        pitch_rows = -(-(-(-rows // schedule.row_unit)) // row_tiles) * schedule.row_unit
+        units = -(-rows // schedule.row_unit)  # of rows of a block
+        pitch_rows = -(-units // row_tiles) * schedule.row_unit
         slices = -(-pitch_rows // kernels.SLICE_ROWS)
         parts = -(-tiles // ranks) * schedule.cluster * ranks
         results = parts * pitch_rows * BLOCK_COLUMNS * 2

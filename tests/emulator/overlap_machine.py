@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,9 +30,13 @@ class EmulatedRanks:
             executor._units = BLOCKS
             executor._launch = lambda kernel, blocks, args: self._launches.append((kernel, args))  # type: ignore
 
-    def call(self, call: Callable[[GpuExecutor], Any], only: int | None = None) -> list[Any]:
-        """Return the results by rank; `only`: ranks before this one."""
-        found = [call(executor) for executor in self.executors[:only]]
+    def call(self, operator: str, x: Sequence[Any], w: Sequence[Any], *more: Any) -> list[Any]:
+        """Call an operator with the tensors of each rank, and return the results by rank.
+
+        With tensors of fewer ranks, the others do not come.
+        """
+        calls = [getattr(executor, operator) for executor in self.executors]
+        made = [call(*mine, *more) for call, mine in zip(calls, zip(x, w, strict=True), strict=False)]
         given, self._launches = self._launches, []
         self.seed += 1
         launches = (Launch * len(given))(
@@ -50,13 +54,13 @@ class EmulatedRanks:
         )
         ended = scheduler().emulator_run(ctypes.addressof(launches), len(given), 10 * LIMIT, self.seed)
         assert ended == 0, "a kernel does not end"
-        return found
+        return made
 
 
 @contextmanager
-def emulated(ranks: int, nbytes: int = 4 << 20, **options: Any) -> Iterator[EmulatedRanks]:
+def emulated(ranks: int, nbytes: int = 4 << 20) -> Iterator[EmulatedRanks]:
     """Open the Windows."""
-    windows = run_ranks(ranks, lambda group: moecomm.Window(group, nbytes, backend="host", **options))
+    windows = run_ranks(ranks, lambda group: moecomm.Window(group, nbytes, backend="host"))
     try:
         yield EmulatedRanks(windows)
     finally:

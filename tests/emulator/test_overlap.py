@@ -67,7 +67,7 @@ def test_all_gather_matmul(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for turn in range(3):  # both halves of staging, and the first one again
             x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
             w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
-            found = machine.call(lambda e: e.all_gather_matmul(x[e._rank], w[e._rank], turn != 1))
+            found = machine.call("all_gather_matmul", x, w, turn != 1)
             for rank, (y, gathered) in enumerate(found):
                 assert torch.equal(y, product(torch.cat(x), w[rank])), (turn, rank)
                 assert torch.equal(gathered, torch.cat(x) if turn != 1 else x[0].new_empty(0)), (turn, rank)
@@ -93,7 +93,7 @@ def test_matmul_and_reduce(operator: str, name: str, monkeypatch: pytest.MonkeyP
         for turn in range(3):
             x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
             w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
-            found = machine.call(lambda e: getattr(e, f"matmul_{operator}")(x[e._rank], w[e._rank]))
+            found = machine.call(f"matmul_{operator}", x, w)
             wanted = summed([product(*pair) for pair in zip(x, w, strict=True)])
             for rank, y in enumerate(found):
                 part = wanted.view(ranks, -1, columns)[rank] if operator == "reduce_scatter" else wanted
@@ -104,9 +104,10 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     use_schedule(monkeypatch, "64x8c1")
     x, w = torch.ones(16, 64).bfloat16(), torch.ones(128, 64).bfloat16()
     for operator in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        with emulated(2, timeout_s=2e-3) as machine:  # 2000 passes of the machine
+        with emulated(2) as machine:
+            machine.executors[0]._overlap.window.timeout_ns = 2_000_000  # 2000 passes of the machine
             more = (False,) if operator == "all_gather_matmul" else ()
-            machine.call(lambda e: getattr(e, operator)(x, w, *more), only=1)
+            machine.call(operator, [x], [w], *more)
             record = _native.record(machine.windows[0]._opened.peers.record)
             assert record is not None
             error = error_of(record, {})
