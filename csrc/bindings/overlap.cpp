@@ -25,6 +25,8 @@ void bind_overlap(py::module_& m) {
                                               {"embedding_threads", kEmbeddingThreads}};
         },
         "Constants of csrc/overlap by name.");
+    m.def("gemv_lines", &gemv_lines, py::arg("most_rows"), "Lines of a packet of the GEMV, for 8 or 16 rows.");
+    m.def("gemv_shared_bytes", &gemv_shared_bytes, py::arg("most_rows"), "Dynamic shared memory of a block of the GEMV.");
 }
 
 }  // namespace moecomm::bindings

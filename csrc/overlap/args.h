@@ -12,8 +12,10 @@ namespace moecomm {
 constexpr i32 kOverlapRanks = 8;  // at most
 constexpr i32 kFlags = 32768;     // words of a half that say what has arrived
 constexpr i32 kCounters = 4;
-constexpr i32 kSliceRows = 32;                                        // of a tile, that a warp collects at once
-constexpr i32 kGemvRows = 16, kGemvColumns = 16, kGemvThreads = 256;  // most rows of x; columns of a block
+constexpr i32 kSliceRows = 32;                                         // of a tile, that a warp collects at once
+constexpr i32 kGemvRows = 16, kGemvColumns = 16, kGemvThreads = 1024;  // most rows of x; columns of a block
+constexpr i32 kGemvWarps = 8;                                          // of a group: gemv_all_reduce.cuh
+constexpr i32 kGemvGroups = kGemvThreads / (kGemvWarps * 32);
 constexpr i32 kEmbeddingThreads = 512;
 
 // This rank's alone. All zero when the Window opens; counters are zero between rounds.
@@ -80,5 +82,12 @@ struct EmbeddingArgs {
     i32 num_tables, batch, pooling, columns;
     i32 piece_bags, pieces;  // bags that raise a flag together; flags of a destination
 };
+
+// Lines of 120 bytes of content (protocol/packets.h) in the packet of a unit of the GEMV, for 8 or 16 rows.
+MOECOMM_BOTH constexpr i32 gemv_lines(i32 most_rows) { return ceil_div(most_rows * kGemvColumns * 2, 120); }
+// Dynamic shared memory of a block of the GEMV, which asserts that it is enough.
+MOECOMM_BOTH constexpr i32 gemv_shared_bytes(i32 most_rows) {
+    return kGemvGroups * (kGemvWarps * most_rows * kGemvColumns * 4 + gemv_lines(most_rows) * 120);
+}
 
 }  // namespace moecomm

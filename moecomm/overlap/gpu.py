@@ -23,7 +23,7 @@ from moecomm.fused.schedules import BAND, BLOCK_COLUMNS, SCHEDULES, Schedule
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.jit import plain_kernel
 from moecomm.overlap import kernels
-from moecomm.overlap.kernels_structs import GatherMatmulArgs, Overlap, SendMatmulArgs
+from moecomm.overlap.kernels_structs import GatherMatmulArgs, GemvArgs, Overlap, SendMatmulArgs
 from moecomm.window import Window
 from moecomm.window.gpu_calls import Handle
 
@@ -159,8 +159,28 @@ class GpuExecutor:
             As all_gather_matmul().
         """
         out = x.new_empty(len(x), len(w))
-        self._send("all_reduce", x, w, out, 1, len(x))
+        if not self._gemv(x, w, out):
+            self._send("all_reduce", x, w, out, 1, len(x))
         return out
+
+    def _gemv(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
+        """Launch gemv_all_reduce if it can multiply so many rows and columns; False if not."""
+        (rows, depth), columns = x.shape, len(w)
+        lines = -(-columns // kernels.GEMV_COLUMNS) * self._ranks * _native.gemv_lines(kernels.gemv_most(rows))
+        if out.numel() == 0 or rows > kernels.GEMV_ROWS or lines * _LINE > self.packet_bytes:
+            return False
+        _check_matrices(x, w)
+        args = GemvArgs(
+            overlap=self._overlap,
+            x=x.data_ptr(),
+            w=w.data_ptr(),
+            out=out.data_ptr(),
+            rows=rows,
+            columns=columns,
+            depth=depth,
+        )
+        self._launch(kernels.gemv_kernel(x.dtype, rows, self._ranks), self._units, args)
+        return True
 
     def matmul_all_to_all(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """Multiply by the weight of each local expert, and return what all ranks have computed for this one.

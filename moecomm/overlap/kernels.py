@@ -42,8 +42,14 @@ def _product(name: str, more: str, args: str, dtype: torch.dtype, schedule: Sche
 @lru_cache(maxsize=64)
 def gemv_kernel(dtype: torch.dtype, rows: int, ranks: int) -> SharedKernel:
     """Return the kernel of matmul_all_reduce for at most 8 or 16 rows."""
-    entry = f"gemv_all_reduce<Type::{TYPES[dtype]}, {8 if rows <= 8 else 16}, {ranks}>"
-    return SharedKernel("overlap/gemv_all_reduce", entry, "GemvArgs", GEMV_THREADS)
+    most = gemv_most(rows)
+    entry, shared = f"gemv_all_reduce<Type::{TYPES[dtype]}, {most}, {ranks}>", _native.gemv_shared_bytes(most)
+    return SharedKernel("overlap/gemv_all_reduce", entry, "GemvArgs", GEMV_THREADS, shared=shared)
+
+
+def gemv_most(rows: int) -> int:
+    """Return the rows that the kernel for so many is compiled for."""
+    return 8 if rows <= 8 else GEMV_ROWS
 
 
 @lru_cache(maxsize=64)

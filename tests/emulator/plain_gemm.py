@@ -62,6 +62,10 @@ BODIES: dict[str, dict[str, str]] = {
         "store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});",
         "store_shared_words": "const u32 words[2] = {first, second}; memcpy(emulator::shared_at(address), words, 8);",
     },
+    "overlap/gemv_all_reduce.cuh": {
+        "load_streamed": "uint4 v; memcpy(&v, reinterpret_cast<const void*>(from), 16); return v;",
+        "multiply_small": "emulator::multiply_small<static_cast<int>(type)>(d, {a0, a1, a2, a3}, {b0, b1});",
+    },
     "overlap/vectors.cuh": {
         "load_vector": "uint4 v; memcpy(&v, reinterpret_cast<const void*>(from), 16); return v;",
         "store_vector": "memcpy(reinterpret_cast<void*>(to), &v, 16);",
@@ -86,6 +90,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     "gemm/gemm.cuh": [plain.SHARED],
     "overlap/all_gather_matmul.cuh": [plain.SHARED],
     "overlap/matmul_send.cuh": [plain.SHARED],
+    "overlap/gemv_all_reduce.cuh": [plain.SHARED],
     "fused/reduce.cuh": [plain.SHARED],
     # Those of some warps take longer than a dispatch.
     "fused/publish.cuh": [

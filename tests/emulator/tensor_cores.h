@@ -154,6 +154,30 @@ void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) 
     }
 }
 
+// As gemv_all_reduce.cuh describes it.  `type`: a Type of csrc.
+template <int type>
+void multiply_small(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    unsigned of_a[4][32], of_b[2][32];
+    for (int i = 0; i < 4; ++i) {
+        const auto* values = exchange(a[i]);
+        for (int lane = 0; lane < 32; ++lane) of_a[i][lane] = static_cast<unsigned>(values[lane]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        const auto* values = exchange(b[i]);
+        for (int lane = 0; lane < 32; ++lane) of_b[i][lane] = static_cast<unsigned>(values[lane]);
+    }
+    const auto half = [](unsigned word, int high) {
+        const unsigned char bytes[2] = {static_cast<unsigned char>(word >> 16 * high), static_cast<unsigned char>(word >> (16 * high + 8))};
+        return type == 1 ? widen_fp16(bytes) : widen_bf16(bytes);
+    };
+    const unsigned lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k)
+            d[i] += half(of_a[k / 8 * 2 + i / 2][row * 4 + k % 8 / 2], k % 2) * half(of_b[k / 8][column * 4 + k % 8 / 2], k % 2);
+    }
+}
+
 inline void store_matrices(unsigned address, const unsigned (&m)[4]) {
     const unsigned lane = threadIdx.x % 32;
     unsigned row[4];

@@ -100,10 +100,53 @@ def test_matmul_and_reduce(operator: str, name: str, monkeypatch: pytest.MonkeyP
                 assert torch.equal(y, part), (turn, rank, (y != part).nonzero()[:4].tolist())
 
 
+EXPERTS = {
+    "two ranks": (2, "64x8c1", (3, 40, 136, 72), torch.bfloat16),
+    "three ranks, ragged": (3, "64x8c1", (2, 70, 72, 136), torch.float16),
+    "a pair of blocks": (2, "64x8c2", (2, 33, 264, 72), torch.bfloat16),
+    "alone": (1, "64x8c1", (2, 5, 8, 8), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(EXPERTS, "two ranks"))
+def test_matmul_all_to_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, schedule, (experts, rows, columns, depth), dtype = EXPERTS[name]
+    use_schedule(monkeypatch, schedule)
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            x = matrices(ranks, experts, ranks, rows, depth, dtype=dtype, seed=turn)
+            w = matrices(ranks, experts, columns, depth, dtype=dtype, seed=100 + turn)
+            for rank, y in enumerate(machine.call("matmul_all_to_all", x, w)):
+                wanted = torch.stack([product(of[:, rank], by) for of, by in zip(x, w, strict=True)])
+                assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())
+
+
+GEMVS = {
+    "one row": (2, (1, 264, 328), torch.bfloat16),
+    "sixteen rows": (3, (16, 136, 72), torch.float16),
+    "nine rows": (1, (9, 8, 2056), torch.bfloat16),
+    "eight ranks": (8, (5, 160, 8), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(GEMVS, "one row", "sixteen rows"))
+def test_all_reduce_of_few_rows(name: str) -> None:
+    ranks, (rows, columns, depth), dtype = GEMVS[name]
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
+            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            wanted = summed([product(*pair) for pair in zip(x, w, strict=True)])
+            for rank, y in enumerate(machine.call("matmul_all_reduce", x, w)):
+                assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())
+
+
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     use_schedule(monkeypatch, "64x8c1")
-    x, w = torch.ones(16, 64).bfloat16(), torch.ones(128, 64).bfloat16()
-    for operator in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+    w = torch.ones(128, 64).bfloat16()
+    operators = ("all_gather_matmul", 16), ("matmul_reduce_scatter", 16), ("matmul_all_reduce", 32), ("matmul_all_reduce", 3)
+    for operator, rows in operators:
+        x = torch.ones(rows, 64).bfloat16()
         with emulated(2) as machine:
             machine.executors[0]._overlap.window.timeout_ns = 2_000_000  # 2000 passes of the machine
             more = (False,) if operator == "all_gather_matmul" else ()

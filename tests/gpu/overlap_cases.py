@@ -78,4 +78,8 @@ def cases(ranks: int) -> list[Case]:
         Case("matmul_all_reduce", (1500, 1032), (2056, 1032), fp16),
         Case("matmul_all_reduce", (40, 512), (1024, 512)),
         Case("matmul_all_reduce", (4096, 1024), (4096, 1024)),
+        Case("matmul_all_reduce", (1, 4096), (8192, 4096), fp16),
+        Case("matmul_all_reduce", (13, 1032), (1096, 1032)),
+        Case("matmul_all_to_all", (1, ranks, 1024, 1024), (1, 2048, 1024), fp16),
+        Case("matmul_all_to_all", (5, ranks, 100, 264), (5, 1096, 264)),
     ]
