@@ -16,7 +16,7 @@ constexpr i32 kSliceRows = 32;                                         // of a t
 constexpr i32 kGemvRows = 16, kGemvColumns = 16, kGemvThreads = 1024;  // most rows of x; columns of a block
 constexpr i32 kGemvWarps = 8;                                          // of a group: gemv_all_reduce.cuh
 constexpr i32 kGemvGroups = kGemvThreads / (kGemvWarps * 32);
-constexpr i32 kEmbeddingThreads = 512;
+constexpr i32 kEmbeddingThreads = 1024;
 
 // This rank's alone. All zero when the Window opens; counters are zero between rounds.
 struct OverlapState {

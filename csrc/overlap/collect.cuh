@@ -10,6 +10,7 @@ namespace moecomm {
 
 constexpr i32 kRowLanes = kTileRowBytes / 16;  // lanes of a row of a tile
 enum Counter : i32 { kPartsCounter, kReducedCounter };
+constexpr i32 kReducedWarp = 3;  // of a block: it collects no parts of an all-reduce
 
 // One slice of a tile, whose columns are those of one block of a cluster.
 struct Slice {
@@ -51,10 +52,10 @@ MOECOMM_FN uint4 sum_of_parts(u64 first, u64 pitch) {
     return narrow_all<type>(sums);
 }
 
-// Collects the parts of this rank's units: adds them up, or copies them (all-to-all). A whole warp. All-reduce: sends the sums to all
-// ranks. Returns at once on failure, which is then reported.
+// Adds up the parts of this rank's units. A whole warp. All-reduce: sends the sums to all ranks. Returns at once on failure, which end()
+// reports.
 template <GemmConfig c, Send send, i32 ranks>
-MOECOMM_FN void collect_parts(const SendMatmulArgs& a, const OverlapRound& round) {
+MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round) {
     const SendTiles<send, ranks> tiles{a, c.cluster};
     const i32 rank = round.rank(), items = tiles.parts(rank) * a.slices, columns = a.gemm.columns;
     for (i32 item = round.take(kPartsCounter); item < items; item = round.take(kPartsCounter)) {
@@ -64,27 +65,17 @@ MOECOMM_FN void collect_parts(const SendMatmulArgs& a, const OverlapRound& round
         const Slice slice = slice_of<c>(found, of_cluster, item % a.slices);
         if (slice.rows <= 0 || slice.column >= columns) continue;
         const u64* const flags = round.flag(rank, tiles.staged_flag(part, 0));
-        // Tiles that stay on this rank are stored in the result at once.
-        const auto from = [&](i32 i) { return send == Send::all_to_all ? (i + rank + 1) % ranks : i; };
-        if (!round.await(send == Send::all_to_all ? ranks - 1 : ranks, [&](i32 i) { return flags + from(i); }, from)) return;
+        if (!round.await(ranks, [&](i32 i) { return flags + i; }, [](i32 i) { return i; })) return;
         const u64 staged = round.staging(rank) + tiles.staged(part, 0), pitch = tiles.staged(0, 1);
-        if constexpr (send == Send::all_to_all) {
-            for (i32 i = 0; i + 1 < ranks; ++i) {
-                const i32 source = from(i);
-                for_vectors(slice, found, tiles.result_row(found, source), columns,
-                            [&](i32 at, i64 to) { store_vector(a.gemm.out + to, load_vector(staged + source * pitch + at)); });
+        for_vectors(slice, found, tiles.result_row(found, rank), columns, [&](i32 at, i64 to) {
+            const uint4 sum = sum_of_parts<c.type, ranks>(staged + at, pitch);
+            store_vector(a.gemm.out + to, sum);
+            if constexpr (send == Send::all_reduce) {
+                const u64 place = tiles.reduced(index, of_cluster) + at;
+#pragma unroll 1
+                for (i32 step = 1; step < ranks; ++step) store_vector(round.staging((rank + step) % ranks) + place, sum);
             }
-        } else {
-            for_vectors(slice, found, tiles.result_row(found, rank), columns, [&](i32 at, i64 to) {
-                const uint4 sum = sum_of_parts<c.type, ranks>(staged + at, pitch);
-                store_vector(a.gemm.out + to, sum);
-                if constexpr (send == Send::all_reduce) {
-                    const u64 place = tiles.reduced(index, of_cluster) + at;
-#pragma unroll
-                    for (i32 step = 1; step < ranks; ++step) store_vector(round.staging((rank + step) % ranks) + place, sum);
-                }
-            });
-        }
+        });
         if constexpr (send == Send::all_reduce) {
             __syncwarp();
             if (lane_id() < ranks && lane_id() != rank)
@@ -93,7 +84,28 @@ MOECOMM_FN void collect_parts(const SendMatmulArgs& a, const OverlapRound& round
     }
 }
 
-// All-reduce: copies the sums that other ranks have sent to the result. As collect_parts().
+// All-to-all: copies the parts of this rank's units. As collect_sums(). Tiles that stay on this rank are stored in the result at once.
+template <GemmConfig c, i32 ranks>
+MOECOMM_FN void collect_copies(const SendMatmulArgs& a, const OverlapRound& round) {
+    const SendTiles<Send::all_to_all, ranks> tiles{a, c.cluster};
+    const i32 rank = round.rank(), of_source = a.slices, of_part = of_source * (ranks - 1), columns = a.gemm.columns;
+    const i32 items = tiles.parts(rank) * of_part;
+    for (i32 item = round.take(kPartsCounter); item < items; item = round.take(kPartsCounter)) {
+        const i32 part = item / of_part, index = part / c.cluster * ranks + rank;
+        const i32 source = (rank + 1 + item % of_part / of_source) % ranks;
+        BlockTile found;
+        tiles.find(index, found);
+        const Slice slice = slice_of<c>(found, part % c.cluster, item % of_source);
+        if (slice.rows <= 0 || slice.column >= columns) continue;
+        const u64* const flag = round.flag(rank, tiles.staged_flag(part, source));
+        if (!round.await(1, [&](i32) { return flag; }, [&](i32) { return source; })) return;
+        const u64 staged = round.staging(rank) + tiles.staged(part, source);
+        for_vectors(slice, found, tiles.result_row(found, source), columns,
+                    [&](i32 at, i64 to) { store_vector(a.gemm.out + to, load_vector(staged + at)); });
+    }
+}
+
+// All-reduce: copies the sums that other ranks have sent to the result. As collect_sums().
 template <GemmConfig c, i32 ranks>
 MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& round) {
     const SendTiles<Send::all_reduce, ranks> tiles{a, c.cluster};
@@ -108,6 +120,21 @@ MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& rou
         if (!round.await(1, [&](i32) { return flag; }, [&](i32) { return owner; })) return;
         const u64 from = round.staging(rank) + tiles.reduced(index, of_cluster);
         for_vectors(slice, found, 0, columns, [&](i32 at, i64 to) { store_vector(a.gemm.out + to, load_vector(from + at)); });
+    }
+}
+
+// What the warps of a kernel collect: first the parts, then, if they may, what other ranks have reduced. Waits for parts end without the
+// help of any collecting warp, and waits for reduced tiles need only warps that collect parts, so warps of both kinds never wait in a
+// circle.
+template <GemmConfig c, Send send, i32 ranks>
+MOECOMM_FN void collect(const SendMatmulArgs& a, const OverlapRound& round) {
+    if constexpr (send == Send::all_to_all) {
+        collect_copies<c, ranks>(a, round);
+    } else if constexpr (send == Send::reduce_scatter) {
+        collect_sums<c, send, ranks>(a, round);
+    } else {
+        if (warp_id() != kReducedWarp) collect_sums<c, send, ranks>(a, round);
+        collect_reduced<c, ranks>(a, round);
     }
 }
 

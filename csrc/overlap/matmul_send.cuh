@@ -135,15 +135,12 @@ MOECOMM_FN void matmul_send(const SendMatmulArgs& a) {
             if (blockIdx.x == 0) round.begin();
             if (lane_id() == 0) announce_tiles<c, send, ranks>(s, a, round);
         } else if (warp_id() >= 2) {
-            if (send != Send::all_reduce || warp_id() == 2) collect_parts<c, send, ranks>(a, round);
+            collect<c, send, ranks>(a, round);
         }
     } else {
         reg_alloc<kProductRegisters>();
         make_sent_tiles<c, send, ranks>(s, a, round);
-        collect_parts<c, send, ranks>(a, round);
-    }
-    if constexpr (send == Send::all_reduce) {
-        if (warp_id() >= 2) collect_reduced<c, ranks>(a, round);
+        collect<c, send, ranks>(a, round);
     }
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory
     round.end();

@@ -23,7 +23,7 @@ from moecomm.fused.schedules import BAND, BLOCK_COLUMNS, SCHEDULES, Schedule
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.jit import plain_kernel
 from moecomm.overlap import kernels
-from moecomm.overlap.kernels_structs import GatherMatmulArgs, GemvArgs, Overlap, SendMatmulArgs
+from moecomm.overlap.kernels_structs import EmbeddingArgs, GatherMatmulArgs, GemvArgs, Overlap, SendMatmulArgs
 from moecomm.window import Window
 from moecomm.window.gpu_calls import Handle
 
@@ -35,7 +35,6 @@ _LEAST_PIECE, _MOST_PIECE = 4096, 32768
 _PUSH_WARPS = 3  # of a block
 # Ranks choose the schedule of a product that they send alike, and each has its own depth: see SendTiles.
 _NOMINAL_DEPTH = 4096
-_BAG_PIECE = 64  # bags that raise a flag together
 
 
 class GpuExecutor:
@@ -198,6 +197,53 @@ class GpuExecutor:
         experts, ranks, rows, depth = x.shape
         out = x.new_empty(ranks, experts, rows, w.shape[1])
         self._send("all_to_all", x.view(-1, depth), w, out, experts * ranks, rows)
+        return out
+
+    def embedding_all_to_all(
+        self, tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add up the bags of the whole batch, and return this rank's samples from the tables of all ranks.
+
+        Args:
+            tables: float32, bfloat16 or float16 `[T, V, D]`; T and D are the same on all ranks.
+            indices: int64 `[T, R*B, L]`, or `[total]` with offsets.  An index that is no row counts as none.
+            offsets: int64 `[T*R*B + 1]`, or None.
+
+        Returns:
+            `[R, T, B, D]`.
+
+        Raises:
+            BadInput: no room in the workspace.
+            Unsupported: rows of D columns that are not a multiple of 16 bytes.
+        """
+        (count, rows, columns), ranks = tables.shape, self._ranks
+        bags = (indices.shape[0] * indices.shape[1] if offsets is None else len(offsets) - 1) // ranks  # of a rank
+        batch = bags // max(count, 1)
+        out = tables.new_empty(ranks, count, batch, columns)
+        if out.numel() == 0:
+            return out
+        row_bytes = columns * tables.dtype.itemsize
+        if row_bytes % 16 or tables.data_ptr() % 16:
+            raise Unsupported(f"embedding_all_to_all of rows of {row_bytes} bytes: want a multiple of 16, aligned so")
+        warps = kernels.EMBEDDING_THREADS // 32 * self._units
+        piece_bags = min(max(bags * ranks // (2 * warps), 1, -(-bags * ranks // (kernels.FLAGS - ranks))), bags)
+        self._check_room("staging", bags * ranks * row_bytes, self.staging_bytes)
+        args = EmbeddingArgs(
+            overlap=self._overlap,
+            tables=tables.data_ptr(),
+            indices=indices.data_ptr(),
+            offsets=0 if offsets is None else offsets.data_ptr(),
+            out=out.data_ptr(),
+            num_rows=rows,
+            num_indices=indices.numel(),
+            num_tables=count,
+            batch=batch,
+            pooling=indices.shape[2] if offsets is None else 0,
+            columns=columns,
+            piece_bags=piece_bags,
+            pieces=-(-bags // piece_bags),
+        )
+        self._launch(kernels.embedding_kernel(tables.dtype), self._units, args)
         return out
 
     def _send(self, send: str, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: int, rows: int) -> None:

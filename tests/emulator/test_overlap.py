@@ -141,6 +141,47 @@ def test_all_reduce_of_few_rows(name: str) -> None:
                 assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())
 
 
+BAGS = {
+    "two ranks": (2, (3, 20, 8), (3, 10, 5), torch.float32),
+    "three ranks": (3, (2, 9, 264), (2, 21, 3), torch.bfloat16),
+    "wide rows": (2, (1, 9, 264), (1, 6, 1), torch.float32),
+    "alone": (1, (2, 9, 16), (2, 7, 9), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", few(BAGS, "two ranks", "three ranks"))
+@pytest.mark.parametrize("by_offsets", [False, True])
+def test_embedding_all_to_all(name: str, by_offsets: bool) -> None:
+    ranks, shape, of_indices, dtype = BAGS[name]
+    g = torch.Generator().manual_seed(0)
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            tables = matrices(ranks, *shape, dtype=dtype, seed=turn)
+            indices = [torch.randint(-1, shape[1] + 1, of_indices, generator=g) for _ in range(ranks)]
+            bags = of_indices[0] * of_indices[1]
+            offsets = torch.arange(bags + 1) * of_indices[2]
+            if by_offsets:  # of any lengths, and the last bag is empty
+                offsets[1:-1] = torch.randint(0, int(offsets[-1]) + 1, (bags - 1,), generator=g).sort().values
+                offsets[-2] = offsets[-1]
+            given = [of.flatten() for of in indices] if by_offsets else indices
+            found = machine.call("embedding_all_to_all", tables, given, offsets if by_offsets else None)
+            for rank, y in enumerate(found):
+                for table, of, part in zip(tables, indices, y, strict=True):
+                    wanted = bags_of(table, of.flatten(), offsets).view(shape[0], ranks, -1, shape[2])[:, rank]
+                    assert torch.equal(part, wanted), (turn, rank)
+
+
+def bags_of(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Sums of whole numbers: exact in any order."""
+    bags = len(offsets) - 1
+    found = torch.zeros(bags, tables.shape[2])
+    for bag in range(bags):
+        table = tables[bag // (bags // len(tables))].float()
+        of = indices[offsets[bag] : offsets[bag + 1]]
+        found[bag] = table[of[(of >= 0) & (of < len(table))]].sum(dim=0)
+    return found.to(tables.dtype)
+
+
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     use_schedule(monkeypatch, "64x8c1")
     w = torch.ones(128, 64).bfloat16()

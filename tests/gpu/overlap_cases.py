@@ -82,4 +82,7 @@ def cases(ranks: int) -> list[Case]:
         Case("matmul_all_reduce", (13, 1032), (1096, 1032)),
         Case("matmul_all_to_all", (1, ranks, 1024, 1024), (1, 2048, 1024), fp16),
         Case("matmul_all_to_all", (5, ranks, 100, 264), (5, 1096, 264)),
+        Case("embedding_all_to_all", (3, 1000, 128), (3, 512 * ranks, 20), torch.float32),
+        Case("embedding_all_to_all", (5, 777, 40), (5, 33 * ranks, 7)),
+        Case("embedding_all_to_all", (2, 100, 520), (2, 100 * ranks, 1), fp16),
     ]
