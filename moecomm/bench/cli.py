@@ -7,7 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moecomm.bench.options import DomainsRanks, Experts, Hidden, Intermediate, Json, Nic, Topk, real, whole, written
+from moecomm.bench.kept import Kept
+from moecomm.bench.options import (
+    Backend,
+    DomainsRanks,
+    Experts,
+    Hidden,
+    Intermediate,
+    Json,
+    Nic,
+    Ranks,
+    Replays,
+    Topk,
+    real,
+    whole,
+    written,
+)
+from moecomm.bench.overlap_cli import overlap
 from moecomm.core.settings import MAX_FLAT_ROWS
 
 if TYPE_CHECKING:
@@ -20,8 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Ranks = Annotated[int | None, typer.Option(help="Number of processes; default: 4 on CPUs, one per GPU.")]
-Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
 Backends = Annotated[str, typer.Option("--backend", help="auto, host, lsa, gin or nvshmem; several: lsa,gin.")]
 Limit = Annotated[
     float,
@@ -39,7 +53,6 @@ Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph o
 Cold = Annotated[bool, typer.Option("--cold", help="Flush the caches before each operation.")]
 Skew = Annotated[bool, typer.Option("--skew", help="Route a quarter of the tokens to one rank.")]
 Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed together; 0: chosen by size.")]
-Replays = Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of the chain, for percentiles.")]
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
@@ -93,7 +106,7 @@ def dispatch_combine(
         if len(ways) == 1:
             _run_case(case_of(ways[0]), json)
             return
-        kept = _Kept(json)
+        kept = Kept(json)
         backends.dispatch_combine(ways, numbers("tokens", tokens), case_of, limit, kept)
     table.show_backends(kept.result, table.console())
 
@@ -223,7 +236,7 @@ def latency(
     job: dict[str, Any] = {"sizes": sizes, "replays": replays}
     ways = backends.ways(backend)
     if len(ways) > 1:
-        kept = _Kept(json)
+        kept = Kept(json)
         backends.latency(ways, job, limit, kept)
         table.show_latency_backends(kept.result, table.console())
         return
@@ -333,39 +346,7 @@ def moe(
         _keep(result, json)
 
 
-@app.command()
-def overlap(
-    operator: Annotated[str, typer.Option(help="Operators of moecomm.overlap; default: all.")] = "",
-    case: Annotated[str, typer.Option(help="Measure only cases with this in their name.")] = "",
-    replays: Replays = 10,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Also measure NCCL and torch.")] = True,
-    ranks: Ranks = None,
-    backend: Backend = "auto",
-    limit: Limit = 120.0,
-    json: Json = None,
-) -> None:
-    """Time the fused operators beside products and collectives of torch and NCCL, alternating in graphs."""
-    from moecomm.bench import operator_cases, operator_table, operators, table
-    from moecomm.bench import ranks as of_ranks
-    from moecomm.tools.launch import RanksFailed
-
-    name, count = of_ranks.plan(backend, ranks)
-    kept, failed = _Kept(json), None
-    rows: list[dict[str, Any]] = []
-    for wanted in operator.split(",") if operator else operator_cases.OPERATORS:
-        settings = operators.Settings(wanted, count, name, case, replays=replays, peers=peers)
-        try:
-            found = operators.run(settings, limit)
-        except RanksFailed as error:  # the other operators have ranks of their own
-            failed, found = error, [{"operator": wanted, "case": case, "dtype": "", "who": "", "why": str(error)}]
-        if found is None:
-            continue
-        rows += found
-        # Each operator is kept at once, so that a later one that fails or hangs loses nothing.
-        kept({"benchmark": "overlap", "backend": name, "ranks": count, "replays": replays, "rows": rows})
-        operator_table.show({**kept.result, "rows": found}, table.console())
-    if failed is not None:
-        raise failed
+app.command()(overlap)
 
 
 @app.command()
@@ -408,21 +389,6 @@ def numbers(name: str, text: str) -> list[int]:
     if not 0 <= min(found) <= max(found) < MAX_FLAT_ROWS:
         raise BadInput(name, text, f"0 to {MAX_FLAT_ROWS - 1} each")
     return found
-
-
-class _Kept:
-    """The latest state of a growing result, also written to the JSON file."""
-
-    def __init__(self, json: Path | None) -> None:
-        self.result: dict[str, Any] = {}
-        self._json = json
-
-    def __call__(self, result: dict[str, Any]) -> None:
-        from moecomm.bench.results import write
-
-        self.result = result
-        if self._json is not None:
-            write(self._json, result)
 
 
 def _keep(result: dict[str, Any], json: Path | None) -> None:

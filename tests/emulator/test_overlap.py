@@ -185,7 +185,12 @@ def bags_of(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     use_schedule(monkeypatch, "64x8c1")
     w = torch.ones(128, 64).bfloat16()
-    operators = ("all_gather_matmul", 16), ("matmul_reduce_scatter", 16), ("matmul_all_reduce", 32), ("matmul_all_reduce", 3)
+    operators = (
+        ("all_gather_matmul", 16),
+        ("matmul_reduce_scatter", 16),
+        ("matmul_all_reduce", 32),
+        ("matmul_all_reduce", 3),
+    )
     for operator, rows in operators:
         x = torch.ones(rows, 64).bfloat16()
         with emulated(2) as machine:
