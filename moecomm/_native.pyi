@@ -721,6 +721,12 @@ def fused_constants() -> dict[str, int]:
 def gemm_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int:
     """Dynamic shared memory of a block of the grouped GEMM."""
 
+def gemv_lines(most_rows: int) -> int:
+    """Lines of a packet of the GEMV, for 8 or 16 rows."""
+
+def gemv_shared_bytes(most_rows: int) -> int:
+    """Dynamic shared memory of a block of the GEMV."""
+
 def goes_direct(shape: Shape, num_tokens: int) -> bool:
     """Whether rows of a rank with so many tokens reach other domains without a forwarder."""
 
@@ -780,6 +786,9 @@ def leave_signal(last_round: int) -> bytes:
 
 def leave_words(last_round: int, words: int) -> bytes:
     """The tagged words of a rank that leaves after `last_round`: `words` of 8 bytes, each valid by itself."""
+
+def overlap_constants() -> dict[str, int]:
+    """Constants of csrc/overlap by name."""
 
 def pidfd_open(pid: int) -> int:
     """

@@ -29,6 +29,7 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_arena(m);
     moecomm::bindings::bind_bench(m);
     moecomm::bindings::bind_fused(m);
+    moecomm::bindings::bind_overlap(m);
     moecomm::bindings::bind_peers(m);
     moecomm::bindings::bind_plans(m);
     moecomm::bindings::bind_rounds(m);

@@ -9,6 +9,7 @@
 #include "../device/leave_args.h"
 #include "../elementwise/args.h"
 #include "../fused/layer_args.h"
+#include "../overlap/args.h"
 #include "../window/call_args.h"
 #include "module.h"
 
@@ -37,6 +38,7 @@ constexpr const char* type_name() {
     if constexpr (std::is_same_v<T, Context>) return "Context";
     if constexpr (std::is_same_v<T, PaddingArgs>) return "PaddingArgs";
     if constexpr (std::is_same_v<T, Window>) return "Window";
+    if constexpr (std::is_same_v<T, Overlap>) return "Overlap";
     return "";
 }
 
@@ -98,6 +100,12 @@ Structs structs() {
            FIELD(state), FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals),
            FIELD(pad))
     STRUCT(WindowCallArgs, FIELD(window), FIELD(value), FIELD(rank), FIELD(index))
+    STRUCT(Overlap, FIELD(window), FIELD(peers), FIELD(state), FIELD(begun), FIELD(flags), FIELD(packets), FIELD(staging))
+    STRUCT(GatherMatmulArgs, FIELD(gemm), FIELD(gathered), FIELD(overlap), FIELD(x), FIELD(gathered_out), FIELD(piece_rows), FIELD(pieces))
+    STRUCT(SendMatmulArgs, FIELD(gemm), FIELD(overlap), FIELD(results), FIELD(pitch_rows), FIELD(slices))
+    STRUCT(GemvArgs, FIELD(overlap), FIELD(x), FIELD(w), FIELD(out), FIELD(rows), FIELD(columns), FIELD(depth), FIELD(pad))
+    STRUCT(EmbeddingArgs, FIELD(overlap), FIELD(tables), FIELD(indices), FIELD(offsets), FIELD(out), FIELD(num_rows), FIELD(num_indices),
+           FIELD(num_tables), FIELD(batch), FIELD(pooling), FIELD(columns), FIELD(piece_bags), FIELD(pieces))
     return found;
 }
 

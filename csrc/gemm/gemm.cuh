@@ -56,33 +56,45 @@ MOECOMM_FN i32 block_of(const Tile& tile, i32 rank) {
     return tile.column * c.cluster + rank;
 }
 
+// Loads the part of w of one step into its slot, and announces the bytes of the slot. Called by the loader thread. `apart`:
+// GemmConfig::apart of the tile's product.
+template <GemmConfig c, bool apart>
+MOECOMM_FN void load_weights(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, i32 k, i32 slot) {
+    const i32 column = block_of<c>(tile, rank) * c.block_columns();
+    u64* full = &s.barriers.full[slot];
+    expect_bytes(full, c.weight_bytes() + tile.padded * kSlotRowBytes);
+    const u64 keep = tile.only_row_tile ? kKeepLeast : kKeepNormal;
+    const u32 w = shared_address(s.ring.w[slot]);
+    if constexpr (apart) {
+        load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
+    } else {
+        load_box(w, args.w, k, column, tile.group, full, keep);
+    }
+}
+// Loads this block's part of the rows of one step into all blocks of the cluster. Called by the loader thread. `x`: kRowMaps maps.
+template <GemmConfig c>
+MOECOMM_FN void load_rows(GemmShared<c>& s, const TensorMap* x, const Tile& tile, i32 rank, i32 k, i32 slot) {
+    const i32 part = tile.padded / c.cluster;
+    u32 to = shared_address(s.ring.x[slot]) + rank * part * kSlotRowBytes;
+    i32 row = tile.row + rank * part;
+#pragma unroll
+    for (i32 i = kRowMaps - 1; i >= 0; --i) {
+        const i32 box = c.least_box() << i;
+        if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
+        load_box_for_all<c.cluster>(to, x[i], k, row, &s.barriers.full[slot], kKeepNormal);
+        to += box * kSlotRowBytes;
+        row += box;
+    }
+}
+
 // Loads a tile into the ring, slot after slot.  Called by the loader thread.  Each slot is loaded after its `empty` barrier completes (all
-// warps of the cluster have released it) and completes `full`.  Cannot fail.  `apart`: GemmConfig::apart of the tile's product.
+// warps of the cluster have released it) and completes `full`.  Cannot fail.
 template <GemmConfig c, bool apart>
 MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
-    const i32 part = tile.padded / c.cluster, column = block_of<c>(tile, rank) * c.block_columns();
-    const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
-    const u64 keep = tile.only_row_tile ? kKeepLeast : kKeepNormal;
     for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
         copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
-        u64* full = &s.barriers.full[place.slot];
-        expect_bytes(full, bytes);
-        const u32 w = shared_address(s.ring.w[place.slot]);
-        if constexpr (apart) {
-            load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
-        } else {
-            load_box(w, args.w, k, column, tile.group, full, keep);
-        }
-        u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
-        i32 row = tile.row + rank * part;
-#pragma unroll
-        for (i32 i = kRowMaps - 1; i >= 0; --i) {
-            const i32 box = c.least_box() << i;
-            if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
-            load_box_for_all<c.cluster>(to, args.x[i], k, row, full, kKeepNormal);
-            to += box * kSlotRowBytes;
-            row += box;
-        }
+        load_weights<c, apart>(s, args, tile, rank, k, place.slot);
+        load_rows<c>(s, args.x, tile, rank, k, place.slot);
     }
 }
 

@@ -7,21 +7,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moecomm.bench.options import DomainsRanks, Experts, Hidden, Intermediate, Json, Nic, Topk, real, whole, written
+from moecomm.bench.kept import Kept
+from moecomm.bench.options import (
+    Backend,
+    DomainsRanks,
+    Experts,
+    Hidden,
+    Intermediate,
+    Json,
+    Nic,
+    Ranks,
+    Replays,
+    Topk,
+    real,
+    whole,
+    written,
+)
+from moecomm.bench.overlap_cli import overlap
 from moecomm.core.settings import MAX_FLAT_ROWS
 
 if TYPE_CHECKING:
     from moecomm.bench.case import Case
 
 app = typer.Typer(
-    help="Measure dispatch, combine, layers, links and grouped GEMMs; also under torchrun.",
+    help="Measure dispatch, combine, layers, links, grouped GEMMs and fused operators; also under torchrun.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Ranks = Annotated[int | None, typer.Option(help="Number of processes; default: 4 on CPUs, one per GPU.")]
-Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
 Backends = Annotated[str, typer.Option("--backend", help="auto, host, lsa, gin or nvshmem; several: lsa,gin.")]
 Limit = Annotated[
     float,
@@ -39,7 +53,6 @@ Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph o
 Cold = Annotated[bool, typer.Option("--cold", help="Flush the caches before each operation.")]
 Skew = Annotated[bool, typer.Option("--skew", help="Route a quarter of the tokens to one rank.")]
 Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed together; 0: chosen by size.")]
-Replays = Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of the chain, for percentiles.")]
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
@@ -93,7 +106,7 @@ def dispatch_combine(
         if len(ways) == 1:
             _run_case(case_of(ways[0]), json)
             return
-        kept = _Kept(json)
+        kept = Kept(json)
         backends.dispatch_combine(ways, numbers("tokens", tokens), case_of, limit, kept)
     table.show_backends(kept.result, table.console())
 
@@ -223,7 +236,7 @@ def latency(
     job: dict[str, Any] = {"sizes": sizes, "replays": replays}
     ways = backends.ways(backend)
     if len(ways) > 1:
-        kept = _Kept(json)
+        kept = Kept(json)
         backends.latency(ways, job, limit, kept)
         table.show_latency_backends(kept.result, table.console())
         return
@@ -333,6 +346,9 @@ def moe(
         _keep(result, json)
 
 
+app.command()(overlap)
+
+
 @app.command()
 def plot(
     results: Results,
@@ -373,21 +389,6 @@ def numbers(name: str, text: str) -> list[int]:
     if not 0 <= min(found) <= max(found) < MAX_FLAT_ROWS:
         raise BadInput(name, text, f"0 to {MAX_FLAT_ROWS - 1} each")
     return found
-
-
-class _Kept:
-    """The latest state of a growing result, also written to the JSON file."""
-
-    def __init__(self, json: Path | None) -> None:
-        self.result: dict[str, Any] = {}
-        self._json = json
-
-    def __call__(self, result: dict[str, Any]) -> None:
-        from moecomm.bench.results import write
-
-        self.result = result
-        if self._json is not None:
-            write(self._json, result)
 
 
 def _keep(result: dict[str, Any], json: Path | None) -> None:

@@ -68,3 +68,6 @@ Nic = Annotated[
 DomainsRanks = Annotated[
     str, typer.Option("--domain-ranks", help="Ranks per domain, one or several; 0: all that load and store reach.")
 ]
+Ranks = Annotated[int | None, typer.Option(help="Number of processes; default: 4 on CPUs, one per GPU.")]
+Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
+Replays = Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of the chain, for percentiles.")]

@@ -1,4 +1,4 @@
-"""csrc/fused as g++ compiles it: plain functions in place of PTX."""
+"""csrc/fused and csrc/overlap as g++ compiles them: plain functions in place of PTX."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/wgmma.cuh": {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
-        "wgmma": "emulator::multiply<type == Type::e4m3, n>(accum, a, b, keep != 0);",
+        "wgmma": "emulator::multiply<static_cast<int>(type), n>(accum, a, b, keep != 0);",
     },
     "gemm/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
@@ -62,6 +62,14 @@ BODIES: dict[str, dict[str, str]] = {
         "store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});",
         "store_shared_words": "const u32 words[2] = {first, second}; memcpy(emulator::shared_at(address), words, 8);",
     },
+    "overlap/gemv_all_reduce.cuh": {
+        "load_streamed": "uint4 v; memcpy(&v, reinterpret_cast<const void*>(from), 16); return v;",
+        "multiply_small": "emulator::multiply_small<static_cast<int>(type)>(d, {a0, a1, a2, a3}, {b0, b1});",
+    },
+    "overlap/vectors.cuh": {
+        "load_vector": "uint4 v; memcpy(&v, reinterpret_cast<const void*>(from), 16); return v;",
+        "store_vector": "memcpy(reinterpret_cast<void*>(to), &v, 16);",
+    },
     "gemm/epilogue.cuh": {
         "store_turned": "emulator::store_turned(address, {m0, m1, m2, m3});",
         "load_shared": "uint4 v; memcpy(&v, emulator::shared_at(address), 16); return v;",
@@ -80,6 +88,9 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         for words in (2, 4)
     ],
     "gemm/gemm.cuh": [plain.SHARED],
+    "overlap/all_gather_matmul.cuh": [plain.SHARED],
+    "overlap/matmul_send.cuh": [plain.SHARED],
+    "overlap/gemv_all_reduce.cuh": [plain.SHARED],
     "fused/reduce.cuh": [plain.SHARED],
     # Those of some warps take longer than a dispatch.
     "fused/publish.cuh": [
@@ -100,8 +111,8 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
 
 
 def write(csrc: Path, into: Path) -> None:
-    """A copy of csrc without PTX: that of plain.write, and the experts."""
+    """A copy of csrc without PTX: that of plain.write, the experts and the fused operators."""
     plain.write(csrc, into)
-    for folder in ("gemm", "fused"):
+    for folder in ("gemm", "fused", "overlap"):
         shutil.copytree(csrc / folder, into / folder)
     plain.replace(into, BODIES, TEXTS)

@@ -125,26 +125,56 @@ inline float widen_e4m3(unsigned char v) {
 inline float widen_bf16(const unsigned char* p) {
     return __uint_as_float(static_cast<unsigned>(p[0]) << 16 | static_cast<unsigned>(p[1]) << 24);
 }
-// 32 bytes of a row of an operand times those of another.
-template <bool e4m3>
+inline float widen_fp16(const unsigned char* p) {
+    _Float16 value;
+    std::memcpy(&value, p, 2);
+    return static_cast<float>(value);
+}
+// 32 bytes of a row of an operand times those of another.  `type`: a Type of csrc.
+template <int type>
 float dot(std::uint64_t a, unsigned a_row, std::uint64_t b, unsigned b_row) {
+    constexpr bool fp16 = type == 1, e4m3 = type == 3;
     const auto at = [](std::uint64_t operand, unsigned row, unsigned byte) {
         return shared_at(swizzled(((operand & 0x3fff) << 4) + row * 128 + byte));
     };
+    const auto widen = [](const unsigned char* p) { return e4m3 ? widen_e4m3(*p) : fp16 ? widen_fp16(p) : widen_bf16(p); };
     float sum = 0;
     for (unsigned half = 0; half < 32; half += 16) {
         const unsigned char *const x = at(a, a_row, half), *const y = at(b, b_row, half);
-        for (unsigned byte = 0; byte < 16; byte += e4m3 ? 1 : 2)
-            sum += e4m3 ? widen_e4m3(x[byte]) * widen_e4m3(y[byte]) : widen_bf16(x + byte) * widen_bf16(y + byte);
+        for (unsigned byte = 0; byte < 16; byte += e4m3 ? 1 : 2) sum += widen(x + byte) * widen(y + byte);
     }
     return sum;
 }
-template <bool e4m3, int n, int size>
+template <int type, int n, int size>
 void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) {
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     for (unsigned i = 0; i < n / 2; ++i) {
         const unsigned row = 16 * warp + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        sums[i] = (keep ? sums[i] : 0.0f) + dot<e4m3>(a, row, b, column);
+        sums[i] = (keep ? sums[i] : 0.0f) + dot<type>(a, row, b, column);
+    }
+}
+
+// As gemv_all_reduce.cuh describes it.  `type`: a Type of csrc.
+template <int type>
+void multiply_small(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    unsigned of_a[4][32], of_b[2][32];
+    for (int i = 0; i < 4; ++i) {
+        const auto* values = exchange(a[i]);
+        for (int lane = 0; lane < 32; ++lane) of_a[i][lane] = static_cast<unsigned>(values[lane]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        const auto* values = exchange(b[i]);
+        for (int lane = 0; lane < 32; ++lane) of_b[i][lane] = static_cast<unsigned>(values[lane]);
+    }
+    const auto half = [](unsigned word, int high) {
+        const unsigned char bytes[2] = {static_cast<unsigned char>(word >> 16 * high), static_cast<unsigned char>(word >> (16 * high + 8))};
+        return type == 1 ? widen_fp16(bytes) : widen_bf16(bytes);
+    };
+    const unsigned lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k)
+            d[i] += half(of_a[k / 8 * 2 + i / 2][row * 4 + k % 8 / 2], k % 2) * half(of_b[k / 8][column * 4 + k % 8 / 2], k % 2);
     }
 }
 

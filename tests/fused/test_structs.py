@@ -15,6 +15,7 @@ from moecomm.fused import structs
 from moecomm.jit import loader, plain_kernel
 from moecomm.kernels import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
+from moecomm.overlap import kernels_structs
 from moecomm.window import gpu_calls
 
 TABLE = _native.structs()
@@ -27,6 +28,8 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
     found |= {"PaddingArgs": padding.Args, "MapArgs": routing_map._Args, "TidyArgs": tidy._Args}
     found |= {"SwigluArgs": swiglu._Args, "GradientArgs": combine_gradients._Args, "LeaveArgs": leave.PutArgs}
     found |= {"Window": gpu_calls.Handle, "WindowCallArgs": gpu_calls.CallArgs}
+    of_operators = inspect.getmembers(kernels_structs, inspect.isclass)
+    found |= {name: one for name, one in of_operators if one.__module__ == kernels_structs.__name__}
     assert set(found) == set(TABLE)
     for name, (size, fields) in TABLE.items():
         assert ctypes.sizeof(found[name]) == size
@@ -38,7 +41,7 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
 
 def test_kernels_lay_them_out_so_too() -> None:
     core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    included = ("device/leave_args.h", "elementwise/args.h", "window/call_args.h")
+    included = ("device/leave_args.h", "elementwise/args.h", "window/call_args.h", "overlap/args.h")
     checked = "".join(f'#include "{header}"\n' for header in included) + "using namespace moecomm;\n"
     checked += f"static_assert(sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
     for name, (size, fields) in TABLE.items():

@@ -156,6 +156,11 @@ PARTS: dict[str, list[Step]] = {
         one("windows", 200, "tests/gpu/test_windows.py", random=False),
         Step("windows2", 400, ("tests/gpu/test_windows.py", "-m", "gpu2"), gpus=2),
     ],
+    "overlap": [
+        Step("compile-overlap", 200, gpus=0, command=(sys.executable, "-m", "tests.gpu.compile_overlap", GPUS)),
+        one("overlap", 300, "tests/gpu/test_overlap.py", random=False),
+        Step("overlap2", 300, ("tests/gpu/test_overlap.py", "-m", "gpu2"), gpus=2),
+    ],
     "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],
     "domains": nvlink("domains", "vmm, 2 domains"),
     # Where nvcc or the headers of NCCL and NVSHMEM are missing these skip, as they do on most machines without a GPU.

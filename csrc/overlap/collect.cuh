@@ -1,0 +1,141 @@
+// Roles of matmul_send that turn what has arrived in staging into the result. Warps of all blocks take slices of tiles from a counter, in
+// the order in which tiles are computed.
+#pragma once
+#include "../gemm/gemm.cuh"
+#include "round.cuh"
+#include "send_tiles.h"
+#include "vectors.cuh"
+
+namespace moecomm {
+
+constexpr i32 kRowLanes = kTileRowBytes / 16;  // lanes of a row of a tile
+enum Counter : i32 { kPartsCounter, kReducedCounter };
+constexpr i32 kReducedWarp = 3;  // of a block: it collects no parts of an all-reduce
+
+// One slice of a tile, whose columns are those of one block of a cluster.
+struct Slice {
+    i32 row;  // first, in the tile
+    i32 rows;
+    i32 column;  // first, in the result
+};
+template <GemmConfig c>
+MOECOMM_FN Slice slice_of(const BlockTile& found, i32 of_cluster, i32 slice) {
+    const i32 row = slice * kSliceRows;
+    return {row, min(kSliceRows, found.tile.rows - row), block_of<c>(found.tile, of_cluster) * c.block_columns()};
+}
+
+// Calls body(row in the tile, offset of 16 bytes in a staged tile, offset in the result) for this lane's vectors of a slice. A whole warp.
+// `result_row`: see SendTiles.
+template <class Body>
+MOECOMM_FN void for_vectors(const Slice& slice, const BlockTile& found, i32 result_row, i32 columns, const Body& body) {
+    const i32 chunk = lane_id() % kRowLanes, column = slice.column + chunk * 8;
+    if (column >= columns) return;
+    for (i32 row = slice.row + lane_id() / kRowLanes; row < slice.row + slice.rows; row += kWarp / kRowLanes)
+        body(row * kTileRowBytes + chunk * 16, (static_cast<i64>(result_row + found.tile.row + row) * columns + column) * 2);
+}
+
+// Returns the sum of 16 bytes of all ranks' parts, in rank order, in float32, rounded once. Any lane.
+template <Type type, i32 ranks>
+MOECOMM_FN uint4 sum_of_parts(u64 first, u64 pitch) {
+    constexpr i32 together = ranks < 4 ? ranks : 4;  // loads in flight
+    float sums[8] = {};
+#pragma unroll
+    for (i32 rank = 0; rank < ranks; rank += together) {
+        uint4 held[together];
+#pragma unroll
+        for (i32 i = 0; i < together; ++i)
+            if (rank + i < ranks) held[i] = load_vector(first + (rank + i) * pitch);
+#pragma unroll
+        for (i32 i = 0; i < together; ++i)
+            if (rank + i < ranks) add_eight<type>(sums, held[i]);
+    }
+    return narrow_all<type>(sums);
+}
+
+// Adds up the parts of this rank's units. A whole warp. All-reduce: sends the sums to all ranks. Returns at once on failure, which end()
+// reports.
+template <GemmConfig c, Send send, i32 ranks>
+MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round) {
+    const SendTiles<send, ranks> tiles{a, c.cluster};
+    const i32 rank = round.rank(), items = tiles.parts(rank) * a.slices, columns = a.gemm.columns;
+    for (i32 item = round.take(kPartsCounter); item < items; item = round.take(kPartsCounter)) {
+        const i32 part = item / a.slices, index = part / c.cluster * ranks + rank, of_cluster = part % c.cluster;
+        BlockTile found;
+        tiles.find(index, found);
+        const Slice slice = slice_of<c>(found, of_cluster, item % a.slices);
+        if (slice.rows <= 0 || slice.column >= columns) continue;
+        const u64* const flags = round.flag(rank, tiles.staged_flag(part, 0));
+        if (!round.await(ranks, [&](i32 i) { return flags + i; }, [](i32 i) { return i; })) return;
+        const u64 staged = round.staging(rank) + tiles.staged(part, 0), pitch = tiles.staged(0, 1);
+        for_vectors(slice, found, tiles.result_row(found, rank), columns, [&](i32 at, i64 to) {
+            const uint4 sum = sum_of_parts<c.type, ranks>(staged + at, pitch);
+            store_vector(a.gemm.out + to, sum);
+            if constexpr (send == Send::all_reduce) {
+                const u64 place = tiles.reduced(index, of_cluster) + at;
+#pragma unroll 1
+                for (i32 step = 1; step < ranks; ++step) store_vector(round.staging((rank + step) % ranks) + place, sum);
+            }
+        });
+        if constexpr (send == Send::all_reduce) {
+            __syncwarp();
+            if (lane_id() < ranks && lane_id() != rank)
+                store_release(round.flag(lane_id(), tiles.reduced_flag(index, of_cluster, item % a.slices)), round.number);
+        }
+    }
+}
+
+// All-to-all: copies the parts of this rank's units. As collect_sums(). Tiles that stay on this rank are stored in the result at once.
+template <GemmConfig c, i32 ranks>
+MOECOMM_FN void collect_copies(const SendMatmulArgs& a, const OverlapRound& round) {
+    const SendTiles<Send::all_to_all, ranks> tiles{a, c.cluster};
+    const i32 rank = round.rank(), of_source = a.slices, of_part = of_source * (ranks - 1), columns = a.gemm.columns;
+    const i32 items = tiles.parts(rank) * of_part;
+    for (i32 item = round.take(kPartsCounter); item < items; item = round.take(kPartsCounter)) {
+        const i32 part = item / of_part, index = part / c.cluster * ranks + rank;
+        const i32 source = (rank + 1 + item % of_part / of_source) % ranks;
+        BlockTile found;
+        tiles.find(index, found);
+        const Slice slice = slice_of<c>(found, part % c.cluster, item % of_source);
+        if (slice.rows <= 0 || slice.column >= columns) continue;
+        const u64* const flag = round.flag(rank, tiles.staged_flag(part, source));
+        if (!round.await(1, [&](i32) { return flag; }, [&](i32) { return source; })) return;
+        const u64 staged = round.staging(rank) + tiles.staged(part, source);
+        for_vectors(slice, found, tiles.result_row(found, source), columns,
+                    [&](i32 at, i64 to) { store_vector(a.gemm.out + to, load_vector(staged + at)); });
+    }
+}
+
+// All-reduce: copies the sums that other ranks have sent to the result. As collect_sums().
+template <GemmConfig c, i32 ranks>
+MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& round) {
+    const SendTiles<Send::all_reduce, ranks> tiles{a, c.cluster};
+    const i32 rank = round.rank(), items = tiles.count() * c.cluster * a.slices, columns = a.gemm.columns;
+    for (i32 item = round.take(kReducedCounter); item < items; item = round.take(kReducedCounter)) {
+        const i32 of_cluster = item / a.slices % c.cluster, index = item / a.slices / c.cluster, owner = tiles.destination(index);
+        BlockTile found;
+        tiles.find(index, found);
+        const Slice slice = slice_of<c>(found, of_cluster, item % a.slices);
+        if (owner == rank || slice.rows <= 0 || slice.column >= columns) continue;
+        const u64* const flag = round.flag(rank, tiles.reduced_flag(index, of_cluster, item % a.slices));
+        if (!round.await(1, [&](i32) { return flag; }, [&](i32) { return owner; })) return;
+        const u64 from = round.staging(rank) + tiles.reduced(index, of_cluster);
+        for_vectors(slice, found, 0, columns, [&](i32 at, i64 to) { store_vector(a.gemm.out + to, load_vector(from + at)); });
+    }
+}
+
+// What the warps of a kernel collect: first the parts, then, if they may, what other ranks have reduced. Waits for parts end without the
+// help of any collecting warp, and waits for reduced tiles need only warps that collect parts, so warps of both kinds never wait in a
+// circle.
+template <GemmConfig c, Send send, i32 ranks>
+MOECOMM_FN void collect(const SendMatmulArgs& a, const OverlapRound& round) {
+    if constexpr (send == Send::all_to_all) {
+        collect_copies<c, ranks>(a, round);
+    } else if constexpr (send == Send::reduce_scatter) {
+        collect_sums<c, send, ranks>(a, round);
+    } else {
+        if (warp_id() != kReducedWarp) collect_sums<c, send, ranks>(a, round);
+        collect_reduced<c, ranks>(a, round);
+    }
+}
+
+}  // namespace moecomm

@@ -1,0 +1,149 @@
+// Products whose tiles go to other ranks, in one launch: matmul_reduce_scatter, matmul_all_reduce, matmul_all_to_all. send_tiles.h has the
+// order of tiles and where they go.
+//
+//   warp 0 of a block   loads tiles (gemm/gemm.cuh)
+//   math warpgroups     multiply; store each tile, rounded, in the staging of its destination, 128 bytes of a row at a time
+//   warp 1              raises the flag of each stored tile
+//   warps 2 and 3       collect what has arrived (collect.cuh), while later tiles are computed; all-reduce: warp 3 what ranks have reduced
+// After its last tile the math warps of a block collect, too.
+//
+// Bytes: every rank sends (ranks - 1) / ranks of its product, and reads all parts of its own share: M N 2 bytes of memory reads for a
+// reduce-scatter, at most a tenth of the memory bandwidth while the tensor cores compute 8192 x 8192 x 3584. So two warps a block, with few
+// registers, keep up, and what remains after the last tile is the last wave of tiles.
+//
+// Order: the math warps' arrivals at `stored` order their stores before warp 1, whose release at system scope then covers them. A warp that
+// collects acquires the flags, and reads staging past L1.
+#pragma once
+#include "collect.cuh"
+
+namespace moecomm {
+
+constexpr i32 kStoredTiles = 2;  // a tile is announced while the next one is multiplied
+
+template <GemmConfig c>
+struct SendShared {
+    GemmShared<c> gemm;
+    u64 stored[kStoredTiles];     // completes when all math warps have stored the tile
+    u64 announced[kStoredTiles];  // completes when the tile's flag is raised
+
+    MOECOMM_FN void init() {
+        gemm.barriers.init();
+        for (i32 i = 0; i < kStoredTiles; ++i) {
+            barrier_init(&stored[i], kMathGroups * kWarpgroup / kWarp);
+            barrier_init(&announced[i], 1);
+        }
+    }
+};
+
+struct StoredPlace {
+    i32 slot = 0;
+    u32 phase = 0;
+
+    MOECOMM_FN void step() {
+        if (++slot == kStoredTiles) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// Calls body(tile) for all tiles of this block's cluster, in order.
+template <GemmConfig c, Send send, i32 ranks, class Body>
+MOECOMM_FN void for_my_tiles(const SendMatmulArgs& a, const Body& body) {
+    const SendTiles<send, ranks> tiles{a, c.cluster};
+    const i32 clusters = static_cast<i32>(gridDim.x) / c.cluster;
+    BlockTile found;
+    for (i32 index = blockIdx.x / c.cluster; tiles.find(index, found); index += clusters) body(found);
+}
+
+// Store policy: rows `pitch` bytes apart, from where row 0 and column 0 of the product would be.
+struct StorePitched {
+    u64 base;
+    i64 pitch;
+
+    MOECOMM_FN void store(i32 row, i32 column, const uint4& values) const { store_vector(base + row * pitch + column * 2, values); }
+};
+template <GemmConfig c, Send send, i32 ranks>
+MOECOMM_FN StorePitched store_at(const SendMatmulArgs& a, const OverlapRound& round, const BlockTile& found, i32 of_cluster) {
+    const SendTiles<send, ranks> tiles{a, c.cluster};
+    const i32 to = tiles.destination(found.index);
+    if (send == Send::all_to_all && to == round.rank()) {
+        const i64 pitch = static_cast<i64>(a.gemm.columns) * 2;
+        return {a.gemm.out + tiles.result_row(found, to) * pitch, pitch};
+    }
+    const u64 tile = round.staging(to) + tiles.staged(tiles.part(found.index, of_cluster), round.rank());
+    return {tile - found.tile.row * static_cast<i64>(kTileRowBytes) - block_of<c>(found.tile, of_cluster) * kTileRowBytes, kTileRowBytes};
+}
+
+// The math role: a warpgroup multiplies tiles from the ring and stores them.
+template <GemmConfig c, Send send, i32 ranks>
+MOECOMM_FN void make_sent_tiles(SendShared<c>& s, const SendMatmulArgs& a, const OverlapRound& round) {
+    const i32 math_group = threadIdx.x / kWarpgroup - 1, steps = ceil_div(a.gemm.depth, c.depth());
+    RingPlace<c> place;
+    StoredPlace stored;
+    u32 turns = 0;
+    float accum[c.parts()][c.most_rows / 2] = {};
+    for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) {
+        multiply_padded<c>(s.gemm, place, math_group, steps, found.tile.padded, accum);
+        store_accum<c>(accum, found.tile, math_group, a.gemm.columns, shared_address(s.gemm.staging), turns,
+                       store_at<c, send, ranks>(a, round, found, place_in_cluster<c>()));
+        copy_wait(&s.announced[stored.slot], stored.phase ^ 1);
+        __syncwarp();
+        if (lane_id() == 0) arrive(&s.stored[stored.slot]);
+        stored.step();
+    });
+}
+
+// The role of warp 1: one thread.
+template <GemmConfig c, Send send, i32 ranks>
+MOECOMM_FN void announce_tiles(SendShared<c>& s, const SendMatmulArgs& a, const OverlapRound& round) {
+    const SendTiles<send, ranks> tiles{a, c.cluster};
+    StoredPlace stored;
+    for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) {
+        const i32 to = tiles.destination(found.index), part = tiles.part(found.index, place_in_cluster<c>());
+        copy_wait(&s.stored[stored.slot], stored.phase);
+        if (send != Send::all_to_all || to != round.rank())
+            store_release(round.flag(to, tiles.staged_flag(part, round.rank())), round.number);
+        arrive(&s.announced[stored.slot]);
+        stored.step();
+    });
+}
+
+// The kernel: all threads of all blocks, in whole clusters, no more blocks than are resident. All waits have the Window's deadline.
+template <GemmConfig c, Send send, i32 ranks>
+MOECOMM_FN void matmul_send(const SendMatmulArgs& a) {
+    extern __shared__ __align__(1024) u8 memory[];
+    auto& s = *reinterpret_cast<SendShared<c>*>(memory);
+    static_assert(sizeof(SendShared<c>) <= c.shared_bytes() + 64, "what is launched");
+    if (threadIdx.x == 0) {
+        prefetch_map(a.gemm.w);
+        for (const TensorMap& map : a.gemm.x) prefetch_map(map);
+        s.init();
+        barrier_init_done();
+    }
+    await_earlier_kernels();
+    launch_dependents();
+    sync_cluster<c.cluster>();
+    const OverlapRound round(a.overlap);
+    if (threadIdx.x < kWarpgroup) {
+        reg_dealloc<kLinkRegisters>();
+        if (threadIdx.x == 0) {
+            const i32 rank = place_in_cluster<c>();
+            RingPlace<c> place;
+            for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) { load_tile<c, false>(s.gemm, a.gemm, found.tile, rank, place); });
+        } else if (warp_id() == 1) {
+            if (blockIdx.x == 0) round.begin();
+            if (lane_id() == 0) announce_tiles<c, send, ranks>(s, a, round);
+        } else if (warp_id() >= 2) {
+            collect<c, send, ranks>(a, round);
+        }
+    } else {
+        reg_alloc<kProductRegisters>();
+        make_sent_tiles<c, send, ranks>(s, a, round);
+        collect<c, send, ranks>(a, round);
+    }
+    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory
+    round.end();
+}
+
+}  // namespace moecomm

@@ -1,0 +1,119 @@
+"""Sizes at which `moecomm bench overlap` measures the fused operators."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an operator on every rank.
+
+    Attributes:
+        operator: name of the method of the executor.
+        name: of the case.
+        dtype: of the matrices or tables, a name of DTYPES.
+        shapes: of x and w; of an embedding, of the tables and indices.
+    """
+
+    operator: str
+    name: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the product on one rank, of all rows that it computes; 0 for an embedding."""
+        x, w = self.shapes
+        return 0 if self.operator == "embedding_all_to_all" else 2 * math.prod(x) * w[-2]
+
+    def inputs(self, device: torch.device, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random tensors of the two shapes."""
+        g = torch.Generator(device=device).manual_seed(rank)
+        dtype, (first, second) = DTYPES[self.dtype], self.shapes
+        x = torch.empty(first, dtype=dtype, device=device).normal_(generator=g)
+        if self.operator == "embedding_all_to_all":
+            return x, torch.randint(first[1], second, device=device, generator=g)
+        return x, torch.empty(second, dtype=dtype, device=device).normal_(std=second[-1] ** -0.5, generator=g)
+
+
+def cases(operator: str, ranks: int) -> list[Case]:
+    """Return the cases of an operator."""
+    return [Case(operator, name, dtype, shapes) for name, dtype, shapes in _CASES[operator](ranks)]
+
+
+_Sizes = list[tuple[str, str, tuple[tuple[int, ...], tuple[int, ...]]]]
+_TOKENS = (2048, 8192)
+# hidden and feed-forward columns of Llama 3
+_LLAMAS = {"llama-70b": (8192, 28672), "llama-405b": (16384, 53248)}
+
+
+def _gathers(ranks: int) -> _Sizes:
+    squares: _Sizes = [(f"{n}^3", "fp16", ((n // ranks, n), (n, n))) for n in (1024, 2048, 4096, 8192)]
+    return squares + [
+        (f"{name} gate+up, {tokens}", "bf16", ((tokens // ranks, hidden), (2 * inner // ranks, hidden)))
+        for name, (hidden, inner) in _LLAMAS.items()
+        for tokens in _TOKENS
+    ]
+
+
+def _scatters(ranks: int) -> _Sizes:
+    return [
+        (f"{name} {what}, {tokens}", "bf16", ((tokens, depth // ranks), (hidden, depth // ranks)))
+        for name, (hidden, inner) in _LLAMAS.items()
+        for what, depth in (("out", hidden), ("down", inner))
+        for tokens in _TOKENS
+    ]
+
+
+def _reductions(ranks: int) -> _Sizes:
+    few: _Sizes = [
+        (f"{n} x {k}, batch {batch}", "fp16", ((batch, k // ranks), (n, k // ranks)))
+        for n, k in ((4096, 4096), (8192, 8192), (8192, 28672), (16384, 16384))
+        for batch in (1, 4, 16)
+    ]
+    many: _Sizes = [
+        (f"llama-70b down, {rows}", "bf16", ((rows, 28672 // ranks), (8192, 28672 // ranks))) for rows in (128, 1024)
+    ]
+    return [*few, *many, ("8192 x 8192 x 3584", "fp16", ((8192, 3584), (8192, 3584)))]
+
+
+def _experts(ranks: int) -> _Sizes:
+    sizes = ((1, 4096, 4096, 4096), (1, 8192, 7168, 2048), (8, 8192, 7168, 2048), (1, 8192, 4096, 14336))
+    return [
+        (
+            f"{experts} experts, {rows} x {columns} x {depth}",
+            "bf16",
+            ((experts, ranks, rows // ranks // experts, depth), (experts, columns, depth)),
+        )
+        for experts, rows, columns, depth in sizes
+    ]
+
+
+def _embeddings(ranks: int) -> _Sizes:
+    sizes = ((16, 128, 8192, 32), (16, 256, 4096, 64), (16, 128, 8192, 1), (64, 64, 8192, 4))
+    return [
+        (
+            f"{tables} tables x {columns}, batch {batch}, pooling {pooling}",
+            dtype,
+            ((tables, 100_000, columns), (tables, batch, pooling)),
+        )
+        for dtype in ("fp32", "bf16")
+        for tables, columns, batch, pooling in sizes
+    ]
+
+
+_CASES: dict[str, Any] = {
+    "all_gather_matmul": _gathers,
+    "matmul_reduce_scatter": _scatters,
+    "matmul_all_reduce": _reductions,
+    "matmul_all_to_all": _experts,
+    "embedding_all_to_all": _embeddings,
+}
+OPERATORS = tuple(_CASES)

@@ -1,0 +1,44 @@
+"""The command `moecomm bench overlap`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from moecomm.bench.kept import Kept
+from moecomm.bench.options import Backend, Json, Ranks, Replays, real
+
+
+def overlap(
+    operator: Annotated[str, typer.Option(help="Operators of moecomm.overlap; default: all.")] = "",
+    case: Annotated[str, typer.Option(help="Measure only cases with this in their name.")] = "",
+    replays: Replays = 10,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Also measure NCCL and torch.")] = True,
+    ranks: Ranks = None,
+    backend: Backend = "auto",
+    limit: Annotated[float, typer.Option(callback=real(1e-3), help="Seconds for an operator.")] = 120.0,
+    json: Json = None,
+) -> None:
+    """Time the fused operators beside products and collectives of torch and NCCL, alternating in graphs."""
+    from moecomm.bench import operator_cases, operator_table, operators, table
+    from moecomm.bench import ranks as of_ranks
+    from moecomm.tools.launch import RanksFailed
+
+    name, count = of_ranks.plan(backend, ranks)
+    kept, failed = Kept(json), None
+    rows: list[dict[str, Any]] = []
+    for wanted in operator.split(",") if operator else operator_cases.OPERATORS:
+        settings = operators.Settings(wanted, count, name, case, replays=replays, peers=peers)
+        try:
+            found = operators.run(settings, limit)
+        except RanksFailed as error:  # the other operators have ranks of their own
+            failed, found = error, [{"operator": wanted, "case": case, "dtype": "", "who": "", "why": str(error)}]
+        if found is None:
+            continue
+        rows += found
+        # Each operator is kept at once, so that a later one that fails or hangs loses nothing.
+        kept({"benchmark": "overlap", "backend": name, "ranks": count, "replays": replays, "rows": rows})
+        operator_table.show({**kept.result, "rows": found}, table.console())
+    if failed is not None:
+        raise failed

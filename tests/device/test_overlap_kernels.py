@@ -1,0 +1,41 @@
+"""The kernels of fused operators compile for sm_90a, without a GPU, within their registers and shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moecomm.fused.schedules import SCHEDULES
+from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.overlap import kernels
+
+from ..compiled import check_kernel
+from ..few import few
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ALL: dict[str, PlainKernel] = {
+    **{f"gather, {name}": kernels.gather_kernel(BF16, schedule) for name, schedule in SCHEDULES.items()},
+    **{
+        f"{send}, {name}, {ranks} ranks": kernels.send_kernel(FP16, SCHEDULES[name], send, ranks)
+        for send in kernels.SENDS
+        for name in ("64x8c1", "256x4c2u16")
+        for ranks in (1, 2, 3, 4, 8)
+    },
+    **{
+        f"GEMV, {rows} rows, {ranks} ranks": kernels.gemv_kernel(BF16, rows, ranks)
+        for rows in (1, 16)
+        for ranks in (2, 8)
+    },
+    **{f"embedding, {dtype}": kernels.embedding_kernel(dtype) for dtype in (BF16, FP16, FP32)},
+}
+PLAIN = (
+    *("gather, 64x8c1", "gather, 256x4c2u16", "reduce_scatter, 256x4c2u16, 4 ranks", "all_reduce, 64x8c1, 8 ranks"),
+    *("all_to_all, 64x8c1, 4 ranks", "GEMV, 16 rows, 8 ranks", f"embedding, {BF16}"),
+)
+
+
+@pytest.mark.compiled(ALL)
+@pytest.mark.parametrize("name", few(ALL, *PLAIN))
+def test_compiles_within_its_bounds(name: str) -> None:
+    # The last warp of a launch calls a function, which reports what has failed.
+    check_kernel(ALL[name], calls=True, awaits="first")

@@ -1,0 +1,203 @@
+"""Fused operators on CPUs: the kernels themselves, several ranks at once, bit for bit."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import _native
+from moecomm.fused import schedules, tensor_maps
+from moecomm.window.failures import error_of
+
+from ..few import few
+from .gemm_machine import encode
+from .overlap_machine import emulated
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(autouse=True)
+def emulated_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_maps, "encode", encode)
+
+
+def use_schedule(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(schedules, "choose", lambda *shape: name)
+
+
+def matrices(ranks: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
+    """Small whole numbers, so that float32 sums are exact in any order."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(-3, 4, shape, generator=g).to(dtype) for _ in range(ranks)]
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x.double() @ w.double().mT).to(x.dtype)
+
+
+def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros(parts[0].shape, dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return total.to(parts[0].dtype)
+
+
+GATHERS = {
+    "two ranks": (2, "64x8c1", (40, 136, 72), torch.bfloat16),
+    "three ranks, ragged": (3, "64x8c1", (70, 72, 136), torch.float16),
+    "a pair of blocks": (2, "64x8c2", (33, 264, 72), torch.bfloat16),
+    "alone": (1, "64x8c1", (5, 8, 8), torch.bfloat16),
+    "tall tiles": (2, "256x4c2u16", (200, 136, 328), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(GATHERS, "two ranks", "a pair of blocks"))
+def test_all_gather_matmul(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, schedule, (rows, columns, depth), dtype = GATHERS[name]
+    use_schedule(monkeypatch, schedule)
+    with emulated(ranks) as machine:
+        for turn in range(3):  # both halves of staging, and the first one again
+            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
+            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            found = machine.call("all_gather_matmul", x, w, turn != 1)
+            for rank, (y, gathered) in enumerate(found):
+                assert torch.equal(y, product(torch.cat(x), w[rank])), (turn, rank)
+                assert torch.equal(gathered, torch.cat(x) if turn != 1 else x[0].new_empty(0)), (turn, rank)
+        assert all(_native.record(window._opened.peers.record) is None for window in machine.windows)
+
+
+SENDS = {
+    "two ranks": (2, "64x8c1", (80, 136, 72), torch.bfloat16),
+    "three ranks, ragged": (3, "64x8c1", (210, 72, 136), torch.float16),
+    "a pair of blocks": (2, "64x8c2", (132, 264, 72), torch.bfloat16),
+    "alone": (1, "64x8c1", (5, 8, 8), torch.bfloat16),
+    "tall tiles": (2, "256x4c2u16", (400, 136, 264), torch.bfloat16),
+    "eight ranks": (8, "64x8c1", (64, 136, 8), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(SENDS, "two ranks", "a pair of blocks"))
+@pytest.mark.parametrize("operator", ["reduce_scatter", "all_reduce"])
+def test_matmul_and_reduce(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, schedule, (rows, columns, depth), dtype = SENDS[name]
+    use_schedule(monkeypatch, schedule)
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
+            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            found = machine.call(f"matmul_{operator}", x, w)
+            wanted = summed([product(*pair) for pair in zip(x, w, strict=True)])
+            for rank, y in enumerate(found):
+                part = wanted.view(ranks, -1, columns)[rank] if operator == "reduce_scatter" else wanted
+                assert torch.equal(y, part), (turn, rank, (y != part).nonzero()[:4].tolist())
+
+
+EXPERTS = {
+    "two ranks": (2, "64x8c1", (3, 40, 136, 72), torch.bfloat16),
+    "three ranks, ragged": (3, "64x8c1", (2, 70, 72, 136), torch.float16),
+    "a pair of blocks": (2, "64x8c2", (2, 33, 264, 72), torch.bfloat16),
+    "alone": (1, "64x8c1", (2, 5, 8, 8), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(EXPERTS, "two ranks"))
+def test_matmul_all_to_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, schedule, (experts, rows, columns, depth), dtype = EXPERTS[name]
+    use_schedule(monkeypatch, schedule)
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            x = matrices(ranks, experts, ranks, rows, depth, dtype=dtype, seed=turn)
+            w = matrices(ranks, experts, columns, depth, dtype=dtype, seed=100 + turn)
+            for rank, y in enumerate(machine.call("matmul_all_to_all", x, w)):
+                wanted = torch.stack([product(of[:, rank], by) for of, by in zip(x, w, strict=True)])
+                assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())
+
+
+GEMVS = {
+    "one row": (2, (1, 264, 328), torch.bfloat16),
+    "sixteen rows": (3, (16, 136, 72), torch.float16),
+    "nine rows": (1, (9, 8, 2056), torch.bfloat16),
+    "eight ranks": (8, (5, 160, 8), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(GEMVS, "one row", "sixteen rows"))
+def test_all_reduce_of_few_rows(name: str) -> None:
+    ranks, (rows, columns, depth), dtype = GEMVS[name]
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
+            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            wanted = summed([product(*pair) for pair in zip(x, w, strict=True)])
+            for rank, y in enumerate(machine.call("matmul_all_reduce", x, w)):
+                assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())
+
+
+BAGS = {
+    "two ranks": (2, (3, 20, 8), (3, 10, 5), torch.float32),
+    "three ranks": (3, (2, 9, 264), (2, 21, 3), torch.bfloat16),
+    "wide rows": (2, (1, 9, 264), (1, 6, 1), torch.float32),
+    "alone": (1, (2, 9, 16), (2, 7, 9), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", few(BAGS, "two ranks", "three ranks"))
+@pytest.mark.parametrize("by_offsets", [False, True])
+def test_embedding_all_to_all(name: str, by_offsets: bool) -> None:
+    ranks, shape, of_indices, dtype = BAGS[name]
+    g = torch.Generator().manual_seed(0)
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            tables = matrices(ranks, *shape, dtype=dtype, seed=turn)
+            indices = [torch.randint(-1, shape[1] + 1, of_indices, generator=g) for _ in range(ranks)]
+            bags = of_indices[0] * of_indices[1]
+            offsets = torch.arange(bags + 1) * of_indices[2]
+            if by_offsets:  # of any lengths, and the last bag is empty
+                offsets[1:-1] = torch.randint(0, int(offsets[-1]) + 1, (bags - 1,), generator=g).sort().values
+                offsets[-2] = offsets[-1]
+            given = [of.flatten() for of in indices] if by_offsets else indices
+            found = machine.call("embedding_all_to_all", tables, given, offsets if by_offsets else None)
+            for rank, y in enumerate(found):
+                for table, of, part in zip(tables, indices, y, strict=True):
+                    wanted = bags_of(table, of.flatten(), offsets).view(shape[0], ranks, -1, shape[2])[:, rank]
+                    assert torch.equal(part, wanted), (turn, rank)
+
+
+def bags_of(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Sums of whole numbers: exact in any order."""
+    bags = len(offsets) - 1
+    found = torch.zeros(bags, tables.shape[2])
+    for bag in range(bags):
+        table = tables[bag // (bags // len(tables))].float()
+        of = indices[offsets[bag] : offsets[bag + 1]]
+        found[bag] = table[of[(of >= 0) & (of < len(table))]].sum(dim=0)
+    return found.to(tables.dtype)
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_schedule(monkeypatch, "64x8c1")
+    w = torch.ones(128, 64).bfloat16()
+    operators = (
+        ("all_gather_matmul", 16),
+        ("matmul_reduce_scatter", 16),
+        ("matmul_all_reduce", 32),
+        ("matmul_all_reduce", 3),
+    )
+    for operator, rows in operators:
+        x = torch.ones(rows, 64).bfloat16()
+        with emulated(2) as machine:
+            machine.executors[0]._overlap.window.timeout_ns = 2_000_000  # 2000 passes of the machine
+            more = (False,) if operator == "all_gather_matmul" else ()
+            machine.call(operator, [x], [w], *more)
+            record = _native.record(machine.windows[0]._opened.peers.record)
+            assert record is not None
+            error = error_of(record, {})
+            assert isinstance(error, moecomm.Timeout) and error.peer == 1, error
