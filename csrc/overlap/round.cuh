@@ -89,7 +89,7 @@ struct OverlapRound {
     // A word of the Window's own memory, which a Window with adopted memory has elsewhere.
     template <class T>
     MOECOMM_FN T* control(u64 offset) const {
-        return o.window.template control_word<T>(o.window.rank, offset);
+        return reinterpret_cast<T*>(o.control + offset);
     }
     // One lane's part of await(). Loads are relaxed while the flag is not there, because an acquiring load invalidates L1.
     MOECOMM_FN bool await_flag(const u64* word, i32 from, i32 which) const {
