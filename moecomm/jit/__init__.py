@@ -271,12 +271,19 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 2048} if several else {2: 1536, 4: 3072}
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
-    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] and not spec.domain_ranks:
-        beside += 16 * _MOST_SLOTS  # weights of single rows
-    fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * (_HEADER_BYTES + 16)
+    rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
+    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks:
+        beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add
+    fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16)
     fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     left = _SHARED_LIMIT - fixed
+    reduce_bytes, reduce_slots = 16, 0
+    if spec.domain_ranks and not spec.in_place:
+        reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, _LINE)
+        reduce_slots = min(_MOST_SLOTS, left // rings // reduce_bytes)
+        fixed += reduce_slots * reduce_warps * reduce_bytes
+        left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16
     pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_forward_warps) * pull_bytes))
@@ -291,6 +298,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         "flag_warps": int(reduce_warps > 0 and not spec.packets),
         "pull_bytes": pull_bytes,
         "pull_slots": pull_slots,
+        "reduce_bytes": reduce_bytes,
+        "reduce_slots": reduce_slots,
         "shared_bytes": _align(used + fixed, 128),
     }
 
