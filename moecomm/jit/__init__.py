@@ -253,12 +253,28 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
 
 
+def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
+    """Reduce, pull and return-forward warps of a block of a combine across domains.
+
+    All of them add through rings, so a warp of any role takes about as long for a byte, and each role has warps in
+    proportion to the bytes that it adds and puts.  Of DeepSeek-V3 (top-8), a rank reduces as many rows as it has
+    tokens x 8.  With two domains of one rank it pulls a quarter of that and returns an eighth; with two domains of four
+    ranks, almost half and a third.  A returned sum is also put.  A float32 wire doubles what is pulled and returned,
+    and of flat rows a rank copies one where it would add several.  16 warps, one of them the flag warp, leave a thread
+    128 registers.
+    """
+    if spec.in_place:
+        return 0, 7, 5
+    wide = spec.layout == _FLAT or TYPE_BYTES[spec.wire] > TYPE_BYTES[spec.type]
+    return (6, 4, 5) if wide else (7, 4, 4)
+
+
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """The warps and buffers of a block of a combine kernel; shared_bytes bounds CombineShared from above."""
     if spec.packets:
         reduce_warps, pull_warps, return_forward_warps = 8, 8, 0
     elif spec.domain_ranks:
-        reduce_warps, pull_warps, return_forward_warps = (0, 7, 5) if spec.in_place else (7, 4, 4)
+        reduce_warps, pull_warps, return_forward_warps = _combine_roles_of_domains(spec)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/decisions.md)
@@ -279,9 +295,9 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     left = _SHARED_LIMIT - fixed
     reduce_bytes, reduce_slots = 16, 0
-    if spec.domain_ranks and not spec.in_place:
+    if spec.domain_ranks and not spec.in_place:  # all rings have about as many bytes
         reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, _LINE)
-        reduce_slots = min(_MOST_SLOTS, left // rings // reduce_bytes)
+        reduce_slots = min(_MOST_SLOTS, left // (rings * reduce_bytes))
         fixed += reduce_slots * reduce_warps * reduce_bytes
         left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
