@@ -21,7 +21,7 @@ namespace moecomm {
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
 //       float factor                kFactors: after open(), what this lane's source is multiplied by before it is added.
-//       kCopies                     An item has one source, whose bits are stored: store(target, i32 column, const uint4&) in place of sums.
+//       kCopies                     An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;

@@ -256,12 +256,11 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
 def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
     """Reduce, pull and return-forward warps of a block of a combine across domains.
 
-    All of them add through rings, so a warp of any role takes about as long for a byte, and each role has warps in
-    proportion to the bytes that it adds and puts.  Of DeepSeek-V3 (top-8), a rank reduces as many rows as it has
-    tokens x 8.  With two domains of one rank it pulls a quarter of that and returns an eighth; with two domains of four
-    ranks, almost half and a third.  A returned sum is also put.  A float32 wire doubles what is pulled and returned,
-    and of flat rows a rank copies one where it would add several.  16 warps, one of them the flag warp, leave a thread
-    128 registers.
+    All of them add through rings, so a byte takes a warp of any role about as long, and a role has warps in proportion
+    to the bytes that it adds and puts.  Of 4096 tokens of DeepSeek-V3, a rank reduces 32768 rows.  With two domains of
+    one rank, it pulls 8192 and returns the sums of 4096; with two domains of four ranks, it pulls 15000 and adds 11000
+    to return 4096.  A wider wire doubles what is pulled and returned, and of flat rows a rank copies one for each token
+    in place of adding several.  16 warps, one of them the flag warp, leave a thread 128 registers.
     """
     if spec.in_place:
         return 0, 7, 5
@@ -294,16 +293,15 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     left = _SHARED_LIMIT - fixed
-    reduce_bytes, reduce_slots = 16, 0
-    if spec.domain_ranks and not spec.in_place:  # all rings have about as many bytes
-        reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, _LINE)
-        reduce_slots = min(_MOST_SLOTS, left // (rings * reduce_bytes))
-        fixed += reduce_slots * reduce_warps * reduce_bytes
-        left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16
-    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_forward_warps) * pull_bytes))
+    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // (rings * pull_bytes))
     used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
+    reduce_bytes, reduce_slots = 16, 0
+    if spec.domain_ranks and not spec.in_place:  # pieces of 32 fp32 columns a lane; the rings get what the others leave
+        reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, _LINE)
+        reduce_slots = min(_MOST_SLOTS, (left - used) // (reduce_warps * reduce_bytes))
+        used += reduce_slots * reduce_warps * reduce_bytes
     packet = packets.of_combine(spec.hidden * TYPE_BYTES[staged])
     return {
         "packet_row_bytes": packet.row_bytes,

@@ -1,0 +1,55 @@
+"""Sums of many rows of a token across domains, by kernels: added in the order of k, each product rounded, to the bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.backends import host
+from moecomm.testing import LocalBuffers
+from moecomm.testing import ranks as local
+
+from ..few import few
+from .machine import Machine
+from .test_kernels import pytestmark as pytestmark
+
+RANKS, EXPERTS, TOPK, TOKENS = 2, 16, 8, 20
+HIDDEN = 1032  # of float32: three pieces, the last not a whole one
+SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "dtype": torch.float32}
+
+
+def call(rank: int) -> dict[str, Any]:
+    """Make tokens with three or more rows on a rank, whose sums in another order have other bits."""
+    g = torch.Generator().manual_seed(rank)
+    ids = torch.rand(TOKENS, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK]
+    assert int(((ids < EXPERTS // RANKS).sum(1) >= 3).sum()) > TOKENS // 2
+    x = torch.randn(TOKENS, HIDDEN, generator=g)
+    return {"x": x, "topk_idx": ids, "topk_weights": torch.rand(TOKENS, TOPK, generator=g), "layout": "expert"}
+
+
+@pytest.mark.parametrize("weighted", few([True, False], True))
+def test_rows_are_added_in_the_order_of_k(weighted: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
+    calls, scales = [call(rank) for rank in range(RANKS)], torch.rand(2048, 1, generator=torch.Generator())
+    outs = []
+    for run in (None, machine.run_all):  # the host executor, then the kernels
+        if run is not None:
+            monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=run))
+        with LocalBuffers(RANKS, domain_ranks=1, hidden=HIDDEN, **SIZES, backend="host") as ranks:
+            try:
+                routed = ranks.dispatch(calls)
+                ys = [here.x * scales[: len(here.x)] for here in routed]  # rows of a token differ
+                outs.append(
+                    ranks.combine(
+                        [
+                            {"y": y, "handle": here.handle, "weighted": weighted}
+                            for y, here in zip(ys, routed, strict=True)
+                        ]
+                    )
+                )
+            finally:
+                machine.forget()
+    assert all(map(torch.equal, *outs)) and all(bool(out.any()) for out in outs[0])
