@@ -43,8 +43,10 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
     if constexpr (cfg.domains() > 1) {
         for (i32 i = threadIdx.x; i < cfg.return_forward_warps * cfg.pull_slots; i += cfg.threads())
             barrier_init(&scaleout_shared(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
-        for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
-            barrier_init(&scaleout_shared(shared).reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
+        if constexpr (!cfg.in_place) {
+            for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
+                barrier_init(&scaleout_shared(shared).reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
+        }
         for (i32 i = threadIdx.x; i < cfg.return_forward_warps; i += cfg.threads()) Transport::prepare(put_rings<Transport>(shared)[i]);
         if (threadIdx.x == 0) scaleout_shared(shared).headers_seen = 0;
     }

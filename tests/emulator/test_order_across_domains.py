@@ -1,7 +1,8 @@
-"""Sums of many rows of a token across domains, by kernels: added in the order of k, each product rounded, to the bit."""
+"""Combine across domains by kernels, of tokens with many rows on a rank, through rings that the tokens fill often."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from ..few import few
 from .machine import Machine
 from .test_kernels import pytestmark as pytestmark
 
-RANKS, EXPERTS, TOPK, TOKENS = 2, 16, 8, 20
+RANKS, EXPERTS, TOPK, TOKENS = 2, 16, 8, 80
+RING, CHUNK = 32, 8  # tokens
 HIDDEN = 1032  # of float32: three pieces, the last not a whole one
 SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "dtype": torch.float32}
 
@@ -32,13 +34,22 @@ def call(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("weighted", few([True, False], True))
 def test_rows_are_added_in_the_order_of_k(weighted: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product and each sum is rounded.  A row waits until the one that had its place before is pulled."""
+
+    def run(args: Sequence[Any]) -> None:
+        for one in args:
+            one.chunk_tokens = CHUNK
+        machine.run_all(args)
+
     monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
+    monkeypatch.setattr(host, "ring_tokens", lambda *_: RING)
     calls, scales = [call(rank) for rank in range(RANKS)], torch.rand(2048, 1, generator=torch.Generator())
     outs = []
-    for run in (None, machine.run_all):  # the host executor, then the kernels
-        if run is not None:
+    for by_kernels in (False, True):  # or by the host executor
+        if by_kernels:
             monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=run))
         with LocalBuffers(RANKS, domain_ranks=1, hidden=HIDDEN, **SIZES, backend="host") as ranks:
+            assert ranks.buffers[0].rounds.session.context.shape.ring_tokens == RING
             try:
                 routed = ranks.dispatch(calls)
                 ys = [here.x * scales[: len(here.x)] for here in routed]  # rows of a token differ
