@@ -14,9 +14,9 @@ namespace moecomm {
 struct Item {
     i32 sources;  // pieces that are added
     i32 column;   // first column of the piece
-    i32 token;    // number at its source rank; -1: nothing to store
+    i32 token;    // number at its source rank; -1: nothing to store. Reduce: ReduceRing::place
     i32 domain;   // return-forward: of the source rank
-    i32 step;     // return-forward: the work item of which this is the last piece, else -1
+    i32 step;     // return-forward, reduce: the work item of which this is the last piece, else -1
     union {
         u32 singles;  // one domain: one bit for each source, in order, that is a row as the expert left it
         struct {
@@ -48,7 +48,7 @@ template <i32 slots, i32 bytes, bool has_weights = false>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
     alignas(128) u8 data[slots][bytes];
-    alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, in the first place
+    alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, or of all that a reduce warp adds, in the first place
     u64 full[slots];
     Item items[kItemsOpen];
 };
@@ -56,6 +56,9 @@ struct RowRing {
 // Shared memory for several domains, stored behind CombineShared.
 template <CombineConfig cfg>
 struct ScaleoutShared {
+    static constexpr bool kReduces = cfg.reduce_slots > 0, kWeighted = cfg.weighted && cfg.layout != Layout::flat;
+    using ReduceRowRing = RowRing<kReduces ? cfg.reduce_slots : 1, cfg.reduce_bytes, kWeighted>;
+    ReduceRowRing reduce[kReduces ? cfg.reduce_warps : 1];
     RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
     u64 owners[cfg.pull_warps][kItemsOpen];  // by open item: one bit for each rank that has a part of its token
     u32 headers_seen;                        // 1: the tagged words of all ranks have arrived

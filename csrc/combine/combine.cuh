@@ -8,6 +8,7 @@
 #include "pull.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
+#include "scaleout/reduce_ring.cuh"
 #include "scaleout/return_forward.cuh"
 
 namespace moecomm {
@@ -42,6 +43,10 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
     if constexpr (cfg.domains() > 1) {
         for (i32 i = threadIdx.x; i < cfg.return_forward_warps * cfg.pull_slots; i += cfg.threads())
             barrier_init(&scaleout_shared(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
+        if constexpr (!cfg.in_place) {
+            for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
+                barrier_init(&scaleout_shared(shared).reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
+        }
         for (i32 i = threadIdx.x; i < cfg.return_forward_warps; i += cfg.threads()) Transport::prepare(put_rings<Transport>(shared)[i]);
         if (threadIdx.x == 0) scaleout_shared(shared).headers_seen = 0;
     }
@@ -104,7 +109,9 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     if constexpr (!cfg.in_place) {
         if (c.all_in_packets) return true;
         if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
-        return (c.has_reduced_rows() || await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) && reduce(c);
+        if (!c.has_reduced_rows() && !await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) return false;
+        if constexpr (cfg.domains() > 1) return reduce_through_ring(c);
+        return reduce(c);
     }
     return true;
 }

@@ -1,6 +1,6 @@
-// Adds up rows, for pull and return-forward. A warp computes pieces of rows (items), one after another. An item is the sum of the same
-// piece of up to 32 source rows, in float32 and in the order of the lanes that name them. Source pieces pass through the warp's ring in
-// that order, followed by the pieces of the next items.
+// Adds up rows, for pull, return-forward and, with several domains, reduce. A warp computes pieces of rows (items), one after another. An
+// item is the sum of the same piece of up to 32 source rows, in float32 and in the order of the lanes that name them. Source pieces pass
+// through the warp's ring in that order, followed by the pieces of the next items.
 #pragma once
 #include "call.cuh"
 
@@ -20,6 +20,8 @@ namespace moecomm {
 //       kType, kRowBytes            Type and bytes of a source row.
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
+//       float factor                kFactors: after open(), what this lane's source is multiplied by before it is added.
+//       kCopies                     An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;
@@ -33,6 +35,7 @@ struct Gather {
     bool more = true;
     // The item whose loads are being issued.
     const u8 *source = nullptr, *weight = nullptr;
+    float factor = 1.0f;
     i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; this lane's position among them; bytes of the piece
 
     MOECOMM_FN static i32 bytes_from(i32 column) { return min(Ring::kBytes, Role::kRowBytes - column * bytes_of(kType)); }
@@ -58,6 +61,7 @@ struct Gather {
             weight = role.weight;
             item.singles = __reduce_add_sync(kAllLanes, source != nullptr && weight != nullptr ? 1u << order : 0);
         }
+        if constexpr (Role::kFactors) factor = role.factor;
         if (lane_id() == 0) ring.items[opened % kItemsOpen] = item;
         __syncwarp();
         ++opened;
@@ -75,6 +79,7 @@ struct Gather {
             if (fit == 0) return;
             if (order >= 0 && order < fit) {
                 const i32 slot = (issued + order) % Ring::kSlots;
+                if constexpr (Role::kFactors) ring.weights[slot][0] = factor;  // the mbarrier orders it before add()
                 if (Role::kSingles && weight != nullptr) {
                     bulk_load_both(ring.data[slot], source, bytes / 2, ring.weights[slot], weight, 16, &ring.full[slot]);
                 } else {
@@ -92,6 +97,8 @@ struct Gather {
         const i32 slot = used % Ring::kSlots;
         copy_wait(&ring.full[slot], used / Ring::kSlots & 1);
         const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
+        float times = 1.0f;
+        if constexpr (Role::kFactors) times = ring.weights[slot][0];
 #pragma unroll
         for (i32 v = 0; v < kVectors; ++v) {
             if (v * kWarp + lane_id() >= vectors) continue;
@@ -101,8 +108,27 @@ struct Gather {
             } else {
                 widen<kType>(held[v * kWarp + lane_id()], columns);
             }
+            if constexpr (Role::kFactors) {  // multiplied, then added, each rounded: not a fused multiply-add
+#pragma unroll
+                for (i32 i = 0; i < kColumns; ++i) columns[i] = __fmul_rn(times, columns[i]);
+            }
 #pragma unroll
             for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(sum[v][i], columns[i]);
+        }
+        __syncwarp();  // the slot is free
+        ++used;
+    }
+
+    // kCopies: waits for the oldest piece in the ring and stores it.
+    MOECOMM_FN void copy(const Item& item, i32 vectors) {
+        const i32 slot = used % Ring::kSlots;
+        copy_wait(&ring.full[slot], used / Ring::kSlots & 1);
+        const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
+        const auto target = role.target(item);
+#pragma unroll
+        for (i32 v = 0; v < kVectors; ++v) {
+            const i32 vector = v * kWarp + lane_id();
+            if (vector < vectors) role.store(target, item.column + vector * kColumns, held[vector]);
         }
         __syncwarp();  // the slot is free
         ++used;
@@ -132,36 +158,45 @@ struct Gather {
             for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(outer[v][i], sum[v][i]);
     }
 
+    // Adds up the pieces of the oldest open item, and stores the sum.
+    MOECOMM_FN void add_up(const Item& item, i32 vectors) {
+        float sum[kVectors][kColumns] = {}, outer[Role::kNests ? kVectors : 1][kColumns];
+        for (i32 added = 0; added < item.sources; ++added) {
+            if (added > 0) fill();
+            if constexpr (Role::kNests) {
+                if (added > 0 && added == item.inner.at) set_aside(sum, outer);
+            }
+            add(sum, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
+            if constexpr (Role::kNests) {
+                if (item.inner.at > 0 && added + 1 == item.inner.end) add_outer(sum, outer);
+            }
+        }
+        if (const auto target = role.target(item)) {
+            if constexpr (Role::kAddsDomains) {
+#pragma unroll
+                for (i32 v = 0; v < kVectors; ++v) {
+                    const i32 vector = v * kWarp + lane_id();
+                    if (vector < vectors) role.add_domains(target, item.column + vector * kColumns, sum[v]);
+                }
+            }
+#pragma unroll
+            for (i32 v = 0; v < kVectors; ++v) {
+                const i32 vector = v * kWarp + lane_id();
+                if (vector < vectors) role.store(target, item.column + vector * kColumns, sum[v]);
+            }
+        }
+    }
+
     MOECOMM_FN void run() {
         for (;;) {
             fill();
             if (closed == opened) return;
             const Item item = ring.items[closed % kItemsOpen];
             const i32 vectors = bytes_from(item.column) / 16;
-            float sum[kVectors][kColumns] = {}, outer[Role::kNests ? kVectors : 1][kColumns];
-            for (i32 added = 0; added < item.sources; ++added) {
-                if (added > 0) fill();
-                if constexpr (Role::kNests) {
-                    if (added > 0 && added == item.inner.at) set_aside(sum, outer);
-                }
-                add(sum, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
-                if constexpr (Role::kNests) {
-                    if (item.inner.at > 0 && added + 1 == item.inner.end) add_outer(sum, outer);
-                }
-            }
-            if (const auto target = role.target(item)) {
-                if constexpr (Role::kAddsDomains) {
-#pragma unroll
-                    for (i32 v = 0; v < kVectors; ++v) {
-                        const i32 vector = v * kWarp + lane_id();
-                        if (vector < vectors) role.add_domains(target, item.column + vector * kColumns, sum[v]);
-                    }
-                }
-#pragma unroll
-                for (i32 v = 0; v < kVectors; ++v) {
-                    const i32 vector = v * kWarp + lane_id();
-                    if (vector < vectors) role.store(target, item.column + vector * kColumns, sum[v]);
-                }
+            if constexpr (Role::kCopies) {
+                copy(item, vectors);
+            } else {
+                add_up(item, vectors);
             }
             role.close(item);
             __syncwarp();  // all lanes have read the item

@@ -72,7 +72,7 @@ struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
-    static constexpr bool kSingles = cfg.single_rows_travel();
+    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
     static constexpr bool kWholeTokens = cfg.domains() > 1;  // if tokens are many: what a token takes to open is then done once

@@ -254,12 +254,27 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
 
 
+def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
+    """Reduce, pull and return-forward warps of a block of a combine across domains.
+
+    All of them add through rings, so a byte takes a warp of any role about as long, and a role has warps in proportion
+    to the bytes that it adds and puts.  Of 4096 tokens of DeepSeek-V3, a rank reduces 32768 rows.  With two domains of
+    one rank, it pulls 8192 and returns the sums of 4096; with two domains of four ranks, it pulls 15000 and adds 11000
+    to return 4096.  A wider wire doubles what is pulled and returned, and of flat rows a rank copies one for each token
+    in place of adding several.  16 warps, one of them the flag warp, leave a thread 128 registers.
+    """
+    if spec.in_place:
+        return 0, 7, 5
+    wide = spec.layout == _FLAT or TYPE_BYTES[spec.wire] > TYPE_BYTES[spec.type]
+    return (6, 4, 5) if wide else (7, 4, 4)
+
+
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """The warps and buffers of a block of a combine kernel; shared_bytes bounds CombineShared from above."""
     if spec.packets:
         reduce_warps, pull_warps, return_forward_warps = 8, 8, 0
     elif spec.domain_ranks:
-        reduce_warps, pull_warps, return_forward_warps = (0, 7, 5) if spec.in_place else (7, 4, 4)
+        reduce_warps, pull_warps, return_forward_warps = _combine_roles_of_domains(spec)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/decisions.md)
@@ -272,16 +287,22 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 2048} if several else {2: 1536, 4: 3072}
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
-    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] and not spec.domain_ranks:
-        beside += 16 * _MOST_SLOTS  # weights of single rows
-    fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * (_HEADER_BYTES + 16)
+    rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
+    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks:
+        beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add
+    fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16)
     fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16
-    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_forward_warps) * pull_bytes))
+    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // (rings * pull_bytes))
     used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
+    reduce_bytes, reduce_slots = 16, 0
+    if spec.domain_ranks and not spec.in_place:  # pieces of 32 fp32 columns a lane; the rings get what the others leave
+        reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, _LINE)
+        reduce_slots = min(_MOST_SLOTS, (left - used) // (reduce_warps * reduce_bytes))
+        used += reduce_slots * reduce_warps * reduce_bytes
     packet = packets.of_combine(spec.hidden * TYPE_BYTES[staged])
     return {
         "packet_row_bytes": packet.row_bytes,
@@ -292,6 +313,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         "flag_warps": int(reduce_warps > 0 and not spec.packets),
         "pull_bytes": pull_bytes,
         "pull_slots": pull_slots,
+        "reduce_bytes": reduce_bytes,
+        "reduce_slots": reduce_slots,
         "shared_bytes": _align(used + fixed, 128),
     }
 

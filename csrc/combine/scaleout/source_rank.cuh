@@ -66,10 +66,11 @@ struct ScaleoutSums {
         if constexpr (kInRing) {
             const i32 domain = domain_of_lane();
             return domain < 0 || await_domain(domain, chunk, may_wait);
+        } else {
+            for (i32 n = lane_id(); n < kOthers; n += kWarp)
+                if (!await_domain(c.domains().other(n), chunk, may_wait)) return false;
+            return true;
         }
-        for (i32 n = lane_id(); n < kOthers; n += kWarp)
-            if (!await_domain(c.domains().other(n), chunk, may_wait)) return false;
-        return true;
     }
     MOECOMM_FN bool await_domain(i32 domain, i32 chunk, bool may_wait) {
         if (!comes_from(domain, owners) || seen == chunk) return true;
