@@ -39,6 +39,8 @@ _ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets
 _STAGING_BYTES = 62 << 20
 _DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put directly, of 64 ranks
 
+# At least, between domains: a combine takes 399 us, and 722 by the table's 24 (bench/results/domains-h100-2.json).
+_SCALEOUT_BLOCKS = 64
 _SCALEOUT_CHUNK = 4  # most tokens of a chunk between domains, where one warp forwards a chunk token by token
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device polls for a while, then naps between polls
@@ -204,6 +206,7 @@ class LsaSession:
         choice = tuning.choose(self._gpu, self._ranks, op, layout, num_tokens)
         blocks, chunk = num_sms or choice.blocks, choice.chunk_tokens
         if is_multi_domain(self.context.shape):
+            blocks = num_sms or max(blocks, _SCALEOUT_BLOCKS)
             chunk = min(chunk, _SCALEOUT_CHUNK)
             chunk = max([chunk, *(size for tokens, size in self.reach.least_chunks if num_tokens >= tokens)])
         return Schedule(max(1, min(blocks, self._most_blocks)), chunk)

@@ -214,7 +214,9 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     # One put warp cannot fill its share of a link.  16 warps leave a thread 128 registers, 17 only 96.
     put_warps = (2 if receive_warps else 4) if several and not ends else 0
     forward_warps, forward = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
-    forward_total = forward_warps * _align(_FORWARD_SLOTS * (forward + 8) + 128, 128) + 128 * several + put_warps * _put_ring(spec)
+    forward_total = (
+        forward_warps * _align(_FORWARD_SLOTS * (forward + 8) + 128, 128) + 128 * several + put_warps * _put_ring(spec)
+    )
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
     many = () if spec.packets or replicates or several else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):

@@ -14,7 +14,7 @@ _BEFORE_RUNS = ("6504ee79",)  # before 0ecf2e7
 COPIED = "y outside, of many tokens: the driver or an earlier kernel copied the rows (before d33eebb6)"
 EXACT = "exact, 128 tokens of 8 ranks: did not travel in packets (before 8 ranks had room for them)"
 NO_NIC = "2 domains without a NIC: a copy over NVLink, or a proxy thread"
-KERNELS = "2 domains with an emulated NIC: the kernels take longer than the wire that is predicted"
+KERNELS = "2 domains with an emulated NIC, few tokens: the kernels' steps take longer than the wire that is predicted"
 PUTS = "2 domains: one put a token, and no NIC but a copy over NVLink or a proxy thread (before 0ecf2e7)"
 
 
@@ -29,7 +29,8 @@ def why_excluded(commit: str, domains: int, emulated_nic: bool, row: dict[str, A
         in_packets: True if its combine would travel in packets today.
     """
     if domains > 1:
-        return PUTS if commit in _BEFORE_RUNS else KERNELS if emulated_nic else NO_NIC
+        few = KERNELS if row["tokens"] <= 128 else ""
+        return PUTS if commit in _BEFORE_RUNS else few if emulated_nic else NO_NIC
     if commit in _BEFORE_COPIES and row["variant"] == OUTSIDE and not in_packets:
         return COPIED
     if commit in _BEFORE_PACKETS and row["variant"] == FP32_WIRE and row["tokens"] == 128:

@@ -35,7 +35,7 @@ def test_the_environment_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_kernels_read() -> None:
-    """Windows; picoseconds a byte and a message, ns of latency; when its processor and its wire are free, and what each channel sent."""
+    """Windows; ps a byte and a message, ns of latency; when processor and wire are free; what each channel sent."""
     cpu = torch.device("cpu")
     assert emulated_nic.link(None, [7, 8, 9], cpu).tolist() == [7, 8, 9]
     words = emulated_nic.link(Nic(), [7, 8, 9], cpu)

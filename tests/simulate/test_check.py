@@ -67,11 +67,11 @@ def test_published_rows_of_each_library_are_as_they_were(found: dict[str, Any]) 
 def test_rows_of_kernels_that_are_gone_are_named(found: dict[str, Any]) -> None:
     excluded = [row for row in found["measured"] if "excluded" in row]
     by_file = {row["file"] for row in excluded if row["domains"] > 1}
-    several = ("backends-domains-h200-4", "domains-h100-2", "gin-domains-h100-2", "nic-h100-2")
+    several = ("backends-domains-h200-4", "domains-h100-2", "gin-domains-h100-2", "nic-h100-2", "rings-h100-2")
     assert by_file == {f"{name}.json" for name in several}
     assert all(row["kind"] == f"{EXCLUDED}: {row['excluded']}" for row in excluded)
     assert not any("held_out_error" in row for row in excluded)
-    assert len(excluded) == 24 + 17 + 3 + 72 + 24 + 48
+    assert len(excluded) == 24 + 17 + 3 + 96 + 8
 
 
 def test_a_held_out_error_does_not_know_its_result(tmp_path: Path) -> None:
@@ -123,7 +123,18 @@ def test_an_emulated_nic_is_the_nic_of_its_result(tmp_path: Path) -> None:
     one, same, faster = (check([path], load(), nic)["measured"] for nic in (Nic(), Nic(50, 3, 10), Nic(500)))
     assert [row["predicted_us"] for row in one] == [row["predicted_us"] for row in same]
     assert [row["predicted_us"] for row in one] == [row["predicted_us"] for row in faster], "its own"
-    assert {row["excluded"] for row in one} == {KERNELS}
+    assert not any("excluded" in row for row in one)
+
+
+def test_few_tokens_behind_an_emulated_nic_are_excluded(tmp_path: Path) -> None:
+    result = json.loads((RESULTS / "ll-h200-4.json").read_text())
+    result["case"].update(domain_ranks=2, nic="50,3,10")
+    result["commit"] = "00000000"
+    path = tmp_path / "few.json"
+    path.write_text(json.dumps(result))
+    rows = check([path], load(), Nic())["measured"]
+    assert {row["excluded"] for row in rows if row["tokens"] <= 128} == {KERNELS}
+    assert not any("excluded" in row for row in rows if row["tokens"] > 128)
 
 
 def test_the_check_among_all_figures_is_of_all_results() -> None:
