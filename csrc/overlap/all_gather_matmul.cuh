@@ -99,7 +99,6 @@ MOECOMM_FN void all_gather_matmul(const GatherMatmulArgs& a) {
         if (warp_id() == 0) {
             load_gathered(s, a, round);
         } else {
-            if (blockIdx.x == 0 && warp_id() == 1) round.begin();
             const i32 warp = (warp_id() - 1) * gridDim.x + blockIdx.x, warps = kPushWarps * gridDim.x;
             push_rows(a, round, warp, warps);
             if (a.gathered_out != 0) copy_gathered(a, round, warp, warps);

@@ -44,11 +44,6 @@ struct OverlapRound {
         return __shfl_sync(kAllLanes, item, 0);
     }
 
-    // Tells all ranks that this one has begun. A whole warp of one block; release.
-    MOECOMM_FN void begin() const {
-        if (lane_id() < o.window.ranks) store_release(peer<u64>(lane_id(), o.begun) + rank(), number);
-    }
-
     // Waits for `count` flags of this rank: flag(i) is the i-th word, from(i) the rank that raises it. A whole warp; acquire, for all
     // lanes. On failure, returns false and ends the other waits of this rank; end() reports.
     template <class Flag, class From>
@@ -61,11 +56,10 @@ struct OverlapRound {
         return true;
     }
 
-    // Ends the round. All threads of all blocks, in converged warps. The last block waits until every rank has begun the round, and reports
-    // what has failed: by its last warp, which belongs to a math warpgroup where there is one, and so has the registers for a call.
+    // Ends the round. All threads of all blocks, in converged warps. The last block reports what has failed: by its last warp, which
+    // belongs to a math warpgroup where there is one, and so has the registers for a call.
     MOECOMM_FN void end() const {
         if (!last_block(&state()->ended) || threadIdx.x / kWarp != blockDim.x / kWarp - 1) return;
-        await(o.window.ranks, [&](i32 i) { return local<const u64>(o.begun) + i; }, [](i32 i) { return i; });
         if (lane_id() < kCounters) state()->counters[lane_id()] = 0;
         if (lane_id() != 0) return;
         store_relaxed(&state()->round, number);

@@ -2,7 +2,7 @@
 
 Device memory of a workspace, at the same offsets on all ranks (csrc/overlap/args.h):
 
-    state, rounds begun, flags     CONTROL_BYTES
+    state, flags                   CONTROL_BYTES
     packets                        two halves, a sixteenth of the rest and at most 8 MiB each
     staging                        two halves of all that is left
 """
@@ -77,7 +77,6 @@ class GpuExecutor:
         self._overlap = Overlap(
             window=Handle.from_buffer_copy(window.handle),
             state=offset,
-            begun=offset + kernels.STATE_BYTES,
             flags=offset + 2 * kernels.STATE_BYTES,
         )
         self._overlap.peers[: self._ranks] = self._addresses
