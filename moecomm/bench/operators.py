@@ -17,6 +17,7 @@ from moecomm.bench.operator_cases import OPERATORS, Case, cases
 from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.core.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
+from moecomm.fused.schedules import SCHEDULES
 from moecomm.window import Window
 
 OURS, NCCL, TORCH, ALONE = "moecomm", "nccl", "torch", "alone"
@@ -34,6 +35,7 @@ class Settings:
     only: str = ""  # part of the names of the cases to measure; "": all
     replays: int = 10
     peers: bool = True
+    every_schedule: bool = False  # also ours with each schedule
     window_bytes: int = _WINDOW_BYTES
 
     def check(self) -> None:
@@ -119,12 +121,28 @@ class _Measured:
         case, x, w, ranks = self._case, self._x, self._w, self._settings.ranks
         ways: dict[str, Callable[[], Call | None]] = {
             OURS: lambda: self._ours,
+            **{f"{OURS} {name}": partial(self._scheduled, name) for name in self._schedules},
             ALONE: lambda: operator_peers.alone(case, x, w, ranks),
         }
         if (transport := self._transport) is not None:
             ways[NCCL] = lambda: operator_peers.nccl(case, x, w, transport)
             ways[TORCH] = lambda: operator_peers.symmetric_memory(case, x, w, transport)
         return ways
+
+    @property
+    def _schedules(self) -> list[str]:
+        is_product = self._case.operator != "embedding_all_to_all"
+        return list(SCHEDULES) if self._settings.every_schedule and is_product else []
+
+    def _scheduled(self, name: str) -> Call:
+        def call() -> Any:
+            self._executor.schedule = name
+            try:
+                return self._ours()
+            finally:
+                self._executor.schedule = None
+
+        return call
 
     def _ours(self) -> Any:
         operator = getattr(self._executor, self._case.operator)

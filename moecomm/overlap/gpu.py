@@ -43,6 +43,9 @@ class GpuExecutor:
     Every call is a launch on the current stream, and may be captured in a graph after the first call of its shape,
     which compiles and loads the kernel.  A wait that fails is raised by a later call of the Window, or its check().
 
+    Attributes:
+        schedule: name of the schedule of all products (moecomm.fused.SCHEDULES), the same on all ranks; None: by shape.
+
     Args:
         window: whose ranks all reach each other's memory; nothing else uses these bytes of it.
         offset: where the workspace begins in the memory of every rank, in bytes; a multiple of 256.
@@ -65,6 +68,7 @@ class GpuExecutor:
             raise Unsupported(
                 f"fused operators are for at most {kernels.MOST_RANKS} ranks; there are {window.num_ranks}"
             )
+        self.schedule: str | None = None
         self._window, self._rank, self._ranks = window, window.rank, window.num_ranks
         self._device = window.device
         self._units = _multiprocessors(window.device)
@@ -108,7 +112,7 @@ class GpuExecutor:
             raise Unsupported("all_gather_matmul without columns")
         _check_matrices(x, w)
         self._check_room("staging", ranks * rows * depth * 2, self.staging_bytes)
-        schedule = schedules.SCHEDULES[schedules.choose(rows, ranks, columns, depth, self._units)]
+        schedule = self._choose(rows, ranks, columns, depth)
         piece_rows = self._piece_rows(rows, depth * 2)
         args = GatherMatmulArgs(
             gemm=_gemm_args(x, w, out, self._grouping(schedule, ranks, rows, columns, BAND), schedule),
@@ -251,7 +255,7 @@ class GpuExecutor:
             return
         _check_matrices(x, w)
         ranks, columns = self._ranks, w.shape[-2]
-        schedule = SCHEDULES[schedules.choose(rows, blocks, columns, _NOMINAL_DEPTH, self._units)]
+        schedule = self._choose(rows, blocks, columns, _NOMINAL_DEPTH)
         grouping = self._grouping(schedule, blocks, rows, columns, -(-BAND // ranks) * ranks)
         row_tiles = -(-rows // schedule.most_rows)
         tiles = row_tiles * blocks * grouping.column_tiles
@@ -274,6 +278,9 @@ class GpuExecutor:
         )
         blocks = self._units // schedule.cluster * schedule.cluster
         self._launch(kernels.send_kernel(x.dtype, schedule, send, ranks), blocks, args)
+
+    def _choose(self, rows: int, blocks: int, columns: int, depth: int) -> Schedule:
+        return SCHEDULES[self.schedule or schedules.choose(rows, blocks, columns, depth, self._units)]
 
     def _staging(self) -> list[int]:
         """Addresses of both halves of this rank's staging."""
