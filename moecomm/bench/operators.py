@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from moecomm.fused.schedules import SCHEDULES
 from moecomm.window import Window
 
 OURS, NCCL, TORCH, ALONE = "moecomm", "nccl", "torch", "alone"
+# NVLink multicast stays off: fused operators do not use it, and a rank that dies in it takes others with it.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _CHAIN_US, _MOST_CHAINED = 3000.0, 20
 _WINDOW_BYTES = 2 << 30
 
@@ -67,6 +70,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
     """Run one rank of the benchmark."""
     from moecomm.overlap.gpu import GpuExecutor
 
+    os.environ.update(_NO_MULTICAST)
     settings = Settings(**job)
     device = device_of(group, settings.backend)
     transport = nccl_group() if settings.peers else None
@@ -152,10 +156,14 @@ class _Measured:
     def _tried(self, make: Callable[[], Call | None]) -> Call | None:
         """Make and run a call before the Clock, so that a failure does not leave other ranks waiting there."""
         call = make()
-        if call is not None:
-            call()
-            torch.cuda.synchronize()
-            self._window.check()
+        if call is None:
+            return None
+        call()
+        torch.cuda.synchronize()
+        self._window.check()
+        if self._window.device.type == "cuda":  # some may run, and not be captured
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                call()
         return call
 
     def _about(self, who: str) -> dict[str, Any]:
