@@ -53,6 +53,7 @@ struct OverlapRound {
             const bool in_time = await_flag(flag(i), from(i), i);
             if (!__all_sync(kAllLanes, in_time)) return false;
         }
+        __syncwarp();  // what a lane has acquired is visible to all of them
         return true;
     }
 

@@ -10,6 +10,7 @@ Device memory of a workspace, at the same offsets on all ranks (csrc/overlap/arg
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -86,7 +87,6 @@ class GpuExecutor:
         self._overlap.peers[: self._ranks] = self._addresses
         self._overlap.packets[:] = [packets, packets + self.packet_bytes]
         self._overlap.staging[:] = [staging, staging + self.staging_bytes]
-        self._templates: dict[Any, Any] = {}
 
     def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Multiply the rows of all ranks.
@@ -315,15 +315,16 @@ class GpuExecutor:
         raise BadInput("nbytes of the workspace", there * 2 + CONTROL_BYTES, want)
 
     def _launch(self, kernel: plain_kernel.PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-        """Enqueue on the current stream."""
+        """Enqueue on the current stream.  Raises Closed, or the error of an earlier wait that has failed."""
         device = self._device.index
-        if _native.cuda_context() == 0:  # autograd's threads may have none yet
-            cuda_driver.bind_thread(device)
-        if torch.cuda.current_device() == device:
-            plain_kernel.launch(kernel, blocks, args, overlap=True)
-            return
-        with torch.cuda.device(device):
-            plain_kernel.launch(kernel, blocks, args, overlap=True)
+        with self._window._call():
+            if _native.cuda_context() == 0:  # autograd's threads may have none yet
+                cuda_driver.bind_thread(device)
+            if torch.cuda.current_device() == device:
+                plain_kernel.launch(kernel, blocks, args, overlap=True)
+                return
+            with torch.cuda.device(device):
+                plain_kernel.launch(kernel, blocks, args, overlap=True)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -360,10 +361,11 @@ def _weight_map(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Any
     return tensor_maps.encode(address, shape, dtype, (1, BLOCK_COLUMNS, SLOT_ROW_BYTES // dtype.itemsize))
 
 
-def _row_maps(address: int, shape: tuple[int, ...], dtype: torch.dtype, schedule: Schedule) -> list[Any]:
+@lru_cache(maxsize=4096)
+def _row_maps(address: int, shape: tuple[int, ...], dtype: torch.dtype, schedule: Schedule) -> tuple[Any, ...]:
     """Tensor maps of a matrix with boxes of all heights, as GemmArgs::x has them."""
     found, box = [], schedule.row_unit // schedule.cluster
     while box * schedule.cluster <= schedule.most_rows:
         found.append(tensor_maps.encode(address, shape, dtype, (box, SLOT_ROW_BYTES // dtype.itemsize)))
         box *= 2
-    return found
+    return tuple(found)
