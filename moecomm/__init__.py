@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moecomm import fused as fused
     from moecomm import nn as nn
     from moecomm import ops as ops
+    from moecomm import overlap as overlap
     from moecomm.router import Router as Router
     from moecomm.tools.doctor import Report
 
@@ -72,7 +73,7 @@ def include_dir() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("fused", "nn", "ops"):  # registering operators takes a while
+    if name in ("fused", "nn", "ops", "overlap"):  # registering operators takes a while
         return importlib.import_module(f"moecomm.{name}")
     if name == "Router":
         from moecomm.router import Router

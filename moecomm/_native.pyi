@@ -581,9 +581,11 @@ class WindowHandle:
     """
     Window of csrc/window/window.h: offsets for `nbytes` on each rank; addresses are set by the caller.
 
-    Raises ValueError for numbers that can't be, and in every call before `peers`, `record` and `abort_host` are set.
+    `adopted`: the user's bytes are in other memory than the control words, of which `total_bytes` is the size.
+
+    Raises ValueError for numbers that can't be, and in every call before all addresses are set.
     """
-    def __init__(self, rank: int, ranks: int, num_signals: int, nbytes: int) -> None: ...
+    def __init__(self, rank: int, ranks: int, num_signals: int, nbytes: int, adopted: bool = False) -> None: ...
     def barrier(self) -> bool:
         """Wait until all ranks have come.  Else as wait()."""
     def leave(self) -> None:
@@ -609,6 +611,7 @@ class WindowHandle:
     @property
     def content(self) -> bytes:
         """The bytes of the struct."""
+    control: int
     @property
     def left(self) -> int: ...
     @property

@@ -48,7 +48,7 @@ class Mismatch(MoecommError):
     """Ranks disagree on a setting or are out of step."""
 
     def __init__(self, field: str, mine: object, theirs: object, rank: int) -> None:
-        super().__init__(f"{field}: this rank has {mine}, rank {rank} has {theirs}; all ranks of a Buffer must agree")
+        super().__init__(f"{field}: this rank has {mine}, rank {rank} has {theirs}; all ranks must agree")
         self.field, self.mine, self.theirs, self.rank = field, mine, theirs, rank
 
 
@@ -58,11 +58,11 @@ class OutOfStep(Mismatch):
     No output of such a round is returned, and the Buffer can only be closed.
     """
 
-    def __init__(self, mine: int, theirs: int, rank: int) -> None:
+    def __init__(self, mine: int, theirs: int, rank: int, what: str = "Buffer") -> None:
         super().__init__("calls", mine, theirs, rank)
         self.args = (
             f"calls: {mine} failed on this rank before they reached the others, {theirs} on rank {rank}, so the ranks "
-            "are out of step; close this Buffer on every rank and open another",
+            f"are out of step; close this {what} on every rank and open another",
         )
 
 

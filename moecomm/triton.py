@@ -22,7 +22,8 @@ from moecomm import _native
 from moecomm.window import Window
 
 _WORDS = {name: offset // 8 for name, _, offset, _, _ in _native.structs()["Window"][1]}
-_PEERS, _ABORT_HOST, _TIMEOUT = (tl.constexpr(_WORDS[name]) for name in ("peers", "abort_host", "timeout_ns"))
+_PEERS, _CONTROL = (tl.constexpr(_WORDS[name]) for name in ("peers", "control"))
+_ABORT_HOST, _TIMEOUT = (tl.constexpr(_WORDS[name]) for name in ("abort_host", "timeout_ns"))
 _ABORT, _LEFT, _BARRIERS = (tl.constexpr(_WORDS[name]) for name in ("abort", "left", "barriers"))
 _SIGNALS, _RANKS = (tl.constexpr(_WORDS[name]) for name in ("signals", "rank"))  # `rank` and `ranks` share a word
 _TIMED_OUT, _LOST = (tl.constexpr(int(cause) << 16) for cause in (_native.Failure.timeout, _native.Failure.peer_lost))
@@ -30,7 +31,7 @@ _SELDOM = tl.constexpr(256)  # polls between two looks at the clock and the abor
 
 
 def handle(window: Window) -> torch.Tensor:
-    """Return int64 `[13]` on the device of the Window: its handle, valid as long as the Window is open."""
+    """Return int64 `[14]` on the device of the Window: its handle, valid as long as the Window is open."""
     if window.device.type == "cpu":
         content = (ctypes.c_int64 * len(_WORDS)).from_address(window.handle_address)
         return torch.frombuffer(content, dtype=torch.int64)[: len(window.handle) // 8]
@@ -68,10 +69,16 @@ def local(handle):
 
 
 @triton.jit
+def _control(handle, rank):
+    """Return the address of a rank's control words."""
+    return tl.load(tl.load(handle + _CONTROL).to(tl.pointer_type(tl.int64)) + rank)
+
+
+@triton.jit
 def signal(handle, rank, index, amount):
     """Add to a signal of a rank.  Release: all that the program has stored or acquired comes first."""
     tl.debug_barrier()
-    word = (peer(handle, rank) + tl.load(handle + _SIGNALS) + index * 8).to(tl.pointer_type(tl.int64))
+    word = (_control(handle, rank) + tl.load(handle + _SIGNALS) + index * 8).to(tl.pointer_type(tl.int64))
     tl.atomic_add(word, tl.cast(amount, tl.int64), sem="release", scope="sys")
 
 
@@ -81,7 +88,7 @@ def wait(handle, index, value, source):
 
     `source`: the rank that raises it, or -1.  A failure ends the waits of all ranks, and Window.check() raises it.
     """
-    word = (local(handle) + tl.load(handle + _SIGNALS) + index * 8).to(tl.pointer_type(tl.int64))
+    word = (_control(handle, rank_of(handle)) + tl.load(handle + _SIGNALS) + index * 8).to(tl.pointer_type(tl.int64))
     return _await(handle, word, tl.cast(value, tl.int64), source)
 
 
@@ -93,24 +100,26 @@ def barrier(handle, slot):
     """
     rank, ranks, at = rank_of(handle), ranks_of(handle), tl.load(handle + _BARRIERS)
     words = at + slot * ranks * 8
-    own = (local(handle) + words + rank * 8).to(tl.pointer_type(tl.int64))
+    mine = _control(handle, rank) + words
+    own = (mine + rank * 8).to(tl.pointer_type(tl.int64))
     number = tl.load(own, volatile=True) + 1
     tl.debug_barrier()
     for step in range(ranks):
         other = (rank + 1 + step) % ranks
-        theirs = (peer(handle, other) + words + rank * 8).to(tl.pointer_type(tl.int64))
+        theirs = (_control(handle, other) + words + rank * 8).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(theirs, number, sem="release", scope="sys")
     here = number > 0
     for step in range(ranks):
         other = (rank + 1 + step) % ranks
         if here:
-            here = _await(handle, (local(handle) + words + other * 8).to(tl.pointer_type(tl.int64)), number, other)
+            here = _await(handle, (mine + other * 8).to(tl.pointer_type(tl.int64)), number, other)
     return here
 
 
 @triton.jit
 def _await(handle, word, value, source):
-    mine, rank = local(handle), rank_of(handle)
+    rank = rank_of(handle)
+    mine = _control(handle, rank)
     here = (mine + tl.load(handle + _ABORT)).to(tl.pointer_type(tl.int32))
     host = tl.load(handle + _ABORT_HOST).to(tl.pointer_type(tl.int32))
     named = (source >= 0) & (source != rank)
@@ -144,5 +153,5 @@ def _report(handle, cause):
     if tl.load(host, volatile=True) == 0:
         tl.store(host, cause)
     for other in range(ranks_of(handle)):
-        word = (peer(handle, other) + tl.load(handle + _ABORT)).to(tl.pointer_type(tl.int32))
+        word = (_control(handle, other) + tl.load(handle + _ABORT)).to(tl.pointer_type(tl.int32))
         tl.atomic_cas(word, 0, cause, sem="relaxed", scope="sys")

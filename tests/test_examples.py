@@ -19,6 +19,7 @@ from moecomm.nn import Gate
 from moecomm.router import Gating
 
 from .conftest import Ranks
+from .few import few
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
@@ -42,6 +43,36 @@ def test_a_language_model_learns_the_same_on_several_ranks_and_on_one(steps: int
     losses = [float(line.split()[1]) for line in found.stdout.splitlines() if re.match(r" *\d", line)]
     assert len(losses) == 11 and losses[0] > 5 and losses[-1] < loss
     assert found.stdout.splitlines()[-1] == "largest difference: 0.0"
+
+
+def losses_of(script: str, steps: int, ranks: int) -> tuple[list[float], str]:
+    """The losses on one rank that an example prints, and its last line."""
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), "--steps", str(steps), "--ranks", str(ranks)],
+        env={**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0].startswith(f"step   {ranks} ranks    one rank")
+    return [float(line.split()[2]) for line in lines[1:-1]], lines[-1]
+
+
+@pytest.mark.parametrize(("steps", "ranks", "part"), few([(10, 2, 0.95), (200, 4, 0.3)], (10, 2, 0.95)))
+def test_a_recommendation_model_learns_the_same_on_several_ranks_and_on_one(
+    steps: int, ranks: int, part: float
+) -> None:
+    losses, last = losses_of("dlrm.py", steps, ranks)
+    assert losses[-1] < part * losses[0] and last == "largest difference: 0.0"
+
+
+@pytest.mark.parametrize(("steps", "ranks", "part"), few([(10, 2, 0.8), (200, 4, 0.3)], (10, 2, 0.8)))
+def test_a_tensor_parallel_mlp_learns_the_same_on_several_ranks_and_on_one(steps: int, ranks: int, part: float) -> None:
+    losses, last = losses_of("tensor_parallel_mlp.py", steps, ranks)
+    assert losses[-1] < part * losses[0] and last.startswith("largest relative difference: 0.00")
 
 
 def torchrun(processes: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

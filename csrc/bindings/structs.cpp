@@ -96,10 +96,11 @@ Structs structs() {
     STRUCT(GradientArgs, FIELD(rows), FIELD(y), FIELD(weights), FIELD(to_y), FIELD(to_weights), FIELD(count), FIELD(hidden))
     STRUCT(LeaveArgs, FIELD(window), FIELD(link), FIELD(signals), FIELD(tagged_words), FIELD(bytes), FIELD(abort_here), FIELD(abort_host),
            FIELD(timeout_ns), FIELD(rank), FIELD(ranks), FIELD(domain_ranks), FIELD(pad))
-    STRUCT(Window, FIELD(peers), FIELD(record), FIELD(abort_host), FIELD(timeout_ns), FIELD(nbytes), FIELD(abort), FIELD(state),
-           FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals), FIELD(pad))
+    STRUCT(Window, FIELD(peers), FIELD(control), FIELD(record), FIELD(abort_host), FIELD(timeout_ns), FIELD(nbytes), FIELD(abort),
+           FIELD(state), FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals),
+           FIELD(pad))
     STRUCT(WindowCallArgs, FIELD(window), FIELD(value), FIELD(rank), FIELD(index))
-    STRUCT(Overlap, FIELD(window), FIELD(peers), FIELD(state), FIELD(flags), FIELD(packets), FIELD(staging))
+    STRUCT(Overlap, FIELD(window), FIELD(peers), FIELD(control), FIELD(state), FIELD(flags), FIELD(packets), FIELD(staging))
     STRUCT(GatherMatmulArgs, FIELD(gemm), FIELD(gathered), FIELD(overlap), FIELD(x), FIELD(gathered_out), FIELD(piece_rows), FIELD(pieces))
     STRUCT(SendMatmulArgs, FIELD(gemm), FIELD(overlap), FIELD(results), FIELD(pitch_rows), FIELD(slices))
     STRUCT(GemvArgs, FIELD(overlap), FIELD(x), FIELD(w), FIELD(out), FIELD(rows), FIELD(columns), FIELD(depth), FIELD(pad))

@@ -14,17 +14,18 @@ namespace py = pybind11;
 namespace moecomm::bindings {
 namespace {
 
-Window make_window(i32 rank, i32 ranks, i32 num_signals, u64 nbytes) {
+Window make_window(i32 rank, i32 ranks, i32 num_signals, u64 nbytes, bool adopted) {
     if (ranks < 1 || ranks > kMaxHostRanks || rank < 0 || rank >= ranks) throw std::invalid_argument("rank, ranks");
     if (num_signals < 1 || num_signals > kMaxSignals) throw std::invalid_argument("num_signals: want 1 to " + std::to_string(kMaxSignals));
     if (nbytes < 1 || nbytes >= 1ull << 62) throw std::invalid_argument("nbytes");
     Window window{};
-    lay_out(window, rank, ranks, num_signals, nbytes);
+    lay_out(window, rank, ranks, num_signals, nbytes, adopted);
     return window;
 }
 
 void check_open(const Window& w) {
-    if (w.peers == 0 || w.record == 0 || w.abort_host == 0) throw std::invalid_argument("the addresses of the window are not set");
+    if (w.peers == 0 || w.control == 0 || w.record == 0 || w.abort_host == 0)
+        throw std::invalid_argument("the addresses of the window are not set");
 }
 void check_rank(const Window& w, i32 rank) {
     if (rank < 0 || rank >= w.ranks) throw std::invalid_argument("rank: want 0 to " + std::to_string(w.ranks - 1));
@@ -113,9 +114,14 @@ void bind_window(py::module_& m) {
     py::class_<Window> handle(m, "WindowHandle",
                               R"(Window of csrc/window/window.h: offsets for `nbytes` on each rank; addresses are set by the caller.
 
-Raises ValueError for numbers that can't be, and in every call before `peers`, `record` and `abort_host` are set.)");
-    handle.def(py::init(&make_window), py::arg("rank"), py::arg("ranks"), py::arg("num_signals"), py::arg("nbytes"))
+`adopted`: the user's bytes are in other memory than the control words, of which `total_bytes` is the size.
+
+Raises ValueError for numbers that can't be, and in every call before all addresses are set.)");
+    handle
+        .def(py::init(&make_window), py::arg("rank"), py::arg("ranks"), py::arg("num_signals"), py::arg("nbytes"),
+             py::arg("adopted") = false)
         .def_readwrite("peers", &Window::peers)
+        .def_readwrite("control", &Window::control)
         .def_readwrite("record", &Window::record)
         .def_readwrite("abort_host", &Window::abort_host)
         .def_readwrite("timeout_ns", &Window::timeout_ns)

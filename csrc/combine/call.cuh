@@ -14,10 +14,15 @@ namespace moecomm {
 struct Item {
     i32 sources;  // pieces that are added
     i32 column;   // first column of the piece
-    i32 token;    // number at its source rank; -1: nothing to store
+    i32 token;    // number at its source rank; -1: nothing to store. Reduce: ReduceRing::place
     i32 domain;   // return-forward: of the source rank
-    i32 step;     // return-forward: the work item of which this is the last piece, else -1
-    u32 singles;  // one bit for each source, in order, that is a row of a token as the expert left it
+    i32 step;     // return-forward, reduce: the work item of which this is the last piece, else -1
+    union {
+        u32 singles;  // one domain: one bit for each source, in order, that is a row as the expert left it
+        struct {
+            unsigned short at, end;
+        } inner;  // several: the sources that are added to each other first; at 0: none
+    };
 };
 
 // Destination of a token's sum, and the bias to add (null: none).
@@ -43,7 +48,7 @@ template <i32 slots, i32 bytes, bool has_weights = false>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
     alignas(128) u8 data[slots][bytes];
-    alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, in the first place
+    alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, or of all that a reduce warp adds, in the first place
     u64 full[slots];
     Item items[kItemsOpen];
 };
@@ -51,6 +56,9 @@ struct RowRing {
 // Shared memory for several domains, stored behind CombineShared.
 template <CombineConfig cfg>
 struct ScaleoutShared {
+    static constexpr bool kReduces = cfg.reduce_slots > 0, kWeighted = cfg.weighted && cfg.layout != Layout::flat;
+    using ReduceRowRing = RowRing<kReduces ? cfg.reduce_slots : 1, cfg.reduce_bytes, kWeighted>;
+    ReduceRowRing reduce[kReduces ? cfg.reduce_warps : 1];
     RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
     u64 owners[cfg.pull_warps][kItemsOpen];  // by open item: one bit for each rank that has a part of its token
     u32 headers_seen;                        // 1: the tagged words of all ranks have arrived
@@ -75,6 +83,13 @@ template <CombineConfig cfg>
 MOECOMM_FN ScaleoutShared<cfg>& scaleout_shared(CombineShared<cfg>& shared) {
     return *reinterpret_cast<ScaleoutShared<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
 }
+// Several domains: the rings of return-forward warps, for their puts.
+template <class Transport, CombineConfig cfg>
+MOECOMM_FN typename Transport::Ring* put_rings(CombineShared<cfg>& shared) {
+    using Scaleout = ScaleoutShared<cfg>;
+    return reinterpret_cast<typename Transport::Ring*>(reinterpret_cast<u8*>(&scaleout_shared(shared)) +
+                                                       align_up<i32>(sizeof(Scaleout), 128));
+}
 
 template <CombineConfig config, class T>
 struct CombineCall {
@@ -90,11 +105,14 @@ struct CombineCall {
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
-    // The transport for other domains, as in DispatchCall.
-    MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
-    MOECOMM_FN i32 posters() const {
-        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (2 * cfg.return_forward_warps + cfg.pull_warps);
+    // The transport for other domains, as in DispatchCall; a return-forward warp puts through put_channel.
+    MOECOMM_FN Transport credit_channel() const { return Transport{a.ctx, channel_of_credits(transport)}; }
+    MOECOMM_FN Transport put_channel(i32 warp) const {
+        Transport own{a.ctx, channel_of_rows(transport)};
+        own.pass_through(put_rings<T>(shared)[warp]);
+        return own;
     }
+    MOECOMM_FN i32 posters() const { return blocks_of_channel(transport) * max(2 * cfg.return_forward_warps, cfg.pull_warps); }
     MOECOMM_FN auto& scaleout() const { return scaleout_shared<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }

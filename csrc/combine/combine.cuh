@@ -8,6 +8,7 @@
 #include "pull.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
+#include "scaleout/reduce_ring.cuh"
 #include "scaleout/return_forward.cuh"
 
 namespace moecomm {
@@ -37,11 +38,16 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
 }
 
 // Called by all threads before the block's first __syncthreads, while arguments load. Initializes mbarriers and shared counters.
-template <CombineConfig cfg>
+template <class Transport, CombineConfig cfg>
 MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
     if constexpr (cfg.domains() > 1) {
         for (i32 i = threadIdx.x; i < cfg.return_forward_warps * cfg.pull_slots; i += cfg.threads())
             barrier_init(&scaleout_shared(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
+        if constexpr (!cfg.in_place) {
+            for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
+                barrier_init(&scaleout_shared(shared).reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
+        }
+        for (i32 i = threadIdx.x; i < cfg.return_forward_warps; i += cfg.threads()) Transport::prepare(put_rings<Transport>(shared)[i]);
         if (threadIdx.x == 0) scaleout_shared(shared).headers_seen = 0;
     }
 #pragma unroll 1
@@ -103,7 +109,9 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     if constexpr (!cfg.in_place) {
         if (c.all_in_packets) return true;
         if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
-        return (c.has_reduced_rows() || await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) && reduce(c);
+        if (!c.has_reduced_rows() && !await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) return false;
+        if constexpr (cfg.domains() > 1) return reduce_through_ring(c);
+        return reduce(c);
     }
     return true;
 }
@@ -134,14 +142,15 @@ MOECOMM_FN void finish(const Call& c) {
 // The kernel's body, for a launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <CombineConfig cfg, class Transport>
 MOECOMM_FN void combine(const CombineArgs& args) {
-    constexpr i32 beside = cfg.return_forward_warps > 0 ? sizeof(ScaleoutShared<cfg>) + 128 : 0;
+    constexpr i32 rings = cfg.return_forward_warps * sizeof(typename Transport::Ring);
+    constexpr i32 beside = cfg.domains() > 1 ? sizeof(ScaleoutShared<cfg>) + rings + 256 : 0;
     static_assert(sizeof(CombineShared<cfg>) + beside <= cfg.shared_bytes, "moecomm/jit/__init__.py and CombineShared disagree");
     static_assert(Transport::all_reachable == (cfg.domains() == 1), "ranks of other domains are put to, and only they");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<CombineShared<cfg>*>(memory);
     const CombineArgs& a = shared.args;
     copy_args(shared.args, args, cfg.threads());
-    prepare_block(shared);
+    prepare_block<Transport>(shared);
     await_earlier_kernels();
     const auto fence_rows_before_header = [&] {  // orders rows that earlier kernels wrote before the round header
         if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kHeaderWords) fence_system();

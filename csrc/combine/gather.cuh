@@ -1,6 +1,6 @@
-// Adds up rows, for pull and return-forward. A warp computes pieces of rows (items), one after another. An item is the sum of the same
-// piece of up to 32 source rows, in float32 and in the order of the lanes that name them. Source pieces pass through the warp's ring in
-// that order, followed by the pieces of the next items.
+// Adds up rows, for pull, return-forward and, with several domains, reduce. A warp computes pieces of rows (items), one after another. An
+// item is the sum of the same piece of up to 32 source rows, in float32 and in the order of the lanes that name them. Source pieces pass
+// through the warp's ring in that order, followed by the pieces of the next items.
 #pragma once
 #include "call.cuh"
 
@@ -12,6 +12,7 @@ namespace moecomm {
 //                                    it has none. Next::none: no further item, or a wait failed. A role blocks only when may_wait, that is
 //                                    when this warp holds no open item; this rules out circular waits.
 //       auto target(const Item&)    Destination of the sum, looked up once for all columns; false: nothing to store.
+//       u32 inner_lanes()            kNests: the lanes whose sources are added to each other before they are added to those of lower lanes.
 //       void add_domains(target, i32 column, float (&)[n])   kAddsDomains: adds the sums of other domains to this lane's n columns. Called
 //                                    for all columns before the first is stored, so that all its loads are in flight together.
 //       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
@@ -19,6 +20,8 @@ namespace moecomm {
 //       kType, kRowBytes            Type and bytes of a source row.
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
+//       float factor                kFactors: after open(), what this lane's source is multiplied by before it is added.
+//       kCopies                     An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;
@@ -32,6 +35,7 @@ struct Gather {
     bool more = true;
     // The item whose loads are being issued.
     const u8 *source = nullptr, *weight = nullptr;
+    float factor = 1.0f;
     i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; this lane's position among them; bytes of the piece
 
     MOECOMM_FN static i32 bytes_from(i32 column) { return min(Ring::kBytes, Role::kRowBytes - column * bytes_of(kType)); }
@@ -47,10 +51,17 @@ struct Gather {
         left = item.sources = __popc(named);
         order = source != nullptr ? __popc(named & lanes_below()) : -1;
         bytes = bytes_from(item.column);
+        if constexpr (Role::kNests) {
+            const u32 inner = role.inner_lanes();
+            const i32 before = __popc(named & ((inner & -inner) - 1)), count = __popc(named & inner);
+            item.inner.at = static_cast<unsigned short>(count > 0 ? before : 0);
+            item.inner.end = static_cast<unsigned short>(before + count);
+        }
         if constexpr (Role::kSingles) {
             weight = role.weight;
             item.singles = __reduce_add_sync(kAllLanes, source != nullptr && weight != nullptr ? 1u << order : 0);
         }
+        if constexpr (Role::kFactors) factor = role.factor;
         if (lane_id() == 0) ring.items[opened % kItemsOpen] = item;
         __syncwarp();
         ++opened;
@@ -68,6 +79,7 @@ struct Gather {
             if (fit == 0) return;
             if (order >= 0 && order < fit) {
                 const i32 slot = (issued + order) % Ring::kSlots;
+                if constexpr (Role::kFactors) ring.weights[slot][0] = factor;  // the mbarrier orders it before add()
                 if (Role::kSingles && weight != nullptr) {
                     bulk_load_both(ring.data[slot], source, bytes / 2, ring.weights[slot], weight, 16, &ring.full[slot]);
                 } else {
@@ -85,6 +97,8 @@ struct Gather {
         const i32 slot = used % Ring::kSlots;
         copy_wait(&ring.full[slot], used / Ring::kSlots & 1);
         const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
+        float times = 1.0f;
+        if constexpr (Role::kFactors) times = ring.weights[slot][0];
 #pragma unroll
         for (i32 v = 0; v < kVectors; ++v) {
             if (v * kWarp + lane_id() >= vectors) continue;
@@ -94,8 +108,27 @@ struct Gather {
             } else {
                 widen<kType>(held[v * kWarp + lane_id()], columns);
             }
+            if constexpr (Role::kFactors) {  // multiplied, then added, each rounded: not a fused multiply-add
+#pragma unroll
+                for (i32 i = 0; i < kColumns; ++i) columns[i] = __fmul_rn(times, columns[i]);
+            }
 #pragma unroll
             for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(sum[v][i], columns[i]);
+        }
+        __syncwarp();  // the slot is free
+        ++used;
+    }
+
+    // kCopies: waits for the oldest piece in the ring and stores it.
+    MOECOMM_FN void copy(const Item& item, i32 vectors) {
+        const i32 slot = used % Ring::kSlots;
+        copy_wait(&ring.full[slot], used / Ring::kSlots & 1);
+        const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
+        const auto target = role.target(item);
+#pragma unroll
+        for (i32 v = 0; v < kVectors; ++v) {
+            const i32 vector = v * kWarp + lane_id();
+            if (vector < vectors) role.store(target, item.column + vector * kColumns, held[vector]);
         }
         __syncwarp();  // the slot is free
         ++used;
@@ -112,30 +145,58 @@ struct Gather {
         }
     }
 
+    MOECOMM_FN static void set_aside(float (&sum)[kVectors][kColumns], float (&outer)[kVectors][kColumns]) {
+#pragma unroll
+        for (i32 v = 0; v < kVectors; ++v)
+#pragma unroll
+            for (i32 i = 0; i < kColumns; ++i) outer[v][i] = sum[v][i], sum[v][i] = 0.0f;
+    }
+    MOECOMM_FN static void add_outer(float (&sum)[kVectors][kColumns], const float (&outer)[kVectors][kColumns]) {
+#pragma unroll
+        for (i32 v = 0; v < kVectors; ++v)
+#pragma unroll
+            for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(outer[v][i], sum[v][i]);
+    }
+
+    // Adds up the pieces of the oldest open item, and stores the sum.
+    MOECOMM_FN void add_up(const Item& item, i32 vectors) {
+        float sum[kVectors][kColumns] = {}, outer[Role::kNests ? kVectors : 1][kColumns];
+        for (i32 added = 0; added < item.sources; ++added) {
+            if (added > 0) fill();
+            if constexpr (Role::kNests) {
+                if (added > 0 && added == item.inner.at) set_aside(sum, outer);
+            }
+            add(sum, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
+            if constexpr (Role::kNests) {
+                if (item.inner.at > 0 && added + 1 == item.inner.end) add_outer(sum, outer);
+            }
+        }
+        if (const auto target = role.target(item)) {
+            if constexpr (Role::kAddsDomains) {
+#pragma unroll
+                for (i32 v = 0; v < kVectors; ++v) {
+                    const i32 vector = v * kWarp + lane_id();
+                    if (vector < vectors) role.add_domains(target, item.column + vector * kColumns, sum[v]);
+                }
+            }
+#pragma unroll
+            for (i32 v = 0; v < kVectors; ++v) {
+                const i32 vector = v * kWarp + lane_id();
+                if (vector < vectors) role.store(target, item.column + vector * kColumns, sum[v]);
+            }
+        }
+    }
+
     MOECOMM_FN void run() {
         for (;;) {
             fill();
             if (closed == opened) return;
             const Item item = ring.items[closed % kItemsOpen];
             const i32 vectors = bytes_from(item.column) / 16;
-            float sum[kVectors][kColumns] = {};
-            for (i32 added = 0; added < item.sources; ++added) {
-                if (added > 0) fill();
-                add(sum, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
-            }
-            if (const auto target = role.target(item)) {
-                if constexpr (Role::kAddsDomains) {
-#pragma unroll
-                    for (i32 v = 0; v < kVectors; ++v) {
-                        const i32 vector = v * kWarp + lane_id();
-                        if (vector < vectors) role.add_domains(target, item.column + vector * kColumns, sum[v]);
-                    }
-                }
-#pragma unroll
-                for (i32 v = 0; v < kVectors; ++v) {
-                    const i32 vector = v * kWarp + lane_id();
-                    if (vector < vectors) role.store(target, item.column + vector * kColumns, sum[v]);
-                }
+            if constexpr (Role::kCopies) {
+                copy(item, vectors);
+            } else {
+                add_up(item, vectors);
             }
             role.close(item);
             __syncwarp();  // all lanes have read the item

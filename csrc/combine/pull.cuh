@@ -61,10 +61,10 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, 
     return __all_sync(kAllLanes, in_time);  // before any lane leaves the next credit there
 }
 
-// The role of a pull warp. Lane i serves the i-th rank that holds a part of the token. All lanes call all methods together. Warps divide
-// the work in one of two ways:
+// The role of a pull warp. Lane i serves the i-th rank that holds a part of the token (several domains: ScaleoutSums::kInRing). All lanes
+// call all methods together. Warps divide the work in one of two ways:
 // - Where credits are needed, and with several domains, a chunk belongs to a block, which gives the credit; each warp of the block pulls
-//   every pull_warps-th piece.
+//   every pull_warps-th piece or, with several domains, token.
 // - Otherwise warps claim pieces of all tokens from a counter, or complete tokens where flags have to be checked. Blocks with equally many
 //   tokens have unequally many rows, and few blocks fill the links only while all of them pull.
 template <class Call>
@@ -72,22 +72,27 @@ struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
-    static constexpr bool kSingles = cfg.single_rows_travel();
-    static constexpr bool kAddsDomains = cfg.domains() > 1;
+    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false;
+    static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
+    static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
+    static constexpr bool kWholeTokens = cfg.domains() > 1;  // if tokens are many: what a token takes to open is then done once
     static constexpr Type kSingleType = cfg.type;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
     const Call& c;
     const i32 warp;
     const i32 shift;             // a chunk is 1 << shift tokens
+    const bool whole_tokens;     // a warp pulls all pieces of its tokens; of few tokens every warp pulls some pieces
     const bool gives_credit;     // peers stage rows, and not all of this rank's tokens fit their rings
     const i32 pieces_per_claim;  // pieces that a warp claims at once
     const i32 chunks_here;       // chunks of the block, where chunks belong to blocks
     i32 nth;                     // the next piece: of the block's, or of all tokens'
+    i32 closing;                 // gives_credit: the oldest of its pieces whose sum is not stored
     u32 claimed = 0;             // in lane 0: the claim after that, made early to hide its latency
     i32 ahead;                   // this lane's slot of the next piece's token
     i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
     const u8* weight = nullptr;  // see gather.cuh
+    const u8* held = nullptr;    // kWholeTokens: the row of this lane, of the token being opened
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
     i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
     bool failed = false;
@@ -97,13 +102,15 @@ struct Pull {
         : c(call),
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
+          whole_tokens(kWholeTokens && !call.direct()),
           gives_credit((cfg.domains() > 1 || some(call, [](const RoundHeader& n) { return n.combine.rows == 0; })) &&
                        call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
           pieces_per_claim(some(call, [](const RoundHeader& n) { return n.combine.rows == 0 || n.combine.is_reduced != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(by_chunks() ? this_warp : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
+          nth(by_chunks() ? this_warp * (whole_tokens ? kPieces : 1) : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
           scaleout_sums{call, this_warp, cfg.domains() > 1 && call.direct()} {
-        skip_ends();
+        skip_ends(nth);
+        closing = nth;
         if (!by_chunks()) claim();
         look_ahead();
     }
@@ -117,16 +124,28 @@ struct Pull {
 
     MOECOMM_FN bool by_chunks() const { return cfg.domains() > 1 || gives_credit; }
     // Position of the next piece: the block's n-th chunk, the token, the token's chunk.
-    MOECOMM_FN i32 nth_chunk() const { return nth / kPieces >> shift; }
-    MOECOMM_FN i32 token() const {
-        if (!by_chunks()) return nth / kPieces;
-        return ((blockIdx.x + gridDim.x * nth_chunk()) << shift) + (nth / kPieces & ((1 << shift) - 1));
+    MOECOMM_FN i32 nth_chunk(i32 of) const { return of / kPieces >> shift; }
+    MOECOMM_FN i32 token_of(i32 of) const {
+        if (!by_chunks()) return of / kPieces;
+        return ((blockIdx.x + gridDim.x * nth_chunk(of)) << shift) + (of / kPieces & ((1 << shift) - 1));
     }
+    MOECOMM_FN i32 token() const { return token_of(nth); }
     MOECOMM_FN i32 chunk() const { return token() >> shift; }
-    MOECOMM_FN bool at_end() const { return by_chunks() ? nth_chunk() >= chunks_here : token() >= c.a.num_tokens; }
+    MOECOMM_FN bool at_end() const { return by_chunks() ? nth_chunk(nth) >= chunks_here : token() >= c.a.num_tokens; }
     // Skips tokens that the last, shorter chunk does not have.
-    MOECOMM_FN void skip_ends() {
-        while (by_chunks() && !at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
+    MOECOMM_FN void skip_ends(i32& at) const {
+        while (by_chunks() && nth_chunk(at) < chunks_here && token_of(at) >= c.a.num_tokens)
+            at += cfg.pull_warps * (whole_tokens ? kPieces : 1);
+    }
+    // by_chunks(): advances to this warp's next piece.
+    MOECOMM_FN void step(i32& at) const {
+        if (kWholeTokens && whole_tokens) {
+            if (++at % kPieces != 0) return;
+            at += kPieces * (cfg.pull_warps - 1);
+        } else {
+            at += cfg.pull_warps;
+        }
+        skip_ends(at);
     }
     // Claims the next piece or token. The first one of each warp of the grid is fixed.
     MOECOMM_FN void claim() {
@@ -134,8 +153,8 @@ struct Pull {
     }
     MOECOMM_FN void advance() {
         if (by_chunks()) {
-            nth += cfg.pull_warps;
-            skip_ends();
+            step(nth);
+            if (kWholeTokens && whole_tokens && nth % kPieces != 0) return;
         } else if (pieces_per_claim > 1 && (nth + 1) % kPieces != 0) {
             ++nth;
             return;
@@ -146,7 +165,7 @@ struct Pull {
         look_ahead();
     }
     MOECOMM_FN void look_ahead() {
-        ahead = slot_of(token(), lane_id());
+        ahead = slot_of(token(), nth_rank());
         if constexpr (cfg.domains() > 1) scaleout_sums.look_ahead(token());
         if constexpr (kSingles) {
             const bool has = token() < c.a.num_tokens && lane_id() < cfg.topk;
@@ -162,15 +181,18 @@ struct Pull {
         return rows == 1;
     }
 
+    // This lane serves the rank of that number in this domain, if there is one.
+    MOECOMM_FN i32 nth_rank() const { return lane_id() - ScaleoutSums<Call>::first_lane(c); }
+    MOECOMM_FN u32 inner_lanes() const { return static_cast<u32>(ScaleoutSums<Call>::kOfDomain) << ScaleoutSums<Call>::first_lane(c); }
     // Slot of token `t` at the n-th rank of this domain, -1 if none.
     MOECOMM_FN i32 slot_of(i32 t, i32 n) const {
-        if (t >= c.a.num_tokens || n >= cfg.scaleup_ranks()) return -1;
+        if (t >= c.a.num_tokens || n < 0 || n >= cfg.scaleup_ranks()) return -1;
         return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + c.domains().first() + n];
     }
 
     // Returns the slot of the rank that this lane serves, -1 if none. At most topk ranks hold a token, so 32 lanes are enough.
     MOECOMM_FN i32 slot_of_lane(i32& rank) const {
-        rank = lane_id();
+        rank = nth_rank();
         if constexpr (cfg.domains() > 1) rank += c.domains().first();
         if constexpr (cfg.scaleup_ranks() <= kWarp) return ahead;
         u64 wanted = __ballot_sync(kAllLanes, ahead >= 0);
@@ -202,9 +224,11 @@ struct Pull {
 
     // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
-        if (may_wait && gives_credit) signal_pulled(min(nth_chunk(), chunks_here));
-        if (failed) return Next::none;
-        if (at_end()) return may_wait || !gives_credit ? Next::none : Next::later;
+        if (may_wait && gives_credit) signal_pulled(min(nth_chunk(nth), chunks_here));  // chunks in which it has no piece
+        if (failed || at_end()) return Next::none;
+        if constexpr (kWholeTokens) {
+            if (whole_tokens && nth % kPieces != 0) return open_piece(source, out);
+        }
         i32 rank;
         const i32 slot = slot_of_lane(rank);
         bool missing = slot >= 0 && !await_row(rank, may_wait);
@@ -220,10 +244,21 @@ struct Pull {
             const u8* const row = row_at(rank, slot);
             source = row + column * bytes_of(single ? cfg.type : kType);
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
+        } else if constexpr (kSumsInRing) {
+            if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
         }
+        if constexpr (kWholeTokens) held = source;
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
         out = {0, column, token(), 0, -1, 0};
         if constexpr (cfg.domains() > 1) scaleout_sums.open();
+        advance();
+        return Next::item;
+    }
+    // Opens the next piece of a token whose first piece was opened before.
+    MOECOMM_FN Next open_piece(const u8*& source, Item& out) {
+        out = {0, nth % kPieces * kPieceColumns, token(), 0, -1, 0};
+        if (held != nullptr) source = held + out.column * bytes_of(kType);
+        scaleout_sums.open();
         advance();
         return Next::item;
     }
@@ -268,8 +303,12 @@ struct Pull {
         scaleout_sums.add_to(out.token, column, sum);
     }
 
+    // Gives credits at once: a warp that always has a piece to pull would otherwise keep them, and its peers would wait.
     MOECOMM_FN void close(const Item&) {
         if constexpr (cfg.domains() > 1) scaleout_sums.close();
+        if (!gives_credit) return;
+        step(closing);
+        signal_pulled(min(nth_chunk(closing), chunks_here));
     }
 
     // Arrives at the steps of the block's first `chunks` chunks, of which this warp has nothing left to read. The last warp to arrive gives

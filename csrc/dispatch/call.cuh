@@ -26,11 +26,27 @@ struct ForwardRing {
     u64 full[kSlots];
 };
 
+// Blocks divide the chunks evenly, in order. Returns the first chunk of `block`.
+MOECOMM_FN i32 first_chunk_of(u32 block, u32 blocks, u32 chunks) { return static_cast<i32>(chunks * block / blocks); }
+
+// The order in which a source rank's chunks come: the first chunk of each of its blocks, then the second, and so on.
+struct Turns {
+    i32 chunks, blocks;
+
+    MOECOMM_FN i32 count() const { return ceil_div(chunks, blocks) * blocks; }
+    // Returns the chunk whose turn it is; -1: the block has no further chunk.
+    MOECOMM_FN i32 chunk_at(i32 turn) const {
+        const i32 block = turn % blocks, chunk = first_chunk_of(block, blocks, chunks) + turn / blocks;
+        return chunk < first_chunk_of(block + 1, blocks, chunks) ? chunk : -1;
+    }
+};
+
 // Tokens of a source rank, and the blocks whose chunks arrive in turn (see RoundHeader::blocks).
 struct Source {
     i32 num_tokens, chunk_tokens, blocks;
     bool packets;  // its rows arrive in packets, not in chunks
     MOECOMM_FN i32 chunks() const { return packets ? 0 : count_chunks(num_tokens, chunk_tokens); }
+    MOECOMM_FN Turns turns() const { return {chunks(), blocks}; }
 };
 
 // Shared memory of one send warp, where rows travel in packets: loaded pieces of rows, and the contents of packets.
@@ -115,11 +131,14 @@ struct DispatchCall {
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
-    // The transport for other domains: each block has a channel of its own while there are enough channels.
-    MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
-    MOECOMM_FN i32 posters() const {
-        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (2 * cfg.put_warps + cfg.forward_warps);
+    // The transport for other domains; a put warp puts through put_channel.
+    MOECOMM_FN Transport credit_channel() const { return Transport{a.ctx, channel_of_credits(transport)}; }
+    MOECOMM_FN Transport put_channel(i32 warp) const {
+        Transport own{a.ctx, channel_of_rows(transport)};
+        own.pass_through(put_rings()[warp]);
+        return own;
     }
+    MOECOMM_FN i32 posters() const { return blocks_of_channel(transport) * max(2 * cfg.put_warps, cfg.forward_warps); }
     // True if rows of this rank (direct_from: of a source rank in another domain) go to owners in other domains without a forwarder.
     MOECOMM_FN bool direct() const { return cfg.part == Part::whole && goes_direct(shape(), a.num_tokens); }
     MOECOMM_FN bool direct_from(i32 source) const {
@@ -127,6 +146,22 @@ struct DispatchCall {
     }
     MOECOMM_FN auto* forward_rings() const {
         return reinterpret_cast<ForwardRing<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
+    }
+    MOECOMM_FN auto* put_rings() const { return reinterpret_cast<typename T::Ring*>(forward_rings() + cfg.forward_warps); }
+    // Several domains: the turns in which chunks of a source take the places of its ring, here and at the source. Blocks send at the same
+    // time; in the order of tokens most of them would wait for the first blocks. If each chunk has a place of its own, tokens are in order.
+    MOECOMM_FN Turns turns_of(const Source& from) const { return turns_of(from.chunks(), from.chunk_tokens, from.blocks); }
+    MOECOMM_FN Turns turns_of(i32 chunks, i32 chunk_tokens, i32 blocks) const {
+        return {chunks, chunks <= ring_chunks(shape(), chunk_tokens) ? 1 : blocks};
+    }
+    // The turn of a chunk of this block, and the place of one of its tokens among those of a ring.
+    MOECOMM_FN i32 turn_of(i32 chunk) const {
+        const i32 blocks = turns_of(count_chunks(a.num_tokens, a.chunk_tokens), a.chunk_tokens, senders).blocks;
+        return blocks == 1 ? chunk : static_cast<i32>(blockIdx.x) + blocks * (chunk - share.first_chunk);
+    }
+    MOECOMM_FN i32 place_of(i32 token) const {
+        const i32 chunk = token >> (__ffs(a.chunk_tokens) - 1);
+        return token + (turn_of(chunk) - chunk) * a.chunk_tokens;
     }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
@@ -172,8 +207,6 @@ struct DispatchCall {
     }
 };
 
-// Blocks divide the chunks evenly, in order. Returns the first chunk of `block`.
-MOECOMM_FN i32 first_chunk_of(u32 block, u32 blocks, u32 chunks) { return static_cast<i32>(chunks * block / blocks); }
 MOECOMM_FN Share share_of_block(i32 num_tokens, i32 chunk_tokens, i32 blocks) {
     const i32 chunks = count_chunks(num_tokens, chunk_tokens), block = blockIdx.x;
     const i32 first = first_chunk_of(min(block, blocks), blocks, chunks), end = first_chunk_of(min(block + 1, blocks), blocks, chunks);

@@ -30,6 +30,7 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
     if constexpr (cfg.domains() > 1) {
         for (i32 i = threadIdx.x; i < cfg.forward_warps * cfg.forward_slots; i += cfg.threads())
             barrier_init(&c.forward_rings()[i / cfg.forward_slots].full[i % cfg.forward_slots], 1);
+        for (i32 i = threadIdx.x; i < cfg.put_warps; i += cfg.threads()) c.transport.prepare(c.put_rings()[i]);
     }
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < kOpenSteps; i += cfg.threads()) shared.chunk_steps.done[i] = 0;
@@ -160,7 +161,8 @@ MOECOMM_FN void run(const Call& c, const DescriptorSender<Call>&) {
 // round tag and no share yet.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
-    constexpr i32 beside = cfg.forward_warps > 0 ? cfg.forward_warps * sizeof(ForwardRing<cfg>) + 128 : 0;
+    constexpr i32 rings = cfg.forward_warps * sizeof(ForwardRing<cfg>) + cfg.put_warps * sizeof(typename Transport::Ring);
+    constexpr i32 beside = cfg.domains() > 1 ? rings + 128 : 0;
     static_assert(sizeof(DispatchShared<cfg>) + beside <= cfg.shared_bytes, "moecomm/jit/__init__.py and DispatchShared disagree");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
@@ -207,6 +209,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     } else if (cfg.replicates()) {
         c.senders = min(c.senders, replicate_senders(cfg.quantize));
     }
+    if (cfg.domains() > 1) c.senders = min(c.senders, ring_chunks(c.shape(), a.chunk_tokens));  // each has a place for its first chunk
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
     c.counts_all = cfg.packets || gridDim.x == 1 || a.num_tokens * cfg.topk <= kCountAllEntries;
     Moves<DispatchCall<cfg, Transport>> moves(c);
@@ -232,11 +235,15 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
         read_round(a.ctx, shared.begin);
         shared.begin.tag = load_relaxed(&own_state(a.ctx)->last_dispatch);
     }
+    if constexpr (cfg.domains() > 1) {
+        load_headers(c);
+        __syncthreads();
+    }
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) {
         const auto* sent = reinterpret_cast<const SourceTokens*>(a.route.sent) + p;
-        shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1, false};  // 1 block: the order of arrival does not matter any more
+        // 1 block: the order of arrival in a domain does not matter any more
+        shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, cfg.domains() > 1 ? shared.headers[p].blocks : 1, false};
     }
-    if constexpr (cfg.domains() > 1) load_headers(c);
     __syncthreads();
     c.round.tag = shared.begin.tag;
     if (c.round.tag == 0) return;  // the dispatch was invalid

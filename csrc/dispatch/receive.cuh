@@ -12,7 +12,7 @@ MOECOMM_FN i32 incoming_items(const Call& c) {
     i32 most = 0;
     for (i32 s = 0; s < Call::cfg.ranks; ++s) {
         const Source& from = c.shared.sources[s];
-        most = max(most, ceil_div(from.chunks(), from.blocks) * from.blocks);
+        most = max(most, from.turns().count());
     }
     return most * Call::cfg.ranks;
 }
@@ -32,9 +32,9 @@ MOECOMM_FN bool await_chunk(const Call& c, i32 item, u64& range) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i32 source = rotated<cfg.ranks>(c.me(), item % cfg.ranks), nth = item / cfg.ranks;
     const Source& from = c.shared.sources[source];
-    const i32 block = nth % from.blocks, chunk = first_chunk_of(block, from.blocks, from.chunks()) + nth / from.blocks;
+    const i32 chunk = from.turns().chunk_at(nth);
     range = 0;
-    if (chunk >= first_chunk_of(block + 1, from.blocks, from.chunks())) return true;
+    if (chunk < 0) return true;
     if (!wait_flag(c.round, Phase::payload, source, arrived_at(c.window(), c.shape(), source, chunk), c.round.tag, range)) return false;
     auto* ranges = reinterpret_cast<u32*>(c.a.route.ranges) + static_cast<i64>(source) * c.shape().max_tokens;
     if constexpr (!cfg.repeat) ranges[chunk] = signal_word(range);

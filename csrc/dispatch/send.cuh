@@ -145,7 +145,7 @@ struct Sender {
     MOECOMM_FN bool await_send_slots(i32 chunk) {
         if (chunk - c.share.first_chunk < placed) return true;
         placed = chunk - c.share.first_chunk + 1;
-        if (chunk < ring_chunks(c.shape(), c.a.chunk_tokens)) return true;
+        if (c.turn_of(chunk) < ring_chunks(c.shape(), c.a.chunk_tokens)) return true;
         finish_chunks<0, false>();  // chunks that hold the slots now must be sent first
         if (moecomm::await_send_slots(c, chunk)) return true;
         bulk_wait<0>();  // a block must not end while a store reads its shared memory

@@ -36,6 +36,7 @@ static_assert(sizeof(OverlapState) == 128, "its own line");
 struct Overlap {
     Window window;
     u64 peers[kOverlapRanks];  // address of every rank's memory: a copy of the Window's table, so that no kernel waits to load it
+    u64 control;               // address of this rank's control words of the Window, for the same reason
     // Offsets in the memory of every rank.
     u64 state;       // OverlapState
     u64 flags;       // u64[2][kFlags]

@@ -64,27 +64,32 @@ struct OverlapRound {
         if (lane_id() < kCounters) state()->counters[lane_id()] = 0;
         if (lane_id() != 0) return;
         store_relaxed(&state()->round, number);
-        if (load_relaxed(local<const u32>(o.window.abort)) == 0) return;
+        if (load_relaxed(control<const u32>(o.window.abort)) == 0) return;
         o.window.report(o.window, 0, Phase::signal, state()->which, number, state()->seen, state()->waited_ns);
     }
 
     MOECOMM_FN Deadline deadline() const {
-        return {o.window.timeout_ns, local<const u32>(o.window.abort), reinterpret_cast<const u32*>(o.window.abort_host)};
+        return {o.window.timeout_ns, control<const u32>(o.window.abort), reinterpret_cast<const u32*>(o.window.abort_host)};
     }
     // Notes a failed wait for `from`, and ends the other waits of this rank; end() reports. One thread. `waited` ok: the rank has left.
     MOECOMM_FN void fail(Waited waited, i32 from, i32 which, u64 seen) const {
         const u32 cause = abort_word(waited == Waited::ok ? Failure::peer_lost : Failure::timeout, from);
-        if (waited == Waited::aborted || compare_exchange(local<u32>(o.window.abort), 0, cause) != 0) return;
+        if (waited == Waited::aborted || compare_exchange(control<u32>(o.window.abort), 0, cause) != 0) return;
         state()->which = which;
         state()->seen = seen;
         state()->waited_ns = waited == Waited::timeout ? o.window.timeout_ns : 0;
     }
 
   private:
+    // A word of the Window's own memory, which a Window with adopted memory has elsewhere.
+    template <class T>
+    MOECOMM_FN T* control(u64 offset) const {
+        return reinterpret_cast<T*>(o.control + offset);
+    }
     // One lane's part of await(). Loads are relaxed while the flag is not there, because an acquiring load invalidates L1.
     MOECOMM_FN bool await_flag(const u64* word, i32 from, i32 which) const {
         if (load_acquire(word) >= number) return true;
-        const u32* const gone = local<const u32>(o.window.left_at(from));
+        const u32* const gone = control<const u32>(o.window.left_at(from));
         const Deadline limit = deadline();
         const Waited waited = wait_until(limit, [&] { return load_relaxed(word) >= number || load_relaxed(gone) != 0; });
         static_cast<void>(load_acquire(gone));  // before the word: what the rank stored before it left is there

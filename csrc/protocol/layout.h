@@ -55,12 +55,14 @@ struct WindowLayout {
     // source rank sends the words of round n + 2 after it has received this rank's tagged words of round n + 1, which this rank sent after
     // it had finished reading round n.
     u64 packets;
-    u64 split_headers;  // RoundHeader[domain_ranks]: scratch: headers of this domain in the dispatch that was begun last; several domains
+    u64 split_headers;  // RoundHeader[ranks]: scratch: headers in the dispatch that was begun last (CPU ranks: of this domain); several
+                        // domains
     u64 signals;  // u64[2][signals()]: signals that only links write (domains.h), then the last values of this rank's signals at other
                   // ranks; several domains
     u64 staging;  // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
-    u64 receive_buffer;  // [2][domains][ring_tokens] tokens of receive_bytes, by the source's domain and token % ring_tokens; the second
-                         // half holds the send slots of kernels, by the forwarder's domain; several domains
+    u64 receive_buffer;  // [2][domains][ring_tokens] tokens of receive_bytes, by the source's domain and token % ring_tokens (kernels: the
+                         // token's place_of % ring_tokens); the second half holds the send slots of kernels, by the forwarder's domain;
+                         // several domains
     u64 returned;  // [2][domains][ring_tokens] rows of staged_row_bytes, by the reducing domain and this rank's token % ring_tokens; the
                    // second half holds the send slots of kernels, by the source rank's domain; several domains
     u64 heap;      // outputs, allocated by runtime/arena
@@ -103,7 +105,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.counting = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes) + (takes_weights(s) ? 2 * ranks * tokens * s.topk * sizeof(u64) : 0));
-    w.split_headers = take(domains(s) > 1 ? domain_ranks(s) * sizeof(RoundHeader) : 0);
+    w.split_headers = take(domains(s) > 1 ? ranks * sizeof(RoundHeader) : 0);
     w.signals = take(2 * signals(s) * sizeof(u64));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
     const u64 scaleout = domains(s) > 1 ? 2 * domains(s) * ring : 0;

@@ -32,12 +32,6 @@ Ticket CopyStream::copy(void* to, const void* from, size_t bytes, bool on_gpu) {
     return issued_;
 }
 
-Ticket CopyStream::upload(void* to, const void* from, size_t bytes, bool on_gpu) {
-    if (!on_gpu || bytes == 0) return copy(to, from, bytes, false);
-    gpu_->upload(to, from, bytes, stream_);
-    return issue();
-}
-
 Ticket CopyStream::write_word(void* to, uint64_t value) {
     gpu_->write_word(to, value, stream_);
     return issue();

@@ -22,9 +22,8 @@ class CopyStream {
     bool room(size_t copies = 1) const { return open_.size() + copies <= kRoom; }  // the caller of a copy must check it first
     // `on_gpu`: at least one side is GPU memory. Host memory on the other side must be pinned and unchanged until the copy has ended.
     Ticket copy(void* to, const void* from, size_t bytes, bool on_gpu);
-    Ticket upload(void* to, const void* from, size_t bytes, bool on_gpu);  // `from` is host memory
-    Ticket write_word(void* to, uint64_t value);                           // `to` is GPU memory
-    Ticket last() const { return issued_; }                                // ends when all copies so far have ended
+    Ticket write_word(void* to, uint64_t value);  // `to` is GPU memory
+    Ticket last() const { return issued_; }       // ends when all copies so far have ended
     bool ended(Ticket ticket);
     bool idle() { return ended(issued_); }
 

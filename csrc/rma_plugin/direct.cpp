@@ -66,7 +66,7 @@ bool DirectPath::start(Request& request) {
     if (!local_gpu && request.kind == Request::Kind::kPut && request.bytes <= kInlineBytes) {
         char* slot = inline_.get() + (stream_.last() + 1) % CopyStream::kRoom * kInlineBytes;
         std::memcpy(slot, from, request.bytes);
-        stream_.upload(to, slot, request.bytes, true);
+        stream_.copy(to, slot, request.bytes, true);
         return true;
     }
     if (!to_ourselves_ || !local_gpu || !remote_gpu) {
@@ -80,7 +80,7 @@ bool DirectPath::start(Request& request) {
         if (!stream_.room(2)) return false;
         const uint64_t now = std::min<uint64_t>(request.bytes - request.started, kBounceBytes);
         stream_.copy(bounce_.get(), from + request.started, now, true);
-        stream_.upload(to + request.started, bounce_.get(), now, true);
+        stream_.copy(to + request.started, bounce_.get(), now, true);
         request.started += now;
     }
     return true;

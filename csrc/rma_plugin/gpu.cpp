@@ -10,7 +10,7 @@
 namespace moecomm::rma {
 namespace {
 
-constexpr size_t kNeverInline = 64 * 1024;  // twice the size that driver 580 was seen to inline
+constexpr size_t kMostPitch = size_t{1} << 30;  // half of what drivers allow
 
 }  // namespace
 
@@ -59,15 +59,15 @@ void Gpu::record(void* event, void* stream) {
     cuda::check(cuda_.record(event, stream), "cuEventRecord");
 }
 
+// The driver may hand a plain copy, or some of its bytes, to the compute engine. While a kernel of another context runs and more work is
+// queued behind it, this context gets that engine for a slice of time every 2.1 ms (H100, driver 580), and the kernel may be waiting for
+// these very bytes. Copies of two rows go to a copy engine, whatever their size.
 void Gpu::copy(void* to, const void* from, size_t bytes, void* stream) {
-    const times::Driver timed;
-    cuda::check(cuda_.copy(reinterpret_cast<cuda::Pointer>(to), reinterpret_cast<cuda::Pointer>(from), bytes, stream), "cuMemcpyAsync");
-}
-
-// The driver embeds a few bytes of a small copy among its commands, and the compute engine then copies them. While a kernel of another
-// context runs and waits for these bytes, this context waits a millisecond or two for its time slice. Two-row copies go to a copy engine.
-void Gpu::upload(void* to, const void* from, size_t bytes, void* stream) {
-    if (bytes >= kNeverInline || bytes < 2) return copy(to, from, bytes, stream);
+    if (bytes < 2 || bytes / 2 > kMostPitch) {
+        const times::Driver timed;
+        return cuda::check(cuda_.copy(reinterpret_cast<cuda::Pointer>(to), reinterpret_cast<cuda::Pointer>(from), bytes, stream),
+                           "cuMemcpyAsync");
+    }
     copy_in_two(to, from, bytes / 2, stream);
     if (bytes % 2 != 0) copy_in_two(static_cast<char*>(to) + bytes - 2, static_cast<const char*>(from) + bytes - 2, 1, stream);
 }

@@ -26,8 +26,7 @@ class Gpu {
     void record(void* event, void* stream);
     bool ended(void* event);
     void copy(void* to, const void* from, size_t bytes, void* stream);
-    void upload(void* to, const void* from, size_t bytes, void* stream);  // from pinned memory to GPU memory
-    // Done by the stream itself, without an SM, so a kernel that waits for this word cannot delay it.
+    // Needs no SM, but a kernel of another context may delay it like a plain copy (see copy).
     void write_word(void* to, uint64_t value, void* stream);
 
     void* pin(size_t bytes);

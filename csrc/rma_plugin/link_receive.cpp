@@ -87,7 +87,7 @@ bool Link::take_payload() {
     }
     check_payload(incoming_, to, peer_);
     if (!target_->registered) lied("writes to a region that is registered no more");
-    slot_in_[slot] = copies_in_.upload(destination_, to, incoming_.payload, target_->on_gpu);
+    slot_in_[slot] = copies_in_.copy(destination_, to, incoming_.payload, target_->on_gpu);
     ++next_slot_in_;
     return true;
 }

@@ -1,5 +1,6 @@
 #include "signals.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "times.h"
@@ -33,9 +34,8 @@ bool Signals::write(Signal& signal) {
     stream_.idle();  // makes room
     if (!stream_.room()) return false;
     if (region.never_reset) {
-        uint64_t& now = region.shadow[signal.at / sizeof(uint64_t)];
-        stream_.write_word(word, now + signal.value);
-        now += signal.value;
+        region.shadow[signal.at / sizeof(uint64_t)] += signal.value;
+        write_shadow(region, signal.at / sizeof(uint64_t));
         return true;
     }
     // A word of the user's window, which kernels may write between signals: read, add, write.
@@ -49,6 +49,19 @@ bool Signals::write(Signal& signal) {
     stream_.write_word(word, now + signal.value);
     reading_ = false;
     return true;
+}
+
+// A copy engine writes the word together with a neighbor, which keeps its value (Gpu::copy). Each of the two is a row of the copy, so a
+// kernel never sees half of it.
+void Signals::write_shadow(const Region& region, size_t word) {
+    if (region.shadow.size() < 2) {
+        stream_.write_word(region.base + word * sizeof(uint64_t), region.shadow[word]);
+        return;
+    }
+    const size_t first = std::min(word, region.shadow.size() - 2);
+    char* pair = pairs_.get() + (stream_.last() + 1) % CopyStream::kRoom * kPair;
+    std::memcpy(pair, &region.shadow[first], kPair);
+    stream_.copy(region.base + first * sizeof(uint64_t), pair, kPair, true);
 }
 
 void Signals::forget(const Region& region) {

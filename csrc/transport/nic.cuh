@@ -1,6 +1,7 @@
-// Nic: Puts at the pace of an emulated NIC, for tests and benchmarks. A put takes the link for max(bytes / bandwidth, 1 / message rate); a
-// signal arrives a latency after itself and all earlier puts of its channel to the peer have left. transport.cuh states who calls each
-// method and what it orders.
+// Nic: Puts at the pace of an emulated NIC, for tests and benchmarks. A message takes the NIC's processor for 1 / message rate and its wire
+// for bytes / bandwidth, and has left when both are done; messages before it delay it at either. A signal arrives a latency after itself
+// and all earlier puts of its channel to the peer have left; its own bytes are too few to wait for the wire, because a NIC takes turns
+// between its queues. transport.cuh states who calls each method and what it orders.
 //
 // The thread that signals waits until then, because the clocks of two GPUs differ and no time can travel with a signal. So a warp that
 // signals stalls, and others go on; a NIC would stall neither. Data is stored early, but no reader looks at it before its signal. Several
@@ -17,7 +18,7 @@ constexpr i32 kNicChannels = 16;
 // of the channel to the rank has left, in ns of this GPU's clock.
 struct NicLink {
     u64 byte_ps, message_ps, latency_ns;
-    u64 free_ns;  // when the link is free
+    u64 processor_ns, wire_ns;  // when each is free
 };
 
 struct Nic : Puts {
@@ -29,11 +30,15 @@ struct Nic : Puts {
     MOECOMM_FN NicLink& link() const { return *reinterpret_cast<NicLink*>(ctx.link + ctx.shape.ranks * sizeof(u64)); }
     MOECOMM_FN u64* sent(i32 peer) const { return reinterpret_cast<u64*>(&link() + 1) + way * ctx.shape.ranks + peer; }
 
-    // Called by one thread. Takes the link for a message and returns when the message has left. Cannot fail.
+    // Called by one thread. Takes the processor or the wire for so long, and returns until when. Cannot fail.
+    MOECOMM_FN static u64 take(u64& free_ns, u64 picoseconds) {
+        const u64 taken = (picoseconds + 999) / 1000;
+        atomicMax(&free_ns, now_ns());
+        return atomicAdd(&free_ns, taken) + taken;
+    }
+    // Called by one thread. Takes both for a message, and returns when it has left.
     MOECOMM_FN u64 reserve(u64 bytes) const {
-        const u64 picoseconds = max(bytes * link().byte_ps, link().message_ps), taken = (picoseconds + 999) / 1000;
-        atomicMax(&link().free_ns, now_ns());
-        return atomicAdd(&link().free_ns, taken) + taken;
+        return max(take(link().processor_ns, link().message_ps), take(link().wire_ns, bytes * link().byte_ps));
     }
     // Called by one thread. Sleeps for up to twice as long. Orders nothing.
     MOECOMM_FN static void doze(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
@@ -48,7 +53,7 @@ struct Nic : Puts {
         if (threadIdx.x % kWarp == 0) arrive(peer, which, amount, *const_cast<volatile u64*>(sent(peer)));
     }
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
-        const u64 left = reserve(sizeof(u64)), before = atomicMax(sent(peer), left);
+        const u64 left = take(link().processor_ns, link().message_ps), before = atomicMax(sent(peer), left);
         arrive(peer, which, amount, max(left, before));
     }
     // Called by one thread. Adds to the signal when what has left by then has arrived. Cannot fail.

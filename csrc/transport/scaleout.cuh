@@ -15,6 +15,23 @@ __device__ __noinline__ void report_broken(Round r, Phase phase, i32 peer) {
         if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
 }
 
+// Channels of a block's puts and of its credits. Credits have channels of their own where there are two or more: behind rows, a credit
+// would come when the rows have left.
+template <class Transport>
+MOECOMM_FN i32 channel_of_rows(const Transport& transport) {
+    return static_cast<i32>(blockIdx.x) % max(transport.channels() / 2, 1);
+}
+template <class Transport>
+MOECOMM_FN i32 channel_of_credits(const Transport& transport) {
+    const i32 of_rows = transport.channels() / 2;
+    return of_rows + static_cast<i32>(blockIdx.x) % (transport.channels() - of_rows);
+}
+// The most blocks that share a channel.
+template <class Transport>
+MOECOMM_FN i32 blocks_of_channel(const Transport& transport) {
+    return ceil_div(static_cast<i32>(gridDim.x), max(transport.channels() / 2, 1));
+}
+
 // Wait until `posts` puts or adds on this channel, counting those of all threads that post on it, will not block. Called by one thread
 // before a put or an add. False on timeout, abort or a broken path; the failure record is then filled.
 template <class Transport>

@@ -25,6 +25,9 @@
 //   void sent_begin(peer, ticket)     by one thread: record in `ticket` what has been put to the peer
 //   i32  sent_ended(peer, ticket)     by one thread: 1: those sources may be overwritten; 0: not yet; -1: the path is broken
 //   i32  channels()                   number of channels
+//   Ring                              shared memory of a warp that puts, for a transport that copies by itself; else NoRing
+//   void prepare(ring)                static; by one thread before a barrier_init_done: initialize a ring
+//   void pass_through(ring)           let puts pass through a ring; only the warp that owns it puts then. A put of few bytes needs none
 //
 // Flags are always polled in this rank's own window (wait.cuh).
 #pragma once
@@ -33,9 +36,12 @@
 
 namespace moecomm {
 
+struct NoRing {};
+
 // Transport inside one NVLink domain: everything is a load or a store.
 struct Lsa {
     static constexpr bool all_reachable = true;
+    using Ring = NoRing;
     const Context& ctx;
 
     template <class T>
@@ -46,6 +52,8 @@ struct Lsa {
     MOECOMM_FN T* local(u64 offset) const {
         return peer_ptr<T>(ctx.rank, offset);
     }
+    MOECOMM_FN static void prepare(NoRing&) {}
+    MOECOMM_FN static void pass_through(NoRing&) {}
     MOECOMM_FN void signal(i32 rank, u64 offset, u64 value) const { store_release(peer_ptr<u64>(rank, offset), value); }
     MOECOMM_FN void fence() const { fence_system(); }
     MOECOMM_FN void post(i32 rank, u64 offset, u64 value) const { store_relaxed(peer_ptr<u64>(rank, offset), value); }

@@ -58,5 +58,5 @@ def link(nic: Nic | None, windows: Sequence[int], device: torch.device) -> torch
     if nic is None:
         return torch.tensor(windows, dtype=torch.int64, device=device)
     rates = [round(1000 / nic.gbs), round(1e6 / nic.mega_messages), round(1000 * nic.latency_us)]
-    state = [0] * (1 + _CHANNELS * len(windows))
+    state = [0] * (2 + _CHANNELS * len(windows))
     return torch.tensor([*windows, *rates, *state], dtype=torch.int64, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moecomm import config
 from moecomm.bench import operator_peers
 from moecomm.bench.clock import Call, Clock, percentiles
 from moecomm.bench.exchange import nccl_group
@@ -68,10 +68,14 @@ def run(settings: Settings, limit_s: float) -> list[dict[str, Any]] | None:
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
     """Run one rank of the benchmark."""
+    settings = Settings(**job)
+    with config.variables(_NO_MULTICAST, insist=True):
+        return _measure(group, settings)
+
+
+def _measure(group: dist.ProcessGroup, settings: Settings) -> list[dict[str, Any]]:
     from moecomm.overlap.gpu import GpuExecutor
 
-    os.environ.update(_NO_MULTICAST)
-    settings = Settings(**job)
     device = device_of(group, settings.backend)
     transport = nccl_group() if settings.peers else None
     rows: list[dict[str, Any]] = []

@@ -40,13 +40,13 @@ class ProcessGroup:
     in_process = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.process_group = group
         self.rank, self.ranks = group.rank(), group.size()
 
     def board(self) -> Board:
         """Make a board over the store.  Collectives of the group have its timeout, and end in its errors."""
         try:
-            store = self._group.get_group_store()
+            store = self.process_group.get_group_store()
         except (AttributeError, RuntimeError) as error:
             raise BadInput("group", f"a process group without a store ({error})", "one with a store") from error
         return StoreBoard(store, "moecomm/")
@@ -55,7 +55,7 @@ class ProcessGroup:
         import torch.distributed as dist
 
         try:
-            return list(dist.get_process_group_ranks(self._group))
+            return list(dist.get_process_group_ranks(self.process_group))
         except (KeyError, ValueError):  # a group that is not registered with the default group
             return []
 
@@ -64,11 +64,11 @@ class ProcessGroup:
         import torch.distributed as dist
 
         # NCCL groups move device tensors only; every other backend moves CPU tensors.
-        backends = {str(kind) for kind in getattr(self._group, "_device_types", [torch.device("cpu")])}
+        backends = {str(kind) for kind in getattr(self.process_group, "_device_types", [torch.device("cpu")])}
         device = torch.device("cpu") if "cpu" in backends else torch.device("cuda", torch.cuda.current_device())
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         theirs = [torch.empty(len(data), dtype=torch.uint8, device=device) for _ in range(self.ranks)]
-        dist.all_gather(theirs, mine, group=self._group)
+        dist.all_gather(theirs, mine, group=self.process_group)
         return [bytes(t.cpu().tolist()) for t in theirs]
 
 

@@ -26,6 +26,7 @@ assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
+_FORWARD_SLOTS = 4  # pieces of a forward warp; rows have as many, or more
 _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
     16,
     64 * 1024,
@@ -155,6 +156,11 @@ def _before_sources(spec: KernelSpec) -> int:
     return 4 * spec.ranks * most_experts(spec.experts, spec.ranks)
 
 
+def _put_ring(spec: KernelSpec) -> int:
+    """Shared memory of a warp that puts by bulk copies: PutRing of csrc/transport/puts.cuh."""
+    return _align(4 * (3712 + 8) + 4, 128) if spec.transport in ("puts", "nic") else 0
+
+
 def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
     """A block that makes row descriptors: all warps count and store, with counters of their own where there is room."""
     columns = 4 * (spec.experts + spec.ranks)
@@ -208,7 +214,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     # One put warp cannot fill its share of a link.  16 warps leave a thread 128 registers, 17 only 96.
     put_warps = (2 if receive_warps else 4) if several and not ends else 0
     forward_warps, forward = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
-    forward_total = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several
+    forward_total = forward_warps * _align(_FORWARD_SLOTS * (forward + 8) + 128, 128) + 128 * several + put_warps * _put_ring(spec)
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
     many = () if spec.packets or replicates or several else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
@@ -240,7 +246,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
                 "replicate_bytes": replicate,
                 "replicate_slots": replicate_slots,
                 "forward_bytes": forward,
-                "forward_slots": 2 * several,
+                "forward_slots": _FORWARD_SLOTS * several,
                 "count_warps": count_warps,
                 "count_bytes": beside,
                 "shared_bytes": _align(fixed, 128),
@@ -248,12 +254,27 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
 
 
+def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
+    """Reduce, pull and return-forward warps of a block of a combine across domains.
+
+    All of them add through rings, so a byte takes a warp of any role about as long, and a role has warps in proportion
+    to the bytes that it adds and puts.  Of 4096 tokens of DeepSeek-V3, a rank reduces 32768 rows.  With two domains of
+    one rank, it pulls 8192 and returns the sums of 4096; with two domains of four ranks, it pulls 15000 and adds 11000
+    to return 4096.  A wider wire doubles what is pulled and returned, and of flat rows a rank copies one for each token
+    in place of adding several.  16 warps, one of them the flag warp, leave a thread 128 registers.
+    """
+    if spec.in_place:
+        return 0, 7, 5
+    wide = spec.layout == _FLAT or TYPE_BYTES[spec.wire] > TYPE_BYTES[spec.type]
+    return (6, 4, 5) if wide else (7, 4, 4)
+
+
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """The warps and buffers of a block of a combine kernel; shared_bytes bounds CombineShared from above."""
     if spec.packets:
         reduce_warps, pull_warps, return_forward_warps = 8, 8, 0
     elif spec.domain_ranks:
-        reduce_warps, pull_warps, return_forward_warps = (0, 8, 4) if spec.in_place else (5, 7, 3)
+        reduce_warps, pull_warps, return_forward_warps = _combine_roles_of_domains(spec)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/decisions.md)
@@ -261,20 +282,27 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
-    if spec.domain_ranks and not spec.in_place:
-        summed = {2: 1536, 4: 3072}  # next to the sum of the domains
+    if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
+        several = spec.ranks > 2 * spec.domain_ranks
+        summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 2048} if several else {2: 1536, 4: 3072}
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
-    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] and not spec.domain_ranks:
-        beside += 16 * _MOST_SLOTS  # weights of single rows
-    fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * (_HEADER_BYTES + 16)
+    rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
+    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks:
+        beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add
+    fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16)
     fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
-    fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
+    fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16
-    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_forward_warps) * pull_bytes))
+    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // (rings * pull_bytes))
     used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
+    reduce_bytes, reduce_slots = 16, 0
+    if spec.domain_ranks and not spec.in_place:  # pieces of 32 fp32 columns a lane; the rings get what the others leave
+        reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, _LINE)
+        reduce_slots = min(_MOST_SLOTS, (left - used) // (reduce_warps * reduce_bytes))
+        used += reduce_slots * reduce_warps * reduce_bytes
     packet = packets.of_combine(spec.hidden * TYPE_BYTES[staged])
     return {
         "packet_row_bytes": packet.row_bytes,
@@ -285,6 +313,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         "flag_warps": int(reduce_warps > 0 and not spec.packets),
         "pull_bytes": pull_bytes,
         "pull_slots": pull_slots,
+        "reduce_bytes": reduce_bytes,
+        "reduce_slots": reduce_slots,
         "shared_bytes": _align(used + fixed, 128),
     }
 

@@ -85,8 +85,10 @@ class GpuExecutor:
             flags=offset + 2 * kernels.STATE_BYTES,
         )
         self._overlap.peers[: self._ranks] = self._addresses
+        self._overlap.control = window._opened.peers.addresses[self._rank]
         self._overlap.packets[:] = [packets, packets + self.packet_bytes]
         self._overlap.staging[:] = [staging, staging + self.staging_bytes]
+        self.staging = range(staging, staging + 2 * self.staging_bytes)
 
     def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Multiply the rows of all ranks.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,9 +23,10 @@ from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import seconds, wanted_device
 from moecomm.core.validation import check_dense, check_shape
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
-from moecomm.window import failures
+from moecomm.window import failures, symmetric
 from moecomm.window.calls import Calls
 from moecomm.window.host_calls import HostCalls
+from moecomm.window.memory import Memory, OwnMemory
 from moecomm.window.opened import Opened
 from moecomm.window.settings import WindowSettings
 
@@ -43,14 +44,18 @@ class Window:
 
     Args:
         group: as of a moecomm.Buffer.
-        nbytes: memory of each rank; the same on all ranks.
+        nbytes: memory of each rank; the same on all ranks.  None beside a tensor as `memory`, whose size it is.
         backend: "auto", "host" (CPU ranks), or for GPUs "lsa" (NVLink), "gin" (NCCL) or "nvshmem".
         device: where the memory is; default: the current GPU if a GPU backend can run, else the CPU.
         timeout_s: how long any wait for a peer may take, in seconds.
         signals: counters of each rank, 1 to 65536.
+        memory: where the bytes are.  None: in memory of the Window's own.  A contiguous tensor of torch's symmetric
+            memory is adopted: its bytes, as they are, become those of this rank, and stay torch's.  "torch": the
+            Window allocates `nbytes` there.  Either way torch's operators on symmetric memory take views of
+            `window.local`.  `group` is a process group then, and every rank passes the same kind.
 
     Raises:
-        BadInput: a value that can't be used, here or on the rank that it names.
+        BadInput: a value that can't be used, here or on the rank that it names; `memory` that torch has not made.
         Mismatch: ranks passed different values; names the field.
         Unsupported: the backend can't run on some rank, or a rank is in another NVLink domain.
         Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted.  No rank has opened then.
@@ -59,32 +64,39 @@ class Window:
     def __init__(
         self,
         group: Any,
-        nbytes: int,
+        nbytes: int | None = None,
         *,
         backend: BackendName = "auto",
         device: torch.device | str | int | None = None,
         timeout_s: float = 30.0,
         signals: int = 256,
+        memory: torch.Tensor | Literal["torch"] | None = None,
     ) -> None:
         group = rendezvous(group)
         with opening(group, timeout_s, of="Window") as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
+            size: Any = nbytes if memory is None else symmetric.asked_bytes(memory, nbytes, group)
+            if isinstance(memory, torch.Tensor):
+                wanted = symmetric.asked_device(memory, wanted)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
-            settings = WindowSettings(ranks.ranks, nbytes, signals, name)
+            settings = WindowSettings(ranks.ranks, size, signals, memory is not None, name)
             settings.agree(ranks)
             settings.check()
-            handle = _native.WindowHandle(ranks.rank, ranks.ranks, int(signals), int(nbytes))
+            handle = _native.WindowHandle(ranks.rank, ranks.ranks, int(signals), int(size), memory is not None)
             handle.timeout_ns = int(timeout_s * 1e9)
             with ExitStack() as undo:
                 peers, self.why = backends.open_peers(name, self.why, ranks, handle.total_bytes, wanted, timeout_s)
                 undo.callback(peers.close)
+                of_ranks: Memory = OwnMemory(peers, handle.nbytes)
+                if memory is not None:
+                    of_ranks = symmetric.open_memory(ranks, group, peers, memory, handle.nbytes)
                 with all_or_none(ranks):
-                    calls = _calls_of(peers, handle)
+                    calls = _calls_of(peers, of_ranks, handle)
                 ranks.settle()
                 undo.pop_all()
         self.rank, self.num_ranks, self.timeout_s = ranks.rank, ranks.ranks, timeout_s
         self.nbytes, self.num_signals = handle.nbytes, handle.num_signals
-        self._opened = Opened(peers, handle, calls)
+        self._opened = Opened(peers, of_ranks, handle, calls)
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
         self._in_barrier = threading.Lock()
@@ -104,7 +116,8 @@ class Window:
         """
         self._require_open()
         self._check_rank("rank", rank)
-        return self._opened.bytes_of(rank)
+        with self._while_open():
+            return self._opened.memory.bytes_of(rank)
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, *, rank: int | None = None, offset: int = 0
@@ -143,7 +156,7 @@ class Window:
             rank: that receives it; this rank, too.
             offset: of its first element in the memory of that rank, in bytes.
             signal: of that rank.  A rank that has seen it sees the bytes.
-            amount: to add to it.
+            amount: to add to it, 0 to 2^63 - 1.
 
         Raises:
             BadInput: it does not fit, or is on another device.
@@ -157,7 +170,7 @@ class Window:
         self._check_rank("rank", rank)
         if signal is not None:
             self._check_signal("signal", signal)
-            check_integer("amount", amount, 0)
+            check_integer("amount", amount, 0, _MOST_VALUE)
         with self._call():
             self.tensor(given.shape, given.dtype, rank=rank, offset=offset).copy_(given.detach())
             if signal is not None:
@@ -172,7 +185,7 @@ class Window:
         """
         self._check_rank("rank", rank)
         self._check_signal("index", index)
-        check_integer("amount", amount, 0)
+        check_integer("amount", amount, 0, _MOST_VALUE)
         with self._call():
             self._opened.calls.signal(rank, index, amount)
 
@@ -184,7 +197,7 @@ class Window:
         """
         self._check_rank("rank", rank)
         self._check_signal("index", index)
-        check_integer("value", value, 0)
+        check_integer("value", value, 0, _MOST_VALUE)
         with self._call():
             self._opened.calls.set_signal(rank, index, value)
 
@@ -192,10 +205,12 @@ class Window:
         """Return a signal of this rank.  GPUs: wait for the current stream first.
 
         Raises:
-            As signal().
+            BadInput: no such signal, or a CUDA graph is being captured.
+            Closed, Timeout, PeerLost, Aborted: as put().
         """
         self._check_signal("index", index)
         with self._call():
+            self._require_no_capture("signal_value")
             return self._opened.calls.signal_value(index)
 
     def wait(self, index: int, value: int, *, peer: int | None = None) -> None:
@@ -203,7 +218,7 @@ class Window:
 
         Args:
             index: of the signal.
-            value: at least 0.
+            value: 0 to 2^63 - 1; 0 has come already.
             peer: the rank that will raise it.  The wait then ends as soon as that rank has closed its Window, and
                 errors name it.
 
@@ -213,7 +228,7 @@ class Window:
             Closed: the Window is closed.
         """
         self._check_signal("index", index)
-        check_integer("value", value, 0)
+        check_integer("value", value, 0, _MOST_VALUE)
         if peer is not None:
             self._check_rank("peer", peer)
         with self._call():
@@ -237,21 +252,28 @@ class Window:
             self._in_barrier.release()
 
     def check(self) -> None:
-        """Wait for the device, and raise the error of a wait that has failed, if any."""
+        """Wait for the device, and raise the error of a wait that has failed, if any.
+
+        Raises:
+            BadInput: a CUDA graph is being captured.
+            Closed, Timeout, PeerLost, Aborted: the Window is closed, or has failed.
+        """
         with self._call():
+            self._require_no_capture("check")
             self._opened.calls.synchronize()
             self._raise_failure()
 
     def abort(self) -> None:
         """End every wait of all ranks at once, from any thread.  The Window can then only be closed."""
-        if not self._closed and not self._opened.closed:
+        with suppress(Closed), self._while_open():
             self._opened.calls.abort(_native.Failure.aborted)
 
     def close(self) -> None:
         """Let go of the memory.  Local and idempotent; tensors that are still referenced stay valid.
 
         Calls of other threads are aborted and awaited.  In a signal handler, the interrupted call is aborted, and
-        closes the Window when it ends.
+        closes the Window when it ends.  GPUs: wait for the device first; waits that are enqueued there end as they
+        would without it, or at once after abort().
         """
         self._closed = True
         self._close()
@@ -292,8 +314,8 @@ class Window:
 
     @property
     def backend(self) -> str:
-        """Name of the backend, with the kind of window where there are several: "host", "lsa/vmm"."""
-        return self._opened.peers.name
+        """Name of the backend, with the kind of memory where there are several: "host", "lsa/vmm", "lsa/torch"."""
+        return self._opened.memory.name
 
     @property
     def device(self) -> torch.device:
@@ -318,10 +340,16 @@ class Window:
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Count a call; raise what makes it impossible."""
+        with self._while_open():
+            self._raise_failure()
+            yield
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """Hold up the end of close(), so that memory stays mapped.  Raises Closed if it has begun."""
         self._require_open()  # first: in a forked child another thread may have held the gate
         with self._opened.gate.call():
             self._require_open()
-            self._raise_failure()
             yield
 
     def _check_rank(self, argument: str, rank: int) -> None:
@@ -329,6 +357,11 @@ class Window:
 
     def _check_signal(self, argument: str, index: int) -> None:
         check_integer(argument, index, 0, self.num_signals - 1)
+
+    def _require_no_capture(self, call: str) -> None:
+        """Raise BadInput for a call that waits for the device, which would make the capture invalid."""
+        if self._opened.calls.capturing():
+            raise BadInput(call, "a call during a capture", "a call outside of it")
 
     def _require_open(self) -> None:
         if self._closed or self._opened.closed:
@@ -346,17 +379,18 @@ class Window:
             raise self._failure
 
 
-def _calls_of(peers: Peers, handle: _native.WindowHandle) -> Calls:
+def _calls_of(peers: Peers, memory: Memory, handle: _native.WindowHandle) -> Calls:
     """Fill in the addresses of the handle; return the calls on it.
 
     Raises:
         Unsupported: loads and stores do not reach a rank.
     """
-    if (away := next((rank for rank, address in enumerate(peers.addresses) if not address), None)) is not None:
+    reached = zip(peers.addresses, memory.addresses, strict=True)
+    if (away := next((rank for rank, addresses in enumerate(reached) if not all(addresses)), None)) is not None:
         raise Unsupported(f"rank {away} is in another domain; a Window reaches all ranks by loads and stores")
     handle.record, handle.abort_host = peers.record, peers.abort_host
     if peers.device.type == "cpu":
-        return HostCalls(peers, handle)
+        return HostCalls(peers, memory, handle)
     from moecomm.window.gpu_calls import calls_of  # it brings cuda.core
 
-    return calls_of(peers, handle)
+    return calls_of(peers, memory, handle)

@@ -44,6 +44,10 @@ class Calls(Protocol):
         """End every wait of all ranks, with this rank as the culprit."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether a CUDA graph captures the current stream."""
+        ...
+
     def synchronize(self) -> None:
         """Wait for all work of the device that may use the window."""
         ...

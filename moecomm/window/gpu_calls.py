@@ -12,6 +12,7 @@ from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.core.peers import Peers
 from moecomm.jit import plain_kernel
 from moecomm.jit.structs import fields_of
+from moecomm.window.memory import Memory
 
 _THREADS = 64  # a thread for each rank of a barrier
 
@@ -36,14 +37,17 @@ def kernel(call: str) -> plain_kernel.PlainKernel:
 class GpuCalls:
     """See moecomm.window.calls.Calls.  The peers have CONTROL bytes of control memory more than they use."""
 
-    def __init__(self, peers: GpuPeers, handle: _native.WindowHandle) -> None:
+    def __init__(self, peers: GpuPeers, memory: Memory, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
         self._device = peers.device
-        self.pointers = torch.tensor(peers.addresses, dtype=torch.int64).to(peers.device)
-        handle.peers = self.pointers.data_ptr()
+        self.pointers, self._control = (
+            torch.tensor(addresses, dtype=torch.int64).to(peers.device)
+            for addresses in (memory.addresses, peers.addresses)
+        )
+        handle.peers, handle.control = self.pointers.data_ptr(), self._control.data_ptr()
         self._on_device = torch.frombuffer(bytearray(handle.content), dtype=torch.uint8).to(peers.device)
         self.handle_address = self._on_device.data_ptr()
-        torch.cuda.synchronize(peers.device)  # kernels of any stream may read both
+        torch.cuda.synchronize(peers.device)  # kernels of any stream may read all of it
         self._struct = Handle.from_buffer_copy(handle.content)
         for call in ("signal", "set_signal", "wait", "barrier"):  # now: loading waits for kernels that are running
             plain_kernel.load(kernel(call), peers.device.index)
@@ -61,7 +65,7 @@ class GpuCalls:
         self._launch("set_signal", value, rank, index)
 
     def signal_value(self, index: int) -> int:
-        """See Calls.  It can't be part of a capture."""
+        """See Calls."""
         address = self._peers.addresses[self._handle.rank] + self._handle.signals + 8 * index
         torch.cuda.current_stream(self._device).synchronize()
         return int.from_bytes(self._read(address, 8), "little")
@@ -87,6 +91,11 @@ class GpuCalls:
         word = self.abort_word().to_bytes(4, "little")
         self._write([address + self._handle.abort for address in self._peers.addresses], word)
 
+    def capturing(self) -> bool:
+        """See Calls."""
+        cuda_driver.bind_thread(self._device.index)
+        return _native.cuda_capturing(_native.current_stream(self._device.index))
+
     def synchronize(self) -> None:
         """See Calls."""
         torch.cuda.synchronize(self._device)
@@ -111,8 +120,8 @@ class GpuCalls:
         return self._peers.control.read(CONTROL, nbytes)
 
 
-def calls_of(peers: Peers, handle: _native.WindowHandle) -> GpuCalls:
+def calls_of(peers: Peers, memory: Memory, handle: _native.WindowHandle) -> GpuCalls:
     """Return the calls on the memory of GPUs."""
     assert isinstance(peers, GpuPeers)
     with torch.cuda.device(peers.device):
-        return GpuCalls(peers, handle)
+        return GpuCalls(peers, memory, handle)

@@ -8,17 +8,18 @@ import torch
 
 from moecomm import _native
 from moecomm.core.peers import Peers
+from moecomm.window.memory import Memory
 
 
 class HostCalls:
     """See moecomm.window.calls.Calls."""
 
-    def __init__(self, peers: Peers, handle: _native.WindowHandle) -> None:
+    def __init__(self, peers: Peers, memory: Memory, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
-        self._table = array("Q", peers.addresses)
-        handle.peers = self._table.buffer_info()[0]
+        self._tables = array("Q", memory.addresses), array("Q", peers.addresses)
+        handle.peers, handle.control = (table.buffer_info()[0] for table in self._tables)
         self.handle_address = handle.address
-        self.pointers = torch.tensor(peers.addresses, dtype=torch.int64)
+        self.pointers = torch.tensor(memory.addresses, dtype=torch.int64)
 
     def signal(self, rank: int, index: int, amount: int) -> None:
         """See Calls."""
@@ -50,6 +51,10 @@ class HostCalls:
         self._peers.abort(cause, self._handle.rank)
         for address in self._peers.addresses:
             _native.set_abort(address + self._handle.abort, cause, self._handle.rank)
+
+    def capturing(self) -> bool:
+        """Return False: there are no graphs."""
+        return False
 
     def synchronize(self) -> None:
         """Do nothing: there are no streams."""

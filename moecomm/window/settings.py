@@ -12,10 +12,11 @@ from moecomm.core.integers import is_integer
 from moecomm.core.protocol import MAX_HOST_RANKS, MAX_RANKS
 from moecomm.errors import BadInput, Mismatch
 
-VERSION = 1  # of the layout in csrc/window/window.h
+VERSION = 2  # of the layout in csrc/window/window.h
 MAX_SIGNALS = _native.constants()["max_signals"]
 _MOST_BYTES = 1 << 46
-_PACKED = "<3q16s"
+_MEMORY = ("memory of the Window's own", "torch's symmetric memory")
+_PACKED = "<4q16s"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class WindowSettings:
     ranks: int
     nbytes: Any
     signals: Any
+    torch_memory: bool  # adopted from torch's symmetric memory, or allocated there
     backend: str
 
     def agree(self, group: Rendezvous) -> None:
@@ -34,7 +36,8 @@ class WindowSettings:
             Mismatch: on every rank, with the first field in which ranks differ.
             BadInput: at once, for a field that is no number.
         """
-        names, mine = ("version", "nbytes", "signals"), (VERSION, self.nbytes, self.signals)
+        names = ("version", "memory", "nbytes", "signals")
+        mine = (VERSION, int(self.torch_memory), self.nbytes, self.signals)
         for name, value in zip(names, mine, strict=True):
             if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
@@ -43,6 +46,8 @@ class WindowSettings:
             *numbers, backend = struct.unpack(_PACKED, theirs)
             for name, ours, other in zip(names, mine, numbers, strict=True):
                 if ours != other:
+                    if name == "memory":
+                        ours, other = _MEMORY[bool(ours)], _MEMORY[bool(other)]
                     raise Mismatch(name, ours, other, rank)
             if (name := backend.rstrip(b"\0").decode(errors="replace")) != self.backend:
                 raise Mismatch("backend", self.backend, name, rank)

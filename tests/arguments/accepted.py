@@ -42,6 +42,13 @@ _HINTS = (
     *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "num_max_tokens_per_rank", "hidden", "num_topk"),
 )
 
+_PRODUCTS = tuple(
+    f"overlap.{name}"
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
+)
+_MATRICES = tuple(f"{name}({argument})" for name in _PRODUCTS for argument in ("x", "w"))
+_LOOKUP = _of("overlap.embedding_all_to_all", "tables", "indices", "offsets")
+
 TABLE = (
     Row(
         "a default, or nothing",
@@ -53,7 +60,7 @@ TABLE = (
             *("previous_event", "previous_event_before_epilogue", "quantize", "scales", "scaling_factor", "schedule"),
             *("sync", "topk_weights", "use_host_meta", "do_cpu_sync", "weight_grads", "window_bytes", "wire"),
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
-            *("activation", "capacity_factor", "dropped", "overflow"),
+            *("activation", "capacity_factor", "dropped", "offsets", "overflow"),
         ),
     ),
     Row(
@@ -77,6 +84,7 @@ TABLE = (
                 "prefer_overlap_with_compute",
                 "release_handle",
                 "replace",
+                "return_gathered",
                 "return_recv_hook",
             ),
             *(
@@ -198,6 +206,14 @@ TABLE = (
         ),
     ),
     Row(
+        "copied where they do not lie as products and lookups need them, or zeros",
+        ("by column", "with gaps", "rows that are one", "negated", "requires_grad", "a parameter", "without memory"),
+        (*_MATRICES, *_LOOKUP),
+    ),
+    Row("likewise, of another library", ("an array",), _LOOKUP),
+    Row("any number of rows on one rank", ("one row fewer", "one row more", "no rows"), _MATRICES[:6]),
+    Row("any number of columns, and two tables of one bag each", ("one column fewer", "one row more"), _LOOKUP[:2]),
+    Row(
         "converted",
         ("double",),
         (
@@ -268,7 +284,7 @@ TABLE = (
             *("num_experts", "num_groups", "num_local_experts", "num_max_dispatch_tokens_per_rank"),
             *("num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_send_tokens", "num_of_experts", "num_ranks"),
             *("num_max_tokens_per_rank", "num_topk", "ranks", "routed", "row_unit", "scale_format", "scale_layout"),
-            *("stages", "target", "tokens", "topk", "topk_groups", "x"),
+            *("stages", "target", "tokens", "topk", "topk_groups", "workspace", "x"),
         ),
     ),
 )

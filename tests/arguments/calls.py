@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 import moecomm
-from moecomm import compat, fused, nn, ops, router
+from moecomm import compat, fused, nn, ops, overlap, router
 from moecomm.compat import deep_ep
 from moecomm.core.rendezvous import Alone
 from moecomm.tools import launch
@@ -31,6 +31,7 @@ MODULES: dict[str, ModuleType] = {
     "ops": ops,
     "nn": nn,
     "fused": fused,
+    "overlap": overlap,
     "compat": compat,
     "deep_ep": deep_ep,
 }
@@ -50,6 +51,7 @@ NOT_CALLED = {
     "ops.ChunkedHandle",  # see tests/ops/test_overflow.py
     "nn.Gate.__call__",  # forward()
     "fused.Fp8",
+    "overlap.Workspace.call",  # of the operators
     "deep_ep.EPHandle",
     "deep_ep.EventHandle",
 }
@@ -152,6 +154,30 @@ def of_windows() -> dict[str, list[Call]]:
         "moecomm.Window.set_signal": [Call(window.set_signal, {"rank": 0, "index": 0, "value": 1})],
         "moecomm.Window.signal_value": [Call(window.signal_value, {"index": 0})],
         "moecomm.Window.wait": [Call(wait, {"index": 0, "value": 0, "peer": 0})],
+    }
+
+
+def of_overlap() -> dict[str, list[Call]]:
+    """Calls of moecomm.overlap."""
+    workspace = overlap.Workspace("self", 1 << 16, backend="host", timeout_s=5)
+    opened = {"group": None, "nbytes": 4096, "backend": "host", "device": None, "timeout_s": 5.0}
+    x, w = torch.randn(T, H).to(BF16), torch.randn(I, H).to(BF16)
+    product: dict[str, Any] = {"x": x, "w": w, "workspace": workspace, "fused": None}
+    indices, offsets = torch.tensor([[[0, 1], [2, -1]]]), torch.tensor([0, 2, 3])
+    lookup: dict[str, Any] = {"tables": torch.randn(1, 3, 5), "indices": indices, "workspace": workspace, "fused": None}
+    ragged = {**lookup, "indices": torch.tensor([0, 1, 2]), "offsets": offsets}
+    return {
+        "overlap.Workspace": [Call(overlap.Workspace, opened, _close)],
+        "overlap.all_gather_matmul": [Call(overlap.all_gather_matmul, {**product, "return_gathered": False})],
+        "overlap.matmul_reduce_scatter": [Call(overlap.matmul_reduce_scatter, product)],
+        "overlap.matmul_all_reduce": [Call(overlap.matmul_all_reduce, product)],
+        "overlap.matmul_all_to_all": [
+            Call(overlap.matmul_all_to_all, {**product, "x": x.view(1, 1, T, H), "w": w.unsqueeze(0)})
+        ],
+        "overlap.embedding_all_to_all": [
+            Call(overlap.embedding_all_to_all, {**lookup, "offsets": None}),
+            Call(overlap.embedding_all_to_all, ragged),
+        ],
     }
 
 
@@ -280,6 +306,7 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(made.moe, {"x": x, **experts, "w13": fused.quantize_weights(w13), "w2": fused.quantize_weights(w2)}),
         ],
         **of_windows(),
+        **of_overlap(),
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
         "launch.launch": [
             Call(not_started, {"target": "moecomm:none", "job": {}, "ranks": 1, "limit_s": 60.0}),

@@ -35,10 +35,10 @@ def test_the_environment_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_kernels_read() -> None:
-    """Windows; picoseconds a byte and a message, ns of latency; when the link is free, and what each channel sent."""
+    """Windows; picoseconds a byte and a message, ns of latency; when its processor and its wire are free, and what each channel sent."""
     cpu = torch.device("cpu")
     assert emulated_nic.link(None, [7, 8, 9], cpu).tolist() == [7, 8, 9]
     words = emulated_nic.link(Nic(), [7, 8, 9], cpu)
-    assert words.dtype is torch.int64 and words.tolist() == [7, 8, 9, 20, 100_000, 3000, 0, *[0] * 16 * 3]
+    assert words.dtype is torch.int64 and words.tolist() == [7, 8, 9, 20, 100_000, 3000, 0, 0, *[0] * 16 * 3]
     found = re.search(r"kNicChannels = (\d+);", (loader.headers() / "transport/nic.cuh").read_text())
     assert found is not None and int(found.group(1)) == emulated_nic._CHANNELS

@@ -20,6 +20,7 @@ from moecomm.backends.reach import Layout, Reach
 from moecomm.core.group import Rendezvous
 from moecomm.core.rendezvous import Alone
 from moecomm.window import gpu_calls
+from moecomm.window.memory import OwnMemory
 
 from .conftest import run_ranks
 from .test_lsa_without_gpu import shape_of
@@ -183,7 +184,7 @@ def test_calls_of_a_window_launch_kernels_with_the_handle(monkeypatch: pytest.Mo
         Extent(handle.total_bytes, handle.total_bytes, handle.total_bytes), [(0, handle.total_bytes)], lambda: None
     )
     handle.record, handle.abort_host = peers.record, peers.abort_host
-    calls = gpu_calls.calls_of(peers, handle)
+    calls = gpu_calls.calls_of(peers, OwnMemory(peers, 256), handle)
     calls.signal(0, 3, 5)
     calls.set_signal(0, 4, 6)
     assert calls.wait(2, 7, -1) and calls.barrier()
@@ -195,12 +196,65 @@ def test_calls_of_a_window_launch_kernels_with_the_handle(monkeypatch: pytest.Mo
         assert bytes(args.window) == handle.content
         assert ctypes.c_uint64.from_address(args.window.peers).value == peers.addresses[0]
     assert ctypes.string_at(calls.handle_address, len(handle.content)) == handle.content
+    assert handle.control != handle.peers, "a table each"
     handle.set_signal(0, 5, 99)
     assert calls.signal_value(5) == 99
     calls.abort(_native.Failure.aborted)
     assert calls.abort_word() == _native.read_word(peers.addresses[0] + handle.abort) != 0
     calls.leave()
     assert _native.read_word(peers.addresses[0] + handle.left) == 1
+
+
+def window_on_gpu(monkeypatch: pytest.MonkeyPatch, reach: type[Reach]) -> moecomm.Window:
+    """A Window of one rank whose kernels are not launched."""
+    monkeypatch.setattr(gpu_calls.plain_kernel, "load", lambda kernel, index: 1)
+    monkeypatch.setattr(gpu_calls.plain_kernel, "launch_on", lambda device, kernel, blocks, args: None)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(moecomm.backends, "missing", lambda name: "")
+    backend = SimpleNamespace(
+        open_peers=lambda ranks, nbytes, device, timeout_s: gpu_peers.open_peers(
+            ranks, nbytes, device, timeout_s, reach, ""
+        )
+    )
+    monkeypatch.setattr(moecomm.backends, "load", lambda name: backend)
+    return moecomm.Window("self", 256, backend="lsa", timeout_s=5.0)
+
+
+def test_calls_that_wait_for_the_gpu_are_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = [False]
+    monkeypatch.setattr(_native, "current_stream", lambda device: 7)
+    monkeypatch.setattr(_native, "cuda_capturing", lambda stream: captures[0])
+    window = window_on_gpu(monkeypatch, FakeReach)
+    with window:
+        window.check()
+        captures[0] = True
+        window.wait(0, 1)
+        window.barrier()
+        for call, name in ((window.check, "check"), (lambda: window.signal_value(0), "signal_value")):
+            with pytest.raises(moecomm.BadInput, match="during a capture") as caught:
+                call()
+            assert caught.value.argument == name
+
+
+def test_a_source_on_another_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        window_on_gpu(monkeypatch, FakeReach) as window,
+        pytest.raises(moecomm.BadInput, match="cuda:0") as caught,
+    ):
+        window.put(torch.ones(4), 0)
+    assert caught.value.argument == "source"
+
+
+def test_a_rank_of_another_domain_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(FakeReach):
+        def open_window(self, layout: Layout) -> Any:
+            window = super().open_window(layout)
+            window.peers = [0]
+            return window
+
+    with pytest.raises(moecomm.Unsupported, match="rank 0 is in another domain"):
+        window_on_gpu(monkeypatch, Away)
 
 
 def test_a_device_that_is_no_gpu_is_named() -> None:

@@ -86,6 +86,7 @@ SPECS = {
     "dispatch across an emulated NIC": dispatch(**ACROSS | {"transport": "nic"}),
     "combine across an emulated NIC": combine(**ACROSS | {"transport": "nic"}),
     "combine across domains": combine(**ACROSS),
+    "combine across domains, bf16 on the wire": combine(wire=BF16, **ACROSS),
     "combine across domains, flat": combine(layout=FLAT, **ACROSS),
     "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),
     "combine across domains by weights of the homes": combine(own_weights=True, **ACROSS),
@@ -180,6 +181,15 @@ def test_every_shape_has_room() -> None:
                 assert fields["shared_bytes"] <= 227 * 1024
                 fields = jit.block_fields(combine(hidden=hidden, ranks=ranks, experts=experts, layout=layout))
                 assert fields["pull_slots"] >= 2 and fields["shared_bytes"] <= 227 * 1024
+                if ranks == 1:
+                    continue
+                for type_, wire in ((BF16, BF16), (BF16, FP32), (FP32, FP32)):
+                    several = {"domain_ranks": ranks // 2, "transport": "puts", "type": type_, "wire": wire}
+                    fields = jit.block_fields(
+                        combine(hidden=hidden, ranks=ranks, experts=experts, layout=layout, **several)
+                    )
+                    assert min(fields["pull_slots"], fields["reduce_slots"]) >= 2
+                    assert fields["shared_bytes"] <= 227 * 1024 and jit.block_threads(fields) == 512
 
 
 def test_the_descriptor_of_memory_is_where_it_is_looked_for() -> None:

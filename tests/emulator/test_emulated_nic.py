@@ -53,10 +53,10 @@ def test_rounds_take_as_long_as_the_wire(
         for rank in range(RANKS):
             messages = sum(machine.puts(rank, peer) - puts[rank][peer] for peer in range(RANKS))
             assert messages >= len(others(rank)), "tagged words"
-            figures = (machine.put_bytes(rank) - sent[rank]) / nic.gbs, messages / nic.mega_messages * 1000
-            least = max(least, *figures)
-            free = int(machine.links[rank][RANKS + 3])
-            assert begin + max(figures) <= free, "the link was taken for all of it"
+            processor, wire = messages / nic.mega_messages * 1000, (machine.put_bytes(rank) - sent[rank]) / nic.gbs
+            least = max(least, processor, wire)
+            free = machine.links[rank][RANKS + 3 :].tolist()
+            assert begin + processor <= free[0] and begin + wire <= free[1], "both were taken for all of it"
         # Rows leave after the tagged words have come, or with them.
         took.append((end - begin, int(least + 1000 * nic.latency_us)))
 

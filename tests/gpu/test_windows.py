@@ -112,6 +112,9 @@ def test_virtual_ranks_read_from_peers_in_a_graph() -> None:
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[-1], capture_error_mode="thread_local"):
                 exchange(window)
+                for call in (window.check, lambda window=window: window.signal_value(0)):
+                    with pytest.raises(moecomm.BadInput, match="during a capture"):
+                        call()
         for turn in range(50):
             for rank in range(2):
                 mine[rank].fill_(10 * turn + rank)
@@ -232,6 +235,19 @@ def test_abort_ends_a_kernel_of_another_rank() -> None:
 
 @pytest.mark.gpu1
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(("aborted", "least_s", "most_s"), [(False, 1.5, 6.0), (True, 0.0, 1.0)])
+def test_close_waits_for_enqueued_waits(aborted: bool, least_s: float, most_s: float) -> None:
+    with windows(1, 4096, timeout_s=2.0) as (opened, _):
+        opened[0].wait(0, 1)
+        begin = time.monotonic()
+        if aborted:
+            opened[0].abort()
+        opened[0].close()
+        assert least_s <= time.monotonic() - begin < most_s
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(60)
 def test_tensors_outlive_the_window() -> None:
     with windows(2, 1 << 20) as (opened, _):
         for window in opened:
@@ -297,6 +313,55 @@ def test_processes_gather_exchange_halos_and_put(gpu_ranks: Ranks, kind: str) ->
     assert gpu_ranks.results(count, timeout_s=150) == dict.fromkeys(range(count), "done")
 
 
+def _on_memory_of_torch(rank: int, group: Any) -> str:
+    import torch.distributed._symmetric_memory as symmetric_memory
+    import window_ring
+
+    torch.cuda.set_device(rank)
+    load_kernels()
+    ranks, last, following = group.size(), (rank - 1) % group.size(), (rank + 1) % group.size()
+    memory = symmetric_memory.empty(1 << 28, dtype=torch.float32, device=torch.device("cuda", rank))  # 1 GiB
+    memory.fill_(rank + 1)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    with moecomm.Window(group, memory=memory, timeout_s=60) as window:
+        assert window.backend.endswith("/torch") and window.nbytes == memory.nbytes
+        assert free - torch.cuda.mem_get_info()[0] < memory.nbytes // 2, "no second allocation"
+        here = window.tensor((1 << 20,), torch.float32)
+        assert here.data_ptr() == memory.data_ptr() and (here == rank + 1).all()
+        window.barrier()
+        assert (window.tensor((1 << 20,), torch.float32, rank=following) == following + 1).all()
+        window.barrier()
+        for turn in range(1, 51):
+            window.put(torch.full((1 << 20,), 100.0 * turn + rank, device="cuda"), following, signal=0)
+            window.wait(0, turn, peer=last)
+            assert (memory[: 1 << 20] == 100.0 * turn + last).all() and memory[1 << 20] == rank + 1
+            window.barrier()
+        window.check()
+        part = window.tensor((4096,), torch.float32, offset=1 << 20).fill_(rank + 1)
+        window.barrier()
+        total = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group.group_name)
+        assert (total == ranks * (ranks + 1) / 2).all()
+        window.barrier()
+        window.check()
+    assert (memory[1 << 21 :] == rank + 1).all()
+    gather = window_ring.AllGather(group, 8192, timeout_s=60, memory="torch")
+    for call in range(20):
+        rows = gather(torch.full((8192,), rank + 10.0 * call, device="cuda"))
+        assert torch.equal(rows, (torch.arange(ranks) + 10.0 * call).cuda()[:, None].expand(-1, 8192))
+    assert symmetric_memory.rendezvous(rows, group).world_size == ranks
+    gather.window.close()
+    return "done"
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(150)
+def test_torchs_symmetric_memory_is_adopted_and_allocated(gpu_ranks: Ranks) -> None:
+    count = min(4, torch.cuda.device_count())
+    gpu_ranks.start(count, _on_memory_of_torch)
+    assert gpu_ranks.results(count, timeout_s=120) == dict.fromkeys(range(count), "done")
+
+
 def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
     window = moecomm.Window(group, 4096, **options_of(rank, kind, 3))
     window.barrier()
@@ -332,20 +397,26 @@ def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: 
 
 
 def _triton(rank: int, group: Any) -> str:
+    from window_halo_triton import spread
     from window_ring_triton import AllGather
 
     torch.cuda.set_device(rank)
-    gather = AllGather(group, 1000, backend="lsa", timeout_s=60)
-    for call in range(20):
-        rows = gather(torch.full((1000,), rank + 10.0 * call, device="cuda"))
-        assert torch.equal(rows, (torch.arange(group.size()) + 10.0 * call).cuda()[:, None].expand(-1, 1000))
-    gather.window.close()
+    ranks, cells, steps = group.size(), 1000, 200
+    for memory in (None, "torch"):  # with signals behind the memory, and elsewhere
+        options: dict[str, Any] = {"backend": "lsa", "timeout_s": 60, "memory": memory}
+        gather = AllGather(group, 1000, **options)
+        for call in range(20):
+            rows = gather(torch.full((1000,), rank + 10.0 * call, device="cuda"))
+            assert torch.equal(rows, (torch.arange(ranks) + 10.0 * call).cuda()[:, None].expand(-1, 1000))
+        gather.window.close()
+        found = spread(group, heated(rank, cells).cuda(), steps, **options)
+        torch.testing.assert_close(found.cpu(), reference(ranks, cells, steps)[rank])
     return "done"
 
 
 @pytest.mark.gpu2
 @pytest.mark.timeout(150)
-def test_the_ring_in_triton(gpu_ranks: Ranks) -> None:
+def test_the_examples_in_triton(gpu_ranks: Ranks) -> None:
     pytest.importorskip("triton")
     count = min(4, torch.cuda.device_count())
     gpu_ranks.start(count, _triton)

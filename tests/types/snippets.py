@@ -28,6 +28,11 @@ def words(buffer: Buffer, x: T, idx: T, layer: Any) -> None:
     moecomm.ops.dispatch(buffer, x, idx, layout="exprt")  # type: ignore[arg-type]
     moecomm.ops.moe(buffer, x, idx, None, x, x, fused="yes")  # type: ignore[arg-type]
     moecomm.Router(64, 8, 2, gate="softmin")  # type: ignore[arg-type]
+    workspace = moecomm.overlap.Workspace("self", 4096)
+    assert_type(moecomm.overlap.all_gather_matmul(x, x, workspace), T)
+    assert_type(moecomm.overlap.all_gather_matmul(x, x, workspace, return_gathered=True), tuple[T, T])
+    moecomm.overlap.matmul_all_reduce(x, x, workspace, fused="yes")  # type: ignore[arg-type]
+    moecomm.overlap.Workspace("self", 4096, backend="nvlink")  # type: ignore[arg-type]
     sizes = moecomm.nn.ExpertParallel(hidden=64, intermediate=64, num_experts=8, topk=2, max_tokens=4)
     assert_type(sizes.open(), Buffer)
     moecomm.nn.ExpertParallel(

@@ -146,13 +146,25 @@ def test_a_handler_may_close_the_window_that_waits(ranks: Ranks) -> None:
 
 def _forked(rank: int, group: Any) -> bool:
     with moecomm.Window(group, 64, **HOST) as window:
+        calls = [
+            window.barrier,
+            window.check,
+            lambda: window.local,
+            lambda: window.wait(0, 0),
+            lambda: window.signal(0, 0),
+            lambda: window.handle,
+        ]
         child = os.fork()
         if child == 0:
             try:
-                window.barrier()
-            except moecomm.Closed as error:
-                os._exit(0 if "before this process was forked" in str(error) else 1)
-            os._exit(2)
+                for call in calls:
+                    with pytest.raises(moecomm.Closed, match="before this process was forked"):
+                        call()
+                window.abort()  # disturbs nobody
+                window.close()
+            except BaseException:  # noqa: BLE001 - a child of a test must not go on with it
+                os._exit(1)
+            os._exit(0)
         status = os.waitpid(child, 0)[1]
         window.barrier()
         return os.waitstatus_to_exitcode(status) == 0

@@ -28,7 +28,7 @@ def test_the_twin_has_no_races_and_no_bad_accesses(tmp_path: Path, sanitizer: st
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("add_release(peer<u64>", "__atomic_fetch_add(peer<u64>"),
+        ("add_release(control_word<u64>", "__atomic_fetch_add(control_word<u64>"),
         ("            seen = load_acquire(word);\n", "            seen = load_relaxed(word);\n"),
     ],
     ids=["release", "acquire"],

@@ -117,6 +117,9 @@ BAD: dict[str, tuple[Callable[[moecomm.Window], Any], str]] = {
     "signal of put": (lambda w: w.put(torch.ones(1), 0, signal=-1), "signal"),
     "amount": (lambda w: w.signal(0, 0, -1), "amount"),
     "value": (lambda w: w.wait(0, 1.5), "value"),
+    "value below": (lambda w: w.wait(0, -1), "value"),
+    "value above": (lambda w: w.set_signal(0, 0, 1 << 63), "value"),
+    "amount above": (lambda w: w.put(torch.ones(1), 0, signal=0, amount=1 << 63), "amount"),
     "peer": (lambda w: w.wait(0, 1, peer=3), "peer"),
     "shape": (lambda w: w.tensor((1025,), torch.float32), "shape"),
     "shape text": (lambda w: w.tensor("12", torch.uint8), "shape"),
@@ -271,6 +274,71 @@ def test_abort_ends_the_waits_of_all_ranks() -> None:
     assert run_ranks(RANKS, run) == [0] * RANKS
 
 
+def test_zero_has_come_already() -> None:
+    """Even if the rank that is named has closed, and at once."""
+
+    def run(group: Any) -> None:
+        window = moecomm.Window(group, 64, **HOST)
+        if group.rank == 0:
+            window.wait(0, 0)
+            window.barrier()
+            with pytest.raises(moecomm.PeerLost, match="rank 1 is gone") as caught:
+                window.barrier()
+            assert caught.value.op == "barrier"
+        else:
+            window.barrier()
+        window.close()
+
+    assert run_ranks(2, run) == [None, None]
+    with moecomm.Window("self", 64, backend="host", timeout_s=1e-6) as window:
+        window.wait(0, 0, peer=0)
+
+
+def test_a_message_about_values_says_how_large_they_may_be() -> None:
+    with moecomm.Window("self", 64, **HOST) as window, pytest.raises(moecomm.BadInput, match=f"0 to {(1 << 63) - 1}"):
+        window.wait(0, 1 << 63)
+
+
+def test_abort_and_views_while_another_thread_closes() -> None:
+    """The end of close() waits for them: they write to memory that it unmaps."""
+
+    def closed_meanwhile(call: Callable[[moecomm.Window], Any], *, raises: bool) -> None:
+        window = moecomm.Window("self", 64, **HOST)
+        opened, closing = window._opened, threading.Thread(target=window.close)
+
+        class Memory:
+            """Begins to close the Window, and looks whether that goes on."""
+
+            addresses, name = opened.memory.addresses, "host"
+
+            @staticmethod
+            def bytes_of(rank: int) -> torch.Tensor:
+                begin()
+                return memory.bytes_of(rank)
+
+        def begin(*cause: int) -> None:
+            if not closing.is_alive() and not window.closed:
+                closing.start()
+                closing.join(0.1)
+                assert closing.is_alive() and not opened.closed
+            if cause:
+                abort(*cause)
+
+        memory, abort = opened.memory, opened.calls.abort
+        opened.memory, opened.calls.abort = Memory(), begin  # type: ignore[method-assign]
+        call(window)
+        closing.join()
+        assert opened.closed
+        if raises:
+            with pytest.raises(moecomm.Closed):
+                call(window)
+        else:
+            call(window)
+
+    closed_meanwhile(moecomm.Window.abort, raises=False)
+    closed_meanwhile(lambda window: window.local, raises=True)
+
+
 def test_close_ends_a_wait_of_another_thread() -> None:
     window = moecomm.Window("self", 64, **HOST)
     found: list[BaseException] = []
@@ -353,5 +421,5 @@ def test_what_a_window_says_of_itself() -> None:
         assert window.backend == "host" and window.device == torch.device("cpu") and window.timeout_s == 20.0
         assert "open" in repr(window) and "100 bytes" in repr(window)
         assert window.pointers.tolist() == [window.local.data_ptr()]
-        assert len(window.handle) == 104 and window.handle_address != 0
+        assert len(window.handle) == 112 and window.handle_address != 0
     assert "closed" in repr(window)

@@ -55,7 +55,7 @@ int main() {
     std::vector<char> fine(kRanks);
     for (int r = 0; r < kRanks; ++r) {
         Window& w = ranks[r].window;
-        w.peers = reinterpret_cast<unsigned long long>(table.data());
+        w.peers = w.control = reinterpret_cast<unsigned long long>(table.data());
         w.record = reinterpret_cast<unsigned long long>(&ranks[r].record);
         w.abort_host = reinterpret_cast<unsigned long long>(&ranks[r].abort);
         w.timeout_ns = 60'000'000'000ull;

@@ -24,7 +24,7 @@ MOECOMM_FN bool await_headers_seen(const Call& c) {
 // Called by all lanes of a return-forward warp. Waits until a chunk is staged (acquire) unless rows are read in place, puts its rows to
 // `source_rank`, then signals. Returns false in all lanes if a wait failed; the failure record is filled.
 template <class Call>
-MOECOMM_FN bool put_chunk(const Call& c, i32 source_rank, i32 chunk) {
+MOECOMM_FN bool put_chunk(const Call& c, i32 warp, i32 source_rank, i32 chunk) {
     constexpr CombineConfig cfg = Call::cfg;
     const auto* ranges = reinterpret_cast<const u32*>(c.a.route.ranges) + static_cast<i64>(source_rank) * c.shape().max_tokens;
     const u64 range = ranges[chunk];
@@ -39,7 +39,7 @@ MOECOMM_FN bool put_chunk(const Call& c, i32 source_rank, i32 chunk) {
                 [&] { return static_cast<i64>(signal_word(load_acquire(flag))); });
         if (!__all_sync(kAllLanes, in_time)) return false;
     }
-    const auto channel = c.channel();
+    const auto channel = c.put_channel(warp);
     const i64 bytes = c.a.weight_grads != 0 ? c.shape().staged_row_bytes : align_up<i64>(cfg.staged_bytes(), 16);
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
         i32 row = slot;
@@ -81,7 +81,7 @@ MOECOMM_FN bool put_direct(const Call& c, i32 warp) {
         if (c.direct_to(source_rank_of(n))) most = max(most, c.chunks_of(source_rank_of(n)));
     for (i32 item = blockIdx.x + gridDim.x * warp; item < most * scaleout_ranks; item += gridDim.x * cfg.return_forward_warps) {
         const i32 source_rank = source_rank_of(item % scaleout_ranks), chunk = item / scaleout_ranks;
-        if (c.direct_to(source_rank) && chunk < c.chunks_of(source_rank) && !put_chunk(c, source_rank, chunk)) return false;
+        if (c.direct_to(source_rank) && chunk < c.chunks_of(source_rank) && !put_chunk(c, warp, source_rank, chunk)) return false;
     }
     return true;
 }

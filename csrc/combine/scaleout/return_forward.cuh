@@ -13,20 +13,25 @@ struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
-    static constexpr bool kSingles = false, kAddsDomains = false;
+    static constexpr bool kSingles = false, kAddsDomains = false, kNests = false, kFactors = false, kCopies = false;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
     static constexpr i32 kOthers = cfg.domains() - 1;
 
     const Call& c;
+    const i32 warp;                              // among those of the block
     const i32 work_list;                         // number of work items of all return-forward warps
     i32 nth;                                     // this warp's next work item
     i32 at = 0;                                  // next piece of the row of its next token
     u32 tokens_left = 0;                         // one bit for each of its remaining tokens that this domain has rows of
+    i32 slot = -1, next_slot = -1;               // this lane's slots of its next token and of the one after it, loaded ahead
+    i32 token = -1;                              // the token being opened,
+    const u8* row = nullptr;                     // and this lane's row of it
     bool item_open = false, place_free = false;  // `tokens_left` is known; the places of its sums are free
     i32 seen = -1;                               // the work item for which this lane has acquired the flag of its rank
     bool failed = false;
 
-    MOECOMM_FN ReturnForward(const Call& call, i32 warp) : c(call), work_list(count(call)), nth(blockIdx.x + gridDim.x * warp) {}
+    MOECOMM_FN ReturnForward(const Call& call, i32 this_warp)
+        : c(call), warp(this_warp), work_list(count(call)), nth(blockIdx.x + gridDim.x * this_warp) {}
 
     MOECOMM_FN static i32 count(const Call& c) {
         i32 most = 0;
@@ -53,12 +58,20 @@ struct ReturnForward {
         bool any = false;
         if (lane_id() < sent.chunk_tokens && token < sent.num_tokens) {
             const i32* slots = kept(domain_of_work(work), token) + 2 * cfg.topk;
-            for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any = any || slots[i] >= 0;
+            for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any |= slots[i] >= 0;  // all loads at once
         }
         return __ballot_sync(kAllLanes, any);
     }
+    MOECOMM_FN i32 first_token(u32 tokens) const { return chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(tokens) - 1; }
+    // Loads the slot of the first token of a mask at the rank of this domain that this lane serves.
+    MOECOMM_FN i32 slot_of_first(u32 tokens) const {
+        if (tokens == 0 || lane_id() >= cfg.scaleup_ranks()) return -1;
+        return kept(domain_of_work(nth), first_token(tokens))[2 * cfg.topk + lane_id()];
+    }
     MOECOMM_FN void begin_work() {
         tokens_left = tokens_of(nth);
+        slot = slot_of_first(tokens_left);
+        next_slot = slot_of_first(tokens_left & (tokens_left - 1));
         at = 0;
         item_open = true;
         place_free = tokens_left == 0 || chunk_of(nth) < ring_of(nth);
@@ -101,6 +114,25 @@ struct ReturnForward {
 
     // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
+        if (at == 0) {
+            const Next next = open_token(out, may_wait);
+            if (next != Next::item || out.token < 0) return next;
+        }
+        out = {0, at * kPieceColumns, token, domain_of_work(nth), -1};
+        if (row != nullptr) source = row + out.column * bytes_of(kType);
+        if (++at < kPieces) return Next::item;
+        at = 0;
+        tokens_left &= tokens_left - 1;
+        slot = next_slot;
+        next_slot = slot_of_first(tokens_left & (tokens_left - 1));
+        if (tokens_left == 0) {
+            out.step = nth;
+            end_work();
+        }
+        return Next::item;
+    }
+    // Opens the first piece of the next token. An item without a token ends a chunk without rows.
+    MOECOMM_FN Next open_token(Item& out, bool may_wait) {
         while (!failed && nth < work_list && chunk_of(nth) >= forwarded(c, source_rank_of(nth))) end_work();
         if (failed || nth >= work_list) return Next::none;
         if (!item_open) begin_work();
@@ -109,27 +141,16 @@ struct ReturnForward {
             end_work();
             return Next::item;
         }
-        const i32 token = chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(tokens_left) - 1;
-        const i32 slot = lane_id() < cfg.scaleup_ranks() ? kept(out.domain, token)[2 * cfg.topk + lane_id()] : -1,
-                  rank = c.domains().first() + lane_id();
+        token = first_token(tokens_left);
+        const i32 rank = c.domains().first() + lane_id();
         const bool missing = !await_place(may_wait) || (slot >= 0 && !await_row(rank, may_wait));
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
             return may_wait ? Next::none : Next::later;
         }
         out.token = token;
-        out.column = at * kPieceColumns;
-        if (slot >= 0) source = row_at(rank, slot, token) + out.column * bytes_of(kType);
-        if (at == 0 && c.a.weight_grads != 0) load_grads(out.domain, token);
-        if (++at == kPieces) {
-            at = 0;
-            tokens_left &= tokens_left - 1;
-        }
-        if (tokens_left != 0) {
-            out.step = -1;
-        } else {
-            end_work();
-        }
+        row = slot >= 0 ? row_at(rank, slot, token) : nullptr;
+        if (c.a.weight_grads != 0) load_grads(out.domain, token);
         return Next::item;
     }
 
@@ -171,13 +192,14 @@ struct ReturnForward {
     MOECOMM_FN bool put_sums(i32 work) const {
         __syncwarp();  // all lanes have stored their columns
         const i32 domain = domain_of_work(work), first = chunk_of(work) * sent_by(work).chunk_tokens;
+        const auto channel = c.put_channel(warp);
         for (Runs runs{tokens_of(work)}; runs.next();) {
             const i32 token = first + runs.first;
             const u64 to = c.returned_sum_at(c.domains().own(), token), from = c.return_sum_at(domain, token);
             const u64 bytes = runs.count * c.sum_bytes();
-            const bool fine = runs.left == 0 ? put_and_signal_chunk(c, c.channel(), Phase::reduced, kReturned, domain, chunk_of(work),
+            const bool fine = runs.left == 0 ? put_and_signal_chunk(c, channel, Phase::reduced, kReturned, domain, chunk_of(work),
                                                                     sent_by(work).chunk_tokens, to, from, bytes)
-                                             : put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), to, from, bytes);
+                                             : put(c, channel, Phase::reduced, c.domains().counterpart(domain), to, from, bytes);
             if (!fine) return false;
         }
         return true;

@@ -12,6 +12,11 @@ struct ScaleoutSums {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr i32 kOthers = cfg.domains() - 1, kLooks = ceil_div(cfg.ranks, kWarp);
     static constexpr u64 kOfDomain = cfg.scaleup_ranks() < 64 ? (1ull << cfg.scaleup_ranks() % 64) - 1 : ~0ull;
+    // Sums of other domains pass through the ring of the pull warp, like rows, in domain order: lanes serve the domains before this one,
+    // the ranks of this domain, the domains after it. Two domains need no order, because x + y is y + x; the rows of this domain then come
+    // first.
+    static constexpr bool kOrdered = cfg.domains() > 2;
+    static constexpr bool kInRing = kOthers > 0 && cfg.wire == cfg.staged() && cfg.scaleup_ranks() + kOthers <= kWarp;
 
     const Call& c;
     const i32 warp;
@@ -38,19 +43,42 @@ struct ScaleoutSums {
 #pragma unroll
         for (i32 i = 0; i < kLooks; ++i) owners |= static_cast<u64>(__ballot_sync(kAllLanes, ahead[i] >= 0)) << i * kWarp;
     }
+    // kInRing: the first lane of this domain's ranks, and the domain that this lane serves, -1 if none.
+    MOECOMM_FN static i32 first_lane(const Call& c) { return kInRing && kOrdered ? c.domains().own() : 0; }
+    MOECOMM_FN i32 domain_of_lane() const {
+        if constexpr (!kOrdered) return lane_id() == cfg.scaleup_ranks() ? c.domains().other(0) : -1;
+        const i32 after = lane_id() - first_lane(c) - cfg.scaleup_ranks() + 1;  // from 1 on: behind this domain's ranks
+        const i32 domain = lane_id() < first_lane(c) ? lane_id() : after > 0 ? first_lane(c) + after : -1;
+        return domain < cfg.domains() ? domain : -1;
+    }
+    // kInRing: the sum of this lane's domain for the token being opened, null if there is none. After await().
+    MOECOMM_FN const u8* row_of_lane(i32 token) const {
+        const i32 domain = domain_of_lane();
+        if (direct || domain < 0 || !comes_from(domain, owners)) return nullptr;
+        return c.transport.template local<u8>(c.returned_sum_at(domain, token));
+    }
+
     // Returns whether other domains' sums of the token have arrived; each lane checks some domains. A forwarder signals only the chunks of
     // which its domain has rows.
     MOECOMM_FN bool await(i32 chunk, bool may_wait) {
         look_up();
         if (direct) return await_owners(may_wait);
-        for (i32 n = lane_id(); n < kOthers; n += kWarp) {
-            const i32 domain = c.domains().other(n);
-            if (!comes_from(domain, owners) || seen == chunk) continue;
-            if (may_wait ? !await_signal(c, c.transport, Phase::reduced, kReturned, domain, chunk, c.a.chunk_tokens)
-                         : !is_signaled(c, c.transport, kReturned, domain, chunk, c.a.chunk_tokens))
-                return false;
-            if (kOthers <= kWarp) seen = chunk;
+        if constexpr (kInRing) {
+            const i32 domain = domain_of_lane();
+            return domain < 0 || await_domain(domain, chunk, may_wait);
+        } else {
+            for (i32 n = lane_id(); n < kOthers; n += kWarp)
+                if (!await_domain(c.domains().other(n), chunk, may_wait)) return false;
+            return true;
         }
+    }
+    MOECOMM_FN bool await_domain(i32 domain, i32 chunk, bool may_wait) {
+        if (!comes_from(domain, owners) || seen == chunk) return true;
+        if (may_wait ? !await_signal(c, c.transport, Phase::reduced, kReturned, domain, chunk, c.a.chunk_tokens)
+                     : !is_signaled(c, c.transport, kReturned, domain, chunk, c.a.chunk_tokens))
+            return false;
+        if constexpr (kInRing) fence_async();  // reads of the sum come after the signal
+        if (kOthers <= kWarp) seen = chunk;
         return true;
     }
     // Returns whether direct rows of the token have arrived; each lane checks some ranks of other domains.
@@ -73,6 +101,7 @@ struct ScaleoutSums {
     // sum that a single domain would compute.
     template <i32 n>
     MOECOMM_FN void add_to(i32 token, i32 column, float (&sum)[n]) const {
+        if (kInRing && !direct) return;
         const u64 ranks = c.scaleout().owners[warp][closed % kItemsOpen];
         float total[n] = {};
 #pragma unroll 1
@@ -134,7 +163,7 @@ struct ScaleoutSums {
         bool signaled = true;
         const bool followed = chunk + ring_chunks(c.shape(), c.a.chunk_tokens) < c.chunks();
         for (i32 n = lane_id(); followed && !direct && signaled && n < kOthers; n += kWarp)
-            signaled = signal_chunk(c, c.channel(), Phase::reduced, kReturnCredit, c.domains().other(n), chunk, c.a.chunk_tokens);
+            signaled = signal_chunk(c, c.credit_channel(), Phase::reduced, kReturnCredit, c.domains().other(n), chunk, c.a.chunk_tokens);
         return __all_sync(kAllLanes, signaled);
     }
 };

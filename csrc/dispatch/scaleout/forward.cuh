@@ -11,7 +11,7 @@ template <class Call>
 struct Forward {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.forward_slots, kBytes = cfg.forward_bytes, kPieces = ceil_div(cfg.row_bytes, kBytes);
-    static_assert(kSlots == 2, "a piece is loaded while the one before it is stored");
+    static constexpr i32 kAhead = kSlots - 1;  // loads that run ahead: of most rows, all
 
     const Call& c;
     ForwardRing<cfg>& ring;
@@ -31,13 +31,20 @@ struct Forward {
 
     MOECOMM_FN const Source& source_of(i32 domain) const { return c.shared.sources[c.domains().counterpart(domain)]; }
 
-    // True if this kernel forwards the chunk. The first kernel of a split dispatch forwards those chunks whose credits their sources wait
-    // for; the second forwards the rest.
-    MOECOMM_FN bool has_part(i32 source, i32 chunk) const {
+    // True if the source waits for the credit of a turn before it sends a later chunk.
+    MOECOMM_FN bool is_owed(const Source& from, i32 turn) const {
+        const Turns turns = c.turns_of(from);
+        const i32 later = turn + ring_chunks(c.shape(), from.chunk_tokens);
+        return later < turns.count() && turns.chunk_at(later) >= 0;
+    }
+    // Returns the chunk of a turn if this kernel forwards it, else -1. The first kernel of a split dispatch forwards those chunks whose
+    // credits their sources wait for; the second forwards the rest.
+    MOECOMM_FN i32 own_part(i32 source, i32 turn) const {
         const Source& from = c.shared.sources[source];
-        if (chunk >= from.chunks() || c.direct_from(source)) return false;
-        const bool owed = chunk + ring_chunks(c.shape(), from.chunk_tokens) < from.chunks();
-        return cfg.part == Part::whole || owed == (cfg.part == Part::begin);
+        const Turns turns = c.turns_of(from);
+        if (turn >= turns.count() || c.direct_from(source)) return -1;
+        if (cfg.part != Part::whole && is_owed(from, turn) != (cfg.part == Part::begin)) return -1;
+        return turns.chunk_at(turn);
     }
 
     // Reads a token's head from `arrived`, an offset in the window. An acquire of the source's signal must come before.
@@ -80,9 +87,9 @@ struct Forward {
     // Copies the row through the warp's ring to each rank of this domain that wants it. bulk_wait must follow before a signal.
     MOECOMM_FN void store_row(const Token& t) {
         const u8* row = t.at + received_row(c.shape());
-        load(row, 0);
+        for (i32 piece = 0; piece < min(kAhead, kPieces); ++piece) load(row, piece);
         for (i32 piece = 0; piece < kPieces; ++piece) {
-            if (piece + 1 < kPieces) load(row, piece + 1);
+            if (piece + kAhead < kPieces) load(row, piece + kAhead);
             copy_wait(&ring.full[stored % kSlots], stored / kSlots & 1);
             if (t.row != nullptr) bulk_store(t.row + piece * kBytes, ring.data[stored % kSlots], bytes_of_piece(piece));
             __syncwarp();
@@ -158,17 +165,17 @@ struct Forward {
 
     // Forwards a chunk to the ranks of this domain. Acquires the source's signal; a fence orders the stores before the chunk signals, which
     // are posted as if the source rank had sent them. Then gives the source its credit, if a later chunk needs it.
-    MOECOMM_FN bool forwarder(i32 domain, i32 chunk) {
+    MOECOMM_FN bool forwarder(i32 domain, i32 turn, i32 chunk) {
         const Source& from = source_of(domain);
         const i32 source = c.domains().counterpart(domain);
         bool arrived = true;
-        if (lane_id() == 0) arrived = await_signal(c, c.transport, Phase::payload, kReceived, domain, chunk, from.chunk_tokens);
+        if (lane_id() == 0) arrived = await_signal(c, c.transport, Phase::payload, kReceived, domain, turn, from.chunk_tokens);
         if (!__all_sync(kAllLanes, arrived)) return false;
         fence_async();  // reads of rows come after the signal
         __syncwarp();
         i32 first = 0, count = 0;  // flat rows of the chunk at this lane's rank
         for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
-            Token t = read(receive_at(c.window(), c.shape(), domain, number), number);
+            Token t = read(receive_at(c.window(), c.shape(), domain, number + (turn - chunk) * from.chunk_tokens), number);
             if constexpr (!cfg.repeat) record_route(domain, t);
             if (!t.comes) continue;
             if (t.slot >= 0 && count++ == 0) first = t.slot;
@@ -184,8 +191,8 @@ struct Forward {
             c.transport.post(c.domains().first() + lane_id(), arrived_at(c.window(), c.shape(), source, chunk),
                              chunk_signal(c.round.tag, first, count));
         bool signaled = true;
-        if (lane_id() == 0 && chunk + ring_chunks(c.shape(), from.chunk_tokens) < from.chunks())
-            signaled = signal_chunk(c, c.channel(), Phase::payload, kReceiveCredit, domain, chunk, from.chunk_tokens);
+        if (lane_id() == 0 && is_owed(from, turn))
+            signaled = signal_chunk(c, c.credit_channel(), Phase::payload, kReceiveCredit, domain, turn, from.chunk_tokens);
         return __all_sync(kAllLanes, signaled);
     }
 };
@@ -210,7 +217,7 @@ MOECOMM_FN bool deliver_direct(Forward<Call>& role, i32 warp) {
 }
 
 // Called by each forward warp. Delivers direct chunks, whose senders wait for nobody, then forwards chunks of all sources with this rank's
-// index, in order: a chunk is awaited only after the chunks whose credits its source may wait for. The forward warps of the grid divide the
+// index, in turn: a chunk is awaited only after the chunks whose credits its source may wait for. The forward warps of the grid divide the
 // chunks. Returns early if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN void forwarder(const Call& c, i32 warp) {
@@ -221,26 +228,27 @@ MOECOMM_FN void forwarder(const Call& c, i32 warp) {
         if (!deliver_direct(role, warp)) return;
     }
     i32 most = 0;
-    for (i32 n = 0; n < others; ++n) most = max(most, role.source_of(c.domains().other(n)).chunks());
+    for (i32 n = 0; n < others; ++n) most = max(most, c.turns_of(role.source_of(c.domains().other(n))).count());
     for (i32 item = blockIdx.x + gridDim.x * warp; item < most * others; item += gridDim.x * cfg.forward_warps) {
-        const i32 domain = c.domains().other(item % others), chunk = item / others;
-        if (role.has_part(c.domains().counterpart(domain), chunk) && !role.forwarder(domain, chunk)) return;
+        const i32 domain = c.domains().other(item % others), turn = item / others;
+        const i32 chunk = role.own_part(c.domains().counterpart(domain), turn);
+        if (chunk >= 0 && !role.forwarder(domain, turn, chunk)) return;
     }
 }
 
-// Called by all threads of a block in the first kernel of a split dispatch. Saves the round headers of this domain for the second kernel
-// (load_headers): by then, the tagged words may belong to later rounds. Cannot fail.
+// Called by all threads of a block in the first kernel of a split dispatch. Saves the round headers for the second kernel (load_headers):
+// by then, the tagged words may belong to later rounds. Cannot fail.
 template <class Call>
 MOECOMM_FN void save_headers(const Call& c) {
     auto* kept = c.transport.template local<u32>(c.window().split_headers);
-    const auto* words = reinterpret_cast<const u32*>(&c.shared.headers[c.domains().first()]);
-    for (i32 i = threadIdx.x; i < Call::cfg.scaleup_ranks() * kHeaderWords; i += Call::cfg.threads()) kept[i] = words[i];
+    const auto* words = reinterpret_cast<const u32*>(&c.shared.headers[0]);
+    for (i32 i = threadIdx.x; i < Call::cfg.ranks * kHeaderWords; i += Call::cfg.threads()) kept[i] = words[i];
 }
 template <class Call>
 MOECOMM_FN void load_headers(const Call& c) {
     const auto* kept = c.transport.template local<const u32>(c.window().split_headers);
-    auto* words = reinterpret_cast<u32*>(&c.shared.headers[c.domains().first()]);
-    for (i32 i = threadIdx.x; i < Call::cfg.scaleup_ranks() * kHeaderWords; i += Call::cfg.threads()) words[i] = kept[i];
+    auto* words = reinterpret_cast<u32*>(&c.shared.headers[0]);
+    for (i32 i = threadIdx.x; i < Call::cfg.ranks * kHeaderWords; i += Call::cfg.threads()) words[i] = kept[i];
 }
 
 }  // namespace moecomm

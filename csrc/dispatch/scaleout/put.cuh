@@ -8,14 +8,14 @@ namespace moecomm {
 // Address of the send slot of a token for a domain: ReceivedHead, entries, flat rows, row, scales, as they will be stored at the forwarder.
 template <class Call>
 MOECOMM_FN u8* send_slot(const Call& c, i32 domain, i32 token) {
-    return c.transport.template local<u8>(send_slot_at(c.window(), c.shape(), domain, token));
+    return c.transport.template local<u8>(send_slot_at(c.window(), c.shape(), domain, c.place_of(token)));
 }
 
 // Called by a warp before it writes to a send slot of the chunk. Waits for the credits of all forwarders for the chunk that held the slots
 // before. Returns false in all lanes if a credit did not come; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_send_slots(const Call& c, i32 chunk) {
-    const i32 before = chunk - ring_chunks(c.shape(), c.a.chunk_tokens);
+    const i32 before = c.turn_of(chunk) - ring_chunks(c.shape(), c.a.chunk_tokens);
     bool free = true;
     for (i32 n = lane_id(); before >= 0 && free && n < c.domains().kCount - 1; n += kWarp)
         free = await_signal(c, c.transport, Phase::drained, kReceiveCredit, c.domains().other(n), before, c.a.chunk_tokens);
@@ -31,7 +31,7 @@ MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
     if (token < c.chunk_end(chunk)) {
         const auto* slots =
             reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks + domain * cfg.scaleup_ranks();
-        for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any = any || slots[i] >= 0;
+        for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any |= slots[i] >= 0;  // all loads at once
     }
     return __ballot_sync(kAllLanes, any);
 }
@@ -79,7 +79,7 @@ MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 domain, 
         const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
         const i32 first = domain * cfg.scaleup_ranks(), from = lane_id() < cfg.scaleup_ranks() ? first + lane_id() : first;
         const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + from];
-        const u64 send_slot = send_slot_at(c.window(), c.shape(), domain, token);
+        const u64 send_slot = send_slot_at(c.window(), c.shape(), domain, c.place_of(token));
         const u64 there = direct_at(c.window(), c.shape(), c.round.tag, c.me(), token);
         for (u32 wanted = __ballot_sync(kAllLanes, lane_id() < cfg.scaleup_ranks() && slot >= 0); wanted != 0; wanted &= wanted - 1)
             if (!put(c, channel, Phase::payload, first + __ffs(wanted) - 1, there, send_slot, bytes)) return false;
@@ -105,13 +105,14 @@ MOECOMM_FN void signal_owners(const Call& c, const Transport& channel) {
 template <class Call>
 MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const auto channel = c.channel();
-    using Transport = decltype(c.channel());
+    using Transport = typename Call::Transport;
+    const Transport channel = c.put_channel(warp);
     const bool direct = c.direct();
     if (direct && warp > 0) return;
     const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
     for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += direct ? 1 : cfg.put_warps) {
         if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) return;
+        const i32 turn = c.turn_of(chunk);
         for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
             const i32 domain = c.domains().other(n), forwarder = c.domains().counterpart(domain);
             if (direct) {
@@ -122,19 +123,19 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
             for (Runs runs{scaleout_tokens(c, domain, chunk)}; runs.next();) {
                 const i32 step = joins_tokens(c.shape(), bytes, Transport::worth_a_message) ? runs.count : 1;
                 for (i32 at = 0; at < runs.count; at += step) {
-                    const i32 token = chunk * c.a.chunk_tokens + runs.first + at;
+                    const i32 token = turn * c.a.chunk_tokens + runs.first + at;  // its place in the ring
                     const u64 from = send_slot_at(c.window(), c.shape(), domain, token);
                     const u64 to = receive_at(c.window(), c.shape(), c.domains().own(), token);
                     const u64 sent = (step - 1) * c.shape().receive_bytes + bytes;
                     signaled = runs.left == 0 && at + step >= runs.count;  // the last put of the chunk carries its signal
                     if (!(signaled
-                              ? put_and_signal_chunk(c, channel, Phase::payload, kReceived, domain, chunk, c.a.chunk_tokens, to, from, sent)
+                              ? put_and_signal_chunk(c, channel, Phase::payload, kReceived, domain, turn, c.a.chunk_tokens, to, from, sent)
                               : put(c, channel, Phase::payload, forwarder, to, from, sent)))
                         return;
                 }
             }
             if (!signaled && lane_id() == 0)  // no token for this domain
-                signaled = signal_chunk(c, channel, Phase::payload, kReceived, domain, chunk, c.a.chunk_tokens);
+                signaled = signal_chunk(c, channel, Phase::payload, kReceived, domain, turn, c.a.chunk_tokens);
             if (__any_sync(kAllLanes, lane_id() == 0 && !signaled)) return;
         }
     }

@@ -1,0 +1,83 @@
+"""Comparison of a call on all ranks: headers that say which operator, and with which sizes."""
+
+from __future__ import annotations
+
+import torch
+
+from moecomm.core.protocol import DTYPES
+from moecomm.errors import Mismatch, OutOfStep
+from moecomm.overlap.sizes import Sizes
+from moecomm.window import Window
+
+OPERATORS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "embedding_all_to_all",
+    "all_to_all",
+)
+WORDS = 16  # int64, of a header
+BYTES = 8 * WORDS
+_FIRST = 3  # words ahead of the sizes
+
+
+def header(sizes: Sizes, failed_calls: int) -> list[int]:
+    """Describe a call of this rank, in WORDS numbers."""
+    dims = [sizes.dims[name] for name in sizes.agreed]
+    words = [OPERATORS.index(sizes.operator), failed_calls, DTYPES.index(sizes.dtype), *dims]
+    return words + [0] * (WORDS - len(words))
+
+
+def difference(sizes: Sizes, mine: list[int], theirs: list[int], rank: int) -> Mismatch | None:
+    """Return the error of this rank for a header of `rank`, or None if it is the same."""
+    if mine == theirs:
+        return None
+    if mine[1] != theirs[1]:
+        return OutOfStep(mine[1], theirs[1], rank, "Workspace")
+    if mine[0] != theirs[0]:
+        return Mismatch("operator", sizes.operator, OPERATORS[theirs[0]], rank)
+    if mine[2] != theirs[2]:
+        return Mismatch("dtype", sizes.dtype, DTYPES[theirs[2]], rank)
+    at = next(at for at in range(_FIRST, WORDS) if mine[at] != theirs[at])
+    return Mismatch(sizes.agreed[at - _FIRST], mine[at], theirs[at], rank)
+
+
+class FirstCalls:
+    """Comparison of the first call of each kind, on GPUs, where comparing every call would cost too much.
+
+    Args:
+        window: of all ranks.
+        offset: in its memory, of BYTES that nothing else uses.
+    """
+
+    def __init__(self, window: Window, offset: int) -> None:
+        self._window = window
+        self._headers = [
+            window.tensor((WORDS,), torch.int64, rank=rank, offset=offset) for rank in range(window.num_ranks)
+        ]
+        self._seen: set[tuple[int, ...]] = set()
+
+    def check(self, sizes: Sizes, failed_calls: int) -> None:
+        """Compare this call if it is the first of its kind, and not part of a capture.  Collective.
+
+        The host waits for the device.
+
+        Raises:
+            Mismatch: on all ranks, if they differ.
+            Timeout: another rank has made this call before, or does not make it.
+        """
+        mine = header(sizes, failed_calls)
+        key = (mine[0], *mine[2:])
+        if key in self._seen or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        window = self._window
+        self._headers[window.rank].copy_(torch.tensor(mine))
+        window.barrier()
+        found = [theirs.tolist() for theirs in self._headers]
+        window.barrier()  # every rank has read them
+        window.check()
+        for rank, theirs in enumerate(found):
+            if (error := difference(sizes, mine, theirs, rank)) is not None:
+                raise error
+        self._seen.add(key)

@@ -1,0 +1,94 @@
+"""Bugs of the kind that these operators may have, a small edit each.  Random calls must catch every one.
+
+None of them is a race, which a run may or may not show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    module: str  # of moecomm.overlap
+    old: str  # occurs there exactly once
+    new: str
+    operators: tuple[str, ...]  # whose calls notice
+
+
+GATHER, SCATTER, REDUCE, SEND, LOOKUP = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "embedding_all_to_all",
+)
+
+MUTANTS = [
+    Mutant(
+        "the own part is not rounded before it is added",
+        "host",
+        "return sum_in_order(now.published(rank, call.result) for rank in range(self._ranks))",
+        "parts = [now.published(rank, call.result).float() for rank in range(self._ranks)]\n"
+        "            parts[self._rank] = x.float() @ w.float().mT\n"
+        "            return sum(parts).to(x.dtype)",
+        (REDUCE,),
+    ),
+    Mutant(
+        "a sum in the dtype",
+        "products",
+        "total = total + part.float()",
+        "total = (total + part.float()).to(first.dtype).float()",
+        (SCATTER, REDUCE),
+    ),
+    Mutant(
+        "a product that is rounded between two blocks of K",
+        "products",
+        "return (x.float() @ w.float().mT).to(x.dtype)",
+        "return sum((x[..., n::2].float() @ w[..., n::2].float().mT).to(x.dtype) for n in (0, 1))",
+        (GATHER, SCATTER, REDUCE, SEND),
+    ),
+    Mutant(
+        "rows of ranks in the other order",
+        "host",
+        "y[rank * rows : (rank + 1) * rows]",
+        "y[(self._ranks - 1 - rank) * rows : (self._ranks - rank) * rows]",
+        (GATHER,),
+    ),
+    Mutant(
+        "a part for another rank",
+        "host",
+        "published(rank, whole)[self._rank]",
+        "published(rank, whole)[rank]",
+        (SCATTER, SEND, LOOKUP),
+    ),
+    Mutant(
+        "the own shard of all experts",
+        "host",
+        "product(x[:, rank], wide)",
+        "product(x[:, self._rank], wide)",
+        (SEND,),
+    ),
+    Mutant(
+        "samples in the place of the next rank's",
+        "host",
+        "everybody[:, rank * batch : (rank + 1) * batch]",
+        "everybody.roll(batch, 1)[:, rank * batch : (rank + 1) * batch]",
+        (LOOKUP,),
+    ),
+    Mutant(
+        "the last row for -1",
+        "bags",
+        "torch.where((flat >= 0) & (flat < rows), row, tables * rows)",
+        "torch.where(flat < 0, row + rows, row).clamp(min=0)",
+        (LOOKUP,),
+    ),
+    Mutant(
+        "an entry that ends a bag belongs to it",
+        "bags",
+        "torch.bucketize(place, offsets[1:], right=True)",
+        "torch.bucketize(place, offsets[1:])",
+        (LOOKUP,),
+    ),
+]

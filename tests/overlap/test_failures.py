@@ -1,0 +1,325 @@
+"""What goes wrong: bad inputs, ranks that differ or are out of step, silent ranks, closed Workspaces."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import overlap
+from moecomm.overlap import host
+from moecomm.overlap.products import product
+
+from ..backends.conftest import run_ranks
+from ..core.test_opening import left_behind
+from .cases import HOST, OPERATORS, on_ranks, random_case, same
+
+BF16 = torch.bfloat16
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def ends(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+AGM, MRS, MAR, MAA, EMB = (getattr(overlap, name) for name in OPERATORS)
+BAD: dict[str, tuple[Callable[[overlap.Workspace], Any], str]] = {
+    "x of one dimension": (lambda s: AGM(zeros(3), zeros(4, 3), s), "x"),
+    "x of float32": (lambda s: AGM(zeros(2, 3, dtype=torch.float32), zeros(4, 3), s), "x"),
+    "x of none": (lambda s: AGM(None, zeros(4, 3), s), "x"),
+    "w of another dtype": (lambda s: MRS(zeros(2, 3), zeros(4, 3, dtype=torch.float16), s), "w"),
+    "w of other columns": (lambda s: MAR(zeros(2, 3), zeros(3, 4), s), "w"),
+    "w of three dimensions": (lambda s: MAR(zeros(2, 3), zeros(1, 4, 3), s), "w"),
+    "w elsewhere": (lambda s: MAR(zeros(2, 3), zeros(4, 3).to("meta"), s), "w"),
+    "odd rows": (lambda s: MRS(zeros(3, 3), zeros(4, 3), s), "x"),
+    "other ranks": (lambda s: MAA(zeros(1, 3, 4, 5), zeros(1, 4, 5), s), "x"),
+    "other experts": (lambda s: MAA(zeros(1, 2, 4, 5), zeros(2, 4, 5), s), "w"),
+    "tables of two dimensions": (lambda s: EMB(zeros(4, 3), ids(1, 2, 3), s), "tables"),
+    "tables of integers": (lambda s: EMB(ids(1, 4, 3), ids(1, 2, 3), s), "tables"),
+    "indices of int32": (lambda s: EMB(zeros(1, 4, 3), ids(1, 2, 3).int(), s), "indices"),
+    "indices of other tables": (lambda s: EMB(zeros(1, 4, 3), ids(2, 2, 3), s), "indices"),
+    "an odd batch": (lambda s: EMB(zeros(1, 4, 3), ids(1, 3, 3), s), "indices"),
+    "an index too large": (lambda s: EMB(zeros(1, 4, 3), ids(1, 2, 3) + 4, s), "indices"),
+    "an index too small": (lambda s: EMB(zeros(1, 4, 3), ids(1, 2, 3) - 2, s), "indices"),
+    "indices and offsets": (lambda s: EMB(zeros(1, 4, 3), ids(1, 2, 3), s, offsets=ends(0, 3, 6)), "indices"),
+    "no offsets": (lambda s: EMB(zeros(1, 4, 3), ids(6), s, offsets=ends()), "offsets"),
+    "offsets of other tables": (lambda s: EMB(zeros(2, 4, 3), ids(6), s, offsets=ends(0, 3, 4, 6)), "offsets"),
+    "offsets of an odd batch": (lambda s: EMB(zeros(1, 4, 3), ids(6), s, offsets=ends(0, 3, 4, 6)), "offsets"),
+    "offsets from 1": (lambda s: EMB(zeros(1, 4, 3), ids(6), s, offsets=ends(1, 3, 6)), "offsets"),
+    "offsets beyond": (lambda s: EMB(zeros(1, 4, 3), ids(6), s, offsets=ends(0, 3, 7)), "offsets"),
+    "offsets that decrease": (lambda s: EMB(zeros(1, 4, 3), ids(6), s, offsets=ends(0, 7, 6)), "offsets"),
+    "fused": (lambda s: AGM(zeros(2, 3), zeros(4, 3), s, fused="yes"), "fused"),
+    "return_gathered": (lambda s: AGM(zeros(2, 3), zeros(4, 3), s, return_gathered=2), "return_gathered"),
+    "no workspace": (lambda s: AGM(zeros(2, 3), zeros(4, 3), None), "workspace"),
+    "a window": (lambda s: AGM(zeros(2, 3), zeros(4, 3), s.window), "workspace"),
+    "another name": (lambda s: AGM(zeros(2, 3), zeros(4, 3), "mine"), "workspace"),
+    "no room": (lambda s: MAR(zeros(1000, 1), zeros(1000, 1), s), "nbytes"),
+}
+
+
+def test_bad_arguments_are_named_and_change_nothing() -> None:
+    """All ranks make the same bad calls; then a good one."""
+    case = random_case("matmul_all_reduce", 2, 3)
+
+    def body(workspace: overlap.Workspace) -> torch.Tensor:
+        for name, (call, argument) in BAD.items():
+            with pytest.raises(moecomm.BadInput) as caught:
+                call(workspace)
+            assert caught.value.argument == argument, name
+        return case.run(workspace)
+
+    for got, want in zip(on_ranks(2, body), case.want(), strict=True):
+        assert same(got, want, case.dtype)
+
+
+def test_no_room_names_the_bytes_that_are_enough() -> None:
+    def body(group: Any) -> None:
+        x, w = torch.ones(50, 3, dtype=BF16), torch.ones(40, 3, dtype=BF16)
+        with overlap.Workspace(group, 4096, **HOST) as workspace:
+            with pytest.raises(moecomm.BadInput, match=r"nbytes: got 4096; want at least \d+ for this") as caught:
+                overlap.matmul_all_reduce(x, w, workspace)
+            enough = int(str(caught.value.want).split()[2])
+        with overlap.Workspace(group, enough, **HOST) as workspace:
+            assert (overlap.matmul_all_reduce(x, w, workspace) == 6).all()
+        with overlap.Workspace(group, enough - 1, **HOST) as workspace, pytest.raises(moecomm.BadInput):
+            overlap.matmul_all_reduce(x, w, workspace)
+
+    assert run_ranks(2, body) == [None, None]
+
+
+DIFFERENT: dict[str, tuple[Callable[[overlap.Workspace], Any], str]] = {
+    "rows": (lambda s: AGM(zeros(3, 4), zeros(5, 4), s), "M"),
+    "columns": (lambda s: AGM(zeros(6, 5), zeros(5, 5), s), "K"),
+    "dtype": (lambda s: AGM(zeros(6, 4, dtype=torch.float16), zeros(5, 4, dtype=torch.float16), s), "dtype"),
+    "operator": (lambda s: MAR(zeros(6, 4), zeros(5, 4), s), "operator"),
+    "exchange": (lambda s: EMB(zeros(1, 5, 6), ids(1, 3, 2), s), "operator"),
+}
+
+
+@pytest.mark.parametrize("which", DIFFERENT)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_that_differ_all_raise_and_go_on(which: str, odd: int) -> None:
+    call, field = DIFFERENT[which]
+    case = random_case("all_gather_matmul", 3, 4)
+
+    def body(workspace: overlap.Workspace) -> torch.Tensor:
+        def alike(workspace: overlap.Workspace) -> None:
+            AGM(zeros(6, 4), zeros(5, 4), workspace)
+
+        mine = call if workspace.rank == odd else alike
+        for _ in range(3):
+            with pytest.raises(moecomm.Mismatch) as caught:
+                mine(workspace)
+            assert caught.value.field == field
+            assert caught.value.rank == (odd if workspace.rank != odd else min({0, 1, 2} - {odd}))
+        return case.run(workspace)
+
+    for got, want in zip(on_ranks(3, body), case.want(), strict=True):
+        assert same(got, want, case.dtype)
+
+
+@pytest.mark.parametrize("where", ["function", "operator"])
+def test_ranks_out_of_step_are_told_so(where: str) -> None:
+    """A call fails on one rank alone, in checks of the function or of the operator of torch."""
+
+    def body(workspace: overlap.Workspace) -> None:
+        x, w = zeros(2, 3), zeros(4, 3)
+        wrong: dict[str, Callable[[], Any]] = {
+            "function": lambda: overlap.matmul_all_reduce(x, w, workspace, fused=3),  # type: ignore[arg-type]
+            "operator": lambda: torch.ops.moecomm.matmul_all_reduce(x, w[:, 1:], workspace.name, None),
+        }
+        if workspace.rank == 1:
+            with pytest.raises(moecomm.BadInput):
+                wrong[where]()
+        for _ in range(2):
+            with pytest.raises(moecomm.OutOfStep, match="close this Workspace on every rank"):
+                overlap.matmul_all_reduce(x, w, workspace)
+
+    on_ranks(3, body)
+
+
+def test_a_silent_rank_is_a_timeout_that_names_it() -> None:
+    done = threading.Barrier(3)
+
+    def run(group: Any) -> Any:
+        with overlap.Workspace(group, 4096, backend="host", timeout_s=0.3) as workspace:
+            if group.rank == 2:
+                done.wait()
+                return None
+            with pytest.raises(moecomm.Timeout) as caught:
+                overlap.matmul_all_reduce(zeros(2, 3), zeros(4, 3), workspace)
+            done.wait()
+            with pytest.raises(moecomm.Timeout):
+                overlap.matmul_all_reduce(zeros(2, 3), zeros(4, 3), workspace)
+            return caught.value.peer
+
+    assert run_ranks(3, run) == [2, 2, None]
+
+
+def test_a_rank_may_close_as_soon_as_its_last_call_returns() -> None:
+    """Peers that are still in the call have what they need of it."""
+    case = random_case("all_gather_matmul", 3, 4)
+    for _ in range(30):
+        for got, want in zip(on_ranks(3, case.run), case.want(), strict=True):
+            assert same(got, want, case.dtype)
+
+
+def test_who_waits_for_a_rank_that_has_closed_is_told_at_once() -> None:
+    called = threading.Barrier(3)
+
+    def run(group: Any) -> Any:
+        case = random_case("all_gather_matmul", 3, 4)
+        workspace = overlap.Workspace(group, 1 << 16, **HOST)
+        case.run(workspace)
+        called.wait()  # the first failure ends the calls of all ranks
+        if group.rank == 1:
+            workspace.close()
+            return None
+        with pytest.raises(moecomm.PeerLost, match="rank 1 is gone") as caught:
+            case.run(workspace)
+        workspace.close()
+        return caught.value.peer
+
+    assert run_ranks(3, run) == [1, None, 1]
+
+
+def test_an_error_of_torch_ends_the_waits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "rank1":
+            raise RuntimeError("no memory")
+        return product(x, w)
+
+    monkeypatch.setattr(host, "product", fails)
+
+    opened = threading.Barrier(3)
+
+    def body(workspace: overlap.Workspace) -> str:
+        opened.wait()  # none is in a barrier of opening
+        kind = RuntimeError if workspace.rank == 1 else moecomm.Aborted
+        with pytest.raises(kind) as caught:
+            overlap.matmul_reduce_scatter(zeros(6, 3), zeros(4, 3), workspace)
+        return str(caught.value)
+
+    first, second, third = on_ranks(3, body)
+    assert "stopped by rank 1" in first and second == "no memory" and "stopped by rank 1" in third
+
+
+def test_abort_ends_calls_of_all_ranks() -> None:
+    opened = threading.Barrier(3)
+
+    def body(workspace: overlap.Workspace) -> Any:
+        opened.wait()  # none is in a barrier of opening
+        if workspace.rank == 0:
+            workspace.abort()
+        with pytest.raises(moecomm.Aborted) as caught:
+            overlap.matmul_all_reduce(zeros(2, 3), zeros(4, 3), workspace)
+        with pytest.raises(moecomm.Aborted):
+            workspace.check()
+        return caught.value.peer
+
+    assert on_ranks(3, body) == [0] * 3
+
+
+def test_one_call_at_a_time() -> None:
+    """Another thread, or a signal handler, is refused; the call under way goes on, and the refused one is counted."""
+    x, w = zeros(2, 3), zeros(4, 3)
+
+    def body(workspace: overlap.Workspace) -> None:
+        inside, leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            with workspace.call():
+                with pytest.raises(moecomm.ConcurrentCall):
+                    overlap.matmul_all_reduce(x, w, workspace)
+                inside.set()
+                leave.wait()
+
+        if workspace.rank == 1:
+            thread = threading.Thread(target=stay)
+            thread.start()
+            inside.wait()
+            with pytest.raises(moecomm.ConcurrentCall, match="this Workspace is in another call"):
+                overlap.matmul_all_reduce(x, w, workspace)
+            leave.set()
+            thread.join()
+        with pytest.raises(moecomm.OutOfStep) as caught:
+            overlap.matmul_all_reduce(x, w, workspace)
+        assert (caught.value.mine, caught.value.theirs) == ((0, 2), (2, 0))[workspace.rank]
+
+    on_ranks(2, body)
+
+
+def test_after_close_nothing_runs() -> None:
+    workspace = overlap.Workspace("self", 4096, **HOST)
+    workspace.close()
+    workspace.close()
+    for call in (
+        lambda: overlap.matmul_all_reduce(zeros(2, 3), zeros(4, 3), workspace),
+        lambda: overlap.matmul_all_reduce(zeros(2, 3), zeros(4, 3), workspace.name),
+        workspace.check,
+    ):
+        with pytest.raises(moecomm.Closed):
+            call()
+    assert "closed" in repr(workspace)
+
+
+def test_nothing_is_left_when_all_is_gone() -> None:
+    gc.collect()
+    before = left_behind()
+
+    def run(group: Any) -> Any:
+        workspace = overlap.Workspace(group, 1 << 20, **HOST)
+        overlap.matmul_all_reduce(zeros(2, 3), zeros(4, 3), workspace)
+        return workspace
+
+    found = run_ranks(2, run)
+    reference = weakref.ref(found[0])
+    found[0].close()
+    found[1].close()
+    gc.collect()
+    assert left_behind() == before  # although they are still referenced
+    del found
+    assert reference() is None
+    found = run_ranks(2, run)
+    del found
+    gc.collect()
+    assert left_behind() == before  # although nobody has closed them
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"nbytes": 4097}, moecomm.Mismatch, "nbytes"),
+        ({"nbytes": 100}, moecomm.Mismatch, "nbytes"),
+        ({"nbytes": None}, moecomm.BadInput, "nbytes"),
+        ({"backend": "tcp"}, moecomm.BadInput, "backend"),
+        ({"timeout_s": 0}, moecomm.BadInput, "timeout_s"),
+    ],
+)
+def test_ranks_that_open_otherwise_raise_the_same_error(
+    given: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    def run(group: Any) -> None:
+        asked: dict[str, Any] = {"nbytes": 4096, **HOST, **(given if group.rank == 1 else {})}
+        overlap.Workspace(group, **asked)
+
+    found = run_ranks(3, run)
+    assert [type(error) for error in found] == [kind] * 3 and all(text in str(error) for error in found), found
+
+
+def test_a_workspace_needs_some_memory() -> None:
+    with pytest.raises(moecomm.BadInput, match="nbytes: got 255; want 512 or more"):
+        overlap.Workspace("self", 255, **HOST)

@@ -1,0 +1,179 @@
+"""The unfused form, which GPUs use, over Windows of CPU ranks; and what decides between the forms."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.overlap import bags, sizes, table, unfused
+from moecomm.overlap.agreement import BYTES, FirstCalls
+from moecomm.overlap.executors import GpuExecutors
+from moecomm.overlap.unfused import UnfusedExecutor
+
+from ..backends.conftest import run_ranks
+from .cases import HOST, OPERATORS, Case, random_case, same
+
+BEGIN, ROOM = 512, 1 << 16
+
+
+def on_windows(ranks: int, body: Any) -> list[Any]:
+    def run(group: Any) -> Any:
+        with moecomm.Window(group, ROOM + BYTES, **HOST) as window:
+            return body(window)
+
+    found = run_ranks(ranks, run)
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    return found
+
+
+def run(executor: UnfusedExecutor, case: Case, rank: int) -> torch.Tensor:
+    given = dict(case.given[rank])
+    if case.operator == "all_gather_matmul":
+        y, gathered = executor.all_gather_matmul(**given, gather=True)
+        assert torch.equal(gathered, torch.cat([one["x"] for one in case.given]))
+        alone, empty = executor.all_gather_matmul(**given, gather=False)
+        assert torch.equal(alone, y) and empty.shape == (0,)
+        return y
+    if case.operator == "embedding_all_to_all":
+        given.setdefault("offsets", None)  # type: ignore[arg-type]
+    found: torch.Tensor = getattr(executor, case.operator)(**given)
+    return found
+
+
+@pytest.mark.parametrize("one_shot_bytes", [1 << 20, 0])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_unfused_form_has_the_bits_of_the_reference(
+    operator: str, one_shot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unfused, "_ONE_SHOT_BYTES", one_shot_bytes)  # of all-reduces
+    for ranks in (1, 2, 5):
+        cases = [random_case(operator, ranks, seed) for seed in range(12)]
+        wanted = [case.want() for case in cases]
+
+        def body(window: moecomm.Window, cases: list[Case] = cases) -> list[torch.Tensor]:
+            executor = UnfusedExecutor(window, range(BEGIN, ROOM))
+            return [run(executor, case, window.rank) for case in cases]
+
+        for rank, found in enumerate(on_windows(ranks, body)):
+            for seed, (got, want, case) in enumerate(zip(found, wanted, cases, strict=True)):
+                assert same(got, want[rank], case.dtype), f"rank {rank} of {ranks}, seed {seed}"
+
+
+def test_no_room_names_the_bytes() -> None:
+    with moecomm.Window("self", 4096, **HOST) as window:
+        executor = UnfusedExecutor(window, range(4096 - BYTES))
+        with pytest.raises(moecomm.BadInput, match="nbytes: got 4096; want at least 4128"):
+            executor.all_to_all(torch.zeros(1, 2000, dtype=torch.bfloat16))
+        executor.all_to_all(torch.zeros(1, 1984, dtype=torch.bfloat16))
+
+
+def test_first_calls_are_compared() -> None:
+    """Each kind of call once.  What a rank has compared it does not compare again, so it meets the next call of others:
+    the second of rank 0 meets the third of rank 1, and differs; its third meets the fourth.
+    """
+    x, w = torch.zeros(4, 3, dtype=torch.bfloat16), torch.zeros(5, 3, dtype=torch.bfloat16)
+    one, two = sizes.all_gather_matmul(2, x, w), sizes.matmul_all_reduce(2, x, w)
+    wide = sizes.matmul_all_reduce(2, x, torch.zeros(6, 3, dtype=torch.bfloat16))
+
+    def body(window: moecomm.Window) -> list[Any]:
+        calls, said = FirstCalls(window, ROOM), []
+        for mine in (one, (two, one)[window.rank], (two, wide)[window.rank], two):
+            try:
+                calls.check(mine, 0)
+            except moecomm.Mismatch as error:
+                said.append((error.field, error.mine, error.rank))
+        if window.rank == 0:
+            calls.check(two, 0)
+        with pytest.raises(moecomm.OutOfStep):
+            calls.check(wide, window.rank)
+        return said
+
+    assert on_windows(2, body) == [[("N", 5, 1)], [("N", 6, 0)]]
+
+
+@pytest.mark.parametrize("dtype", sizes.TABLE_DTYPES)
+def test_bags_by_embedding_bag_are_those_of_sums(dtype: torch.dtype) -> None:
+    """Of integers whose sums have no rounding.  The path of GPUs, with indices of no row."""
+    for seed in range(30):
+        given = random_case("embedding_all_to_all", 1, seed, dtype=dtype).given[0]
+        tables, indices, offsets = given["tables"], given["indices"], given.get("offsets")
+        batch = indices.shape[1] if offsets is None else (len(offsets) - 1) // max(len(tables), 1)
+        if not (tables.shape[1] and indices.numel() and tables.numel()):
+            continue
+        indices = torch.where(indices == 0, tables.shape[1] + 3, indices)
+        want = bags.sums(tables, indices, offsets, batch)
+        assert torch.equal(bags.by_embedding_bag(tables, indices, offsets, batch), want), f"seed {seed}"
+
+
+def test_the_table_covers_ranges_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = table.Row("a GPU", "all_gather_matmul", 4, {"M": 64, "N": 1024}, {"M": 4096})
+
+    monkeypatch.setattr(table, "MEASURED", (row,))
+
+    def covers(m: int, n: int, k: int = 8, gpu: str = "a GPU", ranks: int = 4) -> bool:
+        x, w = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
+        assert not table.is_faster(gpu, ranks, sizes.matmul_all_reduce(ranks, x, w))
+        return table.is_faster(gpu, ranks, sizes.all_gather_matmul(ranks, x, w))
+
+    assert covers(64, 1024) and covers(4096, 1 << 20)
+    assert not (covers(63, 1024) or covers(4097, 1024) or covers(64, 1023))
+    assert not (covers(64, 1025) or covers(64, 1024, k=12))  # which no fused product has
+    assert not (covers(64, 1024, gpu="another") or covers(64, 1024, ranks=2))
+
+
+class Fused:
+    """Stands for the fused operators of a GPU."""
+
+    def __init__(self, window: moecomm.Window, offset: int, nbytes: int) -> None:
+        if window.num_signals == 1:
+            raise moecomm.BadInput("nbytes", nbytes, "more")
+        self.staging = range(1024, nbytes)
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace(GpuExecutor=Fused)])
+def test_what_runs_a_call_on_gpus(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice, over Windows of CPU ranks: without fused operators, and with some."""
+    monkeypatch.setitem(sys.modules, "moecomm.overlap.gpu", module)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(table, "MEASURED", (table.Row("a GPU", "all_gather_matmul", 2, {}, {"M": 3}),))
+    cases = [random_case("all_gather_matmul", 2, seed) for seed in range(8)]
+
+    def body(window: moecomm.Window) -> None:
+        executors = GpuExecutors(window, ROOM)
+        for case in cases:
+            call = sizes.all_gather_matmul(2, **case.given[window.rank])
+            wanted = module is not None and table.is_faster("a GPU", 2, call)
+            assert isinstance(executors.choose(call, None), Fused if wanted else UnfusedExecutor)
+            unfused = executors.choose(call, False)
+            assert isinstance(unfused, UnfusedExecutor) and unfused is executors.exchange(call)
+            assert same(run(unfused, case, window.rank), case.want()[window.rank], case.dtype)
+            made = executors.made
+            if module is None:
+                with pytest.raises(moecomm.Unsupported, match="fused operators on GPUs"):
+                    executors.choose(call, True)
+                assert executors.made == made  # it has not reached the other ranks
+            else:
+                assert isinstance(executors.choose(call, True), Fused)
+
+    on_windows(2, body)
+    assert {table.is_faster("a GPU", 2, sizes.all_gather_matmul(2, **case.given[0])) for case in cases} == {True, False}
+
+
+def test_too_little_memory_for_fused_operators_is_said_when_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "moecomm.overlap.gpu", SimpleNamespace(GpuExecutor=Fused))  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    with moecomm.Window("self", ROOM + BYTES, signals=1, **HOST) as window:
+        executors = GpuExecutors(window, ROOM)
+        call = sizes.all_to_all(1, torch.zeros(1, 3, dtype=torch.bfloat16))
+        assert executors.choose(call, None) is executors.exchange(call)
+        with pytest.raises(moecomm.BadInput, match="nbytes: got 65536; want more"):
+            executors.choose(call, True)
