@@ -45,6 +45,7 @@ class GpuExecutor:
     which compiles and loads the kernel.  A wait that fails is raised by a later call of the Window, or its check().
 
     Attributes:
+        staging: bytes of the Window that hold nothing between calls of all ranks.
         schedule: name of the schedule of all products (moecomm.fused.SCHEDULES), the same on all ranks; None: by shape.
 
     Args:
