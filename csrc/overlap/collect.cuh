@@ -9,7 +9,7 @@
 namespace moecomm {
 
 constexpr i32 kRowLanes = kTileRowBytes / 16;  // lanes of a row of a tile
-constexpr i32 kCollected = 8;                  // loads of a lane in flight
+constexpr i32 kCollected = 4;                  // loads of a lane in flight
 enum Counter : i32 { kPartsCounter, kReducedCounter };
 constexpr i32 kReducedWarp = 3;  // of a block: it collects no parts of an all-reduce
 
