@@ -57,6 +57,15 @@ struct OverlapRound {
         return true;
     }
 
+    // True if all of these flags have come already. As await().
+    template <class Flag>
+    MOECOMM_FN bool have(i32 count, const Flag& flag) const {
+        for (i32 base = 0; base < count; base += kWarp)
+            if (!__all_sync(kAllLanes, load_acquire(flag(min(base + lane_id(), count - 1))) >= number)) return false;
+        __syncwarp();
+        return true;
+    }
+
     // Ends the round. All threads of all blocks, in converged warps. The last block reports what has failed: by its last warp, which
     // belongs to a math warpgroup where there is one, and so has the registers for a call.
     MOECOMM_FN void end() const {

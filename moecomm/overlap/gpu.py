@@ -32,7 +32,7 @@ CONTROL_BYTES = 2 * kernels.STATE_BYTES + 2 * 8 * kernels.FLAGS
 _MOST_PACKET_BYTES = 8 << 20
 _LINE = 128
 # Bytes that a warp pushes at a time: few enough that all warps have some, many enough that a flag costs little.
-_LEAST_PIECE, _MOST_PIECE = 4096, 32768
+_LEAST_PIECE, _MOST_PIECE = 4096, 131072
 _PUSH_WARPS = 3  # of a block
 # Ranks choose the schedule of a product that they send alike, and each has its own depth: see SendTiles.
 _NOMINAL_DEPTH = 4096
