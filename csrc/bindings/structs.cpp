@@ -100,7 +100,7 @@ Structs structs() {
            FIELD(state), FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals),
            FIELD(pad))
     STRUCT(WindowCallArgs, FIELD(window), FIELD(value), FIELD(rank), FIELD(index))
-    STRUCT(Overlap, FIELD(window), FIELD(peers), FIELD(control), FIELD(state), FIELD(begun), FIELD(flags), FIELD(packets), FIELD(staging))
+    STRUCT(Overlap, FIELD(window), FIELD(peers), FIELD(control), FIELD(state), FIELD(flags), FIELD(packets), FIELD(staging))
     STRUCT(GatherMatmulArgs, FIELD(gemm), FIELD(gathered), FIELD(overlap), FIELD(x), FIELD(gathered_out), FIELD(piece_rows), FIELD(pieces))
     STRUCT(SendMatmulArgs, FIELD(gemm), FIELD(overlap), FIELD(results), FIELD(pitch_rows), FIELD(slices))
     STRUCT(GemvArgs, FIELD(overlap), FIELD(x), FIELD(w), FIELD(out), FIELD(rows), FIELD(columns), FIELD(depth), FIELD(pad))

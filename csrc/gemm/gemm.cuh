@@ -88,14 +88,18 @@ MOECOMM_FN void load_rows(GemmShared<c>& s, const TensorMap* x, const Tile& tile
 }
 
 // Loads a tile into the ring, slot after slot.  Called by the loader thread.  Each slot is loaded after its `empty` barrier completes (all
-// warps of the cluster have released it) and completes `full`.  Cannot fail.
+// warps of the cluster have released it) and completes `full`.  Cannot fail.  `x`: maps of the rows.
 template <GemmConfig c, bool apart>
-MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
+MOECOMM_FN void load_tile_of(GemmShared<c>& s, const GemmArgs& args, const TensorMap* x, const Tile& tile, i32 rank, RingPlace<c>& place) {
     for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
         copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
         load_weights<c, apart>(s, args, tile, rank, k, place.slot);
-        load_rows<c>(s, args.x, tile, rank, k, place.slot);
+        load_rows<c>(s, x, tile, rank, k, place.slot);
     }
+}
+template <GemmConfig c, bool apart>
+MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
+    load_tile_of<c, apart>(s, args, args.x, tile, rank, place);
 }
 
 // The loader role: one thread.

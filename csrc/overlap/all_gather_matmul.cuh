@@ -4,8 +4,9 @@
 //   warps 1 to 3          push this rank's rows to all others (push_rows.cuh), then copy the gathered rows if they are wanted
 //   math warpgroups       multiply, and store tiles in local memory
 //
-// Tiles of this rank's rows come first and need no flag; those of ranks r + 1, r + 2, ... follow, in the order in which rows arrive. While
-// the loader waits for rows it has loaded w for as many steps as the ring has slots.
+// Tiles of this rank's rows come first and need no flag; those of ranks r + 1, r + 2, ... follow, in the order in which rows arrive. If
+// rows are not there yet, the loader first loads w for as many steps as the ring has slots, and then waits. If they are there, it looks at
+// the flags while the ring is full of the tile before, and so costs nothing.
 //
 // Bytes: (ranks - 1) / ranks of all rows cross each link once in each direction. With b bytes of rows a rank and 320 GB/s the wire takes
 // (ranks - 1) b / 320 GB/s; the product takes 2 M N K / 700 TFLOP/s. 1024^3 on 4 ranks: 4.9 and 3.1 us, so latency decides; 8192^3: 315 and
@@ -41,13 +42,20 @@ MOECOMM_FN void load_gathered(GemmShared<c>& s, const GatherMatmulArgs& a, const
             continue;
         }
         const TensorMap* const x = a.gathered + round.half() * kRowMaps;
+        const RowFlags flags(a, round, found.block, found.tile.row - first_row, found.tile.rows);
+        if (failed || flags.have(round)) {
+            if (!loads) continue;
+            fence_async();
+            load_tile_of<c, false>(s, a.gemm, x, found.tile, rank, place);
+            continue;
+        }
         const i32 ahead = min(c.stages, steps);
         RingPlace<c> of_rows = place;
         for (i32 step = 0; step < ahead && loads; ++step, place.step()) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
             load_weights<c, false>(s, a.gemm, found.tile, rank, step * c.depth(), place.slot);
         }
-        failed = failed || !await_rows(a, round, found.block, found.tile.row - first_row, found.tile.rows);
+        failed = !flags.await(round, found.block);
         if (!loads) continue;
         fence_async();
         for (i32 step = 0; step < steps; ++step, of_rows.step()) {
@@ -99,7 +107,6 @@ MOECOMM_FN void all_gather_matmul(const GatherMatmulArgs& a) {
         if (warp_id() == 0) {
             load_gathered(s, a, round);
         } else {
-            if (blockIdx.x == 0 && warp_id() == 1) round.begin();
             const i32 warp = (warp_id() - 1) * gridDim.x + blockIdx.x, warps = kPushWarps * gridDim.x;
             push_rows(a, round, warp, warps);
             if (a.gathered_out != 0) copy_gathered(a, round, warp, warps);

@@ -1,8 +1,9 @@
 // Launch arguments and workspace of the fused operators. Plain C++, described to Python like gemm/args.h.
 //
 // Every operator is a round. A rank counts its rounds in its own memory, so a captured launch that is replayed is a new round. Flags hold
-// the number of the round that raised them, and grow; staging and flags alternate between two halves. When a rank ends round n it has seen
-// every peer begin round n, and so end round n - 1. It may then store into the half that round n - 1 used.
+// the number of the round that raised them, and grow; staging and flags alternate between two halves. Each rank's result of a round has a
+// part that each peer computes in that round, so a rank that ends round n knows that every peer has begun it, and so has ended round n - 1.
+// It may then store into the half that round n - 1 used.
 #pragma once
 #include "../gemm/args.h"
 #include "../window/window.h"
@@ -38,7 +39,6 @@ struct Overlap {
     u64 control;               // address of this rank's control words of the Window, for the same reason
     // Offsets in the memory of every rank.
     u64 state;       // OverlapState
-    u64 begun;       // u64[kOverlapRanks]: the round that each rank has begun
     u64 flags;       // u64[2][kFlags]
     u64 packets[2];  // lines that carry their own tags (gemv.cuh), and never anything else
     u64 staging[2];

@@ -9,6 +9,7 @@
 namespace moecomm {
 
 constexpr i32 kRowLanes = kTileRowBytes / 16;  // lanes of a row of a tile
+constexpr i32 kCollected = 4;                  // loads of a lane in flight
 enum Counter : i32 { kPartsCounter, kReducedCounter };
 constexpr i32 kReducedWarp = 3;  // of a block: it collects no parts of an all-reduce
 
@@ -24,36 +25,35 @@ MOECOMM_FN Slice slice_of(const BlockTile& found, i32 of_cluster, i32 slice) {
     return {row, min(kSliceRows, found.tile.rows - row), block_of<c>(found.tile, of_cluster) * c.block_columns()};
 }
 
-// Calls body(row in the tile, offset of 16 bytes in a staged tile, offset in the result) for this lane's vectors of a slice. A whole warp.
-// `result_row`: see SendTiles.
-template <class Body>
-MOECOMM_FN void for_vectors(const Slice& slice, const BlockTile& found, i32 result_row, i32 columns, const Body& body) {
-    const i32 chunk = lane_id() % kRowLanes, column = slice.column + chunk * 8;
+// For this lane's vectors of 16 bytes of a slice, `together` at a time: load(i, at) all of them, then store(i, at, to). `at` is the offset
+// of a vector in a staged tile, `to` in the result. A whole warp. `result_row`: see SendTiles.
+template <i32 together, class Load, class Store>
+MOECOMM_FN void for_vectors(const Slice& slice, const BlockTile& found, i32 result_row, i32 columns, const Load& load, const Store& store) {
+    constexpr i32 step = kWarp / kRowLanes;  // rows of a warp
+    const i32 chunk = lane_id() % kRowLanes, column = slice.column + chunk * 8, end = slice.row + slice.rows;
     if (column >= columns) return;
-    for (i32 row = slice.row + lane_id() / kRowLanes; row < slice.row + slice.rows; row += kWarp / kRowLanes)
-        body(row * kTileRowBytes + chunk * 16, (static_cast<i64>(result_row + found.tile.row + row) * columns + column) * 2);
-}
-
-// Returns the sum of 16 bytes of all ranks' parts, in rank order, in float32, rounded once. Any lane.
-template <Type type, i32 ranks>
-MOECOMM_FN uint4 sum_of_parts(u64 first, u64 pitch) {
-    constexpr i32 together = ranks < 4 ? ranks : 4;  // loads in flight
-    float sums[8] = {};
-#pragma unroll
-    for (i32 rank = 0; rank < ranks; rank += together) {
-        uint4 held[together];
+    for (i32 first = slice.row + lane_id() / kRowLanes; first < end; first += together * step) {
 #pragma unroll
         for (i32 i = 0; i < together; ++i)
-            if (rank + i < ranks) held[i] = load_vector(first + (rank + i) * pitch);
+            if (first + i * step < end) load(i, (first + i * step) * kTileRowBytes + chunk * 16);
 #pragma unroll
-        for (i32 i = 0; i < together; ++i)
-            if (rank + i < ranks) add_eight<type>(sums, held[i]);
+        for (i32 i = 0; i < together; ++i) {
+            const i32 row = first + i * step;
+            if (row < end)
+                store(i, row * kTileRowBytes + chunk * 16, (static_cast<i64>(result_row + found.tile.row + row) * columns + column) * 2);
+        }
     }
-    return narrow_all<type>(sums);
+}
+// Copies a slice of a staged tile to the result. As for_vectors().
+MOECOMM_FN void copy_slice(const Slice& slice, const BlockTile& found, i32 result_row, i32 columns, u64 staged, u64 out) {
+    uint4 held[kCollected];
+    for_vectors<kCollected>(
+        slice, found, result_row, columns, [&](i32 i, i32 at) { held[i] = load_vector(staged + at); },
+        [&](i32 i, i32, i64 to) { store_vector(out + to, held[i]); });
 }
 
-// Adds up the parts of this rank's units. A whole warp. All-reduce: sends the sums to all ranks. Returns at once on failure, which end()
-// reports.
+// Adds up the parts of this rank's units, in rank order, in float32, rounded once. A whole warp. All-reduce: sends the sums to all ranks.
+// Returns at once on failure, which end() reports.
 template <GemmConfig c, Send send, i32 ranks>
 MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round) {
     const SendTiles<send, ranks> tiles{a, c.cluster};
@@ -67,15 +67,26 @@ MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round)
         const u64* const flags = round.flag(rank, tiles.staged_flag(part, 0));
         if (!round.await(ranks, [&](i32 i) { return flags + i; }, [](i32 i) { return i; })) return;
         const u64 staged = round.staging(rank) + tiles.staged(part, 0), pitch = tiles.staged(0, 1);
-        for_vectors(slice, found, tiles.result_row(found, rank), columns, [&](i32 at, i64 to) {
-            const uint4 sum = sum_of_parts<c.type, ranks>(staged + at, pitch);
+        constexpr i32 together = ranks < 3 ? 2 : 1;  // rows; more would not fit the registers of the loader warpgroup
+        uint4 held[together][ranks];
+        const auto load = [&](i32 i, i32 at) {
+#pragma unroll
+            for (i32 source = 0; source < ranks; ++source) held[i][source] = load_vector(staged + at + source * pitch);
+        };
+        const auto store = [&](i32 i, i32 at, i64 to) {
+            float sums[8] = {};
+#pragma unroll
+            for (i32 source = 0; source < ranks; ++source) add_eight<c.type>(sums, held[i][source]);
+            const uint4 sum = narrow_all<c.type>(sums);
             store_vector(a.gemm.out + to, sum);
             if constexpr (send == Send::all_reduce) {
-                const u64 place = tiles.reduced(index, of_cluster) + at;
+                // Destinations are computed again for each vector: kept, they would take registers.
 #pragma unroll 1
-                for (i32 step = 1; step < ranks; ++step) store_vector(round.staging((rank + step) % ranks) + place, sum);
+                for (i32 to_rank = 0; to_rank < ranks; ++to_rank)
+                    if (to_rank != rank) store_vector(round.staging(to_rank) + tiles.reduced(index, of_cluster) + at, sum);
             }
-        });
+        };
+        for_vectors<together>(slice, found, tiles.result_row(found, rank), columns, load, store);
         if constexpr (send == Send::all_reduce) {
             __syncwarp();
             if (lane_id() < ranks && lane_id() != rank)
@@ -100,8 +111,7 @@ MOECOMM_FN void collect_copies(const SendMatmulArgs& a, const OverlapRound& roun
         const u64* const flag = round.flag(rank, tiles.staged_flag(part, source));
         if (!round.await(1, [&](i32) { return flag; }, [&](i32) { return source; })) return;
         const u64 staged = round.staging(rank) + tiles.staged(part, source);
-        for_vectors(slice, found, tiles.result_row(found, source), columns,
-                    [&](i32 at, i64 to) { store_vector(a.gemm.out + to, load_vector(staged + at)); });
+        copy_slice(slice, found, tiles.result_row(found, source), columns, staged, a.gemm.out);
     }
 }
 
@@ -119,7 +129,7 @@ MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& rou
         const u64* const flag = round.flag(rank, tiles.reduced_flag(index, of_cluster, item % a.slices));
         if (!round.await(1, [&](i32) { return flag; }, [&](i32) { return owner; })) return;
         const u64 from = round.staging(rank) + tiles.reduced(index, of_cluster);
-        for_vectors(slice, found, 0, columns, [&](i32 at, i64 to) { store_vector(a.gemm.out + to, load_vector(from + at)); });
+        copy_slice(slice, found, 0, columns, from, a.gemm.out);
     }
 }
 

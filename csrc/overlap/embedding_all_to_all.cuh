@@ -89,7 +89,6 @@ MOECOMM_FN void embedding_all_to_all(const EmbeddingArgs& a) {
     await_earlier_kernels();
     launch_dependents();
     const OverlapRound round(a.overlap);
-    if (blockIdx.x == 0 && warp_id() == 0) round.begin();
     const i32 ranks = a.overlap.window.ranks, rank = round.rank();
     const i64 row_bytes = static_cast<i64>(a.columns) * bytes_of(type), of_rank = row_bytes * a.num_tables * a.batch;
     for (i32 item = round.take(kPiecesCounter); item < ranks * a.pieces; item = round.take(kPiecesCounter)) {

@@ -194,7 +194,6 @@ MOECOMM_FN void gemv_all_reduce(const GemvArgs& a) {
     launch_dependents();
     const OverlapRound round(a.overlap);
     const GemvGroup<type, most, ranks> group{a, round, s};
-    if (blockIdx.x == 0 && warp_id() == 0) round.begin();
     for (i32 unit = group.first_unit(); unit < group.units(); unit += group.unit_step()) {
         group.multiply(unit);
         group.sync();

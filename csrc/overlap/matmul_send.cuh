@@ -132,7 +132,6 @@ MOECOMM_FN void matmul_send(const SendMatmulArgs& a) {
             RingPlace<c> place;
             for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) { load_tile<c, false>(s.gemm, a.gemm, found.tile, rank, place); });
         } else if (warp_id() == 1) {
-            if (blockIdx.x == 0) round.begin();
             if (lane_id() == 0) announce_tiles<c, send, ranks>(s, a, round);
         } else if (warp_id() >= 2) {
             collect<c, send, ranks>(a, round);

@@ -22,12 +22,22 @@ MOECOMM_FN void push_rows(const GatherMatmulArgs& a, const OverlapRound& round, 
     }
 }
 
-// Waits for the pieces of `rank` that cover these rows of its block. A whole warp; acquire. False on failure.
-MOECOMM_FN bool await_rows(const GatherMatmulArgs& a, const OverlapRound& round, i32 rank, i32 row, i32 rows) {
-    const i32 first = row / a.piece_rows, count = (row + rows - 1) / a.piece_rows - first + 1;
-    const u64* const flags = round.flag(round.rank(), rank * a.pieces + first);
-    return round.await(count, [&](i32 i) { return flags + i; }, [&](i32) { return rank; });
-}
+// The flags of a rank's pieces that cover some rows of its block.
+struct RowFlags {
+    const u64* first;
+    i32 count;
+
+    MOECOMM_FN RowFlags(const GatherMatmulArgs& a, const OverlapRound& round, i32 rank, i32 row, i32 rows)
+        : first(round.flag(round.rank(), rank * a.pieces + row / a.piece_rows)),
+          count((row + rows - 1) / a.piece_rows - row / a.piece_rows + 1) {}
+    // Whether the rows are here; or waits for them, false on failure. A whole warp; acquire.
+    MOECOMM_FN bool have(const OverlapRound& round) const {
+        return round.have(count, [&](i32 i) { return first + i; });
+    }
+    MOECOMM_FN bool await(const OverlapRound& round, i32 rank) const {
+        return round.await(count, [&](i32 i) { return first + i; }, [&](i32) { return rank; });
+    }
+};
 
 // Copies the rows of all ranks to the gathered result, as they arrive. As push_rows(); stops on failure, which is then reported.
 MOECOMM_FN void copy_gathered(const GatherMatmulArgs& a, const OverlapRound& round, i32 warp, i32 warps) {
@@ -39,7 +49,7 @@ MOECOMM_FN void copy_gathered(const GatherMatmulArgs& a, const OverlapRound& rou
         if (of == rank) {
             copy_vectors<false>(a.gathered_out + from, a.x + row * row_bytes, count * row_bytes);
         } else {
-            if (!await_rows(a, round, of, row, count)) return;
+            if (!RowFlags(a, round, of, row, count).await(round, of)) return;
             copy_vectors<true>(a.gathered_out + from, round.staging(rank) + from, count * row_bytes);
         }
     }

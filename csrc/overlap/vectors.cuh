@@ -31,7 +31,7 @@ MOECOMM_FN uint4 load_either(u64 from) {
 // Copies `bytes`, a multiple of 16. A whole warp; unordered. `fresh`: others write the source during this launch.
 template <bool fresh>
 MOECOMM_FN void copy_vectors(u64 to, u64 from, i64 bytes) {
-    constexpr i32 together = 4, step = kWarp * 16;  // loads of a lane in flight; bytes
+    constexpr i32 together = 8, step = kWarp * 16;  // loads of a lane in flight; bytes
     i32 left = static_cast<i32>(bytes / 16) - lane_id();
     to += lane_id() * 16, from += lane_id() * 16;
     for (; left > (together - 1) * kWarp; left -= together * kWarp, to += together * step, from += together * step) {

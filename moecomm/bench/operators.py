@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moecomm import config
 from moecomm.bench import operator_peers
 from moecomm.bench.clock import Call, Clock, percentiles
 from moecomm.bench.exchange import nccl_group
@@ -17,9 +18,12 @@ from moecomm.bench.operator_cases import OPERATORS, Case, cases
 from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.core.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
+from moecomm.fused.schedules import SCHEDULES
 from moecomm.window import Window
 
 OURS, NCCL, TORCH, ALONE = "moecomm", "nccl", "torch", "alone"
+# NVLink multicast stays off: fused operators do not use it, and a rank that dies in it takes others with it.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _CHAIN_US, _MOST_CHAINED = 3000.0, 20
 _WINDOW_BYTES = 2 << 30
 
@@ -34,6 +38,7 @@ class Settings:
     only: str = ""  # part of the names of the cases to measure; "": all
     replays: int = 10
     peers: bool = True
+    every_schedule: bool = False  # also ours with each schedule
     window_bytes: int = _WINDOW_BYTES
 
     def check(self) -> None:
@@ -63,9 +68,14 @@ def run(settings: Settings, limit_s: float) -> list[dict[str, Any]] | None:
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
     """Run one rank of the benchmark."""
+    settings = Settings(**job)
+    with config.variables(_NO_MULTICAST, insist=True):
+        return _measure(group, settings)
+
+
+def _measure(group: dist.ProcessGroup, settings: Settings) -> list[dict[str, Any]]:
     from moecomm.overlap.gpu import GpuExecutor
 
-    settings = Settings(**job)
     device = device_of(group, settings.backend)
     transport = nccl_group() if settings.peers else None
     rows: list[dict[str, Any]] = []
@@ -119,12 +129,28 @@ class _Measured:
         case, x, w, ranks = self._case, self._x, self._w, self._settings.ranks
         ways: dict[str, Callable[[], Call | None]] = {
             OURS: lambda: self._ours,
+            **{f"{OURS} {name}": partial(self._scheduled, name) for name in self._schedules},
             ALONE: lambda: operator_peers.alone(case, x, w, ranks),
         }
         if (transport := self._transport) is not None:
             ways[NCCL] = lambda: operator_peers.nccl(case, x, w, transport)
             ways[TORCH] = lambda: operator_peers.symmetric_memory(case, x, w, transport)
         return ways
+
+    @property
+    def _schedules(self) -> list[str]:
+        is_product = self._case.operator != "embedding_all_to_all"
+        return list(SCHEDULES) if self._settings.every_schedule and is_product else []
+
+    def _scheduled(self, name: str) -> Call:
+        def call() -> Any:
+            self._executor.schedule = name
+            try:
+                return self._ours()
+            finally:
+                self._executor.schedule = None
+
+        return call
 
     def _ours(self) -> Any:
         operator = getattr(self._executor, self._case.operator)
@@ -134,10 +160,14 @@ class _Measured:
     def _tried(self, make: Callable[[], Call | None]) -> Call | None:
         """Make and run a call before the Clock, so that a failure does not leave other ranks waiting there."""
         call = make()
-        if call is not None:
-            call()
-            torch.cuda.synchronize()
-            self._window.check()
+        if call is None:
+            return None
+        call()
+        torch.cuda.synchronize()
+        self._window.check()
+        if self._window.device.type == "cuda":  # some may run, and not be captured
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                call()
         return call
 
     def _about(self, who: str) -> dict[str, Any]:

@@ -15,6 +15,9 @@ def overlap(
     case: Annotated[str, typer.Option(help="Measure only cases with this in their name.")] = "",
     replays: Replays = 10,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Also measure NCCL and torch.")] = True,
+    every_schedule: Annotated[
+        bool, typer.Option("--every-schedule", help="Also measure ours with each schedule.")
+    ] = False,
     ranks: Ranks = None,
     backend: Backend = "auto",
     limit: Annotated[float, typer.Option(callback=real(1e-3), help="Seconds for an operator.")] = 120.0,
@@ -29,7 +32,9 @@ def overlap(
     kept, failed = Kept(json), None
     rows: list[dict[str, Any]] = []
     for wanted in operator.split(",") if operator else operator_cases.OPERATORS:
-        settings = operators.Settings(wanted, count, name, case, replays=replays, peers=peers)
+        settings = operators.Settings(
+            wanted, count, name, case, replays=replays, peers=peers, every_schedule=every_schedule
+        )
         try:
             found = operators.run(settings, limit)
         except RanksFailed as error:  # the other operators have ranks of their own

@@ -2,7 +2,7 @@
 
 Device memory of a workspace, at the same offsets on all ranks (csrc/overlap/args.h):
 
-    state, rounds begun, flags     CONTROL_BYTES
+    state, flags                   CONTROL_BYTES
     packets                        two halves, a sixteenth of the rest and at most 8 MiB each
     staging                        two halves of all that is left
 """
@@ -10,6 +10,7 @@ Device memory of a workspace, at the same offsets on all ranks (csrc/overlap/arg
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ CONTROL_BYTES = 2 * kernels.STATE_BYTES + 2 * 8 * kernels.FLAGS
 _MOST_PACKET_BYTES = 8 << 20
 _LINE = 128
 # Bytes that a warp pushes at a time: few enough that all warps have some, many enough that a flag costs little.
-_LEAST_PIECE, _MOST_PIECE = 4096, 32768
+_LEAST_PIECE, _MOST_PIECE = 4096, 131072
 _PUSH_WARPS = 3  # of a block
 # Ranks choose the schedule of a product that they send alike, and each has its own depth: see SendTiles.
 _NOMINAL_DEPTH = 4096
@@ -42,6 +43,10 @@ class GpuExecutor:
 
     Every call is a launch on the current stream, and may be captured in a graph after the first call of its shape,
     which compiles and loads the kernel.  A wait that fails is raised by a later call of the Window, or its check().
+
+    Attributes:
+        staging: bytes of the Window that hold nothing between calls of all ranks.
+        schedule: name of the schedule of all products (moecomm.fused.SCHEDULES), the same on all ranks; None: by shape.
 
     Args:
         window: whose ranks all reach each other's memory; nothing else uses these bytes of it.
@@ -65,6 +70,7 @@ class GpuExecutor:
             raise Unsupported(
                 f"fused operators are for at most {kernels.MOST_RANKS} ranks; there are {window.num_ranks}"
             )
+        self.schedule: str | None = None
         self._window, self._rank, self._ranks = window, window.rank, window.num_ranks
         self._device = window.device
         self._units = _multiprocessors(window.device)
@@ -77,7 +83,6 @@ class GpuExecutor:
         self._overlap = Overlap(
             window=Handle.from_buffer_copy(window.handle),
             state=offset,
-            begun=offset + kernels.STATE_BYTES,
             flags=offset + 2 * kernels.STATE_BYTES,
         )
         self._overlap.peers[: self._ranks] = self._addresses
@@ -85,7 +90,6 @@ class GpuExecutor:
         self._overlap.packets[:] = [packets, packets + self.packet_bytes]
         self._overlap.staging[:] = [staging, staging + self.staging_bytes]
         self.staging = range(staging, staging + 2 * self.staging_bytes)
-        self._templates: dict[Any, Any] = {}
 
     def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Multiply the rows of all ranks.
@@ -111,7 +115,7 @@ class GpuExecutor:
             raise Unsupported("all_gather_matmul without columns")
         _check_matrices(x, w)
         self._check_room("staging", ranks * rows * depth * 2, self.staging_bytes)
-        schedule = schedules.SCHEDULES[schedules.choose(rows, ranks, columns, depth, self._units)]
+        schedule = self._choose(rows, ranks, columns, depth)
         piece_rows = self._piece_rows(rows, depth * 2)
         args = GatherMatmulArgs(
             gemm=_gemm_args(x, w, out, self._grouping(schedule, ranks, rows, columns, BAND), schedule),
@@ -254,7 +258,7 @@ class GpuExecutor:
             return
         _check_matrices(x, w)
         ranks, columns = self._ranks, w.shape[-2]
-        schedule = SCHEDULES[schedules.choose(rows, blocks, columns, _NOMINAL_DEPTH, self._units)]
+        schedule = self._choose(rows, blocks, columns, _NOMINAL_DEPTH)
         grouping = self._grouping(schedule, blocks, rows, columns, -(-BAND // ranks) * ranks)
         row_tiles = -(-rows // schedule.most_rows)
         tiles = row_tiles * blocks * grouping.column_tiles
@@ -277,6 +281,9 @@ class GpuExecutor:
         )
         blocks = self._units // schedule.cluster * schedule.cluster
         self._launch(kernels.send_kernel(x.dtype, schedule, send, ranks), blocks, args)
+
+    def _choose(self, rows: int, blocks: int, columns: int, depth: int) -> Schedule:
+        return SCHEDULES[self.schedule or schedules.choose(rows, blocks, columns, depth, self._units)]
 
     def _staging(self) -> list[int]:
         """Addresses of both halves of this rank's staging."""
@@ -311,15 +318,16 @@ class GpuExecutor:
         raise BadInput("nbytes of the workspace", there * 2 + CONTROL_BYTES, want)
 
     def _launch(self, kernel: plain_kernel.PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-        """Enqueue on the current stream."""
+        """Enqueue on the current stream.  Raises Closed, or the error of an earlier wait that has failed."""
         device = self._device.index
-        if _native.cuda_context() == 0:  # autograd's threads may have none yet
-            cuda_driver.bind_thread(device)
-        if torch.cuda.current_device() == device:
-            plain_kernel.launch(kernel, blocks, args, overlap=True)
-            return
-        with torch.cuda.device(device):
-            plain_kernel.launch(kernel, blocks, args, overlap=True)
+        with self._window._call():
+            if _native.cuda_context() == 0:  # autograd's threads may have none yet
+                cuda_driver.bind_thread(device)
+            if torch.cuda.current_device() == device:
+                plain_kernel.launch(kernel, blocks, args, overlap=True)
+                return
+            with torch.cuda.device(device):
+                plain_kernel.launch(kernel, blocks, args, overlap=True)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -356,10 +364,11 @@ def _weight_map(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Any
     return tensor_maps.encode(address, shape, dtype, (1, BLOCK_COLUMNS, SLOT_ROW_BYTES // dtype.itemsize))
 
 
-def _row_maps(address: int, shape: tuple[int, ...], dtype: torch.dtype, schedule: Schedule) -> list[Any]:
+@lru_cache(maxsize=4096)
+def _row_maps(address: int, shape: tuple[int, ...], dtype: torch.dtype, schedule: Schedule) -> tuple[Any, ...]:
     """Tensor maps of a matrix with boxes of all heights, as GemmArgs::x has them."""
     found, box = [], schedule.row_unit // schedule.cluster
     while box * schedule.cluster <= schedule.most_rows:
         found.append(tensor_maps.encode(address, shape, dtype, (box, SLOT_ROW_BYTES // dtype.itemsize)))
         box *= 2
-    return found
+    return tuple(found)

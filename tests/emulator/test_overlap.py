@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from moecomm.window.failures import error_of
 
 from ..few import few
 from .gemm_machine import encode
-from .overlap_machine import emulated
+from .overlap_machine import EmulatedRanks, emulated
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
@@ -180,6 +181,52 @@ def bags_of(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) 
         of = indices[offsets[bag] : offsets[bag + 1]]
         found[bag] = table[of[(of >= 0) & (of < len(table))]].sum(dim=0)
     return found.to(tables.dtype)
+
+
+def in_a_row(machine: EmulatedRanks, operator: str, turn: int, kept: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Enqueue a call; return its results, by rank, and what they must be.  Inputs live in `kept`."""
+    ranks = len(machine.windows)
+    x, w = (matrices(ranks, rows, 40, seed=turn) for rows in (12 * ranks, 72))
+    if operator == "matmul_all_to_all":
+        x, w = [mine.view(2, ranks, 6, 40) for mine in x], [mine[:64].view(2, 32, 40) for mine in w]
+    if operator == "embedding_all_to_all":
+        x, w = [mine[None] for mine in x], [torch.full((1, 2 * ranks, 1), turn + rank) for rank in range(ranks)]
+    if operator == "few rows":
+        x = [mine[:3].contiguous() for mine in x]
+    kept.append((x, w))
+    if operator == "all_gather_matmul":
+        made = [y for y, _ in machine.enqueue(operator, x, w, False)]
+        return made, [product(torch.cat(x), by) for by in w]
+    if operator == "matmul_all_to_all":
+        made = machine.enqueue(operator, x, w)
+        sent = [[product(of[:, rank], by) for of, by in zip(x, w, strict=True)] for rank in range(ranks)]
+        return made, [torch.stack(parts) for parts in sent]
+    if operator == "embedding_all_to_all":
+        rows = torch.stack([mine[:, turn + rank].expand(1, 2, 40) for rank, mine in enumerate(x)])
+        return machine.enqueue(operator, x, w, None), [rows] * ranks
+    total = summed([product(*pair) for pair in zip(x, w, strict=True)])
+    if operator == "matmul_reduce_scatter":
+        return machine.enqueue(operator, x, w), list(total.chunk(ranks))
+    return machine.enqueue("matmul_all_reduce", x, w), [total] * ranks
+
+
+OPERATORS = (
+    *("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "few rows"),
+    *("matmul_all_to_all", "embedding_all_to_all"),
+)
+
+
+@pytest.mark.parametrize("ranks", few([2, 3], 2))
+def test_rounds_in_a_row(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits between them but the kernels themselves: ranks are apart by parts of a round."""
+    use_schedule(monkeypatch, "64x8c1")
+    kept: list[Any] = []
+    with emulated(ranks) as machine:
+        made = [in_a_row(machine, operator, turn, kept) for operator in OPERATORS for turn in range(4)]
+        machine.run()
+        for nth, (found, wanted) in enumerate(made):
+            for rank, (y, right) in enumerate(zip(found, wanted, strict=True)):
+                assert torch.equal(y, right), (nth, rank)
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

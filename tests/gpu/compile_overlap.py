@@ -5,6 +5,7 @@ Ranks that compile while they run wait for each other's compilers, one kernel af
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 
 import moecomm
 from moecomm.bench import operator_cases
-from moecomm.fused import structs, tensor_maps
+from moecomm.fused import SCHEDULES, structs, tensor_maps
 from moecomm.jit.plain_kernel import PlainKernel, compile  # noqa: A004
 from moecomm.overlap.gpu import GpuExecutor
 from moecomm.window.gpu_calls import kernel
@@ -26,8 +27,8 @@ from tests.gpu.overlap_cases import cases
 _WINDOW_BYTES = 2 << 30  # of address space: nothing is written
 
 
-def kernels(ranks: int, units: int = 132) -> Iterator[PlainKernel]:
-    """Kernels that ranks with `units` multiprocessors launch."""
+def kernels(ranks: int, units: int = 132, every: bool = False) -> Iterator[PlainKernel]:
+    """Kernels that ranks with `units` multiprocessors launch; `every`: with every schedule, too."""
     found: list[PlainKernel] = []
     windows = run_ranks(ranks, lambda group: moecomm.Window(group, _WINDOW_BYTES, backend="host"))
     try:
@@ -39,12 +40,12 @@ def kernels(ranks: int, units: int = 132) -> Iterator[PlainKernel]:
         ):
             for case in cases(ranks):
                 case.call(executor, *(torch.empty(n, dtype=case.dtype) for n in (case.first, case.second)))
-            for operator in operator_cases.OPERATORS:
+            asked = itertools.product((None, *(SCHEDULES if every else ())), operator_cases.OPERATORS)
+            for executor.schedule, operator in asked:
                 for sized in operator_cases.cases(operator, ranks):
                     x, w = (torch.empty(n, dtype=operator_cases.DTYPES[sized.dtype]) for n in sized.shapes)
                     more = {"all_gather_matmul": (False,), "embedding_all_to_all": (None,)}.get(operator, ())
-                    if hasattr(executor, operator):
-                        getattr(executor, operator)(x, w, *more)
+                    getattr(executor, operator)(x, w, *more)
     finally:
         for window in windows:
             window.close()
@@ -61,7 +62,7 @@ def main(ranks: int) -> None:
     """Compile all, and print their number and the time."""
     begin = time.monotonic()
     virtual = {found for count in (1, 2, 4) for found in kernels(count, 132 // count)}
-    found = {*virtual, *kernels(ranks)}
+    found = {*virtual, *kernels(ranks, every=True)}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(build, found))
     print(f"{len(found)} kernels in {time.monotonic() - begin:.0f} s")

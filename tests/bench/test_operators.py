@@ -1,0 +1,71 @@
+"""moecomm bench overlap without a GPU: its cases, what it compares, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from moecomm.bench import operator_cases, operator_table, operators
+from moecomm.bench.operator_cases import OPERATORS, Case, cases
+from moecomm.errors import BadInput, Unsupported
+from moecomm.overlap import kernels
+from moecomm.overlap.gpu import GpuExecutor
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_cases_are_calls_that_the_kernels_take(operator: str, ranks: int) -> None:
+    assert callable(getattr(GpuExecutor, operator)) and ranks <= kernels.MOST_RANKS
+    for case in cases(operator, ranks):
+        first, second = case.shapes
+        assert min(first) >= 1 and min(second) >= 1, case
+        if operator == "embedding_all_to_all":
+            assert second[0] == first[0] and second[1] % ranks == 0
+        else:
+            assert first[-1] == second[-1] and first[-1] % 8 == 0 and second[-2] % 8 == 0
+            assert operator != "matmul_reduce_scatter" or first[0] % ranks == 0
+
+
+def test_inputs_have_the_shapes_and_values_of_a_case() -> None:
+    x, w = Case("matmul_all_reduce", "", "bf16", ((3, 16), (8, 16))).inputs(torch.device("cpu"), 1)
+    assert (x.shape, w.shape, x.dtype) == ((3, 16), (8, 16), torch.bfloat16) and 0.1 < float(w.float().std()) < 0.5
+    tables, indices = Case("embedding_all_to_all", "", "fp32", ((2, 5, 4), (2, 6, 3))).inputs(torch.device("cpu"), 0)
+    assert (
+        tables.shape == (2, 5, 4) and indices.dtype == torch.int64 and 0 <= int(indices.min()) <= int(indices.max()) < 5
+    )
+
+
+def test_rows_are_those_of_the_slowest_rank_and_are_compared() -> None:
+    about: dict[str, Any] = {
+        "operator": "matmul_all_reduce",
+        "case": "a",
+        "dtype": "bf16",
+        "shapes": (),
+        "flops": 10**6,
+    }
+    times = [{"moecomm": 2.0, "alone": 1.0, "nccl": 6.0}, {"moecomm": 4.0, "alone": 2.0, "nccl": 5.0}]
+    by_rank = [[{**about, "who": who, "us": [us]} for who, us in of_rank.items()] for of_rank in times]
+    for rows in by_rank:
+        rows.append({**about, "who": "torch", "why": "not here"})
+    found = {row["who"]: row for row in operators.merge(by_rank)}
+    assert found["moecomm"]["us"]["p50"] == 4.0 and found["nccl"]["us"]["p50"] == 6.0
+    assert (found["nccl"]["speedup"], found["moecomm"]["of_alone"], found["moecomm"]["tflops"]) == (1.5, 2.0, 0.2)
+    console = Console(width=200, record=True)
+    result = {"ranks": 2, "backend": "lsa", "replays": 1, "rows": list(found.values())}
+    operator_table.show(json.loads(json.dumps(result)), console)
+    assert "x1.50" in (text := console.export_text()) and "not here" in text
+
+
+def test_what_can_not_be_measured_is_refused() -> None:
+    with pytest.raises(BadInput, match="operator"):
+        operators.Settings("matmul", 2, "lsa").check()
+    with pytest.raises(BadInput, match="case"):
+        operators.Settings("all_gather_matmul", 2, "lsa", only="no such case").check()
+    with pytest.raises(Unsupported, match="no GPU"):
+        operators.Settings("all_gather_matmul", 2, "host").check()
+    assert math.prod(operator_cases.cases("all_gather_matmul", 4)[0].shapes[0]) * 4 == 1024**2
