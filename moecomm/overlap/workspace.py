@@ -63,7 +63,7 @@ class Workspace:
             self.window = group
         else:
             options: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s}
-            self.window = Window(group, nbytes, signals=_SIGNALS, **options)  # type: ignore[arg-type]  # it checks them
+            self.window = Window(group, nbytes, signals=_SIGNALS, **options)  # it checks them
         try:
             self._executors: Executors | None = self._open()
         except BaseException:

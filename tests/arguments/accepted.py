@@ -152,6 +152,7 @@ TABLE = (
         ("scale",),
     ),
     Row("memory is taken when it is touched", ("2**31",), ("nbytes",)),
+    Row("memory of its own", ("None",), ("moecomm.Window(memory)",)),
     Row("a number to count with", ("0", "2**31"), (*_of("moecomm.Window.signal", "amount"), "amount", "value")),
     Row("the first one, or none", ("0", "None"), ("index", "peer", "signal", "moecomm.Window.tensor(rank)")),
     Row("sizes, of which there may be none", ("[]", "()", "[1]", "(1, 2)"), ("shape",)),
