@@ -212,7 +212,9 @@ def test_a_signal_covers_the_stores_of_all_threads(machine: Machine) -> None:
 
 def test_a_rank_that_does_not_come_is_named_by_all(machine: Machine) -> None:
     """The kernels end, and every record says who was missing."""
-    with windows(3, 4096, timeout_s=2e-3) as opened:  # 2000 passes of the machine
+    with windows(3, 4096) as opened:
+        for window in opened:
+            window._opened.handle.timeout_ns = 2_000_000  # 2000 passes of the machine
         run(machine, unit(EVERYTHING, "everything", "unsigned long long"), opened[:2], 512, 1, blocks=2)
         for window in opened[:2]:
             record = _native.record(window._opened.peers.record)
