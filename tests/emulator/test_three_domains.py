@@ -1,4 +1,4 @@
-"""Combine over three domains of two ranks by kernels: sums of domains are added in domain order, wherever one's own is."""
+"""Combine over three domains of two ranks by kernels: sums are added in the order of domains."""
 
 from __future__ import annotations
 
