@@ -19,17 +19,29 @@ OPERATORS = (
 )
 WORDS = 16  # int64, of a header
 BYTES = 8 * WORDS
-_FIRST = 3  # words ahead of the sizes
+_FIRST = 4  # words ahead of the sizes
+_FUSED = (False, True, None)
 
 
-def header(sizes: Sizes, failed_calls: int) -> list[int]:
+def header(sizes: Sizes, failed_calls: int, fused: bool | None = False) -> list[int]:
     """Describe a call of this rank, in WORDS numbers."""
-    dims = [sizes.dims[name] for name in sizes.agreed]
-    words = [OPERATORS.index(sizes.operator), failed_calls, DTYPES.index(sizes.dtype), *dims]
+    dims = [sizes.dims[name] for name in _compared(sizes, fused)]
+    words = [OPERATORS.index(sizes.operator), failed_calls, DTYPES.index(sizes.dtype), _FUSED.index(fused), *dims]
     return words + [0] * (WORDS - len(words))
 
 
-def difference(sizes: Sizes, mine: list[int], theirs: list[int], rank: int) -> Mismatch | None:
+def _compared(sizes: Sizes, fused: bool | None) -> tuple[str, ...]:
+    """Return the names of the sizes in a header.
+
+    Those of a product decide whether a call is fused, so that all of them must then be the same on all ranks.
+    """
+    more = () if fused is False else tuple(name for name in ("N", "K") if name in sizes.dims)
+    return tuple(dict.fromkeys((*sizes.agreed, *more)))
+
+
+def difference(
+    sizes: Sizes, mine: list[int], theirs: list[int], rank: int, fused: bool | None = False
+) -> Mismatch | None:
     """Return the error of this rank for a header of `rank`, or None if it is the same."""
     if mine == theirs:
         return None
@@ -39,8 +51,10 @@ def difference(sizes: Sizes, mine: list[int], theirs: list[int], rank: int) -> M
         return Mismatch("operator", sizes.operator, OPERATORS[theirs[0]], rank)
     if mine[2] != theirs[2]:
         return Mismatch("dtype", sizes.dtype, DTYPES[theirs[2]], rank)
+    if mine[3] != theirs[3]:
+        return Mismatch("fused", fused, _FUSED[theirs[3]], rank)
     at = next(at for at in range(_FIRST, WORDS) if mine[at] != theirs[at])
-    return Mismatch(sizes.agreed[at - _FIRST], mine[at], theirs[at], rank)
+    return Mismatch(_compared(sizes, fused)[at - _FIRST], mine[at], theirs[at], rank)
 
 
 class FirstCalls:
@@ -58,7 +72,7 @@ class FirstCalls:
         ]
         self._seen: set[tuple[int, ...]] = set()
 
-    def check(self, sizes: Sizes, failed_calls: int) -> None:
+    def check(self, sizes: Sizes, failed_calls: int, fused: bool | None = False) -> None:
         """Compare this call if it is the first of its kind, and not part of a capture.  Collective.
 
         The host waits for the device.
@@ -67,7 +81,7 @@ class FirstCalls:
             Mismatch: on all ranks, if they differ.
             Timeout: another rank has made this call before, or does not make it.
         """
-        mine = header(sizes, failed_calls)
+        mine = header(sizes, failed_calls, fused)
         key = (mine[0], *mine[2:])
         if key in self._seen or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
@@ -78,6 +92,6 @@ class FirstCalls:
         window.barrier()  # every rank has read them
         window.check()
         for rank, theirs in enumerate(found):
-            if (error := difference(sizes, mine, theirs, rank)) is not None:
+            if (error := difference(sizes, mine, theirs, rank, fused)) is not None:
                 raise error
         self._seen.add(key)

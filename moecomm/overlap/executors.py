@@ -141,10 +141,11 @@ class GpuExecutors:
         if isinstance(self._fused, MoecommError):
             if fused:
                 raise self._fused
+            fused = False
         elif fused or (fused is None and table.is_faster(self._gpu, self._ranks, sizes)):
             operators = self._fused
         self._made += 1
-        self._first_calls.check(sizes, self._failed_calls)
+        self._first_calls.check(sizes, self._failed_calls, True if operators is self._fused else fused)
         return operators
 
     def exchange(self, sizes: Sizes) -> Executor:
