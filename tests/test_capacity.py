@@ -301,6 +301,15 @@ def test_the_table_in_the_documents() -> None:
         assert cells == [f"{window_bytes(settings) / 2**30:.1f}" for settings in sizes], ranks
 
 
+def test_windows_of_several_domains_in_the_documents() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    found = re.findall(r"(\d+)(?: ranks)? in (\d+) domains ([\d.]+) GiB", text)
+    assert [row[:2] for row in found] == [("4", "2"), ("16", "2"), ("64", "8")]
+    for ranks, domains, gib in found:
+        settings = replace(settings_of(int(ranks), 4096), domain_ranks=int(ranks) // int(domains))
+        assert gib == f"{window_bytes(settings) / 2**30:.1f}", ranks
+
+
 def adapter_bytes(adapter: str, ranks: int, factor: float | None) -> int:
     """Window of an adapter for DeepSeek-V3; `factor` math.inf: with room for the worst case."""
     tokens = 4096 if adapter in ("normal", "Megatron") else 4096 + _MORE_TOKENS
