@@ -200,6 +200,18 @@ def backends() -> str:
     return f"{rounds}\n\n{table(heads, rows)}"
 
 
+OVERLAP = tuple(
+    f"overlap-{name}-h100-2"
+    for name in (
+        "all-gather-matmul",
+        "matmul-reduce-scatter",
+        "matmul-all-reduce",
+        "matmul-all-to-all",
+        "embedding-all-to-all",
+    )
+)
+
+
 def concurrent() -> str:
     """A concurrent GEMM on the multiprocessors that 16 blocks leave free."""
     rows = []
@@ -211,7 +223,21 @@ def concurrent() -> str:
             if "kept" in row.get("overlap", {})
         ]
         rows.append(line(found, ROUNDS, str(found["case"]["ranks"]), *cells))
-    return table("H200s | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
+    rounds = table("H200s | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
+    ratios: dict[str, list[str]] = {"nccl": [], "torch": []}
+    for name in OVERLAP:
+        times: dict[tuple[str, str], dict[str, float]] = {}
+        for row in load(name)["rows"]:
+            if "us" in row:
+                times.setdefault((row["case"], row["dtype"]), {})[row["who"]] = row["us"]["p50"]
+        for who, cells in ratios.items():
+            over = sorted(of[who] / of["moecomm"] for of in times.values() if who in of)
+            cells.append(f"{over[0]:.2f} to {over[-1]:.2f}" if over else "")
+    operators = (f"`{name.removeprefix('overlap-').removesuffix('-h100-2').replace('-', '_')}`" for name in OVERLAP)
+    found = load(OVERLAP[0])
+    rows = [line(found, ("overlap",), who, *cells) for who, cells in ratios.items()]
+    heads = " | ".join(("2 H100s, time over that of our fused kernel", *operators))
+    return f"{rounds}\n\n{table(heads, rows)}"
 
 
 def peers() -> str:
@@ -298,7 +324,7 @@ def predicted() -> str:
     cells = [
         (error["kind"], str(error["rows"]), *(f"{error[key]:{form}}" for key, form in _ERRORS.items()))
         for error in found
-        if not error["kind"].startswith(("one domain", "published:"))  # in the long table
+        if not error["kind"].startswith(("one domain", "2 domains", "published:", "excluded:"))  # in the long table
     ]
     off = table("rows | number | median error | signed | worst", (f"| {' | '.join(row)} |" for row in cells))
     rows = []
@@ -375,6 +401,7 @@ TOPICS = (
             "domains-h100-2",
             "nic-h100-2",
             "gin-domains-h100-2",
+            "rings-h100-2",
             "latency-backends-h200-4",
             "latency-gin-tcp-h200-2",
         ),
@@ -383,8 +410,9 @@ TOPICS = (
     Topic(
         "Concurrent with a GEMM",
         "4096 tokens a rank, `flat`, 16 blocks: time alone; the share of its speed that a GEMM on another stream "
-        "keeps, and the share it keeps beside 16 blocks that do nothing.",
-        ("beside-h200-4", "beside-h200-2"),
+        "keeps, and the share it keeps beside 16 blocks that do nothing.  Then the operators of `moecomm.overlap`: "
+        "more than 1 is slower than ours.  NCCL with cuBLAS (or torch's bags), torch's own fused operators; graphs.",
+        ("beside-h200-4", "beside-h200-2", *OVERLAP),
         concurrent,
     ),
     Topic(
@@ -424,7 +452,7 @@ TOPICS = (
         "`moecomm simulate check`: predicted over measured, less one.  `held out`: each result by a fit to all other "
         "results, each library's published rows by a share of the NIC's rate fitted to the other libraries.  The rows "
         "below these three are the same ones by kind; the long table also has the kinds of measured rows.  Rows of "
-        "kernels that are gone are excluded, with the reason.  "
+        "kernels that are gone are excluded.  "
         "`python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with "
         "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more.",
         ("simulate-check", "simulate", "wide-ep"),

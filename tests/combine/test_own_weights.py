@@ -57,7 +57,7 @@ def test_the_bits_of_a_dispatch_that_carried_them_over_domains(
     """What others have of their tokens goes straight home to all ranks, to some, or to none: then by relays, through
     several turns of their rings.
     """
-    monkeypatch.setattr(host, "ring_tokens", lambda *_: 64)
+    monkeypatch.setattr(host, "ring_tokens", lambda *_: 32)
     monkeypatch.setattr(host, "direct_bytes", lambda *_: 16 << 10)  # of TOKENS tokens, and of fewer than 150
     many = {"all": (), "some": (0, 3), "none": range(ranks)}[direct]
     with LocalBuffers(ranks, **sizes(topk, max_tokens=300, domain_ranks=domain_ranks)) as buffers:
