@@ -39,7 +39,7 @@ _ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets
 _STAGING_BYTES = 62 << 20
 _DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put directly, of 64 ranks
 
-# At least, between domains: a combine takes 399 us, and 722 by the table's 24 (bench/results/domains-h100-2.json).
+# At least, between domains: a combine takes 398 us, and 716 by the table's 24 (bench/results/domains-h100-2.json).
 _SCALEOUT_BLOCKS = 64
 _SCALEOUT_CHUNK = 4  # most tokens of a chunk between domains, where one warp forwards a chunk token by token
 

@@ -29,7 +29,7 @@ _PACKED = "<11q16s"
 _MAGIC = 0x6D6F65636F6D6D
 _WIRES = (None, "exact")
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
-# between two H100s takes 614 us and a combine 1281 (bench/results/rings-h100-2.json), with 2496 places 298 and 582
+# between two H100s takes 606 us and a combine 1279 (bench/results/rings-h100-2.json), with 2496 places 297 and 582
 # (domains-h100-2.json).
 _TRIPS = 3
 
