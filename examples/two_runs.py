@@ -1,4 +1,4 @@
-"""The same training on several ranks and on one: options of the command line, and both loss curves side by side."""
+"""Training on several ranks and again on one: options of the command line, and both loss curves side by side."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ struct OverlapState {
     u64 round;                // rounds that have ended
     u32 ended;                // blocks that have ended in this round
     u32 counters[kCounters];  // work items taken by the warps of all blocks
-    // Of the first wait that failed, for the failure record.
+    // The first wait that failed, for the failure record.
     u32 which;  // flag
     u64 seen;
     u64 waited_ns;

@@ -133,9 +133,9 @@ MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& rou
     }
 }
 
-// What the warps of a kernel collect: first the parts, then, if they may, what other ranks have reduced. Waits for parts end without the
-// help of any collecting warp, and waits for reduced tiles need only warps that collect parts, so warps of both kinds never wait in a
-// circle.
+// The items that the warps of a kernel collect: first the parts, then, if they may, what other ranks have reduced. Waits for parts end
+// without the help of any collecting warp, and waits for reduced tiles need only warps that collect parts, so warps of both kinds never
+// wait in a circle.
 template <GemmConfig c, Send send, i32 ranks>
 MOECOMM_FN void collect(const SendMatmulArgs& a, const OverlapRound& round) {
     if constexpr (send == Send::all_to_all) {

@@ -30,7 +30,7 @@ struct RowFlags {
     MOECOMM_FN RowFlags(const GatherMatmulArgs& a, const OverlapRound& round, i32 rank, i32 row, i32 rows)
         : first(round.flag(round.rank(), rank * a.pieces + row / a.piece_rows)),
           count((row + rows - 1) / a.piece_rows - row / a.piece_rows + 1) {}
-    // Whether the rows are here; or waits for them, false on failure. A whole warp; acquire.
+    // Returns whether the rows are here, or waits for them; false on failure. A whole warp; acquire.
     MOECOMM_FN bool have(const OverlapRound& round) const {
         return round.have(count, [&](i32 i) { return first + i; });
     }

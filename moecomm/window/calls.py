@@ -45,7 +45,7 @@ class Calls(Protocol):
         ...
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph captures the current stream."""
+        """Return whether a CUDA graph captures the current stream."""
         ...
 
     def synchronize(self) -> None:

@@ -98,7 +98,7 @@ def open_memory(ranks: Rendezvous, group: Group, peers: Peers, memory: Any, nbyt
 
 
 def _is_symmetric(memory: torch.Tensor) -> bool:
-    """Whether torch has made it; true where torch can't say before the rendezvous."""
+    """Return whether torch has made it; True where torch can't say before the rendezvous."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     known = getattr(symmetric_memory, "is_symm_mem_tensor", None)  # torch 2.12 or newer

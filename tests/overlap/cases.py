@@ -128,5 +128,5 @@ def on_ranks(ranks: int, body: Callable[[overlap.Workspace], Any], nbytes: int =
 
 
 def same(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a result has the dtype, shape and bits of the reference."""
+    """Return whether a result has the dtype, shape and bits of the reference."""
     return got.dtype is dtype and got.shape == want.shape and torch.equal(got.double(), want)

@@ -42,7 +42,7 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 def noticed(operator: str) -> bool:
-    """Whether some call has another result than the reference's, or fails."""
+    """Return whether some call has another result than the reference's, or fails."""
     from tests.overlap.test_random import run_cases
 
     try:
