@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from moecomm.core import tangents
@@ -31,49 +34,29 @@ def _(
     return x.new_empty(call.result), x.new_empty((call.result[0], x.shape[1]) if gather else (0,))
 
 
-@torch.library.custom_op("moecomm::matmul_reduce_scatter", mutates_args=())
-def matmul_reduce_scatter(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
-    """Operator of moecomm.overlap.matmul_reduce_scatter."""
-    tangents.refuse("moecomm::matmul_reduce_scatter", x, w)
-    with find(workspace).call() as owner:
-        call = sizes.matmul_reduce_scatter(owner.num_ranks, x, w)
-        x, w = _plain(owner, x=x, w=w)
-        return owner.executors.choose(call, fused).matmul_reduce_scatter(x, w)
+def _of_matrices(name: str) -> Any:
+    """Return the operator of moecomm.overlap.<name>, whose arguments are x and w, and whose result is one tensor."""
+    sizes_of: Callable[[int, torch.Tensor, torch.Tensor], sizes.Sizes] = getattr(sizes, name)
+
+    def run(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
+        tangents.refuse(f"moecomm::{name}", x, w)
+        with find(workspace).call() as owner:
+            call = sizes_of(owner.num_ranks, x, w)
+            x, w = _plain(owner, x=x, w=w)
+            y: torch.Tensor = getattr(owner.executors.choose(call, fused), name)(x, w)
+            return y
+
+    def fake(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
+        return x.new_empty(sizes_of(find(workspace).num_ranks, x, w).result)
+
+    operator = torch.library.custom_op(f"moecomm::{name}", run, mutates_args=())
+    operator.register_fake(fake)
+    return operator
 
 
-@matmul_reduce_scatter.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
-    return x.new_empty(sizes.matmul_reduce_scatter(find(workspace).num_ranks, x, w).result)
-
-
-@torch.library.custom_op("moecomm::matmul_all_reduce", mutates_args=())
-def matmul_all_reduce(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
-    """Operator of moecomm.overlap.matmul_all_reduce."""
-    tangents.refuse("moecomm::matmul_all_reduce", x, w)
-    with find(workspace).call() as owner:
-        call = sizes.matmul_all_reduce(owner.num_ranks, x, w)
-        x, w = _plain(owner, x=x, w=w)
-        return owner.executors.choose(call, fused).matmul_all_reduce(x, w)
-
-
-@matmul_all_reduce.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
-    return x.new_empty(sizes.matmul_all_reduce(find(workspace).num_ranks, x, w).result)
-
-
-@torch.library.custom_op("moecomm::matmul_all_to_all", mutates_args=())
-def matmul_all_to_all(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
-    """Operator of moecomm.overlap.matmul_all_to_all."""
-    tangents.refuse("moecomm::matmul_all_to_all", x, w)
-    with find(workspace).call() as owner:
-        call = sizes.matmul_all_to_all(owner.num_ranks, x, w)
-        x, w = _plain(owner, x=x, w=w)
-        return owner.executors.choose(call, fused).matmul_all_to_all(x, w)
-
-
-@matmul_all_to_all.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
-    return x.new_empty(sizes.matmul_all_to_all(find(workspace).num_ranks, x, w).result)
+matmul_reduce_scatter = _of_matrices("matmul_reduce_scatter")
+matmul_all_reduce = _of_matrices("matmul_all_reduce")
+matmul_all_to_all = _of_matrices("matmul_all_to_all")
 
 
 @torch.library.custom_op("moecomm::embedding_all_to_all", mutates_args=())
