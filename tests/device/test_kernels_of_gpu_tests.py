@@ -44,12 +44,12 @@ def rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
     yield {"ranks": 4, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
 
 
-def rounds_of_domains(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
-    """The same of several domains, but for those of virtual ranks."""
-    for near in (1, 2):
+def rounds_of_domains(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
+    """The same of two and four domains (of two, where there are two ranks), but for those of virtual ranks."""
+    for near in sorted({max(1, ranks // 4), ranks // 2}):
         for sizes in test_nvlink.SIZES[:2]:
-            yield {"ranks": 4, "domain_ranks": near, **sizes}, test_nvlink.random_seeds(sizes, cases)
-        yield {"ranks": 4, "domain_ranks": near, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
+            yield {"ranks": ranks, "domain_ranks": near, **sizes}, test_nvlink.random_seeds(sizes, cases)
+        yield {"ranks": ranks, "domain_ranks": near, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
 
 
 def on_a_gpu(args: _native.DispatchArgs, layout: str) -> jit.KernelSpec:

@@ -114,7 +114,7 @@ def measure(name: str, seconds: int, words: str) -> Step:
 
 
 PARTS: dict[str, list[Step]] = {
-    "compile": [compiling("compile"), compiling("compile2", "domains")],
+    "compile": [compiling("compile"), compiling("compile2", "domains", GPUS)],
     "virtual": [
         one("virtual", 300, "tests/gpu/test_virtual_ranks.py"),
         one("sequences", 100, "tests/gpu/test_sequences.py", random=False),

@@ -1,6 +1,7 @@
 """python -m tests.gpu.compile CASES: what so many random cases on GPUs launch, into the cache, by all cores at once.
 
-With `domains` behind it, what those of several domains launch, through every transport that can be linked here.
+With `domains RANKS` behind it, what so many ranks in several domains launch, through every transport that can be
+linked here.
 
 Ranks that compile while they run wait for each other's compilers, one kernel after the other.
 """
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,4 +55,9 @@ def main(cases: int, rounds: Callable[[int], Iterable[tuple[dict[str, Any], Sequ
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), kernels.rounds_of_domains if sys.argv[2:] == ["domains"] else kernels.rounds)
+    if sys.argv[2:]:
+        word, ranks = sys.argv[2:]
+        assert word == "domains"
+        main(int(sys.argv[1]), partial(kernels.rounds_of_domains, ranks=int(ranks)))
+    else:
+        main(int(sys.argv[1]), kernels.rounds)
