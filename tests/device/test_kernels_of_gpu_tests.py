@@ -45,7 +45,10 @@ def rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
 
 
 def rounds_of_domains(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
-    """The same of two and four domains (of two, where there are two ranks), but for those of virtual ranks."""
+    """The same of two and four domains (of two, where there are two ranks)."""
+    for sizes in (*test_virtual_ranks.DOMAINS, {**test_virtual_ranks.LONG, "domain_ranks": 1}):
+        yield sizes, range(cases // len(test_virtual_ranks.DOMAINS))
+    yield {**test_virtual_ranks.PAIR, "domain_ranks": 1}, [test_virtual_ranks.GOOD]
     for near in sorted({max(1, ranks // 4), ranks // 2}):
         for sizes in test_nvlink.SIZES[:2]:
             yield {"ranks": ranks, "domain_ranks": near, **sizes}, test_nvlink.random_seeds(sizes, cases)
