@@ -799,6 +799,9 @@ def pidfd_open(pid: int) -> int:
         OSError: the kernel or a sandbox refuses, or no descriptor is left.
     """
 
+def read_long_word(address: int) -> int:
+    """Load a u64."""
+
 def read_word(address: int) -> int:
     """Load a u32."""
 
@@ -810,6 +813,9 @@ def record(address: int) -> FailureRecordView | None:
 
 def reduce_slot_bytes(topk: int, piece_bytes: int) -> int:
     """Shared memory of a slot of the fused layer's reduction."""
+
+def replace_word(address: int, old: int, value: int) -> bool:
+    """Store a u64 in place of `old`; return whether that stood there."""
 
 def set_abort(address: int, cause: int, culprit: int) -> bool:
     """Set an abort word unless it is set already; return whether it was set."""

@@ -99,6 +99,20 @@ class Aborted(RoundFailed):
     """abort() was called, or Ctrl-C pressed, on this rank or a peer."""
 
 
+class Excluded(MoecommError):
+    """The other ranks have gone on without this one, which was late or was taken for lost.  The Buffer can be closed.
+
+    Attributes:
+        rank: this one.
+        ranks: those that go on, by their numbers before.
+    """
+
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+        names = ", ".join(map(str, ranks)) or "none"
+        super().__init__(f"rank {rank} is no longer of this Buffer, which goes on with ranks {names}")
+        self.rank, self.ranks = rank, ranks
+
+
 class Closed(MoecommError):
     """The Buffer, or the handle's Buffer, has been closed, or was opened before this process was forked."""
 

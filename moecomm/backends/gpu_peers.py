@@ -83,6 +83,7 @@ class GpuPeers:
         except BaseException:
             window.close()
             raise
+        self.pages = None if self.presence is None else self.presence.pages
         self._owner: object = window.owner
         self.nbytes = window.nbytes
         self._mapping: _Mapping | None = _Mapping(window)

@@ -38,6 +38,7 @@ class HostPeers:
             self.record, self.abort_host = self._control.address, self._control.address + _ABORT
             self._presence = None if ranks.in_process else Presence(ranks, self.abort_host, timeout_s)
             undo.pop_all()
+        self.pages = None if self._presence is None else self._presence.pages
         self.window: _native.HostWindow | None = window
         self._mapped: list[MappedWindow] = mapped
         self.addresses = [peer.address for peer in mapped]

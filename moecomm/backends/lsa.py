@@ -23,6 +23,7 @@ from moecomm.backends.lsa_kernels import Kernels, is_multi_domain
 from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
+from moecomm.core.pages import Pages
 from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
 from moecomm.core.session import Schedule
 from moecomm.jit import plain_kernel
@@ -195,6 +196,11 @@ class LsaSession:
     def most_blocks(self) -> int:
         """The most blocks of this rank that wait for peers at once."""
         return self._most_blocks
+
+    @property
+    def pages(self) -> Pages | None:
+        """See Session."""
+        return self._peers.pages
 
     @property
     def owner(self) -> object:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from moecomm import _native
 from moecomm.backends.collective import MappedWindow, all_or_none, map_windows, share_descriptor
 from moecomm.core.group import Rendezvous
+from moecomm.core.pages import LEFT, PAGE_BYTES, Pages
 from moecomm.core.processes import pid_namespace, pidfd
 
 log = logging.getLogger("moecomm")
@@ -21,17 +22,22 @@ class Presence:
 
     A rank that closes its Buffer and ends may have finished a round that peers are still in; all they need of it is in
     windows that outlive it.  So every rank has a page that all see, and announces there that it leaves.
+
+    Attributes:
+        pages: these pages, over which ranks that are left agree how to go on.
     """
 
     def __init__(self, ranks: Rendezvous, abort_address: int, timeout_s: float) -> None:
         with ExitStack() as undo:
             with all_or_none(ranks):
-                self._page = _native.HostWindow(4096)
+                self._page = _native.HostWindow(PAGE_BYTES)
                 undo.callback(self._page.close)
-            self._pages = map_windows(ranks, self._page, timeout_s)
-            undo.callback(_close_all, self._pages)
+            self._mapped = map_windows(ranks, self._page, timeout_s)
+            undo.callback(_close_all, self._mapped)
             pids, passed = _processes(ranks, timeout_s)
-            left = [page.address for page in self._pages]
+            addresses = [page.address for page in self._mapped]
+            self.pages = Pages(addresses, ranks.rank)
+            left = [address + LEFT for address in addresses]
             self._watcher = _native.Watcher(pids, ranks.rank, abort_address, left=left, passed=passed)
             undo.pop_all()
 
@@ -44,16 +50,16 @@ class Presence:
 
         `linger_s`: how long to wait until all peers have left, too, or died.
         """
-        _native.store_word(self._page.address, 1)
+        _native.store_word(self._page.address + LEFT, 1)
         deadline = time.monotonic() + linger_s
         while time.monotonic() < deadline and not self._alone():
             time.sleep(_NAP_S)
         self._watcher.close()
-        _close_all(self._pages)
+        _close_all(self._mapped)
 
     def _alone(self) -> bool:
         dead = self.dead_peers()
-        return all(rank in dead or _native.read_word(page.address) != 0 for rank, page in enumerate(self._pages))
+        return len(self.pages.left() | dead.keys()) == len(self._mapped)
 
 
 def _close_all(pages: list[MappedWindow]) -> None:

@@ -59,6 +59,49 @@ class Board(Protocol):
         ...
 
 
+class Part:
+    """A Board whose values have keys of their own on another board, which it closes.
+
+    Args:
+        board: the other one.
+        prefix: the beginning of these keys.
+    """
+
+    def __init__(self, board: Board, prefix: str) -> None:
+        self._board, self._prefix = board, prefix
+
+    @property
+    def limit_s(self) -> float:
+        """See Board."""
+        return self._board.limit_s
+
+    @limit_s.setter
+    def limit_s(self, limit_s: float) -> None:
+        self._board.limit_s = limit_s
+
+    def write(self, key: str, value: bytes) -> None:
+        self._board.write(self._prefix + key, value)
+
+    def read(self, keys: Sequence[str]) -> list[bytes] | None:
+        return self._board.read([self._prefix + key for key in keys])
+
+    def decide(self, key: str, value: bytes) -> bytes:
+        return self._board.decide(self._prefix + key, value)
+
+    def count(self, key: str) -> int:
+        return self._board.count(self._prefix + key)
+
+    def erase(self, keys: Sequence[str]) -> None:
+        self._board.erase([self._prefix + key for key in keys])
+
+    def wait(self, limit_s: float) -> None:
+        self._board.wait(limit_s)
+
+    def close(self) -> None:
+        """See Board."""
+        self._board.close()
+
+
 class SharedValues:
     """The values of a board whose ranks are threads of this process."""
 

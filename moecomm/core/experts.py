@@ -5,7 +5,12 @@ csrc/protocol/expert_ranges.h has the same for kernels and the host executor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+
+from moecomm.core.arrays import as_tensor
 
 
 def experts_of(rank: int, num_experts: int, ranks: int) -> range:
@@ -18,6 +23,37 @@ def experts_of(rank: int, num_experts: int, ranks: int) -> range:
 def most_experts(num_experts: int, ranks: int) -> int:
     """Return the most experts that a rank has."""
     return -(-num_experts // ranks)
+
+
+class ExpertIds:
+    """Experts whose ids stay what they were when the Buffer had more ranks.
+
+    Args:
+        kept: ids of the experts that are there, ascending.
+        count: of all experts, the lost ones too.
+        device: of the ids that are translated.
+    """
+
+    def __init__(self, kept: Sequence[int], count: int, device: torch.device) -> None:
+        self.kept, self.count = tuple(kept), count
+        table = torch.full((count,), -1)
+        table[list(kept)] = torch.arange(len(kept))
+        self._tables = {dtype: table.to(device, dtype) for dtype in (torch.int64, torch.int32)}
+
+    def range_of(self, places: range) -> range:
+        """Return the ids of a rank's experts, which follow each other."""
+        return range(self.kept[places.start], self.kept[places.stop - 1] + 1)
+
+    def translate(self, topk_idx: Any) -> Any:
+        """Return the place of each id among those kept: -1 for a lost expert, and for -1.
+
+        Ids of no expert stay as they are, so that the round finds them.  Tensors that are no ids stay, too.
+        """
+        ids, _ = as_tensor("topk_idx", topk_idx)
+        if (table := self._tables.get(ids.dtype)) is None:
+            return topk_idx
+        known = (ids >= 0) & (ids < len(table))
+        return torch.where(known, table[ids.clamp(0, len(table) - 1).long()], ids)
 
 
 def owners_of(ids: torch.Tensor, num_experts: int, ranks: int) -> torch.Tensor:

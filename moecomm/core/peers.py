@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from moecomm.core.pages import Pages
+
 
 class Peers(Protocol):
     """As many bytes on every rank, zeroed.  Made collectively; close() is local and idempotent."""
@@ -20,6 +22,7 @@ class Peers(Protocol):
     record: int  # address of a FailureRecord that the host reads
     abort_host: int  # address of the abort word that the host writes
     in_process: bool  # ranks are threads of this process
+    pages: Pages | None  # None: ranks are threads, or on several hosts
 
     @property
     def nbytes(self) -> int:

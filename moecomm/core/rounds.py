@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moecomm.core.experts import experts_of
+from moecomm.core.experts import ExpertIds, experts_of
 from moecomm.core.memory import WindowMemory
 from moecomm.core.plans import PlanCache
 from moecomm.core.session import Session
@@ -18,8 +18,9 @@ class Rounds(RoundState):
     A Handle refers to it, and so keeps the session open when the Buffer itself is gone.
     """
 
-    def __init__(self, session: Session, settings: Settings) -> None:
+    def __init__(self, session: Session, settings: Settings, ids: ExpertIds | None = None) -> None:
         super().__init__(session)
+        self.ids = ids  # of experts that callers name; None: those of the rounds
         shape = session.context.shape
         self.settings = settings
         self.rank, self.num_ranks, self.dtype = session.context.rank, settings.ranks, settings.dtype
@@ -33,7 +34,12 @@ class Rounds(RoundState):
         self.memory = WindowMemory(session.arena, session.capturing)
         self.plans = PlanCache()
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
+        self.attempts = 0  # to agree with the ranks that are left, see moecomm.core.membership
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
+
+    def own_ids(self, topk_idx: Any) -> Any:
+        """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""
+        return topk_idx if self.ids is None or topk_idx is None else self.ids.translate(topk_idx)
 
     @collective(rounds=0)
     def check(self) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from moecomm import _native
 from moecomm.core.group import Rendezvous
+from moecomm.core.pages import Pages
 from moecomm.core.peers import Peers
 
 
@@ -35,6 +36,11 @@ class Session(Protocol):
     owner: object  # outlives every tensor in the window
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
     exclusive_gpu: bool  # GPUs: no other rank shares this GPU, so a kernel may be launched while its predecessor ends
+
+    @property
+    def pages(self) -> Pages | None:
+        """The pages of these ranks, while the session is open; None: ranks are threads, or on several hosts."""
+        ...
 
     @property
     def most_blocks(self) -> int:

@@ -162,6 +162,14 @@ class RoundState:
         finally:
             del error  # else it is in a cycle with its traceback, whose frames hold on to the window
 
+    def failure(self) -> MoecommError | None:
+        """Return the error that raise_failure() would raise, if any."""
+        try:
+            self.raise_failure()
+        except MoecommError as error:
+            return error
+        return None
+
     @property
     def session(self) -> Session:
         """The session that the backend has opened."""
