@@ -155,6 +155,7 @@ setup(
     package_data={
         "moecomm": ["py.typed", "*.pyi"],
         "moecomm.simulate": ["*.json"],
+        "moecomm.simulate.dlrm": ["*.json"],
         "moecomm.tuning": ["*.json"],
         **{package: ["*.h", "*.cuh", "*.cu"] for package in HEADERS},  # shims may be compiled later
     },

@@ -2,8 +2,8 @@
 
     python bench/refit.py
 
-Writes moecomm/simulate/h200.json, simulate-check.json, simulate.json and wide-ep.json in bench/results, docs/wide_ep.md
-and bench/README.md. A new result only has to lie in bench/results.
+Writes h200.json and dlrm/h100.json in moecomm/simulate; simulate-check.json, simulate.json, wide-ep.json and dlrm.json
+in bench/results; docs/wide_ep.md, docs/dlrm.md and bench/README.md. A new result only has to lie in bench/results.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import dlrm
 import topics
 import wide_ep
 from wide_ep import ROOT
@@ -18,6 +19,7 @@ from wide_ep import ROOT
 from moecomm.bench.results import write
 from moecomm.router import MODELS
 from moecomm.simulate.check import check
+from moecomm.simulate.dlrm import fit as dlrm_fit
 from moecomm.simulate.domain import parse
 from moecomm.simulate.fit import fit_all
 from moecomm.simulate.fit import write as write_fit
@@ -28,6 +30,7 @@ from moecomm.simulate.routing import Gate
 
 RESULTS = ROOT / "bench" / "results"
 PARAMETERS = ROOT / "moecomm" / "simulate" / "h200.json"
+DLRM_PARAMETERS = ROOT / "moecomm" / "simulate" / "dlrm" / "h100.json"
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]  # domains of simulate.json
 
 
@@ -44,6 +47,10 @@ def refit(results: list[Path]) -> None:
     write(RESULTS / "simulate.json", predict(asked, Machine(domain, nic)))
     write(wide_ep.RESULT, wide_ep.measure(domain, nic, fitted["nic"]))
     wide_ep.PAGE.write_text(wide_ep.page(json.loads(wide_ep.RESULT.read_text())))
+    measured = dlrm_fit.fit(results)
+    dlrm_fit.write(DLRM_PARAMETERS, measured)
+    write(dlrm.RESULT, dlrm.measure(measured, nic))
+    dlrm.PAGE.write_text(dlrm.page(json.loads(dlrm.RESULT.read_text())))
     (ROOT / "bench" / "README.md").write_text(topics.page())
 
 

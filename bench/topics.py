@@ -454,8 +454,9 @@ TOPICS = (
         "below these three are the same ones by kind; the long table also has the kinds of measured rows.  Rows of "
         "kernels that are gone are excluded.  "
         "`python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with "
-        "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more.",
-        ("simulate-check", "simulate", "wide-ep"),
+        "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more, and "
+        "[a page](../docs/dlrm.md) a training iteration of a recommendation model.",
+        ("simulate-check", "simulate", "wide-ep", "dlrm"),
         predicted,
     ),
 )

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from moecomm.bench import operator_table, table
 from moecomm.errors import BadInput
+from moecomm.simulate.dlrm.table import show_dlrm
 from moecomm.simulate.table import show_check, show_predictions
 
 _TABLES: dict[str, Callable[[dict[str, Any], Console], None]] = {
@@ -25,6 +26,7 @@ _TABLES: dict[str, Callable[[dict[str, Any], Console], None]] = {
     "deep-ep-layer": table.show_deep_ep_layer,
     "simulate": show_predictions,
     "simulate-check": show_check,
+    "simulate-dlrm": show_dlrm,
 }
 
 

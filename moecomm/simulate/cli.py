@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moecomm.bench.options import Experts, Hidden, Intermediate, Json, Topk, real, whole, written
+from moecomm.simulate.dlrm.command import dlrm
+from moecomm.simulate.options import NIC, NicEfficiency, NicGbs, NicLatency, NicMessages
 
 if TYPE_CHECKING:
     from moecomm.simulate.domain import Domain
@@ -23,20 +25,6 @@ app = typer.Typer(
 Parameters = Annotated[
     Path | None, typer.Option(help="Output of `simulate fit`; default: the parameters in the package.")
 ]
-NicGbs = Annotated[
-    float, typer.Option(callback=real(0), help="Bandwidth of a GPU's NIC in one direction, GB/s (default: 400 Gb/s).")
-]
-NicLatency = Annotated[
-    float, typer.Option(callback=real(0), help="Put and signal, one way.  Default: half of GIN's round trip.")
-]
-NicMessages = Annotated[float, typer.Option(callback=real(0), help="Millions of puts and signals a second.")]
-NicEfficiency = Annotated[
-    float,
-    typer.Option(
-        callback=real(0, 1), help="Share of the NIC's bandwidth that rows reach; 0: as fitted to published times."
-    ),
-]
-_NIC = (50.0, 8.35, 215.0)  # the defaults of Nic; a test compares them
 
 
 @app.callback()
@@ -66,9 +54,9 @@ def predict(
     chunk_tokens: Annotated[
         int, typer.Option(callback=whole(1, 1 << 16), help="HT: tokens signaled together between domains.")
     ] = 32,
-    nic_gbs: NicGbs = _NIC[0],
-    nic_latency_us: NicLatency = _NIC[1],
-    nic_mega_messages: NicMessages = _NIC[2],
+    nic_gbs: NicGbs = NIC[0],
+    nic_latency_us: NicLatency = NIC[1],
+    nic_mega_messages: NicMessages = NIC[2],
     nic_efficiency: NicEfficiency = 0.0,
     nvlink_gbs: Annotated[
         float, typer.Option(callback=real(0), help="Limit NVLink to this bandwidth, GB/s; 0: as measured.")
@@ -93,6 +81,7 @@ def predict(
     from moecomm.bench.cli import numbers
     from moecomm.bench.table import console
     from moecomm.simulate import predict as predicted
+    from moecomm.simulate.domain import fitted_efficiency
     from moecomm.simulate.model import Machine
     from moecomm.simulate.nic import Nic
     from moecomm.simulate.table import show_predictions
@@ -115,7 +104,7 @@ def predict(
         hbm_gbs=hbm_gbs,
         parts=parts,
     )
-    share = nic_efficiency or _efficiency(parameters)
+    share = nic_efficiency or fitted_efficiency(parameters)
     nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages, share)
     result = predicted.predict(asked, Machine(_domain(parameters, nvlink_gbs), nic, chunk_tokens, num_sms))
     show_predictions(result, console())
@@ -135,9 +124,9 @@ def check(
             help="JSON of the benchmark; default: bench/results of a checkout.", exists=True, dir_okay=False
         ),
     ] = None,
-    nic_gbs: NicGbs = _NIC[0],
-    nic_latency_us: NicLatency = _NIC[1],
-    nic_mega_messages: NicMessages = _NIC[2],
+    nic_gbs: NicGbs = NIC[0],
+    nic_latency_us: NicLatency = NIC[1],
+    nic_mega_messages: NicMessages = NIC[2],
     nic_efficiency: NicEfficiency = 0.0,
     parameters: Parameters = None,
     json: Json = None,
@@ -183,6 +172,9 @@ def fit(
     console().print(str(out), highlight=False)
 
 
+app.command()(dlrm)
+
+
 def _model(
     sizes: tuple[str, int | None, int | None, int | None, int | None], grouped: bool
 ) -> tuple[str, tuple[int, int], Gate]:
@@ -207,13 +199,6 @@ def _domain(parameters: Path | None, nvlink_gbs: float = 0.0) -> Domain:
 
     found = load(parameters)
     return found.with_nvlink(nvlink_gbs) if nvlink_gbs else found
-
-
-def _efficiency(parameters: Path | None) -> float:
-    """Return the share of a NIC's bandwidth that was fitted to published times; parameters may lack it."""
-    from moecomm.simulate.domain import content
-
-    return float(content(parameters).get("nic", {}).get("efficiency", 1.0))
 
 
 def _keep(result: dict[str, Any], json: Path | None) -> None:

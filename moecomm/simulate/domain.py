@@ -171,6 +171,11 @@ def content(path: Path | None = None) -> dict[str, Any]:
         raise _not_parameters(str(file), error) from error
 
 
+def fitted_efficiency(path: Path | None = None) -> float:
+    """Return the share of a NIC's bandwidth that was fitted to published times; parameters may lack it."""
+    return float(content(path).get("nic", {}).get("efficiency", 1.0))
+
+
 def parse(found: dict[str, Any], name: str = "") -> Domain:
     """Return the domain that the JSON of `moecomm simulate fit` describes. Raises BadInput."""
     try:

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from moecomm.bench.results import origin
 from moecomm.errors import BadInput
 from moecomm.simulate import cli
-from moecomm.simulate.cli import _NIC, app
+from moecomm.simulate.cli import app
 from moecomm.simulate.domain import load
 from moecomm.simulate.nic import SOURCES, Nic
+from moecomm.simulate.options import NIC
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -161,7 +162,7 @@ def test_what_makes_no_sense_is_refused(words: list[str]) -> None:
 
 
 def test_defaults_of_the_command_are_those_of_a_nic() -> None:
-    assert Nic(*_NIC) == Nic()
+    assert Nic(*NIC) == Nic()
 
 
 def test_the_command_of_the_page_runs() -> None:

@@ -20,7 +20,7 @@ from moecomm.tools import cli
     [
         ([], ["demo", "doctor", "tune", "bench", "simulate"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
-        (["simulate"], ["check", "fit"]),
+        (["simulate"], ["check", "fit", "dlrm"]),
     ],
 )
 def test_help_names_every_command(
