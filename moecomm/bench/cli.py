@@ -23,7 +23,7 @@ from moecomm.bench.options import (
     whole,
     written,
 )
-from moecomm.bench.overlap_cli import overlap
+from moecomm.bench.overlap_cli import add_overlap
 from moecomm.core.settings import MAX_FLAT_ROWS
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ def moe(
         _keep(result, json)
 
 
-app.command()(overlap)
+add_overlap(app)
 
 
 @app.command()
@@ -354,7 +354,7 @@ def plot(
     results: Results,
     out: Annotated[Path, typer.Option(callback=written, help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
 ) -> None:
-    """Plot JSON of dispatch-combine, sweep, moe, gemm, latency, all-to-all or backends; needs the extra bench."""
+    """Plot JSON of dispatch-combine, sweep, moe, gemm, overlap, latency, all-to-all, backends (extra bench)."""
     from rich.console import Console
 
     from moecomm.bench.plot import draw

@@ -23,7 +23,7 @@ from moecomm.window import Window
 
 OURS, NCCL, TORCH, ALONE = "moecomm", "nccl", "torch", "alone"
 # NVLink multicast stays off: fused operators do not use it, and a rank that dies in it takes others with it.
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _CHAIN_US, _MOST_CHAINED = 3000.0, 20
 _WINDOW_BYTES = 2 << 30
 
@@ -69,7 +69,7 @@ def run(settings: Settings, limit_s: float) -> list[dict[str, Any]] | None:
 def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
     """Run one rank of the benchmark."""
     settings = Settings(**job)
-    with config.variables(_NO_MULTICAST, insist=True):
+    with config.variables(NO_MULTICAST, insist=True):
         return _measure(group, settings)
 
 
@@ -111,7 +111,7 @@ class _Measured:
         calls: dict[str, Call] = {}
         failed = []
         for who, make in self._ways().items():
-            call, why = together(self._group, partial(self._tried, make))
+            call, why = together(self._group, partial(tried, make, self._window))
             if why:
                 failed.append({**self._about(who), "why": why})
             elif call is not None:
@@ -157,24 +157,25 @@ class _Measured:
         more = {"all_gather_matmul": (False,), "embedding_all_to_all": (None,)}
         return operator(self._x, self._w, *more.get(self._case.operator, ()))
 
-    def _tried(self, make: Callable[[], Call | None]) -> Call | None:
-        """Make and run a call before the Clock, so that a failure does not leave other ranks waiting there."""
-        call = make()
-        if call is None:
-            return None
-        call()
-        torch.cuda.synchronize()
-        self._window.check()
-        if self._window.device.type == "cuda":  # some may run, and not be captured
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-                call()
-        return call
-
     def _about(self, who: str) -> dict[str, Any]:
         case = self._case
         about = {"operator": case.operator, "case": case.name, "dtype": case.dtype, "shapes": case.shapes, "who": who}
         copies = self._settings.ranks if case.operator == "all_gather_matmul" else 1  # rows of all ranks are computed
         return about | {"flops": copies * case.flops}
+
+
+def tried(make: Callable[[], Call | None], window: Window) -> Call | None:
+    """Make and run a call before the Clock, so that a failure does not leave other ranks waiting there."""
+    call = make()
+    if call is None:
+        return None
+    call()
+    torch.cuda.synchronize()
+    window.check()
+    if window.device.type == "cuda":  # some may run, and not be captured
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            call()
+    return call
 
 
 def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

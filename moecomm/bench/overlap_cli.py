@@ -1,4 +1,4 @@
-"""The command `moecomm bench overlap`."""
+"""The commands `moecomm bench overlap` and `all-gather-study`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import typer
 
 from moecomm.bench.kept import Kept
 from moecomm.bench.options import Backend, Json, Ranks, Replays, real
+
+Limit = Annotated[float, typer.Option(callback=real(1e-3), help="Seconds for an operator.")]
 
 
 def overlap(
@@ -20,7 +22,7 @@ def overlap(
     ] = False,
     ranks: Ranks = None,
     backend: Backend = "auto",
-    limit: Annotated[float, typer.Option(callback=real(1e-3), help="Seconds for an operator.")] = 120.0,
+    limit: Limit = 120.0,
     json: Json = None,
 ) -> None:
     """Time the fused operators beside products and collectives of torch and NCCL, alternating in graphs."""
@@ -47,3 +49,29 @@ def overlap(
         operator_table.show({**kept.result, "rows": found}, table.console())
     if failed is not None:
         raise failed
+
+
+def all_gather_study(
+    replays: Replays = 10,
+    ranks: Ranks = None,
+    backend: Backend = "auto",
+    limit: Limit = 120.0,
+    json: Json = None,
+) -> None:
+    """Time the ways to gather and multiply that a study of nvFuser compares, and the fused operator, in graphs."""
+    from moecomm.bench import gather_study, gather_table, table
+    from moecomm.bench import ranks as of_ranks
+
+    name, count = of_ranks.plan(backend, ranks)
+    rows = gather_study.run(count, name, replays, limit)
+    if rows is not None:
+        kept = Kept(json)
+        about = {"benchmark": "all-gather-study", "backend": name, "ranks": count, "replays": replays}
+        kept({**about, "size": gather_study.SIZE, "dtype": "fp16", "rows": rows})
+        gather_table.show(kept.result, table.console())
+
+
+def add_overlap(app: typer.Typer) -> None:
+    """Add both commands."""
+    app.command()(overlap)
+    app.command()(all_gather_study)

@@ -31,6 +31,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         f"overlap/{kernel}.cuh"
         for kernel in ("all_gather_matmul", "matmul_send", "gemv_all_reduce", "embedding_all_to_all")
     ),
+    "all-gather study": ("bench/gather_matmul.cu",),
     "all-to-all": ("bench/all_to_all.cuh",),
     "put + signal": ("bench/ping_pong.cuh", "bench/ping_pong_through.cuh"),
     "gin": ("transport/gin.cuh", "shims/gin.cu"),
