@@ -7,7 +7,7 @@ Window.handle_address.
 from __future__ import annotations
 
 import importlib
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +26,12 @@ def cubin(arch: str = "sm_90a") -> Any:
     core = importlib.import_module("cuda.core")
     options = core.ProgramOptions(std="c++17", arch=arch, include_path=[moecomm.include_dir()])
     return core.Program(SOURCE.read_text(), "c++", options).compile("cubin")
+
+
+@lru_cache(maxsize=8)
+def _kernels(device: torch.device) -> dict[str, Any]:
+    code = cubin(loader.architecture(torch.cuda.get_device_capability(device)))
+    return {name: code.get_kernel(name) for name in ("naive_remote_read", "gather_rows")}
 
 
 class GatherMatmul:
@@ -88,9 +94,4 @@ class GatherMatmul:
         core = importlib.import_module("cuda.core")
         stream = core.Stream.from_handle(torch.cuda.current_stream(self._window.device).cuda_stream)
         config = core.LaunchConfig(grid=blocks, block=THREADS)
-        core.launch(stream, config, self._kernels[name], self._window.handle_address, *numbers)
-
-    @cached_property
-    def _kernels(self) -> dict[str, Any]:
-        code = cubin(loader.architecture(torch.cuda.get_device_capability(self._window.device)))
-        return {name: code.get_kernel(name) for name in ("naive_remote_read", "gather_rows")}
+        core.launch(stream, config, _kernels(self._window.device)[name], self._window.handle_address, *numbers)

@@ -25,6 +25,7 @@ from moecomm.jit import linking, loader
 from moecomm.tools.few_tokens import FewTokens, few_tokens, lines
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
+MULTICAST = "off: no kernel of moecomm uses it, and a rank that dies in it takes other ranks with it"
 _PACKAGES = {  # name in the report: distributions that provide it; the first installed one counts
     "moecomm": ("moecomm",),
     "torch": ("torch",),
@@ -105,14 +106,16 @@ class Report:
     topology: Topology
     cache: Cache
     few_tokens: list[FewTokens]
+    multicast: str = MULTICAST  # over NVLink; the same on every machine
 
     def details(self) -> str:
-        """Return versions, topology, kernel cache and the limits of packets as text."""
+        """Return versions, topology, multicast, kernel cache and the limits of packets as text."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
         shown = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
         for index, gpu in enumerate(place.gpus):
             shown.append(f"  GPU {index}  {gpu:<24} {' '.join(f'{link:>5}' for link in place.links[index])}")
+        shown.append(f"NVLink multicast: {self.multicast}")
         private = "private" if cache.private else f"NOT private: others can reach it; run: chmod -R go-rwx {cache.path}"
         what = f"{cache.nbytes / 2**20:.1f} MiB, {private}"
         if cache.unusable:

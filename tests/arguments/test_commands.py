@@ -65,6 +65,12 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--model", "--mode", "--backend"): NAMES,
         ("--json",): FILES,
     },
+    "bench all-gather-study": {
+        ("--ranks", "--replays"): SIZES,
+        ("--backend",): NAMES,
+        ("--limit",): ("0", *REALS),
+        ("--json",): FILES,
+    },
     "bench plot {plain}": {("--out",): FILES},
     "simulate": {
         ("--domains", "--ranks", "--topk", "--experts", "--hidden", "--intermediate"): SIZES,

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.bench import ceiling, kernels, latency, overlap
+from moecomm.bench import ceiling, gather_kernels, kernels, latency, overlap
 from moecomm.jit import loader
 
-from ..compiled import check_kernel
+from ..compiled import check_compiled, check_kernel, functions_of
 from ..few import few
+from ..window.test_compile import compiled
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
@@ -23,6 +24,18 @@ ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4]}
 @pytest.mark.parametrize("name", few(ALL, "TMA"))
 def test_compiles_within_a_multiprocessor(name: str) -> None:
     check_kernel(ALL[name], calls=True)
+
+
+def test_kernels_of_the_all_gather_study_need_only_the_headers_of_a_user() -> None:
+    assert bytes(gather_kernels.cubin().code).startswith(b"\x7fELF")
+    text = gather_kernels.SOURCE.read_text()
+    assert re.findall(r"#include (.*)", text) == ["<moecomm/window.cuh>"]
+    threads, blocks, tile = gather_kernels.THREADS, gather_kernels.BLOCKS_OF_SM, gather_kernels.TILE
+    assert f"kThreads = {threads}, kBlocks = {blocks}, kTile = {tile};" in text
+    found = compiled(text)
+    check_compiled(found, threads * blocks)
+    code = "".join(functions_of(found))
+    assert "HMMA" not in code and "GMMA" not in code, "scalar"
 
 
 def test_a_ring_is_what_the_kernels_count_on() -> None:

@@ -322,6 +322,7 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         "2 core(s), 1 NUMA node(s), 2 GPU(s)",
         "  GPU 0  H200                         X  NV18",
         "  GPU 1  H200                      NV18     X",
+        f"NVLink multicast: {doctor.MULTICAST}",
         "",
         "kernel cache: /c (3.0 MiB, private)",
         "",
@@ -336,11 +337,11 @@ def test_json_has_all_that_people_are_shown(capfd: pytest.CaptureFixture[str], m
         cli.main()
     found, report = json.loads(capfd.readouterr().out), doctor.doctor()
     assert ended.value.code == 0
-    assert list(found) == ["backends", "versions", "topology", "cache", "few_tokens"]
+    assert list(found) == ["backends", "versions", "topology", "cache", "few_tokens", "multicast"]
     assert found["backends"] == [
         {"name": b.name, "missing": b.missing, "note": b.note, "can_run": b.can_run} for b in report.backends
     ]
     assert found["versions"] == report.versions
-    assert found["topology"] == vars(report.topology)
+    assert found["topology"] == vars(report.topology) and found["multicast"] == report.multicast
     assert found["few_tokens"] == [vars(row) for row in report.few_tokens]
     assert found["cache"] == {**vars(report.cache), "path": str(report.cache.path)}

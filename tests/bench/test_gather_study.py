@@ -1,0 +1,116 @@
+"""moecomm bench all-gather-study without a GPU: its rows, its table, what it refuses, and the study's page."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import moecomm
+from moecomm.bench import gather_study, gather_table
+from moecomm.bench.gather_study import OFF, VARIANTS, Study
+from moecomm.bench.operators import NCCL, NO_MULTICAST
+from moecomm.errors import BadInput, Unsupported
+from moecomm.tools import doctor
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "bench"))
+US = {1: 30.0, 3: 1000.0, 4: 600.0, 6: 24.0, 8: 15.0}  # of the slower rank
+
+
+def by_rank(missing: int = 0) -> list[list[dict[str, Any]]]:
+    """As run_rank returns it on two ranks, of which the second is slower."""
+    found: list[list[dict[str, Any]]] = []
+    for share in (0.5, 1.0):
+        rows: list[dict[str, Any]] = []
+        for number, variant in VARIANTS.items():
+            row = {"variant": number, "name": variant.name, "kind": variant.kind}
+            if number in US and number != missing:
+                rows.append({**row, "us": [share * US[number]]})
+            else:
+                rows.append({**row, "why": OFF if variant.off else "NCCL [lost]"})
+        found.append(rows)
+    return found
+
+
+def result(missing: int = 0) -> dict[str, Any]:
+    about = {"benchmark": "all-gather-study", "backend": "lsa", "ranks": 2, "replays": 1, "size": 1024, "dtype": "fp16"}
+    return json.loads(json.dumps({**about, "rows": gather_study.merge(by_rank(missing))}))
+
+
+def test_variants_are_those_of_the_source_and_ours() -> None:
+    """Published times and speeds belong together; without multicast all variants are measured."""
+    assert list(VARIANTS) == list(range(1, 9)) and [n for n, v in VARIANTS.items() if not v.source] == [8]
+    for number, variant in VARIANTS.items():
+        assert variant.off == (number in (2, 5, 7))
+        if variant.ms and variant.tflops:
+            assert 2 * 1024**3 / variant.ms / 1e9 == pytest.approx(variant.tflops, rel=0.01)
+    assert VARIANTS[6].of_first == 1.215 and VARIANTS[8].of_first is None
+
+
+def test_rows_are_of_the_slower_rank_and_compared_with_the_first_variant() -> None:
+    rows = {row["variant"]: row for row in result()["rows"]}
+    assert list(rows) == list(VARIANTS) and {number for number, row in rows.items() if "us" in row} == set(US)
+    for number, us in US.items():
+        assert rows[number]["us"]["p50"] == us
+        assert rows[number]["tflops"] == round(2 * 1024**3 / us / 1e6, 2)
+        assert rows[number]["of_first"] == pytest.approx(US[1] / us, rel=1e-2)
+    assert rows[3]["source"] == {"name": "naiveRemoteRead", "ms": 0.808, "tflops": 2.66, "of_first": 0.064}
+    assert rows[8]["source"] is None
+    assert all(row["of_first"] is None for row in result(missing=1)["rows"] if "us" in row)
+
+
+def lines(of: dict[str, Any]) -> list[str]:
+    out = Console(width=160, record=True, file=io.StringIO())
+    gather_table.show(of, out)
+    return [" ".join(line.split()) for line in out.export_text().splitlines()]
+
+
+def test_the_table() -> None:
+    shown = lines(result())
+    assert shown[0].startswith("all-gather and matmul, 1024 x 1024 x 1024, fp16, 2 ranks, lsa, graph; median of 1")
+    assert "1 NCCL all-gather, cuBLAS baseline 0.030 71.6 x1.00 0.052 41.4 x1.00" in shown
+    assert "2 multicast all-gather, cuBLAS baseline - - - 0.093 23.2 x0.56" in shown
+    assert "3 remote reads, scalar one kernel 1.000 2.15 x0.03 0.808 2.66 x0.06" in shown
+    assert "8 moecomm.overlap, tensor cores one kernel 0.015 143.2 x2.00 - - -" in shown
+    assert sum(OFF in line for line in shown) == 3
+    shown = lines(result(missing=1))
+    assert "1, NCCL all-gather, cuBLAS: NCCL [lost]" in shown
+    assert any(line.startswith("8 moecomm.overlap, tensor cores one kernel 0.015 143.2 - -") for line in shown)
+
+
+def test_what_can_not_be_measured_is_refused() -> None:
+    with pytest.raises(Unsupported, match="no GPU"):
+        gather_study.run(2, "host", 1, 1.0)
+    for ranks in (3, 16):
+        with pytest.raises(BadInput, match="ranks"):
+            gather_study.run(ranks, "lsa", 1, 1.0)
+
+
+def test_all_variants_get_the_same_values() -> None:
+    size = 64
+    with moecomm.Window("self", 2 * size * size + (16 << 20), backend="host", signals=2 * size) as window:
+        study = Study(window, size)
+        for turn in range(2):
+            wanted = study.fill_exactly(turn)
+            assert torch.equal((study.x.double() @ study.w.double().mT).half(), wanted)
+            assert torch.equal(torch.mm(study.own.a.double(), study.own.b.double()).half(), wanted)
+            assert wanted.double().abs().max() < 2048, "whole numbers that float16 has"
+        assert study.own.a.data_ptr() == window.local.data_ptr() and min(study.executor.staging) >= study.w.nbytes
+        assert set(study.calls(None)) | {1} == {number for number, variant in VARIANTS.items() if not variant.off}
+        x, w = study.case.inputs(window.device, 0)
+        study.fill(x, w)
+        assert torch.equal(study.own.a, x) and torch.equal(study.own.b, w.T) and study.case.flops == 2 * size**3
+
+
+def test_multicast_is_off_and_the_doctor_says_why() -> None:
+    assert "NCCL_NVLS_ENABLE" in NO_MULTICAST and NCCL == "nccl"
+    report = doctor.doctor()
+    (line,) = [line for line in str(report).splitlines() if line.startswith("NVLink multicast")]
+    assert line == f"NVLink multicast: {report.multicast}" and report.multicast.startswith("off: ")
