@@ -1,4 +1,7 @@
-"""A generator of README's figures, bench/README.md and plots from bench/results/*.json: python bench/readme.py."""
+"""A generator of pages and plots from bench/results/*.json: python bench/readme.py.
+
+It writes bench/README.md, and the figures of README.md and docs/all_gather_matmul_study.md.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,14 @@ OLDER = "†"
 LEGEND = f"{OLDER}: measured before later changes to the kernels."
 ROUNDS = ("dispatch", "combine")
 LAYER = (*ROUNDS, "GEMM", "fused layer")
+OPERATORS = (
+    "all-gather-matmul",
+    "matmul-reduce-scatter",
+    "matmul-all-reduce",
+    "matmul-all-to-all",
+    "embedding-all-to-all",
+)
+OVERLAP = tuple(f"overlap-{name}-h100-2" for name in OPERATORS)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -193,26 +204,30 @@ def is_sweep(found: dict[str, Any]) -> bool:
     return found.get("benchmark") == "dispatch-combine" and len(found["case"]["tokens"]) > 4
 
 
-def drawn() -> dict[Path, Path]:
-    """Return the pictures of bench/README.md, and the result that each is drawn from."""
+def drawn() -> dict[Path, list[Path]]:
+    """Return the pictures of bench/README.md, and the results that each is drawn from."""
     folder = ROOT / "bench" / "results"
-    return {folder / f"{name}.svg": folder / f"{name}.json" for name in names() if is_sweep(load(name))}
+    of_pictures = {name: (name,) for name in names() if is_sweep(load(name))} | {"overlap-h100-2": OVERLAP}
+    return {
+        folder / f"{picture}.svg": [folder / f"{name}.json" for name in found] for picture, found in of_pictures.items()
+    }
 
 
-def filled(readme: str) -> str:
-    """Return README with its current figures."""
+def filled(page: str, figures: str) -> str:
+    """Return a page with its current figures."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    assert len(pattern.findall(readme)) == 1, "the README has no place for figures, or several"
-    return pattern.sub(lambda _: f"{BEGIN}\n{headlines()}\n{END}", readme)
+    assert len(pattern.findall(page)) == 1, "the page has no place for figures, or several"
+    return pattern.sub(lambda _: f"{BEGIN}\n{figures}\n{END}", page)
 
 
 if __name__ == "__main__":
+    import study
     import topics
 
     from moecomm.bench.plot import draw
 
     for picture, drawn_from in drawn().items():
-        draw([drawn_from], picture)
-    path = ROOT / "README.md"
-    path.write_text(filled(path.read_text()))
+        draw(drawn_from, picture)
+    for path, figures in ((ROOT / "README.md", headlines()), (study.PAGE, study.figures())):
+        path.write_text(filled(path.read_text(), figures))
     (ROOT / "bench" / "README.md").write_text(topics.page())

@@ -6,7 +6,23 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from readme import LAYER, LAYER_COLUMNS, LEGEND, PEERS, ROUNDS, figure, layer_rows, line, load, table, time_of
+from readme import (
+    LAYER,
+    LAYER_COLUMNS,
+    LEGEND,
+    OPERATORS,
+    OVERLAP,
+    PEERS,
+    ROUNDS,
+    figure,
+    layer_rows,
+    line,
+    load,
+    names,
+    table,
+    time_of,
+)
+from study import RESULT as STUDY
 
 from moecomm.bench import sources
 
@@ -200,18 +216,6 @@ def backends() -> str:
     return f"{rounds}\n\n{table(heads, rows)}"
 
 
-OVERLAP = tuple(
-    f"overlap-{name}-h100-2"
-    for name in (
-        "all-gather-matmul",
-        "matmul-reduce-scatter",
-        "matmul-all-reduce",
-        "matmul-all-to-all",
-        "embedding-all-to-all",
-    )
-)
-
-
 def concurrent() -> str:
     """A concurrent GEMM on the multiprocessors that 16 blocks leave free."""
     rows = []
@@ -233,11 +237,12 @@ def concurrent() -> str:
         for who, cells in ratios.items():
             over = sorted(of[who] / of["moecomm"] for of in times.values() if who in of)
             cells.append(f"{over[0]:.2f} to {over[-1]:.2f}" if over else "")
-    operators = (f"`{name.removeprefix('overlap-').removesuffix('-h100-2').replace('-', '_')}`" for name in OVERLAP)
+    operators = (f"`{name.replace('-', '_')}`" for name in OPERATORS)
     found = load(OVERLAP[0])
     rows = [line(found, ("overlap",), who, *cells) for who, cells in ratios.items()]
     heads = " | ".join(("2 H100s, time over that of our fused kernel", *operators))
-    return f"{rounds}\n\n{table(heads, rows)}"
+    picture = "![time of fused operators, and over that with NCCL](results/overlap-h100-2.svg)"
+    return f"{rounds}\n\n{table(heads, rows)}\n\n{picture}"
 
 
 def peers() -> str:
@@ -411,8 +416,9 @@ TOPICS = (
         "Concurrent with a GEMM",
         "4096 tokens a rank, `flat`, 16 blocks: time alone; the share of its speed that a GEMM on another stream "
         "keeps, and the share it keeps beside 16 blocks that do nothing.  Then the operators of `moecomm.overlap`: "
-        "more than 1 is slower than ours.  NCCL with cuBLAS (or torch's bags), torch's own fused operators; graphs.",
-        ("beside-h200-4", "beside-h200-2", *OVERLAP),
+        "more than 1 is slower than ours.  NCCL with cuBLAS (or torch's bags), torch's own fused operators; graphs.  "
+        "[All-gather and matmul: a study](../docs/all_gather_matmul_study.md) has seven more ways to one of them.",
+        ("beside-h200-4", "beside-h200-2", *OVERLAP, *({STUDY} & {*names()})),
         concurrent,
     ),
     Topic(

@@ -141,10 +141,10 @@ def test_the_layer_in_a_model_runs_compiled_and_has_gradients(one_rank: None, mo
 
 
 def test_figures_are_what_the_results_say() -> None:
-    from readme import BEGIN, END, filled
+    from readme import BEGIN, END, filled, headlines
     from topics import page
 
-    assert filled(README) == README, "run: python bench/readme.py"
+    assert filled(README, headlines()) == README, "run: python bench/readme.py"
     assert (ROOT / "bench" / "README.md").read_text() == page(), "run: python bench/readme.py"
     measured = README.split(BEGIN)[1].split(END)[0]
     assert re.search(r"\d us", measured), "no result is shown"
@@ -154,14 +154,14 @@ def test_figures_are_what_the_results_say() -> None:
 
 
 def test_plots_are_drawn_from_the_results() -> None:
-    """Each picture says of what: the digest of its JSON."""
+    """Each picture says of what: the digest of its results."""
     from readme import drawn
 
     from moecomm.bench.plot import digest
 
-    for picture, result in drawn().items():
+    for picture, results in drawn().items():
         assert f"({picture.relative_to(ROOT / 'bench')})" in (ROOT / "bench" / "README.md").read_text()
-        assert digest([result]) in picture.read_text(), "run: python bench/readme.py"
+        assert digest(results) in picture.read_text(), "run: python bench/readme.py"
 
 
 def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone() -> None:

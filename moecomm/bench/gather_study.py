@@ -51,11 +51,12 @@ class Variant(NamedTuple):
     tflops: float | None
     off: bool = False
 
-    @property
-    def of_first(self) -> float | None:
-        """Published TFLOP/s over those of the first variant."""
+    def published(self) -> dict[str, Any] | None:
+        """Return {name, ms, tflops, of_first} of the source, the last over the first variant; None for ours."""
         first = VARIANTS[1].tflops
-        return None if self.tflops is None or first is None else round(self.tflops / first, 3)
+        if self.tflops is None or first is None:
+            return None
+        return {"name": self.source, "ms": self.ms, "tflops": self.tflops, "of_first": self.tflops / first}
 
 
 VARIANTS = {
@@ -190,10 +191,9 @@ def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if "us" in row:
             row["us"] = percentiles([part["us"] for part in parts])
             row["tflops"] = round(2 * SIZE**3 / row["us"]["p50"] / 1e6, 2)
-        published = {"name": variant.source, "ms": variant.ms, "tflops": variant.tflops, "of_first": variant.of_first}
-        rows.append(row | {"source": published if variant.source else None})
+        rows.append(row | {"source": variant.published()})
     first = rows[0].get("tflops")
     for row in rows:
         if "us" in row:
-            row["of_first"] = round(row["tflops"] / first, 3) if first else None
+            row["of_first"] = row["tflops"] / first if first else None
     return rows

@@ -1,4 +1,4 @@
-"""Plots of results: dispatch and combine over tokens, layers, grouped GEMMs, and links (plot_links.py)."""
+"""Plots of results: dispatch and combine over tokens; layers, grouped GEMMs, links and operators by plot_*.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moecomm.bench import plot_gemms, plot_layers, plot_links
+from moecomm.bench import plot_gemms, plot_layers, plot_links, plot_operators
 from moecomm.bench.plot_axes import over_tokens, save
 from moecomm.bench.plot_looks import ROW_INCHES, finish
 from moecomm.errors import BadInput, Unsupported
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DRAWN = ("dispatch-combine", "moe", "gemm", *plot_links.KINDS)  # benchmarks
+DRAWN = ("dispatch-combine", "moe", "gemm", "overlap", *plot_links.KINDS)  # benchmarks
 _COLORS = {"dispatch": "tab:blue", "combine": "tab:orange", "pair": "tab:green"}
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = "osv^Dx"
 
 
 def draw(results: Iterable[Path], out: Path) -> None:
-    """Draw all results into one plot, a row of panels for each; of moe and gemm, for each of its models.
+    """Draw all results into one plot, a row of panels for each, or each model of moe and gemm, or operator of overlap.
 
     Raises BadInput for a file that is no such result, or a name that is no picture's; Unsupported without matplotlib.
     """
@@ -82,6 +82,12 @@ def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
         return [
             tuple(partial(draw_one, result=result, part=part) for draw_one in of_gemms)
             for part in plot_gemms.parts(result)
+        ]
+    if result["benchmark"] == "overlap":
+        of_operators = (plot_operators.draw_times, plot_operators.draw_ratios)
+        return [
+            tuple(partial(draw_one, result=result, operator=operator) for draw_one in of_operators)
+            for operator in plot_operators.operators(result)
         ]
     both = (plot_layers.draw_times, plot_layers.draw_ratios)
     return [

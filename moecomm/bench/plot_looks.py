@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import SubFigure
     from matplotlib.lines import Line2D
 
@@ -22,7 +23,7 @@ def finish(figure: SubFigure, panels: Sequence[Axes]) -> None:
         axes.set_title("")
         axes.title.set_visible(False)
         if axes.get_yscale() == "log":
-            _number(axes)
+            number(axes.yaxis)
         elif axes.get_ylim()[0] == 0:
             axes.set_ylim(0, axes.dataLim.y1 * 1.05)  # keeps markers off the frame
     lines = labelled(panels)
@@ -51,10 +52,10 @@ def distinguish(lines: Sequence[Line2D]) -> None:
         line.set_marker(marker)
 
 
-def _number(axes: Axes) -> None:
-    """Label 1, 2 and 5 of each power of ten in plain numbers, so that a range within one power has labels."""
+def number(axis: Axis, digits: Sequence[int] = (1, 2, 5)) -> None:
+    """Label these digits of each power of ten in plain numbers; with 1, 2 and 5 a range within one power has labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

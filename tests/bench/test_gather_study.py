@@ -51,7 +51,8 @@ def test_variants_are_those_of_the_source_and_ours() -> None:
         assert variant.off == (number in (2, 5, 7))
         if variant.ms and variant.tflops:
             assert 2 * 1024**3 / variant.ms / 1e9 == pytest.approx(variant.tflops, rel=0.01)
-    assert VARIANTS[6].of_first == 1.215 and VARIANTS[8].of_first is None
+    published = VARIANTS[6].published()
+    assert published is not None and published["of_first"] == 50.3 / 41.4 and VARIANTS[8].published() is None
 
 
 def test_rows_are_of_the_slower_rank_and_compared_with_the_first_variant() -> None:
@@ -61,7 +62,7 @@ def test_rows_are_of_the_slower_rank_and_compared_with_the_first_variant() -> No
         assert rows[number]["us"]["p50"] == us
         assert rows[number]["tflops"] == round(2 * 1024**3 / us / 1e6, 2)
         assert rows[number]["of_first"] == pytest.approx(US[1] / us, rel=1e-2)
-    assert rows[3]["source"] == {"name": "naiveRemoteRead", "ms": 0.808, "tflops": 2.66, "of_first": 0.064}
+    assert rows[3]["source"] == {"name": "naiveRemoteRead", "ms": 0.808, "tflops": 2.66, "of_first": 2.66 / 41.4}
     assert rows[8]["source"] is None
     assert all(row["of_first"] is None for row in result(missing=1)["rows"] if "us" in row)
 
@@ -107,6 +108,28 @@ def test_all_variants_get_the_same_values() -> None:
         x, w = study.case.inputs(window.device, 0)
         study.fill(x, w)
         assert torch.equal(study.own.a, x) and torch.equal(study.own.b, w.T) and study.case.flops == 2 * size**3
+
+
+def test_the_page_has_the_figures_of_the_source_and_ours_once_they_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import readme
+    import study
+
+    page = study.PAGE.read_text()
+    assert readme.filled(page, study.figures()) == page, "run: python bench/readme.py"
+    assert all(f"`{variant.source}`" in page for variant in VARIANTS.values() if variant.source)
+    assert "| 1024 † |" in page, "what the fused operator took at this size, and NCCL"
+    of_today = {"date": "2026-01-02", "commit": "0123abcd", "kernels": readme.digests()}
+    load, named = readme.load, readme.names()
+    monkeypatch.setattr(study, "names", lambda: [*named, study.RESULT])
+    found = {**result(), **of_today, "machine": {"gpus": ["NVIDIA H100 80GB HBM3"] * 2}}
+    monkeypatch.setattr(study, "load", lambda name: found if name == study.RESULT else load(name))
+    filled = study.figures()
+    assert "TFLOP/s | of 1 | 2 H100s, ours: ms | TFLOP/s | of 1 |" in filled
+    assert "(`threadloadGatherThenCutlass`) | two kernels | 0.043 | 50.3 | x1.21 | 0.024 | 89.5 | x1.25 |" in filled
+    assert "| 8 | moecomm.overlap, tensor cores | one kernel | - | - | - | 0.015 | 143.2 | x2.00 |" in filled
+    assert f"[`{study.RESULT}.json`](../bench/results/{study.RESULT}.json) (2026-01-02, 0123abcd)" in filled
 
 
 def test_multicast_is_off_and_the_doctor_says_why() -> None:

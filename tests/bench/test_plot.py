@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import plot, plot_gemms, plot_layers, plot_links, plot_looks
+from moecomm.bench import plot, plot_gemms, plot_layers, plot_links, plot_looks, plot_operators
 from moecomm.errors import BadInput
 
 from ..few import few
@@ -150,6 +150,48 @@ def test_links_are_drawn_over_bytes_by_backend_and_method() -> None:
     assert times == {"put": [2, 2], "put, a warp": [1, 1]}
     assert speeds["put, a warp"] == [pytest.approx(4e-3), pytest.approx(64e-3)]
     assert row.get_suptitle() == "puts, gin, a CPU"
+
+
+NCCL = "computation and NCCL, sequential"
+
+
+def operators() -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for operator, dtypes in (("matmul_all_reduce", ["bf16", "fp16"]), ("embedding_all_to_all", ["fp32"])):
+        for dtype in dtypes:
+            for case, us in (("small", 10.0), ("large", 80.0)):
+                about = {"operator": operator, "case": case, "dtype": dtype}
+                of_libraries = {"moecomm": us, "moecomm 64x8c1": 1.0, "alone": us / 2, "nccl": 2 * us}
+                rows += [{**about, "who": who, "us": {"p50": time}} for who, time in of_libraries.items()]
+    rows.append({**about, "who": "torch", "why": "not here"})
+    rows = [row for row in rows if (row["case"], row["who"], row["dtype"]) != ("large", "nccl", "fp32")]
+    rows.append({"operator": "matmul_all_to_all", "case": "", "dtype": "", "who": "", "why": "timed out"})
+    return {"benchmark": "overlap", "ranks": 2, "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
+
+
+def test_operators_are_drawn_by_case_and_over_nccl() -> None:
+    assert plot_operators.operators(operators()) == ["matmul_all_reduce", "embedding_all_to_all"]
+    products, bags = plot.figure_of([operators()]).subfigs
+    times, ratios = (
+        {
+            str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
+            for line in plot_looks.labelled([axes])
+        }
+        for axes in products.axes
+    )
+    cases = ["small, bf16", "large, bf16", "small, fp16", "large, fp16"]
+    assert [label.get_text() for label in products.axes[0].get_yticklabels()] == cases
+    places = [0, 1, 2, 3]
+    assert times == {
+        "moecomm, fused": ([10, 80, 10, 80], places),
+        "computation and NCCL, sequential": ([20, 160, 20, 160], places),
+        "computation alone": ([5, 40, 5, 40], places),
+    }
+    assert ratios == {label: ([x / times[NCCL][0][n] for n, x in enumerate(at)], y) for label, (at, y) in times.items()}
+    assert [label.get_text() for label in bags.axes[0].get_yticklabels()] == ["small", "large"]
+    (ours,) = (line for line in bags.axes[1].get_lines() if line.get_label() == "moecomm, fused")
+    assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([0.5], [0]), "only the case that NCCL has, in its place"
+    assert products.get_suptitle() == "matmul_all_reduce, 2 ranks, a CPU"
 
 
 RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"

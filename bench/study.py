@@ -1,0 +1,62 @@
+"""Figures of docs/all_gather_matmul_study.md: the study's variants, and the fused operator at other sizes."""
+
+from __future__ import annotations
+
+from readme import LEGEND, OVERLAP, ROOT, line, load, names, table
+
+from moecomm.bench.gather_study import VARIANTS
+from moecomm.bench.gather_table import cells
+
+PAGE = ROOT / "docs" / "all_gather_matmul_study.md"
+RESULT = "all-gather-study-h100-2"
+COMMAND = "moecomm bench all-gather-study"
+GATHERS = OVERLAP[0]
+
+
+def figures() -> str:
+    """Return both tables, with what they are of."""
+    return "\n\n".join([*variants(), *sizes()])
+
+
+def variants() -> list[str]:
+    """Return the variants with the figures of the source, and with ours where they have been measured."""
+    found = load(RESULT) if RESULT in names() else None
+    heads = "| class | 8 H100s, published: ms | TFLOP/s | of 1"
+    if found is None:
+        ours = f"`{COMMAND}` measures ours; no result of it is kept yet."
+    else:
+        heads += f" | {found['ranks']} {_gpu(found)}s, ours: ms | TFLOP/s | of 1"
+        ours = f"Ours: {_source(RESULT)}, by `{COMMAND}`."
+    rows = []
+    for number, variant in VARIANTS.items():
+        named = variant.name + (f" (`{variant.source}`)" if variant.source else "")
+        row = [str(number), named, variant.kind, *cells(variant.published())]
+        if found is None:
+            rows.append(f"| {' | '.join(row)} |")
+            continue
+        of = found["rows"][number - 1]
+        measured = {**of, "ms": of["us"]["p50"] / 1e3} if "us" in of else None
+        rows.append(line(found, ("all-gather study", "overlap"), *row, *cells(measured)))
+    return [table(f"# | variant (name in the source) {heads}", rows), f"of 1: TFLOP/s over those of variant 1. {ours}"]
+
+
+def sizes() -> list[str]:
+    """Return TFLOP/s of squares by library."""
+    found = load(GATHERS)
+    of_cases: dict[str, dict[str, float]] = {}
+    for row in found["rows"]:
+        if "^3" in row["case"] and "us" in row:
+            of_cases.setdefault(row["case"].removesuffix("^3"), {})[row["who"]] = row["tflops"]
+    whos = ("moecomm", "nccl", "torch", "alone")
+    rows = [line(found, ("overlap",), case, *(f"{of[who]:.0f}" for who in whos)) for case, of in of_cases.items()]
+    heads = "M = N = K, TFLOP/s | 8: one kernel | 1: NCCL, cuBLAS | torch's fused operator | the product alone"
+    return [table(heads, rows), f"{found['ranks']} {_gpu(found)}s, fp16: {_source(GATHERS)}. {LEGEND}"]
+
+
+def _gpu(found: dict) -> str:
+    return "H100" if "H100" in found["machine"]["gpus"][0] else "H200"
+
+
+def _source(name: str) -> str:
+    found = load(name)
+    return f"[`{name}.json`](../bench/results/{name}.json) ({found['date']}, {found['commit']})"
