@@ -241,8 +241,7 @@ def concurrent() -> str:
     found = load(OVERLAP[0])
     rows = [line(found, ("overlap",), who, *cells) for who, cells in ratios.items()]
     heads = " | ".join(("2 H100s, time over that of our fused kernel", *operators))
-    picture = "![time of fused operators, and over that with NCCL](results/overlap-h100-2.svg)"
-    return f"{rounds}\n\n{table(heads, rows)}\n\n{picture}"
+    return f"{rounds}\n\n{table(heads, rows)}"
 
 
 def peers() -> str:
@@ -417,7 +416,8 @@ TOPICS = (
         "4096 tokens a rank, `flat`, 16 blocks: time alone; the share of its speed that a GEMM on another stream "
         "keeps, and the share it keeps beside 16 blocks that do nothing.  Then the operators of `moecomm.overlap`: "
         "more than 1 is slower than ours.  NCCL with cuBLAS (or torch's bags), torch's own fused operators; graphs.  "
-        "[All-gather and matmul: a study](../docs/all_gather_matmul_study.md) has seven more ways to one of them.",
+        "[All-gather and matmul: a study](../docs/all_gather_matmul_study.md) has seven more ways to one of them.  All "
+        "sizes: ![time of fused operators, and over that with NCCL](results/overlap-h100-2.svg)",
         ("beside-h200-4", "beside-h200-2", *OVERLAP, *({STUDY} & {*names()})),
         concurrent,
     ),
