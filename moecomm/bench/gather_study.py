@@ -145,13 +145,13 @@ class Study:
 def _measure(
     study: Study, transport: dist.ProcessGroup, group: dist.ProcessGroup, replays: int
 ) -> list[dict[str, Any]]:
-    wanted, window = study.fill_exactly(), study.window
+    window = study.window
     calls: dict[str, Call] = {}
     whys = {}
     with progress(group, len(VARIANTS)) as step:
         for number, make in study.calls(transport).items():
             step(VARIANTS[number].name)
-            call, why = together(group, partial(_checked, make, window, wanted))
+            call, why = together(group, partial(_checked, make, study, number))
             if why:
                 whys[number] = why
             else:
@@ -167,8 +167,10 @@ def _measure(
     return rows
 
 
-def _checked(make: Callable[[], Call], window: Window, wanted: torch.Tensor) -> Call:
-    call = tried(make, window)
+def _checked(make: Callable[[], Call], study: Study, turn: int) -> Call:
+    """Return the call, which has computed the product of new values; results of earlier calls are others."""
+    wanted = study.fill_exactly(turn)
+    call = tried(make, study.window)
     assert call is not None
     if not torch.equal(call(), wanted):
         raise ArithmeticError("the result is not the product")
