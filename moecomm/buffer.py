@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from moecomm.core.settings import Settings, seconds, wanted_device
 from moecomm.core.state import CollectiveCall
 from moecomm.core.validation import check_flag
 from moecomm.dispatch import options as dispatch_options
-from moecomm.errors import MoecommError
+from moecomm.errors import MoecommError, RoundFailed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
 from moecomm.jit import limits
@@ -162,19 +163,21 @@ class Buffer(suspension.ReleasableMemory):
             meeting = Meeting(old, self._members)
             for found in meeting.attempts(group):
                 try:
-                    rounds, members, shrunk = self._reopen(found, keep_ids)
+                    rounds, members, shrunk = self._reopen(found, keep_ids, meeting.lost)
                 except MoecommError as error:
                     meeting.failed(error)
                 else:
                     break
         self._take(rounds, members)
-        old.close()
+        old.retire()
         return shrunk
 
-    def _reopen(self, group: Group, keep_ids: bool) -> tuple[Rounds, suspension.Members, Shrunk]:
+    def _reopen(
+        self, group: Group, keep_ids: bool, lost: Callable[[], RoundFailed | None]
+    ) -> tuple[Rounds, suspension.Members, Shrunk]:
         """Open a session of these ranks.  Collective."""
         old, before = self.rounds, self._members.timeout_s
-        with opening(group, before) as ranks:
+        with opening(group, before, interruption=lost) as ranks:
             everybody = [int.from_bytes(data, "little") for data in ranks.all_gather(old.rank.to_bytes(4, "little"))]
             shrunk = Shrunk.of(everybody, old.num_ranks)
             ids = ids_of(old, shrunk.ranks) if keep_ids else None

@@ -117,6 +117,15 @@ class Meeting:
             place, in_process = self._ranks.index(self._rounds.rank), self._members.group.in_process
             yield Survivors(place, len(self._ranks), in_process, self._board_of_attempt(), self._timeout_s)
 
+    def lost(self) -> PeerLost | None:
+        """Return the error of a rank that is gone since the ranks agreed: opening() knows those that came to it."""
+        gone = [place for place, rank in enumerate(self._ranks) if rank in self._gone()]
+        if not gone:
+            return None
+        place = self._ranks.index(self._rounds.rank)
+        text = f"rank {gone[0]} is gone: its process has ended while the Buffer was opened again"
+        return PeerLost(text, rank=place, peer=gone[0], phase="opening", op="shrink", round=0)
+
     def failed(self, error: MoecommError) -> None:
         """Take note of an error that has ended an opening: those that it names are gone.  Raise any other error."""
         if not self._ranks or not isinstance(error, (PeerLost, Timeout)) or error.peer < 0:

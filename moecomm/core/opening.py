@@ -192,8 +192,7 @@ class Opening:
             raise self._announced(stands)
         if (gone := self._deaths.first()) is not None:
             raise self._lost(gone)
-        if (interruption := self._interruption()) is not None:
-            raise interruption
+        self._raise_interruption()
 
     def posted(self) -> list[bytes]:
         """Return the data that other ranks have passed to the next all-gather."""
@@ -242,14 +241,20 @@ class Opening:
                 raise self._announced(stands)
             if gone is not None:
                 raise self._lost(gone)
-            if (interruption := self._interruption()) is not None:
-                raise interruption
+            self._raise_interruption()
             if step == "0" and self._call == "open":
                 self._look_for_strays(keys, deadline)
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._late(keys, deadline)
             wait_s = left if self._call == "open" else min(left, _LOOK_S)
             self._ask(lambda board, wait_s=wait_s: board.wait(wait_s), deadline)
+
+    def _raise_interruption(self) -> None:
+        if (interruption := self._interruption()) is not None:
+            try:
+                raise interruption
+            finally:
+                del interruption  # else it is in a cycle with its traceback, whose frames hold on to windows
 
     def _late(self, keys: list[str], deadline: float) -> RoundFailed:
         missing = self._missing(keys, deadline)

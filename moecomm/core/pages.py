@@ -21,6 +21,7 @@ _ROOM = (PAGE_BYTES - _VALUES) // 2  # of each of two copies of a rank's values;
 _ENTRY = struct.Struct("<II")  # bytes of a key, and of its value
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-4, 2e-3
 _RANK_BITS = 10
+_KEPT = 32  # decisions of a rank's page
 
 
 class Pages:
@@ -66,8 +67,6 @@ class Pages:
     def decide(self, key: str, value: bytes) -> bytes:
         """See Board."""
         number = _number(key)
-        for old in [name for name in self._mine if name[0] in "?=" and int(name[1:]) < number - 4]:
-            del self._mine[old]
         self.write(f"?{number}", value)
         while True:
             stands = _native.read_long_word(self._addresses[0] + _DECISION)
@@ -80,7 +79,13 @@ class Pages:
                 self.write(f"={stands >> _RANK_BITS}", self._proposal(stands))
             mine = number << _RANK_BITS | self._rank
             if _native.replace_word(self._addresses[0] + _DECISION, stands, mine):
+                self._forget()
                 return value
+
+    def _forget(self) -> None:
+        """Remove decisions that are so old that no rank asks for them any more."""
+        kept = sorted({int(name[1:]) for name in self._mine if name[0] in "?="})
+        self.erase([f"{kind}{number}" for number in kept[:-_KEPT] for kind in "?="])
 
     def count(self, key: str) -> int:
         """See Board.  Only this rank counts this key."""

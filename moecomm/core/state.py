@@ -81,6 +81,11 @@ class RoundState:
         finally:
             self._turn.release()
 
+    def retire(self) -> None:
+        """Close, and let go of the failure: its traceback refers to frames, and these to outputs in the window."""
+        self.close()
+        self._failure = None
+
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread.  The Buffer can then only be closed."""
         if self._open:
