@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moecomm.buffer import Buffer
+from moecomm.core.membership import Shrunk
 from moecomm.core.rendezvous import local_ranks
 from moecomm.errors import (
     Aborted,
@@ -50,6 +51,7 @@ __all__ = [
     "PeerLost",
     "RoundFailed",
     "Routed",
+    "Shrunk",
     "Timeout",
     "TooManyRows",
     "Unsupported",

@@ -15,7 +15,7 @@ from moecomm.combine import options as combine_options
 from moecomm.core import names, suspension
 from moecomm.core.choices import BackendName, Wire
 from moecomm.core.group import Group
-from moecomm.core.membership import Meeting, Shrunk, domain_ranks, ids_of, members_of
+from moecomm.core.membership import Meeting, Shrunk, domain_ranks, ids_of, members_of, require_idle
 from moecomm.core.opening import Opening, opening
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
@@ -189,6 +189,31 @@ class Buffer(suspension.ReleasableMemory):
             )
             session = self._open(ranks, settings, old.device, before)
         return Rounds(session, settings, ids), members_of(group, session, ranks.number, before), shrunk
+
+    def grow(self, group: Any) -> None:
+        """Go on with more ranks, or others.  Collective among all of them.
+
+        Ranks that join open a Buffer over this group, with the arguments that this one was opened with, and wait until
+        the others call grow(), which make rounds meanwhile.  All `num_experts` are shared anew; the caller moves
+        weights to where `local_experts` says.  Outputs, handles, graphs and memory are as in shrink().
+
+        Args:
+            group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.
+
+        Raises:
+            As opening a Buffer does: this one then stays as it was.  BadInput: also for a call during a capture.
+            Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
+        """
+        old, timeout_s = self.rounds, self._members.timeout_s
+        with CollectiveCall(old, 0):
+            old.require_usable()
+            require_idle(old, "grow")
+            found = rendezvous(group)
+            with opening(found, timeout_s) as ranks:
+                settings = replace(old.settings, ranks=ranks.ranks, num_experts=self.num_experts)
+                session = self._open(ranks, settings, old.device, timeout_s)
+        self._take(Rounds(session, settings), suspension.Members(found, ranks.number, timeout_s))
+        old.retire()
 
     @overloads.typed(overloads.Dispatch, dispatch_options.Options)
     def dispatch(
@@ -429,7 +454,7 @@ class Buffer(suspension.ReleasableMemory):
         self.rounds.close()
 
     def abort(self) -> None:
-        """End every wait of this rank at once, from any thread.  The Buffer can then only be closed."""
+        """End every wait of this rank at once, from any thread.  Then close() or shrink() the Buffer."""
         self.rounds.abort()
 
     @property

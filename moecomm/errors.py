@@ -80,7 +80,7 @@ class ConcurrentCall(MoecommError):
 
 
 class RoundFailed(MoecommError):
-    """A round did not finish.  No output of it is returned, and the Buffer can only be closed."""
+    """A round did not finish.  No output of it is returned.  The Buffer can be closed, or shrink() goes on."""
 
     def __init__(self, text: str, *, rank: int, peer: int, phase: str, op: str, round: int) -> None:  # noqa: A002
         super().__init__(text)

@@ -87,9 +87,7 @@ class Meeting:
     def __init__(self, rounds: Rounds, members: Members) -> None:
         if rounds.closed:
             raise Closed
-        if rounds.session.capturing():
-            raise BadInput("shrink", "a call during a capture", "a call outside of it")
-        rounds.session.synchronize()
+        require_idle(rounds, "shrink")
         self._rounds, self._members, self._timeout_s = rounds, members, members.timeout_s
         self._suspects = set(_named(rounds.failure()))
         self._ranks: tuple[int, ...] = ()  # that had agreed to go on
@@ -189,6 +187,13 @@ def _packed(ranks: Collection[int]) -> bytes:
 
 def _unpacked(packed: bytes) -> tuple[int, ...]:
     return tuple(int(word) for word in packed.decode().split(",") if word)
+
+
+def require_idle(rounds: Rounds, call: str) -> None:
+    """Wait for every round so far.  Raises BadInput for a call during a capture."""
+    if rounds.session.capturing():
+        raise BadInput(call, "a call during a capture", "a call outside of it")
+    rounds.session.synchronize()
 
 
 def members_of(group: Group, session: Session, number: int, timeout_s: float) -> Members:

@@ -87,7 +87,7 @@ class RoundState:
         self._failure = None
 
     def abort(self) -> None:
-        """End every wait of this rank at once, from any thread.  The Buffer can then only be closed."""
+        """End every wait of this rank at once, from any thread."""
         if self._open:
             self._session.abort(failures.Failure.aborted, self._session.context.rank)
 

@@ -121,7 +121,7 @@ class ReleasableMemory:
         Raises:
             BadInput: another output is still referenced, here or on the rank that it names.
             Unsupported: this kind of window (NCCL's or NVSHMEM's) can't give memory back.
-            Timeout, PeerLost, Aborted, Mismatch: not all ranks came; after the first three, only close() is left.
+            Timeout, PeerLost, Aborted, Mismatch: not all ranks came; the first three end the Buffer: see RoundFailed.
         """
         release(self.rounds, self._members)
 

@@ -129,7 +129,7 @@ class ExpertParallel(torch.nn.Module):
     def open(self) -> Buffer:
         """Return the layer's Buffer.  Opens the default Buffer, collectively, if it is not open.
 
-        Call it before the first call of a compiled layer: a graph cannot open a Buffer.
+        Call it before the first call of a compiled layer, and after Buffer.shrink(): a graph can do neither.
 
         Raises:
             As Buffer.
@@ -140,6 +140,8 @@ class ExpertParallel(torch.nn.Module):
                 shared_buffer(self._group, **self._sizes, dtype=self.payload, backend=self._backend, device=device)
             )
         assert self._buffer is not None
+        if self._buffer.name != self._buffer_name:  # it has shrunk
+            self._use(self._buffer)
         return self._buffer
 
     def _use(self, buffer: Buffer) -> None:
@@ -149,6 +151,9 @@ class ExpertParallel(torch.nn.Module):
                 raise BadInput("buffer", got, f"{self._sizes[name]}, as the layer")
         if buffer.dtype != self.payload:
             raise BadInput("buffer", f"one of {buffer.dtype}", f"one of {self.payload}, the payload")
+        if len(buffer.local_experts) != len(self.experts.w13):
+            got = f"one with {len(buffer.local_experts)} experts on this rank"
+            raise BadInput("buffer", got, f"{len(self.experts.w13)}, as the layer: after a loss, shrink(keep_ids=True)")
         self._buffer, self._buffer_name = buffer, buffer.name
 
     @counted("self", 0, rounds=2)
@@ -170,9 +175,10 @@ class ExpertParallel(torch.nn.Module):
             BadInput: arguments that do not fit; no open Buffer in a compiled layer.
             As Buffer.dispatch and Buffer.combine.
         """
-        if not self._buffer_name:
-            if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if not self._buffer_name:
                 raise BadInput("buffer", "none that is open", "layer.open() before the first call of a compiled layer")
+        elif self._buffer is None or self._buffer.name != self._buffer_name:
             self.open()
         tokens = _tokens_of(x)
         if topk_idx is None:

@@ -60,11 +60,12 @@ def moe(
         fused=fused,
         overflow=cast("Overflow | None", overflow),
     )
+    owner = names.find(buffer)
     out: torch.Tensor = layer.moe(
-        names.find(buffer),
+        owner,
         options,
         rounds.rows_of(x),
-        topk_idx.contiguous(),
+        owner.own_ids(topk_idx.contiguous()),
         None if topk_weights is None else topk_weights.contiguous(),
         w13 if w13_scales is None else (w13, w13_scales),
         w2 if w2_scales is None else (w2, w2_scales),

@@ -38,7 +38,9 @@ def drop(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Operator of overflow="drop": see moecomm.dispatch.drop."""
     how = (cast("Layout", layout), expert_alignment, max_rows)
-    return drop_checked(names.find(buffer), *how, topk_idx, topk_weights)
+    owner = names.find(buffer)
+    ids, entries = drop_checked(owner, *how, owner.own_ids(topk_idx), topk_weights)
+    return (ids if owner.ids is None else torch.where(ids < 0, ids, topk_idx)), entries
 
 
 @drop.register_fake
@@ -68,7 +70,7 @@ def dispatch(
         owner,
         dispatch_options.Options(cast("Layout", layout), expert_alignment, num_sms=num_sms),
         rows_of(x),
-        topk_idx.contiguous(),
+        owner.own_ids(topk_idx.contiguous()),
         None if topk_weights is None else topk_weights.contiguous(),
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,

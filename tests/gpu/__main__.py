@@ -87,7 +87,7 @@ def one(name: str, seconds: int, *pytest: str, random: bool = True) -> Step:
 
 def nvlink(name: str, kind: str) -> list[Step]:
     """What every backend and kind of windows must pass."""
-    lost = f"{NVLINK}_survivors_name_the_rank_and_keep_their_context"
+    lost = f"{NVLINK}_survivors_name_the_rank_and_go_on"
     return [
         Step(f"{name}.cases", 150, (f"{NVLINK}_random_cases_match_the_reference[{kind}-4]",), random=True),
         Step(f"{name}.graph", 60, (f"{NVLINK}_graph_replay[{kind}]",)),

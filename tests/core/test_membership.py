@@ -1,0 +1,340 @@
+"""Buffer.shrink(): the ranks that are left agree, and go on with exact rounds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moecomm
+from moecomm.core import membership
+from moecomm.core.experts import ExpertIds
+from moecomm.testing import LocalBuffers
+
+from .. import kill_plans
+from ..conftest import Ranks
+
+SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 10, "topk": 3, "max_tokens": 16, "backend": "host"}
+
+
+def sums(buffer: moecomm.Buffer, lost: tuple[int, ...] = ()) -> None:
+    """A dispatch and a combine whose sums have a term for each expert that is there."""
+    x = torch.arange(8.0).repeat_interleave(64).view(8, 64).bfloat16()
+    ids = torch.rand(8, 10, generator=torch.Generator().manual_seed(buffer.rank)).argsort(dim=1)[:, :3]
+    there = ~torch.isin(ids, torch.tensor(lost or [-1]))
+    for given in (ids, ids.int()):
+        routed = buffer.dispatch(x, given)
+        assert torch.equal(buffer.combine(routed.x, routed.handle, wire="exact"), x * there.sum(dim=1, keepdim=True))
+
+
+def until_it_fails(buffer: moecomm.Buffer, lost: tuple[int, ...] = ()) -> moecomm.RoundFailed:
+    """Rounds until one fails."""
+    return failure_of(lambda: sums(buffer, lost))
+
+
+def failure_of(call: Callable[[], Any]) -> moecomm.RoundFailed:
+    try:
+        while True:
+            call()
+    except moecomm.RoundFailed as error:
+        return error.with_traceback(None)
+
+
+def die_in_a_round(buffer: moecomm.Buffer, lost: tuple[int, ...] = ()) -> None:
+    for _ in range(20):
+        sums(buffer, lost)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_kill_plan(ranks: Ranks, seed: int) -> None:
+    kill_plans.check(ranks, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(100, 160, 10))
+def test_more_kill_plans(ranks: Ranks, first: int) -> None:
+    for seed in range(first, first + 10):
+        kill_plans.check(ranks, seed)
+
+
+def keep_ids(rank: int, group: Any) -> tuple[range, range]:
+    buffer = moecomm.Buffer(group, **SIZES)
+    before, lost = buffer.local_experts, ()
+    for victim in (1, 0):  # in the numbers of now; experts of 4 ranks: 3, 3, 2, 2
+        if buffer.rank == victim:
+            die_in_a_round(buffer, lost)
+        assert isinstance(until_it_fails(buffer, lost), moecomm.PeerLost)
+        found = buffer.shrink(keep_ids=True)
+        assert found.lost == (victim,)
+        lost += (3, 4, 5) if victim else (0, 1, 2)
+        assert buffer.num_experts == 10 and buffer.local_experts == before
+        for _ in range(5):
+            sums(buffer, lost)
+        with pytest.raises(moecomm.BadInput, match="topk_idx"):
+            buffer.dispatch(torch.zeros(1, 64).bfloat16(), torch.tensor([[1, 2, 10]]))
+    buffer.shrink()  # all experts are there again
+    assert len(buffer.local_experts) == 5
+    sums(buffer)
+    buffer.close()
+    return before, buffer.local_experts
+
+
+def test_experts_keep_their_ids(ranks: Ranks) -> None:
+    ranks.start(4, keep_ids)
+    assert ranks.results(2) == {2: (range(6, 8), range(5)), 3: (range(8, 10), range(5, 10))}
+
+
+def test_ids_of_lost_experts_count_as_none() -> None:
+    ids = ExpertIds([0, 1, 6, 7], 8, torch.device("cpu"))
+    assert ids.translate(torch.tensor([[0, 6, 3, -1, 8, -2]])).tolist() == [[0, 2, -1, -1, 8, -2]]
+    assert ids.translate(torch.tensor([7], dtype=torch.int32)).dtype == torch.int32
+    assert ids.range_of(range(2, 4)) == range(6, 8)
+
+
+def stopped(rank: int, group: Any, pids: Any, resume: Any) -> Any:
+    """Rank 1 stops for longer than the deadline; the others go on without it."""
+    pids[rank] = os.getpid()
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=0.4)
+    sums(buffer)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        error = until_it_fails(buffer)
+        with pytest.raises(moecomm.Excluded) as excluded:
+            buffer.shrink()
+        return type(error), excluded.value.ranks
+    error = until_it_fails(buffer)
+    found = buffer.shrink()
+    for number in range(1000):
+        if number == 100 and rank == 0:
+            os.kill(pids[1], signal.SIGCONT)  # writes to the old windows from now on
+        sums(buffer)
+    buffer.close()
+    return type(error), error.peer, found.lost
+
+
+def test_a_stopped_rank_is_left_out_and_harms_no_round(ranks: Ranks) -> None:
+    pids = ranks._context.Array("i", 3)
+    ranks.start(3, stopped, pids, None)
+    found = ranks.results(3)
+    assert found[0] == found[2] == (moecomm.Timeout, 1, (1,))
+    assert found[1][1] == (0, 2) and issubclass(found[1][0], moecomm.RoundFailed)
+
+
+def over_threads(call: Callable[[moecomm.Buffer], Any], ranks: int = 3, **sizes: Any) -> list[Any]:
+    with (
+        LocalBuffers(**{**SIZES, "dtype": torch.bfloat16, **sizes}, ranks=ranks) as buffers,
+        ThreadPoolExecutor(ranks) as pool,
+    ):
+        return list(pool.map(call, buffers.buffers))
+
+
+def test_threads_shrink_after_a_timeout() -> None:
+    def call(buffer: moecomm.Buffer) -> Any:
+        sums(buffer)
+        if buffer.rank == 1:
+            time.sleep(0.5)  # longer than the deadline, and the grace
+            with pytest.raises(moecomm.RoundFailed):
+                sums(buffer)
+            with pytest.raises(moecomm.Excluded, match="goes on with ranks 0, 2"):
+                buffer.shrink()
+            return None
+        assert until_it_fails(buffer).peer == 1
+        found = buffer.shrink()
+        for _ in range(5):
+            sums(buffer)
+        buffer.release_memory()
+        buffer.restore()
+        sums(buffer)
+        return found
+
+    assert over_threads(call, timeout_s=0.2) == [membership.Shrunk((0, 2), (1,)), None, membership.Shrunk((0, 2), (1,))]
+
+
+def test_all_ranks_go_on_after_abort() -> None:
+    def call(buffer: moecomm.Buffer) -> Any:
+        if buffer.rank == 1:
+            sums(buffer)
+            buffer.abort()
+        assert isinstance(until_it_fails(buffer), moecomm.Aborted)
+        found = buffer.shrink()
+        sums(buffer)
+        return found.lost
+
+    assert over_threads(call) == [()] * 3
+
+
+def test_domains_are_as_large_as_ranks_that_are_left_allow() -> None:
+    def call(buffer: moecomm.Buffer) -> Any:
+        if buffer.rank == 5:
+            buffer.abort()
+            return None
+        until_it_fails(buffer)
+        return buffer.shrink(), buffer.domain_ranks, sums(buffer)
+
+    found = over_threads(call, ranks=6, domain_ranks=3, timeout_s=0.3)
+    assert found == [(((0, 1, 2, 3, 4), (5,)), 1, None)] * 5 + [None]
+
+
+def closes(rank: int, group: Any) -> Any:
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=5)
+    sums(buffer)
+    if rank == 0:
+        buffer.close()
+        return None
+    begin = time.monotonic()
+    found = buffer.shrink()  # no round has failed
+    assert time.monotonic() - begin < 4
+    sums(buffer)
+    buffer.release_memory()
+    buffer.restore()
+    sums(buffer)
+    return found
+
+
+def test_a_rank_that_closes_is_left_out(ranks: Ranks) -> None:
+    assert ranks.run(3, closes) == [None, ((1, 2), (0,)), ((1, 2), (0,))]
+
+
+def layers(rank: int, group: Any) -> Any:
+    """A layer with and without gradients; after a loss, with the values that it has without the lost experts."""
+    layer = moecomm.nn.ExpertParallel(
+        group, hidden=64, intermediate=32, num_experts=10, topk=3, max_tokens=16, dtype=torch.float32, backend="host"
+    )
+    buffer = layer.open()
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+    ids = torch.rand(8, 10, generator=torch.Generator().manual_seed(rank)).argsort(dim=1)[:, :3]
+    weights = torch.rand(8, 3, generator=torch.Generator().manual_seed(rank))
+    lost = torch.tensor([3, 4, 5])  # of rank 1
+
+    def call(ids: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+        given = x.clone().requires_grad_()
+        out = layer(given, ids, weights)
+        out.sum().backward()
+        with torch.no_grad():
+            return [out.detach(), given.grad, layer(x, ids, weights)]
+
+    want = call(torch.where(torch.isin(ids, lost), -1, ids))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert isinstance(failure_of(lambda: layer(x, ids, weights)), moecomm.PeerLost)
+    buffer.shrink(keep_ids=True)
+    found = call(ids)
+    buffer.shrink()
+    with pytest.raises(moecomm.BadInput, match="keep_ids"):
+        layer(x, ids, weights)
+    return [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
+
+
+def test_layers_go_on(ranks: Ranks) -> None:
+    ranks.start(4, layers)
+    assert ranks.results(3) == {rank: [True] * 3 for rank in (0, 2, 3)}
+
+
+def published_plan(rank: int, group: Any) -> Any:
+    """Two ranks become four, two of these are killed, ranks 0 and 3 are left, and two others join them."""
+    first, last = dist.new_group([0, 1]), dist.new_group([0, 3])
+    buffer = moecomm.Buffer(first if rank < 2 else group, **SIZES)
+    if rank < 2:
+        for _ in range(20):
+            sums(buffer)
+        buffer.grow(group)
+    for _ in range(20):
+        sums(buffer)
+    if rank in (1, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    until_it_fails(buffer)
+    while buffer.num_ranks > 2:  # two ranks that die at once may be noticed one after the other
+        buffer.shrink()
+        if buffer.num_ranks > 2:
+            until_it_fails(buffer)
+    for _ in range(20):
+        sums(buffer)
+    buffer.grow(last)  # as large as before
+    sums(buffer)
+    return buffer.rank, buffer.num_ranks, len(buffer.local_experts)
+
+
+def test_two_ranks_become_four_and_two_again(ranks: Ranks) -> None:
+    ranks.start(4, published_plan)
+    assert ranks.results(2) == {0: (0, 2, 5), 3: (1, 2, 5)}
+
+
+def test_grow_leaves_a_buffer_as_it_was_where_no_rank_joins() -> None:
+    buffer = moecomm.Buffer("self", **SIZES, device="cpu", timeout_s=0.2)
+    with pytest.raises(moecomm.Timeout, match="rank 1"):
+        buffer.grow(moecomm.local_ranks(2)[0])
+    sums(buffer)
+    buffer.grow("self")
+    sums(buffer)
+    buffer.close()
+    with pytest.raises(moecomm.Closed):
+        buffer.grow("self")
+
+
+def with_a_group(rank: int, group: Any, store: str) -> Any:
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=5)
+    if rank == 1:
+        die_in_a_round(buffer)
+    until_it_fails(buffer)
+    dist.destroy_process_group()
+    place = (0, None, 1)[rank]
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=place, world_size=2, timeout=timedelta(seconds=20)
+    )
+    found = buffer.shrink(dist.group.WORLD)
+    sums(buffer)
+    return found
+
+
+def test_a_group_of_the_caller_is_used(ranks: Ranks, tmp_path: Any) -> None:
+    ranks.start(3, with_a_group, str(tmp_path / "second"))
+    assert ranks.results(2) == dict.fromkeys((0, 2), ((0, 2), (1,)))
+
+
+def test_what_cannot_shrink() -> None:
+    buffer = moecomm.Buffer("self", **SIZES, device="cpu")
+    handle = buffer.dispatch(torch.zeros(1, 64).bfloat16(), torch.tensor([[0, 1, 2]])).handle
+    assert buffer.shrink() == ((0,), ())
+    with pytest.raises(moecomm.Closed):
+        buffer.combine(torch.zeros(3, 64).bfloat16(), handle)
+    with pytest.raises(moecomm.BadInput, match="keep_ids"):
+        buffer.shrink(keep_ids="yes")  # type: ignore[arg-type]
+    buffer.close()
+    with pytest.raises(moecomm.Closed):
+        buffer.shrink()
+
+
+def test_one_decision_stands() -> None:
+    """Ranks that propose at once, each with another value."""
+    from moecomm import _native
+    from moecomm.core.pages import PAGE_BYTES, Pages
+
+    windows = [_native.HostWindow(PAGE_BYTES) for _ in range(4)]
+    pages = [Pages([window.address for window in windows], rank) for rank in range(4)]
+    start = threading.Barrier(4)
+
+    def propose(rank: int) -> list[bytes]:
+        found = []
+        for number in range(200):
+            start.wait()
+            found.append(pages[rank].decide(f"1/{number}/outcome", b"%d of %d" % (rank, number)))
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(propose, range(4)))
+    assert found[0] == found[1] == found[2] == found[3]
+    assert [value.split(b" of ")[1] for value in found[0]] == [b"%d" % number for number in range(200)]
+    assert pages[3].read(["1/199/outcome"]) == [found[0][199]] and pages[3].read(["1/200/outcome"]) is None
+    assert pages[0].decide("1/190/outcome", b"late") == found[0][190]
+    with pytest.raises(moecomm.Unsupported, match="no room"):
+        pages[0].write("large", b"x" * PAGE_BYTES)
