@@ -815,7 +815,7 @@ def reduce_slot_bytes(topk: int, piece_bytes: int) -> int:
     """Shared memory of a slot of the fused layer's reduction."""
 
 def replace_word(address: int, old: int, value: int) -> bool:
-    """Store a u64 in place of `old`; return whether that stood there."""
+    """Store a u64 in place of `old`, after all earlier writes of this thread; return whether that stood there."""
 
 def set_abort(address: int, cause: int, culprit: int) -> bool:
     """Set an abort word unless it is set already; return whether it was set."""

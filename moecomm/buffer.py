@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moecomm import backends, combine, config, dispatch, overloads
+from moecomm import backends, combine, config, dispatch, elastic, overloads
 from moecomm.combine import options as combine_options
-from moecomm.core import names, suspension
+from moecomm.core import suspension
 from moecomm.core.choices import BackendName, Wire
-from moecomm.core.group import Group
-from moecomm.core.membership import Meeting, Shrunk, domain_ranks, ids_of, members_of, require_idle
-from moecomm.core.opening import Opening, opening
+from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
-from moecomm.core.session import Session
 from moecomm.core.settings import Settings, seconds, wanted_device
-from moecomm.core.state import CollectiveCall
-from moecomm.core.validation import check_flag
 from moecomm.dispatch import options as dispatch_options
-from moecomm.errors import MoecommError, RoundFailed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
-from moecomm.jit import limits
 from moecomm.routed import Handle, Routed
-
-log = logging.getLogger("moecomm")
 
 _DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
 
 
-class Buffer(suspension.ReleasableMemory):
+class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory):
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
@@ -95,125 +82,13 @@ class Buffer(suspension.ReleasableMemory):
         group = rendezvous(group)
         with opening(group, timeout_s) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-            name, self._chosen_because = backends.choose(config.asked_backend(backend), wanted)
+            name, self.chosen_because = backends.choose(config.asked_backend(backend), wanted)
             sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
             settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor)
-            session = self._open(ranks, settings, wanted, timeout_s)
+            session = elastic.open_session(self, ranks, settings, wanted, timeout_s)
         self.dtype, self.timeout_s = dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self._take(Rounds(session, settings), suspension.Members(group, ranks.number, timeout_s))
-
-    def _open(self, ranks: Opening, settings: Settings, device: torch.device | None, timeout_s: float) -> Session:
-        """Open a session, and end the opening.  Collective."""
-        settings.agree(ranks)
-        settings.check()
-        if settings.backend != "host":
-            limits.check(settings)
-        shape = settings.shape(backends.load(settings.backend))
-        how = settings.backend, self._chosen_because
-        session, self.why = backends.open_session(*how, ranks, shape, device, timeout_s)
-        with ExitStack() as undo:
-            undo.callback(session.close)
-            ranks.settle()
-            undo.pop_all()
-        session.context.timeout_ns = int(timeout_s * 1e9)
-        return session
-
-    def _take(self, rounds: Rounds, members: suspension.Members) -> None:
-        """Make these the rounds of this Buffer."""
-        self.rounds, self._members = rounds, members
-        self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
-        own = rounds.local_experts
-        self.local_experts = own if rounds.ids is None else rounds.ids.range_of(own)
-        self.name = names.give(rounds)  # by which operators find it
-        log.info(
-            "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
-        )
-
-    def shrink(self, group: Any = None, *, keep_ids: bool = False) -> Shrunk:
-        """Go on with the ranks that are left, after PeerLost, Timeout or Aborted.  Collective among them.
-
-        They agree on who is left, open new windows, and number themselves 0 to R-1 in the order they had.  A rank that
-        others have named in a Timeout has 50 ms to come, any other `timeout_s`, unless its process has ended or has
-        closed the Buffer.  Ranks that are lost meanwhile are left out, too.  The old windows are given back, and never
-        used again, because a rank that was taken for lost may still write to them.
-
-        Outputs of earlier rounds stay valid; handles can't be used any more, nor graphs that were captured.  Until
-        shrink() returns, both windows take memory.
-
-        Args:
-            group: a group of the ranks that are left, in the order they had: for ranks on several hosts whose store
-                is lost.  None: no group is needed.
-            keep_ids: True: experts keep their ids and their ranks; those of lost ranks are not there, and ids of theirs
-                count as -1.  False: all `num_experts` are there, shared anew among the ranks, and the caller moves
-                weights to where `local_experts` says.
-
-        Returns:
-            The ranks that go on and those that are lost, by their numbers before.
-
-        Raises:
-            Excluded: the others go on without this rank.
-            BadInput: a call during a capture, or a `group` that can't be used.
-            Timeout, PeerLost, Aborted, Unsupported: the Buffer could not be opened again; shrink() can be repeated.
-            Closed, ConcurrentCall: as everywhere.
-        """
-        check_flag("keep_ids", keep_ids)
-        old = self.rounds
-        with CollectiveCall(old, 0):
-            meeting = Meeting(old, self._members)
-            for found in meeting.attempts(group):
-                try:
-                    rounds, members, shrunk = self._reopen(found, keep_ids, meeting.lost)
-                except MoecommError as error:
-                    meeting.failed(error)
-                else:
-                    break
-        self._take(rounds, members)
-        old.retire()
-        return shrunk
-
-    def _reopen(
-        self, group: Group, keep_ids: bool, lost: Callable[[], RoundFailed | None]
-    ) -> tuple[Rounds, suspension.Members, Shrunk]:
-        """Open a session of these ranks.  Collective."""
-        old, before = self.rounds, self._members.timeout_s
-        with opening(group, before, interruption=lost) as ranks:
-            everybody = [int.from_bytes(data, "little") for data in ranks.all_gather(old.rank.to_bytes(4, "little"))]
-            shrunk = Shrunk.of(everybody, old.num_ranks)
-            ids = ids_of(old, shrunk.ranks) if keep_ids else None
-            settings = replace(
-                old.settings,
-                ranks=len(everybody),
-                num_experts=self.num_experts if ids is None else len(ids.kept),
-                domain_ranks=domain_ranks(shrunk.ranks, old),
-            )
-            session = self._open(ranks, settings, old.device, before)
-        return Rounds(session, settings, ids), members_of(group, session, ranks.number, before), shrunk
-
-    def grow(self, group: Any) -> None:
-        """Go on with more ranks, or others.  Collective among all of them.
-
-        Ranks that join open a Buffer over this group, with the arguments that this one was opened with, and wait until
-        the others call grow(), which make rounds meanwhile.  All `num_experts` are shared anew; the caller moves
-        weights to where `local_experts` says.  Outputs, handles, graphs and memory are as in shrink().
-
-        Args:
-            group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.
-
-        Raises:
-            As opening a Buffer does: this one then stays as it was.  BadInput: also for a call during a capture.
-            Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
-        """
-        old, timeout_s = self.rounds, self._members.timeout_s
-        with CollectiveCall(old, 0):
-            old.require_usable()
-            require_idle(old, "grow")
-            found = rendezvous(group)
-            with opening(found, timeout_s) as ranks:
-                settings = replace(old.settings, ranks=ranks.ranks, num_experts=self.num_experts)
-                session = self._open(ranks, settings, old.device, timeout_s)
-        self._take(Rounds(session, settings), suspension.Members(found, ranks.number, timeout_s))
-        old.retire()
 
     @overloads.typed(overloads.Dispatch, dispatch_options.Options)
     def dispatch(

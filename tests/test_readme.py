@@ -273,6 +273,7 @@ def test_failures_promised_are_errors_that_exist() -> None:
         "Timeout",
         "PeerLost",
         "Aborted",
+        "Excluded",
         "Closed",
         "Unsupported",
     }

@@ -133,8 +133,11 @@ void bind_records(py::module_& m) {
         "store_word", [](u64 address, u32 value) { store_release(at<u32>(address), value); }, py::arg("address"), py::arg("value"),
         "Store a u32, after all earlier writes of this thread.");
     m.def(
-        "replace_word", [](u64 address, u64 old, u64 value) { return replace(at<u64>(address), old, value); },
-        py::arg("address"), py::arg("old"), py::arg("value"), "Store a u64 in place of `old`; return whether that stood there.");
+        "replace_word",
+        [](u64 address, u64 old, u64 value) {
+            return __atomic_compare_exchange_n(at<u64>(address), &old, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+        },
+        py::arg("address"), py::arg("old"), py::arg("value"), "Store a u64 in place of `old`, after all earlier writes of this thread; return whether that stood there.");
     m.def("read_long_word", [](u64 address) { return load_acquire(at<const u64>(address)); }, py::arg("address"), "Load a u64.");
     m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"), "Load a u32.");
 }

@@ -58,8 +58,6 @@ inline u32 compare_exchange(u32* p, u32 expected, u32 v) {
     __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return expected;
 }
-// Sets *p to v if it holds `old`, after all earlier writes of this thread; returns whether it did.
-inline bool replace(u64* p, u64 old, u64 v) { return __atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE); }
 inline void add_release(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 

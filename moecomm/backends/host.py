@@ -20,7 +20,6 @@ from moecomm.backends.collective import all_or_none
 from moecomm.backends.host_peers import HostPeers
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
-from moecomm.core.pages import Pages
 from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
 from moecomm.core.session import Schedule
 from moecomm.errors import BadInput, Closed
@@ -65,7 +64,7 @@ class HostSession:
             undo.pop_all()
 
     def _open(self, peers: HostPeers, ranks: Rendezvous, shape: _native.Shape, undo: ExitStack) -> None:
-        self._peers, self._window = peers, peers.window
+        self._peers, self._window, self.pages = peers, peers.window, peers.pages
         context = _native.Context()
         context.set_shape(shape)
         context.rank = ranks.rank
@@ -90,11 +89,6 @@ class HostSession:
         self.nbytes = peers.nbytes
         self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
-
-    @property
-    def pages(self) -> Pages | None:
-        """See Session."""
-        return self._peers.pages
 
     @property
     def owner(self) -> object:

@@ -23,7 +23,6 @@ from moecomm.backends.lsa_kernels import Kernels, is_multi_domain
 from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
-from moecomm.core.pages import Pages
 from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
 from moecomm.core.session import Schedule
 from moecomm.jit import plain_kernel
@@ -157,6 +156,7 @@ class LsaSession:
         if is_multi_domain(shape):  # no word there looks like a token of this Buffer
             zero.append((layout.receive_buffer, layout.returned - layout.receive_buffer))
         self._window: windows.Window | None = peers.open(layout, zero, self._prepare)
+        self.pages = peers.pages
         try:
             self.name = peers.name + (f", {self._nic}" if self._nic else "")
             self.nbytes = self._window.nbytes
@@ -165,13 +165,12 @@ class LsaSession:
         except BaseException:
             peers.close()
             raise
-        sharing = peers.ranks_of_gpu
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
         self._sms = sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._most_blocks = max(1, min(sms // sharing, MAX_BLOCKS, self.reach.most_blocks))
+        self._most_blocks = max(1, min(sms // peers.ranks_of_gpu, MAX_BLOCKS, self.reach.most_blocks))
         # A round may be launched while the one before it ends, and in clusters, unless its blocks would then take the
         # places of another rank's: of 132 multiprocessors two times 64 may find room, and two times 16 clusters not.
-        self.exclusive_gpu = sharing == 1
+        self.exclusive_gpu = peers.ranks_of_gpu == 1
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
 
     def _prepare(self) -> None:
@@ -196,11 +195,6 @@ class LsaSession:
     def most_blocks(self) -> int:
         """The most blocks of this rank that wait for peers at once."""
         return self._most_blocks
-
-    @property
-    def pages(self) -> Pages | None:
-        """See Session."""
-        return self._peers.pages
 
     @property
     def owner(self) -> object:

@@ -35,12 +35,8 @@ class Session(Protocol):
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # outlives every tensor in the window
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
+    pages: Pages | None  # of these ranks, valid while the session is open; None: threads, or several hosts
     exclusive_gpu: bool  # GPUs: no other rank shares this GPU, so a kernel may be launched while its predecessor ends
-
-    @property
-    def pages(self) -> Pages | None:
-        """The pages of these ranks, while the session is open; None: ranks are threads, or on several hosts."""
-        ...
 
     @property
     def most_blocks(self) -> int:

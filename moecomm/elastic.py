@@ -1,0 +1,167 @@
+"""Elastic ranks: a Buffer is opened again among fewer ranks, or more, in the same processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from moecomm import backends
+from moecomm.core import names
+from moecomm.core.group import Group
+from moecomm.core.membership import Meeting, Shrunk, domain_ranks, ids_of, members_of, require_idle
+from moecomm.core.opening import Opening, opening
+from moecomm.core.rendezvous import rendezvous
+from moecomm.core.rounds import Rounds
+from moecomm.core.session import Session
+from moecomm.core.settings import Settings
+from moecomm.core.state import CollectiveCall
+from moecomm.core.suspension import Members
+from moecomm.core.validation import check_flag
+from moecomm.errors import MoecommError, RoundFailed
+from moecomm.jit import limits
+
+log = logging.getLogger("moecomm")
+
+
+class _Chosen(Protocol):
+    chosen_because: str
+    why: str
+
+
+def open_session(
+    buffer: _Chosen, ranks: Opening, settings: Settings, device: torch.device | None, timeout_s: float
+) -> Session:
+    """Open a session of a Buffer, and end the opening.  Collective.  Sets `why`, the reason for the backend.
+
+    Raises:
+        As Buffer.
+    """
+    settings.agree(ranks)
+    settings.check()
+    if settings.backend != "host":
+        limits.check(settings)
+    shape = settings.shape(backends.load(settings.backend))
+    how = settings.backend, buffer.chosen_because
+    session, buffer.why = backends.open_session(*how, ranks, shape, device, timeout_s)
+    with ExitStack() as undo:
+        undo.callback(session.close)
+        ranks.settle()
+        undo.pop_all()
+    session.context.timeout_ns = int(timeout_s * 1e9)
+    return session
+
+
+class ElasticRanks:
+    """The part of a Buffer that changes its ranks."""
+
+    rounds: Rounds
+    num_experts: int
+    chosen_because: str
+    why: str
+    _members: Members
+
+    def _take(self, rounds: Rounds, members: Members) -> None:
+        """Make these the rounds of this Buffer."""
+        self.rounds, self._members = rounds, members
+        self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
+        own = rounds.local_experts
+        self.local_experts = own if rounds.ids is None else rounds.ids.range_of(own)
+        self.name = names.give(rounds)  # by which operators find it
+        log.info(
+            "rank %d of %d: %s (%s), %.1f MiB",
+            self.rank,
+            self.num_ranks,
+            rounds.session.name,
+            self.why,
+            rounds.session.nbytes / 2**20,
+        )
+
+    def shrink(self, group: Any = None, *, keep_ids: bool = False) -> Shrunk:
+        """Go on with the ranks that are left, after PeerLost, Timeout or Aborted.  Collective among them.
+
+        They agree on who is left, open new windows, and number themselves 0 to R-1 in the order they had.  A rank that
+        others have named in a Timeout has 50 ms to come, any other `timeout_s`, unless its process has ended or has
+        closed the Buffer.  Ranks that are lost meanwhile are left out, too.  The old windows are given back, and never
+        used again, because a rank that was taken for lost may still write to them.
+
+        Outputs of earlier rounds stay valid; handles can't be used any more, nor graphs that were captured.  Until
+        shrink() returns, both windows take memory.
+
+        Args:
+            group: a group of the ranks that are left, in the order they had: for ranks on several hosts whose store
+                is lost.  None: no group is needed.
+            keep_ids: True: experts keep their ids and their ranks; those of lost ranks are not there, and ids of theirs
+                count as -1.  False: all `num_experts` are there, shared anew among the ranks, and the caller moves
+                weights to where `local_experts` says.
+
+        Returns:
+            The ranks that go on and those that are lost, by their numbers before.
+
+        Raises:
+            Excluded: the others go on without this rank.
+            BadInput: a call during a capture, or a `group` that can't be used.
+            Timeout, PeerLost, Aborted, Unsupported: the Buffer could not be opened again; shrink() can be repeated.
+            Closed, ConcurrentCall: as everywhere.
+        """
+        check_flag("keep_ids", keep_ids)
+        old = self.rounds
+        with CollectiveCall(old, 0):
+            meeting = Meeting(old, self._members)
+            for found in meeting.attempts(group):
+                try:
+                    rounds, members, shrunk = self._reopen(found, keep_ids, meeting.lost)
+                except MoecommError as error:
+                    meeting.failed(error)
+                else:
+                    break
+        self._take(rounds, members)
+        old.retire()
+        return shrunk
+
+    def _reopen(
+        self, group: Group, keep_ids: bool, lost: Callable[[], RoundFailed | None]
+    ) -> tuple[Rounds, Members, Shrunk]:
+        """Open a session of these ranks.  Collective."""
+        old, before = self.rounds, self._members.timeout_s
+        with opening(group, before, interruption=lost) as ranks:
+            everybody = [int.from_bytes(data, "little") for data in ranks.all_gather(old.rank.to_bytes(4, "little"))]
+            shrunk = Shrunk.of(everybody, old.num_ranks)
+            ids = ids_of(old, shrunk.ranks) if keep_ids else None
+            settings = replace(
+                old.settings,
+                ranks=len(everybody),
+                num_experts=self.num_experts if ids is None else len(ids.kept),
+                domain_ranks=domain_ranks(shrunk.ranks, old),
+            )
+            session = open_session(self, ranks, settings, old.device, before)
+        return Rounds(session, settings, ids), members_of(group, session, ranks.number, before), shrunk
+
+    def grow(self, group: Any) -> None:
+        """Go on with more ranks, or others.  Collective among all of them.
+
+        Ranks that join open a Buffer over this group, with the arguments that this one was opened with, and wait until
+        the others call grow(), which make rounds meanwhile.  All `num_experts` are shared anew; the caller moves
+        weights to where `local_experts` says.  Outputs, handles, graphs and memory are as in shrink().
+
+        Args:
+            group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.
+
+        Raises:
+            As opening a Buffer does: this one then stays as it was.  BadInput: also for a call during a capture.
+            Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
+        """
+        old, timeout_s = self.rounds, self._members.timeout_s
+        with CollectiveCall(old, 0):
+            old.require_usable()
+            require_idle(old, "grow")
+            found = rendezvous(group)
+            with opening(found, timeout_s) as ranks:
+                settings = replace(old.settings, ranks=ranks.ranks, num_experts=self.num_experts)
+                session = open_session(self, ranks, settings, old.device, timeout_s)
+        self._take(Rounds(session, settings), Members(found, ranks.number, timeout_s))
+        old.retire()
