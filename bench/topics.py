@@ -310,6 +310,7 @@ def correctness() -> str:
         ("random-layers-h200-4", LAYER, "random_layers"),
         ("random-layers-h200-2", LAYER, "random_layers"),
         ("random-cases-cpu", ("host",), "random_cases"),
+        ("kill-plans-cpu", ("host",), "kills"),
     ):
         found = load(name)
         kinds = list(dict.fromkeys(r.get("kind") or r.get("dtype", "domains of CPU ranks") for r in found["rows"]))
@@ -443,13 +444,14 @@ TOPICS = (
     Topic(
         "Correctness runs",
         "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
-        "against their parts one after the other.",
+        "against their parts one after the other.  Killed ranks: the others shrink, and make 100 exact rounds.",
         (
             "random-cases-h200-4",
             "random-cases-h200-2",
             "random-layers-h200-4",
             "random-layers-h200-2",
             "random-cases-cpu",
+            "kill-plans-cpu",
         ),
         correctness,
     ),

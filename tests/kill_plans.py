@@ -11,11 +11,7 @@ import argparse
 import json
 import os
 import random
-import resource
 import signal
-import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,13 +21,14 @@ from typing import Any, NamedTuple
 import torch
 
 import moecomm
+from moecomm.bench import results
 
 from .conftest import Ranks
 
-ROOT = Path(__file__).parents[1]
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 24, "topk": 3, "max_tokens": 8, "backend": "host"}
 EXACT = 100  # rounds after each step
 LATE_S, FIRST_S = 0.03, 0.005
+PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Plan(NamedTuple):
@@ -153,28 +150,16 @@ def main() -> None:
             shrinks += len(took)
             seconds += [one.seconds for one in took]
     ms = sorted(1e3 * one for one in seconds)
-    result = {
-        "what": "kill-plans-cpu",
-        "command": f"python -m tests.kill_plans {given.plans} --first {given.first} --json",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
-        "machine": {"cpu": f"{os.cpu_count()} cores"},
-        "versions": {"moecomm": moecomm.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+    row = {
+        "kind": "killed CPU ranks, agreed membership and exact rounds",
         "plans": given.plans,
         "kills": kills,
         "shrinks": shrinks,
-        "shrink_ms": {"p50": statistics.median(ms), "p99": ms[int(0.99 * (len(ms) - 1))], "max": ms[-1]},
-        "rss_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
+        "shrink_ms": {name: round(ms[int(share * (len(ms) - 1))], 2) for name, share in PERCENTILES.items()},
     }
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(row, indent=1))
     if given.json:
-        given.json.write_text(text + "\n")
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short=8", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        results.write(given.json, {"rows": [row]})
 
 
 if __name__ == "__main__":
