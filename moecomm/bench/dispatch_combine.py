@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -38,12 +39,15 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     with progress(group, raw + len(case.tokens) * at_a_size) as step:
         if case.ceiling:
             found["ceiling"] = ceiling.measure(group, case.backend, device, step)
-        for tokens in case.tokens:
-            with Ours(case, group, device, tokens) as ours:
+        for tokens, layout in itertools.product(case.tokens, case.layouts):
+            # A Buffer for each layout: graphs of another would keep room in its window.
+            with Ours(of_layout := replace(case, layouts=[layout]), group, device, tokens) as ours:
                 found["backend"] = ours.buffer.backend
-                found["memory"].append(ours.memory())
-                found["rows"] += _rows(case, group, ours, step)
-                found["rows"] += peers.rows(ours, step) if peers else []
+                if layout == case.layouts[0]:
+                    found["memory"].append(ours.memory())
+                found["rows"] += _rows(of_layout, group, ours, step)
+                if peers and layout == case.layouts[-1]:
+                    found["rows"] += peers.rows(ours, step)
     return found
 
 
