@@ -33,8 +33,7 @@ them, of the slowest rank: counts, layout, casts and waits included.  In bracket
 the all-to-all ceiling of the same run, over the measured time.  Weights and activations are bfloat16 unless FP8 is
 named, sums travel as the table says, and DeepSeek-V3 is hidden 7168, top-8 of 256 experts.
 
-Below each table are the hosts, backend, model, mode, date and commit of its results, and the command that prints the
-long tables of these results.
+Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
 
 {LEGEND}  Each result keeps its commit and a digest of the source of each
 kernel, with what it includes and without comments; rows whose kernels have other digests today are marked.
