@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import moecomm
 
+from . import shared_run
 from .compiled import compiling
 
 GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
@@ -39,6 +40,16 @@ if torch.cuda.device_count() == 0:  # which does not start CUDA
 def share_cores(processes: int) -> None:
     """Among processes that each compute a reference of large rows, on a machine with GPUs."""
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // processes)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    shared_run.share(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return shared_run.scheduler(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,19 +84,39 @@ def kernels_of(items: list[pytest.Item]) -> list[Any]:
     return [mark.args[0][item.callspec.params["name"]] for item, mark in marked]  # type: ignore[attr-defined]
 
 
+class Begun:
+    """The results of `begin(config, long)`, a context, of modules, by name.  `long`: a long test was selected."""
+
+    def __init__(self, config: pytest.Config, long: bool, stack: ExitStack) -> None:
+        self._config, self._long, self._stack = config, long, stack
+        self._found: dict[str, Any] = {}
+
+    def begin(self, name: str) -> None:
+        self._found[name] = self._stack.enter_context(sys.modules[name].begin(self._config, self._long))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._found:
+            self.begin(name)
+        return self._found[name]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """By the names of modules: what their `begin(config, long)`, a context, gave.  `long`: a long test was selected.
+def begun(request: pytest.FixtureRequest) -> Iterator[Begun]:
+    """The work that modules begin before the first test.
 
     Most tests wait, or use one core.  What takes long, needs no fixture and is no matter of deadlines runs beside them.
+    One of several processes does not know its tests yet: it begins such work when a test asks for it.
     """
-    items = request.session.items
-    modules = {item.module for item in items if isinstance(item, pytest.Function) and has_begun(item)}
+    items, alone = request.session.items, not shared_run.is_one_of_several(request.config)
     with ExitStack() as stack:
         if any(item.get_closest_marker("compiled") for item in items):
-            stack.enter_context(compiling(kernels_of(items)))
-        long = any(is_long(item) for item in items)
-        yield {module.__name__: stack.enter_context(module.begin(request.config, long)) for module in modules}
+            stack.enter_context(compiling(kernels_of(items) if alone else ()))
+        found = Begun(request.config, any(is_long(item) for item in items), stack)
+        if alone:
+            modules = {item.module for item in items if isinstance(item, pytest.Function) and has_begun(item)}
+            for module in modules:
+                found.begin(module.__name__)
+        yield found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -200,7 +231,7 @@ def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--cases", type=int, help="random cases to run against the reference: 1000, or 50,000 of long ones"
+        "--cases", type=int, help="random cases to run against the reference: 1000, or 20,000 of long ones"
     )
     parser.addoption(
         "--domain-cases", type=int, help="random cases on CPU ranks in several domains: 60, or 600 of long ones"

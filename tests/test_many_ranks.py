@@ -21,7 +21,7 @@ SIZES = [(64, 64), (65, 65), (100, 20), (128, 128), (128, 16), (256, 256), (256,
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("ranks", "domain_ranks"), few(SIZES, (65, 65), (100, 20), (128, 128)))
+@pytest.mark.parametrize(("ranks", "domain_ranks"), few(SIZES, (65, 65), (100, 20)))
 def test_many_ranks_match_the_reference(ranks: int, domain_ranks: int) -> None:
     sizes: dict[str, Any] = {"ranks": ranks, "hidden": 16, "num_experts": 2 * ranks, "topk": 4, "max_tokens": 3}
     with LocalBuffers(**sizes, domain_ranks=domain_ranks, backend="host", timeout_s=60) as local:

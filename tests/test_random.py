@@ -17,9 +17,10 @@ import torch
 
 from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
 
+from .conftest import Begun
 from .few import few
 
-FEW, MANY = 1_000, 50_000  # cases of a plain run, and of a long one
+FEW, MANY = 1_000, 20_000  # cases of a plain run, and of a long one
 ROUNDS = 200  # cases on one set of Buffers
 PROCESSES = 2
 SPREAD = 10  # of so many sets of Buffers one has its ranks on all cores
@@ -91,10 +92,8 @@ def run_set(number: int, core: int) -> str:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cases", few(("few", "many"), "few"))
-def test_random_cases_match_the_reference(
-    cases: str, request: pytest.FixtureRequest, begun: dict[str, Running]
-) -> None:
-    running = begun[__name__]
+def test_random_cases_match_the_reference(cases: str, request: pytest.FixtureRequest, begun: Begun) -> None:
+    running: Running = begun[__name__]
     print(f"{running.cases} cases from seed {request.config.getoption('--seed')}")
     for process in running.processes:
         process.join()

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
-FLAGS = ("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC")
+FLAGS = ("-std=c++20", "-Og", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC")
 
 
 @lru_cache

@@ -14,8 +14,8 @@ from .test_round_driver import random_cases, run
 
 pytestmark = pytest.mark.sanitized
 
-CASES = 1000
-DOMAIN_CASES = 120
+CASES = 500
+DOMAIN_CASES = 80
 
 
 @pytest.fixture(scope="module")

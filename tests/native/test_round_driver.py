@@ -11,9 +11,9 @@ import pytest
 from ..few import few
 from .build import Workshop
 
-PLAIN_CASES = (500, 5_000)
+PLAIN_CASES = (500, 2_000)
 DOMAIN_CASES = (60, 600)
-TSAN_CASES = 700
+TSAN_CASES = 400
 DOMAIN_TSAN_CASES = 60
 PROCESSES = 2
 LONG = 4 * 3600  # seconds

@@ -1,0 +1,45 @@
+"""Two processes for a plain run of all tests, through pytest-xdist.  Any other run has one, as has one on GPUs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROCESSES = 2
+# Tests of such a directory share what they compile: one process runs them all.
+DIRECTORIES = ("emulator", "native", "rma_plugin", "shims")
+
+
+def is_one_of_several(config: pytest.Config) -> bool:
+    """Whether this process runs a part of the collected tests, which nobody knows yet."""
+    return hasattr(config, "workerinput")
+
+
+def share(config: pytest.Config) -> None:
+    """Set the options of pytest-xdist, where it is installed and the command has none of them."""
+    option = config.option
+    # A process of pytest-xdist comes here too, without the options of its parent: it must not start more.
+    if is_one_of_several(config) or "PYTEST_XDIST_WORKER" in os.environ or torch.cuda.device_count():
+        return
+    everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not option.keyword
+    plain = not any(word.startswith("-m") for word in config.invocation_params.args)
+    if everything and plain and not option.usepdb and getattr(option, "numprocesses", 0) is None:
+        option.numprocesses, option.dist, option.loadscopereorder = PROCESSES, "loadfile", False
+
+
+def scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's loadfile, in which the files of a directory that shares something count as one."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            directory = Path(nodeid.split("::", 1)[0]).parent
+            return str(directory) if directory.name in DIRECTORIES else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
