@@ -88,18 +88,14 @@ MOECOMM_FN void load_rows(GemmShared<c>& s, const TensorMap* x, const Tile& tile
 }
 
 // Loads a tile into the ring, slot after slot.  Called by the loader thread.  Each slot is loaded after its `empty` barrier completes (all
-// warps of the cluster have released it) and completes `full`.  Cannot fail.  `x`: maps of the rows.
+// warps of the cluster have released it) and completes `full`.  Cannot fail.
 template <GemmConfig c, bool apart>
-MOECOMM_FN void load_tile_of(GemmShared<c>& s, const GemmArgs& args, const TensorMap* x, const Tile& tile, i32 rank, RingPlace<c>& place) {
+MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
     for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
         copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
         load_weights<c, apart>(s, args, tile, rank, k, place.slot);
-        load_rows<c>(s, x, tile, rank, k, place.slot);
+        load_rows<c>(s, args.x, tile, rank, k, place.slot);
     }
-}
-template <GemmConfig c, bool apart>
-MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
-    load_tile_of<c, apart>(s, args, args.x, tile, rank, place);
 }
 
 // The loader role: one thread.
@@ -113,24 +109,64 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args) {
     }
 }
 
-// Loads the scales of a tile into the ring.  Called by a whole warp, which waits for `empty` as the loader does; each lane arrives at
-// `full` once its copies are written.  Cannot fail.  Padding rows, which are multiplied and not stored, take the scale of the tile's last
-// row: scales of rows outside of the tile may not have arrived yet.  `product`: configuration of the tile's product.
-template <GemmConfig c, GemmConfig product>
-MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
-    const i32 lane = lane_id();
-    const float* of_w = scales_of_w<product>(args, tile.group, block_of<c>(tile, rank), lane % kWeightScales);
-    const float* of_x = reinterpret_cast<const float*>(args.x_scales);
-    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
-        copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
-        const SlotScales slot = s.scales.slot(place.slot);
-        if (lane < kWeightScales) load_scale(slot.of_w(lane), of_w);
+// Where a lane finds the scales of a tile, step after step.  `product`: configuration of the tile's product.  Empty for types without
+// scales.
+template <GemmConfig product, bool = product.scaled()>
+struct TileScales {
+    MOECOMM_FN TileScales(const GemmArgs&, const Tile&, i32, u64) {}
+    template <GemmConfig c>
+    MOECOMM_FN void load(GemmShared<c>&, const GemmArgs&, const Tile&, i32) {}
+};
+template <GemmConfig product>
+struct TileScales<product, true> {
+    const float *of_w, *of_x;
+
+    // `x_scales`: those of the row that the tile counts its rows from.
+    MOECOMM_FN TileScales(const GemmArgs& args, const Tile& tile, i32 rank, u64 x_scales)
+        : of_w(scales_of_w<product>(args, tile.group, block_of<product>(tile, rank), lane_id() % kWeightScales)),
+          of_x(reinterpret_cast<const float*>(x_scales)) {}
+
+    // Loads the scales of the next step into its slot, which is empty.  A whole warp; each lane arrives at `full` once its copies are
+    // written.  Cannot fail.  Padding rows, which are multiplied and not stored, take the scale of the tile's last row: scales of rows
+    // outside of the tile may not have arrived yet.
+    template <GemmConfig c>
+    MOECOMM_FN void load(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 slot) {
+        const i32 lane = lane_id();
+        const SlotScales to = s.scales.slot(slot);
+        if (lane < kWeightScales) load_scale(to.of_w(lane), of_w);
 #pragma unroll 1
         for (i32 i = lane; i < tile.padded; i += kWarp)
-            load_scale(slot.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
-        arrive_when_loaded(&s.barriers.full[place.slot]);
+            load_scale(to.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
+        arrive_when_loaded(&s.barriers.full[slot]);
         ++of_w;
         of_x += args.x_scale_column;
+    }
+};
+
+// Loads the scales of a tile into the ring.  Called by a whole warp, which waits for `empty` as the loader does.  Cannot fail.
+template <GemmConfig c, GemmConfig product>
+MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
+    TileScales<product> scales(args, tile, rank, args.x_scales);
+    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+        copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+        scales.load(s, args, tile, place.slot);
+    }
+}
+
+// Loads a tile and its scales into the ring.  Called by a whole warp, of which lane 0 loads rows and weights.  Cannot fail.  `x`: maps of
+// the rows; `x_scales`: see TileScales.
+template <GemmConfig c>
+MOECOMM_FN void load_tile_and_scales(GemmShared<c>& s, const GemmArgs& args, const TensorMap* x, u64 x_scales, const Tile& tile, i32 rank,
+                                     RingPlace<c>& place) {
+    if (!c.scaled() && lane_id() != 0) return;
+    TileScales<c> scales(args, tile, rank, x_scales);
+    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+        copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+        if (lane_id() == 0) {
+            load_weights<c, false>(s, args, tile, rank, k, place.slot);
+            load_rows<c>(s, x, tile, rank, k, place.slot);
+        }
+        scales.load(s, args, tile, place.slot);
     }
 }
 

@@ -3,6 +3,7 @@
 //   warp 0 of a block     loads tiles (gemm/gemm.cuh); before the rows of another rank it waits for their flags
 //   warps 1 to 3          push this rank's rows to all others (push_rows.cuh), then copy the gathered rows if they are wanted
 //   math warpgroups       multiply, and store tiles in local memory
+// With e4m3 the scales of rows travel with them, and warp 0 loads scales, too.
 //
 // Tiles of this rank's rows come first and need no flag; those of ranks r + 1, r + 2, ... follow, in the order in which rows arrive. If
 // rows are not there yet, the loader first loads w for as many steps as the ring has slots, and then waits. If they are there, it looks at
@@ -13,7 +14,8 @@
 // 1570 us, so the wire is hidden.
 //
 // Order: a pushing warp's stores come before its flag (release at system scope, after __syncwarp). All lanes of the loader warp acquire the
-// flags; lane 0 then fences between the proxies, because tensor copies read what ordinary stores of another rank wrote.
+// flags; lane 0 then fences between the proxies, because tensor copies read what ordinary stores of another rank wrote. Scales are loaded
+// through L1, which the acquires of this warp have invalidated; no other warp of the block reads scales.
 #pragma once
 #include "../gemm/gemm.cuh"
 #include "block_tiles.h"
@@ -25,12 +27,12 @@ constexpr i32 kPushWarps = kWarpgroup / kWarp - 1;  // of a block
 
 MOECOMM_FN BlockOrder gather_order(const GatherMatmulArgs& a) { return {false, a.overlap.window.ranks, a.overlap.window.rank}; }
 
-// The loader role: a whole warp, of which lane 0 loads. After a failure it loads what is there, so that no other role hangs.
+// The loader role: a whole warp, of which lane 0 loads all but scales. After a failure it loads what is there, so that no other role hangs.
 template <GemmConfig c>
 MOECOMM_FN void load_gathered(GemmShared<c>& s, const GatherMatmulArgs& a, const OverlapRound& round) {
     const i32 rank = place_in_cluster<c>(), steps = ceil_div(a.gemm.depth, c.depth()), clusters = gridDim.x / c.cluster;
     const BlockOrder order = gather_order(a);
-    const bool loads = lane_id() == 0;
+    const bool loads = lane_id() == 0, fills = c.scaled() || loads;
     bool failed = false;
     RingPlace<c> place;
     BlockTile found;
@@ -38,33 +40,33 @@ MOECOMM_FN void load_gathered(GemmShared<c>& s, const GatherMatmulArgs& a, const
         const i32 first_row = found.block * a.gemm.grouping.group_rows;
         if (found.block == round.rank()) {
             found.tile.row -= first_row;
-            if (loads) load_tile<c, false>(s, a.gemm, found.tile, rank, place);
+            load_tile_and_scales(s, a.gemm, a.gemm.x, a.gemm.x_scales, found.tile, rank, place);
             continue;
         }
         const TensorMap* const x = a.gathered + round.half() * kRowMaps;
+        const u64 x_scales = round.staging(round.rank()) + a.scales;
         const RowFlags flags(a, round, found.block, found.tile.row - first_row, found.tile.rows);
         if (failed || flags.have(round)) {
-            if (!loads) continue;
-            fence_async();
-            load_tile_of<c, false>(s, a.gemm, x, found.tile, rank, place);
+            if (loads) fence_async();
+            load_tile_and_scales(s, a.gemm, x, x_scales, found.tile, rank, place);
             continue;
         }
         const i32 ahead = min(c.stages, steps);
         RingPlace<c> of_rows = place;
-        for (i32 step = 0; step < ahead && loads; ++step, place.step()) {
+        const auto load_next_weights = [&](i32 step) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
-            load_weights<c, false>(s, a.gemm, found.tile, rank, step * c.depth(), place.slot);
-        }
+            if (loads) load_weights<c, false>(s, a.gemm, found.tile, rank, step * c.depth(), place.slot);
+            place.step();
+        };
+        for (i32 step = 0; step < ahead && fills; ++step) load_next_weights(step);
         failed = !flags.await(round, found.block);
-        if (!loads) continue;
-        fence_async();
+        if (!fills) continue;
+        if (loads) fence_async();
+        TileScales<c> scales(a.gemm, found.tile, rank, x_scales);
         for (i32 step = 0; step < steps; ++step, of_rows.step()) {
-            if (step >= ahead) {
-                copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
-                load_weights<c, false>(s, a.gemm, found.tile, rank, step * c.depth(), place.slot);
-                place.step();
-            }
-            load_rows<c>(s, x, found.tile, rank, step * c.depth(), of_rows.slot);
+            if (step >= ahead) load_next_weights(step);
+            if (loads) load_rows<c>(s, x, found.tile, rank, step * c.depth(), of_rows.slot);
+            scales.load(s, a.gemm, found.tile, of_rows.slot);
         }
     }
 }
@@ -103,16 +105,16 @@ MOECOMM_FN void all_gather_matmul(const GatherMatmulArgs& a) {
     sync_cluster<c.cluster>();
     const OverlapRound round(a.overlap);
     if (threadIdx.x < kWarpgroup) {
-        reg_dealloc<kLinkRegisters>();
+        reg_dealloc<kRoleRegisters.link>();
         if (warp_id() == 0) {
             load_gathered(s, a, round);
         } else {
             const i32 warp = (warp_id() - 1) * gridDim.x + blockIdx.x, warps = kPushWarps * gridDim.x;
-            push_rows(a, round, warp, warps);
-            if (a.gathered_out != 0) copy_gathered(a, round, warp, warps);
+            push_rows<c>(a, round, warp, warps);
+            if (a.gathered_out != 0) copy_gathered<c>(a, round, warp, warps);
         }
     } else {
-        reg_alloc<kProductRegisters>();
+        reg_alloc<kRoleRegisters.product>();
         make_gathered_tiles(s, a);
     }
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory

@@ -46,13 +46,15 @@ struct Overlap {
 
 // all_gather_matmul.cuh
 struct GatherMatmulArgs {
-    GemmArgs gemm;                     // x: this rank's rows. grouping: `groups` ranks of `group_rows` rows each
+    GemmArgs gemm;                     // x, x_scales: this rank's rows. grouping: `groups` ranks of `group_rows` rows each
     TensorMap gathered[2 * kRowMaps];  // rows of all ranks, in this rank's staging, by half
     Overlap overlap;
-    u64 x;             // rows of this rank
-    u64 gathered_out;  // [groups * group_rows][depth], or 0: not wanted
-    i32 piece_rows;    // rows that a warp pushes, and raises a flag for, at a time
-    i32 pieces;        // of a rank
+    u64 x;                    // rows of this rank
+    u64 gathered_out;         // [groups * group_rows][depth], or 0: not wanted
+    u64 gathered_scales_out;  // e4m3: f32[groups * group_rows][depth / 128], with gathered_out
+    u64 scales;               // e4m3: bytes from the beginning of a half of staging to the scales of the rows of all ranks
+    i32 piece_rows;           // rows that a warp pushes, and raises a flag for, at a time
+    i32 pieces;               // of a rank
 };
 static_assert(sizeof(GatherMatmulArgs) <= 4096, "what a kernel takes");
 

@@ -8,10 +8,18 @@
 
 namespace moecomm {
 
-constexpr i32 kRowLanes = kTileRowBytes / 16;  // lanes of a row of a tile
-constexpr i32 kCollected = 4;                  // loads of a lane in flight
+template <GemmConfig c>
+constexpr i32 kTileRowBytes = c.block_columns() * bytes_of(c.out);  // in staging
+template <GemmConfig c>
+constexpr i32 kRowLanes = kTileRowBytes<c> / 16;  // lanes of a row of a tile
+constexpr i32 kCollected = 4;                     // loads of a lane in flight
 enum Counter : i32 { kPartsCounter, kReducedCounter };
 constexpr i32 kReducedWarp = 3;  // of a block: it collects no parts of an all-reduce
+
+template <GemmConfig c, Send send, i32 ranks>
+MOECOMM_FN SendTiles<send, ranks> send_tiles(const SendMatmulArgs& a) {
+    return {a, c.cluster, kTileRowBytes<c>};
+}
 
 // One slice of a tile, whose columns are those of one block of a cluster.
 struct Slice {
@@ -27,27 +35,28 @@ MOECOMM_FN Slice slice_of(const BlockTile& found, i32 of_cluster, i32 slice) {
 
 // For this lane's vectors of 16 bytes of a slice, `together` at a time: load(i, at) all of them, then store(i, at, to). `at` is the offset
 // of a vector in a staged tile, `to` in the result. A whole warp. `result_row`: see SendTiles.
-template <i32 together, class Load, class Store>
+template <GemmConfig c, i32 together, class Load, class Store>
 MOECOMM_FN void for_vectors(const Slice& slice, const BlockTile& found, i32 result_row, i32 columns, const Load& load, const Store& store) {
-    constexpr i32 step = kWarp / kRowLanes;  // rows of a warp
-    const i32 chunk = lane_id() % kRowLanes, column = slice.column + chunk * 8, end = slice.row + slice.rows;
+    constexpr i32 step = kWarp / kRowLanes<c>;  // rows of a warp
+    const i32 chunk = lane_id() % kRowLanes<c>, column = slice.column + chunk * 8, end = slice.row + slice.rows;
     if (column >= columns) return;
-    for (i32 first = slice.row + lane_id() / kRowLanes; first < end; first += together * step) {
+    for (i32 first = slice.row + lane_id() / kRowLanes<c>; first < end; first += together * step) {
 #pragma unroll
         for (i32 i = 0; i < together; ++i)
-            if (first + i * step < end) load(i, (first + i * step) * kTileRowBytes + chunk * 16);
+            if (first + i * step < end) load(i, (first + i * step) * kTileRowBytes<c> + chunk * 16);
 #pragma unroll
         for (i32 i = 0; i < together; ++i) {
             const i32 row = first + i * step;
             if (row < end)
-                store(i, row * kTileRowBytes + chunk * 16, (static_cast<i64>(result_row + found.tile.row + row) * columns + column) * 2);
+                store(i, row * kTileRowBytes<c> + chunk * 16, (static_cast<i64>(result_row + found.tile.row + row) * columns + column) * 2);
         }
     }
 }
 // Copies a slice of a staged tile to the result. As for_vectors().
+template <GemmConfig c>
 MOECOMM_FN void copy_slice(const Slice& slice, const BlockTile& found, i32 result_row, i32 columns, u64 staged, u64 out) {
     uint4 held[kCollected];
-    for_vectors<kCollected>(
+    for_vectors<c, kCollected>(
         slice, found, result_row, columns, [&](i32 i, i32 at) { held[i] = load_vector(staged + at); },
         [&](i32 i, i32, i64 to) { store_vector(out + to, held[i]); });
 }
@@ -56,7 +65,7 @@ MOECOMM_FN void copy_slice(const Slice& slice, const BlockTile& found, i32 resul
 // Returns at once on failure, which end() reports.
 template <GemmConfig c, Send send, i32 ranks>
 MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round) {
-    const SendTiles<send, ranks> tiles{a, c.cluster};
+    const auto tiles = send_tiles<c, send, ranks>(a);
     const i32 rank = round.rank(), items = tiles.parts(rank) * a.slices, columns = a.gemm.columns;
     for (i32 item = round.take(kPartsCounter); item < items; item = round.take(kPartsCounter)) {
         const i32 part = item / a.slices, index = part / c.cluster * ranks + rank, of_cluster = part % c.cluster;
@@ -76,8 +85,8 @@ MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round)
         const auto store = [&](i32 i, i32 at, i64 to) {
             float sums[8] = {};
 #pragma unroll
-            for (i32 source = 0; source < ranks; ++source) add_eight<c.type>(sums, held[i][source]);
-            const uint4 sum = narrow_all<c.type>(sums);
+            for (i32 source = 0; source < ranks; ++source) add_eight<c.out>(sums, held[i][source]);
+            const uint4 sum = narrow_all<c.out>(sums);
             store_vector(a.gemm.out + to, sum);
             if constexpr (send == Send::all_reduce) {
                 // Destinations are computed again for each vector: kept, they would take registers.
@@ -86,7 +95,7 @@ MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round)
                     if (to_rank != rank) store_vector(round.staging(to_rank) + tiles.reduced(index, of_cluster) + at, sum);
             }
         };
-        for_vectors<together>(slice, found, tiles.result_row(found, rank), columns, load, store);
+        for_vectors<c, together>(slice, found, tiles.result_row(found, rank), columns, load, store);
         if constexpr (send == Send::all_reduce) {
             __syncwarp();
             if (lane_id() < ranks && lane_id() != rank)
@@ -98,7 +107,7 @@ MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round)
 // All-to-all: copies the parts of this rank's units. As collect_sums(). Tiles that stay on this rank are stored in the result at once.
 template <GemmConfig c, i32 ranks>
 MOECOMM_FN void collect_copies(const SendMatmulArgs& a, const OverlapRound& round) {
-    const SendTiles<Send::all_to_all, ranks> tiles{a, c.cluster};
+    const auto tiles = send_tiles<c, Send::all_to_all, ranks>(a);
     const i32 rank = round.rank(), of_source = a.slices, of_part = of_source * (ranks - 1), columns = a.gemm.columns;
     const i32 items = tiles.parts(rank) * of_part;
     for (i32 item = round.take(kPartsCounter); item < items; item = round.take(kPartsCounter)) {
@@ -111,14 +120,14 @@ MOECOMM_FN void collect_copies(const SendMatmulArgs& a, const OverlapRound& roun
         const u64* const flag = round.flag(rank, tiles.staged_flag(part, source));
         if (!round.await(1, [&](i32) { return flag; }, [&](i32) { return source; })) return;
         const u64 staged = round.staging(rank) + tiles.staged(part, source);
-        copy_slice(slice, found, tiles.result_row(found, source), columns, staged, a.gemm.out);
+        copy_slice<c>(slice, found, tiles.result_row(found, source), columns, staged, a.gemm.out);
     }
 }
 
 // All-reduce: copies the sums that other ranks have sent to the result. As collect_sums().
 template <GemmConfig c, i32 ranks>
 MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& round) {
-    const SendTiles<Send::all_reduce, ranks> tiles{a, c.cluster};
+    const auto tiles = send_tiles<c, Send::all_reduce, ranks>(a);
     const i32 rank = round.rank(), items = tiles.count() * c.cluster * a.slices, columns = a.gemm.columns;
     for (i32 item = round.take(kReducedCounter); item < items; item = round.take(kReducedCounter)) {
         const i32 of_cluster = item / a.slices % c.cluster, index = item / a.slices / c.cluster, owner = tiles.destination(index);
@@ -129,7 +138,7 @@ MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& rou
         const u64* const flag = round.flag(rank, tiles.reduced_flag(index, of_cluster, item % a.slices));
         if (!round.await(1, [&](i32) { return flag; }, [&](i32) { return owner; })) return;
         const u64 from = round.staging(rank) + tiles.reduced(index, of_cluster);
-        copy_slice(slice, found, 0, columns, from, a.gemm.out);
+        copy_slice<c>(slice, found, 0, columns, from, a.gemm.out);
     }
 }
 

@@ -1,7 +1,7 @@
 // Products whose tiles go to other ranks, in one launch: matmul_reduce_scatter, matmul_all_reduce, matmul_all_to_all. send_tiles.h has the
 // order of tiles and where they go.
 //
-//   warp 0 of a block   loads tiles (gemm/gemm.cuh)
+//   warp 0 of a block   loads tiles, with e4m3 their scales too (gemm/gemm.cuh)
 //   math warpgroups     multiply; store each tile, rounded, in the staging of its destination, 128 bytes of a row at a time
 //   warp 1              raises the flag of each stored tile
 //   warps 2 and 3       collect what has arrived (collect.cuh), while later tiles are computed; all-reduce: warp 3 what ranks have reduced
@@ -50,7 +50,7 @@ struct StoredPlace {
 // Calls body(tile) for all tiles of this block's cluster, in order.
 template <GemmConfig c, Send send, i32 ranks, class Body>
 MOECOMM_FN void for_my_tiles(const SendMatmulArgs& a, const Body& body) {
-    const SendTiles<send, ranks> tiles{a, c.cluster};
+    const auto tiles = send_tiles<c, send, ranks>(a);
     const i32 clusters = static_cast<i32>(gridDim.x) / c.cluster;
     BlockTile found;
     for (i32 index = blockIdx.x / c.cluster; tiles.find(index, found); index += clusters) body(found);
@@ -59,20 +59,23 @@ MOECOMM_FN void for_my_tiles(const SendMatmulArgs& a, const Body& body) {
 // Store policy: rows `pitch` bytes apart, from where row 0 and column 0 of the product would be.
 struct StorePitched {
     u64 base;
-    i64 pitch;
+    i32 pitch;
 
-    MOECOMM_FN void store(i32 row, i32 column, const uint4& values) const { store_vector(base + row * pitch + column * 2, values); }
+    MOECOMM_FN void store(i32 row, i32 column, const uint4& values) const {
+        store_vector(base + static_cast<i64>(row) * pitch + column * 2, values);
+    }
 };
 template <GemmConfig c, Send send, i32 ranks>
 MOECOMM_FN StorePitched store_at(const SendMatmulArgs& a, const OverlapRound& round, const BlockTile& found, i32 of_cluster) {
-    const SendTiles<send, ranks> tiles{a, c.cluster};
+    const auto tiles = send_tiles<c, send, ranks>(a);
     const i32 to = tiles.destination(found.index);
     if (send == Send::all_to_all && to == round.rank()) {
-        const i64 pitch = static_cast<i64>(a.gemm.columns) * 2;
-        return {a.gemm.out + tiles.result_row(found, to) * pitch, pitch};
+        const i32 pitch = a.gemm.columns * 2;
+        return {a.gemm.out + static_cast<i64>(tiles.result_row(found, to)) * pitch, pitch};
     }
     const u64 tile = round.staging(to) + tiles.staged(tiles.part(found.index, of_cluster), round.rank());
-    return {tile - found.tile.row * static_cast<i64>(kTileRowBytes) - block_of<c>(found.tile, of_cluster) * kTileRowBytes, kTileRowBytes};
+    constexpr i32 pitch = kTileRowBytes<c>;
+    return {tile - static_cast<i64>(found.tile.row) * pitch - static_cast<i64>(block_of<c>(found.tile, of_cluster)) * pitch, pitch};
 }
 
 // The math role: a warpgroup multiplies tiles from the ring and stores them.
@@ -97,7 +100,7 @@ MOECOMM_FN void make_sent_tiles(SendShared<c>& s, const SendMatmulArgs& a, const
 // The role of warp 1: one thread.
 template <GemmConfig c, Send send, i32 ranks>
 MOECOMM_FN void announce_tiles(SendShared<c>& s, const SendMatmulArgs& a, const OverlapRound& round) {
-    const SendTiles<send, ranks> tiles{a, c.cluster};
+    const auto tiles = send_tiles<c, send, ranks>(a);
     StoredPlace stored;
     for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) {
         const i32 to = tiles.destination(found.index), part = tiles.part(found.index, place_in_cluster<c>());
@@ -115,6 +118,7 @@ MOECOMM_FN void matmul_send(const SendMatmulArgs& a) {
     extern __shared__ __align__(1024) u8 memory[];
     auto& s = *reinterpret_cast<SendShared<c>*>(memory);
     static_assert(sizeof(SendShared<c>) <= c.shared_bytes() + 64, "what is launched");
+    constexpr RoleRegisters registers = !c.swapped && send == Send::all_to_all ? kRowsCopyRegisters : kRoleRegisters;
     if (threadIdx.x == 0) {
         prefetch_map(a.gemm.w);
         for (const TensorMap& map : a.gemm.x) prefetch_map(map);
@@ -126,18 +130,20 @@ MOECOMM_FN void matmul_send(const SendMatmulArgs& a) {
     sync_cluster<c.cluster>();
     const OverlapRound round(a.overlap);
     if (threadIdx.x < kWarpgroup) {
-        reg_dealloc<kLinkRegisters>();
-        if (threadIdx.x == 0) {
+        reg_dealloc<registers.link>();
+        if (warp_id() == 0) {
             const i32 rank = place_in_cluster<c>();
             RingPlace<c> place;
-            for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) { load_tile<c, false>(s.gemm, a.gemm, found.tile, rank, place); });
+            for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) {
+                load_tile_and_scales(s.gemm, a.gemm, a.gemm.x, a.gemm.x_scales, found.tile, rank, place);
+            });
         } else if (warp_id() == 1) {
             if (lane_id() == 0) announce_tiles<c, send, ranks>(s, a, round);
         } else if (warp_id() >= 2) {
             collect<c, send, ranks>(a, round);
         }
     } else {
-        reg_alloc<kProductRegisters>();
+        reg_alloc<registers.product>();
         make_sent_tiles<c, send, ranks>(s, a, round);
         collect<c, send, ranks>(a, round);
     }

@@ -8,8 +8,14 @@
 namespace moecomm {
 
 // Registers of a thread of the loader warpgroup, whose other warps communicate, and of a math warpgroup.
-constexpr i32 kLinkRegisters = 72, kProductRegisters = 216;
-static_assert((kLinkRegisters + kMathGroups * kProductRegisters) * kWarpgroup <= 65536, "registers of a multiprocessor");
+struct RoleRegisters {
+    i32 link, product;
+};
+constexpr RoleRegisters kRoleRegisters{72, 216};
+// In an all-to-all whose operand A is x (gemm/scaled_rows.cuh): communicating warps add nothing up, and tiles have two kinds of places.
+constexpr RoleRegisters kRowsCopyRegisters{56, 224};
+MOECOMM_BOTH constexpr bool fits(const RoleRegisters& r) { return (r.link + kMathGroups * r.product) * kWarpgroup <= 65536; }
+static_assert(fits(kRoleRegisters) && fits(kRowsCopyRegisters), "registers of a multiprocessor");
 
 // One round of a rank, for one thread.
 struct OverlapRound {

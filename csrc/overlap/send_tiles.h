@@ -7,7 +7,7 @@
 //   all-reduce       one block of all rows; any rank may reduce any tile, and sends the sum to all.
 // The band of the order is a multiple of `ranks`, so destinations alternate along the whole order.
 //
-// Staging at the destination: [unit][block of the cluster][source rank][pitch_rows][128 columns], and a flag for each source's part.
+// Staging at the destination: [unit][block of the cluster][source rank][pitch_rows][columns of a block], and a flag for each source's part.
 #pragma once
 #include "args.h"
 #include "block_tiles.h"
@@ -16,12 +16,11 @@ namespace moecomm {
 
 enum class Send { reduce_scatter, all_reduce, all_to_all };
 
-constexpr i32 kTileRowBytes = gemm_block_columns(false) * 2;
-
 template <Send send, i32 ranks>
 struct SendTiles {
     const SendMatmulArgs& a;
     i32 cluster;
+    i32 row_bytes;  // of a tile in staging
 
     MOECOMM_BOTH i32 count() const { return count_block_tiles(a.gemm.grouping); }
     MOECOMM_BOTH bool find(i32 index, BlockTile& found) const {
@@ -32,11 +31,11 @@ struct SendTiles {
     MOECOMM_BOTH i32 parts(i32 rank) const { return (count() - rank + ranks - 1) / ranks * cluster; }
     MOECOMM_BOTH i32 part(i32 index, i32 of_cluster) const { return index / ranks * cluster + of_cluster; }
     // Bytes from the beginning of a half to what `source` sends of a part.
-    MOECOMM_BOTH u64 staged(i32 part, i32 source) const { return (static_cast<u64>(part) * ranks + source) * a.pitch_rows * kTileRowBytes; }
+    MOECOMM_BOTH u64 staged(i32 part, i32 source) const { return (static_cast<u64>(part) * ranks + source) * a.pitch_rows * row_bytes; }
     MOECOMM_BOTH static i32 staged_flag(i32 part, i32 source) { return part * ranks + source; }
     // All-reduce: likewise of the sum of a tile, and of the flag of a slice of it.
     MOECOMM_BOTH u64 reduced(i32 index, i32 of_cluster) const {
-        return a.results + (static_cast<u64>(index) * cluster + of_cluster) * a.pitch_rows * kTileRowBytes;
+        return a.results + (static_cast<u64>(index) * cluster + of_cluster) * a.pitch_rows * row_bytes;
     }
     MOECOMM_BOTH i32 reduced_flag(i32 index, i32 of_cluster, i32 slice) const {
         return ceil_div(count(), ranks) * cluster * ranks + (index * cluster + of_cluster) * a.slices + slice;

@@ -44,6 +44,14 @@ MOECOMM_FN void copy_vectors(u64 to, u64 from, i64 bytes) {
     for (; left > 0; left -= kWarp, to += step, from += step) store_vector(to, load_either<fresh>(from));
 }
 
+// Copies `count` words of 4 bytes. As copy_vectors().
+template <bool fresh>
+MOECOMM_FN void copy_words(u64 to, u64 from, i64 count) {
+    const u32* const source = reinterpret_cast<const u32*>(from);
+#pragma unroll 4
+    for (i64 i = lane_id(); i < count; i += kWarp) reinterpret_cast<u32*>(to)[i] = fresh ? load_relaxed(source + i) : source[i];
+}
+
 // Adds 8 columns of 2 bytes to sums, in float32.
 template <Type type>
 MOECOMM_FN void add_eight(float (&sums)[8], const uint4& v) {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from moecomm.core.arrays import as_tensor
 from moecomm.core.protocol import DTYPES
 from moecomm.core.validation import check_dense
 from moecomm.dispatch.reference import E4M3_MAX, GROUP
@@ -27,6 +28,15 @@ class Fp8(NamedTuple):
 
 
 Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # values, or values and scales (an Fp8)
+
+
+def as_operand(argument: str, given: Any) -> torch.Tensor | Fp8:
+    """Convert an array to a torch tensor over the same memory, or a pair of arrays to an Fp8.  Raises BadInput."""
+    if not isinstance(given, tuple):
+        return as_tensor(argument, given)[0]
+    if len(given) != 2:
+        raise BadInput(argument, f"a tuple of {len(given)}", "an array, or a pair of e4m3 values and their scales")
+    return Fp8(*(as_tensor(argument, tensor)[0] for tensor in given))
 
 
 def quantize_weights(w: torch.Tensor) -> Fp8:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.core.arrays import as_tensor, check_tensor
+from moecomm.core.arrays import check_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
@@ -17,15 +17,6 @@ from moecomm.fused.operands import Operands, unfit
 
 if TYPE_CHECKING:
     pass
-
-
-def as_weights(argument: str, given: Any) -> torch.Tensor | Fp8:
-    """Convert weights to a torch tensor over the same memory, or a pair of arrays to an Fp8.  Raises BadInput."""
-    if not isinstance(given, tuple):
-        return as_tensor(argument, given)[0]
-    if len(given) != 2:
-        raise BadInput(argument, f"a tuple of {len(given)}", "weights, or a pair of e4m3 weights and their scales")
-    return Fp8(*(as_tensor(argument, tensor)[0] for tensor in given))
 
 
 def check_fp8(rounds: Rounds, w13: torch.Tensor | Fp8, w2: torch.Tensor | Fp8, interleaved: bool) -> tuple[Fp8, Fp8]:

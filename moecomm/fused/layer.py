@@ -24,8 +24,8 @@ from moecomm.dispatch.options import check_overflow
 from moecomm.dispatch.parts import in_parts
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
-from moecomm.fused.fp8 import Fp8
-from moecomm.fused.fp8_experts import apply_fp8_experts, as_weights, check_fp8
+from moecomm.fused.fp8 import Fp8, as_operand
+from moecomm.fused.fp8_experts import apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
 from moecomm.fused.options import Options
@@ -126,7 +126,7 @@ def prepare(
     `chunk`: the arguments are those of some tokens of a call.
     """
     rounds.require_usable()
-    (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
+    (x, back), w13, w2 = as_tensor("x", x), as_operand("w13", w13), as_operand("w2", w2)
     warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
     check_name("activation", options.activation, ("swiglu",))
     interleaved, max_rows = options.interleaved, options.max_rows

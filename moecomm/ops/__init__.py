@@ -37,7 +37,7 @@ from moecomm.core.validation import check_flag, check_flags, check_name, check_s
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows
-from moecomm.fused.fp8_experts import as_weights
+from moecomm.fused.fp8 import as_operand
 from moecomm.fused.layer import check_dropped, fused_or_not
 from moecomm.ops import chunks, gradients, layer, rounds
 from moecomm.ops.chunks import ChunkedHandle
@@ -294,7 +294,7 @@ def moe(
     check_num_sms(num_sms)
     (w13, w13_scales), (w2, w2_scales) = (
         weights if isinstance(weights, tuple) else (weights, None)
-        for weights in (as_weights("w13", w13), as_weights("w2", w2))
+        for weights in (as_operand("w13", w13), as_operand("w2", w2))
     )
     bias = None if bias is None else as_tensor("bias", bias)[0]
     check_same_device(x=x, w13=w13, w2=w2, bias=bias)

@@ -11,6 +11,11 @@ timing nor on which peer comes first.
 Products accumulate in float32.  A rank's part of a sum over ranks is rounded to the dtype once, its own part too; the
 sum is in float32, in rank order, and rounded once.
 
+Matrices in FP8 are pairs, as of moecomm.fused.grouped_gemm (an Fp8): x is float8_e4m3fn with float32 scales
+`[..., K / 128]`, one for 128 columns of a row; w is float8_e4m3fn with scales `[..., ceil(N / 128), K / 128]`, one for
+128 rows and 128 columns.  K is a multiple of 128, and results are bfloat16.  Tensor cores add up 128 columns; each such
+sum is multiplied by its scales and added in float32.  There are no gradients in FP8: Unsupported.
+
 Gradients are those of the sum of the losses of all ranks, except for matmul_all_reduce.  Forward-mode AD and transforms
 of torch.func raise Unsupported.
 
@@ -21,18 +26,19 @@ Errors of every operator:
 - OutOfStep: a call failed on some ranks and not on others.
 - Timeout, PeerLost, Aborted: as of a moecomm.Window.  On GPUs a later call raises them, or Workspace.check().
 - Closed, ConcurrentCall: the Workspace is closed, or in a call of another thread.
-- Unsupported: `fused=True` where there is no fused kernel.
+- Unsupported: `fused=True` where there is no fused kernel; FP8 tensors that require gradients.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 
 from moecomm.core import tangents
 from moecomm.core.arrays import as_tensor
 from moecomm.core.validation import check_flag, check_same_device
+from moecomm.fused.fp8 import Fp8, Operand, as_operand
 from moecomm.overlap import gradients, operators
 from moecomm.overlap.workspace import Workspace, counted, name_of
 
@@ -50,8 +56,8 @@ gradients.register()
 
 @overload
 def all_gather_matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
+    x: Operand,
+    w: Operand,
     workspace: Workspace | str,
     *,
     return_gathered: Literal[False] = ...,
@@ -70,43 +76,58 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@overload
+def all_gather_matmul(
+    x: tuple[torch.Tensor, torch.Tensor],
+    w: tuple[torch.Tensor, torch.Tensor],
+    workspace: Workspace | str,
+    *,
+    return_gathered: Literal[True],
+    fused: bool | None = ...,
+) -> tuple[torch.Tensor, Fp8]: ...
+
+
 @counted
 def all_gather_matmul(
-    x: torch.Tensor,
-    w: torch.Tensor,
+    x: Operand,
+    w: Operand,
     workspace: Workspace | str,
     *,
     return_gathered: bool = False,
     fused: bool | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | Fp8]:
     """Gather the rows of all ranks, and multiply them by this rank's weight.  Collective.  Gradients: x, w.
 
     The first half of a tensor-parallel layer: rows are spread over the ranks before it, columns after it.  The backward
     pass is a matmul_reduce_scatter.  If w requires a gradient, the gathered rows are kept for it.
 
     Args:
-        x: bfloat16 or float16 `[M, K]`.  Agreed: M, K, dtype.
+        x: bfloat16 or float16 `[M, K]`, or an Fp8.  Agreed: M, K, dtype.
         w: `[N, K]` of the same dtype, as torch.nn.Linear has it; each rank has its own, and its own N.
         workspace: a Workspace, or its `name`.
         return_gathered: return the gathered rows, too.  They have a gradient, which all ranks use or none.
         fused: GPUs: True or False; None: as measured.  CPU ranks have one form.
 
     Returns:
-        `[R*M, N]`: concat(x of all ranks) @ w.T; and with `return_gathered` `[R*M, K]`, x of all ranks.
+        `[R*M, N]`: concat(x of all ranks) @ w.T; and with `return_gathered` `[R*M, K]`, x of all ranks: in FP8 an Fp8.
 
     Raises:
         See moecomm.overlap.
     """
-    name, x, w = _matrices("all_gather_matmul", x, w, workspace)
+    name, of_x, of_w = _matrices("all_gather_matmul", x, w, workspace)
     check_flag("return_gathered", return_gathered)
-    keep = torch.is_grad_enabled() and w.requires_grad
-    y, gathered = operators.all_gather_matmul(x, w, name, bool(return_gathered) or keep, _fused(fused))
-    return (y, gathered) if return_gathered else y
+    keep = torch.is_grad_enabled() and of_w.values.requires_grad
+    more = (bool(return_gathered) or keep, _fused(fused), of_x.scales, of_w.scales)
+    found: tuple[torch.Tensor, ...] = operators.all_gather_matmul(of_x.values, of_w.values, name, *more)
+    y, gathered, scales = found
+    if not return_gathered:
+        return y
+    return y, gathered if of_x.scales is None else Fp8(gathered, scales)
 
 
 @counted
 def matmul_reduce_scatter(
-    x: torch.Tensor, w: torch.Tensor, workspace: Workspace | str, *, fused: bool | None = None
+    x: Operand, w: Operand, workspace: Workspace | str, *, fused: bool | None = None
 ) -> torch.Tensor:
     """Multiply, add up the products of all ranks, and return this rank's rows.  Collective.  Gradients: x, w.
 
@@ -114,7 +135,7 @@ def matmul_reduce_scatter(
     backward pass is an all_gather_matmul.
 
     Args:
-        x: bfloat16 or float16 `[M, K]`; M is a multiple of the number of ranks R.  Agreed: M, N, dtype.
+        x: bfloat16 or float16 `[M, K]`, or an Fp8; M is a multiple of the number of ranks R.  Agreed: M, N, dtype.
         w: `[N, K]` of the same dtype; each rank has its own, and its own K.
         workspace: a Workspace, or its `name`.
         fused: see all_gather_matmul.
@@ -125,15 +146,11 @@ def matmul_reduce_scatter(
     Raises:
         See moecomm.overlap.
     """
-    name, x, w = _matrices("matmul_reduce_scatter", x, w, workspace)
-    y: torch.Tensor = operators.matmul_reduce_scatter(x, w, name, _fused(fused))
-    return y
+    return _call("matmul_reduce_scatter", x, w, workspace, fused)
 
 
 @counted
-def matmul_all_reduce(
-    x: torch.Tensor, w: torch.Tensor, workspace: Workspace | str, *, fused: bool | None = None
-) -> torch.Tensor:
+def matmul_all_reduce(x: Operand, w: Operand, workspace: Workspace | str, *, fused: bool | None = None) -> torch.Tensor:
     """Multiply, and add up the products of all ranks.  Collective.  Gradients: x, w.
 
     The second half of a tensor-parallel layer whose rows are on all ranks; with few rows, that of decoding.  All ranks
@@ -141,7 +158,7 @@ def matmul_all_reduce(
     one loss of all ranks, the same on each.
 
     Args:
-        x: bfloat16 or float16 `[M, K]`.  Agreed: M, N, dtype.
+        x: bfloat16 or float16 `[M, K]`, or an Fp8.  Agreed: M, N, dtype.
         w: `[N, K]` of the same dtype; each rank has its own, and its own K.
         workspace: a Workspace, or its `name`.
         fused: see all_gather_matmul.
@@ -152,22 +169,19 @@ def matmul_all_reduce(
     Raises:
         See moecomm.overlap.
     """
-    name, x, w = _matrices("matmul_all_reduce", x, w, workspace)
-    y: torch.Tensor = operators.matmul_all_reduce(x, w, name, _fused(fused))
-    return y
+    return _call("matmul_all_reduce", x, w, workspace, fused)
 
 
 @counted
-def matmul_all_to_all(
-    x: torch.Tensor, w: torch.Tensor, workspace: Workspace | str, *, fused: bool | None = None
-) -> torch.Tensor:
+def matmul_all_to_all(x: Operand, w: Operand, workspace: Workspace | str, *, fused: bool | None = None) -> torch.Tensor:
     """Multiply by the weight of each local expert, and return rows to the ranks they are for.  Collective.
 
     The last product of experts with as many rows for each rank.  The backward pass is an all-to-all and two products.
     Gradients: x, w.
 
     Args:
-        x: bfloat16 or float16 `[E, R, C, K]`: C rows of E local experts for each of R ranks.  Agreed: E, C, N, dtype.
+        x: bfloat16 or float16 `[E, R, C, K]`, or an Fp8: C rows of E local experts for each of R ranks.
+            Agreed: E, C, N, dtype.
         w: `[E, N, K]` of the same dtype; each rank has its own, and its own K.
         workspace: a Workspace, or its `name`.
         fused: see all_gather_matmul.
@@ -178,9 +192,7 @@ def matmul_all_to_all(
     Raises:
         See moecomm.overlap.
     """
-    name, x, w = _matrices("matmul_all_to_all", x, w, workspace)
-    y: torch.Tensor = operators.matmul_all_to_all(x, w, name, _fused(fused))
-    return y
+    return _call("matmul_all_to_all", x, w, workspace, fused)
 
 
 @counted
@@ -221,14 +233,33 @@ def embedding_all_to_all(
     return y
 
 
-def _matrices(
-    operator: str, x: torch.Tensor, w: torch.Tensor, workspace: Workspace | str
-) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Return the name of the Workspace and both matrices as tensors, after checks that need no sizes."""
-    name, x, w = name_of(workspace), as_tensor("x", x)[0], as_tensor("w", w)[0]
-    check_same_device(x=x, w=w)
-    tangents.refuse(f"moecomm.overlap.{operator}", x, w)
-    return name, x, w
+class _Matrix(NamedTuple):
+    """Values of a matrix, and its scales in FP8."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def _call(operator: str, x: Operand, w: Operand, workspace: Workspace | str, fused: bool | None) -> torch.Tensor:
+    """Call an operator of two matrices that has one result."""
+    name, of_x, of_w = _matrices(operator, x, w, workspace)
+    run = getattr(operators, operator)
+    y: torch.Tensor = run(of_x.values, of_w.values, name, _fused(fused), of_x.scales, of_w.scales)
+    return y
+
+
+def _matrices(operator: str, x: Operand, w: Operand, workspace: Workspace | str) -> tuple[str, _Matrix, _Matrix]:
+    """Return the name of the Workspace and both matrices, after checks that need no sizes."""
+    name, found = name_of(workspace), []
+    for argument, given in (("x", x), ("w", w)):
+        operand = as_operand(argument, given)
+        found.append(_Matrix(*operand) if isinstance(operand, Fp8) else _Matrix(operand, None))
+    of_x, of_w = found
+    check_same_device(x=of_x.values, w=of_w.values)
+    check_same_device(x=of_x.values, w=of_w.scales)
+    check_same_device(w=of_w.values, x=of_x.scales)
+    tangents.refuse(f"moecomm.overlap.{operator}", *of_x, *of_w)
+    return name, of_x, of_w
 
 
 def _fused(fused: bool | None) -> bool | None:

@@ -6,7 +6,7 @@ import torch
 
 from moecomm.core.protocol import DTYPES
 from moecomm.errors import Mismatch, OutOfStep
-from moecomm.overlap.sizes import Sizes
+from moecomm.overlap.sizes import FP8, Sizes
 from moecomm.window import Window
 
 OPERATORS = (
@@ -17,6 +17,7 @@ OPERATORS = (
     "embedding_all_to_all",
     "all_to_all",
 )
+_DTYPES = (*DTYPES, FP8)
 WORDS = 16  # int64, of a header
 BYTES = 8 * WORDS
 _FIRST = 4  # words ahead of the sizes
@@ -26,7 +27,7 @@ _FUSED = (False, True, None)
 def header(sizes: Sizes, failed_calls: int, fused: bool | None = False) -> list[int]:
     """Describe a call of this rank, in WORDS numbers."""
     dims = [sizes.dims[name] for name in _compared(sizes, fused)]
-    words = [OPERATORS.index(sizes.operator), failed_calls, DTYPES.index(sizes.dtype), _FUSED.index(fused), *dims]
+    words = [OPERATORS.index(sizes.operator), failed_calls, _DTYPES.index(sizes.given), _FUSED.index(fused), *dims]
     return words + [0] * (WORDS - len(words))
 
 
@@ -50,7 +51,7 @@ def difference(
     if mine[0] != theirs[0]:
         return Mismatch("operator", sizes.operator, OPERATORS[theirs[0]], rank)
     if mine[2] != theirs[2]:
-        return Mismatch("dtype", sizes.dtype, DTYPES[theirs[2]], rank)
+        return Mismatch("dtype", sizes.given, _DTYPES[theirs[2]], rank)
     if mine[3] != theirs[3]:
         return Mismatch("fused", fused, _FUSED[theirs[3]], rank)
     at = next(at for at in range(_FIRST, WORDS) if mine[at] != theirs[at])

@@ -11,7 +11,7 @@ from moecomm.errors import BadInput, MoecommError, Unsupported
 from moecomm.overlap import table
 from moecomm.overlap.agreement import FirstCalls
 from moecomm.overlap.host import HostExecutor
-from moecomm.overlap.sizes import Sizes
+from moecomm.overlap.sizes import Matrix, Sizes
 from moecomm.overlap.unfused import UnfusedExecutor
 from moecomm.window import Window
 
@@ -22,22 +22,23 @@ class Operators(Protocol):
     """The operators of one rank.
 
     Tensors are checked (moecomm/overlap/sizes.py), contiguous, aligned to 16 bytes, and on the device of the Window.
-    Results are new tensors.  Shapes and values are those of the functions of moecomm.overlap.
+    Matrices in FP8 are pairs of values and scales, and their products are bfloat16.  Results are new tensors.  Shapes
+    and values are those of the functions of moecomm.overlap.
     """
 
-    def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the product, and x of all ranks `[R*M, K]`, or an empty `[0]` without `gather`."""
+    def all_gather_matmul(self, x: Matrix, w: Matrix, gather: bool) -> tuple[torch.Tensor, Matrix | None]:
+        """Return the product, and x of all ranks `[R*M, K]`, or None without `gather`."""
         ...
 
-    def matmul_reduce_scatter(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_reduce_scatter(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """Return this rank's rows of the sum of all products."""
         ...
 
-    def matmul_all_reduce(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_all_reduce(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """Return the sum of all products."""
         ...
 
-    def matmul_all_to_all(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_all_to_all(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """Return what every rank has computed for this one."""
         ...
 

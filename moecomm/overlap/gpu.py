@@ -10,21 +10,29 @@ Device memory of a workspace, at the same offsets on all ranks (csrc/overlap/arg
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
-from typing import Any
 
 import torch
 
 from moecomm import _native
 from moecomm.backends import cuda_driver
 from moecomm.errors import BadInput, Unsupported
-from moecomm.fused import schedules, tensor_maps
-from moecomm.fused.kernels import SLOT_ROW_BYTES, multiprocessors
-from moecomm.fused.schedules import BAND, BLOCK_COLUMNS, SCHEDULES, Schedule
-from moecomm.fused.structs import GemmArgs, Grouping
+from moecomm.fused.fp8 import Fp8
+from moecomm.fused.kernels import multiprocessors
+from moecomm.fused.schedules import block_columns
 from moecomm.jit import plain_kernel
 from moecomm.overlap import kernels
+from moecomm.overlap.gpu_products import (
+    band_of,
+    check_matrices,
+    choose,
+    gemm_args,
+    grouping,
+    new_product,
+    row_maps,
+    values_of,
+)
 from moecomm.overlap.kernels_structs import EmbeddingArgs, GatherMatmulArgs, GemvArgs, Overlap, SendMatmulArgs
+from moecomm.overlap.sizes import Matrix
 from moecomm.window import Window
 from moecomm.window.gpu_calls import Handle
 
@@ -46,7 +54,8 @@ class GpuExecutor:
 
     Attributes:
         staging: bytes of the Window that hold nothing between calls of all ranks.
-        schedule: name of the schedule of all products (moecomm.fused.SCHEDULES), the same on all ranks; None: by shape.
+        schedule: name of the schedule of all products, the same on all ranks: of moecomm.fused.SCHEDULES or
+            FP8_SCHEDULES; None: by shape.
 
     Args:
         window: whose ranks all reach each other's memory; nothing else uses these bytes of it.
@@ -91,52 +100,58 @@ class GpuExecutor:
         self._overlap.staging[:] = [staging, staging + self.staging_bytes]
         self.staging = range(staging, staging + 2 * self.staging_bytes)
 
-    def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def all_gather_matmul(self, x: Matrix, w: Matrix, gather: bool) -> tuple[torch.Tensor, Matrix | None]:
         """Multiply the rows of all ranks.
 
         Args:
-            x: bfloat16 or float16 `[M, K]`; M and K are the same on all ranks.
+            x: bfloat16 or float16 `[M, K]`, or FP8 with scales; M and K are the same on all ranks.
             w: `[N, K]`, of the same dtype.
             gather: return the rows of all ranks, too.
 
         Returns:
-            `[R*M, N]`, and with `gather` `[R*M, K]`, else `[0]`.
+            `[R*M, N]`, and with `gather` `[R*M, K]`, else None.
 
         Raises:
             BadInput: no room in the workspace.
             Unsupported: K or N not a multiple of 8.
         """
-        (rows, depth), columns, ranks = x.shape, len(w), self._ranks
-        out = x.new_empty(ranks * rows, columns)
-        gathered = x.new_empty((ranks * rows, depth) if gather else (0,))
+        data, ranks = values_of(x), self._ranks
+        (rows, depth), columns, dtype = data.shape, len(values_of(w)), data.dtype
+        out = new_product(x, ranks * rows, columns)
+        parts = x if isinstance(x, Fp8) else (x,)  # values, and scales if there are any
+        whole = [of.new_empty(ranks * rows, of.shape[1]) for of in parts]
+        gathered = None if not gather else Fp8(*whole) if isinstance(x, Fp8) else whole[0]
         if rows == 0 or columns == 0 or depth == 0:  # nothing to multiply; rows of no columns have nothing to gather
             if depth == 0 or rows == 0:
                 return out.zero_(), gathered
             raise Unsupported("all_gather_matmul without columns")
-        _check_matrices(x, w)
-        self._check_room("staging", ranks * rows * depth * 2, self.staging_bytes)
-        schedule = self._choose(rows, ranks, columns, depth)
-        piece_rows = self._piece_rows(rows, depth * 2)
+        check_matrices(x, w)
+        self._check_room("staging", sum(of.nbytes for of in whole), self.staging_bytes)
+        schedule = choose(dtype, self.schedule, rows, ranks, columns, depth, self._units)
+        piece_rows = self._piece_rows(rows, data[0].nbytes)
         args = GatherMatmulArgs(
-            gemm=_gemm_args(x, w, out, self._grouping(schedule, ranks, rows, columns, BAND), schedule),
+            gemm=gemm_args(x, w, out, grouping(dtype, schedule, ranks, rows, columns, band_of(dtype)), schedule),
             overlap=self._overlap,
-            x=x.data_ptr(),
-            gathered_out=gathered.data_ptr() if gather else 0,
+            x=data.data_ptr(),
+            gathered_out=whole[0].data_ptr() if gather else 0,
+            gathered_scales_out=whole[-1].data_ptr(),
+            scales=whole[0].nbytes,
             piece_rows=piece_rows,
             pieces=-(-rows // piece_rows),
         )
-        maps = [_row_maps(at, (ranks * rows, depth), x.dtype, schedule) for at in self._staging()]
+        maps = [row_maps(at, (ranks * rows, depth), dtype, schedule) for at in self._staging()]
         half = len(args.gathered) // 2
         for first, of_half in zip((0, half), maps, strict=True):
             args.gathered[first : first + len(of_half)] = of_half
-        self._launch(kernels.gather_kernel(x.dtype, schedule), self._units // schedule.cluster * schedule.cluster, args)
+        self._launch(kernels.gather_kernel(dtype, schedule), self._units // schedule.cluster * schedule.cluster, args)
         return out, gathered
 
-    def matmul_reduce_scatter(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_reduce_scatter(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """Add up the products of all ranks, and return this rank's rows.
 
         Args:
-            x: bfloat16 or float16 `[M, K]`, M a multiple of R; M and N are the same on all ranks.
+            x: bfloat16 or float16 `[M, K]`, or FP8 with scales, M a multiple of R; M and N are the same on all
+                ranks.
             w: `[N, K]`, of the same dtype.
 
         Returns:
@@ -145,16 +160,16 @@ class GpuExecutor:
         Raises:
             As all_gather_matmul().
         """
-        rows, columns = len(x) // self._ranks, len(w)
-        out = x.new_empty(rows, columns)
+        rows, columns = len(values_of(x)) // self._ranks, len(values_of(w))
+        out = new_product(x, rows, columns)
         self._send("reduce_scatter", x, w, out, self._ranks, rows)
         return out
 
-    def matmul_all_reduce(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_all_reduce(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """Add up the products of all ranks.
 
         Args:
-            x: bfloat16 or float16 `[M, K]`; M and N are the same on all ranks.
+            x: bfloat16 or float16 `[M, K]`, or FP8 with scales; M and N are the same on all ranks.
             w: `[N, K]`, of the same dtype.
 
         Returns:
@@ -163,9 +178,10 @@ class GpuExecutor:
         Raises:
             As all_gather_matmul().
         """
-        out = x.new_empty(len(x), len(w))
-        if not self._gemv(x, w, out):
-            self._send("all_reduce", x, w, out, 1, len(x))
+        rows, columns = len(values_of(x)), len(values_of(w))
+        out = new_product(x, rows, columns)
+        if isinstance(x, Fp8) or isinstance(w, Fp8) or not self._gemv(x, w, out):
+            self._send("all_reduce", x, w, out, 1, rows)
         return out
 
     def _gemv(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
@@ -174,7 +190,7 @@ class GpuExecutor:
         lines = -(-columns // kernels.GEMV_COLUMNS) * self._ranks * _native.gemv_lines(kernels.gemv_most(rows))
         if out.numel() == 0 or rows > kernels.GEMV_ROWS or lines * _LINE > self.packet_bytes:
             return False
-        _check_matrices(x, w)
+        check_matrices(x, w)
         args = GemvArgs(
             overlap=self._overlap,
             x=x.data_ptr(),
@@ -187,11 +203,11 @@ class GpuExecutor:
         self._launch(kernels.gemv_kernel(x.dtype, rows, self._ranks), self._units, args)
         return True
 
-    def matmul_all_to_all(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_all_to_all(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """Multiply by the weight of each local expert, and return what all ranks have computed for this one.
 
         Args:
-            x: bfloat16 or float16 `[E, R, C, K]`; E, C and N are the same on all ranks.
+            x: bfloat16 or float16 `[E, R, C, K]`, or FP8 with scales; E, C and N are the same on all ranks.
             w: `[E, N, K]`, of the same dtype.
 
         Returns:
@@ -200,9 +216,10 @@ class GpuExecutor:
         Raises:
             As all_gather_matmul().
         """
-        experts, ranks, rows, depth = x.shape
-        out = x.new_empty(ranks, experts, rows, w.shape[1])
-        self._send("all_to_all", x.view(-1, depth), w, out, experts * ranks, rows)
+        experts, ranks, rows, _ = values_of(x).shape
+        out = new_product(x, ranks, experts, rows, values_of(w).shape[1])
+        flat = Fp8(*(of.flatten(0, 2) for of in x)) if isinstance(x, Fp8) else x.flatten(0, 2)
+        self._send("all_to_all", flat, w, out, experts * ranks, rows)
         return out
 
     def embedding_all_to_all(
@@ -252,54 +269,39 @@ class GpuExecutor:
         self._launch(kernels.embedding_kernel(tables.dtype), self._units, args)
         return out
 
-    def _send(self, send: str, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, blocks: int, rows: int) -> None:
+    def _send(self, send: str, x: Matrix, w: Matrix, out: torch.Tensor, blocks: int, rows: int) -> None:
         """Launch matmul_send, for `blocks` blocks of `rows` rows."""
         if out.numel() == 0:
             return
-        _check_matrices(x, w)
-        ranks, columns = self._ranks, w.shape[-2]
-        schedule = self._choose(rows, blocks, columns, _NOMINAL_DEPTH)
-        grouping = self._grouping(schedule, blocks, rows, columns, -(-BAND // ranks) * ranks)
+        check_matrices(x, w)
+        ranks, columns, dtype = self._ranks, values_of(w).shape[-2], values_of(x).dtype
+        schedule = choose(dtype, self.schedule, rows, blocks, columns, _NOMINAL_DEPTH, self._units)
+        order = grouping(dtype, schedule, blocks, rows, columns, -(-band_of(dtype) // ranks) * ranks)
         row_tiles = -(-rows // schedule.most_rows)
-        tiles = row_tiles * blocks * grouping.column_tiles
+        tiles = row_tiles * blocks * order.column_tiles
         units = -(-rows // schedule.row_unit)  # of rows of a block
         pitch_rows = -(-units // row_tiles) * schedule.row_unit
         slices = -(-pitch_rows // kernels.SLICE_ROWS)
         parts = -(-tiles // ranks) * schedule.cluster * ranks
-        results = parts * pitch_rows * BLOCK_COLUMNS * 2
+        results = parts * pitch_rows * block_columns(dtype) * out.itemsize
         flags, needed = parts, results
         if send == "all_reduce":
             flags, needed = parts + tiles * schedule.cluster * slices, 2 * results
         self._check_room("flags", flags, kernels.FLAGS)
         self._check_room("staging", needed, self.staging_bytes)
         args = SendMatmulArgs(
-            gemm=_gemm_args(x, w, out, grouping, schedule),
+            gemm=gemm_args(x, w, out, order, schedule),
             overlap=self._overlap,
             results=results,
             pitch_rows=pitch_rows,
             slices=slices,
         )
         blocks = self._units // schedule.cluster * schedule.cluster
-        self._launch(kernels.send_kernel(x.dtype, schedule, send, ranks), blocks, args)
-
-    def _choose(self, rows: int, blocks: int, columns: int, depth: int) -> Schedule:
-        return SCHEDULES[self.schedule or schedules.choose(rows, blocks, columns, depth, self._units)]
+        self._launch(kernels.send_kernel(dtype, schedule, send, ranks), blocks, args)
 
     def _staging(self) -> list[int]:
         """Addresses of both halves of this rank's staging."""
         return [self._addresses[self._rank] + at for at in self._overlap.staging]
-
-    def _grouping(self, schedule: Schedule, blocks: int, rows: int, columns: int, band: int) -> Grouping:
-        return Grouping(
-            groups=blocks,
-            alignment=1,
-            group_rows=rows,
-            rows=blocks * rows,
-            column_tiles=-(-columns // (BLOCK_COLUMNS * schedule.cluster)),
-            band=band,
-            unit=schedule.row_unit,
-            most_rows=schedule.most_rows,
-        )
 
     def _piece_rows(self, rows: int, row_bytes: int) -> int:
         """Rows that a warp pushes at a time: two pieces or more for each warp, where pieces are not too small."""
@@ -336,39 +338,3 @@ def _multiprocessors(device: torch.device) -> int:
     if torch.cuda.get_device_capability(device) != (9, 0):
         raise Unsupported(f"fused operators are for Hopper GPUs; {device} is {torch.cuda.get_device_name(device)}")
     return multiprocessors(device.index)
-
-
-def _check_matrices(x: torch.Tensor, w: torch.Tensor) -> None:
-    depth, columns = x.shape[-1], w.shape[-2]
-    if depth % 8 or columns % 8 or depth == 0:
-        raise Unsupported(f"fused products of depth {depth} and {columns} columns: both must be multiples of 8")
-    if x.data_ptr() % 16 or w.data_ptr() % 16:
-        raise Unsupported("fused products of tensors that are not aligned to 16 bytes")
-
-
-def _gemm_args(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, grouping: Grouping, schedule: Schedule) -> GemmArgs:
-    columns, depth = w.shape[-2:]
-    args = GemmArgs(
-        w=_weight_map(w.data_ptr(), (w.numel() // (columns * depth), columns, depth), w.dtype),
-        out=out.data_ptr(),
-        columns=columns,
-        depth=depth,
-        grouping=grouping,
-    )
-    maps = _row_maps(x.data_ptr(), tuple(x.shape), x.dtype, schedule)
-    args.x[: len(maps)] = maps
-    return args
-
-
-def _weight_map(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return tensor_maps.encode(address, shape, dtype, (1, BLOCK_COLUMNS, SLOT_ROW_BYTES // dtype.itemsize))
-
-
-@lru_cache(maxsize=4096)
-def _row_maps(address: int, shape: tuple[int, ...], dtype: torch.dtype, schedule: Schedule) -> tuple[Any, ...]:
-    """Tensor maps of a matrix with boxes of all heights, as GemmArgs::x has them."""
-    found, box = [], schedule.row_unit // schedule.cluster
-    while box * schedule.cluster <= schedule.most_rows:
-        found.append(tensor_maps.encode(address, shape, dtype, (box, SLOT_ROW_BYTES // dtype.itemsize)))
-        box *= 2
-    return tuple(found)

@@ -16,8 +16,15 @@ from moecomm.overlap.products import product, sum_in_order
 from moecomm.overlap.workspace import find
 
 
-def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, w, ctx.workspace, ctx.gather, ctx.fused = inputs
+def _refuse_fp8(operator: str, scales: list[torch.Tensor | None]) -> None:
+    """Raise Unsupported for a call with scales, whose gradients are wanted: after the round, so that no peer waits."""
+    if any(tensor is not None for tensor in scales):
+        raise Unsupported(f"gradients of moecomm.overlap.{operator} in FP8: detach x, w and their scales")
+
+
+def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, w, ctx.workspace, ctx.gather, ctx.fused, *scales = inputs
+    _refuse_fp8("all_gather_matmul", scales)
     if ctx.needs_input_grad[1] and not ctx.gather:  # the same on all ranks, and after the round: no peer waits
         raise Unsupported("the gradient of w without gather=True: moecomm.overlap.all_gather_matmul passes it")
     ctx.set_materialize_grads(False)  # a gathered x that nobody uses needs no exchange
@@ -26,7 +33,7 @@ def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: tuple[tor
 
 
 def _all_gather_matmul_backward(
-    ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None
+    ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None, grad_scales: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
     w, gathered = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
@@ -38,34 +45,39 @@ def _all_gather_matmul_backward(
         parts.append(sum_in_order(operators.all_to_all(rows, ctx.workspace)))
     grad_x = sum_in_order(parts) if parts else None
     grad_w = product(grad.mT, gathered.mT) if wants_w and grad is not None else None
-    return grad_x, grad_w, None, None, None
+    return grad_x, grad_w, None, None, None, None, None
 
 
 def _keep_matmul_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, ctx.workspace, ctx.fused = inputs
+    x, w, ctx.workspace, ctx.fused, *scales = inputs
+    _refuse_fp8("matmul_reduce_scatter", scales)
     ctx.save_for_backward(x, w)
 
 
 def _matmul_reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
-    grad_x, gathered = operators.all_gather_matmul(grad, w.mT, ctx.workspace, wants_w, ctx.fused)
-    return grad_x if wants_x else None, product(gathered.mT, x.mT) if wants_w else None, None, None
+    grad_x, gathered, _ = operators.all_gather_matmul(grad, w.mT, ctx.workspace, wants_w, ctx.fused)
+    grad_w = product(gathered.mT, x.mT) if wants_w else None
+    return grad_x if wants_x else None, grad_w, None, None, None, None
 
 
 def _keep_matmul_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, *_ = inputs
+    x, w, _, _, *scales = inputs
+    _refuse_fp8("matmul_all_reduce", scales)
     ctx.save_for_backward(x, w)
 
 
 def _matmul_all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
-    return product(grad, w.mT) if wants_x else None, product(grad.mT, x.mT) if wants_w else None, None, None
+    grad_w = product(grad.mT, x.mT) if wants_w else None
+    return product(grad, w.mT) if wants_x else None, grad_w, None, None, None, None
 
 
 def _keep_matmul_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, ctx.workspace, _ = inputs
+    x, w, ctx.workspace, _, *scales = inputs
+    _refuse_fp8("matmul_all_to_all", scales)
     ctx.save_for_backward(x, w)
 
 
@@ -74,7 +86,8 @@ def _matmul_all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Ten
     wants_x, wants_w = ctx.needs_input_grad[:2]
     rows = operators.all_to_all(grad, ctx.workspace).transpose(0, 1).flatten(1, 2)  # [E, R*C, N], as x has them
     grad_x = product(rows, w.mT).view(x.shape) if wants_x else None
-    return grad_x, product(rows.mT, x.flatten(1, 2).mT) if wants_w else None, None, None
+    grad_w = product(rows.mT, x.flatten(1, 2).mT) if wants_w else None
+    return grad_x, grad_w, None, None, None, None
 
 
 def _keep_embedding_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

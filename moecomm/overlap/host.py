@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import bags, sizes
 from moecomm.overlap.host_rounds import HostRounds
-from moecomm.overlap.products import product, sum_in_order
+from moecomm.overlap.products import multiply, sum_in_order, wide_rows, wide_weights
+from moecomm.overlap.sizes import Matrix
 from moecomm.window import Window
 
 
@@ -20,47 +22,54 @@ class HostExecutor:
         self.rounds = HostRounds(window)
         self._rank, self._ranks = window.rank, window.num_ranks
 
-    def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def all_gather_matmul(self, x: Matrix, w: Matrix, gather: bool) -> tuple[torch.Tensor, Matrix | None]:
         """See Executor."""
         call = sizes.all_gather_matmul(self._ranks, x, w)
-        rows, whole = x.shape[0], (self._ranks, *x.shape)
-        y, wide = x.new_empty(call.result), w.float()
-        gathered = x.new_empty(whole if gather else 0)
+        mine = x if isinstance(x, Fp8) else (x,)
+        rows, y, wide = call.dims["M"], mine[0].new_empty(call.result, dtype=call.dtype), wide_weights(w)
+        gathered = [of.new_empty((self._ranks, *of.shape)) for of in mine] if gather else []
 
-        def compute(rank: int, piece: torch.Tensor) -> None:
-            y[rank * rows : (rank + 1) * rows] = product(piece, wide)
-            if gather:
-                gathered[rank] = piece
+        def compute(rank: int, piece: Sequence[torch.Tensor]) -> None:
+            wide_x = wide_rows(Fp8(*piece) if call.fp8 else piece[0])
+            y[rank * rows : (rank + 1) * rows] = multiply(wide_x, wide, call.dtype)
+            for to, of in zip(gathered, piece, strict=False):
+                to[rank] = of
 
-        with self.rounds.begin(call, x.nbytes) as now:
-            now.published(self._rank, x.shape).copy_(x)
+        with self.rounds.begin(call, sum(of.nbytes for of in mine)) as now:
+            for to, of in zip(now.published_like(self._rank, mine), mine, strict=True):
+                to.copy_(of)
             now.signal_all()
-            compute(self._rank, x)
+            compute(self._rank, mine)
             for rank in now.arrivals():
-                compute(rank, now.published(rank, x.shape))
+                compute(rank, now.published_like(rank, mine))
             now.raise_mismatch()
-        return y, gathered.flatten(0, 1) if gather else gathered
+        whole = [of.flatten(0, 1) for of in gathered]
+        return y, None if not gather else Fp8(*whole) if call.fp8 else whole[0]
 
-    def matmul_reduce_scatter(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_reduce_scatter(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """See Executor."""
         call = sizes.matmul_reduce_scatter(self._ranks, x, w)
-        shards, wide = x.view(self._ranks, call.result[0], x.shape[1]), w.float()
-        return sum_in_order(self._exchanged(call, call.result, lambda rank: product(shards[rank], wide)))
+        shards, wide = wide_rows(x).view(self._ranks, call.result[0], call.dims["K"]), wide_weights(w)
+        return sum_in_order(self._exchanged(call, call.result, lambda rank: multiply(shards[rank], wide, call.dtype)))
 
-    def matmul_all_reduce(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_all_reduce(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """See Executor."""
         call = sizes.matmul_all_reduce(self._ranks, x, w)
         with self.rounds.begin(call, call.bytes_of("M", "N")) as now:
-            now.published(self._rank, call.result).copy_(product(x, w))
+            now.published(self._rank, call.result).copy_(multiply(wide_rows(x), wide_weights(w), call.dtype))
             now.signal_all()
             now.wait_for_all()
             return sum_in_order(now.published(rank, call.result) for rank in range(self._ranks))
 
-    def matmul_all_to_all(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_all_to_all(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """See Executor."""
         call = sizes.matmul_all_to_all(self._ranks, x, w)
-        wide = w.float()
-        return torch.stack(self._exchanged(call, call.result[1:], lambda rank: product(x[:, rank], wide)))
+        rows, wide = wide_rows(x), wide_weights(w)
+
+        def part(rank: int) -> torch.Tensor:
+            return multiply(rows[:, rank], wide, call.dtype)
+
+        return torch.stack(self._exchanged(call, call.result[1:], part))
 
     def embedding_all_to_all(
         self, tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None

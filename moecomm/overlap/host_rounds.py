@@ -6,6 +6,7 @@ seen the signals of round n + 1 of all peers, which have read what they needed o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -69,8 +70,16 @@ class Round:
         return self._rounds.memory[rank][self._offset : self._offset + agreement.BYTES].view(torch.int64)
 
     def published(self, rank: int, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor of the call's dtype that a rank publishes, of this shape."""
-        dtype, begin = self._sizes.dtype, self._offset + agreement.BYTES
+        """Return the tensor of the result's dtype that a rank publishes, of this shape."""
+        return self._view(rank, shape, self._sizes.dtype, 0)
+
+    def published_like(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that a rank publishes one behind the other, of these shapes and dtypes."""
+        ends = itertools.accumulate(of.nbytes for of in tensors)
+        return [self._view(rank, of.shape, of.dtype, end - of.nbytes) for of, end in zip(tensors, ends, strict=True)]
+
+    def _view(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        begin = self._offset + agreement.BYTES + offset
         nbytes = math.prod(shape) * dtype.itemsize
         return self._rounds.memory[rank][begin : begin + nbytes].view(dtype).view(tuple(shape))
 

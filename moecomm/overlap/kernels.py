@@ -9,6 +9,7 @@ import torch
 from moecomm import _native
 from moecomm.fused.kernels import THREADS, SharedKernel, gemm_config
 from moecomm.fused.schedules import Schedule
+from moecomm.overlap.sizes import FP8, OF_FP8
 
 _CONSTANTS = _native.overlap_constants()
 MOST_RANKS, FLAGS, STATE_BYTES = (_CONSTANTS[name] for name in ("most_ranks", "flags", "state_bytes"))
@@ -34,8 +35,9 @@ def send_kernel(dtype: torch.dtype, schedule: Schedule, send: str, ranks: int) -
 
 
 def _product(name: str, more: str, args: str, dtype: torch.dtype, schedule: Schedule, beside: int) -> SharedKernel:
-    entry = f"{name}<{gemm_config(dtype, False, False, schedule)}{more}>"
-    shared = _native.gemm_shared_bytes(False, schedule.most_rows, schedule.stages) + beside
+    out = OF_FP8 if dtype == FP8 else dtype
+    entry = f"{name}<{gemm_config(dtype, False, False, schedule, out)}{more}>"
+    shared = _native.gemm_shared_bytes(dtype == FP8, schedule.most_rows, schedule.stages) + beside
     return SharedKernel(f"overlap/{name}", entry, args, THREADS, cluster=schedule.cluster, shared=shared)
 
 

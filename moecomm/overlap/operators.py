@@ -10,44 +10,84 @@ import torch
 from moecomm.core import tangents
 from moecomm.core.arrays import check_memory
 from moecomm.errors import BadInput
+from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import sizes
 from moecomm.overlap.workspace import Workspace, find
 
 
 @torch.library.custom_op("moecomm::all_gather_matmul", mutates_args=())
 def all_gather_matmul(
-    x: torch.Tensor, w: torch.Tensor, workspace: str, gather: bool, fused: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operator of moecomm.overlap.all_gather_matmul; the second result is `[0]` without `gather`."""
-    tangents.refuse("moecomm::all_gather_matmul", x, w)
+    x: torch.Tensor,
+    w: torch.Tensor,
+    workspace: str,
+    gather: bool,
+    fused: bool | None,
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Operator of moecomm.overlap.all_gather_matmul.
+
+    The second and third results are the gathered rows and their scales; `[0]` without `gather`, or without scales.
+    """
+    tangents.refuse("moecomm::all_gather_matmul", x, w, x_scales, w_scales)
     with find(workspace).call() as owner:
-        call = sizes.all_gather_matmul(owner.num_ranks, x, w)
-        x, w = _plain(owner, x=x, w=w)
-        return owner.executors.choose(call, fused).all_gather_matmul(x, w, gather)
+        call = sizes.all_gather_matmul(owner.num_ranks, _matrix(x, x_scales), _matrix(w, w_scales))
+        rows, weight = _plain_matrix(owner, "x", x, x_scales), _plain_matrix(owner, "w", w, w_scales)
+        y, gathered = owner.executors.choose(call, fused).all_gather_matmul(rows, weight, gather)
+        nothing = x.new_empty(0), x.new_empty(0, dtype=torch.float32)
+        if gathered is None:
+            return y, *nothing
+        return (y, *gathered) if isinstance(gathered, Fp8) else (y, gathered, nothing[1])
 
 
 @all_gather_matmul.register_fake
 def _(
-    x: torch.Tensor, w: torch.Tensor, workspace: str, gather: bool, fused: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call = sizes.all_gather_matmul(find(workspace).num_ranks, x, w)
-    return x.new_empty(call.result), x.new_empty((call.result[0], x.shape[1]) if gather else (0,))
+    x: torch.Tensor,
+    w: torch.Tensor,
+    workspace: str,
+    gather: bool,
+    fused: bool | None,
+    x_scales: torch.Tensor | None = None,
+    w_scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = sizes.all_gather_matmul(find(workspace).num_ranks, _matrix(x, x_scales), _matrix(w, w_scales))
+    rows, depth = call.result[0], x.shape[1]
+    return (
+        x.new_empty(call.result, dtype=call.dtype),
+        x.new_empty((rows, depth) if gather else (0,)),
+        x.new_empty((rows, depth // sizes.GROUP) if gather and call.fp8 else (0,), dtype=torch.float32),
+    )
 
 
 def _of_matrices(name: str) -> Any:
     """Return the operator of moecomm.overlap.<name>, whose arguments are x and w, and whose result is one tensor."""
-    sizes_of: Callable[[int, torch.Tensor, torch.Tensor], sizes.Sizes] = getattr(sizes, name)
+    sizes_of: Callable[[int, sizes.Matrix, sizes.Matrix], sizes.Sizes] = getattr(sizes, name)
 
-    def run(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
-        tangents.refuse(f"moecomm::{name}", x, w)
+    def run(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        workspace: str,
+        fused: bool | None,
+        x_scales: torch.Tensor | None = None,
+        w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tangents.refuse(f"moecomm::{name}", x, w, x_scales, w_scales)
         with find(workspace).call() as owner:
-            call = sizes_of(owner.num_ranks, x, w)
-            x, w = _plain(owner, x=x, w=w)
-            y: torch.Tensor = getattr(owner.executors.choose(call, fused), name)(x, w)
+            call = sizes_of(owner.num_ranks, _matrix(x, x_scales), _matrix(w, w_scales))
+            rows, weight = _plain_matrix(owner, "x", x, x_scales), _plain_matrix(owner, "w", w, w_scales)
+            y: torch.Tensor = getattr(owner.executors.choose(call, fused), name)(rows, weight)
             return y
 
-    def fake(x: torch.Tensor, w: torch.Tensor, workspace: str, fused: bool | None) -> torch.Tensor:
-        return x.new_empty(sizes_of(find(workspace).num_ranks, x, w).result)
+    def fake(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        workspace: str,
+        fused: bool | None,
+        x_scales: torch.Tensor | None = None,
+        w_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        call = sizes_of(find(workspace).num_ranks, _matrix(x, x_scales), _matrix(w, w_scales))
+        return x.new_empty(call.result, dtype=call.dtype)
 
     operator = torch.library.custom_op(f"moecomm::{name}", run, mutates_args=())
     operator.register_fake(fake)
@@ -94,6 +134,16 @@ def all_to_all(x: torch.Tensor, workspace: str) -> torch.Tensor:
 @all_to_all.register_fake
 def _(x: torch.Tensor, workspace: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _matrix(values: torch.Tensor, scales: torch.Tensor | None) -> sizes.Matrix:
+    return values if scales is None else Fp8(values, scales)
+
+
+def _plain_matrix(owner: Workspace, argument: str, values: torch.Tensor, scales: torch.Tensor | None) -> sizes.Matrix:
+    """Return a matrix whose tensors are as _plain() makes them."""
+    found = [_plain(owner, **{argument: tensor})[0] for tensor in (values, scales) if tensor is not None]
+    return Fp8(*found) if len(found) == 2 else found[0]
 
 
 def _plain(owner: Workspace, **given: torch.Tensor) -> tuple[torch.Tensor, ...]:

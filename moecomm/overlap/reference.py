@@ -1,7 +1,7 @@
 """The specification of the operators, for all ranks at once, in plain torch and float64.
 
-Lists have an entry for each rank.  `dtype`: results, and each rank's part of a sum over ranks, are rounded to it; None:
-nothing is rounded.
+Lists have an entry for each rank.  Matrices in FP8 are values times scales: see in_float64().  `dtype`: results, and
+each rank's part of a sum over ranks, are rounded to it; None: nothing is rounded.
 """
 
 from __future__ import annotations
@@ -9,6 +9,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+
+from moecomm.fused.fp8 import Fp8, widen
+from moecomm.overlap.sizes import GROUP
+
+
+def in_float64(x: Fp8, w: Fp8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrices that rows and weights in FP8 stand for."""
+    return widen(x.data.double(), x.scales.double(), 1), widen(w.data.double(), w.scales.double(), GROUP)
 
 
 def all_gather_matmul(

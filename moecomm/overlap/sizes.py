@@ -11,9 +11,14 @@ from typing import NamedTuple
 import torch
 
 from moecomm.errors import BadInput
+from moecomm.fused.fp8 import Fp8
 
 DTYPES = (torch.bfloat16, torch.float16)  # of matrices
 TABLE_DTYPES = (torch.float32, *DTYPES)  # of embedding tables
+FP8, OF_FP8 = torch.float8_e4m3fn, torch.bfloat16  # matrices with scales, and the dtype of their product
+GROUP = 128  # columns, and of weights rows, that share a scale
+
+Matrix = torch.Tensor | Fp8
 
 
 class Sizes(NamedTuple):
@@ -25,6 +30,7 @@ class Sizes(NamedTuple):
         dims: every size, by the name that the operator's docstring has for it.
         agreed: names of those that must be the same on all ranks.
         result: shape of the result.
+        fp8: the matrices are float8_e4m3fn with scales.
     """
 
     operator: str
@@ -32,48 +38,47 @@ class Sizes(NamedTuple):
     dims: dict[str, int]
     agreed: tuple[str, ...]
     result: tuple[int, ...]
+    fp8: bool = False
+
+    @property
+    def given(self) -> torch.dtype:
+        """Dtype of the matrices or tables."""
+        return FP8 if self.fp8 else self.dtype
 
     def bytes_of(self, *names: str) -> int:
-        """Bytes of a tensor of the dtype with these sizes."""
+        """Bytes of a tensor of the result's dtype with these sizes."""
         return math.prod(self.dims[name] for name in names) * self.dtype.itemsize
 
 
-def all_gather_matmul(ranks: int, x: torch.Tensor, w: torch.Tensor) -> Sizes:
+def all_gather_matmul(ranks: int, x: Matrix, w: Matrix) -> Sizes:
     """Check x `[M, K]` and w `[N, K]`.  Raises BadInput."""
-    _check("x", x, "[M, K]")
-    _check_weight(w, x, "[N, K]")
-    (m, k), n = x.shape, w.shape[0]
-    return Sizes("all_gather_matmul", x.dtype, {"M": m, "N": n, "K": k}, ("M", "K"), (ranks * m, n))
+    (m, k), (n, _), dtype, fp8 = _matrices(x, "[M, K]", w, "[N, K]")
+    return Sizes("all_gather_matmul", dtype, {"M": m, "N": n, "K": k}, ("M", "K"), (ranks * m, n), fp8)
 
 
-def matmul_reduce_scatter(ranks: int, x: torch.Tensor, w: torch.Tensor) -> Sizes:
+def matmul_reduce_scatter(ranks: int, x: Matrix, w: Matrix) -> Sizes:
     """Check x `[M, K]`, with M a multiple of `ranks`, and w `[N, K]`.  Raises BadInput."""
-    _check("x", x, "[M, K]")
-    _check_weight(w, x, "[N, K]")
-    (m, k), n = x.shape, w.shape[0]
+    (m, k), (n, _), dtype, fp8 = _matrices(x, "[M, K]", w, "[N, K]")
     if m % ranks:
         raise BadInput("x", f"{m} rows", f"a multiple of {ranks}, the number of ranks")
-    return Sizes("matmul_reduce_scatter", x.dtype, {"M": m, "N": n, "K": k}, ("M", "N"), (m // ranks, n))
+    return Sizes("matmul_reduce_scatter", dtype, {"M": m, "N": n, "K": k}, ("M", "N"), (m // ranks, n), fp8)
 
 
-def matmul_all_reduce(ranks: int, x: torch.Tensor, w: torch.Tensor) -> Sizes:
+def matmul_all_reduce(ranks: int, x: Matrix, w: Matrix) -> Sizes:
     """Check x `[M, K]` and w `[N, K]`.  Raises BadInput."""
-    _check("x", x, "[M, K]")
-    _check_weight(w, x, "[N, K]")
-    (m, k), n = x.shape, w.shape[0]
-    return Sizes("matmul_all_reduce", x.dtype, {"M": m, "N": n, "K": k}, ("M", "N"), (m, n))
+    (m, k), (n, _), dtype, fp8 = _matrices(x, "[M, K]", w, "[N, K]")
+    return Sizes("matmul_all_reduce", dtype, {"M": m, "N": n, "K": k}, ("M", "N"), (m, n), fp8)
 
 
-def matmul_all_to_all(ranks: int, x: torch.Tensor, w: torch.Tensor) -> Sizes:
+def matmul_all_to_all(ranks: int, x: Matrix, w: Matrix) -> Sizes:
     """Check x `[E, R, C, K]` and w `[E, N, K]`.  Raises BadInput."""
-    _check("x", x, "[E, R, C, K]")
-    _check_weight(w, x, "[E, N, K]")
-    (e, r, c, k), n = x.shape, w.shape[1]
+    (e, r, c, k), (experts, n, _), dtype, fp8 = _matrices(x, "[E, R, C, K]", w, "[E, N, K]")
     if r != ranks:
-        raise BadInput("x", f"shape {tuple(x.shape)}", f"[E, {ranks}, C, K] on {ranks} ranks")
-    if w.shape[0] != e:
-        raise BadInput("w", f"{w.shape[0]} experts", f"{e}, as x has")
-    return Sizes("matmul_all_to_all", x.dtype, {"E": e, "C": c, "N": n, "K": k}, ("E", "C", "N"), (ranks, e, c, n))
+        raise BadInput("x", f"{r} ranks", f"[E, {ranks}, C, K] on {ranks} ranks")
+    if experts != e:
+        raise BadInput("w", f"{experts} experts", f"{e}, as x has")
+    dims = {"E": e, "C": c, "N": n, "K": k}
+    return Sizes("matmul_all_to_all", dtype, dims, ("E", "C", "N"), (ranks, e, c, n), fp8)
 
 
 def embedding_all_to_all(
@@ -114,10 +119,33 @@ def _check(argument: str, tensor: torch.Tensor, shape: str, dtypes: tuple[torch.
     if tensor.ndim != shape.count(",") + 1:
         raise BadInput(argument, f"shape {tuple(tensor.shape)}", shape)
     if tensor.dtype not in dtypes:
-        raise BadInput(argument, str(tensor.dtype), " or ".join(map(str, dtypes)))
+        more = " and no scales" if tensor.dtype == FP8 else ""
+        raise BadInput(argument, f"{tensor.dtype}{more}", " or ".join(map(str, dtypes)))
 
 
-def _check_weight(w: torch.Tensor, x: torch.Tensor, shape: str) -> None:
-    _check("w", w, shape, (x.dtype,))
-    if w.shape[-1] != x.shape[-1]:
-        raise BadInput("w", f"{w.shape[-1]} columns", f"{x.shape[-1]}, as x has")
+def _matrices(x: Matrix, x_shape: str, w: Matrix, w_shape: str) -> tuple[torch.Size, torch.Size, torch.dtype, bool]:
+    """Check x and w.  Return their shapes, the dtype of the product, and whether they have scales."""
+    if isinstance(x, Fp8) and isinstance(w, Fp8):
+        _check("x", x.data, x_shape, (FP8,))
+        _check("w", w.data, w_shape, (FP8,))
+        *rows, k = x.data.shape
+        if k % GROUP:
+            raise BadInput("x", f"{k} columns", f"a multiple of {GROUP} in FP8")
+        *experts, n, of_w = w.data.shape
+        _check_scales("x", x.scales, (*rows, k // GROUP))
+        _check_scales("w", w.scales, (*experts, -(-n // GROUP), of_w // GROUP))
+        shapes, dtype = (x.data.shape, w.data.shape), OF_FP8
+    elif isinstance(x, Fp8) or isinstance(w, Fp8):
+        raise BadInput("w" if isinstance(x, Fp8) else "x", "no scales", "values and scales: the other matrix has some")
+    else:
+        _check("x", x, x_shape)
+        _check("w", w, w_shape, (x.dtype,))
+        shapes, dtype = (x.shape, w.shape), x.dtype
+    if shapes[1][-1] != shapes[0][-1]:
+        raise BadInput("w", f"{shapes[1][-1]} columns", f"{shapes[0][-1]}, as x has")
+    return *shapes, dtype, isinstance(x, Fp8)
+
+
+def _check_scales(argument: str, scales: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if scales.shape != shape or scales.dtype != torch.float32:
+        raise BadInput(argument, f"scales {tuple(scales.shape)} of {scales.dtype}", f"{shape} of torch.float32")

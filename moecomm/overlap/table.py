@@ -19,6 +19,7 @@ class Row(NamedTuple):
         num_ranks: number of ranks.
         least: smallest value of each size, by the names of the operator's docstring.
         most: largest value of each size; both have the same names, and sizes without a name may have any value.
+        fp8: of matrices in FP8, and of no others.
     """
 
     gpu: str
@@ -26,11 +27,12 @@ class Row(NamedTuple):
     num_ranks: int
     least: dict[str, int]
     most: dict[str, int]
+    fp8: bool = False
 
     def covers(self, gpu: str, num_ranks: int, sizes: Sizes) -> bool:
         """Return whether a call is in the range."""
         return (
-            (self.gpu, self.operator, self.num_ranks) == (gpu, sizes.operator, num_ranks)
+            (self.gpu, self.operator, self.num_ranks, self.fp8) == (gpu, sizes.operator, num_ranks, sizes.fp8)
             and all(sizes.dims[name] >= value for name, value in self.least.items())
             and all(sizes.dims[name] <= value for name, value in self.most.items())
         )

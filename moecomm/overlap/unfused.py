@@ -7,11 +7,16 @@ capture it.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
 from moecomm.errors import BadInput
+from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import bags, sizes
 from moecomm.overlap.products import product, sum_in_order
+from moecomm.overlap.sizes import Matrix
 from moecomm.window import Window
 
 _ONE_SHOT_BYTES = 256 << 10  # up to this size an all-reduce reads whole tensors, in one exchange instead of two
@@ -29,31 +34,33 @@ class UnfusedExecutor:
         self._window, self._staging = window, staging
         self._rank, self._ranks = window.rank, window.num_ranks
 
-    def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def all_gather_matmul(self, x: Matrix, w: Matrix, gather: bool) -> tuple[torch.Tensor, Matrix | None]:
         """See Executor."""
-        gathered = self._all_gather(x).flatten(0, 1)
-        return product(gathered, w), gathered if gather else x.new_empty(0)
+        whole = [of.flatten(0, 1) for of in self._all_gather(*(x if isinstance(x, Fp8) else (x,)))]
+        gathered = Fp8(*whole) if isinstance(x, Fp8) else whole[0]
+        return product(gathered, w), gathered if gather else None
 
-    def matmul_reduce_scatter(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_reduce_scatter(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """See Executor."""
         call = sizes.matmul_reduce_scatter(self._ranks, x, w)
         return sum_in_order(self.all_to_all(product(x, w).view(self._ranks, *call.result)))
 
-    def matmul_all_reduce(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_all_reduce(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """See Executor."""
         mine = product(x, w)
         if mine.nbytes <= _ONE_SHOT_BYTES:
-            return sum_in_order(self._all_gather(mine))
+            return sum_in_order(self._all_gather(mine)[0])
         flat = mine.flatten()
         part = -(-len(flat) // self._ranks)
         padded = torch.nn.functional.pad(flat, (0, part * self._ranks - len(flat)))
         reduced = sum_in_order(self.all_to_all(padded.view(self._ranks, part)))
-        return self._all_gather(reduced).flatten()[: len(flat)].view_as(mine).clone()
+        return self._all_gather(reduced)[0].flatten()[: len(flat)].view_as(mine).clone()
 
-    def matmul_all_to_all(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def matmul_all_to_all(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """See Executor."""
-        experts, ranks, rows, _ = x.shape
-        y = product(x.flatten(1, 2), w).view(experts, ranks, rows, w.shape[1])
+        ranks, experts, rows, columns = sizes.matmul_all_to_all(self._ranks, x, w).result
+        flat = Fp8(*(of.flatten(1, 2) for of in x)) if isinstance(x, Fp8) else x.flatten(1, 2)
+        y = product(flat, w).view(experts, ranks, rows, columns)
         return self.all_to_all(y.transpose(0, 1).contiguous())
 
     def embedding_all_to_all(
@@ -69,24 +76,28 @@ class UnfusedExecutor:
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """See Executor."""
         out = torch.empty_like(x)
-        self._exchange(x, [out[rank] for rank in range(self._ranks)], self._rank * x[0].nbytes)
+        self._exchange([x], [out], self._rank * x[0].nbytes)
         return out
 
-    def _all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x of all ranks, `[R, ...]`."""
-        out = x.new_empty((self._ranks, *x.shape))
-        self._exchange(x, [out[rank] for rank in range(self._ranks)], 0)
-        return out
+    def _all_gather(self, *mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return each tensor of all ranks, `[R, ...]`."""
+        found = [x.new_empty((self._ranks, *x.shape)) for x in mine]
+        self._exchange(mine, found, 0)
+        return found
 
-    def _exchange(self, mine: torch.Tensor, parts: list[torch.Tensor], offset: int) -> None:
-        """Publish a tensor; read a part from byte `offset` of what each rank has published."""
-        if (more := mine.nbytes - len(self._staging)) > 0:
+    def _exchange(self, mine: Sequence[torch.Tensor], found: Sequence[torch.Tensor], offset: int) -> None:
+        """Publish tensors, one behind the other; read `found[i][rank]` from byte `offset` of tensor i of each rank."""
+        ends = list(itertools.accumulate(x.nbytes for x in mine))
+        if (more := ends[-1] - len(self._staging)) > 0:
             raise BadInput("nbytes", self._window.nbytes, f"at least {self._window.nbytes + more} for these sizes")
-        window, begin = self._window, self._staging.start
+        window = self._window
+        begins = [self._staging.start + end - x.nbytes for x, end in zip(mine, ends, strict=True)]
         window.barrier()
-        window.tensor(mine.shape, mine.dtype, offset=begin).copy_(mine)
+        for x, begin in zip(mine, begins, strict=True):
+            window.tensor(x.shape, x.dtype, offset=begin).copy_(x)
         window.barrier()
         for step in range(self._ranks):
             rank = (self._rank + step) % self._ranks
-            parts[rank].copy_(window.tensor(parts[rank].shape, mine.dtype, rank=rank, offset=begin + offset))
+            for of, begin in zip(found, begins, strict=True):
+                of[rank].copy_(window.tensor(of[rank].shape, of.dtype, rank=rank, offset=begin + offset))
         window.barrier()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moecomm.fused.schedules import SCHEDULES
+from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.jit.plain_kernel import PlainKernel
 from moecomm.overlap import kernels
+from moecomm.overlap.sizes import FP8
 
 from ..compiled import check_kernel
 from ..few import few
@@ -21,6 +22,13 @@ ALL: dict[str, PlainKernel] = {
         for name in ("64x8c1", "256x4c2u16")
         for ranks in (1, 2, 3, 4, 8)
     },
+    **{f"FP8 gather, {name}": kernels.gather_kernel(FP8, schedule) for name, schedule in FP8_SCHEDULES.items()},
+    **{
+        f"FP8 {send}, {name}, {ranks} ranks": kernels.send_kernel(FP8, FP8_SCHEDULES[name], send, ranks)
+        for send in kernels.SENDS
+        for name in FP8_SCHEDULES
+        for ranks in (1, 2, 8)
+    },
     **{
         f"GEMV, {rows} rows, {ranks} ranks": kernels.gemv_kernel(BF16, rows, ranks)
         for rows in (1, 16)
@@ -28,7 +36,10 @@ ALL: dict[str, PlainKernel] = {
     },
     **{f"embedding, {dtype}": kernels.embedding_kernel(dtype) for dtype in (BF16, FP16, FP32)},
 }
-PLAIN = (*("gather, 256x4c2u16", "all_reduce, 64x8c1, 8 ranks", "GEMV, 16 rows, 8 ranks", f"embedding, {BF16}"),)
+PLAIN = (
+    *("gather, 256x4c2u16", "all_reduce, 64x8c1, 8 ranks", "GEMV, 16 rows, 8 ranks", f"embedding, {BF16}"),
+    *("FP8 gather, 128x4c1r", "FP8 all_reduce, 64x5c2, 8 ranks", "FP8 all_to_all, 128x4c1r, 8 ranks"),
+)
 
 
 @pytest.mark.compiled(ALL)

@@ -12,7 +12,9 @@ import torch
 
 import moecomm
 from moecomm import _native
-from moecomm.fused import schedules, tensor_maps
+from moecomm.fused import Fp8, schedules, tensor_maps
+from moecomm.overlap.reference import in_float64
+from moecomm.overlap.sizes import FP8
 from moecomm.window.failures import error_of
 
 from ..few import few
@@ -32,16 +34,44 @@ def emulated_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_schedule(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(schedules, "choose", lambda *shape: name)
+    monkeypatch.setattr(schedules, "choose_fp8", lambda *shape: name)
 
 
-def matrices(ranks: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
-    """Small whole numbers, so that float32 sums are exact in any order."""
+def matrices(
+    ranks: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, of_w: bool = False
+) -> list[Any]:
+    """Small whole numbers, so that float32 sums are exact in any order; in FP8, with scales that are powers of two."""
     g = torch.Generator().manual_seed(seed)
-    return [torch.randint(-3, 4, shape, generator=g).to(dtype) for _ in range(ranks)]
+    values = [torch.randint(-3, 4, shape, generator=g).to(dtype) for _ in range(ranks)]
+    if dtype != FP8:
+        return values
+    of_scales = (*shape[:-2], -(-shape[-2] // 128) if of_w else shape[-2], shape[-1] // 128)
+    return [Fp8(of, torch.exp2(torch.randint(-2, 3, of_scales, generator=g).float())) for of in values]
 
 
-def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return (x.double() @ w.double().mT).to(x.dtype)
+def inputs(
+    ranks: int, x: tuple[int, ...], w: tuple[int, ...], dtype: torch.dtype, turn: int
+) -> tuple[list[Any], list[Any]]:
+    return matrices(ranks, *x, dtype=dtype, seed=turn), matrices(ranks, *w, dtype=dtype, seed=100 + turn, of_w=True)
+
+
+def product(x: Any, w: Any) -> torch.Tensor:
+    if isinstance(x, Fp8):
+        wide_x, wide_w = in_float64(x, w)
+        return (wide_x @ wide_w.mT).bfloat16()
+    made: torch.Tensor = (x.double() @ w.double().mT).to(x.dtype)
+    return made
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Rows of all ranks."""
+    return Fp8(*map(torch.cat, zip(*parts, strict=True))) if isinstance(parts[0], Fp8) else torch.cat(list(parts))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether the bits of two matrices are the same, with those of their scales."""
+    pairs = zip(a if isinstance(a, Fp8) else (a,), b if isinstance(b, Fp8) else (b,), strict=True)
+    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
 
 def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -57,21 +87,24 @@ GATHERS = {
     "a pair of blocks": (2, "64x8c2", (33, 264, 72), torch.bfloat16),
     "alone": (1, "64x8c1", (5, 8, 8), torch.bfloat16),
     "tall tiles": (2, "256x4c2u16", (200, 136, 328), torch.bfloat16),
+    "FP8": (2, "64x5c1", (41, 264, 256), FP8),
+    "FP8, three ranks": (3, "64x5c2", (70, 520, 128), FP8),
+    "FP8, rows first": (2, "128x4c1r", (150, 136, 384), FP8),
+    "FP8, a ring's slots": (2, "128x4c1", (7, 8, 768), FP8),
 }
 
 
-@pytest.mark.parametrize("name", few(GATHERS, "a pair of blocks"))
+@pytest.mark.parametrize("name", few(GATHERS, "a pair of blocks", "FP8, three ranks", "FP8, rows first"))
 def test_all_gather_matmul(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, schedule, (rows, columns, depth), dtype = GATHERS[name]
     use_schedule(monkeypatch, schedule)
     with emulated(ranks) as machine:
         for turn in range(3):  # both halves of staging, and the first one again
-            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
-            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            x, w = inputs(ranks, (rows, depth), (columns, depth), dtype, turn)
             found = machine.call("all_gather_matmul", x, w, turn != 1)
             for rank, (y, gathered) in enumerate(found):
-                assert torch.equal(y, product(torch.cat(x), w[rank])), (turn, rank)
-                assert torch.equal(gathered, torch.cat(x) if turn != 1 else x[0].new_empty(0)), (turn, rank)
+                assert torch.equal(y, product(joined(x), w[rank])), (turn, rank)
+                assert gathered is None if turn == 1 else same(gathered, joined(x)), (turn, rank)
         assert all(_native.record(window._opened.peers.record) is None for window in machine.windows)
 
 
@@ -81,19 +114,21 @@ SENDS = {
     "a pair of blocks": (2, "64x8c2", (132, 264, 72), torch.bfloat16),
     "alone": (1, "64x8c1", (5, 8, 8), torch.bfloat16),
     "tall tiles": (2, "256x4c2u16", (400, 136, 264), torch.bfloat16),
+    "FP8": (2, "64x5c2", (132, 520, 256), FP8),
+    "FP8, three ranks": (3, "64x5c1", (210, 72, 128), FP8),
+    "FP8, rows first": (2, "128x4c1r", (300, 264, 384), FP8),
     "eight ranks": (8, "64x8c1", (64, 136, 8), torch.bfloat16),
 }
 
 
-@pytest.mark.parametrize("name", few(SENDS, "a pair of blocks"))
+@pytest.mark.parametrize("name", few(SENDS, "a pair of blocks", "FP8", "FP8, rows first"))
 @pytest.mark.parametrize("operator", ["reduce_scatter", "all_reduce"])
 def test_matmul_and_reduce(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, schedule, (rows, columns, depth), dtype = SENDS[name]
     use_schedule(monkeypatch, schedule)
     with emulated(ranks) as machine:
         for turn in range(3):
-            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
-            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            x, w = inputs(ranks, (rows, depth), (columns, depth), dtype, turn)
             found = machine.call(f"matmul_{operator}", x, w)
             wanted = summed([product(*pair) for pair in zip(x, w, strict=True)])
             for rank, y in enumerate(found):
@@ -101,24 +136,30 @@ def test_matmul_and_reduce(operator: str, name: str, monkeypatch: pytest.MonkeyP
                 assert torch.equal(y, part), (turn, rank, (y != part).nonzero()[:4].tolist())
 
 
+def of_rank(x: Any, rank: int) -> Any:
+    """Rows of all experts for a rank."""
+    return Fp8(x.data[:, rank], x.scales[:, rank]) if isinstance(x, Fp8) else x[:, rank]
+
+
 EXPERTS = {
     "two ranks": (2, "64x8c1", (3, 40, 136, 72), torch.bfloat16),
     "three ranks, ragged": (3, "64x8c1", (2, 70, 72, 136), torch.float16),
     "a pair of blocks": (2, "64x8c2", (2, 33, 264, 72), torch.bfloat16),
     "alone": (1, "64x8c1", (2, 5, 8, 8), torch.bfloat16),
+    "FP8": (2, "64x5c1", (3, 41, 136, 256), FP8),
+    "FP8, rows first": (3, "128x4c1r", (2, 130, 264, 128), FP8),
 }
 
 
-@pytest.mark.parametrize("name", few(EXPERTS, "two ranks"))
+@pytest.mark.parametrize("name", few(EXPERTS, "two ranks", "FP8, rows first"))
 def test_matmul_all_to_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, schedule, (experts, rows, columns, depth), dtype = EXPERTS[name]
     use_schedule(monkeypatch, schedule)
     with emulated(ranks) as machine:
         for turn in range(3):
-            x = matrices(ranks, experts, ranks, rows, depth, dtype=dtype, seed=turn)
-            w = matrices(ranks, experts, columns, depth, dtype=dtype, seed=100 + turn)
+            x, w = inputs(ranks, (experts, ranks, rows, depth), (experts, columns, depth), dtype, turn)
             for rank, y in enumerate(machine.call("matmul_all_to_all", x, w)):
-                wanted = torch.stack([product(of[:, rank], by) for of, by in zip(x, w, strict=True)])
+                wanted = torch.stack([product(of_rank(of, rank), by) for of, by in zip(x, w, strict=True)])
                 assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())
 
 
@@ -135,8 +176,7 @@ def test_all_reduce_of_few_rows(name: str) -> None:
     ranks, (rows, columns, depth), dtype = GEMVS[name]
     with emulated(ranks) as machine:
         for turn in range(3):
-            x = matrices(ranks, rows, depth, dtype=dtype, seed=turn)
-            w = matrices(ranks, columns, depth, dtype=dtype, seed=100 + turn)
+            x, w = inputs(ranks, (rows, depth), (columns, depth), dtype, turn)
             wanted = summed([product(*pair) for pair in zip(x, w, strict=True)])
             for rank, y in enumerate(machine.call("matmul_all_reduce", x, w)):
                 assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())

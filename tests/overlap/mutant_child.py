@@ -43,10 +43,12 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 def noticed(operator: str) -> bool:
     """Return whether some call has another result than the reference's, or fails."""
+    from tests.overlap.cases import FP8, PRODUCTS
     from tests.overlap.test_random import run_cases
 
     try:
-        run_cases(operator, RANKS, SEEDS)
+        for dtype in (None, FP8) if operator in PRODUCTS else (None,):
+            run_cases(operator, RANKS, SEEDS, dtype)
     except Exception:  # noqa: BLE001 - whatever it is
         return True
     return False

@@ -27,6 +27,20 @@ GATHER, SCATTER, REDUCE, SEND, LOOKUP = (
 
 MUTANTS = [
     Mutant(
+        "the scales of the own rows for all rows",
+        "host",
+        "wide_x = wide_rows(Fp8(*piece) if call.fp8 else piece[0])",
+        "wide_x = wide_rows(Fp8(piece[0], mine[1]) if call.fp8 else piece[0])",
+        (GATHER,),
+    ),
+    Mutant(
+        "one scale for each row of w",
+        "products",
+        "return widen(*w, GROUP)",
+        "return widen(w.data, w.scales.repeat_interleave(GROUP, dim=-2)[..., : w.data.shape[-2], :].roll(1, -2), 1)",
+        (GATHER, SCATTER, REDUCE, SEND),
+    ),
+    Mutant(
         "the own part is not rounded before it is added",
         "host",
         "return sum_in_order(now.published(rank, call.result) for rank in range(self._ranks))",
@@ -45,8 +59,8 @@ MUTANTS = [
     Mutant(
         "a product that is rounded between two blocks of K",
         "products",
-        "return (x.float() @ w.float().mT).to(x.dtype)",
-        "return sum((x[..., n::2].float() @ w[..., n::2].float().mT).to(x.dtype) for n in (0, 1))",
+        "return (x @ w.mT).to(dtype)",
+        "return sum((x[..., n::2] @ w[..., n::2].mT).to(dtype) for n in (0, 1))",
         (GATHER, SCATTER, REDUCE, SEND),
     ),
     Mutant(
@@ -66,8 +80,8 @@ MUTANTS = [
     Mutant(
         "the own shard of all experts",
         "host",
-        "product(x[:, rank], wide)",
-        "product(x[:, self._rank], wide)",
+        "multiply(rows[:, rank], wide, call.dtype)",
+        "multiply(rows[:, self._rank], wide, call.dtype)",
         (SEND,),
     ),
     Mutant(

@@ -13,18 +13,32 @@ import torch
 
 import moecomm
 from moecomm import overlap
+from moecomm.fused import Fp8
 from moecomm.overlap import host
-from moecomm.overlap.products import product
+from moecomm.overlap.products import multiply
 
 from ..backends.conftest import run_ranks
 from ..core.test_opening import left_behind
 from .cases import HOST, OPERATORS, on_ranks, random_case, same
 
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+def fp8(*shape: int) -> Fp8:
+    return Fp8(zeros(*shape, dtype=FP8), scales(*shape[:-1], shape[-1] // 128))
+
+
+def weights(*shape: int) -> Fp8:
+    """At most 128 of them."""
+    return Fp8(zeros(*shape, dtype=FP8), scales(*shape[:-2], 1, shape[-1] // 128))
 
 
 def ids(*shape: int) -> torch.Tensor:
@@ -66,6 +80,22 @@ BAD: dict[str, tuple[Callable[[overlap.Workspace], Any], str]] = {
     "no workspace": (lambda s: AGM(zeros(2, 3), zeros(4, 3), None), "workspace"),
     "a window": (lambda s: AGM(zeros(2, 3), zeros(4, 3), s.window), "workspace"),
     "another name": (lambda s: AGM(zeros(2, 3), zeros(4, 3), "mine"), "workspace"),
+    "FP8 without scales": (lambda s: MAR(zeros(2, 128, dtype=FP8), zeros(8, 128, dtype=FP8), s), "x"),
+    "scales of x alone": (lambda s: MAR(fp8(2, 128), zeros(8, 128), s), "w"),
+    "scales of w alone": (lambda s: MAR(zeros(2, 128), weights(8, 128), s), "x"),
+    "values of bfloat16": (lambda s: MAR((zeros(2, 128), scales(2, 1)), weights(8, 128), s), "x"),
+    "a pair of three": (lambda s: MAR((*fp8(2, 128), scales(2, 1)), weights(8, 128), s), "x"),
+    "no tensor of scales": (lambda s: MAR(fp8(2, 128), (zeros(8, 128, dtype=FP8), None), s), "w"),
+    "FP8 of other columns": (lambda s: AGM(fp8(2, 128), weights(8, 256), s), "w"),
+    "FP8 of few columns": (lambda s: AGM(Fp8(zeros(2, 64, dtype=FP8), scales(2, 1)), weights(8, 64), s), "x"),
+    "FP8 of three dimensions": (lambda s: AGM(fp8(2, 2, 128), weights(8, 128), s), "x"),
+    "scales of other rows": (lambda s: AGM(Fp8(zeros(2, 128, dtype=FP8), scales(3, 1)), weights(8, 128), s), "x"),
+    "scales of float16": (lambda s: AGM(Fp8(zeros(2, 128, dtype=FP8), zeros(2, 1)), weights(8, 128), s), "x"),
+    "scales of each row of w": (lambda s: AGM(fp8(2, 128), Fp8(zeros(8, 128, dtype=FP8), scales(8, 1)), s), "w"),
+    "scales of x elsewhere": (lambda s: AGM(Fp8(fp8(2, 128).data, scales(2, 1).to("meta")), weights(8, 128), s), "x"),
+    "scales of w elsewhere": (lambda s: AGM(fp8(2, 128), Fp8(weights(8, 128).data, scales(1, 1).to("meta")), s), "w"),
+    "odd rows of FP8": (lambda s: MRS(fp8(3, 128), weights(8, 128), s), "x"),
+    "other experts in FP8": (lambda s: MAA(fp8(1, 2, 4, 128), weights(2, 8, 128), s), "w"),
     "no room": (lambda s: MAR(zeros(1000, 1), zeros(1000, 1), s), "nbytes"),
 }
 
@@ -103,6 +133,7 @@ def test_no_room_names_the_bytes_that_are_enough() -> None:
 DIFFERENT: dict[str, tuple[Callable[[overlap.Workspace], Any], str]] = {
     "rows": (lambda s: AGM(zeros(3, 4), zeros(5, 4), s), "M"),
     "columns": (lambda s: AGM(zeros(6, 5), zeros(5, 5), s), "K"),
+    "FP8": (lambda s: AGM(fp8(6, 128), weights(5, 128), s), "dtype"),
     "dtype": (lambda s: AGM(zeros(6, 4, dtype=torch.float16), zeros(5, 4, dtype=torch.float16), s), "dtype"),
     "operator": (lambda s: MAR(zeros(6, 4), zeros(5, 4), s), "operator"),
     "exchange": (lambda s: EMB(zeros(1, 5, 6), ids(1, 3, 2), s), "operator"),
@@ -197,12 +228,12 @@ def test_who_waits_for_a_rank_that_has_closed_is_told_at_once() -> None:
 
 
 def test_an_error_of_torch_ends_the_waits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def fails(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if threading.current_thread().name == "rank1":
             raise RuntimeError("no memory")
-        return product(x, w)
+        return multiply(x, w, dtype)
 
-    monkeypatch.setattr(host, "product", fails)
+    monkeypatch.setattr(host, "multiply", fails)
 
     opened = threading.Barrier(3)
 

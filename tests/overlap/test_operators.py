@@ -10,9 +10,10 @@ import torch
 
 import moecomm
 from moecomm import overlap
+from moecomm.fused import Fp8
 
 from ..few import few
-from .cases import HOST, OPERATORS, PRODUCTS, Case, on_ranks, random_case
+from .cases import FP8, HOST, OPERATORS, PRODUCTS, Case, gathers, on_ranks, random_case, same
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,11 @@ def test_torch_finds_nothing_wrong_with_the_operators(workspace: overlap.Workspa
         (operators.embedding_all_to_all, (leaf(2, 4, 3, dtype=torch.float32), *ragged, name, None)),
         (operators.all_to_all, (leaf(1, 3, 2), name)),
     ]
+    for operator in PRODUCTS:
+        (given,) = random_case(operator, 1, 2, dtype=FP8).given
+        for gather in ((False,), (True,)) if operator == "all_gather_matmul" else ((),):
+            arguments = (given["x"].data, given["w"].data, name, *gather, None, given["x"].scales, given["w"].scales)
+            calls.append((getattr(operators, operator), arguments))
     for operator, arguments in calls:
         torch.library.opcheck(operator.default, arguments)
 
@@ -106,6 +112,51 @@ def test_fake_tensors_have_the_shapes_of_real_ones(operator: str, workspace: ove
     with mode:
         found = case.run(workspace)
     assert (found.shape, found.dtype) == (want.shape, want.dtype)
+
+
+@pytest.mark.parametrize("operator", PRODUCTS)
+def test_a_compiled_product_in_fp8_has_no_break_and_the_same_bits(operator: str, workspace: overlap.Workspace) -> None:
+    case = random_case(operator, 1, 2, dtype=FP8, exact=False)
+    call = getattr(overlap, operator)
+    compiled = torch.compile(lambda x, w: call(Fp8(*x), Fp8(*w), workspace) * 2, fullgraph=True, backend="aot_eager")
+    x, w = (tuple(case.given[0][name]) for name in ("x", "w"))
+    assert torch.equal(compiled(x, w), case.run(workspace) * 2) and compiled(x, w).dtype is torch.bfloat16
+
+
+def test_gathered_rows_in_fp8_have_their_scales() -> None:
+    case = random_case("all_gather_matmul", 3, 2, dtype=FP8)
+
+    def body(workspace: overlap.Workspace) -> None:
+        given = case.given[workspace.rank]
+        y, gathered = overlap.all_gather_matmul(**given, workspace=workspace, return_gathered=True)
+        assert isinstance(gathered, Fp8) and gathers(gathered, case)
+        assert same(y, case.want()[workspace.rank], torch.bfloat16)
+
+    on_ranks(3, body)
+
+
+def test_rows_and_scales_may_have_any_strides() -> None:
+    for seed in range(8):
+        case = random_case("matmul_all_reduce", 2, seed, dtype=FP8)
+        for given in case.given:
+            for name, (data, scales) in given.items():
+                given[name] = Fp8(data, scales.mT.contiguous().mT)  # by column
+            given["x"] = Fp8(torch.cat([given["x"].data] * 2, dim=1)[:, : given["x"].data.shape[1]], given["x"].scales)
+        for got, want in zip(on_ranks(2, case.run), case.want(), strict=True):
+            assert same(got, want, case.dtype)
+
+
+@pytest.mark.parametrize("operator", PRODUCTS)
+@pytest.mark.parametrize("part", ["x", "w", "scales"])
+def test_gradients_in_fp8_are_refused_by_name(operator: str, part: str, workspace: overlap.Workspace) -> None:
+    (given,) = random_case(operator, 1, 2, dtype=FP8).given
+    wants = given["x"].scales if part == "scales" else given[part].data
+    wants.requires_grad_()
+    call = getattr(overlap, operator)
+    with pytest.raises(moecomm.Unsupported, match=f"{operator} in FP8"):
+        call(**given, workspace=workspace)
+    with torch.no_grad():
+        assert not call(**given, workspace=workspace).requires_grad
 
 
 def test_a_graph_of_a_closed_workspace_says_closed() -> None:

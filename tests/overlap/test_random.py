@@ -8,15 +8,15 @@ import torch
 from moecomm import overlap
 
 from ..few import few
-from .cases import MOST_RANKS, OPERATORS, on_ranks, random_case, same
+from .cases import FP8, MOST_RANKS, OPERATORS, PRODUCTS, on_ranks, random_case, same
 
 FEW, MANY = 32, 1_000  # cases of an operator, over all numbers of ranks; `--seed` 0 to 9: 10,000
 CASES = 100  # drawn at once
 
 
-def run_cases(operator: str, ranks: int, seeds: range) -> None:
+def run_cases(operator: str, ranks: int, seeds: range, dtype: torch.dtype | None = None) -> None:
     """Run cases on one Workspace."""
-    cases = [random_case(operator, ranks, seed) for seed in seeds]
+    cases = [random_case(operator, ranks, seed, dtype=dtype) for seed in seeds]
     wanted = [case.want() for case in cases]
 
     def body(workspace: overlap.Workspace) -> list[str]:
@@ -31,20 +31,26 @@ def run_cases(operator: str, ranks: int, seeds: range) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", few((FEW, MANY), FEW))
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_random_calls_have_the_bits_of_the_reference(operator: str, cases: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("operator", "dtype"), [*((name, None) for name in OPERATORS), *((name, FP8) for name in PRODUCTS)]
+)
+def test_random_calls_have_the_bits_of_the_reference(
+    operator: str, dtype: torch.dtype | None, cases: int, request: pytest.FixtureRequest
+) -> None:
     each = cases // MOST_RANKS
     for ranks in range(1, MOST_RANKS + 1):
         begin = request.config.getoption("--seed") * MANY + (ranks - 1) * each
         for first in range(begin, begin + each, CASES):
-            run_cases(operator, ranks, range(first, min(first + CASES, begin + each)))
+            run_cases(operator, ranks, range(first, min(first + CASES, begin + each)), dtype)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_numbers_with_fractions_are_off_by_the_roundings_alone(operator: str) -> None:
+@pytest.mark.parametrize(
+    ("operator", "dtype"), [*((name, None) for name in OPERATORS), *((name, FP8) for name in PRODUCTS)]
+)
+def test_numbers_with_fractions_are_off_by_the_roundings_alone(operator: str, dtype: torch.dtype | None) -> None:
     for seed in range(20):
         ranks = 1 + seed % 4
-        case = random_case(operator, ranks, seed, exact=False)
+        case = random_case(operator, ranks, seed, exact=False, dtype=dtype)
         found = on_ranks(ranks, case.run)
         eps = 0 if case.dtype is torch.float32 else torch.finfo(case.dtype).eps  # two roundings, of half of it each
         bound = eps + case.terms * 2.0**-24

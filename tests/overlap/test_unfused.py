@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.fused import Fp8
 from moecomm.overlap import bags, sizes, table, unfused
 from moecomm.overlap.agreement import BYTES, FirstCalls
 from moecomm.overlap.executors import GpuExecutors
 from moecomm.overlap.unfused import UnfusedExecutor
 
 from ..backends.conftest import run_ranks
-from .cases import HOST, OPERATORS, Case, random_case, same
+from .cases import FP8, HOST, OPERATORS, PRODUCTS, Case, gathers, random_case, same
 
 BEGIN, ROOM = 512, 1 << 16
 
@@ -37,9 +38,9 @@ def run(executor: UnfusedExecutor, case: Case, rank: int) -> torch.Tensor:
     given = dict(case.given[rank])
     if case.operator == "all_gather_matmul":
         y, gathered = executor.all_gather_matmul(**given, gather=True)
-        assert torch.equal(gathered, torch.cat([one["x"] for one in case.given]))
-        alone, empty = executor.all_gather_matmul(**given, gather=False)
-        assert torch.equal(alone, y) and empty.shape == (0,)
+        assert gathered is not None and gathers(gathered, case)
+        alone, nothing = executor.all_gather_matmul(**given, gather=False)
+        assert torch.equal(alone, y) and nothing is None
         return y
     if case.operator == "embedding_all_to_all":
         given.setdefault("offsets", None)  # type: ignore[arg-type]
@@ -48,13 +49,15 @@ def run(executor: UnfusedExecutor, case: Case, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("one_shot_bytes", [1 << 20, 0])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    ("operator", "dtype"), [*((name, None) for name in OPERATORS), *((name, FP8) for name in PRODUCTS)]
+)
 def test_the_unfused_form_has_the_bits_of_the_reference(
-    operator: str, one_shot_bytes: int, monkeypatch: pytest.MonkeyPatch
+    operator: str, dtype: torch.dtype | None, one_shot_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unfused, "_ONE_SHOT_BYTES", one_shot_bytes)  # of all-reduces
     for ranks in (1, 2, 5):
-        cases = [random_case(operator, ranks, seed) for seed in range(12)]
+        cases = [random_case(operator, ranks, seed, dtype=dtype) for seed in range(12)]
         wanted = [case.want() for case in cases]
 
         def body(window: moecomm.Window, cases: list[Case] = cases) -> list[torch.Tensor]:
@@ -143,10 +146,16 @@ def test_the_table_covers_ranges_of_sizes(monkeypatch: pytest.MonkeyPatch) -> No
         assert not table.is_faster(gpu, ranks, sizes.matmul_all_reduce(ranks, x, w))
         return table.is_faster(gpu, ranks, sizes.all_gather_matmul(ranks, x, w))
 
-    assert covers(64, 1024) and covers(4096, 1 << 20)
+    def covers_fp8() -> bool:
+        x, w = (Fp8(torch.empty(n, 128, dtype=FP8), torch.empty(s, 1)) for n, s in ((64, 64), (1024, 8)))
+        return table.is_faster("a GPU", 4, sizes.all_gather_matmul(4, x, w))
+
+    assert covers(64, 1024) and covers(4096, 1 << 20) and not covers_fp8()
     assert not (covers(63, 1024) or covers(4097, 1024) or covers(64, 1023))
     assert not (covers(64, 1025) or covers(64, 1024, k=12))  # which no fused product has
     assert not (covers(64, 1024, gpu="another") or covers(64, 1024, ranks=2))
+    monkeypatch.setattr(table, "MEASURED", (row._replace(fp8=True),))
+    assert covers_fp8() and not covers(64, 1024)
 
 
 class Fused:
