@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from moecomm.dispatch.reference import quantize
+from moecomm.fused.fp8 import Fp8, quantize_weights
+from moecomm.overlap.sizes import FP8, GROUP, Matrix
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8}
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Case:
     Attributes:
         operator: name of the method of the executor.
         name: of the case.
-        dtype: of the matrices or tables, a name of DTYPES.
+        dtype: of the matrices or tables, a name of DTYPES; fp8 has scales.
         shapes: of x and w; of an embedding, of the tables and indices.
     """
 
@@ -33,8 +37,17 @@ class Case:
         x, w = self.shapes
         return 0 if self.operator == "embedding_all_to_all" else 2 * math.prod(x) * w[-2]
 
-    def inputs(self, device: torch.device, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty(self) -> tuple[Matrix, Matrix]:
+        """Return tensors of the two shapes on the CPU, with any values."""
+        return empty(*self.shapes, DTYPES[self.dtype])
+
+    def inputs(self, device: torch.device, rank: int) -> tuple[Matrix, Matrix]:
         """Return random tensors of the two shapes."""
+        if self.dtype == "fp8":
+            x, w = replace(self, dtype="bf16").inputs(device, rank)
+            assert isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)
+            data, scales = quantize(x.flatten(0, -2))
+            return Fp8(data.view(x.shape), scales.view(*x.shape[:-1], -1)), quantize_weights(w)
         g = torch.Generator(device=device).manual_seed(rank)
         dtype, (first, second) = DTYPES[self.dtype], self.shapes
         x = torch.empty(first, dtype=dtype, device=device).normal_(generator=g)
@@ -43,13 +56,25 @@ class Case:
         return x, torch.empty(second, dtype=dtype, device=device).normal_(std=second[-1] ** -0.5, generator=g)
 
 
+def empty(x: tuple[int, ...], w: tuple[int, ...], dtype: torch.dtype) -> tuple[Matrix, Matrix]:
+    """Return matrices of these shapes on the CPU, with any values."""
+    if dtype != FP8:
+        return torch.empty(x, dtype=dtype), torch.empty(w, dtype=dtype)
+    of_x, of_w = (*x[:-1], x[-1] // GROUP), (*w[:-2], -(-w[-2] // GROUP), w[-1] // GROUP)
+    return Fp8(torch.empty(x, dtype=FP8), torch.empty(of_x)), Fp8(torch.empty(w, dtype=FP8), torch.empty(of_w))
+
+
 def cases(operator: str, ranks: int) -> list[Case]:
-    """Return the cases of an operator."""
-    return [Case(operator, name, dtype, shapes) for name, dtype, shapes in _CASES[operator](ranks)]
+    """Return the cases of an operator: in FP8, those of products with many rows again."""
+    found = [Case(operator, name, dtype, shapes) for name, dtype, shapes in _CASES[operator](ranks)]
+    if operator == "embedding_all_to_all":
+        return found
+    return found + [replace(case, dtype="fp8") for case in found if math.prod(case.shapes[0][:-1]) > _FEW]
 
 
 _Sizes = list[tuple[str, str, tuple[tuple[int, ...], tuple[int, ...]]]]
 _TOKENS = (2048, 8192)
+_FEW = 16  # rows
 # hidden and feed-forward columns of Llama 3
 _LLAMAS = {"llama-70b": (8192, 28672), "llama-405b": (16384, 53248)}
 

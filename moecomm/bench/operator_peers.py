@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,62 +11,117 @@ import torch.distributed as dist
 from torch.nn.functional import embedding_bag
 
 from moecomm.bench.operator_cases import Case
+from moecomm.fused import Fp8, grouped_gemm
+from moecomm.overlap.gpu_products import new_product, values_of
+from moecomm.overlap.sizes import FP8, OF_FP8, Matrix
 
 Call = Callable[[], Any]
+Multiply = Callable[[Matrix, Matrix], torch.Tensor]
 
 
-def alone(case: Case, x: torch.Tensor, w: torch.Tensor, ranks: int) -> Call:
+def alone(case: Case, x: Matrix, w: Matrix, ranks: int) -> Call:
     """Return the product of this rank without communication, or its lookups."""
+    if isinstance(x, Fp8) or isinstance(w, Fp8):
+        rows = Fp8(*(of.repeat(ranks, 1) for of in x)) if case.operator == "all_gather_matmul" else x
+        return lambda: by_groups(flat(rows), w)
     if case.operator == "embedding_all_to_all":
         return lambda: [embedding_bag(of, table, mode="sum") for table, of in zip(x, w, strict=True)]
-    if case.operator == "matmul_all_to_all":
-        rows = x.flatten(1, 2)
-        return lambda: torch.bmm(rows, w.mT)
-    rows = x.repeat(ranks, 1) if case.operator == "all_gather_matmul" else x
-    return lambda: torch.mm(rows, w.mT)
+    whole = x.repeat(ranks, 1) if case.operator == "all_gather_matmul" else x
+    return lambda: by_torch(flat(whole), w)
 
 
-def nccl(case: Case, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call:
-    """Return the operator by collectives of `group`."""
-    return _NCCL[case.operator](x, w, group)
+def nccl(case: Case, x: Matrix, w: Matrix, group: dist.ProcessGroup) -> Call:
+    """Return the operator by collectives of `group`.  FP8: with moecomm's grouped GEMM, which has the same scales."""
+    if isinstance(x, Fp8) or isinstance(w, Fp8):
+        return _NCCL[case.operator](x, w, group, by_groups)
+    if case.operator == "embedding_all_to_all":
+        return _lookups(x, w, group)
+    return _NCCL[case.operator](x, w, group, by_torch)
 
 
-def _gather(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call:
-    rows = x.new_empty(group.size() * len(x), x.shape[1])
+def flat(x: Matrix) -> Matrix:
+    """Return x with one dimension of rows, or with that of experts before it."""
+    if isinstance(x, Fp8):
+        return Fp8(*(of.flatten(1, 2) if of.ndim == 4 else of for of in x))
+    return x.flatten(1, 2) if x.ndim == 4 else x
+
+
+def by_torch(x: Matrix, w: Matrix) -> torch.Tensor:
+    """Multiply by torch."""
+    assert isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)
+    return torch.bmm(x, w.mT) if x.ndim == 3 else torch.mm(x, w.mT)
+
+
+def by_groups(x: Matrix, w: Matrix) -> torch.Tensor:
+    """Multiply FP8 by moecomm's grouped GEMM."""
+    assert isinstance(x, Fp8) and isinstance(w, Fp8)
+    experts = Fp8(*w) if w.data.ndim == 3 else Fp8(w.data[None], w.scales[None])
+    return grouped_gemm(x, experts, _counts(len(experts.data), x.data.shape[-2], x.data.device))
+
+
+@lru_cache
+def _counts(experts: int, rows: int, device: torch.device) -> torch.Tensor:
+    return torch.full((experts,), rows, dtype=torch.int32, device=device)
+
+
+def by_rows(x: Matrix, w: Matrix) -> torch.Tensor:
+    """Multiply FP8 by torch._scaled_mm, with a scale for each row of x and of w."""
+    assert isinstance(x, Fp8) and isinstance(w, Fp8)
+    if x.data.ndim == 3:
+        pairs = zip(*x, *w, strict=True)
+        return torch.stack([by_rows(Fp8(*of[:2]), Fp8(*of[2:])) for of in pairs])
+    made: torch.Tensor = torch._scaled_mm(x.data, w.data.mT, x.scales, w.scales.mT, out_dtype=OF_FP8)
+    return made
+
+
+def _parts(x: Matrix) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, Fp8) else (x,)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that NCCL takes: it has no FP8 on all GPUs."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
+
+
+def _gather(x: Matrix, w: Matrix, group: dist.ProcessGroup, multiply: Multiply) -> Call:
+    parts = _parts(x)
+    rows = [of.new_empty(group.size() * len(of), of.shape[1]) for of in parts]
+    whole = Fp8(*rows) if isinstance(x, Fp8) else rows[0]
 
     def call() -> torch.Tensor:
-        dist.all_gather_into_tensor(rows, x, group=group)
-        return torch.mm(rows, w.mT)
+        for to, of in zip(rows, parts, strict=True):
+            dist.all_gather_into_tensor(_bytes(to), _bytes(of), group=group)
+        return multiply(whole, w)
 
     return call
 
 
-def _scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call:
-    out = x.new_empty(len(x) // group.size(), len(w))
+def _scatter(x: Matrix, w: Matrix, group: dist.ProcessGroup, multiply: Multiply) -> Call:
+    out = new_product(x, len(values_of(x)) // group.size(), len(values_of(w)))
 
     def call() -> torch.Tensor:
-        dist.reduce_scatter_tensor(out, torch.mm(x, w.mT), group=group)
+        dist.reduce_scatter_tensor(out, multiply(x, w), group=group)
         return out
 
     return call
 
 
-def _reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call:
+def _reduce(x: Matrix, w: Matrix, group: dist.ProcessGroup, multiply: Multiply) -> Call:
     def call() -> torch.Tensor:
-        out = torch.mm(x, w.mT)
+        out = multiply(x, w)
         dist.all_reduce(out, group=group)
         return out
 
     return call
 
 
-def _experts(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call:
-    experts, ranks, count, _ = x.shape
-    out = x.new_empty(ranks, experts, count, w.shape[1])
-    rows = x.flatten(1, 2)
+def _experts(x: Matrix, w: Matrix, group: dist.ProcessGroup, multiply: Multiply) -> Call:
+    experts, ranks, count, _ = values_of(x).shape
+    out = new_product(x, ranks, experts, count, values_of(w).shape[1])
+    rows = flat(x)
 
     def call() -> torch.Tensor:
-        made = torch.bmm(rows, w.mT).view(experts, ranks, count, -1).transpose(0, 1).contiguous()
+        made = multiply(rows, w).view(experts, ranks, count, -1).transpose(0, 1).contiguous()
         dist.all_to_all_single(out, made, group=group)
         return out
 
@@ -86,17 +142,26 @@ def _lookups(tables: torch.Tensor, indices: torch.Tensor, group: dist.ProcessGro
     return call
 
 
-_NCCL: dict[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Call]] = {
+_NCCL: dict[str, Callable[[Matrix, Matrix, dist.ProcessGroup, Multiply], Call]] = {
     "all_gather_matmul": _gather,
     "matmul_reduce_scatter": _scatter,
     "matmul_all_reduce": _reduce,
     "matmul_all_to_all": _experts,
-    "embedding_all_to_all": _lookups,
 }
 
 
-def symmetric_memory(case: Case, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call | None:
-    """Return the operator by torch's symmetric memory; None where torch has none."""
+def of_torch(case: Case, x: Matrix, w: Matrix, group: dist.ProcessGroup) -> Call | None:
+    """Return torch's operator over symmetric memory; None where torch has none.
+
+    FP8: torch._scaled_mm and collectives of `group`.  A scale for each row is less work than one for 128 columns.
+    """
+    if isinstance(x, Fp8) or isinstance(w, Fp8):
+        rows, weights = (Fp8(of.data, of.data.new_ones((*of.data.shape[:-1], 1), dtype=torch.float32)) for of in (x, w))
+        return _NCCL[case.operator](rows, weights, group, by_rows)
+    return _symmetric_memory(case, x, w, group)
+
+
+def _symmetric_memory(case: Case, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call | None:
     from torch.distributed import _symmetric_memory as symmetric
 
     operators = torch.ops.symm_mem

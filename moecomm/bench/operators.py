@@ -14,11 +14,11 @@ from moecomm import config
 from moecomm.bench import operator_peers
 from moecomm.bench.clock import Call, Clock, percentiles
 from moecomm.bench.exchange import nccl_group
-from moecomm.bench.operator_cases import OPERATORS, Case, cases
+from moecomm.bench.operator_cases import DTYPES, OPERATORS, Case, cases
 from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.core.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
-from moecomm.fused.schedules import SCHEDULES
+from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.window import Window
 
 OURS, NCCL, TORCH, ALONE = "moecomm", "nccl", "torch", "alone"
@@ -36,6 +36,7 @@ class Settings:
     ranks: int
     backend: BackendName
     only: str = ""  # part of the names of the cases to measure; "": all
+    dtype: str = ""  # of the cases to measure; "": all
     replays: int = 10
     peers: bool = True
     every_schedule: bool = False  # also ours with each schedule
@@ -47,13 +48,19 @@ class Settings:
             raise BadInput("operator", repr(self.operator), f"some of {', '.join(OPERATORS)}")
         if self.backend == "host":
             raise Unsupported("bench overlap times kernels of GPUs; there is no GPU here")
+        if self.dtype not in ("", *DTYPES):
+            raise BadInput("dtype", repr(self.dtype), f"one of {', '.join(DTYPES)}")
         if not self.cases:
-            raise BadInput("case", repr(self.only), "a part of the name of a case")
+            raise BadInput("case", repr(self.only), "a part of the name of a case, of the dtype")
 
     @property
     def cases(self) -> list[Case]:
         """The cases to measure."""
-        return [case for case in cases(self.operator, self.ranks) if self.only in case.name]
+        return [
+            case
+            for case in cases(self.operator, self.ranks)
+            if self.only in case.name and self.dtype in ("", case.dtype)
+        ]
 
 
 def run(settings: Settings, limit_s: float) -> list[dict[str, Any]] | None:
@@ -134,13 +141,14 @@ class _Measured:
         }
         if (transport := self._transport) is not None:
             ways[NCCL] = lambda: operator_peers.nccl(case, x, w, transport)
-            ways[TORCH] = lambda: operator_peers.symmetric_memory(case, x, w, transport)
+            ways[TORCH] = lambda: operator_peers.of_torch(case, x, w, transport)
         return ways
 
     @property
     def _schedules(self) -> list[str]:
         is_product = self._case.operator != "embedding_all_to_all"
-        return list(SCHEDULES) if self._settings.every_schedule and is_product else []
+        names = FP8_SCHEDULES if self._case.dtype == "fp8" else SCHEDULES
+        return list(names) if self._settings.every_schedule and is_product else []
 
     def _scheduled(self, name: str) -> Call:
         def call() -> Any:

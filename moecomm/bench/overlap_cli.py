@@ -15,6 +15,7 @@ Limit = Annotated[float, typer.Option(callback=real(1e-3), help="Seconds for an 
 def overlap(
     operator: Annotated[str, typer.Option(help="Operators of moecomm.overlap; default: all.")] = "",
     case: Annotated[str, typer.Option(help="Measure only cases with this in their name.")] = "",
+    dtype: Annotated[str, typer.Option(help="Measure only cases of this dtype: bf16, fp16, fp32 or fp8.")] = "",
     replays: Replays = 10,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Also measure NCCL and torch.")] = True,
     every_schedule: Annotated[
@@ -33,14 +34,19 @@ def overlap(
     name, count = of_ranks.plan(backend, ranks)
     kept, failed = Kept(json), None
     rows: list[dict[str, Any]] = []
-    for wanted in operator.split(",") if operator else operator_cases.OPERATORS:
-        settings = operators.Settings(
-            wanted, count, name, case, replays=replays, peers=peers, every_schedule=every_schedule
-        )
+    asked = operator.split(",") if operator else operator_cases.OPERATORS
+    given: dict[str, Any] = {"dtype": dtype, "replays": replays, "peers": peers, "every_schedule": every_schedule}
+    every = [operators.Settings(wanted, count, name, case, **given) for wanted in asked]
+    if not operator:  # all that have such cases
+        every = [settings for settings in every if settings.cases] or every[:1]
+    for settings in every:
         try:
             found = operators.run(settings, limit)
         except RanksFailed as error:  # the other operators have ranks of their own
-            failed, found = error, [{"operator": wanted, "case": case, "dtype": "", "who": "", "why": str(error)}]
+            failed, found = (
+                error,
+                [{"operator": settings.operator, "case": case, "dtype": dtype, "who": "", "why": str(error)}],
+            )
         if found is None:
             continue
         rows += found

@@ -10,11 +10,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from moecomm.bench import operator_cases, operator_table, operators
+from moecomm.bench import operator_cases, operator_peers, operator_table, operators
 from moecomm.bench.operator_cases import OPERATORS, Case, cases
 from moecomm.errors import BadInput, Unsupported
+from moecomm.fused import Fp8
 from moecomm.overlap import kernels
 from moecomm.overlap.gpu import GpuExecutor
+from moecomm.overlap.reference import in_float64
+
+PRODUCTS = OPERATORS[:4]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -29,15 +33,39 @@ def test_cases_are_calls_that_the_kernels_take(operator: str, ranks: int) -> Non
         else:
             assert first[-1] == second[-1] and first[-1] % 8 == 0 and second[-2] % 8 == 0
             assert operator != "matmul_reduce_scatter" or first[0] % ranks == 0
+            assert case.dtype != "fp8" or first[-1] % 128 == 0
 
 
 def test_inputs_have_the_shapes_and_values_of_a_case() -> None:
+    x: Any
+    w: Any
+    tables: Any
+    indices: Any
     x, w = Case("matmul_all_reduce", "", "bf16", ((3, 16), (8, 16))).inputs(torch.device("cpu"), 1)
     assert (x.shape, w.shape, x.dtype) == ((3, 16), (8, 16), torch.bfloat16) and 0.1 < float(w.float().std()) < 0.5
+    x, w = Case("matmul_all_to_all", "", "fp8", ((2, 3, 4, 256), (2, 136, 256))).inputs(torch.device("cpu"), 1)
+    assert (x.scales.shape, w.scales.shape) == ((2, 3, 4, 2), (2, 2, 2))
+    for made, empty in zip((x, w), Case("", "", "fp8", (x.data.shape, w.data.shape)).empty(), strict=True):
+        assert [of.shape for of in made] == [of.shape for of in empty] and made[0].dtype == empty[0].dtype
     tables, indices = Case("embedding_all_to_all", "", "fp32", ((2, 5, 4), (2, 6, 3))).inputs(torch.device("cpu"), 0)
     assert (
         tables.shape == (2, 5, 4) and indices.dtype == torch.int64 and 0 <= int(indices.min()) <= int(indices.max()) < 5
     )
+
+
+@pytest.mark.parametrize("operator", PRODUCTS)
+def test_products_alone_in_fp8(operator: str) -> None:
+    shapes = ((2, 3, 4, 128), (2, 16, 128)) if operator == "matmul_all_to_all" else ((6, 128), (16, 128))
+    case = Case(operator, "", "fp8", shapes)
+    x, w = case.inputs(torch.device("cpu"), 0)
+    found = operator_peers.alone(case, x, w, 3)()
+    rows = operator_peers.flat(x)
+    assert isinstance(rows, Fp8) and isinstance(w, Fp8)
+    wide_x, wide_w = in_float64(rows, w)
+    wanted = wide_x @ wide_w.mT
+    if operator == "all_gather_matmul":
+        wanted = wanted.repeat(3, 1)
+    torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=1e-6)
 
 
 def test_rows_are_those_of_the_slowest_rank_and_are_compared() -> None:
@@ -66,6 +94,12 @@ def test_what_can_not_be_measured_is_refused() -> None:
         operators.Settings("matmul", 2, "lsa").check()
     with pytest.raises(BadInput, match="case"):
         operators.Settings("all_gather_matmul", 2, "lsa", only="no such case").check()
+    with pytest.raises(BadInput, match="dtype"):
+        operators.Settings("all_gather_matmul", 2, "lsa", dtype="int8").check()
+    of_fp8 = operators.Settings("matmul_all_reduce", 2, "lsa", dtype="fp8")
+    assert {case.dtype for case in of_fp8.cases} == {"fp8"} and len(of_fp8.cases) == 3
+    with pytest.raises(BadInput, match="case"):
+        operators.Settings("embedding_all_to_all", 2, "lsa", dtype="fp8").check()
     with pytest.raises(Unsupported, match="no GPU"):
         operators.Settings("all_gather_matmul", 2, "host").check()
     assert math.prod(operator_cases.cases("all_gather_matmul", 4)[0].shapes[0]) * 4 == 1024**2

@@ -5,7 +5,6 @@ Ranks that compile while they run wait for each other's compilers, one kernel af
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -13,11 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from unittest.mock import patch
 
-import torch
-
 import moecomm
 from moecomm.bench import operator_cases
-from moecomm.fused import SCHEDULES, structs, tensor_maps
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES, structs, tensor_maps
 from moecomm.jit.plain_kernel import PlainKernel, compile  # noqa: A004
 from moecomm.overlap.gpu import GpuExecutor
 from moecomm.window.gpu_calls import kernel
@@ -39,13 +36,13 @@ def kernels(ranks: int, units: int = 132, every: bool = False) -> Iterator[Plain
             patch.object(executor, "_launch", lambda kernel, blocks, args: found.append(kernel)),
         ):
             for case in cases(ranks):
-                case.call(executor, *(torch.empty(n, dtype=case.dtype) for n in (case.first, case.second)))
-            asked = itertools.product((None, *(SCHEDULES if every else ())), operator_cases.OPERATORS)
-            for executor.schedule, operator in asked:
+                case.call(executor, *case.empty())
+            for operator in operator_cases.OPERATORS:
                 for sized in operator_cases.cases(operator, ranks):
-                    x, w = (torch.empty(n, dtype=operator_cases.DTYPES[sized.dtype]) for n in sized.shapes)
                     more = {"all_gather_matmul": (False,), "embedding_all_to_all": (None,)}.get(operator, ())
-                    getattr(executor, operator)(x, w, *more)
+                    names = FP8_SCHEDULES if sized.dtype == "fp8" else SCHEDULES
+                    for executor.schedule in (None, *(names if every else ())):
+                        getattr(executor, operator)(*sized.empty(), *more)
     finally:
         for window in windows:
             window.close()

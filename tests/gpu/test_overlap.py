@@ -17,7 +17,7 @@ from moecomm.jit import plain_kernel
 from moecomm.overlap.gpu import GpuExecutor
 
 from ..conftest import Ranks
-from .overlap_cases import Case, cases
+from .overlap_cases import Case, cases, same
 from .test_windows import load_kernels, windows
 
 NBYTES = 1 << 28
@@ -58,7 +58,12 @@ def test_virtual_ranks_get_the_bits_of_the_reference(ranks: int) -> None:
                 for window in opened:
                     window.check()
                 for rank, result in enumerate(found):
-                    assert torch.equal(result, case.wanted(rank, inputs)), (case, turn, rank)
+                    assert same(result, case.wanted(rank, inputs)), (case, turn, rank)
+
+
+def tensors(inputs: tuple[Any, Any]) -> list[torch.Tensor]:
+    """Both matrices, with their scales."""
+    return [tensor for of in inputs for tensor in (of if isinstance(of, tuple) else (of,))]
 
 
 def _processes(rank: int, group: Any, kind: str) -> str:
@@ -79,18 +84,18 @@ def _check(executor: GpuExecutor, window: moecomm.Window, case: Case, rank: int,
     first = case.call(executor, *mine)
     window.check()
     all_of = [case.inputs(of, 0, "cuda") for of in range(ranks)]
-    assert torch.equal(first, case.wanted(rank, all_of)), (case, "eager")
+    assert same(first, case.wanted(rank, all_of)), (case, "eager")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = [case.call(executor, *mine) for _ in range(2)]
     for turn in range(1, TURNS + 1):
         all_of = [case.inputs(of, turn, "cuda") for of in range(ranks)]
-        for to, new in zip(mine, all_of[rank], strict=True):
+        for to, new in zip(tensors(mine), tensors(all_of[rank]), strict=True):
             to.copy_(new)
         wanted = case.wanted(rank, all_of)
         graph.replay()
         window.check()
-        assert all(torch.equal(found, wanted) for found in results), (case, turn)
+        assert all(same(found, wanted) for found in results), (case, turn)
 
 
 @pytest.mark.gpu2

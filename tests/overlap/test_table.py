@@ -35,9 +35,10 @@ def measured() -> Iterator[tuple[str, int, Sizes, dict[str, float]]]:
             key = (row["operator"], row["dtype"], json.dumps(row["shapes"]))
             if "us" in row:
                 times.setdefault(key, {})[row["who"]] = row["us"]["p50"]
-        for (operator, _, shapes), by_whom in times.items():
+        for (operator, dtype, shapes), by_whom in times.items():
             dims = dims_of(operator, json.loads(shapes), found["ranks"])
-            yield found["machine"]["gpus"][0], found["ranks"], Sizes(operator, torch.bfloat16, dims, (), ()), by_whom
+            sizes = Sizes(operator, torch.bfloat16, dims, (), (), dtype == "fp8")
+            yield found["machine"]["gpus"][0], found["ranks"], sizes, by_whom
 
 
 @pytest.mark.parametrize("row", table.MEASURED, ids=lambda row: f"{row.operator} {row.least}")
