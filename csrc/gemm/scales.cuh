@@ -35,6 +35,8 @@ MOECOMM_FN void load_scale(u32 to, const float* from) {
 MOECOMM_FN void arrive_when_loaded(u64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// Waits until all load_scale() copies of this thread have been written.
+MOECOMM_FN void finish_scales() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Returns the address of the first scale of w that `lane` (< kWeightScales) loads for a block.  Scales follow the row order of w in memory.
 // Rows beyond the end of w are multiplied too, with the last row block's scale; their products are not stored.

@@ -15,7 +15,8 @@
 //
 // Order: a pushing warp's stores come before its flag (release at system scope, after __syncwarp). All lanes of the loader warp acquire the
 // flags; lane 0 then fences between the proxies, because tensor copies read what ordinary stores of another rank wrote. Scales are loaded
-// through L1, which the acquires of this warp have invalidated; no other warp of the block reads scales.
+// through L1, which may then hold a line with scales that had not arrived. So the loader warp, the only one of its block that loads scales,
+// acquires the flags of each tile itself, when its earlier loads are complete: an acquire empties L1.
 #pragma once
 #include "../gemm/gemm.cuh"
 #include "block_tiles.h"
@@ -45,6 +46,10 @@ MOECOMM_FN void load_gathered(GemmShared<c>& s, const GatherMatmulArgs& a, const
         }
         const TensorMap* const x = a.gathered + round.half() * kRowMaps;
         const u64 x_scales = round.staging(round.rank()) + a.scales;
+        if constexpr (c.scaled()) {
+            finish_scales();
+            __syncwarp();
+        }
         const RowFlags flags(a, round, found.block, found.tile.row - first_row, found.tile.rows);
         if (failed || flags.have(round)) {
             if (loads) fence_async();

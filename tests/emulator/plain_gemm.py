@@ -40,6 +40,7 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
         "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",
+        "finish_scales": "emulator::forget_lines();",  # the acquire that follows does
     },
     "gemm/scaled.cuh": {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
