@@ -99,7 +99,7 @@ def _scatters(ranks: int) -> _Sizes:
 
 def _reductions(ranks: int) -> _Sizes:
     few: _Sizes = [
-        (f"{n} x {k}, batch {batch}", "fp16", ((batch, k // ranks), (n, k // ranks)))
+        (f"{n} x {k}, batch {batch}", "bf16", ((batch, k // ranks), (n, k // ranks)))
         for n, k in ((4096, 4096), (8192, 8192), (8192, 28672), (16384, 16384))
         for batch in (1, 4, 16)
     ]
