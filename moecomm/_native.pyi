@@ -724,6 +724,9 @@ def gemm_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int:
 def gemv_lines(most_rows: int) -> int:
     """Lines of a packet of the GEMV, for 8 or 16 rows."""
 
+def split_sums_bytes(most_rows: int) -> int:
+    """Dynamic shared memory for the sums of a block of split products."""
+
 def gemv_shared_bytes(most_rows: int) -> int:
     """Dynamic shared memory of a block of the GEMV."""
 

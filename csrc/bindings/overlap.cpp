@@ -26,6 +26,7 @@ void bind_overlap(py::module_& m) {
         },
         "Constants of csrc/overlap by name.");
     m.def("gemv_lines", &gemv_lines, py::arg("most_rows"), "Lines of a packet of the GEMV, for 8 or 16 rows.");
+    m.def("split_sums_bytes", &split_sums_bytes, py::arg("most_rows"), "Dynamic shared memory for the sums of a block of split products.");
     m.def("gemv_shared_bytes", &gemv_shared_bytes, py::arg("most_rows"), "Dynamic shared memory of a block of the GEMV.");
 }
 

@@ -153,18 +153,27 @@ MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Til
     }
 }
 
-// Loads a tile and its scales into the ring.  Called by a whole warp, of which lane 0 loads rows and weights.  Cannot fail.  `x`: maps of
-// the rows; `x_scales`: see TileScales.
+// Steps of the depth; with scales, from 0 on.
+struct Steps {
+    i32 first, end;
+};
+template <GemmConfig c>
+MOECOMM_FN Steps all_steps(const GemmArgs& args) {
+    return {0, ceil_div(args.depth, c.depth())};
+}
+
+// Loads steps of a tile, and its scales, into the ring.  Called by a whole warp, of which lane 0 loads rows and weights.  Cannot fail.
+// `x`: maps of the rows; `x_scales`: see TileScales.
 template <GemmConfig c>
 MOECOMM_FN void load_tile_and_scales(GemmShared<c>& s, const GemmArgs& args, const TensorMap* x, u64 x_scales, const Tile& tile, i32 rank,
-                                     RingPlace<c>& place) {
+                                     const Steps& steps, RingPlace<c>& place) {
     if (!c.scaled() && lane_id() != 0) return;
     TileScales<c> scales(args, tile, rank, x_scales);
-    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+    for (i32 step = steps.first; step < steps.end; ++step, place.step()) {
         copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
         if (lane_id() == 0) {
-            load_weights<c, false>(s, args, tile, rank, k, place.slot);
-            load_rows<c>(s, x, tile, rank, k, place.slot);
+            load_weights<c, false>(s, args, tile, rank, step * c.depth(), place.slot);
+            load_rows<c>(s, x, tile, rank, step * c.depth(), place.slot);
         }
         scales.load(s, args, tile, place.slot);
     }

@@ -41,7 +41,7 @@ MOECOMM_FN void load_gathered(GemmShared<c>& s, const GatherMatmulArgs& a, const
         const i32 first_row = found.block * a.gemm.grouping.group_rows;
         if (found.block == round.rank()) {
             found.tile.row -= first_row;
-            load_tile_and_scales(s, a.gemm, a.gemm.x, a.gemm.x_scales, found.tile, rank, place);
+            load_tile_and_scales(s, a.gemm, a.gemm.x, a.gemm.x_scales, found.tile, rank, all_steps<c>(a.gemm), place);
             continue;
         }
         const TensorMap* const x = a.gathered + round.half() * kRowMaps;
@@ -53,7 +53,7 @@ MOECOMM_FN void load_gathered(GemmShared<c>& s, const GatherMatmulArgs& a, const
         const RowFlags flags(a, round, found.block, found.tile.row - first_row, found.tile.rows);
         if (failed || flags.have(round)) {
             if (loads) fence_async();
-            load_tile_and_scales(s, a.gemm, x, x_scales, found.tile, rank, place);
+            load_tile_and_scales(s, a.gemm, x, x_scales, found.tile, rank, all_steps<c>(a.gemm), place);
             continue;
         }
         const i32 ahead = min(c.stages, steps);

@@ -88,6 +88,8 @@ struct EmbeddingArgs {
 
 // Lines of 120 bytes of content (protocol/packets.h) in the packet of a unit of the GEMV, for 8 or 16 rows.
 MOECOMM_BOTH constexpr i32 gemv_lines(i32 most_rows) { return ceil_div(most_rows * kGemvColumns * 2, 120); }
+// Bytes of SplitSums (split_depth.cuh), which asserts that they are enough.
+MOECOMM_BOTH constexpr i32 split_sums_bytes(i32 most_rows) { return most_rows / 8 * kMathGroups * kWarpgroup * 16 + 16; }
 // Dynamic shared memory of a block of the GEMV, which asserts that it is enough.
 MOECOMM_BOTH constexpr i32 gemv_shared_bytes(i32 most_rows) {
     return kGemvGroups * (kGemvWarps * most_rows * kGemvColumns * 4 + gemv_lines(most_rows) * 120);

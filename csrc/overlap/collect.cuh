@@ -16,9 +16,9 @@ constexpr i32 kCollected = 4;                     // loads of a lane in flight
 enum Counter : i32 { kPartsCounter, kReducedCounter };
 constexpr i32 kReducedWarp = 3;  // of a block: it collects no parts of an all-reduce
 
-template <GemmConfig c, Send send, i32 ranks>
+template <GemmConfig c, Send send, i32 ranks, i32 split = 1>
 MOECOMM_FN SendTiles<send, ranks> send_tiles(const SendMatmulArgs& a) {
-    return {a, c.cluster, kTileRowBytes<c>};
+    return {a, c.cluster, kTileRowBytes<c>, split};
 }
 
 // One slice of a tile, whose columns are those of one block of a cluster.
@@ -63,9 +63,9 @@ MOECOMM_FN void copy_slice(const Slice& slice, const BlockTile& found, i32 resul
 
 // Adds up the parts of this rank's units, in rank order, in float32, rounded once. A whole warp. All-reduce: sends the sums to all ranks.
 // Returns at once on failure, which end() reports.
-template <GemmConfig c, Send send, i32 ranks>
+template <GemmConfig c, Send send, i32 ranks, i32 split>
 MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round) {
-    const auto tiles = send_tiles<c, send, ranks>(a);
+    const auto tiles = send_tiles<c, send, ranks, split>(a);
     const i32 rank = round.rank(), items = tiles.parts(rank) * a.slices, columns = a.gemm.columns;
     for (i32 item = round.take(kPartsCounter); item < items; item = round.take(kPartsCounter)) {
         const i32 part = item / a.slices, index = part / c.cluster * ranks + rank, of_cluster = part % c.cluster;
@@ -74,7 +74,7 @@ MOECOMM_FN void collect_sums(const SendMatmulArgs& a, const OverlapRound& round)
         const Slice slice = slice_of<c>(found, of_cluster, item % a.slices);
         if (slice.rows <= 0 || slice.column >= columns) continue;
         const u64* const flags = round.flag(rank, tiles.staged_flag(part, 0));
-        if (!round.await(ranks, [&](i32 i) { return flags + i; }, [](i32 i) { return i; })) return;
+        if (!round.await(ranks * split, [&](i32 i) { return flags + i; }, [](i32 i) { return i / split; })) return;
         const u64 staged = round.staging(rank) + tiles.staged(part, 0), pitch = tiles.staged(0, 1);
         constexpr i32 together = ranks < 3 ? 2 : 1;  // rows; more would not fit the registers of the loader warpgroup
         uint4 held[together][ranks];
@@ -125,9 +125,9 @@ MOECOMM_FN void collect_copies(const SendMatmulArgs& a, const OverlapRound& roun
 }
 
 // All-reduce: copies the sums that other ranks have sent to the result. As collect_sums().
-template <GemmConfig c, i32 ranks>
+template <GemmConfig c, i32 ranks, i32 split>
 MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& round) {
-    const auto tiles = send_tiles<c, Send::all_reduce, ranks>(a);
+    const auto tiles = send_tiles<c, Send::all_reduce, ranks, split>(a);
     const i32 rank = round.rank(), items = tiles.count() * c.cluster * a.slices, columns = a.gemm.columns;
     for (i32 item = round.take(kReducedCounter); item < items; item = round.take(kReducedCounter)) {
         const i32 of_cluster = item / a.slices % c.cluster, index = item / a.slices / c.cluster, owner = tiles.destination(index);
@@ -145,15 +145,15 @@ MOECOMM_FN void collect_reduced(const SendMatmulArgs& a, const OverlapRound& rou
 // The items that the warps of a kernel collect: first the parts, then, if they may, what other ranks have reduced. Waits for parts end
 // without the help of any collecting warp, and waits for reduced tiles need only warps that collect parts, so warps of both kinds never
 // wait in a circle.
-template <GemmConfig c, Send send, i32 ranks>
+template <GemmConfig c, Send send, i32 ranks, i32 split>
 MOECOMM_FN void collect(const SendMatmulArgs& a, const OverlapRound& round) {
     if constexpr (send == Send::all_to_all) {
         collect_copies<c, ranks>(a, round);
     } else if constexpr (send == Send::reduce_scatter) {
-        collect_sums<c, send, ranks>(a, round);
+        collect_sums<c, send, ranks, split>(a, round);
     } else {
-        if (warp_id() != kReducedWarp) collect_sums<c, send, ranks>(a, round);
-        collect_reduced<c, ranks>(a, round);
+        if (warp_id() != kReducedWarp) collect_sums<c, send, ranks, split>(a, round);
+        collect_reduced<c, ranks, split>(a, round);
     }
 }
 

@@ -15,19 +15,22 @@
 // collects acquires the flags, and reads staging past L1.
 #pragma once
 #include "collect.cuh"
+#include "split_depth.cuh"
 
 namespace moecomm {
 
 constexpr i32 kStoredTiles = 2;  // a tile is announced while the next one is multiplied
 
-template <GemmConfig c>
+template <GemmConfig c, i32 split>
 struct SendShared {
     GemmShared<c> gemm;
+    SplitSums<c, split> split_sums;
     u64 stored[kStoredTiles];     // completes when all math warps have stored the tile
     u64 announced[kStoredTiles];  // completes when the tile's flag is raised
 
     MOECOMM_FN void init() {
         gemm.barriers.init();
+        split_sums.init();
         for (i32 i = 0; i < kStoredTiles; ++i) {
             barrier_init(&stored[i], kMathGroups * kWarpgroup / kWarp);
             barrier_init(&announced[i], 1);
@@ -48,12 +51,13 @@ struct StoredPlace {
 };
 
 // Calls body(tile) for all tiles of this block's cluster, in order.
-template <GemmConfig c, Send send, i32 ranks, class Body>
+template <GemmConfig c, Send send, i32 ranks, i32 split, class Body>
 MOECOMM_FN void for_my_tiles(const SendMatmulArgs& a, const Body& body) {
-    const auto tiles = send_tiles<c, send, ranks>(a);
-    const i32 clusters = static_cast<i32>(gridDim.x) / c.cluster;
+    const auto tiles = send_tiles<c, send, ranks, split>(a);
+    constexpr i32 cluster = c.cluster * split;
+    const i32 clusters = static_cast<i32>(gridDim.x) / cluster;
     BlockTile found;
-    for (i32 index = blockIdx.x / c.cluster; tiles.find(index, found); index += clusters) body(found);
+    for (i32 index = blockIdx.x / cluster; tiles.find(index, found); index += clusters) body(found);
 }
 
 // Store policy: rows `pitch` bytes apart, from where row 0 and column 0 of the product would be.
@@ -65,9 +69,9 @@ struct StorePitched {
         store_vector(base + static_cast<i64>(row) * pitch + column * 2, values);
     }
 };
-template <GemmConfig c, Send send, i32 ranks>
+template <GemmConfig c, Send send, i32 ranks, i32 split>
 MOECOMM_FN StorePitched store_at(const SendMatmulArgs& a, const OverlapRound& round, const BlockTile& found, i32 of_cluster) {
-    const auto tiles = send_tiles<c, send, ranks>(a);
+    const auto tiles = send_tiles<c, send, ranks, split>(a);
     const i32 to = tiles.destination(found.index);
     if (send == Send::all_to_all && to == round.rank()) {
         const i32 pitch = a.gemm.columns * 2;
@@ -79,17 +83,30 @@ MOECOMM_FN StorePitched store_at(const SendMatmulArgs& a, const OverlapRound& ro
 }
 
 // The math role: a warpgroup multiplies tiles from the ring and stores them.
-template <GemmConfig c, Send send, i32 ranks>
-MOECOMM_FN void make_sent_tiles(SendShared<c>& s, const SendMatmulArgs& a, const OverlapRound& round) {
-    const i32 math_group = threadIdx.x / kWarpgroup - 1, steps = ceil_div(a.gemm.depth, c.depth());
+template <GemmConfig c, Send send, i32 ranks, i32 split>
+MOECOMM_FN void make_sent_tiles(SendShared<c, split>& s, const SendMatmulArgs& a, const OverlapRound& round) {
+    const i32 math_group = threadIdx.x / kWarpgroup - 1;
+    const Steps mine = my_steps<c, split>(a.gemm);
     RingPlace<c> place;
     StoredPlace stored;
-    u32 turns = 0;
+    u32 turns = 0, phase = 0;
     float accum[c.parts()][c.most_rows / 2] = {};
-    for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) {
-        multiply_padded<c>(s.gemm, place, math_group, steps, found.tile.padded, accum);
-        store_accum<c>(accum, found.tile, math_group, a.gemm.columns, shared_address(s.gemm.staging), turns,
-                       store_at<c, send, ranks>(a, round, found, place_in_cluster<c>()));
+    for_my_tiles<c, send, ranks, split>(a, [&](const BlockTile& found) {
+        const auto out = store_at<c, send, ranks, split>(a, round, found, place_in_cluster<c>());
+        const u32 staging = shared_address(s.gemm.staging);
+        if constexpr (split == 1) {
+            multiply_padded<c>(s.gemm, place, math_group, mine.end, found.tile.padded, accum);
+            store_accum<c>(accum, found.tile, math_group, a.gemm.columns, staging, turns, out);
+        } else {
+            if (mine.first < mine.end) {
+                multiply_padded<c>(s.gemm, place, math_group, mine.end - mine.first, found.tile.padded, accum);
+            } else {
+                for (float& sum : accum[0]) sum = 0;
+            }
+            add_blocks(s.split_sums, accum[0], phase);
+            store_accum<c>(accum, found.tile, math_group, a.gemm.columns, staging, turns,
+                           StoreMine<split, StorePitched>{out, found.tile.row});
+        }
         copy_wait(&s.announced[stored.slot], stored.phase ^ 1);
         __syncwarp();
         if (lane_id() == 0) arrive(&s.stored[stored.slot]);
@@ -98,26 +115,28 @@ MOECOMM_FN void make_sent_tiles(SendShared<c>& s, const SendMatmulArgs& a, const
 }
 
 // The role of warp 1: one thread.
-template <GemmConfig c, Send send, i32 ranks>
-MOECOMM_FN void announce_tiles(SendShared<c>& s, const SendMatmulArgs& a, const OverlapRound& round) {
-    const auto tiles = send_tiles<c, send, ranks>(a);
+template <GemmConfig c, Send send, i32 ranks, i32 split>
+MOECOMM_FN void announce_tiles(SendShared<c, split>& s, const SendMatmulArgs& a, const OverlapRound& round) {
+    const auto tiles = send_tiles<c, send, ranks, split>(a);
     StoredPlace stored;
-    for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) {
+    for_my_tiles<c, send, ranks, split>(a, [&](const BlockTile& found) {
         const i32 to = tiles.destination(found.index), part = tiles.part(found.index, place_in_cluster<c>());
         copy_wait(&s.stored[stored.slot], stored.phase);
         if (send != Send::all_to_all || to != round.rank())
-            store_release(round.flag(to, tiles.staged_flag(part, round.rank())), round.number);
+            store_release(round.flag(to, tiles.staged_flag(part, round.rank()) + place_in_split<split>()), round.number);
         arrive(&s.announced[stored.slot]);
         stored.step();
     });
 }
 
 // The kernel: all threads of all blocks, in whole clusters, no more blocks than are resident. All waits have the Window's deadline.
-template <GemmConfig c, Send send, i32 ranks>
+template <GemmConfig c, Send send, i32 ranks, i32 split>
 MOECOMM_FN void matmul_send(const SendMatmulArgs& a) {
     extern __shared__ __align__(1024) u8 memory[];
-    auto& s = *reinterpret_cast<SendShared<c>*>(memory);
-    static_assert(sizeof(SendShared<c>) <= c.shared_bytes() + 64, "what is launched");
+    auto& s = *reinterpret_cast<SendShared<c, split>*>(memory);
+    static_assert(split == 1 || (c.cluster == 1 && send == Send::all_reduce), "split products have clusters of their own");
+    static_assert(sizeof(SendShared<c, split>) <= c.shared_bytes() + (split > 1 ? split_sums_bytes(c.most_rows) : 0) + 64,
+                  "what is launched");
     constexpr RoleRegisters registers = !c.swapped && send == Send::all_to_all ? kRowsCopyRegisters : kRoleRegisters;
     if (threadIdx.x == 0) {
         prefetch_map(a.gemm.w);
@@ -127,27 +146,28 @@ MOECOMM_FN void matmul_send(const SendMatmulArgs& a) {
     }
     await_earlier_kernels();
     launch_dependents();
-    sync_cluster<c.cluster>();
+    sync_cluster<c.cluster * split>();
     const OverlapRound round(a.overlap);
     if (threadIdx.x < kWarpgroup) {
         reg_dealloc<registers.link>();
         if (warp_id() == 0) {
             const i32 rank = place_in_cluster<c>();
             RingPlace<c> place;
-            for_my_tiles<c, send, ranks>(a, [&](const BlockTile& found) {
-                load_tile_and_scales(s.gemm, a.gemm, a.gemm.x, a.gemm.x_scales, found.tile, rank, place);
+            for_my_tiles<c, send, ranks, split>(a, [&](const BlockTile& found) {
+                load_tile_and_scales(s.gemm, a.gemm, a.gemm.x, a.gemm.x_scales, found.tile, rank, my_steps<c, split>(a.gemm), place);
             });
         } else if (warp_id() == 1) {
-            if (lane_id() == 0) announce_tiles<c, send, ranks>(s, a, round);
+            if (lane_id() == 0) announce_tiles<c, send, ranks, split>(s, a, round);
         } else if (warp_id() >= 2) {
-            collect<c, send, ranks>(a, round);
+            collect<c, send, ranks, split>(a, round);
         }
     } else {
         reg_alloc<registers.product>();
-        make_sent_tiles<c, send, ranks>(s, a, round);
-        collect<c, send, ranks>(a, round);
+        make_sent_tiles<c, send, ranks, split>(s, a, round);
+        collect<c, send, ranks, split>(a, round);
     }
-    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory
+    if constexpr (c.cluster * split > 1)
+        sync_cluster<c.cluster * split>();  // a block must not exit while peers load or arrive in its shared memory
     round.end();
 }
 

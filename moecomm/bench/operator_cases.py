@@ -104,7 +104,9 @@ def _reductions(ranks: int) -> _Sizes:
         for batch in (1, 4, 16)
     ]
     many: _Sizes = [
-        (f"llama-70b down, {rows}", "bf16", ((rows, 28672 // ranks), (8192, 28672 // ranks))) for rows in (128, 1024)
+        (f"{name} down, {rows}", "bf16", ((rows, inner // ranks), (hidden, inner // ranks)))
+        for name, hidden, inner in (("llama-8b", 4096, 14336), ("llama-70b", 8192, 28672))
+        for rows in (32, 64, 128, 256, 512, 1024)
     ]
     return [*few, *many, ("8192 x 8192 x 3584", "fp16", ((8192, 3584), (8192, 3584)))]
 

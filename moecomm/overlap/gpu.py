@@ -25,6 +25,7 @@ from moecomm.overlap.gpu_products import (
     band_of,
     check_matrices,
     choose,
+    choose_split,
     gemm_args,
     grouping,
     new_product,
@@ -32,7 +33,7 @@ from moecomm.overlap.gpu_products import (
     values_of,
 )
 from moecomm.overlap.kernels_structs import EmbeddingArgs, GatherMatmulArgs, GemvArgs, Overlap, SendMatmulArgs
-from moecomm.overlap.sizes import Matrix
+from moecomm.overlap.sizes import FP8, Matrix
 from moecomm.window import Window
 from moecomm.window.gpu_calls import Handle
 
@@ -275,7 +276,11 @@ class GpuExecutor:
             return
         check_matrices(x, w)
         ranks, columns, dtype = self._ranks, values_of(w).shape[-2], values_of(x).dtype
-        schedule = choose(dtype, self.schedule, rows, blocks, columns, _NOMINAL_DEPTH, self._units)
+        split = 1
+        if send == "all_reduce" and dtype != FP8 and self.schedule is None:
+            split, schedule = choose_split(rows, columns, self._units)
+        if split == 1:
+            schedule = choose(dtype, self.schedule, rows, blocks, columns, _NOMINAL_DEPTH, self._units)
         order = grouping(dtype, schedule, blocks, rows, columns, -(-band_of(dtype) // ranks) * ranks)
         row_tiles = -(-rows // schedule.most_rows)
         tiles = row_tiles * blocks * order.column_tiles
@@ -284,9 +289,9 @@ class GpuExecutor:
         slices = -(-pitch_rows // kernels.SLICE_ROWS)
         parts = -(-tiles // ranks) * schedule.cluster * ranks
         results = parts * pitch_rows * block_columns(dtype) * out.itemsize
-        flags, needed = parts, results
+        flags, needed = parts * split, results
         if send == "all_reduce":
-            flags, needed = parts + tiles * schedule.cluster * slices, 2 * results
+            flags, needed = flags + tiles * schedule.cluster * slices, 2 * results
         self._check_room("flags", flags, kernels.FLAGS)
         self._check_room("staging", needed, self.staging_bytes)
         args = SendMatmulArgs(
@@ -296,8 +301,9 @@ class GpuExecutor:
             pitch_rows=pitch_rows,
             slices=slices,
         )
-        blocks = self._units // schedule.cluster * schedule.cluster
-        self._launch(kernels.send_kernel(dtype, schedule, send, ranks), blocks, args)
+        kernel = kernels.send_kernel(dtype, schedule, send, ranks, split)
+        units = tiles * split if split > 1 else self._units // schedule.cluster * schedule.cluster
+        self._launch(kernel, units, args)
 
     def _staging(self) -> list[int]:
         """Addresses of both halves of this rank's staging."""

@@ -11,7 +11,7 @@ from moecomm.errors import Unsupported
 from moecomm.fused import schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.kernels import SLOT_ROW_BYTES
-from moecomm.fused.schedules import BAND, FP8_BAND, FP8_SCHEDULES, SCHEDULES, Schedule, block_columns
+from moecomm.fused.schedules import BAND, BLOCK_COLUMNS, FP8_BAND, FP8_SCHEDULES, SCHEDULES, Schedule, block_columns
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.overlap.sizes import FP8, OF_FP8, Matrix
 
@@ -33,6 +33,27 @@ def choose(
     if dtype == FP8:
         return FP8_SCHEDULES[name or schedules.choose_fp8(rows, blocks, columns, units)]
     return SCHEDULES[name or schedules.choose(rows, blocks, columns, depth, units)]
+
+
+# For products whose depth is split, by tile height: shared memory holds the sums of a block, too.
+SPLIT_SCHEDULES = {
+    64: Schedule(row_unit=16, most_rows=64, stages=6, cluster=1),
+    128: Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
+}
+_SPLITS = (4, 2)  # blocks of a cluster
+# Multiprocessors of a GPC come in pairs, so clusters of 4 leave two of each of at most 8 GPCs unused.
+_UNUSED = {2: 0, 4: 16}
+
+
+def choose_split(rows: int, columns: int, units: int) -> tuple[int, Schedule]:
+    """Return how many blocks split the depth of a product, and the schedule for it; 1: it is not split.
+
+    A block loads all of w that its tile needs, so tiles are as high as there are rows.  If they are few, several blocks
+    share the depth of each: as many as can run at once, because tiles of all ranks wait for each other.
+    """
+    schedule = SPLIT_SCHEDULES[64 if rows <= 64 else 128]
+    tiles = -(-rows // schedule.most_rows) * -(-columns // BLOCK_COLUMNS)
+    return next((split for split in _SPLITS if split * tiles <= units - _UNUSED[split]), 1), schedule
 
 
 def band_of(dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -28,10 +29,17 @@ def gather_kernel(dtype: torch.dtype, schedule: Schedule) -> SharedKernel:
 
 
 @lru_cache(maxsize=64)
-def send_kernel(dtype: torch.dtype, schedule: Schedule, send: str, ranks: int) -> SharedKernel:
-    """Return the kernel of a product whose tiles go to other ranks; `send`: one of SENDS."""
-    more = f", Send::{send}, {ranks}"
-    return _product("matmul_send", more, "SendMatmulArgs", dtype, schedule, _BARRIERS_BYTES)
+def send_kernel(dtype: torch.dtype, schedule: Schedule, send: str, ranks: int, split: int = 1) -> SharedKernel:
+    """Return the kernel of a product whose tiles go to other ranks; `send`: one of SENDS.
+
+    split: blocks of a cluster that multiply parts of the depth of a tile; schedules of it have clusters of 1.
+    """
+    more = f", Send::{send}, {ranks}, {split}"
+    beside = _BARRIERS_BYTES
+    if split > 1:
+        beside += _native.split_sums_bytes(schedule.most_rows)
+    kernel = _product("matmul_send", more, "SendMatmulArgs", dtype, schedule, beside)
+    return replace(kernel, cluster=schedule.cluster * split)
 
 
 def _product(name: str, more: str, args: str, dtype: torch.dtype, schedule: Schedule, beside: int) -> SharedKernel:

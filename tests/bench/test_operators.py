@@ -97,7 +97,7 @@ def test_what_can_not_be_measured_is_refused() -> None:
     with pytest.raises(BadInput, match="dtype"):
         operators.Settings("all_gather_matmul", 2, "lsa", dtype="int8").check()
     of_fp8 = operators.Settings("matmul_all_reduce", 2, "lsa", dtype="fp8")
-    assert {case.dtype for case in of_fp8.cases} == {"fp8"} and len(of_fp8.cases) == 3
+    assert {case.dtype for case in of_fp8.cases} == {"fp8"} and len(of_fp8.cases) > 2
     with pytest.raises(BadInput, match="case"):
         operators.Settings("embedding_all_to_all", 2, "lsa", dtype="fp8").check()
     with pytest.raises(Unsupported, match="no GPU"):

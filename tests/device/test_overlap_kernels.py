@@ -8,6 +8,7 @@ import torch
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.jit.plain_kernel import PlainKernel
 from moecomm.overlap import kernels
+from moecomm.overlap.gpu_products import SPLIT_SCHEDULES
 from moecomm.overlap.sizes import FP8
 
 from ..compiled import check_kernel
@@ -21,6 +22,14 @@ ALL: dict[str, PlainKernel] = {
         for send in kernels.SENDS
         for name in ("64x8c1", "256x4c2u16")
         for ranks in (1, 2, 3, 4, 8)
+    },
+    **{
+        f"split all_reduce, {rows} rows by {split}, {ranks} ranks": kernels.send_kernel(
+            BF16, schedule, "all_reduce", ranks, split
+        )
+        for rows, schedule in SPLIT_SCHEDULES.items()
+        for split in (2, 4)
+        for ranks in (1, 2, 8)
     },
     **{f"FP8 gather, {name}": kernels.gather_kernel(FP8, schedule) for name, schedule in FP8_SCHEDULES.items()},
     **{
@@ -38,6 +47,7 @@ ALL: dict[str, PlainKernel] = {
 }
 PLAIN = (
     *("gather, 256x4c2u16", "all_reduce, 64x8c1, 8 ranks", "GEMV, 16 rows, 8 ranks", f"embedding, {BF16}"),
+    "split all_reduce, 128 rows by 4, 8 ranks",
     *("FP8 gather, 128x4c1r", "FP8 all_reduce, 64x5c2, 8 ranks", "FP8 all_to_all, 128x4c1r, 8 ranks"),
 )
 

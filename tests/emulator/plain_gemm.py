@@ -63,6 +63,13 @@ BODIES: dict[str, dict[str, str]] = {
         "store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});",
         "store_shared_words": "const u32 words[2] = {first, second}; memcpy(emulator::shared_at(address), words, 8);",
     },
+    "overlap/split_depth.cuh": {
+        "release_at": "emulator::bring(*reinterpret_cast<u64*>(emulator::of_cluster(2, rank)->shared + "
+        "emulator::offset_of(barrier)), 1, 0);",
+        "acquire_wait": "copy_wait(barrier, parity);",
+        "load_of_block": "float4 v; memcpy(&v, emulator::of_cluster(2, rank)->shared + emulator::offset_of(from), 16); "
+        "return v;",
+    },
     "overlap/gemv_all_reduce.cuh": {
         "load_streamed": "uint4 v; memcpy(&v, reinterpret_cast<const void*>(from), 16); return v;",
         "multiply_small": "emulator::multiply_small<static_cast<int>(type)>(d, {a0, a1, a2, a3}, {b0, b1});",

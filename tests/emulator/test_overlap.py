@@ -13,6 +13,7 @@ import torch
 import moecomm
 from moecomm import _native
 from moecomm.fused import Fp8, schedules, tensor_maps
+from moecomm.overlap import gpu, gpu_products
 from moecomm.overlap.reference import in_float64
 from moecomm.overlap.sizes import FP8
 from moecomm.window.failures import error_of
@@ -139,6 +140,41 @@ def test_matmul_and_reduce(operator: str, name: str, monkeypatch: pytest.MonkeyP
 def of_rank(x: Any, rank: int) -> Any:
     """Rows of all experts for a rank."""
     return Fp8(x.data[:, rank], x.scales[:, rank]) if isinstance(x, Fp8) else x[:, rank]
+
+
+SPLITS = {
+    "one tile": (2, (40, 72, 264), torch.bfloat16),
+    "three ranks, tall": (3, (75, 128, 136), torch.float16),
+    "several tiles": (2, (150, 264, 520), torch.bfloat16),
+    "fewer steps than blocks": (2, (17, 136, 8), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(SPLITS, "several tiles", "fewer steps than blocks"))
+def test_all_reduce_of_a_split_depth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks share the depth of each tile."""
+    ranks, (rows, columns, depth), dtype = SPLITS[name]
+    schedule = gpu_products.SPLIT_SCHEDULES[64 if rows <= 64 else 128]
+    monkeypatch.setattr(gpu, "choose_split", lambda *shape: (2, schedule))
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            x, w = inputs(ranks, (rows, depth), (columns, depth), dtype, turn)
+            wanted = summed([product(*pair) for pair in zip(x, w, strict=True)])
+            for rank, y in enumerate(machine.call("matmul_all_reduce", x, w)):
+                assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())
+
+
+@pytest.mark.parametrize("units", [132, 114, 66, 33, 2])
+def test_split_products_run_at_once(units: int) -> None:
+    splits = set()
+    for rows in (17, 32, 64, 65, 128, 129, 512, 1000):
+        for columns in (8, 1024, 4096, 8192, 16384):
+            split, schedule = gpu_products.choose_split(rows, columns, units)
+            tiles = -(-rows // schedule.most_rows) * -(-columns // 128)
+            splits.add(split)
+            assert split == 1 or split * tiles <= units
+            assert 4 * tiles > units - 16 or split == 4
+    assert units < 33 or splits == {1, 2, 4}
 
 
 EXPERTS = {

@@ -111,6 +111,9 @@ def cases(ranks: int) -> list[Case]:
         Case("matmul_reduce_scatter", (1024 * ranks, 2048), (4096, 2048), FP8),
         Case("matmul_all_reduce", (1500, 1032), (2056, 1032), fp16),
         Case("matmul_all_reduce", (40, 512), (1024, 512)),
+        Case("matmul_all_reduce", (17, 64), (8, 64)),  # split over more blocks than it has steps
+        Case("matmul_all_reduce", (100, 4096), (2056, 4096)),
+        Case("matmul_all_reduce", (128, 3584), (8192, 3584), fp16),
         Case("matmul_all_reduce", (4096, 1024), (4096, 1024)),
         Case("matmul_all_reduce", (1, 4096), (8192, 4096), fp16),
         Case("matmul_all_reduce", (13, 1032), (1096, 1032)),
