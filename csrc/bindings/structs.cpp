@@ -101,8 +101,8 @@ Structs structs() {
            FIELD(pad))
     STRUCT(WindowCallArgs, FIELD(window), FIELD(value), FIELD(rank), FIELD(index))
     STRUCT(Overlap, FIELD(window), FIELD(peers), FIELD(control), FIELD(state), FIELD(flags), FIELD(packets), FIELD(staging))
-    STRUCT(GatherMatmulArgs, FIELD(gemm), FIELD(gathered), FIELD(overlap), FIELD(x), FIELD(gathered_out),
-           FIELD(gathered_scales_out), FIELD(scales), FIELD(piece_rows), FIELD(pieces))
+    STRUCT(GatherMatmulArgs, FIELD(gemm), FIELD(gathered), FIELD(overlap), FIELD(x), FIELD(gathered_out), FIELD(gathered_scales_out),
+           FIELD(scales), FIELD(piece_rows), FIELD(pieces))
     STRUCT(SendMatmulArgs, FIELD(gemm), FIELD(overlap), FIELD(results), FIELD(pitch_rows), FIELD(slices))
     STRUCT(GemvArgs, FIELD(overlap), FIELD(x), FIELD(w), FIELD(out), FIELD(rows), FIELD(columns), FIELD(depth), FIELD(pad))
     STRUCT(EmbeddingArgs, FIELD(overlap), FIELD(tables), FIELD(indices), FIELD(offsets), FIELD(out), FIELD(num_rows), FIELD(num_indices),

@@ -31,6 +31,11 @@ def words(buffer: Buffer, x: T, idx: T, layer: Any) -> None:
     workspace = moecomm.overlap.Workspace("self", 4096)
     assert_type(moecomm.overlap.all_gather_matmul(x, x, workspace), T)
     assert_type(moecomm.overlap.all_gather_matmul(x, x, workspace, return_gathered=True), tuple[T, T])
+    fp8 = moecomm.fused.Fp8(x, x)
+    assert_type(moecomm.overlap.all_gather_matmul(fp8, fp8, workspace), T)
+    assert_type(
+        moecomm.overlap.all_gather_matmul((x, x), fp8, workspace, return_gathered=True), tuple[T, moecomm.fused.Fp8]
+    )
     moecomm.overlap.matmul_all_reduce(x, x, workspace, fused="yes")  # type: ignore[arg-type]
     moecomm.overlap.Workspace("self", 4096, backend="nvlink")  # type: ignore[arg-type]
     sizes = moecomm.nn.ExpertParallel(hidden=64, intermediate=64, num_experts=8, topk=2, max_tokens=4)
