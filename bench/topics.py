@@ -34,11 +34,9 @@ the all-to-all ceiling of the same run, over the measured time.  Weights and act
 named, sums travel as the table says, and DeepSeek-V3 is hidden 7168, top-8 of 256 experts.
 
 Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
-
 {LEGEND}  Each result keeps its commit and a digest of the source of each
 kernel, with what it includes and without comments; rows whose kernels have other digests today are marked.
-`tests/test_readme.py` fails if the marks or figures of this page, or of the main README, are not what
-`bench/readme.py` would write."""
+`tests/test_readme.py` fails if the marks or figures of this page or the main README are not those of the generator."""
 
 
 class Topic(NamedTuple):
@@ -310,6 +308,7 @@ def correctness() -> str:
         ("random-layers-h200-2", LAYER, "random_layers"),
         ("random-cases-cpu", ("host",), "random_cases"),
         ("kill-plans-cpu", ("host",), "kills"),
+        ("repeated-failures-cpu", ("host",), "repeats"),
     ):
         found = load(name)
         kinds = list(dict.fromkeys(r.get("kind") or r.get("dtype", "domains of CPU ranks") for r in found["rows"]))
@@ -451,6 +450,7 @@ TOPICS = (
             "random-layers-h200-2",
             "random-cases-cpu",
             "kill-plans-cpu",
+            "repeated-failures-cpu",
         ),
         correctness,
     ),

@@ -237,4 +237,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--domain-cases", type=int, help="random cases on CPU ranks in several domains: 60, or 600 of long ones"
     )
     parser.addoption("--gpu-cases", type=int, default=1000, help="random cases on GPUs")
+    parser.addoption(
+        "--repeats", type=int, help="how often tests of failures repeat one: a few times, or more of long ones"
+    )
     parser.addoption("--seed", type=int, default=0, help="which random cases")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import moecomm
+from moecomm.core.settings import Settings
 from moecomm.dispatch import reference
 
 from .conftest import Ranks
@@ -87,7 +88,14 @@ DIFFERENT = {
     "dtype": torch.float32,
     "window_bytes": 1 << 20,
     "domain_ranks": 1,
+    "wire": "exact",
+    "capacity_factor": 2.0,
 }
+
+
+def test_every_setting_is_among_them() -> None:
+    """But the backend, of which a machine without GPUs has one."""
+    assert set(DIFFERENT) == set(Settings._NAMES) - {"magic", "version"}
 
 
 def _open_with(rank: int, group: Any, field: str) -> tuple[str, float]:

@@ -66,7 +66,7 @@ def test_only_config_reads_the_environment() -> None:
     assert those_with(r"^(?!.*NCCL_NVLS_ENABLE).*(os\.environ|\bgetenv\b)", others + native) == []
 
 
-def test_nothing_is_unpickled_and_no_shell_is_asked() -> None:
+def test_nothing_is_unpickled_or_evaluated_and_no_shell_is_asked() -> None:
     """Not even through torch: object collectives pickle."""
     mine = [path for path in PYTHON if path != Path(__file__)]
     assert (
@@ -76,6 +76,10 @@ def test_nothing_is_unpickled_and_no_shell_is_asked() -> None:
         == []
     )
     assert those_with(r"shell=True|os\.system\(|os\.popen\(", mine) == []
+    assert (
+        those_with(r"(?<![\w.])(eval|exec)\(", [path for path in mine if not path.is_relative_to(ROOT / "tests")]) == []
+    )
+    assert those_with(r"\b(system|popen|exec[lv]p?e?|posix_spawnp?)\(", NATIVE) == []
 
 
 def test_nothing_is_put_where_others_can_reach_it() -> None:
@@ -226,7 +230,9 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     words = found["command"].split()
     if "-m" in words:  # python -m moecomm.bench, torchrun ... -m moecomm.bench
         module = words[words.index("-m") + 1]
-        assert importlib.util.find_spec(f"{module}.__main__"), f"{module} can't be run"
+        spec = importlib.util.find_spec(module)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        assert spec and (not is_package or importlib.util.find_spec(f"{module}.__main__")), f"{module} can't be run"
     else:
         assert (ROOT / words[1]).is_file(), f"{words[1]} does not exist"
 

@@ -22,6 +22,7 @@ from moecomm.testing import LocalBuffers
 
 from .. import kill_plans
 from ..conftest import Ranks
+from ..few import few
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 10, "topk": 3, "max_tokens": 16, "backend": "host"}
 
@@ -101,7 +102,7 @@ def test_ids_of_lost_experts_count_as_none() -> None:
     assert ids.range_of(range(2, 4)) == range(6, 8)
 
 
-def stopped(rank: int, group: Any, pids: Any, resume: Any) -> Any:
+def stopped(rank: int, group: Any, pids: Any) -> Any:
     """Rank 1 stops for longer than the deadline; the others go on without it."""
     pids[rank] = os.getpid()
     buffer = moecomm.Buffer(group, **SIZES, timeout_s=0.4)
@@ -122,12 +123,15 @@ def stopped(rank: int, group: Any, pids: Any, resume: Any) -> Any:
     return type(error), error.peer, found.lost
 
 
-def test_a_stopped_rank_is_left_out_and_harms_no_round(ranks: Ranks) -> None:
-    pids = ranks._context.Array("i", 3)
-    ranks.start(3, stopped, pids, None)
-    found = ranks.results(3)
-    assert found[0] == found[2] == (moecomm.Timeout, 1, (1,))
-    assert found[1][1] == (0, 2) and issubclass(found[1][0], moecomm.RoundFailed)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("times", few((1, 10), 1))
+def test_a_stopped_rank_is_left_out_and_harms_no_round(ranks: Ranks, times: int, pytestconfig: pytest.Config) -> None:
+    for _ in range(pytestconfig.getoption("--repeats") or times):
+        pids = ranks._context.Array("i", 3)
+        ranks.start(3, stopped, pids)
+        found = ranks.results(3)
+        assert found[0] == found[2] == (moecomm.Timeout, 1, (1,))
+        assert found[1][1] == (0, 2) and issubclass(found[1][0], moecomm.RoundFailed)
 
 
 def over_threads(call: Callable[[moecomm.Buffer], Any], ranks: int = 3, **sizes: Any) -> list[Any]:

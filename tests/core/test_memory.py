@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 import moecomm
 from moecomm import _native
 from moecomm.core.memory import WindowMemory
+
+from ..backends.conftest import run_ranks
 
 
 def ranges(blocks: list[_native.Block]) -> set[range]:
@@ -41,3 +46,26 @@ def test_a_graph_keeps_its_memory_for_graphs() -> None:
     assert not any(set(mine) & set(graph) for mine in ranges(eager) for graph in theirs)
     capturing = True
     assert ranges(memory.allocate(1000, 2000)) == theirs, "rounds of two graphs never run at the same time"
+
+
+def test_memory_that_is_out_on_one_rank_ends_the_round_on_all() -> None:
+    def body(group: Any) -> str:
+        x, ids = torch.ones(2, 64).bfloat16(), torch.tensor([[0], [1]])
+        with moecomm.Buffer(group, hidden=64, num_experts=2, topk=1, max_tokens=2, backend="host") as buffer:
+            memory = buffer.rounds.memory
+            allocate = memory.allocate
+            if group.rank == 1:
+                memory.allocate = no_memory  # type: ignore[method-assign]
+                with pytest.raises(torch.OutOfMemoryError):
+                    buffer.dispatch(x, ids)
+                memory.allocate = allocate  # type: ignore[method-assign]
+            with pytest.raises(moecomm.OutOfStep) as caught:
+                buffer.dispatch(x, ids)
+            return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert "0 failed on this rank" in first and "1 failed on this rank" in second
+
+
+def no_memory(*_: int) -> list[_native.Block]:
+    raise torch.OutOfMemoryError
