@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from moecomm import backends, combine, config, dispatch, elastic, overloads
+from moecomm import backends, combine, config, dispatch, elastic, flight, overloads
 from moecomm.combine import options as combine_options
 from moecomm.core import suspension
 from moecomm.core.choices import BackendName, Wire
 from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
-from moecomm.core.rounds import Rounds
 from moecomm.core.settings import Settings, seconds, wanted_device
 from moecomm.dispatch import options as dispatch_options
 from moecomm.fused import layer
@@ -22,7 +21,7 @@ from moecomm.routed import Handle, Routed
 _DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
 
 
-class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory):
+class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded):
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
@@ -82,13 +81,14 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory):
         group = rendezvous(group)
         with opening(group, timeout_s) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
+            flight.prepare()
             name, self.chosen_because = backends.choose(config.asked_backend(backend), wanted)
             sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
             settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor)
-            session = elastic.open_session(self, ranks, settings, wanted, timeout_s)
+            rounds = elastic.open_rounds(self, ranks, settings, wanted, timeout_s)
         self.dtype, self.timeout_s = dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
-        self._take(Rounds(session, settings), suspension.Members(group, ranks.number, timeout_s))
+        self._take(rounds, suspension.Members(group, ranks.number, timeout_s))
 
     @overloads.typed(overloads.Dispatch, dispatch_options.Options)
     def dispatch(
@@ -371,5 +371,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory):
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            flight.left(self.rounds, error)
         self.close()

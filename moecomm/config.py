@@ -6,6 +6,7 @@
 | MOECOMM_CACHE_DIR | where compiled kernels and tuned tables are kept (default: the user's cache directory) |
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
 | MOECOMM_NIC | an emulated NIC between domains of lsa, for tests and benchmarks: GB/s, us, M messages/s, as "50,3,10" |
+| MOECOMM_FLIGHT_DIR | where each rank writes its flight record when a round fails, or on SIGTERM (default: nowhere) |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_SGLANG | likewise in SGLang |
 | MOECOMM_RMA | how the RMA plugin, which reads these five itself, moves bytes: "auto", "loopback" or "tcp" |
@@ -34,6 +35,7 @@ _KNOWN = {
     "MOECOMM_CACHE_DIR": None,
     "MOECOMM_WINDOW": ("nccl", "vmm"),
     "MOECOMM_NIC": None,
+    "MOECOMM_FLIGHT_DIR": None,
     "MOECOMM_VLLM": ("always", "never"),
     "MOECOMM_SGLANG": ("always", "never"),
     "MOECOMM_RMA": ("auto", "loopback", "tcp"),
@@ -84,6 +86,16 @@ def emulated_nic() -> str | None:
     """Return the figures of an emulated NIC between domains; None: there is none."""
     check_environment()
     return os.environ.get("MOECOMM_NIC")
+
+
+def flight_directory() -> Path | None:
+    """Return the folder of flight records; None: none are written.
+
+    Raises BadInput where it is below a home directory that does not exist.
+    """
+    check_environment()
+    chosen = os.environ.get("MOECOMM_FLIGHT_DIR")
+    return _path("MOECOMM_FLIGHT_DIR", chosen) if chosen else None
 
 
 def in_vllm() -> str | None:
@@ -137,7 +149,11 @@ def cache_dir() -> Path:
     """
     check_environment()
     chosen = os.environ.get("MOECOMM_CACHE_DIR") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/moecomm"
+    return _path("MOECOMM_CACHE_DIR", chosen)
+
+
+def _path(name: str, chosen: str) -> Path:
     try:
         return Path(chosen).expanduser().absolute()
     except RuntimeError as error:
-        raise BadInput("MOECOMM_CACHE_DIR", repr(chosen), f"a directory that can be found ({error})") from None
+        raise BadInput(name, repr(chosen), f"a directory that can be found ({error})") from None

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
-from moecomm import backends
+from moecomm import backends, flight
 from moecomm.core import names
+from moecomm.core.experts import ExpertIds
 from moecomm.core.group import Group
 from moecomm.core.membership import Meeting, Shrunk, domain_ranks, ids_of, members_of, require_idle
 from moecomm.core.opening import Opening, opening
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
-from moecomm.core.session import Session
 from moecomm.core.settings import Settings
 from moecomm.core.state import CollectiveCall
 from moecomm.core.suspension import Members
@@ -33,15 +33,22 @@ class _Chosen(Protocol):
     why: str
 
 
-def open_session(
-    buffer: _Chosen, ranks: Opening, settings: Settings, device: torch.device | None, timeout_s: float
-) -> Session:
+def open_rounds(
+    buffer: _Chosen,
+    ranks: Opening,
+    settings: Settings,
+    device: torch.device | None,
+    timeout_s: float,
+    ids: ExpertIds | None = None,
+) -> Rounds:
     """Open a session of a Buffer, and end the opening.  Collective.  Sets `why`, the reason for the backend.
+
+    `ids`: see Rounds.
 
     Raises:
         As Buffer.
     """
-    settings.agree(ranks)
+    identity = settings.agree(ranks)
     settings.check()
     if settings.backend != "host":
         limits.check(settings)
@@ -53,7 +60,7 @@ def open_session(
         ranks.settle()
         undo.pop_all()
     session.context.timeout_ns = int(timeout_s * 1e9)
-    return session
+    return Rounds(session, settings, identity, ids)
 
 
 class ElasticRanks:
@@ -67,7 +74,10 @@ class ElasticRanks:
 
     def _take(self, rounds: Rounds, members: Members) -> None:
         """Make these the rounds of this Buffer."""
+        before: Rounds | None = vars(self).get("rounds")
         self.rounds, self._members = rounds, members
+        rounds.global_ranks = members.group.global_ranks()
+        flight.watch(rounds, before)
         self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
         own = rounds.local_experts
         self.local_experts = own if rounds.ids is None else rounds.ids.range_of(own)
@@ -138,8 +148,8 @@ class ElasticRanks:
                 num_experts=self.num_experts if ids is None else len(ids.kept),
                 domain_ranks=domain_ranks(shrunk.ranks, old),
             )
-            session = open_session(self, ranks, settings, old.device, before)
-        return Rounds(session, settings, ids), members_of(group, session, ranks.number, before), shrunk
+            rounds = open_rounds(self, ranks, settings, old.device, before, ids)
+        return rounds, members_of(group, rounds.session, ranks.number, before), shrunk
 
     def grow(self, group: Any) -> None:
         """Go on with more ranks, or others.  Collective among all of them.
@@ -162,6 +172,6 @@ class ElasticRanks:
             found = rendezvous(group)
             with opening(found, timeout_s) as ranks:
                 settings = replace(old.settings, ranks=ranks.ranks, num_experts=self.num_experts)
-                session = open_session(self, ranks, settings, old.device, timeout_s)
-        self._take(Rounds(session, settings), Members(found, ranks.number, timeout_s))
+                rounds = open_rounds(self, ranks, settings, old.device, timeout_s)
+        self._take(rounds, Members(found, ranks.number, timeout_s))
         old.retire()

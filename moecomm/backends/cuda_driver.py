@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 import weakref
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
@@ -125,6 +126,18 @@ class CopyStream:
     def to_host(self, pinned: int, address: int, nbytes: int) -> None:
         """Copy from a window to pinned memory."""
         call("cuMemcpyDtoHAsync", pinned, address, nbytes, self._stream)
+
+    def peek(self, pinned: PinnedMemory, offset: int, address: int, within_s: float) -> bytes | None:
+        """Read 4 bytes of device memory by way of pinned memory; None if that takes longer than `within_s`.
+
+        Kernels may be running: the copy does not wait for them.
+        """
+        self.to_host(pinned.address + offset, address, 4)
+        deadline = time.monotonic() + within_s
+        while int(driver().cuStreamQuery(self._stream)[0]) != 0:
+            if time.monotonic() > deadline:
+                return None
+        return pinned.read(offset, 4)
 
     def wait(self) -> None:
         """Return when everything above is done."""

@@ -123,6 +123,10 @@ class HostSession:
     def synchronize(self) -> None:
         """Do nothing: rounds are over when they return."""
 
+    def round_begun(self) -> int | None:
+        """Return None: rounds are over when they return."""
+        return None
+
     def capturing(self) -> bool:
         return False
 

@@ -10,7 +10,7 @@ import importlib.util
 import time
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from moecomm import _native, tuning
 from moecomm.backends import cuda_driver, emulated_nic, gpu_peers, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
-from moecomm.backends.lsa_kernels import Kernels, is_multi_domain
+from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain
 from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
@@ -44,6 +44,7 @@ _SCALEOUT_BLOCKS = 64
 _SCALEOUT_CHUNK = 4  # most tokens of a chunk between domains, where one warp forwards a chunk token by token
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device polls for a while, then naps between polls
+_PEEK_S = 0.02  # for a copy of a few bytes, which other work may hold up
 
 
 def missing() -> str:
@@ -112,18 +113,6 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     """Return the room for 128 tokens of 7168 columns, or as many bytes, for any number of ranks."""
     return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_DIRECT_BYTES)
-
-
-@lru_cache(maxsize=64)
-def cluster(blocks: int, sms: int) -> int:
-    """Return the number of blocks of a cluster of a launch.
-
-    A GEMM that runs concurrently with a round on few multiprocessors may need clusters of them, so the round occupies
-    complete ones.  The round gets faster by it, too: on 16 blocks a bf16 dispatch of 4096 tokens takes 480 us, and took
-    496 without clusters (bench/results/ht-h200-4.json, and before).
-    """
-    few = 2 * blocks <= sms  # more do not fit in clusters whatever the GPU's
-    return next(size for size in (4, 2, 1) if blocks % size == 0) if few else 1
 
 
 class LsaSession:
@@ -287,6 +276,12 @@ class LsaSession:
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Return the function that enqueues a combine on the current stream."""
         return partial(self._with_device, self._enqueue, self._kernels.combine(args))
+
+    def round_begun(self) -> int | None:
+        """See Session.  A capture must not see the copy."""
+        if self._window is None or self.capturing():
+            return None
+        return self._peers.peek(_ROUND, self._window.address + self.context.window.state, _PEEK_S)
 
     def capturing(self) -> bool:
         if _native.cuda_context() == 0:

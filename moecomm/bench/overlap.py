@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.backends.lsa import cluster
+from moecomm.backends.lsa_kernels import cluster
 from moecomm.bench import kernels
 from moecomm.bench.clock import Call, Clock, device_us
 from moecomm.buffer import Buffer

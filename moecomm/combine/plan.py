@@ -60,6 +60,8 @@ class Plan:
         self._few: dict[int, bool] = {}  # whether so many tokens return in packets
         # Functions that run a combine, by its number of tokens: GPUs have other kernels for few.
         self._runs: dict[int, Callable[[_native.CombineArgs], None]] = {}
+        self._flight = rounds.flight
+        self._recorded = self._flight.kind("combine", args.call, key.dtype, rounds.hidden * key.dtype.itemsize)
 
     @staticmethod
     def kind_of(
@@ -116,7 +118,13 @@ class Plan:
 
     def run(self, args: _native.CombineArgs) -> None:
         """Run a combine on the executor."""
+        record = self.record(args)
         self._runs[args.num_tokens](args)
+        self._flight.end(record)
+
+    def record(self, args: _native.CombineArgs) -> int:
+        """Enter a call into the flight recorder; return its number there."""
+        return self._flight.begin(self._recorded, args.num_tokens)
 
 
 def wire_of(rounds: Rounds, key: Key) -> torch.dtype:

@@ -10,6 +10,7 @@ from moecomm.core import signature
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, OutOfStep, PeerLost, Timeout, TooManyRows
 
 Failure, Argument, Phase = _native.Failure, _native.Argument, _native.Phase
+_FIELDS = ("code", "op", "phase", "argument", "rank", "peer", "round", "expected", "seen", "waited_ns")
 _OPS = ("no operation", "dispatch", "combine", "close")
 _PHASES = {
     Phase.header: "its round header and counts",
@@ -25,6 +26,13 @@ def round_failed(context: _native.Context) -> bool:
     record = _native.record(context.record)
     fatal = record is not None and record.code in (Failure.timeout, Failure.peer_lost, Failure.aborted)
     return fatal or _native.read_word(context.abort_host) != 0
+
+
+def fields(record: _native.FailureRecordView) -> dict[str, int | str]:
+    """Return the fields of a record by their names in csrc/protocol/record.h; code, op and phase in words."""
+    found: dict[str, int | str] = {name: getattr(record, name) for name in _FIELDS}
+    named = {"code": Failure(record.code).name, "op": _OPS[record.op], "phase": Phase(record.phase).name}
+    return found | named
 
 
 def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> MoecommError:

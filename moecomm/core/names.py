@@ -37,6 +37,11 @@ def find(name: str) -> Rounds:
     return rounds
 
 
+def opened() -> list[Rounds]:
+    """Return the rounds of all open Buffers of this process."""
+    return [rounds for rounds in list(_named.values()) if not rounds.closed]
+
+
 def get(name: str) -> Rounds | None:
     """The rounds of that name, of an open or a closed Buffer, if they are there."""
     return _named.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from moecomm.core.experts import ExpertIds, experts_of
@@ -16,11 +17,17 @@ class Rounds(RoundState):
     """Sizes, session, window memory and plans of a Buffer, and what its last rounds left behind.
 
     A Handle refers to it, and so keeps the session open when the Buffer itself is gone.
+
+    Args:
+        session: that the backend has opened.
+        settings: on which its ranks have agreed.
+        identity: by which its ranks name this opening, and no other.
+        ids: of experts that callers name; None: those of the rounds.
     """
 
-    def __init__(self, session: Session, settings: Settings, ids: ExpertIds | None = None) -> None:
+    def __init__(self, session: Session, settings: Settings, identity: str, ids: ExpertIds | None = None) -> None:
         super().__init__(session)
-        self.ids = ids  # of experts that callers name; None: those of the rounds
+        self.ids, self.identity = ids, identity
         shape = session.context.shape
         self.settings = settings
         self.rank, self.num_ranks, self.dtype = session.context.rank, settings.ranks, settings.dtype
@@ -35,6 +42,7 @@ class Rounds(RoundState):
         self.plans = PlanCache()
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.core.membership
+        self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
 
     def own_ids(self, topk_idx: Any) -> Any:
@@ -48,6 +56,7 @@ class Rounds(RoundState):
         self.raise_failure()
         self.session.synchronize()
         self.raise_failure()
+        self.flight.settle()
 
     def _release(self) -> None:
         super()._release()

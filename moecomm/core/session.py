@@ -69,6 +69,13 @@ class Session(Protocol):
         """Wait for every round enqueued so far.  Returns in time even when one fails, because rounds have deadlines."""
         ...
 
+    def round_begun(self) -> int | None:
+        """GPUs: return the number of the last round that has begun, without waiting for it; None: not known.
+
+        Raises RuntimeError where the device cannot be asked any more.
+        """
+        ...
+
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import struct
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 VERSION = 9  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
-_PACKED = "<11q16s"
+_PACKED = "<11q16s8s"
 _MAGIC = 0x6D6F65636F6D6D
 _WIRES = (None, "exact")
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
@@ -98,8 +99,11 @@ class Settings:
         "capacity_factor",
     )
 
-    def agree(self, group: Rendezvous) -> None:
+    def agree(self, group: Rendezvous) -> str:
         """Compare with the other ranks.  Collective.
+
+        Returns:
+            A name of this opening: 16 hexadecimal digits, the same on every rank, and of no other opening.
 
         Raises:
             Mismatch: on every rank, with the first field in which ranks differ.
@@ -113,14 +117,16 @@ class Settings:
         for name, value in zip(self._NAMES, mine, strict=True):
             if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
-        packed = struct.pack(_PACKED, *mine, self.backend.encode())
-        for rank, theirs in enumerate(group.all_gather(packed)):
-            *numbers, backend = struct.unpack(_PACKED, theirs)
+        everybody = group.all_gather(struct.pack(_PACKED, *mine, self.backend.encode(), secrets.token_bytes(8)))
+        for rank, theirs in enumerate(everybody):
+            *numbers, backend, _ = struct.unpack(_PACKED, theirs)
             for name, ours, other in zip(self._NAMES, mine, numbers, strict=True):
                 if ours != other:
                     raise Mismatch(name, _shown(name, ours), _shown(name, other), rank)
             if (name := backend.rstrip(b"\0").decode(errors="replace")) != self.backend:
                 raise Mismatch("backend", self.backend, name, rank)
+        identity: bytes = struct.unpack(_PACKED, everybody[0])[-1]  # rank 0's proposal
+        return identity.hex()
 
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""

@@ -44,6 +44,17 @@ def pack(**fields: int) -> int:
     return word
 
 
+def shown(word: int) -> dict[str, str]:
+    """Return the fields of a call in words: its layout and dtype, and the others that are not 0."""
+    found = {}
+    for name, bits, meaning in _FIELDS:
+        value = word & ((1 << bits) - 1)
+        word >>= bits
+        if value or name in ("layout", "dtype"):
+            found[name] = str(meaning[value] if value < len(meaning) else value).removeprefix("torch.")
+    return found
+
+
 def difference(mine: int, theirs: int) -> tuple[str, object, object]:
     """Return the first field in which two calls differ: name, mine, theirs."""
     for name, bits, meaning in _FIELDS:

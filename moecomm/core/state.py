@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native
-from moecomm.core import failures, forks
+from moecomm.core import failures, forks, signature
 from moecomm.core.compiling import not_traced
+from moecomm.core.flight import Failure, FlightRecorder
 from moecomm.core.session import Session
-from moecomm.errors import Closed, ConcurrentCall, MemoryReleased, MoecommError, OutOfStep, RoundFailed
+from moecomm.errors import Closed, ConcurrentCall, MemoryReleased, Mismatch, MoecommError, OutOfStep, RoundFailed
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -23,6 +24,7 @@ class RoundState:
 
     def __init__(self, session: Session) -> None:
         self._session, self._record = session, session.context.record
+        self.flight = FlightRecorder(session.context.rank, session.capturing, session.device.type == "cpu")
         self._failure: MoecommError | None = None  # has ended this Buffer
         self._close: weakref.finalize[..., Any] = forks.closer(self, session)
         self._open = True
@@ -93,6 +95,7 @@ class RoundState:
 
     def _release(self) -> None:
         self._open = False
+        self.flight.closed = True
         self._close()
 
     def _refuse(self, rounds: int) -> NoReturn:
@@ -104,15 +107,21 @@ class RoundState:
         while self._refused:
             self._refused.pop()
             if self._open and self._failure is None:
+                self.flight.reject("", None)
                 self._session.count_rejected()
 
-    def count_rejected(self) -> None:
+    def count_rejected(self, error: BaseException | None = None, call: str = "") -> None:
         """Count a collective call that fails on this rank before all its rounds are made.
 
         The round headers of later rounds carry the count.  Where counts differ, every rank raises OutOfStep.
+
+        Args:
+            error: why it fails, where that is known.
+            call: its name, likewise.
         """
         if self._open and self._failure is None:
             self.rejected += 1
+            self.flight.reject(call, error)
             self._session.count_rejected()
 
     def count_failed(self) -> None:
@@ -149,6 +158,8 @@ class RoundState:
     def fail(self, error: MoecommError) -> None:
         """End the Buffer: its ranks no longer agree on its state."""
         self._failure = error
+        self.flight.failed(error)
+        self.flight.announce(error)
 
     def raise_failure(self) -> None:
         """Raise the error that the last rounds left behind: once, unless a failed round has ended the Buffer."""
@@ -158,14 +169,25 @@ class RoundState:
         if record is None:
             return
         error: MoecommError = failures.error_of(record, self._session.dead_peers())
+        self.flight.failed(error, failures.fields(record))
         if isinstance(error, (RoundFailed, OutOfStep)):
             self._failure = error
         else:
             _native.clear_record(self._record)
+        if isinstance(error, RoundFailed) or (isinstance(error, Mismatch) and error.field != signature.GROW):
+            self.flight.announce(error)
         try:
             raise error
         finally:
             del error  # else it is in a cycle with its traceback, whose frames hold on to the window
+
+    def unraised(self) -> Failure | None:
+        """Return the failure that rounds have left behind and no call has raised yet.  Leaves it there."""
+        record = None if self._failure is not None or not self._open else _native.record(self._record)
+        if record is None:
+            return None
+        error = failures.error_of(record, self._session.dead_peers())
+        return self.flight.failure_of(error, failures.fields(record))
 
     def failure(self) -> MoecommError | None:
         """Return the error that raise_failure() would raise, if any."""
@@ -192,7 +214,7 @@ class RoundState:
 
     def disown(self) -> None:
         """Close a parent's Buffer in a forked child, without a word to peers."""
-        self._open = False
+        self._open, self.flight.closed = False, True
         if self._close.detach() is not None:
             self._what = "Buffer, opened before this process was forked,"
 
@@ -210,9 +232,9 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
             made = state.made + rounds
             try:
                 return function(state, *args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 if state.made < made:
-                    state.count_rejected()
+                    state.count_rejected(error, function.__name__)
                 raise
             finally:
                 state._end_call()
@@ -244,5 +266,5 @@ class CollectiveCall:
     ) -> None:
         state = self._state
         if kind is not None and state.rejected == self._rejected and state.made < self._made:
-            state.count_rejected()
+            state.count_rejected(error)
         state._end_call(outer=True)

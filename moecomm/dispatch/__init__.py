@@ -212,6 +212,8 @@ def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
         rounds.session.synchronize()
     if routed.sync or rounds.on_cpu:  # there the round is over when the call is
         rounds.raise_failure()
+    if routed.sync and not rounds.on_cpu:
+        rounds.flight.settle()
     if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:
         routed.plan.trim(routed, int(outputs.num_rows(routed)))
     return routed

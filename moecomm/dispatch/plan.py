@@ -42,6 +42,10 @@ class Plan:
         # Functions that run a dispatch, by its number of tokens: GPUs have other kernels for few.
         self._runs: dict[int, Callable[[_native.DispatchArgs], None]] = {}
         self._run_end: Callable[[_native.DispatchArgs], None] | None = None
+        self._flight = flight = rounds.flight
+        recorded = (args.call, self.x_dtype, args.row_bytes + args.scale_bytes)
+        self._recorded = flight.kind("dispatch_begin" if key.begin else "dispatch", *recorded)
+        self._recorded_end = flight.kind("dispatch_end", *recorded) if key.begin else self._recorded
 
     @staticmethod
     def kind_of(rounds: Rounds, x: Any, *others: Any) -> object:
@@ -90,7 +94,13 @@ class Plan:
         """Run a dispatch, or half of one, on the executor."""
         run = self._run_end if args.part == END else self._runs[args.num_tokens]
         assert run is not None, "start() was there first"
+        record = self.record(args)
         run(args)
+        self._flight.end(record)
+
+    def record(self, args: _native.DispatchArgs) -> int:
+        """Enter a call into the flight recorder; return its number there."""
+        return self._flight.begin(self._recorded_end if args.part == END else self._recorded, args.num_tokens)
 
     def _load(self, args: _native.DispatchArgs) -> None:
         """Ask the session for the function that runs dispatches with as many tokens."""

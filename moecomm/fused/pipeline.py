@@ -97,6 +97,7 @@ def finish(rounds: Rounds, layer: Pipeline, routed: Routed, *, wait: bool = Fals
     if wait and not rounds.on_cpu:
         rounds.session.synchronize()
         rounds.raise_failure()
+        rounds.flight.settle()
     layer.compute(routed)
     layer.prepare_reduce()
     layer.run_reduce()
@@ -144,6 +145,12 @@ class Unfused:
         """Arguments of the combine."""
         assert self._combining is not None
         return self._combining.args
+
+    @property
+    def plan(self) -> combine.Plan:
+        """Plan of the combine."""
+        assert self._combining is not None
+        return self._combining.plan
 
     def run_reduce(self) -> None:
         """Run the combine."""
@@ -290,7 +297,11 @@ class Fused:
         sharing = max(1, self._sms // self._rounds.session.most_blocks)
         # Blocks wait for peers: where ranks share a GPU, leave multiprocessors to the experts of the other ranks.
         blocks = self._sms if sharing == 1 else max(1, self._sms // (2 * sharing))
+        flight = self._rounds.flight
+        kind = flight.kind("reduce", 0, self._rounds.dtype, self._rounds.hidden * self._rounds.dtype.itemsize)
+        record = flight.begin(kind, len(self._x))
         self._launch(self._reduce, blocks, self._args)
+        flight.end(record)
 
     def finish_reduce(self) -> torch.Tensor:
         """Return the layer's output; frees memory that the kernels used, for later work on the stream."""

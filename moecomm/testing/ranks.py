@@ -107,7 +107,10 @@ class LocalBuffers:
     ) -> list[Any]:
         if not self.streams:
             pending = [make(b) for make, b in zip(prepare, self.buffers, strict=True)]
+            records = [p.plan.record(p.args) for p in pending]
             _native.host_run_all([p.args for p in pending])
+            for buffer, record in zip(self.buffers, records, strict=True):
+                buffer.rounds.flight.end(record)
             return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
         current = torch.cuda.current_stream(self.device)
         pending = []

@@ -77,6 +77,21 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON, for pr
 
 
 @app.command()
+def explain(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Flight records of the ranks of a job, or folders with them."),
+    ],
+) -> None:
+    """Name the rank that went astray first, from the flight records that the ranks of a job have written."""
+    from moecomm.flight import reading
+    from moecomm.flight.explain import explain as compare
+
+    for report in compare(reading.read(files)):
+        typer.echo("\n".join(report.lines()))
+
+
+@app.command()
 def tune(
     model: Annotated[
         str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")

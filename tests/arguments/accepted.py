@@ -63,6 +63,7 @@ TABLE = (
             *("activation", "capacity_factor", "dropped", "offsets", "overflow"),
         ),
     ),
+    Row("names of files", ("'x'", "'2'"), ("path",)),
     Row(
         "flags, for which 0 and 1 will do",
         ("0", "True", "False"),

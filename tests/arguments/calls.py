@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -232,6 +234,11 @@ def of_moecomm() -> dict[str, list[Call]]:
     def end_of_none(routed: Any) -> Any:
         return None if routed is BEGUN else made.dispatch_end(routed)
 
+    def write(path: Any) -> None:
+        """A flight record; names go to a folder that is there no longer then."""
+        with tempfile.TemporaryDirectory() as folder:
+            made.dump_flight_record(Path(folder, path) if isinstance(path, str) else path)
+
     sent = ops.dispatch(made, x, idx, weights)
     op = {"buffer": made, "x": x, "topk_idx": idx, "topk_weights": weights}
     fp8 = fused.quantize_weights(torch.randn(2, 32, 64))
@@ -300,6 +307,7 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(made.combine, {"y": y, "handle": handle, "topk_weights": weights}),
             Call(made.combine, {"y": flat.x.clone(), "handle": flat.handle, "bias": bias[0]}),
         ],
+        "moecomm.Buffer.dump_flight_record": [Call(write, {"path": "record.json"})],
         "moecomm.Buffer.empty": [Call(made.empty, {"handle": handle, "dtype": BF16})],
         "moecomm.Buffer.moe": [
             Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None, "overflow": None}),

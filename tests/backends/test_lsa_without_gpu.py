@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 
 import moecomm
 from moecomm import _native, backends, tuning
-from moecomm.backends import cuda_driver, leave, lsa
+from moecomm.backends import cuda_driver, leave, lsa, lsa_kernels
 from moecomm.backends.collective import NoRoom
 from moecomm.backends.gpu_peers import GpuPeers
 from moecomm.core.group import Rendezvous
@@ -392,7 +392,7 @@ def test_ranks_that_share_a_gpu_leave_each_other_room(session: lsa.LsaSession, c
 
 @pytest.mark.parametrize(("blocks", "cluster"), [(1, 1), (6, 2), (12, 4), (15, 1), (64, 4), (66, 2), (68, 1), (132, 1)])
 def test_few_blocks_lie_together(blocks: int, cluster: int) -> None:
-    assert lsa.cluster(blocks, 132) == cluster
+    assert lsa_kernels.cluster(blocks, 132) == cluster
 
 
 def test_a_thread_without_the_device_gets_it(session: lsa.LsaSession, cuda: Cuda) -> None:
@@ -451,6 +451,38 @@ def test_a_captured_stream_is_left_alone(session: lsa.LsaSession, cuda: Cuda, mo
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     session.synchronize()
     assert waited == [session.device], "replays may run on any stream"
+
+
+def test_the_last_round_is_read_beside_kernels_and_not_in_a_capture(cuda: Cuda) -> None:
+    asked: list[int] = []
+
+    def peek(pinned: object, offset: int, address: int, within_s: float) -> bytes | None:
+        asked.append(address)
+        return None if len(asked) == 2 else (7).to_bytes(4, "little")
+
+    peers: Any = object.__new__(GpuPeers)
+    peers.device, peers.control, peers.copies = torch.device("cuda", 0), "pinned", SimpleNamespace(peek=peek)
+    context = _native.Context()
+    context.set_shape(_native.Shape(2, 2, 1, 1, 32, 16, 0))
+    session = session_of(_window=SimpleNamespace(address=1000), _peers=peers, context=context)
+    assert [session.round_begun() for _ in range(3)] == [7, None, 7]
+    assert asked == [1000 + context.window.state] * 3 and cuda.entered == ["cuda:0"] * 3
+    cuda.captures = True
+    assert session.round_begun() is None and len(asked) == 3
+
+
+def test_a_peek_gives_up_on_a_copy_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [600, 600, 0]
+    driver = SimpleNamespace(
+        cuStreamQuery=lambda stream: (answers.pop(0) if answers else 600,),
+        cuMemcpyDtoHAsync=lambda *copy: (0,),
+    )
+    monkeypatch.setattr(cuda_driver, "driver", lambda: driver)
+    copies: Any = object.__new__(cuda_driver.CopyStream)
+    copies._stream = 5
+    pinned: Any = SimpleNamespace(address=64, read=lambda offset, nbytes: bytes([offset, nbytes]))
+    assert copies.peek(pinned, 8, 4096, 10) == bytes([8, 4])
+    assert copies.peek(pinned, 8, 4096, 0.01) is None
 
 
 def test_a_kernel_is_looked_up_by_what_it_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from moecomm.tools import cli
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        ([], ["demo", "doctor", "tune", "bench", "simulate"]),
+        ([], ["demo", "doctor", "explain", "tune", "bench", "simulate"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
         (["simulate"], ["check", "fit", "dlrm"]),
     ],
