@@ -14,6 +14,7 @@ from rich.console import Console
 
 from moecomm.bench import dispatch_combine as whole
 from moecomm.bench import latency as put_signal
+from moecomm.bench import replay
 from moecomm.bench.case import Case
 from moecomm.bench.ranks import on_ranks, plan, under_torchrun
 from moecomm.errors import BadInput
@@ -61,7 +62,7 @@ def dispatch_combine(
 
     def measure(way: Way, size: int) -> list[Row]:
         one = replace(case_of(way), tokens=[size], ceiling=False, peers=False)
-        case.update(asdict(one) | {"tokens": list(tokens)})
+        case.update(replay.shown(one) | {"tokens": list(tokens)})
         found = whole.run(one, limit_s)
         assert found is not None, "ranks are processes of our own"
         return [{"through": found["backend"], **row} for row in found["rows"]]

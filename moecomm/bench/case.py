@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm.backends import emulated_nic
+from moecomm.bench import replay
 from moecomm.core.choices import BackendName
 from moecomm.core.experts import owners_of
 from moecomm.core.protocol import LAYOUTS
@@ -47,6 +48,7 @@ class Case:
     domain_ranks: int = 0  # of Buffer; 0: all ranks that load and store reach
     nic: str = ""  # MOECOMM_NIC; empty: none is emulated
     seed: int = 0
+    routing_file: str = ""  # of moecomm.routing, to be replayed; empty: the routing is drawn
 
     def check(self) -> None:
         """Raise BadInput for a value that cannot be measured."""
@@ -73,6 +75,10 @@ class Case:
             raise BadInput(
                 "skew, chain, replays", (self.skew, self.chain, self.replays), "a part; 0 or more; 1 or more"
             )
+        if self.routing_file and self.skew:
+            raise BadInput("skew", self.skew, "no skew beside a routing that is replayed")
+        if self.routing_file:
+            replay.check(self.routing_file, self.experts, self.topk, self.model)
 
     def chain_of(self, tokens: int) -> int:
         """Return how many operations are timed together: fewer of the larger ones, one on CPUs."""
@@ -82,6 +88,8 @@ class Case:
 
     def routing(self, tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return expert ids [T, K] and weights [T, K] of a rank's tokens, on the CPU; equal in every run."""
+        if self.routing_file:
+            return replay.rows(self.routing_file, tokens, rank)
         generator = torch.Generator().manual_seed((self.seed * 1000 + rank) * 1_000_003 + tokens)
         anywhere, weights = random_routing(tokens, self.experts, self.topk, generator=generator)
         if self.skew == 0:

@@ -18,12 +18,13 @@ from moecomm.bench.options import (
     Nic,
     Ranks,
     Replays,
+    Routing,
     Topk,
     real,
     whole,
-    written,
 )
 from moecomm.bench.overlap_cli import add_overlap
+from moecomm.bench.results_cli import add_results
 from moecomm.core.settings import MAX_FLAT_ROWS
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed to
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
-Results = Annotated[list[Path], typer.Argument(help="JSON of a benchmark.", exists=True, dir_okay=False)]
 
 SKEW = 0.25
 GEMM_MODELS = "deepseek-v3,qwen3-235b,mixtral-8x7b,gpt-oss-120b"
@@ -76,6 +76,7 @@ def dispatch_combine(
     mode: Mode = None,
     cold: Cold = False,
     skew: Skew = False,
+    routing: Routing = None,
     chain: Chain = 0,
     replays: Replays = 30,
     ceiling: Ceiling = True,
@@ -98,7 +99,8 @@ def dispatch_combine(
             (tokens, layout, payload, sms),
             (way.backend, ranks, mode),
             {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays, "nic": nic},
-            {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": way.domain_ranks},
+            {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": way.domain_ranks}
+            | {"routing_file": "" if routing is None else str(routing)},
         )
 
     ways = backends.ways(backend, numbers("domain_ranks", domain_ranks))
@@ -318,6 +320,7 @@ def moe(
     ] = True,
     fp8: Annotated[bool, typer.Option("--fp8", help="Also measure our layer with FP8 weights.")] = False,
     room: Annotated[int, typer.Option(callback=whole(0), help="max_tokens of Buffers; 0: the measured size.")] = 0,
+    routing: Routing = None,
     ranks: Ranks = None,
     backend: Backend = "auto",
     json: Json = None,
@@ -339,6 +342,7 @@ def moe(
         peers=peers,
         fp8=fp8,
         room=room,
+        routing_file="" if routing is None else str(routing),
     )
     result = measured.run(case)
     if result is not None:
@@ -347,28 +351,7 @@ def moe(
 
 
 add_overlap(app)
-
-
-@app.command()
-def plot(
-    results: Results,
-    out: Annotated[Path, typer.Option(callback=written, help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
-) -> None:
-    """Plot JSON of dispatch-combine, sweep, moe, gemm, overlap, latency, all-to-all, backends (extra bench)."""
-    from rich.console import Console
-
-    from moecomm.bench.plot import draw
-
-    draw(results, out)
-    Console().print(str(out), highlight=False)
-
-
-@app.command()
-def show(results: Results) -> None:
-    """Print the full tables of results, from JSON of any benchmark."""
-    from moecomm.bench import show
-
-    show.show(results)
+add_results(app)
 
 
 def say_on_cpu(what: str) -> None:

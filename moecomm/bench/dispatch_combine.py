@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import ceiling, overlap
+from moecomm.bench import ceiling, overlap, replay
 from moecomm.bench.case import Case
 from moecomm.bench.clock import percentiles
 from moecomm.bench.ours import OUTSIDE, Operation, Ours, operations
@@ -83,7 +83,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     - `inside_bytes`, `across_bytes` and their GB/s (moecomm only): bytes that stay in a domain, and bytes that leave
       it.
     - `straight` (moecomm only): true if rows go to other domains without forwarders.
-    - `of_wire`: wire time at the ceiling / p50; with skewed routing, wire time is that of the busiest link.
+    - `of_wire`: wire time at the ceiling / p50; with skewed or replayed routing, wire time is that of the busiest link.
     - `of_sum` (pairs): time / sum of the times of its two parts alone.
     - `of_flat`: time / time of the same operation on flat rows.
     - `overlap`, `halves`: times with a concurrent matmul, see moecomm.bench.overlap; `halves` is in microseconds.
@@ -99,7 +99,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     return {
         "benchmark": "dispatch-combine",
-        "case": asdict(case),
+        "case": replay.shown(case),
         "backend": by_rank[0]["backend"],
         "ceiling": limits,
         "memory": memory,
@@ -121,7 +121,7 @@ def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | 
             row[f"{part}_gbs"] = round(row[f"{part}_bytes"] / us["p50"] / 1e3, 3)
     row["of_wire"] = None
     if ceiling_gbs:
-        moved = row["busiest_bytes"] if case.skew else row["wire_bytes"]
+        moved = row["busiest_bytes"] if case.skew or case.routing_file else row["wire_bytes"]
         row["of_wire"] = round(moved / ceiling_gbs / 1e3 / us["p50"], 4)
     if "overlap" in row and "why" not in row["overlap"]:
         kept, held = (min(part["overlap"][name] for part in parts) for name in ("kept", "held"))

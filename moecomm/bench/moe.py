@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import other_experts
+from moecomm.bench import other_experts, replay
 from moecomm.bench.case import Traffic
 from moecomm.bench.clock import Clock, percentiles
 from moecomm.bench.exchange import nccl_group
@@ -37,7 +37,7 @@ Key = tuple[str, str, str]  # (who, what, variant)
 
 @dataclass(frozen=True)
 class Case:
-    """One run over models and sizes; rows are bfloat16, routing is random."""
+    """One run over models and sizes; rows are bfloat16, routing is random or replayed."""
 
     models: list[Model]
     tokens: list[int]  # of each rank
@@ -49,6 +49,7 @@ class Case:
     fp8: bool = False  # also our layer with weights in FP8
     room: int = 0  # least max_tokens of a Buffer; 0: the measured size
     seed: int = 0
+    routing_file: str = ""  # of moecomm.routing, to be replayed; empty: the routing is drawn
 
     def check(self) -> None:
         """Raise BadInput for a value that cannot be measured."""
@@ -59,6 +60,8 @@ class Case:
         for model in self.models:
             if self.ranks < 1 or model.num_experts % self.ranks:
                 raise BadInput("ranks", self.ranks, f"a divisor of {model.num_experts} experts")
+            if self.routing_file:
+                replay.check(self.routing_file, model.num_experts, model.topk, model.name)
             most = max(*self.tokens, self.room)
             Settings(self.ranks, model.hidden, model.num_experts, model.topk, most, torch.bfloat16, "", None).check()
             sizes, units = (model.hidden, model.intermediate), (16, 32) if self.fp8 else (8, 8)
@@ -138,7 +141,10 @@ class Layers:
         self._case, self._model, self._tokens, self._group = case, model, tokens, group
         self._transport, self._weights = transport, weights
         generator = torch.Generator().manual_seed((case.seed * 1000 + group.rank()) * 1_000_003 + tokens)
-        topk_idx, topk_weights = random_routing(tokens, model.num_experts, model.topk, generator=generator)
+        if case.routing_file:
+            topk_idx, topk_weights = replay.rows(case.routing_file, tokens, group.rank())
+        else:
+            topk_idx, topk_weights = random_routing(tokens, model.num_experts, model.topk, generator=generator)
         self._traffic = Traffic.of(group, topk_idx, model.num_experts)
         x = torch.randn(tokens, model.hidden, generator=generator).to(device, torch.bfloat16)
         self._routing: dict[str, Any] = {
@@ -269,7 +275,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     for row in rows:
         _compare(row, rows)
-    return {"benchmark": "moe", "case": asdict(case), "backend": by_rank[0]["backend"], "rows": rows}
+    return {"benchmark": "moe", "case": replay.shown(case), "backend": by_rank[0]["backend"], "rows": rows}
 
 
 def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:

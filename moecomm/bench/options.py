@@ -71,3 +71,7 @@ DomainsRanks = Annotated[
 Ranks = Annotated[int | None, typer.Option(help="Number of processes; default: 4 on CPUs, one per GPU.")]
 Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
 Replays = Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of the chain, for percentiles.")]
+Routing = Annotated[
+    Path | None,
+    typer.Option("--routing", help="Use the routing of this file of moecomm record."),
+]

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moecomm.bench import proxy_times
+from moecomm.bench import proxy_times, replay
 from moecomm.bench.fitted import show_table
 
 _WIDE = 132  # columns of a table in a file or a pipe
@@ -58,7 +58,7 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
 def _mode(case: dict[str, Any]) -> str:
     mode = "one by one" if case["backend"] == "host" else f"{case['mode']} of several"
     skewed = f"; {case['skew']:.0%} of the tokens want rank 0" if case["skew"] else ""
-    return f"{mode}, {'caches flushed' if case['cold'] else 'chained'}{skewed}"
+    return f"{mode}, {'caches flushed' if case['cold'] else 'chained'}{skewed}{escape(replay.said(case))}"
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
@@ -117,7 +117,8 @@ def show_backends(result: dict[str, Any], out: Console) -> None:
         name = f"[bold]{case['model']}[/]: " if case["model"] else ""
         out.print(
             f"{name}hidden {case['hidden']}, top-{case['topk']} of {case['experts']} experts; {case['ranks']} ranks; "
-            f"{case['mode']}; median of {case['replays']}, slowest rank; bytes that leave a rank, on average",
+            f"{case['mode']}; median of {case['replays']}, slowest rank; bytes that leave a rank, on average"
+            f"{escape(replay.said(case))}",
             highlight=False,
         )
     table = _table("tokens", "through", "operation")
@@ -218,7 +219,8 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
     case = result["case"]
     out.print(
         f"expert layers in bf16, {case['ranks']} ranks, {result['backend']}, {case['mode']}; median of "
-        f"{case['replays']}, slowest rank; of GEMMs: beside ours alone; of torch: as many times as fast",
+        f"{case['replays']}, slowest rank; of GEMMs: beside ours alone; of torch: as many times as fast"
+        f"{escape(replay.said(case))}",
         highlight=False,
     )
     table = _table("model", "tokens", "by", "what")

@@ -12,7 +12,7 @@ from moecomm.core.arrays import warn_of_gradients, window_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flag
-from moecomm.dispatch import chunks, outputs
+from moecomm.dispatch import chunks, observers, outputs
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Key, Options, check_options, check_overflow
@@ -73,6 +73,8 @@ def dispatch(
     routed = prepare(
         rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, False, grow, chunk=chunk
     )
+    if not chunk:  # the whole has been shown
+        observers.show(rounds, topk_idx, topk_weights)
     run(routed)
     rounds.made += 1
     try:
@@ -98,6 +100,7 @@ def dispatch_begin(
 ) -> Routed:
     """Buffer.dispatch_begin."""
     routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, begin=True)
+    observers.show(rounds, topk_idx, topk_weights)
     run(routed)
     rounds.made += 1
     return finish(rounds, routed)

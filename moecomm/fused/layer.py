@@ -18,6 +18,7 @@ from moecomm.core.choices import Overflow, Quantize
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flags, check_name
+from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import check_overflow
@@ -74,6 +75,7 @@ def moe(
     """Buffer.moe."""
     given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped)
     waits = goes_in_parts(rounds, options.overflow, options.max_rows)
+    observers.show(rounds, topk_idx, topk_weights)
     routed = pipeline.start(rounds, given)
     try:
         return _finish(rounds, given, routed, waits)

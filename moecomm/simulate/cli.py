@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moecomm.bench.options import Experts, Hidden, Intermediate, Json, Topk, real, whole, written
+from moecomm.bench.options import Experts, Hidden, Intermediate, Json, Routing, Topk, real, whole, written
 from moecomm.simulate.dlrm.command import dlrm
 from moecomm.simulate.options import NIC, NicEfficiency, NicGbs, NicLatency, NicMessages
 
@@ -47,6 +47,7 @@ def predict(
         str, typer.Option(help="Reduced rows in combine: bf16, or fp32 for wire='exact' (flat: between domains).")
     ] = "bf16",
     skew: Annotated[float, typer.Option(callback=real(0, 1), help="Fraction of the tokens that picks rank 0.")] = 0.0,
+    routing: Routing = None,
     algorithm: Annotated[str, typer.Option(help="ht, ll, or auto: as moecomm does.")] = "auto",
     num_sms: Annotated[
         int, typer.Option(callback=whole(0, 1024), help="Blocks of dispatch and combine; 0: as the table says.")
@@ -103,6 +104,7 @@ def predict(
         gemm_tflops=gemm_tflops,
         hbm_gbs=hbm_gbs,
         parts=parts,
+        routing_file="" if routing is None else str(routing),
     )
     share = nic_efficiency or fitted_efficiency(parameters)
     nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages, share)

@@ -123,7 +123,7 @@ class Row:
 def read(path: Path) -> list[Result]:
     """Read the results in a file: one for a single backend, else one for each backend and number of domains.
 
-    Other JSON, and results of the host backend, give none.
+    Other JSON, results of the host backend and those of replayed routing give none.
 
     Raises:
         BadInput: the file is not JSON.
@@ -136,6 +136,8 @@ def read(path: Path) -> list[Result]:
     try:
         alone, several = (found["benchmark"] == name for name in ("dispatch-combine", "backends"))
         if not (alone or several) or not found["machine"]["gpus"] or found["case"].get("backend") == "host":
+            return []
+        if found["case"].get("routing_file"):
             return []
     except (KeyError, TypeError):
         return []

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from moecomm.backends import lsa
+from moecomm.bench import replay
 from moecomm.bench.case import PAYLOADS
 from moecomm.bench.ours import BF16_WIRE, FP32_WIRE, IN_WINDOW
 from moecomm.core.protocol import LAYOUTS
@@ -16,7 +17,7 @@ from moecomm.simulate.domain import MOST_FEW, Operation
 from moecomm.simulate.layer import HBM_GBS, gemm_us, layer
 from moecomm.simulate.model import AUTO, Cost, Machine, Rows, cost
 from moecomm.simulate.nic import SOURCES
-from moecomm.simulate.routing import Gate, Spread, spread
+from moecomm.simulate.routing import Gate, Spread, recorded_spread, spread
 from moecomm.simulate.rows import bytes_of, head_bytes, slow_bytes_of
 
 _MOST_GPUS = 1 << 16
@@ -45,6 +46,7 @@ class Asked:
     gemm_tflops: float = 0.0
     hbm_gbs: float = HBM_GBS
     parts: int = 2
+    routing_file: str = ""  # of moecomm.routing, in the place of the gate's expected routing
 
     def check(self) -> None:
         """Raise BadInput if the case is out of range."""
@@ -54,6 +56,10 @@ class Asked:
             raise BadInput(
                 "domains, ranks, experts", (most, self.gate.experts), f"at most {_MOST_GPUS} GPUs, or experts"
             )
+        if self.routing_file and self.skew:
+            raise BadInput("skew", self.skew, "no skew beside a recorded routing")
+        if self.routing_file:
+            replay.check(self.routing_file, self.gate.experts, self.gate.topk, self.model)
         if self.layout not in LAYOUTS:
             raise BadInput("layout", repr(self.layout), f"one of {', '.join(LAYOUTS)}")
         if self.payload not in PAYLOADS:
@@ -69,10 +75,18 @@ class Asked:
     def routing(self) -> str:
         """The routing, in words."""
         gate = self.gate
+        if self.routing_file:
+            return f"top-{gate.topk} of {gate.experts} experts{replay.said(replay.shown(self))}"
         drawn = f"top-{gate.topk} of {gate.experts} experts, all equally likely"
         grouped = f", from {gate.topk_groups} of {gate.groups} groups" if gate.groups > 1 else ""
         skewed = f"; {self.skew:.0%} of the tokens want rank 0 first" if self.skew else ""
         return f"{drawn}{grouped}{skewed}"
+
+    def spread(self, domains: int) -> Spread:
+        """Return the expected routing of a token over so many domains."""
+        if self.routing_file:
+            return recorded_spread(replay.recorded(self.routing_file), domains, self.ranks)
+        return spread(self.gate, domains, self.ranks, self.skew)
 
     @property
     def operations(self) -> tuple[Operation, Operation]:
@@ -87,7 +101,7 @@ def predict(asked: Asked, machine: Machine) -> dict[str, Any]:
     return {
         "benchmark": "simulate",
         "prediction": "by a model, not measured",
-        "case": asdict(asked),
+        "case": replay.shown(asked),
         "inputs": {
             "domain": machine.domain.name,
             "nic": asdict(machine.nic),
@@ -104,7 +118,7 @@ def predict(asked: Asked, machine: Machine) -> dict[str, Any]:
 
 def _rows(asked: Asked, machine: Machine) -> Iterator[dict[str, Any]]:
     for domains in asked.domains:
-        routed = spread(asked.gate, domains, asked.ranks, asked.skew)
+        routed = asked.spread(domains)
         for tokens in asked.tokens:
             yield _row(asked, machine, routed, tokens)
 

@@ -1,4 +1,4 @@
-"""Expected ranks and domains of a token: closed forms for top-k routing."""
+"""Expected ranks and domains of a token: closed forms for top-k routing, and those of a recorded routing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from math import comb
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from moecomm.core.experts import owners_of
 from moecomm.errors import BadInput
+from moecomm.routing.recorded import Recorded
 
 Array = npt.NDArray[np.float64]
+
+_TOKENS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Spread:
     Attributes:
         ranks: [R], the probability that the token wants any expert of a rank.
         domains: [D], the probability that it wants any expert of a domain.
-        entries: [R], the expected number of its experts on a rank; the sum is topk.
+        entries: [R], the expected number of its experts on a rank; the sum is topk, less by what is -1 in a recording.
         once: [R], the probability that it wants exactly one expert of a rank.
         experts: the number of experts.
     """
@@ -101,6 +106,36 @@ def spread(gate: Gate, domains: int, ranks: int, skew: float = 0.0) -> Spread:
         for name in ("ranks", "domains", "entries", "once")
     }
     return Spread(**mixed, experts=gate.experts)
+
+
+def recorded_spread(recorded: Recorded, domains: int, ranks: int) -> Spread:
+    """Return the routing of the tokens of a file, all layers together, over `domains` x `ranks`.
+
+    Ranks own neighboring experts, as in a Buffer.
+
+    Raises:
+        BadInput: more ranks than experts, or an argument that is out of range.
+    """
+    if domains < 1 or ranks < 1 or domains * ranks > recorded.experts:
+        most = f"1 to {recorded.experts} ranks: experts of a recorded routing have no copies"
+        raise BadInput("domains, ranks", (domains, ranks), most)
+    if not recorded.tokens:
+        raise BadInput("routing", "a file without tokens", "one with tokens to replay")
+    places = domains * ranks
+    totals = {name: np.zeros(places) for name in ("ranks", "entries", "once")}
+    of_domains = np.zeros(domains)
+    for ids in torch.split(recorded.topk_idx, _TOKENS_AT_ONCE):
+        owners = owners_of(ids.long(), recorded.experts, places).numpy()
+        token, column = np.nonzero(owners >= 0)
+        owner = owners[token, column]
+        pairs, counts = np.unique(token * places + owner, return_counts=True)
+        totals["entries"] += np.bincount(owner, minlength=places)
+        totals["ranks"] += np.bincount(pairs % places, minlength=places)
+        totals["once"] += np.bincount(pairs[counts == 1] % places, minlength=places)
+        by_domain = np.unique(token * domains + owner // ranks)
+        of_domains += np.bincount(by_domain % domains, minlength=domains)
+    means = {name: total / recorded.tokens for name, total in totals.items()}
+    return Spread(**means, domains=of_domains / recorded.tokens, experts=recorded.experts)
 
 
 def owned(experts: int, ranks: int) -> Array:

@@ -15,6 +15,7 @@ from moecomm import __version__
 from moecomm.bench.cli import app as bench
 from moecomm.bench.fitted import show_table
 from moecomm.bench.options import whole, written
+from moecomm.routing.cli import add_routing
 from moecomm.simulate.cli import app as simulate
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def options(
 
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
+add_routing(app)
 
 
 @app.command()

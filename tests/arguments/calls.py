@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 import moecomm
-from moecomm import compat, fused, nn, ops, overlap, router
+from moecomm import compat, fused, nn, ops, overlap, router, routing
 from moecomm.compat import deep_ep
 from moecomm.core.rendezvous import Alone
 from moecomm.tools import launch
@@ -34,6 +34,7 @@ MODULES: dict[str, ModuleType] = {
     "nn": nn,
     "fused": fused,
     "overlap": overlap,
+    "routing": routing,
     "compat": compat,
     "deep_ep": deep_ep,
 }
@@ -53,6 +54,8 @@ NOT_CALLED = {
     "ops.ChunkedHandle",  # see tests/ops/test_overflow.py
     "nn.Gate.__call__",  # forward()
     "fused.Fp8",
+    "routing.Load",
+    "routing.Recorded",
     "overlap.Workspace.call",  # of the operators
     "deep_ep.EPHandle",
     "deep_ep.EventHandle",
@@ -180,6 +183,23 @@ def of_overlap() -> dict[str, list[Call]]:
         "overlap.embedding_all_to_all": [
             Call(overlap.embedding_all_to_all, {**lookup, "offsets": None}),
             Call(overlap.embedding_all_to_all, ragged),
+        ],
+    }
+
+
+def of_routing() -> dict[str, list[Call]]:
+    """Calls of moecomm.routing, which write no file."""
+    drawn = routing.synthesize("mixtral-8x7b", 4, zipf=1.0)
+    recorder = routing.RoutingRecorder("x", experts=E, watch=(), weights=True)
+    made = {"path": "x", "model": "", "watch": None, "layers": 1, "weights": False, "experts": None, "max_tokens": 8}
+    added = {"layer": "a", "topk_idx": torch.zeros(T, K, dtype=torch.int64), "topk_weights": torch.rand(T, K)}
+    return {
+        "routing.RoutingRecorder": [Call(routing.RoutingRecorder, made)],
+        "routing.RoutingRecorder.add": [Call(recorder.add, {**added, "rank": 0, "ranks": 1})],
+        "routing.join": [Call(routing.join, {"parts": [drawn, drawn], "layer": None})],
+        "routing.loads": [Call(routing.loads, {"recorded": drawn, "ranks": (4, 8)})],
+        "routing.synthesize": [
+            Call(routing.synthesize, {"model": "mixtral-8x7b", "tokens": 4, "zipf": 1.0, "seed": 0})
         ],
     }
 
@@ -316,6 +336,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         ],
         **of_windows(),
         **of_overlap(),
+        **of_routing(),
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
         "launch.launch": [
             Call(not_started, {"target": "moecomm:none", "job": {}, "ranks": 1, "limit_s": 60.0}),

@@ -18,6 +18,7 @@ SIZES = ("0", "-1", "1.5", *HUGE, "x")  # whole and 1 or more, lists of them too
 REALS = ("-1", "nan", *WORDS)
 NAMES = ("", "x")
 FILES = ("{plain}/x.json", "{folder}")
+ROUTING = ("", "{folder}", "{plain}", "{json}", "/none")
 
 COUNTS = ("--hidden", "--topk", "--experts", "--ranks", "--replays")
 TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
@@ -33,6 +34,7 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--nic",): ("x", "0", "-1", "nan", "50,3,0", "50,3,10,1", "50,3,10"),
         ("--model", "--layout", "--payload", "--mode", "--backend"): NAMES,
         ("--limit",): ("0", *REALS),
+        ("--routing",): ROUTING,
         ("--json",): FILES,
     },
     "bench sweep": {
@@ -62,6 +64,7 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     "bench moe": {
         ("--tokens", "--intermediate", *COUNTS): SIZES,
         ("--room",): SIZES[1:],
+        ("--routing",): ROUTING,
         ("--model", "--mode", "--backend"): NAMES,
         ("--json",): FILES,
     },
@@ -80,6 +83,7 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--skew", "--nic-gbs", "--nic-latency-us", "--nic-mega-messages", "--nvlink-gbs"): REALS,
         ("--gemm-us", "--gemm-tflops", "--hbm-gbs"): REALS,
         ("--parameters",): ("{folder}", "{plain}", "/none"),
+        ("--routing",): ROUTING,
         ("--json", "--plot"): FILES,
     },
     "simulate dlrm": {
@@ -95,6 +99,18 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--parameters",): ("{folder}", "{plain}", "/none"),
         ("--json",): FILES,
     },
+    "record": {
+        ("--layers",): SIZES,
+        ("--max-tokens",): ("0", "-1", "1.5", HUGE[1], *WORDS),
+        ("--out",): FILES,
+    },
+    "routing synthesize {new}": {
+        ("--tokens",): SIZES,
+        ("--zipf",): ("9", *REALS),
+        ("--seed",): ("-1", "1.5", *WORDS),
+        ("--model",): NAMES,
+    },
+    "routing join {plain}": {("--out",): (*FILES, "{new}")},
 }
 ARGUMENTS = (
     "simulate check {folder}",
@@ -104,6 +120,13 @@ ARGUMENTS = (
     "bench show {folder}",
     "bench show {plain}",
     "bench show {json}",
+    "record {new}",
+    "record -m there.is.none",
+    "routing show {folder}",
+    "routing show {plain}",
+    "routing show {json}",
+    "routing show {new}",
+    "routing synthesize {folder}",
 )
 
 

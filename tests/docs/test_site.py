@@ -22,7 +22,7 @@ DECISIONS = DOCS / "decisions.md"
 FIGURES = sorted(DOCS.glob("figures/*.svg"))
 # Written elsewhere: mkdocs shows files of the repository under these names.
 SHOWN = {"measurements.md", "contributing.md", "changelog.md"}
-PUBLIC = ["", "ops", "nn", "fused", "overlap", "compat", "compat.deep_ep", "metrics", "testing"]
+PUBLIC = ["", "ops", "nn", "fused", "overlap", "compat", "compat.deep_ep", "metrics", "routing", "testing"]
 PUBLIC += [f"integrations.{framework}" for framework in ("megatron", "vllm", "sglang")]
 
 

@@ -51,7 +51,8 @@ def run(page: str, code: str) -> None:
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
-def _on_a_rank(rank: int, group: Any, page: str, code: str) -> bool:
+def _on_a_rank(rank: int, group: Any, page: str, code: str, folder: str) -> bool:
+    os.chdir(folder)  # for what the page writes
     dist.init_process_group = lambda backend: None  # done
     run(page, code)
     return True
@@ -85,11 +86,11 @@ def test_the_first_program_runs_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in with_python() if page.stem != UNDER_TORCHRUN], ids=lambda page: page.stem
 )
-def test_the_python_of_a_page_runs(page: Path, ranks: Ranks, warm: None) -> None:
+def test_the_python_of_a_page_runs(page: Path, ranks: Ranks, warm: None, tmp_path: Path) -> None:
     """On two ranks where it makes a process group, else alone."""
     code = program(page)
     processes = 2 if "init_process_group(" in code else 1
-    assert ranks.run(processes, _on_a_rank, page.name, code) == [True] * processes
+    assert ranks.run(processes, _on_a_rank, page.name, code, str(tmp_path)) == [True] * processes
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

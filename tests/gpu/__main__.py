@@ -121,6 +121,7 @@ PARTS: dict[str, list[Step]] = {
         one("suspension", 200, "tests/gpu/test_suspension.py", random=False),
         one("capacity", 200, "tests/gpu/test_capacity.py", random=False),
         one("flight", 100, "tests/gpu/test_flight_record.py", random=False),
+        one("routing", 60, "tests/gpu/test_routing.py", random=False),
     ],
     "moe": [
         one("gemm", 200, "tests/gpu/test_grouped_gemm.py"),

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from moecomm.bench.results import origin
 from moecomm.errors import BadInput
+from moecomm.routing import synthesize
 from moecomm.simulate import cli
 from moecomm.simulate.cli import app
 from moecomm.simulate.domain import load
@@ -170,3 +171,34 @@ def test_the_command_of_the_page_runs() -> None:
     assert commands
     for command in commands:
         run(*command.split()[1:])
+
+
+def test_a_recorded_routing_takes_the_place_of_the_gates(tmp_path: Path) -> None:
+    for zipf in (0, 1.5):
+        synthesize("qwen3-235b", 20000, zipf=zipf).save(tmp_path / f"{zipf}.routing")
+    words = ["--model", "qwen3-235b", "--domains", "1,2", "--tokens", "4096", "--json", str(tmp_path / "out.json")]
+    run(*words)
+    gate = json.loads((tmp_path / "out.json").read_text())["rows"]
+    run(*words, "--routing", str(tmp_path / "0.routing"))
+    for row, like in zip(json.loads((tmp_path / "out.json").read_text())["rows"], gate, strict=True):
+        assert row["dispatch"]["us"] == pytest.approx(like["dispatch"]["us"], rel=0.02)
+    said = run(*words, "--routing", str(tmp_path / "1.5.routing"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    wanted = "top-8 of 128 experts; routing of 1.5.routing (synthetic of qwen3-235b, Zipf exponent 1.5, 20000 tokens"
+    assert found["inputs"]["routing"].startswith(wanted) and wanted in " ".join(said.split())
+    assert found["case"]["routing_file"] == "1.5.routing" and found["case"]["routing"]["zipf"] == "1.5"
+    for row, like in zip(found["rows"], gate, strict=True):
+        assert row["combine"]["us"] > 1.1 * like["combine"]["us"], "the busiest rank has more rows"
+
+
+@pytest.mark.parametrize(
+    ("words", "argument"),
+    [([], "routing"), (["--model", "qwen3-235b", "--skew", "0.1"], "skew"), (["--domains", "17"], "domains, ranks")],
+)
+def test_a_recorded_routing_must_fit(words: list[str], argument: str, tmp_path: Path) -> None:
+    """To the model, without skew, and with an expert for each rank."""
+    file = synthesize("qwen3-235b", 100, zipf=0).save(tmp_path / "x")
+    model = ["--model", "qwen3-235b"] if argument != "routing" else []
+    with pytest.raises(BadInput) as caught:
+        run("--routing", str(file), *model, *words)
+    assert caught.value.argument == argument

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from moecomm.bench.case import Case
+from moecomm.core.experts import experts_of
 from moecomm.errors import BadInput
 from moecomm.router import Router, random_routing
+from moecomm.routing import Recorded, synthesize
+from moecomm.simulate import routing
 from moecomm.simulate.model import Operation
-from moecomm.simulate.routing import Gate, owned, spread, wanted
+from moecomm.simulate.routing import Gate, owned, recorded_spread, spread, wanted
 from moecomm.simulate.rows import bytes_of
 
 from ..few import few
@@ -165,3 +168,32 @@ def test_bytes_are_those_that_were_counted(name: str) -> None:
 def test_what_has_no_routing_is_refused(gate: Gate, domains: int, ranks: int, skew: float) -> None:
     with pytest.raises(BadInput):
         spread(gate, domains, ranks, skew)
+
+
+@pytest.mark.parametrize(("domains", "ranks"), [(1, 1), (1, 3), (2, 2), (3, 3), (5, 2)])
+def test_a_recorded_routing_is_counted(domains: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, of 10 experts, some of them -1 or chosen twice; in parts of 7 tokens."""
+    monkeypatch.setattr(routing, "_TOKENS_AT_ONCE", 7)
+    ids = torch.randint(-1, 10, (50, 3), generator=torch.Generator().manual_seed(1)).to(torch.int16)
+    recorded = Recorded(10, 3, ("a",), torch.tensor([[0, 0, 50]]).int(), ids)
+    owner = {expert: rank for rank in range(domains * ranks) for expert in experts_of(rank, 10, domains * ranks)}
+    owners = [[owner[expert] for expert in token if expert >= 0] for token in ids.tolist()]
+    found = recorded_spread(recorded, domains, ranks)
+    for rank in range(domains * ranks):
+        counts = [chosen.count(rank) for chosen in owners]
+        assert found.entries[rank] == pytest.approx(sum(counts) / 50)
+        assert found.ranks[rank] == pytest.approx(sum(count > 0 for count in counts) / 50)
+        assert found.once[rank] == pytest.approx(sum(count == 1 for count in counts) / 50)
+    for domain in range(domains):
+        wanted = sum(any(rank // ranks == domain for rank in chosen) for chosen in owners) / 50
+        assert found.domains[domain] == pytest.approx(wanted)
+    with pytest.raises(BadInput, match="no copies"):
+        recorded_spread(recorded, 11, 1)
+    with pytest.raises(BadInput, match="without tokens"):
+        recorded_spread(Recorded(10, 3, (), torch.empty(0, 3).int(), ids[:0]), 1, 1)
+
+
+def test_an_even_recording_is_the_gate_that_draws_it() -> None:
+    found, gate = recorded_spread(synthesize("qwen3-30b-a3b", 50_000, zipf=0), 2, 4), spread(Gate(128, 8), 2, 4)
+    for name in ("ranks", "domains", "entries", "once"):
+        assert getattr(found, name) == pytest.approx(getattr(gate, name), rel=0.02)

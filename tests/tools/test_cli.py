@@ -18,9 +18,10 @@ from moecomm.tools import cli
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        ([], ["demo", "doctor", "explain", "tune", "bench", "simulate"]),
+        ([], ["demo", "doctor", "explain", "tune", "bench", "simulate", "record", "routing"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
         (["simulate"], ["check", "fit", "dlrm"]),
+        (["routing"], ["show", "join", "synthesize"]),
     ],
 )
 def test_help_names_every_command(

@@ -1,0 +1,38 @@
+"""The commands `moecomm bench plot` and `show`, which read results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moecomm.bench.options import written
+
+Results = Annotated[list[Path], typer.Argument(help="JSON of a benchmark.", exists=True, dir_okay=False)]
+
+
+def plot(
+    results: Results,
+    out: Annotated[Path, typer.Option(callback=written, help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
+) -> None:
+    """Plot JSON of dispatch-combine, sweep, moe, gemm, overlap, latency, all-to-all, backends (extra bench)."""
+    from rich.console import Console
+
+    from moecomm.bench.plot import draw
+
+    draw(results, out)
+    Console().print(str(out), highlight=False)
+
+
+def show(results: Results) -> None:
+    """Print the full tables of results, from JSON of any benchmark."""
+    from moecomm.bench import show
+
+    show.show(results)
+
+
+def add_results(app: typer.Typer) -> None:
+    """Add both commands."""
+    app.command()(plot)
+    app.command()(show)
