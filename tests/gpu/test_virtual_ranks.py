@@ -199,7 +199,7 @@ def test_rings_across_domains(monkeypatch: pytest.MonkeyPatch, request: pytest.F
     monkeypatch.setattr(lsa, "_STAGING_BYTES", 1)
     monkeypatch.setattr(lsa, "direct_bytes", lambda *sizes: 0)  # else a ring has room for what goes straight
     with LocalBuffers(**LONG, domain_ranks=1, backend="lsa", device=0, timeout_s=20) as ranks:
-        assert ranks.buffers[0].rounds.session.context.shape.ring_tokens == 32
+        assert ranks.buffers[0].rounds.session.context.shape.ring_tokens < LONG["max_tokens"] / 4
         for number in random_seeds(LONG, request.config.getoption("--gpu-cases")):
             check_case(ranks, random_case(number, **LONG, few_kernels=True))
 
