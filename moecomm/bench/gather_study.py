@@ -156,7 +156,9 @@ def _measure(
                 whys[number] = why
             else:
                 calls[str(number)] = call
-    study.fill(study.case.inputs(window.device, window.rank)[0], study.case.inputs(window.device, 0)[1])
+    x, w = study.case.inputs(window.device, window.rank)[0], study.case.inputs(window.device, 0)[1]
+    assert isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)  # the study is in float16
+    study.fill(x, w)
     clock = Clock(group, window.device, graph=True, cold=False, chain=_CHAIN, replays=replays)
     us = clock.alternately(calls, window.barrier)
     window.check()
