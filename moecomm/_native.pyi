@@ -724,9 +724,6 @@ def gemm_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int:
 def gemv_lines(most_rows: int) -> int:
     """Lines of a packet of the GEMV, for 8 or 16 rows."""
 
-def split_sums_bytes(most_rows: int) -> int:
-    """Dynamic shared memory for the sums of a block of split products."""
-
 def gemv_shared_bytes(most_rows: int) -> int:
     """Dynamic shared memory of a block of the GEMV."""
 
@@ -828,6 +825,9 @@ def share_memory(a: typing.Any, b: typing.Any) -> bool:
 
 def shares_tables(dispatch: DispatchArgs, tensor: typing.Any) -> bool:
     """Whether a tensor of contiguous rows has bytes in common with the tables or row weights of a dispatch."""
+
+def split_sums_bytes(most_rows: int) -> int:
+    """Dynamic shared memory for the sums of a block of split products."""
 
 def store_word(address: int, value: int) -> None:
     """Store a u32, after all earlier writes of this thread."""
