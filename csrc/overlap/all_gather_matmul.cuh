@@ -98,16 +98,10 @@ MOECOMM_FN void all_gather_matmul(const GatherMatmulArgs& a) {
     extern __shared__ __align__(1024) u8 memory[];
     auto& s = *reinterpret_cast<GemmShared<c>*>(memory);
     static_assert(sizeof(GemmShared<c>) <= c.shared_bytes(), "gemm_shared_bytes bounds it");
-    if (threadIdx.x == 0) {
-        prefetch_map(a.gemm.w);
-        for (const TensorMap& map : a.gemm.x) prefetch_map(map);
+    begin_product<c.cluster>(a.gemm, [&] {
         for (const TensorMap& map : a.gathered) prefetch_map(map);
         s.barriers.init();
-        barrier_init_done();
-    }
-    await_earlier_kernels();
-    launch_dependents();
-    sync_cluster<c.cluster>();
+    });
     const OverlapRound round(a.overlap);
     if (threadIdx.x < kWarpgroup) {
         reg_dealloc<kRoleRegisters.link>();

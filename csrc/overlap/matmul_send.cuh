@@ -92,21 +92,15 @@ MOECOMM_FN void make_sent_tiles(SendShared<c, split>& s, const SendMatmulArgs& a
     u32 turns = 0, phase = 0;
     float accum[c.parts()][c.most_rows / 2] = {};
     for_my_tiles<c, send, ranks, split>(a, [&](const BlockTile& found) {
-        const auto out = store_at<c, send, ranks, split>(a, round, found, place_in_cluster<c>());
-        const u32 staging = shared_address(s.gemm.staging);
-        if constexpr (split == 1) {
-            multiply_padded<c>(s.gemm, place, math_group, mine.end, found.tile.padded, accum);
-            store_accum<c>(accum, found.tile, math_group, a.gemm.columns, staging, turns, out);
+        if (split == 1 || mine.first < mine.end) {
+            multiply_padded<c>(s.gemm, place, math_group, mine.end - mine.first, found.tile.padded, accum);
         } else {
-            if (mine.first < mine.end) {
-                multiply_padded<c>(s.gemm, place, math_group, mine.end - mine.first, found.tile.padded, accum);
-            } else {
-                for (float& sum : accum[0]) sum = 0;
-            }
-            add_blocks(s.split_sums, accum[0], phase);
-            store_accum<c>(accum, found.tile, math_group, a.gemm.columns, staging, turns,
-                           StoreMine<split, StorePitched>{out, found.tile.row});
+            for (float& sum : accum[0]) sum = 0;
         }
+        if constexpr (split > 1) add_blocks(s.split_sums, accum[0], phase);
+        // Only now: registers are scarce while the warpgroup multiplies.
+        const auto out = store_mine<split>(store_at<c, send, ranks, split>(a, round, found, place_in_cluster<c>()), found.tile.row);
+        store_accum<c>(accum, found.tile, math_group, a.gemm.columns, shared_address(s.gemm.staging), turns, out);
         copy_wait(&s.announced[stored.slot], stored.phase ^ 1);
         __syncwarp();
         if (lane_id() == 0) arrive(&s.stored[stored.slot]);
@@ -138,15 +132,7 @@ MOECOMM_FN void matmul_send(const SendMatmulArgs& a) {
     static_assert(sizeof(SendShared<c, split>) <= c.shared_bytes() + (split > 1 ? split_sums_bytes(c.most_rows) : 0) + 64,
                   "what is launched");
     constexpr RoleRegisters registers = !c.swapped && send == Send::all_to_all ? kRowsCopyRegisters : kRoleRegisters;
-    if (threadIdx.x == 0) {
-        prefetch_map(a.gemm.w);
-        for (const TensorMap& map : a.gemm.x) prefetch_map(map);
-        s.init();
-        barrier_init_done();
-    }
-    await_earlier_kernels();
-    launch_dependents();
-    sync_cluster<c.cluster * split>();
+    begin_product<c.cluster * split>(a.gemm, [&] { s.init(); });
     const OverlapRound round(a.overlap);
     if (threadIdx.x < kWarpgroup) {
         reg_dealloc<registers.link>();

@@ -3,6 +3,7 @@
 #include "../device/copy.cuh"
 #include "../device/grid.cuh"
 #include "../device/launch.cuh"
+#include "../gemm/tensor.cuh"
 #include "args.h"
 
 namespace moecomm {
@@ -16,6 +17,21 @@ constexpr RoleRegisters kRoleRegisters{72, 216};
 constexpr RoleRegisters kRowsCopyRegisters{56, 224};
 MOECOMM_BOTH constexpr bool fits(const RoleRegisters& r) { return (r.link + kMathGroups * r.product) * kWarpgroup <= 65536; }
 static_assert(fits(kRoleRegisters) && fits(kRowsCopyRegisters), "registers of a multiprocessor");
+
+// Begins a kernel of a product. All threads of all blocks; one thread calls init(), which initializes barriers. On return earlier kernels
+// have ended, and the barriers of all blocks of the cluster are initialized.
+template <i32 cluster, class Init>
+MOECOMM_FN void begin_product(const GemmArgs& args, const Init& init) {
+    if (threadIdx.x == 0) {
+        prefetch_map(args.w);
+        for (const TensorMap& map : args.x) prefetch_map(map);
+        init();
+        barrier_init_done();
+    }
+    await_earlier_kernels();
+    launch_dependents();
+    sync_cluster<cluster>();
+}
 
 // One round of a rank, for one thread.
 struct OverlapRound {

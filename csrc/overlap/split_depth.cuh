@@ -127,5 +127,13 @@ struct StoreMine {
         if ((row - first_row) / 8 % split == cluster_rank()) out.store(row, column, values);
     }
 };
+template <i32 split, class Out>
+MOECOMM_FN auto store_mine(const Out& out, i32 first_row) {
+    if constexpr (split == 1) {
+        return out;
+    } else {
+        return StoreMine<split, Out>{out, first_row};
+    }
+}
 
 }  // namespace moecomm
