@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import dlrm
+import dlrm_page
 import topics
 import wide_ep
 from wide_ep import ROOT
@@ -49,8 +49,8 @@ def refit(results: list[Path]) -> None:
     wide_ep.PAGE.write_text(wide_ep.page(json.loads(wide_ep.RESULT.read_text())))
     measured = dlrm_fit.fit(results)
     dlrm_fit.write(DLRM_PARAMETERS, measured)
-    write(dlrm.RESULT, dlrm.measure(measured, nic))
-    dlrm.PAGE.write_text(dlrm.page(json.loads(dlrm.RESULT.read_text())))
+    write(dlrm_page.RESULT, dlrm_page.measure(measured, nic))
+    dlrm_page.PAGE.write_text(dlrm_page.page(json.loads(dlrm_page.RESULT.read_text())))
     (ROOT / "bench" / "README.md").write_text(topics.page())
 
 

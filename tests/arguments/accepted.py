@@ -100,7 +100,7 @@ TABLE = (
                 "use_tma_aligned_col_major_sf",
                 "use_ue8m0",
             ),
-            *("weighted", "zero_copy", "zero_padding", "routing.RoutingRecorder(weights)"),
+            *("keep_ids", "weighted", "zero_copy", "zero_padding", "routing.RoutingRecorder(weights)"),
         ),
     ),
     Row(

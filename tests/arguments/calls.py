@@ -42,6 +42,7 @@ MODULES: dict[str, ModuleType] = {
 NOT_CALLED = {
     "moecomm.Handle",
     "moecomm.Routed",
+    "moecomm.Shrunk",
     "moecomm.doctor",  # no arguments
     "launch.Failure",
     "launch.run_child",
@@ -276,6 +277,7 @@ def of_moecomm() -> dict[str, list[Call]]:
     gate = {"gate": "softmax", "num_groups": 1, "topk_groups": 1, "scale": 1.0, "normalize": True}
     weights_of = {"seed": 0, "dtype": torch.float32, "device": "cpu"}
     four = nn.Experts(range(E), H, I)
+    elastic = moecomm.Buffer(**SIZES, backend="host")
     buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
     return {
         "moecomm.Buffer": [
@@ -327,6 +329,8 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(made.combine, {"y": y, "handle": handle, "topk_weights": weights}),
             Call(made.combine, {"y": flat.x.clone(), "handle": flat.handle, "bias": bias[0]}),
         ],
+        "moecomm.Buffer.shrink": [Call(elastic.shrink, {"group": None, "keep_ids": False})],
+        "moecomm.Buffer.grow": [Call(elastic.grow, {"group": "self"})],
         "moecomm.Buffer.dump_flight_record": [Call(write, {"path": "record.json"})],
         "moecomm.Buffer.empty": [Call(made.empty, {"handle": handle, "dtype": BF16})],
         "moecomm.Buffer.moe": [

@@ -28,15 +28,15 @@ def kept() -> dict[str, Any]:
 
 
 def test_the_page_is_that_of_its_result(kept: dict[str, Any]) -> None:
-    import dlrm
+    import dlrm_page
 
-    assert PAGE.read_text() == dlrm.page(kept), AGAIN
+    assert PAGE.read_text() == dlrm_page.page(kept), AGAIN
 
 
 def test_the_result_is_what_the_model_says(kept: dict[str, Any]) -> None:
-    import dlrm
+    import dlrm_page
 
-    found = dlrm.measure(content(), Nic(efficiency=fitted_efficiency()))
+    found = dlrm_page.measure(content(), Nic(efficiency=fitted_efficiency()))
     assert found.keys() <= kept.keys() and found["assumptions"] == kept["assumptions"], AGAIN
     for part in ("rows", "steps", "changes"):
         for mine, theirs in zip(found[part], kept[part], strict=True):

@@ -56,7 +56,8 @@ def _exchanged(row: Measured) -> float | None:
 
 
 def _reduced(row: Measured) -> float | None:
-    return row.nccl_us if row.operator == "matmul_all_reduce" else None
+    large = row.sent >= _LEAST_REDUCED
+    return row.nccl_us if row.operator == "matmul_all_reduce" and large else None
 
 
 def _cluster(**terms: Any) -> Cluster:
@@ -70,6 +71,7 @@ def _exchange_us(terms: AllToAll, row: Measured) -> float:
     return cluster.all_to_all_us(row.sent) + (cluster.copy_us(row.sent) if row.lookups else 0.0)
 
 
+_LEAST_REDUCED = 2 << 20  # bytes; smaller calls of NCCL take half the time of these
 # Expected: data sheets, and a few microseconds for a launch.
 _FIT: dict[str, _Part] = {
     "bags": _Part(
