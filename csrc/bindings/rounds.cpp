@@ -137,7 +137,8 @@ void bind_records(py::module_& m) {
         [](u64 address, u64 old, u64 value) {
             return __atomic_compare_exchange_n(at<u64>(address), &old, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
         },
-        py::arg("address"), py::arg("old"), py::arg("value"), "Store a u64 in place of `old`, after all earlier writes of this thread; return whether that stood there.");
+        py::arg("address"), py::arg("old"), py::arg("value"),
+        "Store a u64 in place of `old`, after all earlier writes of this thread; return whether that stood there.");
     m.def("read_long_word", [](u64 address) { return load_acquire(at<const u64>(address)); }, py::arg("address"), "Load a u64.");
     m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"), "Load a u32.");
 }
