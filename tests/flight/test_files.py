@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def run(folder: Path | None, code: str) -> subprocess.CompletedProcess[str]:
     packages = str(Path(moecomm.__file__).parent.parent)
     env = {**os.environ, "PYTHONPATH": packages, **({} if folder is None else {"MOECOMM_FLIGHT_DIR": str(folder)})}
     command = [sys.executable, "-c", PROGRAM + code]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    elsewhere = tempfile.gettempdir()  # not the repository, whose moecomm may not have been built
+    return subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
