@@ -95,7 +95,9 @@ class Pages:
 
     def erase(self, keys: Sequence[str]) -> None:
         """See Board.  Removes this rank's values; the last decisions stay."""
-        if any(self._mine.pop(key, None) is not None for key in list(keys)):
+        if there := self._mine.keys() & set(keys):
+            for key in there:
+                del self._mine[key]
             self._publish()
 
     def wait(self, limit_s: float) -> None:

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 import moecomm
+from moecomm import _native
 from moecomm.core import membership
 from moecomm.core.experts import ExpertIds
+from moecomm.core.pages import PAGE_BYTES, Pages
 from moecomm.testing import LocalBuffers
 
 from .. import kill_plans
@@ -320,9 +322,6 @@ def test_what_cannot_shrink() -> None:
 
 def test_one_decision_stands() -> None:
     """Ranks that propose at once, each with another value."""
-    from moecomm import _native
-    from moecomm.core.pages import PAGE_BYTES, Pages
-
     windows = [_native.HostWindow(PAGE_BYTES) for _ in range(4)]
     pages = [Pages([window.address for window in windows], rank) for rank in range(4)]
     start = threading.Barrier(4)
@@ -342,3 +341,15 @@ def test_one_decision_stands() -> None:
     assert pages[0].decide("1/190/outcome", b"late") == found[0][190]
     with pytest.raises(moecomm.Unsupported, match="no room"):
         pages[0].write("large", b"x" * PAGE_BYTES)
+
+
+def test_erased_values_are_gone() -> None:
+    """All of them, so that agreements without end fit a page."""
+    windows = [_native.HostWindow(PAGE_BYTES) for _ in range(2)]
+    mine, other = (Pages([window.address for window in windows], rank) for rank in range(2))
+    names = ["0/1/0", "0/0/ready/0", "0/1/1"]
+    for name in names:
+        mine.write(name, b"value")
+    mine.erase(["0/0/outcome", *names[:2]])
+    assert [mine.read([name]) for name in names] == [None, None, [b"value"]]
+    assert [other.read([name]) for name in names] == [None, None, [b"value"]]
