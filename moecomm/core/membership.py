@@ -20,7 +20,7 @@ from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
 from moecomm.core.session import Session
-from moecomm.core.suspension import Members
+from moecomm.core.suspension import Members, refuse_capture
 from moecomm.errors import BadInput, Closed, Excluded, MoecommError, PeerLost, Timeout
 
 # For a rank that a peer has named in a Timeout.  It may have waited for another one itself, and then comes at once.
@@ -117,12 +117,13 @@ class Meeting:
 
     def lost(self) -> PeerLost | None:
         """Return the error of a rank that is gone since the ranks agreed: opening() knows those that came to it."""
-        gone = [place for place, rank in enumerate(self._ranks) if rank in self._gone()]
-        if not gone:
+        gone = self._gone()
+        lost = next((place for place, rank in enumerate(self._ranks) if rank in gone), None)
+        if lost is None:
             return None
         place = self._ranks.index(self._rounds.rank)
-        text = f"rank {gone[0]} is gone: its process has ended while the Buffer was opened again"
-        return PeerLost(text, rank=place, peer=gone[0], phase="opening", op="shrink", round=0)
+        text = f"rank {lost} is gone: its process has ended while the Buffer was opened again"
+        return PeerLost(text, rank=place, peer=lost, phase="opening", op="shrink", round=0)
 
     def failed(self, error: MoecommError) -> None:
         """Take note of an error that has ended an opening: those that it names are gone.  Raise any other error."""
@@ -191,8 +192,7 @@ def _unpacked(packed: bytes) -> tuple[int, ...]:
 
 def require_idle(rounds: Rounds, call: str) -> None:
     """Wait for every round so far.  Raises BadInput for a call during a capture."""
-    if rounds.session.capturing():
-        raise BadInput(call, "a call during a capture", "a call outside of it")
+    refuse_capture(rounds, call)
     rounds.session.synchronize()
 
 

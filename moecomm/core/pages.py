@@ -27,7 +27,7 @@ _KEPT = 32  # decisions of a rank's page
 class Pages:
     """A Board (moecomm.core.board) in the pages of ranks.
 
-    A reader copies the values of a rank, and does it again if two newer versions have been begun meanwhile.
+    A reader copies the values of a rank, and does it again if a newer version has been stored meanwhile.
 
     Decisions are numbered, in the order in which ranks come to them.  A word holds the number of the last and the rank
     whose proposal stands.  A rank proposes in its own page, then replaces the word by compare-and-swap.  Before that it
@@ -58,8 +58,7 @@ class Pages:
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         """See Board.  A key that ends in "/outcome" or "/members" is that of a decision."""
-        everybody = [self._values(rank) for rank in range(len(self._addresses))]
-        found = [self._decided(key) if _is_decision(key) else _first(key, everybody) for key in keys]
+        found = [self._decided(key) if _is_decision(key) else self._first(key) for key in keys]
         complete = [value for value in found if value is not None]
         self._nap_s = _SHORTEST_NAP_S if len(complete) == len(keys) else min(2 * self._nap_s, _LONGEST_NAP_S)
         return complete if len(complete) == len(keys) else None
@@ -114,7 +113,14 @@ class Pages:
             return None
         if stands >> _RANK_BITS == number:
             return self._proposal(stands)
-        return _first(f"={number}", [self._values(rank) for rank in range(len(self._addresses))])
+        return self._first(f"={number}")
+
+    def _first(self, key: str) -> bytes | None:
+        """Return the value of the lowest rank that has one of this key."""
+        for rank in range(len(self._addresses)):
+            if (value := self._values(rank).get(key)) is not None:
+                return value
+        return None
 
     def _proposal(self, stands: int) -> bytes:
         number, rank = stands >> _RANK_BITS, stands & ((1 << _RANK_BITS) - 1)
@@ -152,10 +158,6 @@ def _number(key: str) -> int:
     """Number a decision: "G/members" is the first of generation G, and "G/N/outcome" that of its opening N."""
     generation, *opening = key.split("/")[:-1]
     return int(generation) << 32 | (int(opening[0]) + 1 if opening else 0)
-
-
-def _first(key: str, everybody: Sequence[dict[str, bytes]]) -> bytes | None:
-    return next((values[key] for values in everybody if key in values), None)
 
 
 def _packed(values: dict[str, bytes]) -> Iterator[bytes]:

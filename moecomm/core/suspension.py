@@ -38,8 +38,7 @@ def release(rounds: Rounds, members: Members) -> None:
         return
     session = rounds.session
     session.require_releasable()
-    if session.capturing():
-        raise BadInput("release_memory", "a call during a capture", "a call outside of it")
+    refuse_capture(rounds, "release_memory")
     with _agreement(rounds, members, "release_memory") as ranks:
         session.synchronize()
         rounds.raise_failure()
@@ -61,6 +60,12 @@ def restore(rounds: Rounds, members: Members) -> None:
         rounds.session.restore(ranks)
         ranks.settle()
     rounds.released = False
+
+
+def refuse_capture(rounds: Rounds, call: str) -> None:
+    """Raise BadInput for a call of a Buffer during a capture."""
+    if rounds.session.capturing():
+        raise BadInput(call, "a call during a capture", "a call outside of it")
 
 
 @contextmanager
