@@ -36,9 +36,10 @@ class ExpertIds:
 
     def __init__(self, kept: Sequence[int], count: int, device: torch.device) -> None:
         self.kept, self.count = tuple(kept), count
-        table = torch.full((count,), -1)
-        table[list(kept)] = torch.arange(len(kept))
-        self._tables = {dtype: table.to(device, dtype) for dtype in (torch.int64, torch.int32)}
+        ids = torch.tensor(self.kept)
+        places = torch.full((count,), -1)
+        places[ids] = torch.arange(len(ids))
+        self._places, self._ids = (_on(device, table) for table in (places, ids))  # by dtype
 
     def range_of(self, places: range) -> range:
         """Return the ids of a rank's experts, which follow each other."""
@@ -50,10 +51,22 @@ class ExpertIds:
         Ids of no expert stay as they are, so that the round finds them.  Tensors that are no ids stay, too.
         """
         ids, _ = as_tensor("topk_idx", topk_idx)
-        if (table := self._tables.get(ids.dtype)) is None:
-            return topk_idx
-        known = (ids >= 0) & (ids < len(table))
-        return torch.where(known, table[ids.clamp(0, len(table) - 1).long()], ids)
+        table = self._places.get(ids.dtype)
+        return topk_idx if table is None else _looked_up(table, ids)
+
+    def names(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the id of each place, int64 or int32; the inverse of translate(), but for lost experts."""
+        return _looked_up(self._ids[places.dtype], places)
+
+
+def _on(device: torch.device, table: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
+    return {dtype: table.to(device, dtype) for dtype in (torch.int64, torch.int32)}
+
+
+def _looked_up(table: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Return the entries of a table; what lies outside of it stays."""
+    known = (at >= 0) & (at < len(table))
+    return torch.where(known, table[at.clamp(0, len(table) - 1).long()], at)
 
 
 def owners_of(ids: torch.Tensor, num_experts: int, ranks: int) -> torch.Tensor:

@@ -159,7 +159,7 @@ class RoutingRecorder:
         if weights is not None and weights.shape != ids.shape:
             return
         if rounds.ids is not None:  # the ids that callers know, and not those of the experts that are left
-            ids = _named(ids, rounds.ids.kept)
+            ids = rounds.ids.names(ids)
         with self._lock:
             experts = rounds.num_experts if rounds.ids is None else rounds.ids.count
             self._experts = experts if self._experts is None else self._experts
@@ -243,11 +243,6 @@ class RoutingRecorder:
 def file_of(path: Path, rank: int, ranks: int) -> Path:
     """Return the file of a rank."""
     return path if ranks == 1 else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
-
-
-def _named(ids: torch.Tensor, kept: tuple[int, ...]) -> torch.Tensor:
-    table = torch.tensor(kept, dtype=ids.dtype, device="cpu").to(ids.device)
-    return torch.where(ids >= 0, table[ids.clamp(0, len(table) - 1).long()], ids)
 
 
 def _is_layer(module: torch.nn.Module) -> bool:
