@@ -158,7 +158,7 @@ class FlightRecorder:
     def reject(self, op: str, error: BaseException | None) -> None:
         """Record a call that failed before it reached the other ranks.  None: another thread's, refused earlier."""
         self._tally.rejected += 1
-        what = Rejected(op, "ConcurrentCall" if error is None else _shown(error))
+        what = Rejected(op, "ConcurrentCall" if error is None else shown(error))
         record = self._recorded
         place = record % CALLS
         self._ended[place] = now = time.time_ns()
@@ -181,7 +181,7 @@ class FlightRecorder:
 
     def failure_of(self, error: Exception, record: Mapping[str, int | str]) -> Failure:
         """Make a Failure of an error at the last call."""
-        return Failure(type(error).__name__, _shown(error), record, self.steps, time.time_ns())
+        return Failure(type(error).__name__, shown(error), record, self.steps, time.time_ns())
 
     def announce(self, error: Exception) -> None:
         """Ask for a file, where somebody writes one."""
@@ -200,6 +200,7 @@ class FlightRecorder:
         return [Entry._make((*call, ended)) for call, ended in found]
 
 
-def _shown(error: BaseException) -> str:
+def shown(error: BaseException) -> str:
+    """Return an error in words, those of a long one cut."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."

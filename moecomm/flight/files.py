@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from moecomm import config
+from moecomm.core.flight import shown
 from moecomm.core.rounds import Rounds
 from moecomm.errors import BadInput
 from moecomm.flight.record import flight_record
@@ -27,8 +28,6 @@ from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
 
 log = logging.getLogger("moecomm")
-
-_TEXT = 500  # characters of an exception
 
 _watched: dict[int, weakref.ref[Rounds]] = {}  # by id; a handler may run while another thread adds to it
 _installed = False
@@ -74,7 +73,7 @@ def left(rounds: Rounds, error: BaseException) -> None:
     """Write the record of a Buffer that an exception closes, unless a failure of its own has been written."""
     flight = rounds.flight
     if flight.on_failure is not None and not flight.reasons and not rounds.closed:
-        flight.raised = f"{type(error).__name__}: {error}"[:_TEXT]
+        flight.raised = shown(error)
         flight.on_failure(type(error).__name__)
 
 
