@@ -15,7 +15,7 @@ DIRECTORIES = ("emulator", "native", "rma_plugin", "shims")
 
 
 def is_one_of_several(config: pytest.Config) -> bool:
-    """Whether this process runs a part of the collected tests, which nobody knows yet."""
+    """Return whether this process runs a part of the collected tests, which nobody knows yet."""
     return hasattr(config, "workerinput")
 
 

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 2, "topk": 1, "max_tokens"
 
 @pytest.fixture
 def values(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, float]]:
-    """What the text says, without Buffers of other tests."""
+    """Return the metrics of the text, without Buffers of other tests."""
     monkeypatch.setattr(tally, "_process", tally.Tallies())
     registry = client.CollectorRegistry()
     metrics.register(registry)

@@ -55,7 +55,7 @@ def test_what_a_command_runs_is_there(command: str) -> None:
 
 
 def runs_with(source: str, marker: str) -> bool:
-    """Whether a test, or one of its cases, runs with `pytest -m marker`; "": without an option."""
+    """Return whether a test, or one of its cases, runs with `pytest -m marker`; "": without an option."""
     if marker:
         return f"pytest.mark.{marker}" in source or (marker == "long" and "few(" in source)
     return not re.search(r"pytest\.mark\.(long|sanitized)\b", source)

@@ -33,7 +33,7 @@ HOW = {
 
 
 class Fault(NamedTuple):
-    """What one rank does, and when: before its call `at`."""
+    """The fault of one rank, which comes before its call `at`."""
 
     kind: str
     ranks: int

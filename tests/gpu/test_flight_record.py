@@ -1,4 +1,4 @@
-"""What the flight record of a rank says while its kernels run, without waiting for them."""
+"""The flight record of a rank while its kernels run, which does not wait for them."""
 
 from __future__ import annotations
 
