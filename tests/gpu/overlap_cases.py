@@ -13,6 +13,7 @@ from moecomm.fused import Fp8
 from moecomm.overlap.gpu import GpuExecutor
 from moecomm.overlap.reference import in_float64
 from moecomm.overlap.sizes import FP8
+from moecomm.overlap.unfused import UnfusedExecutor
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Case:
             return first.to(device), torch.randint(-1, self.first[1], self.second, generator=g).to(device)
         return first.to(device), torch.randint(-1, 2, self.second, generator=g).to(self.dtype).to(device)
 
-    def call(self, executor: GpuExecutor, first: Any, second: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def call(
+        self, executor: GpuExecutor | UnfusedExecutor, first: Any, second: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Enqueue it.  Gathered rows, and in FP8 their scales, are returned beside the product."""
         if self.operator == "all_gather_matmul":
             y, gathered = executor.all_gather_matmul(first, second, True)

@@ -5,7 +5,6 @@ Kernels are compiled beforehand by tests/gpu/compile_overlap.py, else by the fir
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import moecomm
 from moecomm.jit import plain_kernel
 from moecomm.overlap.gpu import GpuExecutor
+from moecomm.overlap.unfused import UnfusedExecutor
 
 from ..conftest import Ranks
 from .overlap_cases import Case, cases, same
@@ -66,20 +66,19 @@ def tensors(inputs: tuple[Any, Any]) -> list[torch.Tensor]:
     return [tensor for of in inputs for tensor in (of if isinstance(of, tuple) else (of,))]
 
 
-def _processes(rank: int, group: Any, kind: str) -> str:
+def _processes(rank: int, group: Any, fused: bool) -> str:
     """Each case eagerly, and replayed in a graph with new inputs."""
     torch.cuda.set_device(rank)
     load_kernels()
-    os.environ["MOECOMM_WINDOW"] = kind
     ranks = group.size()
     with moecomm.Window(group, NBYTES, backend="lsa", timeout_s=20.0) as window:
-        executor = GpuExecutor(window)
+        executor = GpuExecutor(window) if fused else UnfusedExecutor(window, range(NBYTES))
         for case in cases(ranks):
             _check(executor, window, case, rank, ranks)
     return "done"
 
 
-def _check(executor: GpuExecutor, window: moecomm.Window, case: Case, rank: int, ranks: int) -> None:
+def _check(executor: GpuExecutor | UnfusedExecutor, window: moecomm.Window, case: Case, rank: int, ranks: int) -> None:
     mine = case.inputs(rank, 0, "cuda")
     first = case.call(executor, *mine)
     window.check()
@@ -100,9 +99,10 @@ def _check(executor: GpuExecutor, window: moecomm.Window, case: Case, rank: int,
 
 @pytest.mark.gpu2
 @pytest.mark.timeout(240)
-def test_processes_get_the_bits_of_the_reference(gpu_ranks: Ranks) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_processes_get_the_bits_of_the_reference(fused: bool, gpu_ranks: Ranks) -> None:
     count = min(4, torch.cuda.device_count())
-    gpu_ranks.start(count, _processes, "vmm")
+    gpu_ranks.start(count, _processes, fused)
     assert gpu_ranks.results(count, timeout_s=220) == dict.fromkeys(range(count), "done")
 
 
