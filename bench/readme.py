@@ -27,7 +27,6 @@ OPERATORS = (
     "matmul-all-reduce",
     "matmul-all-to-all",
     "embedding-all-to-all",
-    "fp8-all-gather-matmul",
 )
 OVERLAP = tuple(f"overlap-{name}-h100-2" for name in OPERATORS)
 

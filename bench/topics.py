@@ -175,13 +175,18 @@ def expert_layers() -> str:
 def backends() -> str:
     """Rounds through all backends, and put + signal."""
     rows = []
-    for name in ("domains-h100-2", "nic-h100-2", "gin-domains-h100-2"):
+    for name in ("domains-h100-2", "domains-nvshmem-h100-2", "nic-h100-2", "gin-domains-h100-2"):
         found = load(name)
+        through = found["rows"][-1].get("through") or found["backend"].split(",")[0]
         columns = ({"what": "dispatch", "payload": "bf16"}, {"what": "combine", "variant": "y in the window"})
         sms = 32 if 32 in found["case"]["sms"] else 0  # GIN's queues allow no more than 32
-        cells = [figure(found, tokens=tokens, sms_asked=sms, **which) for which in columns for tokens in (128, 4096)]
+        cells = [
+            figure(found, tokens=tokens, sms_asked=sms, through=through, **which)
+            for which in columns
+            for tokens in (128, 4096)
+        ]
         nic = f", NIC of {found['case']['nic']}" if found["case"]["nic"] else ""
-        rows.append(line(found, ROUNDS, f"`{found['backend'].split(',')[0]}`{nic}", "2, a H100 each, 32 SMs", *cells))
+        rows.append(line(found, ROUNDS, f"`{through}`{nic}", "2, a H100 each, 32 SMs", *cells))
     for name in ("backends-h200-4", "backends-domains-h200-4"):
         found = load(name)
         for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
@@ -201,13 +206,14 @@ def backends() -> str:
     heads = "through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096"
     rounds = table(heads, rows)
     found, tcp = load("latency-backends-h200-4"), load("latency-gin-tcp-h200-2")
+    longer = load("latency-gin-tcp-h100-2")
     rows = []
     for size in (4, 4096, 65536, 4194304):
         cells = []
         for backend in ("lsa", "nvshmem", "gin"):
             of_backend = (r for r in found["rows"] if (r["backend"], r.get("bytes")) == (backend, size))
             cells.append(next((time_of(r["us"]["p50"]) for r in of_backend), ""))
-        cells.append(next((time_of(r["us"]["p50"]) for r in tcp["rows"] if r["bytes"] == size), ""))
+        cells.append(next(time_of(r["us"]["p50"]) for r in (*tcp["rows"], *longer["rows"]) if r["bytes"] == size))
         rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells, beside=tcp))
     heads = "put + signal, bytes | `lsa` | `nvshmem` | `gin`, proxy on one host | `gin`, TCP over 127.0.0.1, 2 GPUs"
     return f"{rounds}\n\n{table(heads, rows)}"
@@ -232,8 +238,11 @@ def concurrent() -> str:
             if "us" in row:
                 times.setdefault((row["case"], row["dtype"]), {})[row["who"]] = row["us"]["p50"]
         for who, cells in ratios.items():
-            over = sorted(of[who] / of["moecomm"] for of in times.values() if who in of)
-            cells.append(f"{over[0]:.2f} to {over[-1]:.2f}" if over else "")
+            of_kinds: dict[str, list[float]] = {}
+            for (_, dtype), of in times.items():
+                if who in of:
+                    of_kinds.setdefault("FP8: " if dtype == "fp8" else "", []).append(of[who] / of["moecomm"])
+            cells.append("; ".join(f"{kind}{min(over):.2f} to {max(over):.2f}" for kind, over in of_kinds.items()))
     operators = (f"`{name.replace('-', '_')}`" for name in OPERATORS)
     found = load(OVERLAP[0])
     rows = [line(found, ("overlap",), who, *cells) for who, cells in ratios.items()]
@@ -397,16 +406,19 @@ TOPICS = (
     Topic(
         "Backends and domains",
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: H100s) reach each other by puts "
-        "over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Put + signal: half a round trip between two ranks.",
+        "over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Put + signal: half a round trip between two ranks "
+        "(4 MiB over TCP: of H100s).",
         (
             "backends-h200-4",
             "backends-domains-h200-4",
             "domains-h100-2",
+            "domains-nvshmem-h100-2",
             "nic-h100-2",
             "gin-domains-h100-2",
             "rings-h100-2",
             "latency-backends-h200-4",
             "latency-gin-tcp-h200-2",
+            "latency-gin-tcp-h100-2",
         ),
         backends,
     ),

@@ -41,9 +41,17 @@ class Row(NamedTuple):
 _H100 = "NVIDIA H100 80GB HBM3"
 # bench/results/overlap-*-h100-2.json: faster there than a product of cuBLAS with NCCL, one after the other.
 MEASURED = (
-    Row(_H100, "all_gather_matmul", 2, {"M": 512, "N": 1024, "K": 1024}, {"M": 4096, "N": 8192, "K": 8192}),
+    Row(_H100, "all_gather_matmul", 2, {"M": 512, "N": 1024, "K": 1024}, {"M": 2048, "N": 4096, "K": 4096}),
     Row(_H100, "matmul_reduce_scatter", 2, {"M": 2048, "N": 8192, "K": 4096}, {"M": 8192, "N": 16384, "K": 26624}),
     Row(_H100, "all_gather_matmul", 2, {"M": 512, "N": 1024, "K": 1024}, {"M": 4096, "N": 8192, "K": 8192}, fp8=True),
+    Row(
+        _H100,
+        "matmul_reduce_scatter",
+        2,
+        {"M": 2048, "N": 8192, "K": 4096},
+        {"M": 8192, "N": 16384, "K": 26624},
+        fp8=True,
+    ),
     Row(_H100, "matmul_all_reduce", 2, {"M": 1, "N": 4096, "K": 2048}, {"M": 16, "N": 16384, "K": 8192}),
     Row(_H100, "matmul_all_reduce", 2, {"M": 256, "N": 4096, "K": 3584}, {"M": 8192, "N": 8192, "K": 14336}),
     Row(
@@ -60,6 +68,14 @@ MEASURED = (
         2,
         {"E": 1, "C": 512, "N": 4096, "K": 2048},
         {"E": 8, "C": 4096, "N": 7168, "K": 4096},
+    ),
+    Row(
+        _H100,
+        "matmul_all_to_all",
+        2,
+        {"E": 1, "C": 512, "N": 4096, "K": 2048},
+        {"E": 8, "C": 4096, "N": 7168, "K": 14336},
+        fp8=True,
     ),
     Row(_H100, "embedding_all_to_all", 2, {"T": 16, "B": 2048, "D": 64}, {"T": 64, "B": 4096, "D": 256}),
 )
