@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +25,13 @@ def _kernel(rank: int, group: Any) -> Any:
         )
     except ImportError as error:
         return f"vllm can't be imported: {error}"
+    from moecomm.compat import deep_ep
     from moecomm.integrations.vllm import register
     from moecomm.integrations.vllm.managers import BatchedManager, Rounds, StandardManager
 
     register()
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_v2 import DeepEPV2PrepareAndFinalize
+
     assert all2all.DeepEPHTAll2AllManager is StandardManager and all2all.DeepEPLLAll2AllManager is BatchedManager
     # A platform without workspaces of its own; whether this one is CPUs depends on how vLLM was built.
     mk.current_platform = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, is_rocm=lambda: False)
@@ -76,13 +80,17 @@ def _kernel(rank: int, group: Any) -> Any:
         rounds, num_dispatchers=group.size(), dp_size=group.size(), rank_expert_offset=first
     )
     batched = all2all_utils.DeepEPLLPrepareAndFinalize(rounds, max_tokens_per_rank=MOST, num_dispatchers=group.size())
+    elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK)
+    sizes = {"num_dispatchers": group.size(), "dp_size": group.size(), "num_experts": EXPERTS, "num_topk": TOPK}
+    second = DeepEPV2PrepareAndFinalize(elastic, rank_expert_offset=first, **sizes)  # of prefill, in DeepEP's V2 names
     w1 = torch.arange(first + 1, first + local + 1).view(-1, 1, 1).float().expand(-1, 2, HIDDEN)
     expert_map = torch.full((EXPERTS,), -1)
     expert_map[first : first + local] = torch.arange(local)
     # Where as many rows arrive as there are tokens, their kernel lets experts write where the result goes.
-    for both, alike in ((standard, False), (batched, False), (standard, True), (batched, True)):
+    for both, alike in itertools.product((standard, batched, second), (False, True)):
         kernel = mk.FusedMoEKernel(both, Experts(both is batched))
-        x = torch.randint(-8, 9, (3 + 2 * rank, HIDDEN), generator=g).float()
+        x = torch.randint(-8, 9, (3 + 2 * rank, HIDDEN), generator=g)
+        x = x.bfloat16() if both is second else x.float()  # which takes nothing else
         ids = torch.rand(len(x), EXPERTS, generator=g).topk(TOPK).indices
         if alike:
             ids = torch.arange(first, first + TOPK).expand(len(x), -1).contiguous()
@@ -90,9 +98,10 @@ def _kernel(rank: int, group: Any) -> Any:
         out = kernel.impl.apply(
             x, w1, w1.transpose(1, 2), ids, weights, global_num_experts=EXPERTS, expert_map=expert_map
         )
-        same.append(torch.equal(out, x * ((ids + 1) * weights).sum(dim=1, keepdim=True)))
+        same.append(torch.equal(out, x * ((ids + 1) * weights).sum(dim=1, keepdim=True).to(x.dtype)))
         assert kernel.can_overlap_shared_experts and kernel.output_is_reduced()
     rounds.pool.close()
+    elastic.destroy()
     return same
 
 
@@ -104,4 +113,4 @@ def test_their_kernel_runs_over_ours(ranks: Any, monkeypatch: pytest.MonkeyPatch
         if isinstance(result, str):
             pytest.skip(result)
         assert not isinstance(result, BaseException), result
-    assert found == {0: [True] * 4, 1: [True] * 4}
+    assert found == {0: [True] * 6, 1: [True] * 6}

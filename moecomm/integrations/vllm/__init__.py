@@ -2,7 +2,7 @@
 
 vLLM has no registry for them, so they take the place of DeepEP's, under the names of its backends: the standard format
 with `--all2all-backend deepep_high_throughput`, the batched one with `deepep_low_latency`.  vLLM calls register() as a
-plugin, in every process.  docs/vllm.md says what works.
+plugin, in every process.  Its `deepep_v2` runs over moecomm.compat.deep_ep.  docs/vllm.md says what works.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import logging
 
 from moecomm import config
+from moecomm.compat import install_as_deep_ep
 from moecomm.errors import Unsupported
 
 __all__ = ["register"]
@@ -21,7 +22,7 @@ log = logging.getLogger("moecomm")
 def register() -> None:
     """Take DeepEP's place where there is no deep_ep; where there is one, only with MOECOMM_VLLM=always.
 
-    Idempotent.  Changes names in two modules of vLLM, and no file.
+    Idempotent.  Changes names in two modules of vLLM, installs moecomm as deep_ep, and changes no file.
 
     Raises:
         Unsupported: MOECOMM_VLLM=always, and this vLLM has no such place; without it, a warning says so.
@@ -29,6 +30,7 @@ def register() -> None:
     wanted = config.in_vllm()
     if wanted == "never" or (wanted is None and importlib.util.find_spec("deep_ep") is not None):
         return
+    install_as_deep_ep(replace=wanted == "always")  # vLLM's modules look for it when they are imported
     try:
         _take_place()
     except (ImportError, Unsupported) as error:
