@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moecomm.compat import install_as_deep_ep
+from moecomm.compat.te_ep import install_as_te_ep
 from moecomm.integrations.megatron import manager
 
 HIDDEN, INTERMEDIATE, EXPERTS = 16, 24, 8
@@ -60,6 +63,21 @@ def over_deep_ep() -> None:
         "hybrid_ep_combine",
     ):
         setattr(token_dispatcher, name, getattr(fused_a2a, name))
+
+
+def over_te_ep() -> None:
+    """In a process of its own.  Megatron finds moecomm as TransformerEngine's ep; of the rest there is nothing."""
+    package = ModuleType("transformer_engine.pytorch")
+    sys.modules |= {"transformer_engine": ModuleType("transformer_engine"), package.__name__: package}
+    install_as_te_ep()
+    importlib.reload(fused_a2a)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+    for name in ("ensure_nccl_ep_bootstrapped", "is_nccl_ep_bootstrapped", "nccl_ep_finalize"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
+    for name in ("new_nccl_ep_buffer", "nccl_ep_dispatch", "nccl_ep_combine"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
+    token_dispatcher.get_align_size_for_quantization = lambda config: 0  # 16 is what without_cuda() says
 
 
 def _sizes_as_lists(self: Any, point: str, tokens_per_expert: Any = None) -> Any:

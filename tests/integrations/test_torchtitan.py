@@ -18,12 +18,22 @@ import torch
 import moecomm
 from moecomm.core.experts import experts_of
 from moecomm.ops import chunks
-from moecomm.router import random_routing
 from tests.integrations import torchtitan_stub as stub
+from tests.integrations.plain_moe import (
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    TOKENS,
+    TOPK,
+    Tokens,
+    experts,
+    wanted,
+    wanted_of_weights,
+    weights_of,
+)
 from tests.little_room import little_room
 
 INSTALLED = importlib.util.find_spec("torchtitan")
-RANKS, HIDDEN, EXPERTS, TOPK, TOKENS = 4, 16, 8, 3, 9
 SIZES = {"num_experts": EXPERTS, "top_k": TOPK}
 
 
@@ -31,37 +41,6 @@ SIZES = {"num_experts": EXPERTS, "top_k": TOPK}
 def ours() -> Iterator[Any]:
     with stub.stubbed() as found:
         yield found
-
-
-class Tokens:
-    """Integers, whose sums are exact in any order: tokens, scores, ids, weights of all experts, a factor of outputs."""
-
-    def __init__(self, rank: int, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> None:
-        g = torch.Generator().manual_seed(rank)
-        self.x = torch.randint(-4, 5, (tokens, HIDDEN), generator=g).to(dtype).requires_grad_()
-        self.ids, _ = random_routing(tokens, EXPERTS, TOPK, generator=g)
-        self.scores = torch.randint(1, 5, (tokens, TOPK), generator=g).float().requires_grad_()
-        self.seen = torch.randint(-2, 3, (tokens, HIDDEN), generator=g).to(dtype)
-
-    def counts(self) -> torch.Tensor:
-        return torch.bincount(self.ids.flatten(), minlength=EXPERTS)
-
-    def given(self) -> tuple[torch.Tensor, ...]:
-        return self.x, self.scores, self.ids, self.counts()
-
-
-def weights_of(experts: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    g = torch.Generator().manual_seed(7)
-    every = torch.randint(-2, 3, (EXPERTS, HIDDEN, HIDDEN), generator=g).to(dtype)
-    return every[experts].clone().requires_grad_()
-
-
-def experts(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Linear experts over as many rows as their counts say; NaN behind those, which nobody may read."""
-    assert counts.sum() <= len(rows)
-    parts = rows[: int(counts.sum())].split(counts.tolist())
-    done = torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
-    return torch.cat([done, rows.new_full((len(rows) - len(done), HIDDEN), math.nan)])
 
 
 def run(dispatcher: Any, tokens: Tokens, weights: torch.Tensor) -> list[torch.Tensor]:
@@ -72,24 +51,6 @@ def run(dispatcher: Any, tokens: Tokens, weights: torch.Tensor) -> list[torch.Te
     (out * tokens.seen).sum().backward()
     assert tokens.x.grad is not None and tokens.scores.grad is not None
     return [out.detach(), tokens.x.grad, tokens.scores.grad]
-
-
-def wanted(tokens: Tokens, weights: torch.Tensor) -> list[torch.Tensor]:
-    """The same of one rank's tokens with all experts, in plain torch; adds to weights.grad."""
-    x, scores = tokens.x.detach().requires_grad_(), tokens.scores.detach().requires_grad_()
-    y = torch.einsum("th,tkhi->tki", x, weights[tokens.ids])
-    out = (y * scores.unsqueeze(2)).sum(1)
-    (out * tokens.seen).sum().backward()
-    assert x.grad is not None and scores.grad is not None
-    return [out.detach(), x.grad, scores.grad]
-
-
-def wanted_of_weights(tokens: int = TOKENS) -> torch.Tensor:
-    every = weights_of(slice(None))
-    for rank in range(RANKS):
-        wanted(Tokens(rank, tokens), every)
-    assert every.grad is not None
-    return every.grad
 
 
 def on_ranks(body: Callable[[int, Any], Any]) -> list[Any]:

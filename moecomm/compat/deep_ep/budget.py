@@ -16,6 +16,16 @@ def drop_excess(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids with -1 in the place of each entry that its rank has no room for, and int32 `[1]`: 1 if we have too little.
 
+    See within_budgets().
+    """
+    return within_budgets(pool, ids, num_experts, rows, alignment)[:2]
+
+
+def within_budgets(
+    pool: Pool, ids: torch.Tensor, num_experts: int, rows: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of drop_excess(), and int64 `[1]`: the rows that we would need room for, padding included.
+
     The rule is deep_ep's.  The rows of a rank are in the order of its experts, padded to `alignment`, then of source
     ranks, then of tokens; a row at or behind the rank's budget is dropped.  A budget counts in multiples of
     `alignment`.  Every rank knows all counts and budgets from a small round, so nothing waits for the device.
@@ -41,7 +51,7 @@ def drop_excess(
     nth_sorted = torch.arange(flat.numel(), device=ids.device) - (counts.cumsum(dim=0) - counts)[column[order]]
     nth = torch.empty_like(order).scatter_(0, order, nth_sorted)  # of our entries of the same expert
     kept = torch.where((nth < room[column]).view_as(ids), ids, -1)
-    return kept, (ends[me, -1:] > budgets[me]).int()
+    return kept, (ends[me, -1:] > budgets[me]).int(), ends[me, -1:]
 
 
 def _exchange(pool: Pool, counts: torch.Tensor, budget: int) -> torch.Tensor:

@@ -1,0 +1,373 @@
+"""TransformerEngine's expert-parallel interface, `transformer_engine.pytorch.ep` of 2.20, over moecomm.
+
+Rows arrive by expert with their routing weights, and experts apply the weights.  Tokens are bfloat16, float16 or
+float32, on GPUs and on CPU ranks; all calls run on the current stream.  What that interface has and this has not raises
+Unsupported, by name:
+
+| not supported | instead |
+| --- | --- |
+| `ep_bootstrap(zero_copy=True)`, `symm_mem_alloc`, `is_symm_backed` | nothing |
+| `EpBuffer(dispatch_fwd_quant_recipe=)`, `(combine_bwd_quant_recipe=)` | rows in the dtype of tokens |
+| `ep_dispatch(recv_tokens=)`, `(recv_topk_weights=)`, `ep_combine(grad_out=)` | tensors that moecomm makes |
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moecomm import combine as combining
+from moecomm.compat.deep_ep.budget import within_budgets
+from moecomm.compat.deep_ep.lazy import source
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of
+from moecomm.core.integers import check_alignment, check_integer
+from moecomm.core.state import CollectiveCall
+from moecomm.core.validation import MOST_SIZE, check_flags
+from moecomm.dispatch import Options, dispatch
+from moecomm.errors import BadInput, Unsupported
+from moecomm.kernels import padding
+from moecomm.routed import Handle
+
+__all__ = [
+    "EpBuffer",
+    "ep_bootstrap",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_finalize",
+    "install_as_te_ep",
+    "is_ep_bootstrapped",
+    "is_symm_backed",
+    "release_symm_mem_pool",
+    "symm_mem_alloc",
+]
+
+_TIMEOUT_S = 600.0  # ranks drift apart by whatever one of them does alone: writing a checkpoint, compiling
+
+
+class _Settings(NamedTuple):
+    """Settings of ep_bootstrap that all calls share.  `rows`: recv_capacity_per_rank; None: the host waits."""
+
+    num_experts: int
+    most: int
+    topk: int
+    rows: int | None
+    num_sms: int
+    drops: bool
+
+
+class _Group:
+    """The ranks, and what was agreed with them."""
+
+    def __init__(self, group: Any, settings: _Settings) -> None:
+        self._pool, self.settings = Pool(group, timeout_s=_TIMEOUT_S), settings
+        ranks = self._pool.ranks.ranks
+        check_experts(settings.num_experts, ranks)
+        self.local_experts = settings.num_experts // ranks
+
+    def close(self) -> None:
+        self._pool.close()
+
+    @counted_by_pool
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, alignment: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Handle]:
+        """Rows, their weights, padded int64 counts of experts, int64 `[1]` of all rows that came, handle."""
+        pool, (experts, most, topk, rows, sms, drops) = self._pool, self.settings
+        if len(x) > most:
+            raise BadInput("tokens", f"{len(x)} tokens", f"at most max_tokens_per_rank = {most}")
+        if ids.shape[1] > topk:
+            raise BadInput("topk_idx", f"{ids.shape[1]} experts a token", f"at most num_topk = {topk}")
+        waits = rows is None
+        buffer = pool.elastic(x.device, x.shape[1], experts, ids.shape[1], most, x.dtype, True, waits=waits)
+        needed = None
+        if rows is not None and drops:
+            ids, _, needed = within_budgets(pool, ids, experts, rows, alignment)
+        options = Options("expert", alignment, num_sms=limit_of(x, sms))
+        routed = dispatch(buffer.rounds, options, x, ids, weights, max_rows=rows, sync=waits)
+        found, _, row_weights, counts = routed.plan.expert_tensors(routed, counted=True)
+        if alignment > 1 or not waits:
+            padding.zero(found, src=source(routed.handle))
+        if pool.is_filling(routed.handle.rounds):
+            found = found.clone()
+        total = counts.sum(dim=0, keepdim=True) if needed is None else needed
+        return found, row_weights, counts, total, routed.handle
+
+
+_group: _Group | None = None
+
+
+def ep_bootstrap(
+    ep_group: Any,
+    num_experts: int,
+    max_tokens_per_rank: int,
+    hidden_dim: int,
+    num_topk: int,
+    recv_capacity_per_rank: int | None = None,
+    max_num_sms: int = 0,
+    zero_copy: bool = False,
+    drop_on_overflow: bool = False,
+    max_token_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Agree on the ranks and sizes of this process's calls.  The first dispatch takes the memory, on all ranks.
+
+    Args:
+        ep_group: a torch.distributed process group.
+        num_experts: of all its ranks; a multiple of their number.
+        max_tokens_per_rank: the most tokens that a rank passes.
+        hidden_dim: columns of a token; a call may have others.
+        num_topk: the most experts a token picks.
+        recv_capacity_per_rank: rows that a dispatch returns; None: as many as arrive, for which the host waits.
+        max_num_sms: SMs that a round may use; 0: moecomm's choice.
+        zero_copy: Unsupported.
+        drop_on_overflow: rows behind `recv_capacity_per_rank` are dropped; else they are TooManyRows on every rank.
+        max_token_dtype: not read: a window is for the dtype of its tokens.
+
+    Raises:
+        BadInput: a second call without ep_finalize(); drop_on_overflow without recv_capacity_per_rank; sizes.
+        Unsupported: zero_copy.
+    """
+    global _group
+    if _group is not None:
+        raise BadInput("ep_bootstrap", "a second one", "ep_finalize() before it")
+    check_flags(zero_copy=zero_copy, drop_on_overflow=drop_on_overflow)
+    _refuse(zero_copy=zero_copy)
+    for name, value in (("max_tokens_per_rank", max_tokens_per_rank), ("hidden_dim", hidden_dim)):
+        check_integer(name, value, 1, MOST_SIZE)
+    check_integer("num_topk", num_topk, 1)
+    check_integer("max_num_sms", max_num_sms, 0)
+    if recv_capacity_per_rank is not None:
+        check_integer("recv_capacity_per_rank", recv_capacity_per_rank, 1, MOST_SIZE)
+    elif drop_on_overflow:
+        raise BadInput("drop_on_overflow", True, "recv_capacity_per_rank beside it")
+    sizes = (num_experts, max_tokens_per_rank, num_topk, recv_capacity_per_rank, max_num_sms, drop_on_overflow)
+    _group = _Group(ep_group, _Settings(*sizes))
+
+
+def is_ep_bootstrapped() -> bool:
+    """Whether ep_bootstrap() has been called, and ep_finalize() not since."""
+    return _group is not None
+
+
+def ep_finalize() -> None:
+    """Give the memory back.  Idempotent."""
+    global _group
+    if _group is not None:
+        _group.close()
+    _group = None
+
+
+class EpBuffer:
+    """The state of one dispatch and its combine; its attributes are those of TransformerEngine's.
+
+    Attributes:
+        tokens_per_expert: int64 `[E/R]`: rows of each expert, padding included; of the last dispatch.
+        total_recv_tokens: int64 `[1]`: rows that came to this rank, padding and dropped rows included.
+
+    Raises:
+        BadInput: no ep_bootstrap() before it; sizes that differ from its own.
+        Unsupported: a recipe of quantization.
+    """
+
+    def __init__(
+        self,
+        top_k: int,
+        max_tokens_per_rank: int,
+        hidden_dim: int,
+        num_local_experts: int,
+        recv_capacity_per_rank: int | None = None,
+        alignment: int = 0,
+        payload_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | None = None,
+        dispatch_fwd_quant_recipe: Any = None,
+        combine_bwd_quant_recipe: Any = None,
+    ) -> None:
+        self.group = group = _bootstrapped("EpBuffer")
+        _refuse(
+            dispatch_fwd_quant_recipe=dispatch_fwd_quant_recipe, combine_bwd_quant_recipe=combine_bwd_quant_recipe
+        )
+        check_alignment("alignment", alignment or 1)
+        for name, got, agreed in (
+            ("num_local_experts", num_local_experts, group.local_experts),
+            ("recv_capacity_per_rank", recv_capacity_per_rank, group.settings.rows),
+        ):
+            if got != agreed:
+                raise BadInput(name, got, f"{agreed}, as in ep_bootstrap")
+        self.top_k, self.alignment, self.max_tokens_per_rank = top_k, alignment, max_tokens_per_rank
+        self.recv_capacity_per_rank, self.hidden_dim = recv_capacity_per_rank, hidden_dim
+        self.num_local_experts, self.payload_dtype, self.device = num_local_experts, payload_dtype, device
+        self.eager, self.zero_copy = recv_capacity_per_rank is None, False
+        self.tokens_per_expert: torch.Tensor | None = None
+        self.total_recv_tokens: torch.Tensor | None = None
+        self.handle: Handle | None = None
+
+
+def ep_dispatch(
+    buffer: EpBuffer,
+    tokens: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    recv_tokens: torch.Tensor | None = None,
+    recv_topk_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Send tokens to their experts.  Collective.  Gradients: tokens, topk_weights.
+
+    Args:
+        buffer: of this dispatch.
+        tokens: `[T, H]`.
+        topk_idx: int64 or int32 `[T, K]`; -1 picks none.
+        topk_weights: float32 `[T, K]`.
+        recv_tokens, recv_topk_weights: Unsupported.
+
+    Returns:
+        Rows by expert `[rows, H]`, their weights float32 `[rows]` (0 of padding), and buffer.tokens_per_expert.  Rows
+        are as many as arrive, or recv_capacity_per_rank, with zeros in padding.
+
+    Raises:
+        As Buffer.dispatch; Unsupported.
+    """
+    _refuse(recv_tokens=recv_tokens, recv_topk_weights=recv_topk_weights)
+    check_dimensions("tokens", tokens, "tokens", "hidden")
+    check_dimensions("topk_idx", topk_idx, "tokens", "topk")
+    check_dimensions("topk_weights", topk_weights, "tokens", "topk")
+    rows, weights = _Dispatch.apply(tokens, topk_weights, topk_idx, buffer)  # type: ignore[no-untyped-call]
+    assert buffer.tokens_per_expert is not None
+    return rows, weights, buffer.tokens_per_expert
+
+
+def ep_combine(
+    buffer: EpBuffer,
+    expert_out: torch.Tensor,
+    *,
+    num_local_tokens: int | None = None,
+    grad_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Add up the rows of each token, without weights.  Collective.  Gradient: expert_out.
+
+    Args:
+        buffer: of the dispatch.
+        expert_out: `[rows, H]`, as many as the dispatch returned.
+        num_local_tokens: rows of the result, at least those that were dispatched; more are zeros.  None: the buffer's
+            max_tokens_per_rank.
+        grad_out: Unsupported.
+
+    Returns:
+        `[num_local_tokens, H]` of the dtype of expert_out.
+
+    Raises:
+        As Buffer.combine; BadInput without a dispatch before it; Unsupported.
+    """
+    _refuse(grad_out=grad_out)
+    check_dimensions("expert_out", expert_out, "rows", "hidden")
+    if buffer.handle is None:
+        raise BadInput("ep_combine", "no dispatch before it", "ep_dispatch with the same buffer")
+    out: torch.Tensor = _Combine.apply(expert_out, buffer)  # type: ignore[no-untyped-call]
+    most = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens
+    if most < len(out):
+        raise BadInput("num_local_tokens", most, f"at least {len(out)}, as many as were dispatched")
+    return _of_length(out, most)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, buffer: EpBuffer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group, alignment = buffer.group, buffer.alignment or 1
+        given = (tokens.contiguous(), topk_idx.contiguous(), weights.contiguous())
+        rows, row_weights, counts, total, handle = group.dispatch(*given, alignment)
+        buffer.tokens_per_expert, buffer.total_recv_tokens, buffer.handle = counts.long(), total.long(), handle
+        ctx.handle, ctx.sms = handle, group.settings.num_sms
+        most = buffer.recv_capacity_per_rank
+        return (rows, row_weights) if most is None else (_of_length(rows, most), _of_length(row_weights, most))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> tuple[Any, ...]:
+        room = ctx.handle.args.max_rows
+        grads = grad_weights[:room].float().contiguous() if ctx.needs_input_grad[1] else None
+        found = _combined(ctx.handle, grad_rows[:room], ctx.sms, weight_grads=grads)
+        x, weights = found if grads is not None else (found, None)
+        return x, weights, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, buffer: EpBuffer) -> torch.Tensor:
+        handle = buffer.handle
+        assert handle is not None
+        ctx.handle, ctx.sms, ctx.rows, ctx.dtype = handle, buffer.group.settings.num_sms, len(y), y.dtype
+        out: torch.Tensor = _combined(handle, y[: handle.args.max_rows], ctx.sms)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        handle = ctx.handle
+        with CollectiveCall(handle.rounds):
+            grad = grad.to(handle.rounds.dtype).contiguous()
+            options = Options(num_sms=limit_of(grad, ctx.sms))
+            rows = dispatch(handle.rounds, options, grad, handle=handle, sync=False).x
+        padding.zero(rows, src=source(handle))
+        return _of_length(rows, ctx.rows).to(ctx.dtype, copy=True), None
+
+
+def _combined(handle: Handle, rows: torch.Tensor, sms: int, **tensors: Any) -> Any:
+    """A rank's rows of a token are added in float32 and rounded before they travel."""
+    with CollectiveCall(handle.rounds):
+        options = combining.Options(False, rows.dtype, limit_of(rows, sms))
+        return combining.combine(handle.rounds, options, rows.contiguous(), handle, **tensors)
+
+
+def _of_length(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """With zeros behind them, if there are fewer."""
+    missing = length - len(rows)
+    return rows if missing <= 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+
+
+def _bootstrapped(name: str) -> _Group:
+    if _group is None:
+        raise BadInput(name, "no ep_bootstrap before it", "ep_bootstrap first")
+    return _group
+
+
+def _refuse(**options: object) -> None:
+    """Raise Unsupported for an option that is given."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise Unsupported(f"{name}: see moecomm.compat.te_ep for what is not supported")
+
+
+def symm_mem_alloc(*shape: Any, **options: Any) -> NoReturn:
+    """Unsupported: memory for zero_copy."""
+    raise Unsupported("symm_mem_alloc: there is no zero_copy")
+
+
+def is_symm_backed(t: torch.Tensor) -> NoReturn:
+    """Unsupported: memory for zero_copy."""
+    raise Unsupported("is_symm_backed: there is no zero_copy")
+
+
+def release_symm_mem_pool() -> None:
+    """Do nothing: there is no such memory."""
+
+
+def install_as_te_ep() -> None:
+    """Make `transformer_engine.pytorch.ep` this module, in this process: Megatron's `ncclep` then runs over moecomm.
+
+    Call it before Megatron-core is imported.  Idempotent.
+
+    Raises:
+        Unsupported: TransformerEngine can't be imported.
+    """
+    try:
+        package = importlib.import_module("transformer_engine.pytorch")
+    except ImportError as error:
+        raise Unsupported(f"install_as_te_ep: transformer_engine.pytorch can't be imported ({error})") from error
+    module = sys.modules[__name__]
+    sys.modules["transformer_engine.pytorch.ep"] = module
+    package.ep = module  # type: ignore[attr-defined,unused-ignore]

@@ -1,0 +1,230 @@
+"""TransformerEngine's expert-parallel interface over CPU ranks, against a mixture of experts in plain torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.compat import te_ep
+from moecomm.core.experts import experts_of
+from tests.integrations.plain_moe import (
+    EXPERTS,
+    HIDDEN,
+    TOKENS,
+    TOPK,
+    Tokens,
+    experts,
+    wanted,
+    wanted_of_weights,
+    weights_of,
+)
+from tests.little_room import little_room
+
+RANKS = 2
+ROOM = RANKS * TOKENS * TOPK + 100  # more than can arrive, padded too
+CASES: dict[str, dict[str, Any]] = {
+    "as many as arrive": {},
+    "as many, padded": {"alignment": 8},
+    "room for all": {"rows": ROOM},
+    "room for all, padded": {"rows": ROOM, "alignment": 8},
+    "room for all, or dropped": {"rows": ROOM, "alignment": 8, "drops": True},
+}
+
+
+def opened(group: Any, rows: int | None = None, alignment: int = 0, drops: bool = False) -> te_ep.EpBuffer:
+    te_ep.ep_finalize()
+    te_ep.ep_bootstrap(
+        group,
+        num_experts=EXPERTS,
+        max_tokens_per_rank=TOKENS + 2,
+        recv_capacity_per_rank=rows,
+        hidden_dim=HIDDEN,
+        num_topk=TOPK,
+        max_num_sms=0,
+        zero_copy=False,
+        drop_on_overflow=drops,
+    )
+    return te_ep.EpBuffer(
+        top_k=TOPK,
+        max_tokens_per_rank=TOKENS + 2,
+        recv_capacity_per_rank=rows,
+        hidden_dim=HIDDEN,
+        num_local_experts=EXPERTS // RANKS,
+        alignment=alignment,
+    )
+
+
+def same_as_plain(rank: int, group: Any, settings: dict[str, Any]) -> list[bool]:
+    buffer, mine, tokens = opened(group, **settings), experts_of(rank, EXPERTS, RANKS), Tokens(rank)
+    weights, alignment = weights_of(slice(mine.start, mine.stop)), settings.get("alignment") or 1
+    rows, row_weights, counts = te_ep.ep_dispatch(buffer, tokens.x, tokens.ids, tokens.scores)
+    real = sum(Tokens(other).counts() for other in range(RANKS))[mine.start : mine.stop]
+    assert torch.equal(counts, -(-real // alignment) * alignment) and counts.dtype is torch.int64
+    assert len(rows) == len(row_weights) == settings.get("rows", int(counts.sum()))
+    assert buffer.total_recv_tokens is not None and int(buffer.total_recv_tokens) == int(counts.sum())
+    y = experts(rows, counts, weights) * row_weights.unsqueeze(1)
+    out = te_ep.ep_combine(buffer, y, num_local_tokens=TOKENS)
+    (out * tokens.seen).sum().backward()
+    found = [out, tokens.x.grad, tokens.scores.grad]
+    same = [torch.equal(a, b) for a, b in zip(found, wanted(tokens, weights_of(slice(None))), strict=True)]
+    assert len(te_ep.ep_combine(buffer, y)) == TOKENS + 2
+    same.append(torch.equal(weights.grad, wanted_of_weights(RANKS)[mine.start : mine.stop]))
+    te_ep.ep_finalize()
+    assert not te_ep.is_ep_bootstrapped()
+    return same
+
+
+def _same(rank: int, group: Any) -> dict[str, list[bool]]:
+    return {name: same_as_plain(rank, group, settings) for name, settings in CASES.items()}
+
+
+def _same_in_chunks(rank: int, group: Any) -> tuple[list[bool], bool]:
+    with little_room() as counted:
+        return same_as_plain(rank, group, {"alignment": 8}), bool(counted)
+
+
+def test_outputs_and_gradients_are_those_of_plain_torch(ranks: Any) -> None:
+    for found in ranks.run(RANKS, _same):
+        assert found == dict.fromkeys(CASES, [True] * 4)
+
+
+def test_rows_that_have_no_room_change_nothing(ranks: Any) -> None:
+    assert ranks.run(RANKS, _same_in_chunks) == [([True] * 4, True)] * RANKS
+
+
+def _dropped(rank: int, group: Any) -> tuple[bool, bool]:
+    tokens, alignment, room = Tokens(rank), 4, 16
+    buffer = opened(group, ROOM, alignment, drops=True)
+    every, _, counts = te_ep.ep_dispatch(buffer, tokens.x, tokens.ids, tokens.scores)
+    total = int(counts.sum())
+    assert total > room
+    few = opened(group, room, alignment, drops=True)
+    rows, weights, counts = te_ep.ep_dispatch(few, tokens.x, tokens.ids, tokens.scores)
+    assert few.total_recv_tokens is not None and int(few.total_recv_tokens) == total
+    assert len(rows) == room and int(counts.sum()) == room
+    out = te_ep.ep_combine(few, rows * weights.unsqueeze(1), num_local_tokens=TOKENS)
+    out.sum().backward()
+    assert tokens.scores.grad is not None
+    return torch.equal(rows, every[:room]), bool(tokens.scores.grad.eq(0).any())
+
+
+def test_rows_behind_the_capacity_are_dropped(ranks: Any) -> None:
+    """Those kept are the first; how many there were is told, and what was dropped has no gradient."""
+    assert ranks.run(RANKS, _dropped) == [(True, True)] * RANKS
+
+
+def _refused(rank: int, group: Any) -> list[str]:
+    """What is raised, in words; the last call on all ranks together."""
+
+    def words(call: Callable[[], Any]) -> str:
+        with pytest.raises(moecomm.MoecommError) as raised:
+            call()
+        return f"{type(raised.value).__name__} {raised.value}"
+
+    sizes = (group, EXPERTS, TOKENS, HIDDEN, TOPK)
+    found = [
+        words(lambda: te_ep.EpBuffer(TOPK, TOKENS, HIDDEN, 4)),
+        words(lambda: te_ep.ep_bootstrap(*sizes, zero_copy=True)),
+        words(lambda: te_ep.ep_bootstrap(*sizes, drop_on_overflow=True)),
+    ]
+    buffer, tokens = opened(group, 8), Tokens(rank)
+    given = (buffer, tokens.x, tokens.ids, tokens.scores)
+    rows = torch.zeros(8, HIDDEN)
+    local = EXPERTS // RANKS
+    found += [
+        words(lambda: te_ep.ep_bootstrap(*sizes)),
+        words(lambda: te_ep.EpBuffer(TOPK, TOKENS, HIDDEN, local + 1, 8)),
+        words(lambda: te_ep.EpBuffer(TOPK, TOKENS, HIDDEN, local)),
+        words(lambda: te_ep.EpBuffer(TOPK, TOKENS, HIDDEN, local, 8, dispatch_fwd_quant_recipe=object())),
+        words(lambda: te_ep.EpBuffer(TOPK, TOKENS, HIDDEN, local, 8, combine_bwd_quant_recipe=object())),
+        words(lambda: te_ep.ep_dispatch(*given, recv_tokens=rows)),
+        words(lambda: te_ep.ep_dispatch(*given, recv_topk_weights=rows[:, 0])),
+        words(lambda: te_ep.ep_combine(buffer, rows, grad_out=rows)),
+        words(lambda: te_ep.ep_combine(buffer, rows)),
+        words(lambda: te_ep.symm_mem_alloc((1,), torch.float32, group)),
+        words(lambda: te_ep.is_symm_backed(rows)),
+        words(lambda: te_ep.ep_dispatch(*given)),
+    ]
+    return found
+
+
+def test_what_is_not_supported_is_named(ranks: Any) -> None:
+    names = [
+        "BadInput EpBuffer",
+        "Unsupported zero_copy",
+        "BadInput drop_on_overflow",
+        "BadInput ep_bootstrap",
+        "BadInput num_local_experts",
+        "BadInput recv_capacity_per_rank",
+        "Unsupported dispatch_fwd_quant_recipe",
+        "Unsupported combine_bwd_quant_recipe",
+        "Unsupported recv_tokens",
+        "Unsupported recv_topk_weights",
+        "Unsupported grad_out",
+        "BadInput ep_combine",
+        "Unsupported symm_mem_alloc",
+        "Unsupported is_symm_backed",
+        "TooManyRows",
+    ]
+    for found in ranks.run(RANKS, _refused):
+        assert [words[: len(name)] for words, name in zip(found, names, strict=True)] == names
+
+
+# TransformerEngine 2.20.2, transformer_engine/pytorch/ep.py: the names, in their order.
+SIGNATURES = {
+    "ep_bootstrap": "ep_group num_experts max_tokens_per_rank hidden_dim num_topk recv_capacity_per_rank max_num_sms"
+    " zero_copy drop_on_overflow max_token_dtype",
+    "is_ep_bootstrapped": "",
+    "ep_finalize": "",
+    "ep_dispatch": "buffer tokens topk_idx topk_weights recv_tokens recv_topk_weights",
+    "ep_combine": "buffer expert_out num_local_tokens grad_out",
+    "is_symm_backed": "t",
+    "EpBuffer": "top_k max_tokens_per_rank hidden_dim num_local_experts recv_capacity_per_rank alignment payload_dtype"
+    " device dispatch_fwd_quant_recipe combine_bwd_quant_recipe",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_call_is_written_as_there(name: str) -> None:
+    assert list(inspect.signature(getattr(te_ep, name)).parameters) == SIGNATURES[name].split()
+
+
+def test_an_installed_transformer_engine_has_these_calls() -> None:
+    found = importlib.util.find_spec("transformer_engine")
+    paths = [Path(folder, "pytorch", "ep.py") for folder in (found and found.submodule_search_locations) or []]
+    if not paths or not paths[0].is_file():
+        pytest.skip("needs transformer-engine, installed, with pytorch/ep.py; its source is read")
+    theirs: dict[str, ast.FunctionDef] = {}
+    for node in ast.parse(paths[0].read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            theirs[node.name] = node
+        if isinstance(node, ast.ClassDef) and node.name == "EpBuffer":
+            theirs["EpBuffer"] = next(f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
+    for name, ours in SIGNATURES.items():
+        arguments = theirs[name].args
+        given = [a.arg for a in (*arguments.args, *arguments.kwonlyargs) if a.arg != "self"]
+        assert given == ours.split(), name
+
+
+def test_it_takes_the_place_of_the_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # type: ignore[arg-type]
+    with pytest.raises(moecomm.Unsupported, match=r"transformer_engine\.pytorch"):
+        te_ep.install_as_te_ep()
+    package = ModuleType("transformer_engine.pytorch")
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.ep", ModuleType("transformer_engine.pytorch.ep"))
+    te_ep.install_as_te_ep()
+    assert package.ep is te_ep and sys.modules["transformer_engine.pytorch.ep"] is te_ep
