@@ -186,9 +186,7 @@ class EpBuffer:
         combine_bwd_quant_recipe: Any = None,
     ) -> None:
         self.group = group = _bootstrapped("EpBuffer")
-        _refuse(
-            dispatch_fwd_quant_recipe=dispatch_fwd_quant_recipe, combine_bwd_quant_recipe=combine_bwd_quant_recipe
-        )
+        _refuse(dispatch_fwd_quant_recipe=dispatch_fwd_quant_recipe, combine_bwd_quant_recipe=combine_bwd_quant_recipe)
         check_alignment("alignment", alignment or 1)
         for name, got, agreed in (
             ("num_local_experts", num_local_experts, group.local_experts),

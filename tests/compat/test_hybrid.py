@@ -326,3 +326,24 @@ def test_bad_use_is_named() -> None:
         assert error.value.argument == argument
     again, *_ = buffer.dispatch_with_permute(hidden=x, routing_map=map_)
     assert torch.equal(again, hidden)
+
+
+@pytest.mark.parametrize("pad", [None, 16])
+def test_a_rank_with_more_tokens_than_at_first_takes_all_to_a_larger_buffer(pad: int | None) -> None:
+    """Also where it pads: it asks the ranks that wait in a dispatch with their own alignment."""
+
+    def body(group: Any) -> list[bool]:
+        buffer = HybridEPBuffer(group=group, hidden_dim=8, max_num_of_tokens_per_rank=2, num_local_experts=2)
+        same = []
+        for tokens in (2, 2 + 400 * buffer.rank, 3):
+            x = torch.arange(8.0 * tokens).view(tokens, 8) % 64
+            ids = torch.arange(2 * tokens).view(tokens, 2) % 4
+            rows, _, _, counts, handle = buffer.dispatch_with_permute(
+                hidden=x, topk_idx=ids, num_of_experts=4, pad_multiple=pad
+            )
+            assert int(counts.sum()) == len(rows)
+            combined, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle, pad_multiple=pad)
+            same.append(torch.equal(combined, 2 * x))
+        return same
+
+    assert together(2, body) == [[True] * 3] * 2

@@ -305,7 +305,7 @@ class HybridEPBuffer:
         if rows is not None:
             return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, max_rows=rows, sync=False)
         if len(hidden) > buffer.max_tokens:
-            ask_to_grow(buffer, hidden, ids, scales, layout="expert")
+            ask_to_grow(buffer, hidden, ids, scales, "expert", options.expert_alignment)
         else:
             try:
                 return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, sync=True)

@@ -216,12 +216,18 @@ counted_by_pool = counted(lambda self: self._pool.calls)  # decorates collective
 
 
 def ask_to_grow(
-    buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, scales: torch.Tensor | None, layout: Layout = "flat"
+    buffer: Buffer,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    scales: torch.Tensor | None,
+    layout: Layout = "flat",
+    alignment: int = 1,
 ) -> None:
     """Tell the ranks that wait in a dispatch that this rank has more tokens than the Buffer takes."""
     none = None if scales is None else scales[:0]
     try:
-        dispatch(buffer.rounds, Options(layout), x[:0], topk_idx[:0], scales=none, max_rows=1, sync=True, grow=True)
+        options = Options(layout, alignment)  # those of the ranks that wait: a difference would be told first
+        dispatch(buffer.rounds, options, x[:0], topk_idx[:0], scales=none, max_rows=1, sync=True, grow=True)
     except Mismatch as error:  # unless all ranks asked
         if not asks_to_grow(error):
             raise

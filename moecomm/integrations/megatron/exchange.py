@@ -78,7 +78,7 @@ class Exchange(Buffers):
             tokens = max(len(x), self.limits.max_tokens or 1)
             buffer = self._buffers[key] = self._open(key, tokens, self._window)
         if len(x) > buffer.max_tokens:
-            ask_to_grow(buffer, x, topk_idx, None, layout="expert")
+            ask_to_grow(buffer, x, topk_idx, None, "expert", alignment)
         else:
             try:
                 return self._dispatch(buffer, x, topk_idx, weights, alignment)
