@@ -61,7 +61,7 @@ def dispatch_combine(
     case: dict[str, Any] = {}
 
     def measure(way: Way, size: int) -> list[Row]:
-        one = replace(case_of(way), tokens=[size], ceiling=False, peers=False)
+        one = replace(case_of(way), tokens=[size], ceiling=False, peers=False, singles=0)
         case.update(replay.shown(one) | {"tokens": list(tokens)})
         found = whole.run(one, limit_s)
         assert found is not None, "ranks are processes of our own"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,8 @@ class Case:
     nic: str = ""  # MOECOMM_NIC; empty: none is emulated
     seed: int = 0
     routing_file: str = ""  # of moecomm.routing, to be replayed; empty: the routing is drawn
+    inputs: int = 4  # tokens with a routing of their own, which operations rotate among
+    singles: int = 0  # single calls, and calls one by one beside those in a graph; 0: neither
 
     def check(self) -> None:
         """Raise BadInput for a value that cannot be measured."""
@@ -75,6 +78,8 @@ class Case:
             raise BadInput(
                 "skew, chain, replays", (self.skew, self.chain, self.replays), "a part; 0 or more; 1 or more"
             )
+        if self.inputs < 1 or self.singles < 0:
+            raise BadInput("inputs, singles", (self.inputs, self.singles), "1 or more; 0 or more")
         if self.routing_file and self.skew:
             raise BadInput("skew", self.skew, "no skew beside a routing that is replayed")
         if self.routing_file:
@@ -86,11 +91,14 @@ class Case:
             return self.chain
         return 1 if self.backend == "host" else max(4, min(100, 65536 // tokens))
 
-    def routing(self, tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return expert ids [T, K] and weights [T, K] of a rank's tokens, on the CPU; equal in every run."""
+    def routing(self, tokens: int, rank: int, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return expert ids [T, K] and weights [T, K] of a rank's tokens, on the CPU; equal in every run.
+
+        `index` is the number of the input. Inputs of a replayed routing are the next tokens of the file.
+        """
         if self.routing_file:
-            return replay.rows(self.routing_file, tokens, rank)
-        generator = torch.Generator().manual_seed((self.seed * 1000 + rank) * 1_000_003 + tokens)
+            return replay.rows(self.routing_file, tokens, index * self.ranks + rank)
+        generator = torch.Generator().manual_seed(((self.seed + index) * 1000 + rank) * 1_000_003 + tokens)
         anywhere, weights = random_routing(tokens, self.experts, self.topk, generator=generator)
         if self.skew == 0:
             return anywhere, weights
@@ -113,6 +121,14 @@ class Case:
         if "ue8m0" not in payload:
             return self.hidden + 4 * scales
         return self.hidden + (-(-scales // 4) * 4 if payload.endswith("-column") else scales)
+
+    def wire_bytes(self, part: str, payload: str) -> int:
+        """Return the bytes of a row that has to leave a rank: columns and scales of dispatch, a bf16 row of combine.
+
+        In every row of a result one such row counts for each (token, other rank), whatever a library sends: metadata,
+        padding, a row for each expert, and sums in float32 are its own.
+        """
+        return self.row_bytes(payload) if part == "dispatch" else 2 * self.hidden
 
     def beside_bytes(self, layout: str) -> int:
         """Return the bytes of metadata on the wire next to a dispatched row, which Routed hands out with the row.
@@ -138,7 +154,7 @@ def model_sizes(model: str, hidden: int | None, topk: int | None, experts: int |
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows from each rank (first index) to each rank (second index): int64 [R, R].
+    """Rows from each rank (first index) to each rank (second index): [R, R], int64, or float64 as a mean.
 
     Attributes:
         rows: one row for each (token, rank), as on the wire.
@@ -153,6 +169,16 @@ class Traffic:
     singles: torch.Tensor
     relayed: torch.Tensor
     domain_ranks: int
+
+    @staticmethod
+    def mean(inputs: Sequence[Traffic]) -> Traffic:
+        """Return the mean over inputs, of rows in float64; of a single input, its own."""
+        first = inputs[0]
+        if len(inputs) == 1:
+            return first
+        names = ("rows", "entries", "singles", "relayed")
+        means = [torch.stack([getattr(found, name) for found in inputs]).double().mean(dim=0) for name in names]
+        return Traffic(means[0], means[1], means[2], means[3], first.domain_ranks)
 
     @staticmethod
     def of(group: dist.ProcessGroup, topk_idx: torch.Tensor, experts: int, domain_ranks: int = 0) -> Traffic:
@@ -189,22 +215,22 @@ class Traffic:
         ranks = len(self.rows)
         domain = torch.arange(ranks) // self.domain_ranks
         near = domain.unsqueeze(1) == domain
-        inside = int((self.rows * near).sum() - self.rows.diagonal().sum())
+        inside = float((self.rows * near).sum() - self.rows.diagonal().sum())
         far = self.rows * ~near
         if direct:
-            return inside / ranks, int(far.sum()) / ranks
-        passed_on = int(torch.where(self.relayed > 0, 0, far).sum())
-        return (inside + passed_on) / ranks, int(self.relayed.sum()) / ranks
+            return inside / ranks, float(far.sum()) / ranks
+        passed_on = float(torch.where(self.relayed > 0, 0, far).sum())
+        return (inside + passed_on) / ranks, float(self.relayed.sum()) / ranks
 
     def wire(self, *, by_expert: bool = False) -> float:
         """Return the mean number of rows that leave a rank: one for each (token, rank), or for each (token, expert)."""
         sent = self.entries if by_expert else self.rows
         return float(sent.sum() - sent.diagonal().sum()) / len(sent)
 
-    def busiest(self) -> int:
+    def busiest(self) -> float:
         """Return the rows over the busiest link: out of, or into, one rank."""
         remote = self.rows - self.rows.diagonal().diag()
-        return int(max(remote.sum(dim=0).max(), remote.sum(dim=1).max()))
+        return float(max(remote.sum(dim=0).max(), remote.sum(dim=1).max()))
 
     def logical(self, layout: str) -> float:
         """Return the mean number of rows that a rank receives in `layout`, its own included."""

@@ -54,6 +54,13 @@ Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph o
 Cold = Annotated[bool, typer.Option("--cold", help="Flush the caches before each operation.")]
 Skew = Annotated[bool, typer.Option("--skew", help="Route a quarter of the tokens to one rank.")]
 Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed together; 0: chosen by size.")]
+Singles = Annotated[
+    int,
+    typer.Option(
+        callback=whole(0),
+        help="Single calls, caches flushed before each; 0: no such times, and none of eager calls beside graphs.",
+    ),
+]
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
@@ -79,6 +86,7 @@ def dispatch_combine(
     routing: Routing = None,
     chain: Chain = 0,
     replays: Replays = 30,
+    singles: Singles = 200,
     ceiling: Ceiling = True,
     peers: Peers = True,
     overlap_gemm: Gemm = False,
@@ -89,7 +97,7 @@ def dispatch_combine(
     limit: Limit = 120.0,
     json: Json = None,
 ) -> None:
-    """Time complete dispatches, combines and pairs of both; with several backends, relative to the first."""
+    """Time complete dispatches, combines and pairs of both: alone, in a row, and eager; or through several backends."""
     from moecomm import config
     from moecomm.bench import backends, table
 
@@ -98,7 +106,7 @@ def dispatch_combine(
             (model, hidden, topk, experts),
             (tokens, layout, payload, sms),
             (way.backend, ranks, mode),
-            {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays, "nic": nic},
+            {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays, "nic": nic, "singles": singles},
             {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": way.domain_ranks}
             | {"routing_file": "" if routing is None else str(routing)},
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,15 +18,36 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timed:
-    """An operation of another library: the fields of its row, and the call. `graph` is true if it can be captured."""
+    """An operation of another library.
+
+    Attributes:
+        about: fields of its row: what, layout, payload, sms.
+        calls: the call on each of several inputs.
+        graph: it can be captured.
+        by_expert: it sends a row for each (token, expert); otherwise one for each (token, rank).
+    """
 
     about: dict[str, Any]
-    call: Call
+    calls: Sequence[Call]
     graph: bool = True
+    by_expert: bool = False
+
+
+class Rotation:
+    """One operation on several inputs: each call takes the next. All ranks make equal calls."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = tuple(calls)
+        self._next = 0
+
+    def __call__(self) -> Any:
+        call = self.calls[self._next]
+        self._next = (self._next + 1) % len(self.calls)
+        return call()
 
 
 _HEAD_START = 500_000  # cycles of delay on the device, enough for the host to enqueue a whole replay first
-_FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last-level cache
+FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last-level cache
 _HOST_BATCHES, _HOST_CALLS = 20, 10
 _HOST_S = 2.0  # seconds after which no further batch begins: an operation may take milliseconds
 
@@ -51,9 +72,9 @@ class Clock:
 
     On CPUs a time is that of one call out of `chain`, as the caller sees it.
 
-    With `cold`, 256 MB (CPUs: 64 MB) are written before every operation, so that none of its data is in the cache. On
-    GPUs the time of a chain of such writes alone is subtracted; on CPUs the write is outside of the timed part and
-    precedes the whole chain.
+    With `cold`, 256 MB (CPUs: 64 MB) are written before every part of an operation, so that none of its data is in the
+    cache. On GPUs the time of a chain of such writes alone is subtracted; on CPUs the write is outside of the timed
+    part and precedes the whole chain.
     """
 
     def __init__(
@@ -62,16 +83,21 @@ class Clock:
         self._group, self._device, self._on_gpu = group, device, device.type == "cuda"
         self.graph, self._cold, self.chain, self._replays = graph, cold, chain, replays
 
-    def __call__(self, call: Call, meet: Call | None = None) -> list[float]:
+    def __call__(self, call: Call, meet: Call | None = None, *, parts: int = 1) -> list[float]:
         """Return the microseconds of one operation on this rank, by replay.
 
-        `meet` is an operation in which ranks wait for each other on the device; default: `call` itself.
+        `meet` is an operation in which ranks wait for each other on the device; default: `call` itself. An operation of
+        several `parts` calls `flush` between them, so that each part finds what it finds alone.
         """
         if not self._on_gpu:
             return self._on_cpu(call)
-        flush = self._flush if self._cold else _nothing
-        beside = self._flush_us if self._cold else 0.0
-        return [us - beside for us in self._on_gpu_times(call, flush, meet or call)]
+        beside = self._flush_us * parts if self._cold else 0.0
+        return [us - beside for us in self._on_gpu_times(call, self.flush, meet or call)]
+
+    def flush(self) -> None:
+        """Flush the caches if this Clock is cold."""
+        if self._cold:
+            self._flush()
 
     def alternately(self, calls: dict[str, Call], meet: Call) -> dict[str, list[float]]:
         """Return the microseconds of one operation of each of `calls` on this rank, by replay.
@@ -81,9 +107,8 @@ class Clock:
         """
         if not self._on_gpu:
             return {name: self._on_cpu(call) for name, call in calls.items()}
-        flush = self._flush if self._cold else _nothing
         beside = self._flush_us if self._cold else 0.0
-        runs = {name: self._ready(call, flush, meet) for name, call in calls.items()}
+        runs = {name: self._ready(call, self.flush, meet) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
         order = deque(runs)
         for _ in range(self._replays + 1):
@@ -127,8 +152,7 @@ class Clock:
     def _on_cpu(self, call: Call) -> list[float]:
         times = []
         for _ in range(self._replays + 1):
-            if self._cold:
-                self._flush()
+            self.flush()
             dist.barrier(self._group)
             begin = time.perf_counter()
             for _ in range(self.chain):
@@ -146,7 +170,8 @@ class Clock:
             call()
             meet()
         torch.cuda.synchronize()
-        return self._captured(call, before) if self.graph else lambda: self._chain(call, before)
+        run = partial(self._chain, call, before)
+        return captured(run) if self.graph else run
 
     def _replay_us(self, run: Call, meet: Call) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -160,13 +185,6 @@ class Clock:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) * 1e3 / self.chain
 
-    def _captured(self, call: Call, before: Call) -> Call:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local, because NCCL's own thread queries events during the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._chain(call, before)
-        return graph.replay
-
     def _chain(self, call: Call, before: Call) -> None:
         for _ in range(self.chain):
             before()
@@ -174,7 +192,7 @@ class Clock:
 
     @cached_property
     def _filler(self) -> torch.Tensor:
-        return torch.zeros(_FLUSH_BYTES[self._device.type], dtype=torch.uint8, device=self._device)
+        return torch.zeros(FLUSH_BYTES[self._device.type], dtype=torch.uint8, device=self._device)
 
     def _flush(self) -> None:
         self._filler.fill_(1)
@@ -182,6 +200,15 @@ class Clock:
     @cached_property
     def _flush_us(self) -> float:
         return statistics.median(self._on_gpu_times(_nothing, self._flush, _nothing))
+
+
+def captured(call: Call) -> Call:
+    """Capture a call in a graph, and return its replay."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local, because NCCL's own thread queries events during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 def _nothing() -> None:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from moecomm.bench.case import QUANT_GROUP, Case
 from moecomm.bench.clock import Timed
 from moecomm.bench.exchange import nccl_group
-from moecomm.bench.ours import Ours
+from moecomm.bench.ours import Input, Ours
 
+Dispatch = Callable[[Any, Input], Any]
 _SMS = 24  # as in DeepEP's own tests
 _LOW_LATENCY_TOKENS = 511
 
@@ -54,26 +55,31 @@ class DeepEP:
             found["deep_ep elastic"] = self._elastic
         return found
 
-    def _about(self, ours: Ours, what: str, payload: str, layout: str, sms: int) -> dict[str, Any]:
-        row = self._case.row_bytes(payload) if what == "dispatch" else 2 * self._case.hidden
-        by_expert = layout == "batched"  # DeepEP's low-latency kernels send one row for each expert
-        moved = row + (self._case.beside_bytes(layout) if what == "dispatch" else 0)
-        return {
-            "what": what,
-            "payload": payload if what == "dispatch" else "",
-            "layout": layout,
-            "sms": sms,
-            "wire_bytes": ours.traffic.wire(by_expert=by_expert) * moved,
-            "logical_bytes": ours.traffic.logical(layout) * row,
-        }
+    def _about(self, what: str, payload: str, layout: str, sms: int) -> dict[str, Any]:
+        return {"what": what, "payload": payload if what == "dispatch" else "", "layout": layout, "sms": sms}
 
-    def _payloads(self, ours: Ours) -> dict[str, Any]:
+    def _payloads(self, given: Input) -> dict[str, Any]:
         """Return rows by payload. DeepEP's kernels for many tokens take float8 rows that are already cast."""
-        groups = ours.x.float().view(ours.tokens, -1, QUANT_GROUP)
+        groups = given.x.float().view(len(given.x), -1, QUANT_GROUP)
         scales = groups.abs().amax(dim=2).clamp(min=1e-4) / 448.0
-        cast = (groups / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(ours.tokens, -1)
-        known = {"bf16": ours.x, "fp8": (cast, scales)}
+        cast = (groups / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(len(given.x), -1)
+        known = {"bf16": given.x, "fp8": (cast, scales)}
         return {name: known[name] for name in self._case.payloads if name in known}
+
+    def _many(self, ours: Ours, dispatch: Dispatch, combine: Callable[[Any, Any], Any], *, graph: bool) -> list[Timed]:
+        """Time both calls of an interface for many tokens. `graph`: its dispatch can be captured."""
+        payloads = [self._payloads(given) for given in ours.inputs]
+        found = [
+            Timed(
+                self._about("dispatch", name, "flat", _SMS),
+                [partial(dispatch, rows[name], given) for rows, given in zip(payloads, ours.inputs, strict=True)],
+                graph=graph,
+            )
+            for name in payloads[0]
+        ]
+        arrived = [dispatch(given.x, given) for given in ours.inputs]
+        combines = [partial(combine, rows, handle) for rows, *_, handle, _ in arrived]
+        return [*found, Timed(self._about("combine", "", "flat", _SMS), combines)]
 
     def _normal(self, ours: Ours) -> list[Timed]:
         """Time layout plus dispatch, because a caller's dispatch needs both, and combine."""
@@ -84,25 +90,20 @@ class DeepEP:
         nbytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, ranks) for config in configs)
         buffer, experts = kind(self._group, nbytes, 0), self._case.experts
 
-        def dispatch(x: Any) -> Any:
-            to_rank, _, to_expert, is_in_rank, _ = buffer.get_dispatch_layout(ours.topk_idx, experts)
+        def dispatch(x: Any, given: Input) -> Any:
+            to_rank, _, to_expert, is_in_rank, _ = buffer.get_dispatch_layout(given.topk_idx, experts)
             counts = {
                 "num_tokens_per_rank": to_rank,
                 "num_tokens_per_expert": to_expert,
                 "is_token_in_rank": is_in_rank,
             }
-            return buffer.dispatch(x, topk_idx=ours.topk_idx, topk_weights=ours.weights, **counts)
+            return buffer.dispatch(x, topk_idx=given.topk_idx, topk_weights=given.topk_weights, **counts)
 
-        arrived, *_, handle, _ = dispatch(ours.x)
         # DeepEP's dispatch waits on the host for counts, which would never arrive during a capture.
-        found = [
-            Timed(self._about(ours, "dispatch", name, "flat", _SMS), partial(dispatch, x), graph=False)
-            for name, x in self._payloads(ours).items()
-        ]
-        found.append(Timed(self._about(ours, "combine", "", "flat", _SMS), partial(buffer.combine, arrived, handle)))
-        return found
+        return self._many(ours, dispatch, buffer.combine, graph=False)
 
     def _low_latency(self, ours: Ours) -> list[Timed]:
+        """Time the low-latency calls, which send a row for each expert: like `batched`."""
         if ours.tokens > _LOW_LATENCY_TOKENS:
             return []
         kind, experts = self._module.Buffer, self._case.experts
@@ -111,33 +112,36 @@ class DeepEP:
         nbytes = kind.get_low_latency_rdma_size_hint(*sizes)
         buffer = kind(self._group, 0, nbytes, low_latency_mode=True, num_qps_per_rank=local)
 
-        def dispatch(fp8: bool) -> Any:
-            return buffer.low_latency_dispatch(ours.x, ours.topk_idx, ours.tokens, experts, use_fp8=fp8)
+        def dispatch(given: Input, fp8: bool) -> Any:
+            return buffer.low_latency_dispatch(given.x, given.topk_idx, ours.tokens, experts, use_fp8=fp8)
 
-        rows, _, handle, *_ = dispatch(False)
         found = [
-            Timed(self._about(ours, "dispatch", name, "batched", 0), partial(dispatch, name == "fp8"))
+            Timed(
+                self._about("dispatch", name, "batched", 0),
+                [partial(dispatch, given, name == "fp8") for given in ours.inputs],
+                by_expert=True,
+            )
             for name in self._case.payloads
             if name in ("bf16", "fp8")
         ]
-        bring = partial(buffer.low_latency_combine, rows, ours.topk_idx, ours.weights, handle)
-        found.append(Timed(self._about(ours, "combine", "", "batched", 0), bring))
-        return found
+        # Its two receive buffers alternate, so the rows of an input are copied before the next dispatch but one.
+        arrived = [(rows.clone(), handle) for rows, _, handle, *_ in (dispatch(given, False) for given in ours.inputs)]
+        combines = [
+            partial(buffer.low_latency_combine, rows, given.topk_idx, given.topk_weights, handle)
+            for given, (rows, handle) in zip(ours.inputs, arrived, strict=True)
+        ]
+        return [*found, Timed(self._about("combine", "", "batched", 0), combines, by_expert=True)]
 
     def _elastic(self, ours: Ours) -> list[Timed]:
         sizes = {"num_max_tokens_per_rank": ours.tokens, "hidden": self._case.hidden, "num_topk": self._case.topk}
         buffer = self._module.ElasticBuffer(self._group, **sizes)
-        routing = {"topk_idx": ours.topk_idx, "topk_weights": ours.weights, "num_experts": self._case.experts}
-        known = {**routing, "num_max_tokens_per_rank": ours.tokens, "num_sms": _SMS, "do_cpu_sync": False}
+        experts, most = self._case.experts, ours.tokens
 
-        def dispatch(x: Any) -> Any:
-            return buffer.dispatch(x, **known)
+        def dispatch(x: Any, given: Input) -> Any:
+            routing = {"topk_idx": given.topk_idx, "topk_weights": given.topk_weights, "num_experts": experts}
+            return buffer.dispatch(x, **routing, num_max_tokens_per_rank=most, num_sms=_SMS, do_cpu_sync=False)
 
-        arrived, _, _, handle, _ = dispatch(ours.x)
-        found = [
-            Timed(self._about(ours, "dispatch", name, "flat", _SMS), partial(dispatch, x))
-            for name, x in self._payloads(ours).items()
-        ]
-        bring = partial(buffer.combine, arrived, handle=handle, num_sms=_SMS)
-        found.append(Timed(self._about(ours, "combine", "", "flat", _SMS), bring))
-        return found
+        def combine(rows: Any, handle: Any) -> Any:
+            return buffer.combine(rows, handle=handle, num_sms=_SMS)
+
+        return self._many(ours, dispatch, combine, graph=True)

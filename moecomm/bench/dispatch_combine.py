@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,12 +17,16 @@ from moecomm.bench.clock import percentiles
 from moecomm.bench.ours import OUTSIDE, Operation, Ours, operations
 from moecomm.bench.peers import Peers
 from moecomm.bench.ranks import Step, device_of, on_ranks, progress
+from moecomm.bench.singles import Singles
+
+TIMES = ("us", "alone_us", "eager_us")
 
 
 def run(case: Case, limit_s: float = float("inf")) -> dict[str, Any] | None:
     """Measure a case on all ranks; None in a process that has nothing to report. `limit_s`: see on_ranks.
 
-    Returns {benchmark, case, backend, ceiling, memory, rows}: see `merge`. Raises BadInput, RanksFailed.
+    Returns {benchmark, case, backend, ceiling, ceiling_is, alone, memory, rows}: see `merge`. Raises BadInput,
+    RanksFailed.
     """
     case.check()
     by_rank = on_ranks("moecomm.bench.dispatch_combine:run_rank", asdict(case), case.ranks, limit_s)
@@ -33,18 +38,21 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     case = Case(**job)
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"ceiling": [], "memory": [], "rows": []}
-    peers = Peers(case, group, device) if case.peers else None
-    at_a_size = len(operations(case)) + (peers.count if peers else 0)
-    raw = ceiling.ways_count(case.backend, torch.get_num_threads()) if case.ceiling and group.size() > 1 else 0
-    with progress(group, raw + len(case.tokens) * at_a_size) as step:
+    with ExitStack() as opened:
+        singles = opened.enter_context(Singles(group, device, case.singles)) if case.singles else None
+        peers = Peers(case, group, device, singles) if case.peers else None
+        at_a_size = len(operations(case)) + (peers.count if peers else 0)
+        raw = ceiling.ways_count(case.backend, torch.get_num_threads()) if case.ceiling and group.size() > 1 else 0
+        step = opened.enter_context(progress(group, raw + len(case.tokens) * at_a_size))
+        if singles:
+            found["alone"] = singles.about()
         if case.ceiling:
             found["ceiling"] = ceiling.measure(group, case.backend, device, step)
         for tokens, layout in itertools.product(case.tokens, case.layouts):
             # A Buffer for each layout: graphs of another would keep room in its window.
-            with Ours(of_layout := replace(case, layouts=[layout]), group, device, tokens) as ours:
+            with Ours(of_layout := replace(case, layouts=[layout]), group, device, tokens, singles) as ours:
                 found["backend"] = ours.buffer.backend
-                if layout == case.layouts[0]:
-                    found["memory"].append(ours.memory())
+                found["memory"].append(ours.memory())
                 found["rows"] += _rows(of_layout, group, ours, step)
                 if peers and layout == case.layouts[-1]:
                     found["rows"] += peers.rows(ours, step)
@@ -58,14 +66,14 @@ def _rows(case: Case, group: dist.ProcessGroup, ours: Ours, step: Step) -> list[
         row = ours.row(op)
         if case.overlap_gemm and op.what != "pair" and "us" in row:
             row["overlap"] = _beside(group, ours, op, row)
-            if op.what == "dispatch" and ours.x.is_cuda:
+            if op.what == "dispatch" and ours.buffer.device.type == "cuda":
                 row["halves"] = ours.halves(op, statistics.median(row["us"]))
         found.append(row)
     return found
 
 
 def _beside(group: dist.ProcessGroup, ours: Ours, op: Operation, row: dict[str, Any]) -> dict[str, Any]:
-    if not ours.x.is_cuda:
+    if ours.buffer.device.type != "cuda":
         return {"why": "on GPUs only"}
     return overlap.measure(group, ours.call(op), row["sms"], statistics.median(row["us"]))
 
@@ -75,15 +83,19 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
     A row is {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us,
     host_us_slowest, wire_bytes, busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or has `why` in place of
-    figures. Bytes are means over ranks.
+    figures. Bytes are means over ranks and inputs.
 
-    - `us`: times of the slowest rank.
+    - `us`: times of the slowest rank, in the mode of the case: an operation of many in a row.
+    - `alone_us`, `eager_us` (if the case has single calls): {p50, p90, p99} of single calls (moecomm.bench.singles),
+      and of operations that the host enqueues one by one, where `us` has those of a graph. `alone` of the result is
+      {calls, floor_us, step_ns}: see Singles.about.
     - `host_us`, `host_us_slowest`: medians of a rank, for the median rank and for the slowest.
-    - `wire_bytes`: bytes that must leave a rank: columns, scales, and the metadata of flat rows (`beside_bytes`).
-    - `inside_bytes`, `across_bytes` and their GB/s (moecomm only): bytes that stay in a domain, and bytes that leave
-      it.
+    - `wire_bytes`: bytes that have to leave a rank, counted alike for every library: Case.wire_bytes.
+    - `moved_bytes`: bytes that a library sends, with rows for each expert, wider sums and (moecomm) metadata.
+    - `inside_bytes`, `across_bytes` and their GB/s (moecomm only): those that stay in a domain, those that leave it.
     - `straight` (moecomm only): true if rows go to other domains without forwarders.
     - `of_wire`: wire time at the ceiling / p50; with skewed or replayed routing, wire time is that of the busiest link.
+      If one is above 1, the fastest all-to-all that was found is no ceiling: `ceiling_is` then is "reference".
     - `of_sum` (pairs): time / sum of the times of its two parts alone.
     - `of_flat`: time / time of the same operation on flat rows.
     - `overlap`, `halves`: times with a concurrent matmul, see moecomm.bench.overlap; `halves` is in microseconds.
@@ -93,8 +105,9 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [_merged(case, parts, gbs) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     for row in rows:
         _compare(row, rows)
+    beaten = any((row.get("of_wire") or 0.0) > 1 for row in rows)
     memory = [
-        {key: max(part[key] for part in parts) for key in parts[0]}
+        {key: part if key == "layout" else max(other[key] for other in parts) for key, part in parts[0].items()}
         for parts in zip(*(found["memory"] for found in by_rank), strict=True)
     ]
     return {
@@ -102,21 +115,35 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         "case": replay.shown(case),
         "backend": by_rank[0]["backend"],
         "ceiling": limits,
+        "ceiling_is": "reference" if beaten else "ceiling",
+        **_alone([found["alone"] for found in by_rank if "alone" in found]),
         "memory": memory,
         "rows": rows,
     }
+
+
+def _alone(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    if not by_rank:
+        return {}
+    about = dict(by_rank[0])
+    if about["floor_us"] is not None:
+        about["floor_us"] = percentiles([found["floor_us"] for found in by_rank])
+        about["step_ns"] = max(found["step_ns"] for found in by_rank)
+    return {"alone": about}
 
 
 def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | None) -> dict[str, Any]:
     row = dict(parts[0])
     whys = [part["why"] for part in parts if "why" in part]
     if whys:
-        return {key: value for key, value in row.items() if key not in ("us", "host_us")} | {"why": whys[0]}
-    us = row["us"] = percentiles([part["us"] for part in parts])
+        return {key: value for key, value in row.items() if key not in (*TIMES, "host_us")} | {"why": whys[0]}
+    for name in filter(row.__contains__, TIMES):
+        row[name] = percentiles([part[name] for part in parts])
+    us = row["us"]
     host = [part["host_us"] for part in parts if part["host_us"] is not None]
     row["host_us"] = round(statistics.median(host), 2) if host else None
     row["host_us_slowest"] = round(max(host), 2) if host else None
-    for part in ("wire", "inside", "across", "logical"):
+    for part in ("wire", "moved", "inside", "across", "logical"):
         if f"{part}_bytes" in row:
             row[f"{part}_gbs"] = round(row[f"{part}_bytes"] / us["p50"] / 1e3, 3)
     row["of_wire"] = None

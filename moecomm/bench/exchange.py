@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Timed
-from moecomm.bench.ours import Ours
+from moecomm.bench.ours import Input, Ours
 
 _CPU_BLOCK = 16  # tokens added at once on CPUs, to stay in cache (measured: faster than index_add_ of full tensors)
 
@@ -110,16 +110,16 @@ class Collective:
         for layout in self._case.layouts:
             if layout == "batched":
                 continue  # sends the rows of expert, but does not place them
-            exchange, row = self._exchange(ours, layout), 2 * self._case.hidden
-            wire, logical = ours.traffic.wire(by_expert=layout != "flat"), ours.traffic.logical(layout)
-            about = {"layout": layout, "wire_bytes": wire * row, "logical_bytes": logical * row, "sms": 0}
-            found.append(Timed({"what": "dispatch", "payload": "bf16", **about}, exchange.dispatch))
-            bring = partial(exchange.combine, exchange.arrived)
-            found.append(Timed({"what": "combine", "payload": "", **about}, bring))
+            exchanges, by_expert = [self._exchange(given, layout) for given in ours.inputs], layout != "flat"
+            about = {"layout": layout, "sms": 0}
+            dispatches = [exchange.dispatch for exchange in exchanges]
+            found.append(Timed({"what": "dispatch", "payload": "bf16", **about}, dispatches, by_expert=by_expert))
+            combines = [partial(exchange.combine, exchange.arrived) for exchange in exchanges]
+            found.append(Timed({"what": "combine", "payload": "", **about}, combines, by_expert=by_expert))
         return found
 
-    def _exchange(self, ours: Ours, layout: str) -> Exchange:
+    def _exchange(self, given: Input, layout: str) -> Exchange:
         sizes = (self._case.experts, self._case.ranks)
         if layout == "flat":
-            return Exchange(ours.x, by_rank(ours.topk_idx, *sizes), None, self._group)
-        return Exchange(ours.x, by_expert(ours.topk_idx, *sizes), ours.weights, self._group)
+            return Exchange(given.x, by_rank(given.topk_idx, *sizes), None, self._group)
+        return Exchange(given.x, by_expert(given.topk_idx, *sizes), given.topk_weights, self._group)

@@ -40,6 +40,9 @@ PING_PONG = {
 # By cluster size: blocks with so much shared memory that no other block fits on their multiprocessor.
 HOLD = {size: BenchKernel("bench/hold", "hold", "HoldArgs", 192, rings=6, cluster=size) for size in (1, 2, 4)}
 
+# The start of single calls: one thread works.
+START = {name: BenchKernel("bench/start", name, "StartArgs", 32) for name in ("start", "finish", "clock_step")}
+
 
 @lru_cache(maxsize=4)
 def putting(shim: str) -> dict[str, BenchKernel]:

@@ -11,18 +11,21 @@ import torch.distributed as dist
 
 from moecomm.bench import deep_ep
 from moecomm.bench.case import Case
-from moecomm.bench.clock import Clock, Timed
+from moecomm.bench.clock import Clock, Rotation, Timed
 from moecomm.bench.exchange import Collective
 from moecomm.bench.ours import Ours
 from moecomm.bench.ranks import Step, together
+from moecomm.bench.singles import Singles
 from moecomm.core.rendezvous import rendezvous
 
 
 class Peers:
     """The libraries that can run here. Collective, as is every call."""
 
-    def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._case, self._group, self._device = case, group, device
+    def __init__(
+        self, case: Case, group: dist.ProcessGroup, device: torch.device, singles: Singles | None = None
+    ) -> None:
+        self._case, self._group, self._device, self._singles = case, group, device, singles
         self._collective = Collective(case, group, device)
         self._ways: dict[str, Callable[[Ours], list[Timed]]] = {self._collective.name: self._collective.calls}
         self._failed: dict[str, str] = {}
@@ -55,8 +58,7 @@ class Peers:
             times, why = together(self._group, partial(self._time, timed, ours))
             if why:
                 break
-            busiest = timed.about["wire_bytes"]
-            found.append({**about, **timed.about, "busiest_bytes": busiest, "us": times[0], "host_us": times[1]})
+            found.append({**about, **timed.about, **bytes_of(self._case, ours, timed), **times})
         if why:
             self._failed[name] = why
             blank = {"what": "", "layout": "", "payload": "", "sms": 0}
@@ -64,15 +66,34 @@ class Peers:
         return found
 
     def _try(self, timed: Timed) -> None:
-        timed.call()
+        for call in timed.calls:
+            call()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _time(self, timed: Timed, ours: Ours) -> tuple[list[float], float | None]:
+    def _time(self, timed: Timed, ours: Ours) -> dict[str, Any]:
         graph = timed.graph and self._case.mode == "graph"
-        mode = {"graph": graph, "cold": self._case.cold}
-        clock = Clock(self._group, self._device, **mode, chain=ours.clock.chain, replays=self._case.replays)
-        return clock(timed.call), clock.host_us(timed.call)
+        mode: dict[str, Any] = {"cold": self._case.cold, "chain": ours.clock.chain, "replays": self._case.replays}
+        clock = Clock(self._group, self._device, graph=graph, **mode)
+        call = Rotation(timed.calls)
+        found: dict[str, Any] = {"us": clock(call), "host_us": clock.host_us(call)}
+        if self._singles is not None:
+            if self._case.mode == "graph":  # of one that can't be captured, `us` again
+                found["eager_us"] = Clock(self._group, self._device, graph=False, **mode)(call)
+            found["alone_us"] = self._singles(timed.calls, graph)
+        return found
 
     def _on_all(self, fine: bool) -> bool:
         return all(data == b"\1" for data in rendezvous(self._group).all_gather(bytes([fine])))
+
+
+def bytes_of(case: Case, ours: Ours, timed: Timed) -> dict[str, float]:
+    """Return the bytes of another library's row: `wire` and `busiest` as of ours, `moved` by the rows that it sends."""
+    about, traffic = timed.about, ours.traffic
+    row = case.wire_bytes(about["what"], about["payload"])
+    return {
+        "wire_bytes": traffic.wire() * row,
+        "busiest_bytes": ours.busiest * row,
+        "moved_bytes": traffic.wire(by_expert=timed.by_expert) * row,
+        "logical_bytes": traffic.logical(about["layout"]) * row,
+    }

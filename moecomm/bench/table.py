@@ -10,6 +10,7 @@ from rich.table import Table
 
 from moecomm.bench import proxy_times, replay
 from moecomm.bench.fitted import show_table
+from moecomm.bench.times_table import show_times
 
 _WIDE = 132  # columns of a table in a file or a pipe
 
@@ -30,14 +31,16 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
         highlight=False,
     )
     if limits:
+        kind = result.get("ceiling_is", "ceiling")
         out.print(
-            f"all-to-all ceiling: [bold]{limits[0]['gbs']:.1f} GB/s[/] a rank ({limits[0]['method']}, "
+            f"all-to-all {kind}: [bold]{limits[0]['gbs']:.1f} GB/s[/] a rank ({limits[0]['method']}, "
             f"{limits[0]['sms']} SMs or threads)",
             highlight=False,
         )
     for memory in result["memory"]:
+        layout = f", {memory['layout']}" if "layout" in memory else ""
         out.print(
-            f"{memory['tokens']} tokens: window {memory['window'] / 2**20:.1f} MiB, "
+            f"{memory['tokens']} tokens{layout}: window {memory['window'] / 2**20:.1f} MiB, "
             f"{memory['beyond_outputs'] / 2**20:.1f} MiB of it beside room for outputs",
             highlight=False,
         )
@@ -53,6 +56,7 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
             out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
     for why in dict.fromkeys(row["overlap"]["why"] for row in result["rows"] if "why" in row.get("overlap", {})):
         out.print(f"no matmul beside operations: {why}", style="dim", markup=False)
+    show_times(result, out)
 
 
 def _mode(case: dict[str, Any]) -> str:

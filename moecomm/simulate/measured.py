@@ -75,7 +75,7 @@ class Result:
             return False
         others = float(routed.ranks.sum()) * (self.ranks - 1) / self.ranks
         widths = [
-            row["wire_bytes"] / (row["tokens"] * others * case["hidden"])
+            row.get("moved_bytes", row["wire_bytes"]) / (row["tokens"] * others * case["hidden"])
             for row in self.found["rows"]
             if row.get("variant") == FP32_WIRE and row["what"] == "combine" and "wire_bytes" in row
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import time
 from pathlib import Path
@@ -26,11 +27,11 @@ SIZES = ["--hidden", str(HIDDEN), "--experts", str(EXPERTS), "--topk", "3", "--r
 CASE = Case("", HIDDEN, 3, EXPERTS, RANKS, "host", [5], ["flat"], ["bf16"], [0], "eager")
 
 
-def counted(tokens: int, *, direct: bool) -> tuple[float, float]:
-    """Rows inside and across domains of two, a token after the other, as they go to their owners."""
+def counted(tokens: int, *, direct: bool, inputs: int = 1) -> tuple[float, float]:
+    """Rows inside and across domains of two, a token after the other, as they go to their owners: mean over inputs."""
     inside = across = 0
-    for rank in range(RANKS):
-        for token in CASE.routing(tokens, rank)[0].tolist():
+    for rank, index in itertools.product(range(RANKS), range(inputs)):
+        for token in CASE.routing(tokens, rank, index)[0].tolist():
             owners = {expert // (EXPERTS // RANKS) for expert in token if expert >= 0}
             for domain in {owner // NEAR for owner in owners}:
                 there = {owner for owner in owners if owner // NEAR == domain}
@@ -41,17 +42,17 @@ def counted(tokens: int, *, direct: bool) -> tuple[float, float]:
                 else:
                     across += 1
                     inside += len(there - {domain * NEAR + rank % NEAR})
-    return inside / RANKS, across / RANKS
+    return inside / RANKS / inputs, across / RANKS / inputs
 
 
 def exact_rows(tokens: int) -> float:
     """Rows of y's dtype that leave a rank: one for a token's only expert at another rank, two for a sum."""
     rows = 0
-    for rank in range(RANKS):
-        for token in CASE.routing(tokens, rank)[0].tolist():
+    for rank, index in itertools.product(range(RANKS), range(CASE.inputs)):
+        for token in CASE.routing(tokens, rank, index)[0].tolist():
             owners = [expert // (EXPERTS // RANKS) for expert in token if expert >= 0]
             rows += sum(min(owners.count(owner), 2) for owner in set(owners) - {rank})
-    return rows / RANKS
+    return rows / RANKS / CASE.inputs
 
 
 def _crossing(rank: int, group: Any) -> list[tuple[float, float]]:
@@ -103,9 +104,9 @@ def test_few_tokens_cross_straight(ranks: Ranks, near: int) -> None:
 def check_crossing(row: dict[str, Any], domain_ranks: int, *, direct: bool) -> None:
     """Its bytes inside and across domains, from the counts."""
     assert row["straight"] == direct
-    near, far = counted(row["tokens"], direct=direct)
+    near, far = counted(row["tokens"], direct=direct, inputs=CASE.inputs)
     if domain_ranks == 0:
-        near, far = sum(counted(row["tokens"], direct=True)), 0.0
+        near, far = sum(counted(row["tokens"], direct=True, inputs=CASE.inputs)), 0.0
     beside = 12 * CASE.topk + 8 if row["layout"] == "flat" else 0  # ids, weights, source
     fp8, wire = HIDDEN + 4 + beside, (2 if row["layout"] == "flat" or row["variant"] == "bf16 wire" else 4) * HIDDEN
     if domain_ranks == 0 and wire == 4 * HIDDEN:
@@ -113,7 +114,7 @@ def check_crossing(row: dict[str, Any], domain_ranks: int, *, direct: bool) -> N
     each = {"dispatch": fp8, "combine": wire, "pair": fp8 + wire}[row["what"]]
     assert row["inside_bytes"] == pytest.approx(near * each)
     assert row["across_bytes"] == pytest.approx(far * each)
-    assert row["wire_bytes"] == pytest.approx((near + far) * each)
+    assert row["moved_bytes"] == pytest.approx((near + far) * each)
     assert row["across_gbs"] == pytest.approx(row["across_bytes"] / row["us"]["p50"] / 1e3, abs=1e-3)
 
 

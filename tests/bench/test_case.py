@@ -52,6 +52,7 @@ def test_routing_is_drawn_anew_for_each_rank_and_the_same_in_each_run() -> None:
     idx, weights = CASE.routing(40, 1)
     again, _ = CASE.routing(40, 1)
     assert torch.equal(idx, again) and not torch.equal(idx, CASE.routing(40, 0)[0])
+    assert not torch.equal(idx, CASE.routing(40, 1, 1)[0]), "of another input"
     assert idx.shape == (40, 3) and 0 <= int(idx.min()) <= int(idx.max()) < 12
     assert all(len(set(token)) == 3 for token in idx.tolist())
     assert torch.allclose(weights.sum(dim=1), torch.ones(40))
@@ -85,6 +86,8 @@ def test_skewed_tokens_want_rank_0_on_every_rank() -> None:
         ("mode", {"mode": "graph"}),
         ("mode", {"mode": "lazy"}),
         ("skew, chain, replays", {"replays": 0}),
+        ("inputs, singles", {"inputs": 0}),
+        ("inputs, singles", {"singles": -1}),
     ],
 )
 def test_what_cannot_be_measured_is_named(argument: str, given: dict[str, Any]) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import moecomm
 from moecomm.bench import dispatch_combine
 from moecomm.bench.case import Case
 from moecomm.bench.cli import app
-from moecomm.bench.ours import operations
+from moecomm.bench.ours import IN_WINDOW, Operation, Ours, operations
 
 from ..conftest import Ranks
 
@@ -57,22 +61,26 @@ def bench(tmp_path: Path, *words: str, start: tuple[str, ...] = ("-m", "moecomm.
 
 
 def counted(tokens: int, ranks: int) -> dict[str, Any]:
-    """Rows between ranks, counted one by one."""
-    rows, entries = [[0] * ranks for _ in range(ranks)], [[0] * ranks for _ in range(ranks)]
-    singles = 0  # rows between ranks of which the rank has one expert
-    for rank in range(ranks):
-        for token in CASE.routing(tokens, rank)[0].tolist():
+    """Rows between ranks, counted one by one, as means over inputs."""
+    rows, entries = [[0.0] * ranks for _ in range(ranks)], [[0.0] * ranks for _ in range(ranks)]
+    singles = 0.0  # rows between ranks of which the rank has one expert
+    one = 1 / CASE.inputs
+    links = Counter[tuple[int, str, int]]()  # rows out of, and into, a rank in an input
+    for rank, index in itertools.product(range(ranks), range(CASE.inputs)):
+        for token in CASE.routing(tokens, rank, index)[0].tolist():
             owners = [expert // (EXPERTS // ranks) for expert in token]
             for owner in owners:
-                entries[rank][owner] += 1
+                entries[rank][owner] += one
             for owner in set(owners):
-                rows[rank][owner] += 1
-                singles += owner != rank and owners.count(owner) == 1
+                rows[rank][owner] += one
+                singles += one * (owner != rank and owners.count(owner) == 1)
+                links.update([(index, "out", rank), (index, "in", owner)] if owner != rank else [])
     remote = [sum(rows[a][b] for b in range(ranks) if b != a) for a in range(ranks)]
-    into = [sum(rows[a][b] for a in range(ranks) if b != a) for b in range(ranks)]
+    busiest = [max(count for key, count in links.items() if key[0] == index) for index in range(CASE.inputs)]
     return {
         "wire": statistics.mean(remote),
-        "busiest": max(remote + into),
+        "by_expert": statistics.mean(sum(entries[a][b] for b in range(ranks) if b != a) for a in range(ranks)),
+        "busiest": statistics.mean(busiest),
         "exact": 2 - singles / sum(remote),
         "flat": sum(map(sum, rows)) / ranks,
         "expert": sum(map(sum, entries)) / ranks,
@@ -82,7 +90,9 @@ def counted(tokens: int, ranks: int) -> dict[str, Any]:
 def check_row(row: dict[str, Any], ceiling: float) -> None:
     """That figures agree with each other."""
     us = row["us"]
-    assert 0 < us["p50"] <= us["p90"] <= us["p99"]
+    for times in (us, row["alone_us"]):
+        assert 0 < times["p50"] <= times["p90"] <= times["p99"]
+    assert "eager_us" not in row, "on CPUs every time is"
     assert row["wire_gbs"] == pytest.approx(row["wire_bytes"] / us["p50"] / 1e3, abs=1e-3)
     assert row["logical_gbs"] == pytest.approx(row["logical_bytes"] / us["p50"] / 1e3, abs=1e-3)
     assert row["of_wire"] == pytest.approx(row["wire_bytes"] / ceiling / 1e3 / us["p50"], abs=1e-3)
@@ -91,6 +101,7 @@ def check_row(row: dict[str, Any], ceiling: float) -> None:
 @pytest.mark.long
 def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
     layouts, words = "flat,expert,batched", ["--tokens", "5,24", "--sms", "1", "--replays", "4", "--ranks", "2"]
+    words += ["--singles", "6"]
     said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--layout", layouts)
     assert found["benchmark"] == "dispatch-combine" and found["backend"] == "host"
     assert found["command"].startswith("python -m moecomm.bench dispatch-combine --hidden 128")
@@ -109,7 +120,9 @@ def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
             check_row(row, ceiling)
             assert row["sms"] == row["sms_asked"] == 1
             check_bytes(row, traffic)
-    assert [memory["tokens"] for memory in found["memory"]] == [5, 24]
+    assert [(memory["tokens"], memory["layout"]) for memory in found["memory"]] == [
+        (tokens, layout) for tokens in (5, 24) for layout in layouts.split(",")
+    ]
     assert all(0 < memory["beyond_outputs"] < memory["window"] for memory in found["memory"])
 
     peers = [row for row in found["rows"] if row["who"] == "gloo"]
@@ -123,7 +136,11 @@ def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
         check_row(row, ceiling)
         traffic = counted(row["tokens"], 2)
         assert row["logical_bytes"] == pytest.approx(traffic[row["layout"]] * 2 * HIDDEN)
+        assert row["wire_bytes"] == pytest.approx(traffic["wire"] * 2 * HIDDEN), "as of ours"
+        moved = traffic["wire" if row["layout"] == "flat" else "by_expert"]
+        assert row["moved_bytes"] == pytest.approx(moved * 2 * HIDDEN)
     assert "all-to-all ceiling" in said and "of sum" in said
+    assert "alone: 6 single calls, caches flushed" in said
 
 
 def measured(on: Ranks, like: Case, **other: Any) -> dict[str, Any]:
@@ -140,11 +157,11 @@ def test_words_of_the_command_become_a_case(monkeypatch: pytest.MonkeyPatch) -> 
     asked: list[Case] = []
     monkeypatch.setattr(dispatch_combine, "run", asked.append)
     words = ["--tokens", "40", "--layout", "flat", "--payload", "bf16", "--ranks", "4", "--domain-ranks", "2"]
-    words += ["--skew", "--cold", "--replays", "2", "--no-peers", "--no-ceiling"]
+    words += ["--skew", "--cold", "--replays", "2", "--singles", "7", "--no-peers", "--no-ceiling"]
     told = CliRunner().invoke(app, ["dispatch-combine", *SIZES, *words], catch_exceptions=False)
     assert told.exit_code == 0, told.output
     about: dict[str, Any] = {"tokens": [40], "layouts": ["flat"], "payloads": ["bf16"], "ranks": 4, "domain_ranks": 2}
-    how: dict[str, Any] = {"skew": 0.25, "cold": True, "replays": 2, "peers": False, "ceiling": False}
+    how: dict[str, Any] = {"skew": 0.25, "cold": True, "replays": 2, "singles": 7, "peers": False, "ceiling": False}
     assert asked == [replace(CASE, **about, **how, sms=[0])]
 
 
@@ -161,13 +178,14 @@ def test_domains_of_one_rank_have_room_for_what_crosses(ranks: Ranks) -> None:
 def check_bytes(row: dict[str, Any], traffic: dict[str, Any]) -> None:
     """Bytes of a row of the table, from the counts."""
     payload = {"bf16": 2 * HIDDEN, "fp8": HIDDEN + 4, "": 0}[row["payload"]]
-    wire = {"fp32 wire": 2 * HIDDEN * traffic["exact"], "": 0}.get(row["variant"], 2 * HIDDEN)
+    sent = {"fp32 wire": 2 * HIDDEN * traffic["exact"], "": 0}.get(row["variant"], 2 * HIDDEN)
     handed_out = payload + (2 * HIDDEN if row["variant"] else 0)
     # Flat: ids of 8 bytes, weights of 4, the source's rank and token.
     beside = TOPK * (8 + 4) + 2 * 4 if row["layout"] == "flat" and payload else 0
-    assert row["wire_bytes"] == pytest.approx(traffic["wire"] * (payload + wire + beside))
+    assert row["wire_bytes"] == pytest.approx(traffic["wire"] * handed_out)
+    assert row["moved_bytes"] == pytest.approx(traffic["wire"] * (payload + sent + beside))
     assert row["beside_bytes"] == pytest.approx(traffic["wire"] * beside)
-    assert row["busiest_bytes"] == pytest.approx(traffic["busiest"] * (payload + wire + beside))
+    assert row["busiest_bytes"] == pytest.approx(traffic["busiest"] * handed_out)
     assert row["logical_bytes"] == pytest.approx(traffic["flat" if row["layout"] == "flat" else "expert"] * handed_out)
 
 
@@ -175,7 +193,8 @@ def test_pairs_and_layouts_are_compared_with_their_parts() -> None:
     def row(what: str, layout: str, payload: str, variant: str, us: float) -> dict[str, Any]:
         about = {"who": "moecomm", "tokens": 5, "sms_asked": 0, "what": what, "layout": layout}
         sizes = {"wire_bytes": 8000.0, "busiest_bytes": 16000.0, "logical_bytes": 0.0}
-        return {**about, "payload": payload, "variant": variant, "us": [us] * 4, "host_us": us / 2, **sizes}
+        times = {"us": [us] * 4, "eager_us": [us + 1] * 4, "alone_us": [us + 2] * 4, "host_us": us / 2}
+        return {**about, "payload": payload, "variant": variant, **times, **sizes}
 
     def rank(factor: float) -> dict[str, Any]:
         rows = [
@@ -187,8 +206,9 @@ def test_pairs_and_layouts_are_compared_with_their_parts() -> None:
             row("combine", "expert", "", "bf16 wire", 5 * factor),
         ]
         ceiling = [{"method": "st", "sms": 8, "bytes": 8000, "us": [1.0 * factor] * 4}]
-        memory = [{"tokens": 5, "window": 10 * factor, "beyond_outputs": 1}]
-        return {"backend": "host", "ceiling": ceiling, "memory": memory, "rows": rows}
+        memory = [{"tokens": 5, "layout": "flat", "window": 10 * factor, "beyond_outputs": 1}]
+        alone = {"calls": 4, "floor_us": [factor] * 4, "step_ns": int(32 * factor)}
+        return {"backend": "host", "ceiling": ceiling, "memory": memory, "rows": rows, "alone": alone}
 
     found = dispatch_combine.merge(CASE, [rank(1.0), rank(2.0)])
     assert found["ceiling"][0]["gbs"] == 4.0
@@ -198,18 +218,66 @@ def test_pairs_and_layouts_are_compared_with_their_parts() -> None:
     assert [row["of_wire"] for row in found["rows"]] == [0.5, 0.3333, 0.25, 0.25, 0.3333, 0.2]
     assert [row.get("of_sum") for row in found["rows"]] == [None, None, None, 0.8, None, None]
     assert [row.get("of_flat") for row in found["rows"]] == [None, None, None, None, 1.5, 1.25]
-    assert found["memory"] == [{"tokens": 5, "window": 20.0, "beyond_outputs": 1}]
+    assert found["memory"] == [{"tokens": 5, "layout": "flat", "window": 20.0, "beyond_outputs": 1}]
+    slower = dict.fromkeys(("p50", "p90", "p99"), 2.0)
+    assert found["alone"] == {"calls": 4, "floor_us": slower, "step_ns": 64}
+    assert [(row["alone_us"]["p50"], row["eager_us"]["p99"]) for row in found["rows"][:2]] == [(6, 5), (8, 7)]
+    assert found["ceiling_is"] == "ceiling"
+
+
+def test_a_ceiling_that_a_row_beats_is_a_reference() -> None:
+    sizes = {"wire_bytes": 8000.0, "busiest_bytes": 8000.0, "logical_bytes": 0.0}
+    about = {"who": "nccl", "tokens": 5, "sms_asked": 0, "what": "dispatch", "layout": "flat", "payload": "bf16"}
+    row = {**about, "variant": "", "us": [0.9], "host_us": None, **sizes}
+    rank = {"backend": "lsa", "memory": [], "rows": [row]}
+    rank["ceiling"] = [{"method": "st", "sms": 8, "bytes": 8000, "us": [1.0]}]
+    found = dispatch_combine.merge(CASE, [rank, rank])
+    assert found["rows"][0]["of_wire"] == 1.1111 and found["ceiling_is"] == "reference"
 
 
 def test_skewed_routing_is_held_against_the_busiest_link(ranks: Ranks) -> None:
     flat: dict[str, Any] = {"layouts": ["flat"], "payloads": ["bf16"]}
-    found = measured(ranks, CASE, ranks=4, tokens=[40], **flat, skew=0.25, cold=True, replays=2)
+    found = measured(ranks, CASE, ranks=4, tokens=[40], **flat, skew=0.25, cold=True, replays=2, inputs=1)
     ceiling = found["ceiling"][0]["gbs"]
     assert found["case"]["skew"] == 0.25 and found["case"]["cold"]
     for row in found["rows"]:
         assert row["busiest_bytes"] > 1.2 * row["wire_bytes"]
         assert row["of_wire"] == pytest.approx(row["busiest_bytes"] / ceiling / 1e3 / row["us"]["p50"], abs=1e-3)
     assert {row["who"] for row in found["rows"]} == {"moecomm"}
+
+
+def _pair_of_fp8(rank: int, group: Any) -> list[tuple[bool, bool, list[str]]]:
+    """Of each input: whether a pair in fp8 combines the rows that a dispatch in bf16 hands out, and what it calls."""
+    case = replace(CASE, ranks=2, layouts=["flat"], cold=True, inputs=3)
+    found = []
+    with Ours(case, group, torch.device("cpu"), 5) as ours:
+        buffer, made = ours.buffer, []
+
+        def combine(y: torch.Tensor, handle: Any, **options: Any) -> None:
+            made.append("combine")
+            combined.append((y, handle))
+
+        dispatch, combined = buffer.dispatch, []
+        with (
+            patch.object(buffer, "combine", combine),
+            patch.object(buffer, "dispatch", lambda **given: (made.append("dispatch"), dispatch(**given))[1]),
+            patch.object(ours.clock, "_flush", lambda: made.append("flush")),
+        ):
+            calls = ours.call(Operation("pair", "flat", "fp8", IN_WINDOW, 1)).calls
+            for given, call in zip(ours.inputs, calls, strict=True):
+                made.clear()
+                call()
+                steps = list(made)
+                y, handle = combined[-1]
+                arrived = dispatch(given.x, given.topk_idx, given.topk_weights, layout="flat")
+                rows = len(arrived.x)
+                found.append((torch.equal(y[:rows], arrived.x), buffer.empty(handle).shape == y.shape, steps))
+    return found
+
+
+def test_pairs_in_fp8_combine_the_rows_that_arrived_and_flush_between(ranks: Ranks) -> None:
+    steps = ["dispatch", "flush", "combine"]
+    assert ranks.run(2, _pair_of_fp8) == [[(True, True, steps)] * 3] * 2
 
 
 @pytest.mark.long
@@ -250,6 +318,7 @@ def test_no_room_in_the_window_is_a_row_that_says_so() -> None:
 @pytest.mark.long
 def test_why_no_matmul_was_timed_beside_operations_is_said_once(tmp_path: Path) -> None:
     words = ["--ranks", "1", "--tokens", "3", "--replays", "1", "--no-ceiling", "--no-peers", "--overlap-gemm"]
+    words += ["--singles", "0"]
     said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words)
     assert [row.get("overlap") for row in found["rows"] if row["what"] == "dispatch"] == [{"why": "on GPUs only"}] * 4
     assert said.count("no matmul beside operations: on GPUs only") == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.bench import ceiling, gather_kernels, kernels, latency, overlap
+from moecomm.bench import ceiling, gather_kernels, kernels, latency, overlap, start
 from moecomm.jit import loader
 
 from ..compiled import check_compiled, check_kernel, functions_of
@@ -17,11 +17,11 @@ from ..window.test_compile import compiled
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
-ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4]}
+ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4], **kernels.START}
 
 
 @pytest.mark.compiled(ALL)
-@pytest.mark.parametrize("name", few(ALL, "TMA"))
+@pytest.mark.parametrize("name", few(ALL, "TMA", "start"))
 def test_compiles_within_a_multiprocessor(name: str) -> None:
     check_kernel(ALL[name], calls=True)
 
@@ -53,6 +53,7 @@ def test_structs_are_packed_as_the_kernels_read_them() -> None:
         "bench/all_to_all": ceiling._Args,
         "bench/ping_pong": latency._Args,
         "bench/hold": overlap._HoldArgs,
+        "bench/start": start._Args,
     }
     for header, packed in structs.items():
         text = (loader.headers() / f"{header}.cuh").read_text()

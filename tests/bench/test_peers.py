@@ -31,9 +31,9 @@ def _with_others(rank: int, group: Any) -> list[tuple[str, str, str]]:
             if rank == 1:
                 raise OSError("no such link\nin line 7")
 
-        about = {"layout": "flat", "payload": "bf16", "sms": 8, "wire_bytes": 8.0, "logical_bytes": 8.0}
-        works = Timed({"what": "dispatch", **about}, _nothing)
-        return [works, Timed({"what": "combine", **about}, call), Timed({"what": "never", **about}, call)]
+        about = {"layout": "flat", "payload": "bf16", "sms": 8}
+        works = Timed({"what": "dispatch", **about}, [_nothing] * 2)
+        return [works, Timed({"what": "combine", **about}, [call]), Timed({"what": "never", **about}, [call])]
 
     def cannot(ours: Ours) -> list[Timed]:
         raise RuntimeError("too few experts" if rank == 0 else "")
@@ -85,7 +85,7 @@ class Buffer:
 
     def low_latency_dispatch(self, x: Any, ids: Any, most: int, experts: int, use_fp8: bool) -> tuple[Any, ...]:
         self.calls.append(("ll dispatch", most, experts, use_fp8))
-        return "rows", "counts", "handle", "event", None
+        return torch.zeros(2), "counts", "handle", "event", None
 
     def low_latency_combine(self, x: Any, ids: Any, weights: Any, handle: Any) -> None:
         self.calls.append(("ll combine", x, handle))
@@ -100,13 +100,15 @@ def _deep_ep(rank: int, group: Any) -> tuple[list[str], list[Any], list[Any]]:
     with Ours(CASE, group, device, 6) as ours:
         for calls in peer.ways().values():
             for timed in calls(ours):
-                timed.call()
+                assert len(timed.calls) == CASE.inputs
+                timed.calls[0]()
                 abouts.append((*(timed.about[key] for key in ("what", "payload", "layout")), timed.graph))
         _, x, given = Buffer.calls[1]
-        fine = [torch.equal(x, ours.x), given["num_tokens_per_rank"], given["num_tokens_per_expert"]]
+        fine = [torch.equal(x, ours.inputs[0].x), given["num_tokens_per_rank"], given["num_tokens_per_expert"]]
         cast, scales = next(call[1] for call in Buffer.calls if call[0] == "dispatch" and isinstance(call[1], tuple))
         back = cast.float().view(6, -1, 128) * scales.unsqueeze(2)
-        error = (back.view(6, -1) - ours.x.float()).abs() / (ours.x.float().abs() + scales.amax() * 2**-9)
+        x = ours.inputs[0].x.float()
+        error = (back.view(6, -1) - x).abs() / (x.abs() + scales.amax() * 2**-9)
         fine.append(float(error.max()) <= 2**-4)
     return list(peer.ways()), abouts, [fine, [call[0] for call in Buffer.calls]]
 
@@ -123,4 +125,7 @@ def test_deep_ep_is_called_as_its_interface_wants(ranks: Ranks) -> None:
             ("combine", "", "batched", True),
         ]
         assert fine == [True, "to rank", "to expert", True]
-        assert calls == ["open", *["dispatch"] * 3, "combine", "open", *["ll dispatch"] * 3, "ll combine"]
+        assert calls == [
+            *("open", *["dispatch"] * (CASE.inputs + 2), "combine"),
+            *("open", *["ll dispatch"] * (CASE.inputs + 2), "ll combine"),
+        ]

@@ -43,7 +43,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def case_of(file: Path, **other: Any) -> Case:
-    given = Case("", 128, TOPK, EXPERTS, 2, "host", [8, 20], ["flat", "expert"], ["bf16"], [1], "eager", replays=2)
+    given = Case(
+        "", 128, TOPK, EXPERTS, 2, "host", [8, 20], ["flat", "expert"], ["bf16"], [1], "eager", replays=2, inputs=1
+    )
     return dataclasses.replace(given, routing_file=str(file), **other)
 
 
@@ -98,7 +100,8 @@ def test_dispatch_combine_replays_a_file_and_says_which(file: Path, ranks: Ranks
         handed_out = sum(map(sum, rows if row["layout"] == "flat" else entries)) / 2
         if row["what"] == "dispatch":
             crossing = (rows[0][1] + rows[1][0]) / 2
-            assert row["wire_bytes"] == crossing * (256 + (12 * TOPK + 8) * (row["layout"] == "flat"))
+            assert row["wire_bytes"] == crossing * 256
+            assert row["moved_bytes"] == crossing * (256 + (12 * TOPK + 8) * (row["layout"] == "flat"))
             assert row["logical_bytes"] == handed_out * 256
         ceiling = found["ceiling"][0]["gbs"]
         assert row["of_wire"] == pytest.approx(row["busiest_bytes"] / ceiling / 1e3 / row["us"]["p50"], abs=1e-3)

@@ -1,0 +1,93 @@
+"""Single calls: caches flushed before each, ranks that start together, and nothing in flight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.bench.clock import FLUSH_BYTES, Call, captured
+from moecomm.bench.start import DeviceStart, on_host
+
+_STEADY = 3  # calls of each kind before the timed ones
+
+
+class Singles:
+    """A timer of single calls on every rank at once. All ranks make equal calls of it. Collective; a context manager.
+
+    Before each call 256 MB (CPUs: 64 MB) are written, so that none of its data is in the cache, and ranks start within
+    a fraction of a microsecond (moecomm.bench.start). On GPUs a time is that between two stamps of the device's clock,
+    right after the start and right after the call, in one captured graph: nothing is subtracted, and `floor_us` is the
+    time of no work at all. On CPUs a time is that of the call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, calls: int) -> None:
+        self._group, self._on_gpu, self._calls = group, device.type == "cuda", calls
+        self._filler = torch.zeros(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
+        self._open = ExitStack()
+        self._start = self._open.enter_context(DeviceStart(group, device)) if self._on_gpu else None
+
+    def __enter__(self) -> Singles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def __call__(self, calls: Sequence[Call], graph: bool = True) -> list[float]:
+        """Return the microseconds of single calls on this rank.
+
+        Args:
+            calls: the operation on each of several inputs, which take equal shares of the calls.
+            graph: capture each on GPUs; without, the host enqueues it while the start waits for other ranks.
+        """
+        times: list[float] = []
+        for index, call in enumerate(calls):
+            share = self._calls * (index + 1) // len(calls) - len(times)
+            times += self._on_device(call, share, graph) if self._start else self._on_host(call, share)
+        return times
+
+    def about(self) -> dict[str, Any]:
+        """Return {calls, floor_us, step_ns}: how many are timed, and on GPUs the time of none and the clock's step."""
+        if not self._start:
+            return {"calls": self._calls, "floor_us": None, "step_ns": None}
+        return {"calls": self._calls, "floor_us": self([_nothing]), "step_ns": self._start.step_ns()}
+
+    def _on_host(self, call: Call, count: int) -> list[float]:
+        times = []
+        for _ in range(count + 1):
+            self._filler.fill_(1)
+            on_host(self._group)
+            begin = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - begin) * 1e6)
+        return times[1:]
+
+    def _on_device(self, call: Call, count: int, graph: bool) -> list[float]:
+        assert self._start is not None
+        start = self._start
+
+        def single() -> None:
+            self._filler.fill_(1)
+            start.begin()
+            call()
+            start.finish()
+
+        single()  # compiles kernels and fills the allocators
+        start.us()
+        run = captured(single) if graph else single
+        times = []
+        for _ in range(count + _STEADY):
+            run()
+            times.append(start.us())
+        return times[_STEADY:]
+
+
+def _nothing() -> None:
+    pass
