@@ -25,6 +25,7 @@ from moecomm.bench.options import (
 )
 from moecomm.bench.overlap_cli import add_overlap
 from moecomm.bench.results_cli import add_results
+from moecomm.bench.steps_cli import add_steps
 from moecomm.core.settings import MAX_FLAT_ROWS
 
 if TYPE_CHECKING:
@@ -359,6 +360,7 @@ def moe(
 
 
 add_overlap(app)
+add_steps(app)
 add_results(app)
 
 

@@ -42,6 +42,7 @@ HOLD = {size: BenchKernel("bench/hold", "hold", "HoldArgs", 192, rings=6, cluste
 
 # The start of single calls: one thread works.
 START = {name: BenchKernel("bench/start", name, "StartArgs", 32) for name in ("start", "finish", "clock_step")}
+DELAY = BenchKernel("bench/delay", "delay", "DelayArgs", 32)
 
 
 @lru_cache(maxsize=4)

@@ -190,7 +190,7 @@ class Ours:
             self._layout, self._handles, self._y = op.layout, [], {}
         calls: list[Call]
         if op.what == "dispatch":
-            calls = [partial(self.buffer.dispatch, **given) for given in self._dispatches(op)]
+            calls = [partial(self.buffer.dispatch, **given) for given in self.dispatches(op)]
         elif op.what == "combine":
             calls = [partial(self.buffer.combine, **given) for given in self._combines(op)]
         else:
@@ -199,8 +199,8 @@ class Ours:
 
     def _pairs(self, op: Operation, between: Call) -> list[Call]:
         options: dict[str, Any] = {"wire": _wire(op.variant), "num_sms": op.sms or None}
-        dispatches = self._dispatches(op)
-        rows = self._rows(op) if "quantize" in dispatches[0] else [None] * len(dispatches)
+        dispatches = self.dispatches(op)
+        rows = self.rows(op) if "quantize" in dispatches[0] else [None] * len(dispatches)
 
         def pair(given: dict[str, Any], y: torch.Tensor | None) -> None:
             arrived = self.buffer.dispatch(**given)
@@ -211,9 +211,9 @@ class Ours:
 
     def halves(self, op: Operation, us: float) -> dict[str, list[float]]:
         """Time the halves of a dispatch that takes `us` microseconds: see overlap.halves."""
-        return overlap.halves(self.clock, self.buffer, self._dispatches(op)[0], us)
+        return overlap.halves(self.clock, self.buffer, self.dispatches(op)[0], us)
 
-    def _dispatches(self, op: Operation) -> list[dict[str, Any]]:
+    def dispatches(self, op: Operation) -> list[dict[str, Any]]:
         """Return the arguments of dispatch for each input."""
         options = {"layout": op.layout, "sync": False, "num_sms": op.sms or None, **_QUANTIZE[op.payload]}
         return [
@@ -224,17 +224,18 @@ class Ours:
     def _combines(self, op: Operation) -> list[dict[str, Any]]:
         """Return the arguments of combine for each input."""
         options = {"wire": _wire(op.variant), "num_sms": op.sms or None}
-        rows = self._rows(op)
+        rows = self.rows(op)
         return [{"y": y, "handle": handle, **options} for y, handle in zip(rows, self._handles, strict=True)]
 
-    def _rows(self, op: Operation) -> list[torch.Tensor]:
+    def rows(self, op: Operation) -> list[torch.Tensor]:
         """Return the inputs of combine, equal to the dispatched rows, in the window or not; created on first use."""
         if not self._handles:
             self._y[OUTSIDE] = []
-            for given in self._dispatches(Operation("dispatch", op.layout, "bf16", "", 0)):
+            for given in self.dispatches(Operation("dispatch", op.layout, "bf16", "", 0)):
                 arrived = self.buffer.dispatch(**given)
                 self._handles.append(arrived.handle)
                 self._y[OUTSIDE].append(arrived.x.clone())
+                del arrived  # frees window memory for the next
         where = IN_WINDOW if op.variant == IN_WINDOW else OUTSIDE
         if where not in self._y:
             outside = zip(self._handles, self._y[OUTSIDE], strict=True)
@@ -245,7 +246,7 @@ class Ours:
         """Return the blocks (CPUs: threads) and, except for combine, chunk_tokens; for a pair, of its dispatch."""
         if op.what == "combine":
             return {"sms": prepare_combine(self.buffer, **self._combines(op)[0]).args.workers}
-        args = prepare_dispatch(self.buffer, **self._dispatches(op)[0]).args
+        args = prepare_dispatch(self.buffer, **self.dispatches(op)[0]).args
         return {"sms": args.workers, "chunk_tokens": args.chunk_tokens}
 
     def _bytes(self, op: Operation) -> dict[str, float]:

@@ -61,7 +61,7 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
         # Twice as long as the matmuls. Equal on every rank, because each round waits for all ranks.
         rounds = torch.tensor(max(1, int(2 * alone * _MATMULS * 1e3 / us)))
         dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
-        replay, hold = _captured(call, int(rounds)), _captured(_holding(sms, us), int(rounds))
+        replay, hold = _captured(call, int(rounds)), _captured(holding(sms, us), int(rounds))
         time = partial(_milliseconds, group, a, b, out)
         turns = [(time(None), time(hold), time(replay)) for _ in range(_ROUNDS_TIMED)]
     finally:
@@ -121,7 +121,7 @@ def _milliseconds(
     return device_us(matmuls, _OTHERS_BEGIN) / 1e3 / _MATMULS
 
 
-def _holding(sms: int, us: float) -> Callable[[], None]:
+def holding(sms: int, us: float) -> Callable[[], None]:
     """Return a call that occupies `sms` multiprocessors for `us` microseconds."""
     kernel = kernels.HOLD[cluster(sms, torch.cuda.get_device_properties().multi_processor_count)]
     return partial(plain_kernel.launch, kernel, sms, _HoldArgs(ns=int(us * 1e3)))

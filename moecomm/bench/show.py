@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moecomm.bench import gather_table, operator_table, table
+from moecomm.bench import gather_table, operator_table, steps_table, table
 from moecomm.errors import BadInput
 from moecomm.simulate.dlrm.table import show_dlrm
 from moecomm.simulate.table import show_check, show_predictions
@@ -24,6 +24,8 @@ _TABLES: dict[str, Callable[[dict[str, Any], Console], None]] = {
     "moe": table.show_moe,
     "overlap": operator_table.show,
     "all-gather-study": gather_table.show,
+    "decode": steps_table.show_decode,
+    "training": steps_table.show_training,
     "deep-ep-layer": table.show_deep_ep_layer,
     "simulate": show_predictions,
     "simulate-check": show_check,

@@ -53,6 +53,12 @@ class Singles:
             times += self._on_device(call, share, graph) if self._start else self._on_host(call, share)
         return times
 
+    @property
+    def starts_address(self) -> int:
+        """Address, on the device, of the number of starts so far: another one in each call."""
+        assert self._start is not None, "on GPUs"
+        return self._start.starts_address
+
     def about(self) -> dict[str, Any]:
         """Return {calls, floor_us, step_ns}: how many are timed, and on GPUs the time of none and the clock's step."""
         if not self._start:

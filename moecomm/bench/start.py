@@ -44,6 +44,11 @@ class DeviceStart:
         rank, ranks = self._window.rank, self._window.ranks
         self._args = _Args(blocks, self._times.data_ptr(), here, host, _TIMEOUT_NS, rank, ranks)
 
+    @property
+    def starts_address(self) -> int:
+        """Address of the number of starts so far, which `begin` increments on the device."""
+        return self._times.data_ptr()
+
     def begin(self) -> None:
         """Enqueue the start: it ends on all ranks within a fraction of a microsecond."""
         plain_kernel.launch(kernels.START["start"], 1, self._args)

@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.nn.functional import grouped_mm, silu
+
+
+class _AllToAll(torch.autograd.Function):
+    """all_to_all_single of rows with known splits; the gradient goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, came: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.splits = came, sent, group
+        out = rows.new_empty(sum(came), rows.shape[1])
+        exchange(out, rows.contiguous(), came, sent, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        came, sent, group = ctx.splits
+        return moved(gradient, sent, came, group), None, None, None
+
+
+def moved(rows: torch.Tensor, came: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rows that arrive, with gradients."""
+    out: torch.Tensor = _AllToAll.apply(rows, came, sent, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def exchange(out: torch.Tensor, rows: torch.Tensor, came: list[int], sent: list[int], group: dist.ProcessGroup) -> None:
+    """Exchange rows with known splits, moved as float32, because some versions of gloo lack bfloat16."""
+    wide = torch.float32
+    dist.all_to_all_single(out.view(wide), rows.view(wide), came, sent, group=group)
 
 
 class TorchLayer:
@@ -56,12 +88,19 @@ class TorchLayer:
         weighted = mine.view(tokens, topk, -1) * self._weights.unsqueeze(2)
         return weighted.sum(dim=1).to(self._x.dtype)
 
+    def differentiable(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layer on other tokens `[T, H]` with the same routing, with gradients of them and of the experts."""
+        tokens, topk = self._weights.shape
+        arrived = moved(x[self._order // topk], self._came, self._sent, self._group)
+        back = self.experts(arrived[self._by_expert])[self._by_expert.argsort()]
+        home = moved(back, self._sent, self._came, self._group)[self._order.argsort()]
+        weighted = home.view(tokens, topk, -1) * self._weights.unsqueeze(2)
+        return weighted.sum(dim=1).to(x.dtype)
+
     def experts(self, rows: torch.Tensor) -> torch.Tensor:
         """Apply this rank's experts to rows that are grouped by expert."""
         gate, up = grouped_mm(rows, self._w13.transpose(1, 2), offs=self._ends).chunk(2, dim=-1)
         return grouped_mm(silu(gate) * up, self._w2.transpose(1, 2), offs=self._ends)
 
     def _exchange(self, out: torch.Tensor, rows: torch.Tensor, came: list[int], sent: list[int]) -> None:
-        # Moved as float32, because some versions of gloo lack bfloat16.
-        wide = torch.float32
-        dist.all_to_all_single(out.view(wide), rows.view(wide), came, sent, group=self._group)
+        exchange(out, rows, came, sent, self._group)

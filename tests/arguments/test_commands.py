@@ -30,7 +30,7 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     },
     "bench dispatch-combine": {
         ("--tokens", *COUNTS): SIZES,
-        ("--sms", "--chain", "--domain-ranks"): SIZES[1:],
+        ("--sms", "--chain", "--singles", "--domain-ranks"): SIZES[1:],
         ("--nic",): ("x", "0", "-1", "nan", "50,3,0", "50,3,10,1", "50,3,10"),
         ("--model", "--layout", "--payload", "--mode", "--backend"): NAMES,
         ("--limit",): ("0", *REALS),
@@ -66,6 +66,19 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--room",): SIZES[1:],
         ("--routing",): ROUTING,
         ("--model", "--mode", "--backend"): NAMES,
+        ("--json",): FILES,
+    },
+    "bench decode": {
+        ("--tokens", "--layers", "--steps", "--intermediate", "--hidden", "--topk", "--experts", "--ranks"): SIZES,
+        ("--expert-us", "--delay-us"): ("2000000", *REALS),
+        ("--routing",): ROUTING,
+        ("--model", "--layout", "--payload", "--backend"): NAMES,
+        ("--json",): FILES,
+    },
+    "bench training": {
+        ("--tokens", "--layers", "--intermediate", *COUNTS): SIZES,
+        ("--routing",): ROUTING,
+        ("--model", "--backend"): NAMES,
         ("--json",): FILES,
     },
     "bench all-gather-study": {

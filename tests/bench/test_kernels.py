@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.bench import ceiling, gather_kernels, kernels, latency, overlap, start
+from moecomm.bench import ceiling, decode, gather_kernels, kernels, latency, overlap, start
 from moecomm.jit import loader
 
 from ..compiled import check_compiled, check_kernel, functions_of
@@ -17,11 +17,11 @@ from ..window.test_compile import compiled
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
-ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4], **kernels.START}
+ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4], "delay": kernels.DELAY, **kernels.START}
 
 
 @pytest.mark.compiled(ALL)
-@pytest.mark.parametrize("name", few(ALL, "TMA", "start"))
+@pytest.mark.parametrize("name", few(ALL, "TMA", "start", "delay"))
 def test_compiles_within_a_multiprocessor(name: str) -> None:
     check_kernel(ALL[name], calls=True)
 
@@ -54,6 +54,7 @@ def test_structs_are_packed_as_the_kernels_read_them() -> None:
         "bench/ping_pong": latency._Args,
         "bench/hold": overlap._HoldArgs,
         "bench/start": start._Args,
+        "bench/delay": decode._DelayArgs,
     }
     for header, packed in structs.items():
         text = (loader.headers() / f"{header}.cuh").read_text()

@@ -1,0 +1,190 @@
+"""Decode and training steps on CPU ranks: their rows, and what a step calls, against counts and sums of our own."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from moecomm.bench import decode, steps_table, training
+from moecomm.bench.cli import app
+from moecomm.bench.decode import Decode, DecodeStep
+from moecomm.bench.exchange import by_expert
+from moecomm.bench.ours import Ours
+from moecomm.bench.singles import Singles
+from moecomm.bench.torch_layer import TorchLayer
+from moecomm.bench.training import Training
+from moecomm.errors import BadInput
+
+from ..conftest import Ranks
+from .test_case import CASE as SIZES
+
+CASE = replace(SIZES, ranks=2, tokens=[5], replays=2, ceiling=False, inputs=3, hidden=64)
+DECODE = Decode(CASE, layers=4, expert_us=100.0, delay_us=50.0, steps=3)
+
+
+def test_delays_are_even_and_a_layer_waits_for_the_latest_rank() -> None:
+    tables = [DECODE.delays_ns(rank) for rank in range(2)]
+    assert torch.equal(tables[0], DECODE.delays_ns(0)) and not torch.equal(*tables)
+    assert all(int(table.min()) >= 0 and int(table.max()) < 50_000 for table in tables)
+    lists = [table.tolist() for table in tables]
+    latest = [[max(a, b) for a, b in zip(*steps, strict=True)] for steps in zip(*lists, strict=True)]
+    assert DECODE.waits_us() == pytest.approx(sum(map(sum, latest)) / len(latest) / 1e3)
+    assert DECODE.waits_us() == pytest.approx(4 * 50 * 2 / 3, rel=0.1)  # of the later of two
+
+
+def _decode(rank: int, group: Any, job: dict[str, Any]) -> dict[str, Any]:
+    return decode.run_rank(group, **job)
+
+
+def test_a_row_for_each_way_to_decode(ranks: Ranks) -> None:
+    case = replace(CASE, layouts=["flat", "batched"], payloads=["bf16", "fp8"])
+    given = replace(DECODE, case=case, intermediate=32)
+    found = decode.merge(given, ranks.run(2, _decode, asdict(given)))
+    rows = [(row["layout"], row["payload"], row["experts"], row["delays"]) for row in found["rows"]]
+    assert rows == [
+        (*way, delays)
+        for way in (
+            ("flat", "bf16", "stand-in"),
+            ("flat", "fp8", "stand-in"),
+            ("expert", "bf16", "GEMMs"),
+            ("batched", "bf16", "stand-in"),
+            ("batched", "fp8", "stand-in"),
+        )
+        for delays in (False, True)
+    ]
+    for row in found["rows"]:
+        assert row["us"]["p50"] > (4 * 100 if row["experts"] == "stand-in" else 0)
+        assert row["layer_us"] == pytest.approx(row["us"]["p50"] / 4, abs=1e-3)
+    out = io.StringIO()
+    steps_table.show_decode(found, Console(file=out, width=160))
+    assert "4 layers a step" in out.getvalue() and out.getvalue().count("out of step") == 1 + 5
+
+
+def test_what_is_beside_experts_and_waits() -> None:
+    row = {"tokens": 5, "layout": "flat", "payload": "fp8", "experts": "stand-in"}
+    parts = [
+        {
+            "backend": "host",
+            "alone": {"calls": 3, "floor_us": [us], "step_ns": 32},
+            "rows": [{**row, "delays": False, "us": [us] * 3}, {**row, "delays": True, "us": [us + 400] * 3}],
+        }
+        for us in (500.0, 600.0)
+    ]
+    found = decode.merge(DECODE, parts)
+    in_step, out_of_step = found["rows"]
+    assert (in_step["us"]["p50"], in_step["layer_us"], in_step["beside_us"]) == (600, 150, 50)
+    assert out_of_step["beside_us"] == pytest.approx((1000 - 400 - DECODE.waits_us()) / 4, abs=1e-3)
+
+
+def _order(rank: int, group: Any) -> list[Any]:
+    """What a step with delays calls on a rank, and whether the rows of a layer are dispatched by the next."""
+    case = replace(CASE, payloads=["fp8"])
+    device = torch.device("cpu")
+    made: list[Any] = []
+    with Singles(group, device, 2) as singles, Ours(case, group, device, 5) as ours:
+        step = DecodeStep(replace(DECODE, case=case), ours, singles, rank)
+        dispatch, combine, outs = ours.buffer.dispatch, ours.buffer.combine, [ours.inputs[0].x]
+
+        def dispatched(**given: Any) -> Any:
+            index = next(i for i, one in enumerate(ours.inputs) if given["topk_idx"] is one.topk_idx)
+            made.append(("dispatch", index, given["x"] is outs[-1]))
+            return dispatch(**given)
+
+        def combined(*given: Any) -> Any:
+            made.append("combine")
+            outs.append(combine(*given))
+            return outs[-1]
+
+        with (
+            patch.object(ours.buffer, "dispatch", dispatched),
+            patch.object(ours.buffer, "combine", combined),
+            patch.object(decode, "time", SimpleNamespace(sleep=lambda seconds: made.append(round(seconds * 1e9)))),
+        ):
+            layer_of = step._round("flat", "fp8")
+            made.clear()  # rows to combine have been dispatched
+            step._step(layer_of, True)
+    return made
+
+
+def test_every_layer_comes_late_and_routes_what_the_last_has_left(ranks: Ranks) -> None:
+    for rank, made in enumerate(ranks.run(2, _order)):
+        late = DECODE.delays_ns(rank)[0].tolist()
+        layers = [[late[layer], ("dispatch", layer % 3, True), 100_000, "combine"] for layer in range(4)]
+        assert made == [step for layer in layers for step in layer]
+
+
+def _training(rank: int, group: Any, job: dict[str, Any]) -> dict[str, Any]:
+    return training.run_rank(group, **job)
+
+
+def test_a_training_step_is_forward_and_backward_and_stands_beside_torchs(ranks: Ranks) -> None:
+    given = Training(CASE, intermediate=32, layers=2)
+    found = training.merge(given, ranks.run(2, _training, asdict(given)))
+    ways = [(who, what) for who in ("moecomm", "torch") for what in training.WHAT]
+    assert [(row["who"], row["what"]) for row in found["rows"]] == ways
+    for ours, torchs in zip(found["rows"][:2], found["rows"][2:], strict=True):
+        assert ours["of_torch"] == pytest.approx(torchs["us"]["p50"] / ours["us"]["p50"], abs=1e-3)
+        assert ours["layer_us"] == pytest.approx(ours["us"]["p50"] / 2, abs=1e-3)
+    out = io.StringIO()
+    steps_table.show_training(found, Console(file=out, width=160))
+    assert out.getvalue().count("forward and backward") == 2
+
+
+def _gradients(rank: int, group: Any) -> list[float]:
+    """The largest differences from ours, over the largest value: output, and gradients of x and the weights."""
+    from moecomm import ops
+
+    device = torch.device("cpu")
+    with Ours(replace(CASE, layouts=["expert"]), group, device, 5) as ours:
+        given = ours.inputs[0]
+        generator = torch.Generator().manual_seed(rank)
+        shapes = ((6, 64, 64), (6, 64, 32))
+        drawn = [torch.randn(shape, generator=generator).mul_(0.1).bfloat16() for shape in shapes]
+        found = []
+        for who in ("ours", "torch"):
+            x = given.x.clone().requires_grad_()
+            w13, w2 = (weight.clone().requires_grad_() for weight in drawn)
+            if who == "ours":
+                out = ops.moe(ours.buffer, x, given.topk_idx, given.topk_weights, w13, w2)
+            else:
+                out = TorchLayer(x.detach(), given.topk_idx, given.topk_weights, w13, w2, group).differentiable(x)
+            out.float().square().mean().backward()
+            found.append([out, x.grad, w13.grad, w2.grad])
+        return [float((a - b).float().abs().max() / b.float().abs().max()) for a, b in zip(*found, strict=True)]
+
+
+def test_torchs_layer_has_the_gradients_of_ours(ranks: Ranks) -> None:
+    assert by_expert(torch.tensor([[5, 6]]), 12, 2).tolist() == [[0, 1]]
+    for differences in ranks.run(2, _gradients):
+        assert max(differences) < 0.03  # bfloat16, rounded at other places
+
+
+def test_words_of_the_commands_become_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(decode, "run", asked.append)
+    monkeypatch.setattr(training, "run", asked.append)
+    words = ["--model", "qwen3-235b", "--ranks", "2", "--backend", "host", "--tokens", "3,4"]
+    more = ["--layers", "7", "--expert-us", "9", "--delay-us", "0", "--steps", "5", "--gemms", "--layout", "batched"]
+    for command in (["decode", *words, *more], ["training", *words, "--layers", "2", "--no-peers"]):
+        told = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert told.exit_code == 0, told.output
+    first, second = asked
+    assert (first.layers, first.expert_us, first.delay_us, first.steps, first.intermediate) == (7, 9.0, 0.0, 5, 1536)
+    assert (first.case.tokens, first.case.layouts, first.case.hidden) == ([3, 4], ["batched"], 4096)
+    assert (second.layers, second.intermediate, second.case.peers) == (2, 1536, False)
+
+
+@pytest.mark.parametrize("wrong", [{"layers": 0}, {"steps": 0}, {"expert_us": -1.0}, {"intermediate": -1}])
+def test_what_cannot_be_decoded_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="expert_us"):
+        replace(DECODE, **wrong).check()
+    with pytest.raises(BadInput, match="intermediate"):
+        Training(CASE, intermediate=7).check()
