@@ -20,7 +20,7 @@ from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
 from moecomm.core.settings import Settings
 from moecomm.core.state import CollectiveCall
-from moecomm.core.suspension import Members
+from moecomm.core.suspension import Members, interruption
 from moecomm.core.validation import check_flag
 from moecomm.errors import MoecommError, RoundFailed
 from moecomm.jit import limits
@@ -156,13 +156,18 @@ class ElasticRanks:
 
         Ranks that join open a Buffer over this group, with the arguments that this one was opened with, and wait until
         the others call grow(), which make rounds meanwhile.  All `num_experts` are shared anew; the caller moves
-        weights to where `local_experts` says.  Outputs, handles, graphs and memory are as in shrink().
+        weights to where `local_experts` says.  Outputs, handles, graphs and memory are as in shrink().  A rank that is
+        not to go on closes its Buffer.
 
         Args:
-            group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.
+            group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.  It needs a store, but no
+                backend: torch.distributed.ProcessGroup(store, rank, ranks) is enough, of a store that outlives the
+                ranks.
 
         Raises:
-            As opening a Buffer does: this one then stays as it was.  BadInput: also for a call during a capture.
+            As opening a Buffer does: this one then stays as it was, and goes on with rounds, or with shrink() if it has
+                lost a rank.  PeerLost: also if a rank of this Buffer is lost before it comes; its `peer` is then -1.
+            BadInput: also for a call during a capture.
             Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
         """
         old, timeout_s = self.rounds, self._members.timeout_s
@@ -170,8 +175,16 @@ class ElasticRanks:
             old.require_usable()
             require_idle(old, "grow")
             found = rendezvous(group)
-            with opening(found, timeout_s) as ranks:
+            with opening(found, timeout_s, interruption=lambda: _ended(old)) as ranks:
                 settings = replace(old.settings, ranks=ranks.ranks, num_experts=self.num_experts)
                 rounds = open_rounds(self, ranks, settings, old.device, timeout_s)
         self._take(rounds, Members(found, ranks.number, timeout_s))
         old.retire()
+
+
+def _ended(rounds: Rounds) -> RoundFailed | None:
+    """Return the error that ends grow() on a rank: abort(), or a lost rank of the Buffer."""
+    error = interruption(rounds, "grow")
+    if error is not None:
+        error.peer = -1  # the ranks that hear of it have other numbers
+    return error

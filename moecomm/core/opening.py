@@ -246,7 +246,7 @@ class Opening:
                 self._look_for_strays(keys, deadline)
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._late(keys, deadline)
-            wait_s = left if self._call == "open" else min(left, _LOOK_S)
+            wait_s = min(left, _LOOK_S)
             self._ask(lambda board, wait_s=wait_s: board.wait(wait_s), deadline)
 
     def _raise_interruption(self) -> None:

@@ -77,7 +77,7 @@ def _agreement(rounds: Rounds, members: Members, call: str) -> Iterator[Opening]
     """
     before, name = rounds.released, f"Buffer {members.number} of the group"
     try:
-        with opening(members.group, members.timeout_s, call, name, lambda: _interruption(rounds, call)) as ranks:
+        with opening(members.group, members.timeout_s, call, name, lambda: interruption(rounds, call)) as ranks:
             yield ranks
     except MoecommError as error:
         if isinstance(error, RoundFailed) or rounds.released != before:
@@ -96,7 +96,7 @@ def _require_no_outputs(rounds: Rounds) -> None:
         raise BadInput("outputs", f"{held} bytes of the window that are still referenced", want)
 
 
-def _interruption(rounds: Rounds, call: str) -> RoundFailed | None:
+def interruption(rounds: Rounds, call: str) -> RoundFailed | None:
     """Return the error that the abort word asks for: abort() of this rank, or the end of a peer's process."""
     context = rounds.session.context
     word = _native.read_word(context.abort_host)
