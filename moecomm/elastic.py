@@ -181,6 +181,26 @@ class ElasticRanks:
         self._take(rounds, Members(found, ranks.number, timeout_s))
         old.retire()
 
+    def joining(self, group: Any) -> list[int]:
+        """Return the ranks of a group that have come to open a Buffer, and wait for the others to call grow().
+
+        Not collective: any rank may look, between two rounds.  A rank that has come is watched in grow(), so that its
+        end is an error at once; one that has not is awaited for `timeout_s`.
+
+        Args:
+            group: as for grow().
+
+        Raises:
+            Closed: the Buffer is closed.  BadInput: no such group.  Timeout, PeerLost: its store does not answer.
+        """
+        self.rounds.require_open()
+        opened = Opening(rendezvous(group))
+        try:
+            opened.timeout_s = self._members.timeout_s
+            return opened.waiting()
+        finally:
+            opened.close()
+
 
 def _ended(rounds: Rounds) -> RoundFailed | None:
     """Return the error that ends grow() on a rank: abort(), or a lost rank of the Buffer."""

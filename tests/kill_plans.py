@@ -1,8 +1,12 @@
-"""python -m tests.kill_plans PLANS [--first SEED] [--json FILE]: CPU ranks that are killed at random, and those left.
+"""python -m tests.kill_plans PLANS [--first SEED] [--json FILE]: CPU ranks that are killed and replaced at random.
 
-A plan starts 2 to 6 ranks and kills them in steps of 1 or more until some are left.  Of a step, the first rank dies in
-a round, the others up to 30 ms later, so also while the survivors notice, agree, or open their windows.  After each
-step the survivors shrink and make 100 rounds, whose rows and sums they compare with those of the tokens.
+A plan has 2 to 6 ranks.  It kills some of them, once or several times, until new processes take the places of all that
+are gone, and does that again.  Of the ranks that are killed at a time, the first dies in a round, the others up to 30 ms
+later, so also while the survivors notice, agree, or open their windows.  In some plans one more is killed while the new
+ones join: one of them, or of the others.
+
+Survivors must raise PeerLost within 1 s, shrink, and make 100 rounds, whose rows and sums they compare with those of the
+tokens; so must all ranks after others have joined.
 """
 
 from __future__ import annotations
@@ -11,9 +15,7 @@ import argparse
 import json
 import os
 import random
-import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,44 +25,42 @@ import torch
 import moecomm
 from moecomm.bench import results
 
-from .conftest import Ranks
+from .rejoin import Job, Member
+from .supervisor import Supervisor
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 24, "topk": 3, "max_tokens": 8, "backend": "host"}
-EXACT = 100  # rounds after each step
+EXACT = 100  # rounds after each change of ranks
+SOON_MS = 1e3  # for a survivor to raise PeerLost, and for a rank to join
 LATE_S, FIRST_S = 0.03, 0.005
 PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
+class Step(NamedTuple):
+    """Attributes:
+    kills: how many ranks are killed, one time after the other.
+    joining: who else is killed while new processes join: "old", "new", or "" for nobody.
+    """
+
+    kills: list[int]
+    joining: str
+
+
 class Plan(NamedTuple):
-    """`steps`: the ranks that each step kills, by their first numbers."""
+    """`ranks`: when all are there.  `steps`: new processes join after each."""
 
     ranks: int
-    steps: list[list[int]]
-
-    @property
-    def survivors(self) -> set[int]:
-        return set(range(self.ranks)) - {rank for step in self.steps for rank in step}
-
-    def due(self, alive: set[int]) -> list[int]:
-        """The step after those whose ranks are all gone."""
-        return next((step for step in self.steps if alive & set(step)), [])
-
-
-class Shrinking(NamedTuple):
-    """A call of shrink(): how long it took, and who was lost, by the first numbers."""
-
-    seconds: float
-    lost: list[int]
+    steps: list[Step]
 
 
 def plan_of(seed: int) -> Plan:
     draw = random.Random(seed)
-    ranks = draw.randint(2, 6)
-    left, steps = list(range(ranks)), []
-    while len(left) > 1 and (not steps or draw.random() < 0.6):
-        step = draw.sample(left, draw.randint(1, len(left) - 1))
-        left = [rank for rank in left if rank not in step]
-        steps.append(step)
+    ranks, steps = draw.randint(2, 6), []
+    while not steps or (len(steps) < 3 and draw.random() < 0.5):
+        left, kills = ranks, []
+        while left > 1 and (not kills or draw.random() < 0.4):
+            kills.append(draw.randint(1, left - 1))
+            left -= kills[-1]
+        steps.append(Step(kills, draw.choice(["", "old", "new"] if left > 1 else ["", "new"])))
     return Plan(ranks, steps)
 
 
@@ -83,54 +83,96 @@ def exact_round(buffer: moecomm.Buffer, number: int) -> None:
     assert torch.equal(buffer.combine(routed.x, routed.handle, wire="exact"), SIZES["topk"] * x)
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def count_descriptors(member: Member) -> None:
+    if member.number == EXACT:
+        count = len(os.listdir("/proc/self/fd"))
+        member.job.note(member.process, kind="rest", ranks=len(member.members), descriptors=count)
 
 
-def survive(rank: int, group: Any, plan: Plan, seed: int) -> tuple[set[int], list[Shrinking], int]:
-    """Run a plan on one rank; return those that are left, what shrinking took, and descriptors that leaked."""
-    draw = random.Random(seed * 64 + rank)
-    alive, shrinkings, number = list(range(plan.ranks)), [], 0
-    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
-    exact_round(buffer, 0)
-    before = descriptors()
-    while not (set(alive) == plan.survivors and number == EXACT):
-        if number == (EXACT if shrinkings else 3) and rank in (step := plan.due(set(alive))):
-            threading.Timer(draw.uniform(0, FIRST_S if rank == step[0] else LATE_S), _die).start()
-        try:
-            exact_round(buffer, number)
-            number += 1
-        except moecomm.RoundFailed:
-            begin = time.monotonic()
-            found = buffer.shrink()
-            shrinkings.append(Shrinking(time.monotonic() - begin, [alive[place] for place in found.lost]))
-            alive, number = [alive[place] for place in found.ranks], 0
-            assert buffer.num_ranks == len(alive) and alive[buffer.rank] == rank
-    # The pages and the watch of each rank that is gone have been closed.
-    leaked = max(0, descriptors() - before)
-    buffer.close()
-    return set(alive), shrinkings, leaked
+def member_of(job: Job, process: int) -> Member:
+    return Member(job, process, exact_round, count_descriptors)
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+class Found:
+    """Results of plans: numbers of kills and of calls, and how long they took, in ms."""
+
+    def __init__(self) -> None:
+        self.plans = self.kills = self.kills_while_joining = 0
+        self.ms: dict[str, list[float]] = {"noticed": [], "shrink": [], "grow": [], "join": []}
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "kind": "killed and replaced CPU ranks, agreed membership and exact rounds",
+            "plans": self.plans,
+            "kills": self.kills,
+            "kills while others join": self.kills_while_joining,
+            "shrinks": len(self.ms["shrink"]),
+            "grows": len(self.ms["grow"]),
+            **{f"{name}_ms": percentiles(ms) for name, ms in self.ms.items()},
+        }
 
 
-def check(ranks: Ranks, seed: int) -> list[Shrinking]:
-    """Run a plan; return what shrinking took on the ranks that are left."""
-    plan = plan_of(seed)
-    ranks.start(plan.ranks, survive, plan, seed)
-    found = ranks.results(len(plan.survivors), timeout_s=60)
-    assert found.keys() == plan.survivors, f"seed {seed}: {plan}"
-    took = []
-    for rank, result in found.items():
-        assert not isinstance(result, BaseException), f"seed {seed}, rank {rank} of {plan}: {result!r}"
-        alive, shrinkings, leaked = result
-        assert alive == plan.survivors
-        assert sorted(lost for one in shrinkings for lost in one.lost) == sorted(set(range(plan.ranks)) - alive)
-        assert leaked == 0, f"seed {seed}, rank {rank}: {leaked} descriptors"
-        took += shrinkings
-    return took
+def percentiles(ms: list[float]) -> dict[str, float]:
+    return {name: round(sorted(ms)[int(share * (len(ms) - 1))], 2) for name, share in PERCENTILES.items()} if ms else {}
+
+
+def check(folder: Path, seed: int, found: Found) -> None:
+    """Run a plan and check what its processes have noted, adding it to what was found."""
+    plan, draw = plan_of(seed), random.Random(seed)
+    with Supervisor(folder, member_of, plan.ranks, draw) as job:
+        job.fill({**SIZES, "timeout_s": 20})
+        job.wait(lambda: job.full(EXACT))
+        for step in plan.steps:
+            for kills in step.kills:
+                kill(job, kills, draw)
+            join(job, step.joining, draw)
+        job.stop()
+        for process in range(job.started):
+            check_events(job, process, found, f"seed {seed}, process {process} of {plan}")
+    found.plans += 1
+    found.kills += len(job.killed)
+    found.kills_while_joining += sum(bool(step.joining) for step in plan.steps)
+
+
+def kill(job: Supervisor, kills: int, draw: random.Random) -> None:
+    """Kill some ranks, and wait until the others have gone on."""
+    for number, victim in enumerate(draw.sample(job.members, kills)):
+        time.sleep(draw.uniform(0, LATE_S if number else FIRST_S))
+        job.kill(victim)
+    left = job.members
+    job.wait(lambda: job.made(left, EXACT))
+
+
+def join(job: Supervisor, joining: str, draw: random.Random) -> None:
+    """Replace those that are gone, and perhaps kill one more meanwhile."""
+    old, new = job.members, job.fill({**SIZES, "timeout_s": 20})
+    if joining:
+        job.wait(lambda: all(job.job.get("waits_for", one) for one in new))
+        time.sleep(draw.uniform(0, LATE_S))
+        job.kill(draw.choice(new if joining == "new" else old))
+    while True:
+        job.wait(lambda: job.full(EXACT) or len(job.alive) < job.ranks)
+        if len(job.alive) == job.ranks:
+            return
+        job.fill({**SIZES, "timeout_s": 20})
+
+
+def check_events(job: Supervisor, process: int, found: Found, said: str) -> None:
+    descriptors: dict[int, set[int]] = {}
+    for event in job.job.events(process):
+        kind = event["kind"]
+        if kind == "rest":
+            descriptors.setdefault(event["ranks"], set()).add(event["descriptors"])
+        elif kind == "shrink":
+            assert event["error"] == "PeerLost" and event["peer"] in job.killed, f"{said}: {event}"
+            assert set(event["lost"]) <= job.killed and event["noticed_ms"] < SOON_MS, f"{said}: {event}"
+            found.ms["noticed"].append(event["noticed_ms"])
+        elif kind == "not grown":  # Timeout: a process that was killed before it came
+            assert event["error"] in ("PeerLost", "Timeout"), f"{said}: {event}"
+        if kind in found.ms:
+            found.ms[kind].append(event["ms"])
+            assert kind == "shrink" or event["ms"] < SOON_MS, f"{said}: {event}"
+    assert all(len(counts) == 1 for counts in descriptors.values()), f"{said}: descriptors {descriptors}"
 
 
 def main() -> None:
@@ -139,24 +181,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first plan")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    seconds: list[float] = []
-    kills = shrinks = 0
+    found = Found()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(given.first, given.first + given.plans):
             (Path(folder) / str(seed)).mkdir()
-            took = check(Ranks(Path(folder) / str(seed), "fork"), seed)
-            plan = plan_of(seed)
-            kills += plan.ranks - len(plan.survivors)
-            shrinks += len(took)
-            seconds += [one.seconds for one in took]
-    ms = sorted(1e3 * one for one in seconds)
-    row = {
-        "kind": "killed CPU ranks, agreed membership and exact rounds",
-        "plans": given.plans,
-        "kills": kills,
-        "shrinks": shrinks,
-        "shrink_ms": {name: round(ms[int(share * (len(ms) - 1))], 2) for name, share in PERCENTILES.items()},
-    }
+            check(Path(folder) / str(seed), seed, found)
+    row = found.row()
     print(json.dumps(row, indent=1))
     if given.json:
         results.write(given.json, {"rows": [row]})

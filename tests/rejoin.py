@@ -179,8 +179,10 @@ class Member:
             act = STOP
         elif (act := self.job.get("invited")) > max(self._tried, self._failed):
             made = self.job.invitation(act)
-            new = set(made.members) - set(self.members)
-            if not set(self.members) <= set(made.members) or any(self.job.get("waits_for", one) != act for one in new):
+            if not set(self.members) <= set(made.members):
+                return
+            come = {made.members[rank] for rank in self.buffer.joining(self.job.group(made, self.process))}
+            if come != set(made.members) - set(self.members):
                 return
         else:
             return

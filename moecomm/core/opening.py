@@ -131,6 +131,17 @@ class Opening:
             # Peers gave that attempt up because of a call of this process with a bad group, which has raised its error.
         self._decided = False
 
+    def waiting(self) -> list[int]:
+        """Return the ranks that wait in the next opening, which this rank has not begun.  Not collective."""
+        if self._board is None:
+            return []
+        begun = self._ask(lambda board: board.read([f"begun/{self.rank}"]))
+        self._attempt = 0 if begun is None else int(begun[0])
+        if self._outcome() is not None:  # they have given up
+            return []
+        missing = self._missing([self._key(f"0/{rank}") for rank in range(self.ranks)], None)
+        return [rank for rank in range(self.ranks) if rank not in missing]
+
     def _is_over_for_us(self, stands: bytes | None) -> bool:
         if stands in (None, _OPEN):
             return False
@@ -264,7 +275,7 @@ class Opening:
         text = f"rank {self.rank} waited {self.timeout_s:g} s for rank {names}, which has not {what} ({self.where})"
         return self.failed(Timeout, missing[0] if missing else -1, text)
 
-    def _missing(self, keys: list[str], deadline: float) -> list[int]:
+    def _missing(self, keys: list[str], deadline: float | None) -> list[int]:
         there = [self._ask(lambda board, key=key: board.read([key]), deadline) is not None for key in keys]
         return [rank for rank, is_there in enumerate(there) if not is_there]
 
