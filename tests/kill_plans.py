@@ -12,6 +12,7 @@ tokens; so must all ranks after others have joined.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from .supervisor import Supervisor
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 24, "topk": 3, "max_tokens": 8, "backend": "host"}
 EXACT = 100  # rounds after each change of ranks
-SOON_MS = 1e3  # for a survivor to raise PeerLost, and for a rank to join
+SOON_MS = 1e3  # for a survivor to raise PeerLost and to shrink, and for ranks to go on with one that joins
 LATE_S, FIRST_S = 0.03, 0.005
 PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
@@ -84,7 +85,8 @@ def exact_round(buffer: moecomm.Buffer, number: int) -> None:
 
 
 def count_descriptors(member: Member) -> None:
-    if member.number == EXACT:
+    if member.number == EXACT // 2:
+        gc.collect()  # errors refer to frames, which refer to errors
         count = len(os.listdir("/proc/self/fd"))
         member.job.note(member.process, kind="rest", ranks=len(member.members), descriptors=count)
 
@@ -99,6 +101,11 @@ class Found:
     def __init__(self) -> None:
         self.plans = self.kills = self.kills_while_joining = 0
         self.ms: dict[str, list[float]] = {"noticed": [], "shrink": [], "grow": [], "join": []}
+
+    def check_soon(self) -> None:
+        """Compare times with the bound."""
+        for name, ms in self.ms.items():
+            assert max(ms, default=0) < SOON_MS, f"{name}: {max(ms)} ms"
 
     def row(self) -> dict[str, Any]:
         return {
@@ -117,7 +124,7 @@ def percentiles(ms: list[float]) -> dict[str, float]:
 
 
 def check(folder: Path, seed: int, found: Found) -> None:
-    """Run a plan and check what its processes have noted, adding it to what was found."""
+    """Run a plan in an empty folder and check what its processes have noted, adding it to what was found."""
     plan, draw = plan_of(seed), random.Random(seed)
     with Supervisor(folder, member_of, plan.ranks, draw) as job:
         job.fill({**SIZES, "timeout_s": 20})
@@ -165,13 +172,12 @@ def check_events(job: Supervisor, process: int, found: Found, said: str) -> None
             descriptors.setdefault(event["ranks"], set()).add(event["descriptors"])
         elif kind == "shrink":
             assert event["error"] == "PeerLost" and event["peer"] in job.killed, f"{said}: {event}"
-            assert set(event["lost"]) <= job.killed and event["noticed_ms"] < SOON_MS, f"{said}: {event}"
+            assert set(event["lost"]) <= job.killed, f"{said}: {event}"
             found.ms["noticed"].append(event["noticed_ms"])
         elif kind == "not grown":  # Timeout: a process that was killed before it came
             assert event["error"] in ("PeerLost", "Timeout"), f"{said}: {event}"
         if kind in found.ms:
             found.ms[kind].append(event["ms"])
-            assert kind == "shrink" or event["ms"] < SOON_MS, f"{said}: {event}"
     assert all(len(counts) == 1 for counts in descriptors.values()), f"{said}: descriptors {descriptors}"
 
 
@@ -190,6 +196,7 @@ def main() -> None:
     print(json.dumps(row, indent=1))
     if given.json:
         results.write(given.json, {"rows": [row]})
+    found.check_soon()
 
 
 if __name__ == "__main__":

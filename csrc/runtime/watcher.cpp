@@ -119,6 +119,8 @@ void Watcher::close() {
     }
     ::eventfd_write(wake_.get(), 1);
     thread_.join();
+    peers_.clear();  // and their descriptors, which would be open for as long as a Python object refers to this one
+    wake_.reset();
 }
 
 }  // namespace moecomm::runtime
