@@ -1,12 +1,12 @@
 """python -m tests.kill_plans PLANS [--first SEED] [--json FILE]: CPU ranks that are killed and replaced at random.
 
-A plan has 2 to 6 ranks.  It kills some of them, once or several times, until new processes take the places of all that
-are gone, and does that again.  Of the ranks that are killed at a time, the first dies in a round, the others up to 30 ms
-later, so also while the survivors notice, agree, or open their windows.  In some plans one more is killed while the new
-ones join: one of them, or of the others.
+A plan has 2 to 6 ranks.  It kills some of them, once or several times, until new processes take the places of all
+that are gone, and does that again.  Of the ranks that are killed at a time, the first dies in a round, the others up to
+30 ms later, so also while the survivors notice, agree, or open their windows.  In some plans one more is killed while
+the new ones join: one of them, or of the others.
 
-Survivors must raise PeerLost within 1 s, shrink, and make 100 rounds, whose rows and sums they compare with those of the
-tokens; so must all ranks after others have joined.
+Survivors must raise PeerLost within 1 s, shrink, and make 100 rounds, whose rows and sums they compare with those of
+the tokens; so must all ranks after others have joined.
 """
 
 from __future__ import annotations

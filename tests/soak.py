@@ -247,10 +247,14 @@ def rates(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def check_flat(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare samples; return the lines through them.  Raises AssertionError."""
+def check_same(samples: list[dict[str, Any]]) -> None:
+    """Raise AssertionError if what must be the same in all samples is not."""
     for name in EXACT:
         assert len({one[name] for one in samples}) == 1, f"{name}: {[one[name] for one in samples]}"
+
+
+def check_lines(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return lines through samples.  Raises AssertionError if one rises or falls."""
     lines: dict[str, Any] = {}
     for name, room in ROOM.items():
         first, last = line(samples, lambda one, name=name: one[name])
@@ -270,8 +274,8 @@ def percentiles(ms: list[float]) -> dict[str, float]:
     return {name: round(sorted(ms)[int(share * (len(ms) - 1))], 2) for name, share in PERCENTILES.items()} if ms else {}
 
 
-def soak(seconds: float, every_s: float, seed: int) -> tuple[Soak, list[dict[str, Any]], dict[str, Any]]:
-    """Run a soak; return it, its samples and what it has found."""
+def soak(seconds: float, every_s: float, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run a soak; return its samples and what it has found."""
     before = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as folder:
         run = Soak(Path(folder), every_s, seed)
@@ -286,7 +290,7 @@ def soak(seconds: float, every_s: float, seed: int) -> tuple[Soak, list[dict[str
         "events": dict(run.events),
         **{f"{name}_ms": percentiles(ms) for name, ms in run.ms.items()},
     }
-    return run, samples, row
+    return samples, row
 
 
 def main() -> None:
@@ -296,11 +300,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    _, samples, row = soak(60 * given.minutes, given.every, given.seed)
+    samples, row = soak(60 * given.minutes, given.every, given.seed)
     begin = samples[0]["second"]
     kept = [{**one, "second": one["second"] - begin} for one in samples]
     print(json.dumps(row, indent=1))
-    row["flat"] = check_flat(samples)
+    check_same(samples)
+    row["lines"] = check_lines(samples)
     if given.json:
         results.write(given.json, {"rows": [row], "samples": [rounded(one) for one in kept]})
 

@@ -26,7 +26,7 @@ class Supervisor:
         folder: an empty one.
         member: makes the Member of a process.
         ranks: how many the job has when all are there.
-        draw: of the order of ranks.
+        draw: of the order of ranks; None: by the age of their processes.
         processes: the most that may be started, one after the other.
     """
 
@@ -35,7 +35,7 @@ class Supervisor:
         folder: Path,
         member: Callable[[Job, int], Member],
         ranks: int,
-        draw: random.Random,
+        draw: random.Random | None,
         processes: int = 256,
     ) -> None:
         self.job, self.ranks, self._member, self._draw = Job(folder, processes), ranks, member, draw
@@ -86,7 +86,8 @@ class Supervisor:
         there = self.members
         new = list(range(self.started, self.started + self.ranks - len(there)))
         order = there + new
-        self._draw.shuffle(order)
+        if self._draw is not None:
+            self._draw.shuffle(order)
         made = self.job.invite(order, sizes, reopen)
         for process in new:
             arguments = self.job, process, made.number, self._member

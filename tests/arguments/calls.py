@@ -331,6 +331,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         ],
         "moecomm.Buffer.shrink": [Call(elastic.shrink, {"group": None, "keep_ids": False})],
         "moecomm.Buffer.grow": [Call(elastic.grow, {"group": "self"})],
+        "moecomm.Buffer.joining": [Call(elastic.joining, {"group": "self"})],
         "moecomm.Buffer.dump_flight_record": [Call(write, {"path": "record.json"})],
         "moecomm.Buffer.empty": [Call(made.empty, {"handle": handle, "dtype": BF16})],
         "moecomm.Buffer.moe": [
