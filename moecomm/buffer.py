@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moecomm import backends, combine, config, dispatch, elastic, flight, overloads
+from moecomm import backends, combine, config, dispatch, elastic, flight, overloads, stats
 from moecomm.combine import options as combine_options
 from moecomm.core import suspension
 from moecomm.core.choices import BackendName, Wire
@@ -21,7 +21,7 @@ from moecomm.routed import Handle, Routed
 _DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
 
 
-class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded):
+class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded, stats.Counted):
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
@@ -82,6 +82,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded)
         with opening(group, timeout_s) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             flight.prepare()
+            stats.publish()
             name, self.chosen_because = backends.choose(config.asked_backend(backend), wanted)
             sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
             settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor)

@@ -88,6 +88,7 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
         .def_readonly("packets", &WindowLayout::packets)
         .def_readonly("split_headers", &WindowLayout::split_headers)
         .def_readonly("signals", &WindowLayout::signals)
+        .def_readonly("counters", &WindowLayout::counters)
         .def_readonly("staging", &WindowLayout::staging)
         .def_readonly("receive_buffer", &WindowLayout::receive_buffer)
         .def_readonly("returned", &WindowLayout::returned)

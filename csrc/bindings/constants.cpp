@@ -97,6 +97,8 @@ void bind_constants(py::module_& m) {
                                               {"pass_threads", kPassThreads},
                                               {"max_signals", kMaxSignals},
                                               {"host_barrier", kHostBarrier},
+                                              {"scalar_counters", kScalarCounters},
+                                              {"peer_counters", kPeerCounters},
                                               {"descriptor_bytes", sizeof(RowDescriptor)},
                                               {"round_header_bytes", sizeof(RoundHeader)}};
         },

@@ -52,7 +52,7 @@ void post_weights(const Combine& c) {
 // The chunks that one thread pulls: of this rank's own tokens, and of the tokens that this rank return-forwards.
 class Pulls {
   public:
-    Pulls(Combine& c, i32 worker, i32 stride, float* scratch) : c_(c) {
+    Pulls(Combine& c, i32 worker, i32 stride, float* scratch) : c_(c), times_(worker == 0) {
         all_.push_back(std::make_unique<SourceReduce>(c, worker, stride, scratch));
         for (i32 domain = 0; domain < c.r.domains(); ++domain)
             if (domain != c.r.domain()) all_.push_back(std::make_unique<ReturnForward>(c, domain, worker, stride, scratch));
@@ -73,15 +73,21 @@ class Pulls {
     void pull_all() {
         const auto open = [](const auto& pull) { return !pull->done(); };
         const auto first_open = [&] { return std::find_if(all_.begin(), all_.end(), open); };
+        PeerWaits waits(c_.a.ctx, Counter::wait_combine);
+        const auto any = [&] {
+            if (times_) all_.front()->look_at_last(waits);
+            return any_ready();
+        };
         while (first_open() != all_.end()) {
             if (pull_ready()) continue;
-            if (!c_.r.watch.until(Phase::reduced, [&] { return any_ready(); }, [&] { return (*first_open())->missing(); })) return;
+            if (!c_.r.watch.until(Phase::reduced, any, [&] { return (*first_open())->missing(); })) return;
         }
     }
 
   private:
     Combine& c_;
-    std::vector<std::unique_ptr<Pull>> all_;
+    const bool times_;  // one thread of the rank counts the time that it waits for each peer
+    std::vector<std::unique_ptr<Pull>> all_;  // own tokens first
 };
 
 // Wait until every rank of this domain has read the rows that this rank published in the combine of tag `wanted`; no other rank reads them.

@@ -84,7 +84,11 @@ void send(Dispatch& d, i32 worker, i32 stride) {
 
 // Forward and receive all remaining chunks; return early if the round fails.
 void receive(Dispatch& d, Forward& forwarder, DirectArrivals& direct, Inbox& inbox) {
-    const auto any = [&] { return forwarder.any_arrived() || direct.any_arrived() || inbox.any_arrived(); };
+    PeerWaits waits(d.a.ctx, Counter::wait_dispatch);
+    const auto any = [&] {
+        inbox.look_at_last(waits);
+        return forwarder.any_arrived() || direct.any_arrived() || inbox.any_arrived();
+    };
     const auto find = [&] { return forwarder.open() ? forwarder.missing() : direct.open() ? direct.missing() : inbox.missing(); };
     for (;;) {
         forwarder.forward_arrived();
@@ -157,6 +161,7 @@ void dispatch(const DispatchArgs& args) {
         clear_padding(d);
         clear_unused(d);
     }
+    count_rows(d);
     if (args.part == static_cast<i32>(Part::begin)) d.r.save_headers();
     const auto work = args.part == static_cast<i32>(Part::begin) ? send : send_and_receive;
     team.run([&](i32 worker) { work(d, worker, team.size()); });

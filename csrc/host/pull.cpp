@@ -8,8 +8,12 @@ Pull::Pull(Combine& c, const Tokens& tokens, i32 worker, i32 stride, float* scra
       gather_(c_, tokens_),
       scratch_(scratch),
       all_(ceil_div(tokens.count, tokens.chunk_tokens)),
-      ring_(ring_chunks(c.shape, tokens.chunk_tokens)) {
-    for (i32 chunk = worker; chunk < all_; chunk += stride) chunks_.push_back({chunk, owners(chunk), false});
+      ring_(ring_chunks(c.shape, tokens.chunk_tokens)),
+      last_(c.r.scaleup_ranks, -1) {
+    for (i32 chunk = worker; chunk < all_; chunk += stride) {
+        chunks_.push_back({chunk, owners(chunk), false});
+        for (RankSet left = chunks_.back().awaited; left.first() >= 0; left.remove(left.first())) last_[left.first()] = chunk;
+    }
 }
 
 // The ranks of this domain that have rows of the chunk's tokens.
@@ -41,6 +45,12 @@ bool Pull::any_ready() {
     for (size_t i = first_; i < horizon(); ++i)
         if (!chunks_[i].pulled && ready(chunks_[i])) return true;
     return false;
+}
+
+void Pull::look_at_last(PeerWaits& waits) const {
+    for (i32 p = c_.r.first; p < c_.r.first + c_.r.scaleup_ranks; ++p)
+        if (const i32 last = last_[p - c_.r.first]; last >= 0)
+            waits.look(p, c_.r.header(p).combine.rows != 0 || has_tag(flag(p, last), c_.r.tag));
 }
 
 Missing Pull::missing() const {

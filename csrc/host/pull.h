@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "counters.h"
 #include "gather.h"
 #include "rank_set.h"
 
@@ -23,6 +24,8 @@ class Pull {
     bool pull_ready();
     bool any_ready();
     bool done() const { return first_ == chunks_.size(); }
+    // Look whether the rows of each rank of this domain in the last chunk that it has rows in have arrived, of this thread's chunks.
+    void look_at_last(PeerWaits& waits) const;
     // The flag that the first open chunk waits for.
     Missing missing() const;
 
@@ -67,6 +70,7 @@ class Pull {
 
     std::vector<Chunk> chunks_;  // of this thread, in order
     size_t first_ = 0;           // chunks before it are pulled
+    std::vector<i32> last_;      // by rank of this domain: the last of these chunks in which it has rows, -1 for none
 };
 
 }  // namespace moecomm::host

@@ -22,6 +22,12 @@ bool Inbox::any_arrived() const {
     return false;
 }
 
+void Inbox::look_at_last(PeerWaits& waits) const {
+    for (i32 source = 0; source < d_.r.ranks; ++source)
+        if (const i32 last = chunks_of(source) - 1; last >= 0 && last % stride_ == worker_)
+            waits.look(source, has_tag(flag(source, last), d_.r.tag));
+}
+
 i32 Inbox::first_missing() const {
     for (i32 source = 0; source < d_.r.ranks; ++source)
         if (open(source)) return source;

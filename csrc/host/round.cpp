@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "../protocol/leave_record.h"
+#include "counters.h"
 
 namespace moecomm::host {
 
@@ -21,6 +22,7 @@ Round::Round(const Context& context, Op operation, u32 round_tag)
 
 // Each word is stored with release: a peer that has acquired all of them may overwrite this rank's output, which this rank no longer reads.
 void Round::announce(RoundHeader mine, const i32* counts) {
+    count_round(ctx);
     mine.op = static_cast<u32>(op);
     mine.rejected = load_relaxed(&state.rejected);
     u32 words[kHeaderWords];
@@ -85,7 +87,14 @@ Missing Round::missing_header() const {
 }
 
 bool Round::await_headers() {
-    return watch.until(Phase::header, [&] { return headers_in(); }, [&] { return missing_header(); });
+    if (headers_in()) return true;
+    PeerWaits waits(ctx, Counter::wait_header);
+    const bool times = compare_exchange(&timed_, 0, 1) == 0;
+    const auto all_in = [&] {
+        for (i32 p = 0; p < ranks && times; ++p) waits.look(p, header_arrived(p));
+        return headers_in();
+    };
+    return watch.until(Phase::header, all_in, [&] { return missing_header(); });
 }
 
 void Round::save_headers() const {

@@ -60,6 +60,10 @@ class Round {
     // Wait for the counts of all ranks; false if the round has failed.  Call only in a valid dispatch that is no repeat: ranks send counts
     // in no other round.
     bool await_counts();
+    // The count of `from` in a column.
+    i32 count_of(i32 from, i32 column) const {
+        return static_cast<i32>(signal_word(load_relaxed(tagged_words(me, from) + kHeaderWords + column)));
+    }
     // sums[column] += count of `from`, for every column.
     void add_counts(i32 from, i32* sums) const;
 
@@ -71,10 +75,12 @@ class Round {
     u64* tagged_words(i32 window, i32 from) const { return at<u64>(ctx, window, tagged_words_at(ctx.window, ranks, tag, from)); }
     void announce_scaleout(const u32* words, const i32* counts);
     bool read_header(i32 from);
+    bool header_arrived(i32 from) const { return tagged_words_arrived(from) && has_tag(tagged_words(me, from) + kHeaderWords - 1, tag); }
     Missing missing_header() const;
 
     std::vector<RoundHeader> headers_;  // by rank; the first `read_` are valid
     u32 read_ = 0;
+    u32 timed_ = 0;  // 1 once a thread waits for headers: it alone counts the time
     std::mutex reading_;
 };
 

@@ -115,7 +115,7 @@ struct DispatchArgs {
     u64 out_weights;   // flat: f32[rows][topk], 0 for id -1; expert, batched: f32[rows], 0 in padding
     u64 out_rows;      // Route::rows as an offset
     // out, plain addresses
-    u64 tokens_per_expert;  // i32[experts of this rank]
+    u64 tokens_per_expert;  // i32[experts of this rank]; a repeat reads what the earlier dispatch wrote
     u64 rows_per_expert;    // i64[experts of this rank]: tokens_per_expert with the padding rows of `alignment`
     u64 num_rows;           // i32[1]: flat: flat rows; expert: end of the last group; batched: sum of tokens_per_expert
     // Column-major scales, for grouped GEMMs that load scales by TMA: u32[groups][scale_bytes / 4][scale_stride], one place in each column

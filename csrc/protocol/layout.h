@@ -59,6 +59,7 @@ struct WindowLayout {
                         // domains
     u64 signals;  // u64[2][signals()]: signals that only links write (domains.h), then the last values of this rank's signals at other
                   // ranks; several domains
+    u64 counters;  // u64[counter_words()]: what this rank has counted (counters.h)
     u64 staging;  // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
     u64 receive_buffer;  // [2][domains][ring_tokens] tokens of receive_bytes, by the source's domain and token % ring_tokens (kernels: the
                          // token's place_of % ring_tokens); the second half holds the send slots of kernels, by the forwarder's domain;
@@ -75,6 +76,12 @@ struct WindowLayout {
 constexpr u64 kSignalsOfPlace = 4;
 MOECOMM_BOTH constexpr u64 signals(const Shape& s) {
     return domains(s) > 1 ? 3 * s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens : 0;
+}
+
+// Words of `counters`: scalars, seven for each peer, and one for each expert of the rank that has most.
+constexpr u64 kScalarCounters = 2, kPeerCounters = 7;
+MOECOMM_BOTH constexpr u64 counter_words(const Shape& s) {
+    return kScalarCounters + kPeerCounters * s.ranks + ceil_div(s.experts, s.ranks);
 }
 
 // True if source ranks may give a combine routing weights of their own. Depends on the Buffer's sizes alone, so that all ranks agree
@@ -107,6 +114,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes) + (takes_weights(s) ? 2 * ranks * tokens * s.topk * sizeof(u64) : 0));
     w.split_headers = take(domains(s) > 1 ? ranks * sizeof(RoundHeader) : 0);
     w.signals = take(2 * signals(s) * sizeof(u64));
+    w.counters = take(counter_words(s) * sizeof(u64));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
     const u64 scaleout = domains(s) > 1 ? 2 * domains(s) * ring : 0;
     w.receive_buffer = take(scaleout * static_cast<u64>(s.receive_bytes));

@@ -211,6 +211,7 @@ std::optional<DispatchArgs> DispatchPlan::repeat(const Block& payload, const Dis
     auto args = with_inputs(inputs);
     if (!args || args->num_tokens != earlier.num_tokens) return std::nullopt;
     args->route = earlier.route;
+    args->tokens_per_expert = earlier.tokens_per_expert;  // a repeat reads it, to count rows
     args->max_rows = earlier.max_rows;
     args->chunk_tokens = earlier.chunk_tokens;  // route.sent counts chunks of this size
     place_payload(*args, payload);

@@ -30,7 +30,16 @@ def wheel_suffix() -> str:
 
 def int32_at(address: int, device: torch.device) -> torch.Tensor:
     """int32 `[1]`: device memory that the caller keeps alive."""
-    array = {"shape": (1,), "typestr": "<i4", "data": (address, False), "version": 3}
+    return _memory_at(address, 1, "<i4", device)
+
+
+def int64_at(address: int, count: int, device: torch.device) -> torch.Tensor:
+    """int64 `[count]`: as int32_at."""
+    return _memory_at(address, count, "<i8", device)
+
+
+def _memory_at(address: int, count: int, kind: str, device: torch.device) -> torch.Tensor:
+    array = {"shape": (count,), "typestr": kind, "data": (address, False), "version": 3}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=device)
 
 
@@ -127,17 +136,17 @@ class CopyStream:
         """Copy from a window to pinned memory."""
         call("cuMemcpyDtoHAsync", pinned, address, nbytes, self._stream)
 
-    def peek(self, pinned: PinnedMemory, offset: int, address: int, within_s: float) -> bytes | None:
-        """Read 4 bytes of device memory by way of pinned memory; None if that takes longer than `within_s`.
+    def peek(self, pinned: PinnedMemory, offset: int, address: int, nbytes: int, within_s: float) -> bytes | None:
+        """Read some bytes of device memory by way of pinned memory; None if that takes longer than `within_s`.
 
         Kernels may be running: the copy does not wait for them.
         """
-        self.to_host(pinned.address + offset, address, 4)
+        self.to_host(pinned.address + offset, address, nbytes)
         deadline = time.monotonic() + within_s
         while int(driver().cuStreamQuery(self._stream)[0]) != 0:
             if time.monotonic() > deadline:
                 return None
-        return pinned.read(offset, 4)
+        return pinned.read(offset, nbytes)
 
     def wait(self) -> None:
         """Return when everything above is done."""
@@ -148,6 +157,11 @@ def bind_thread(device: int) -> None:
     """Make torch's context of the device current in this thread if none is; torch itself does so late."""
     if int(call("cuCtxGetCurrent")) == 0:
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
+
+
+def relax_captures() -> None:
+    """Let this thread copy and poll while another one captures a graph, which its calls would otherwise end."""
+    call("cuThreadExchangeStreamCaptureMode", driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
 def no_room(nbytes: int, device: torch.device) -> NoRoom:

@@ -103,14 +103,13 @@ class GpuPeers:
         """See Peers."""
         _native.set_abort(self.abort_host, cause, culprit)
 
-    def peek(self, offset: int, address: int, within_s: float) -> int | None:
-        """Read 4 bytes of device memory beside running kernels, by way of the control memory at `offset`.
+    def peek(self, offset: int, address: int, nbytes: int, within_s: float) -> bytes | None:
+        """Read some bytes of device memory beside running kernels, by way of the control memory at `offset`.
 
         None if that takes longer than `within_s`.  Raises RuntimeError if the context is broken.
         """
         with torch.cuda.device(self.device):
-            word = self.copies.peek(self.control, offset, address, within_s)
-        return None if word is None else int.from_bytes(word, "little")
+            return self.copies.peek(self.control, offset, address, nbytes, within_s)
 
     def dead_peers(self) -> dict[int, str]:
         """See Peers; with this rank's number, why its own rounds can't run."""

@@ -5,6 +5,7 @@ Several domains (`domain_ranks`) are as on GPUs: only a Link writes to windows o
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from array import array
@@ -85,6 +86,8 @@ class HostSession:
         context.record = peers.record
         context.abort_host = peers.abort_host
         self.context = context
+        self._counters = peers.addresses[ranks.rank] + context.window.counters
+        self._counter_bytes = context.window.staging - context.window.counters
         self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
         self.nbytes = peers.nbytes
         self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
@@ -116,6 +119,16 @@ class HostSession:
     def count_rejected(self) -> None:
         if self._window is not None:
             _native.count_rejected(self.context)
+
+    def counters(self) -> torch.Tensor:
+        """See Session."""
+        words = (ctypes.c_int64 * (self._counter_bytes // 8)).from_address(self._counters)
+        return torch.frombuffer(words, dtype=torch.int64)
+
+    def read_counters(self) -> bytes | None:
+        """See Session."""
+        window = self._window  # keeps the memory mapped, whatever another thread does
+        return None if window is None else ctypes.string_at(self._counters, self._counter_bytes)
 
     def order(self) -> None:
         """Do nothing: there are no streams."""

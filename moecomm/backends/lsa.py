@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import cuda_driver, emulated_nic, gpu_peers, leave, windows
+from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_peers, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
 from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain
@@ -115,7 +115,7 @@ def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_DIRECT_BYTES)
 
 
-class LsaSession:
+class LsaSession(gpu_counters.Counters):
     """A Session of GPUs; see moecomm.core.session.Session."""
 
     def __init__(
@@ -132,8 +132,10 @@ class LsaSession:
         self._last: torch.cuda.Stream | None = None  # of the last round
         self._last_stream = 0  # its cudaStream_t
         self._captured = False
-        words = _native.window_layout(shape).num_tagged_words * 8
-        mapped = {"domain_ranks": shape.domain_ranks, "control_bytes": _TAGGED_WORDS + words - CONTROL}
+        layout = _native.window_layout(shape)
+        self._counters_at = _TAGGED_WORDS + layout.num_tagged_words * 8
+        room = self._counters_at + gpu_counters.nbytes(layout) - CONTROL
+        mapped = {"domain_ranks": shape.domain_ranks, "control_bytes": room}
         self._peers = peers = GpuPeers(ranks, device, timeout_s, reach, **mapped)
         self.reach, self._control, self._copies = peers.reach, peers.control, peers.copies
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
@@ -256,9 +258,10 @@ class LsaSession:
 
         This rank's window goes with its last tensor.
         """
-        if self._closed:
-            return
-        self._closed = True
+        with self.reading:  # read_counters() of another thread has ended, and none begins
+            if self._closed:
+                return
+            self._closed = True
         try:
             with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken context ends all waiting
                 self.synchronize()
@@ -281,7 +284,8 @@ class LsaSession:
         """See Session.  A capture must not see the copy."""
         if self._window is None or self.capturing():
             return None
-        return self._peers.peek(_ROUND, self._window.address + self.context.window.state, _PEEK_S)
+        word = self._peers.peek(_ROUND, self._window.address + self.context.window.state, 4, _PEEK_S)
+        return None if word is None else int.from_bytes(word, "little")
 
     def capturing(self) -> bool:
         if _native.cuda_context() == 0:

@@ -22,6 +22,8 @@ WANTED_WORDS = _CONSTANTS["wanted_words"]
 PASS_THREADS = _CONSTANTS["pass_threads"]
 DESCRIPTOR_BYTES = _CONSTANTS["descriptor_bytes"]
 ROUND_HEADER_BYTES = _CONSTANTS["round_header_bytes"]
+SCALAR_COUNTERS, PEER_COUNTERS = _CONSTANTS["scalar_counters"], _CONSTANTS["peer_counters"]  # csrc/protocol/counters.h
+ROUNDS, DROPPED = range(SCALAR_COUNTERS)
 
 TYPES = {  # Type by dtype
     torch.bfloat16: _native.Type.bf16,

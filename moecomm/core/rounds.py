@@ -43,6 +43,7 @@ class Rounds(RoundState):
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.core.membership
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
+        self.retries = 0  # rounds of dispatches that had no room for their rows in one
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
 
     def own_ids(self, topk_idx: Any) -> Any:

@@ -61,6 +61,20 @@ class Session(Protocol):
         """
         ...
 
+    def counters(self) -> torch.Tensor:
+        """Return this rank's counters, int64, on the device: those of csrc/protocol/counters.h, not a copy.
+
+        Valid while the session is open.
+        """
+        ...
+
+    def read_counters(self) -> bytes | None:
+        """Return a copy of the counters as they are now, from any thread, beside rounds under way.
+
+        None: closed, or the device does not answer within 20 ms.  Raises RuntimeError as round_begun().
+        """
+        ...
+
     def order(self) -> None:
         """GPUs: let work enqueued on the current stream from now on start after the last round, as rounds do."""
         ...

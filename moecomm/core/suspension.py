@@ -39,7 +39,7 @@ def release(rounds: Rounds, members: Members) -> None:
     session = rounds.session
     session.require_releasable()
     refuse_capture(rounds, "release_memory")
-    with _agreement(rounds, members, "release_memory") as ranks:
+    with agreement(rounds, members, "release_memory") as ranks:
         session.synchronize()
         rounds.raise_failure()
         _require_no_outputs(rounds)
@@ -55,7 +55,7 @@ def restore(rounds: Rounds, members: Members) -> None:
     rounds.require_alive()
     if not rounds.released:
         return
-    with _agreement(rounds, members, "restore") as ranks:
+    with agreement(rounds, members, "restore") as ranks:
         ranks.all_gather(b"")
         rounds.session.restore(ranks)
         ranks.settle()
@@ -69,7 +69,7 @@ def refuse_capture(rounds: Rounds, call: str) -> None:
 
 
 @contextmanager
-def _agreement(rounds: Rounds, members: Members, call: str) -> Iterator[Opening]:
+def agreement(rounds: Rounds, members: Members, call: str) -> Iterator[Opening]:
     """Open the agreement on a call.
 
     If it fails so that some ranks may have released or restored memory, and others not, the Buffer ends.  A refusal is

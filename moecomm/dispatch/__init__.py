@@ -256,6 +256,7 @@ def _dispatch_in_chunks(
         tensors = (given.topk_idx, given.topk_weights, given.scales)
         ids, weights, scales = (None if tensor is None else tensor[tokens] for tensor in tensors)
         x = given.x.detach()[tokens]
+        rounds.retries += 1
         return _round(rounds, prepare(rounds, small, x, ids, weights, scales, sync=True, chunk=True))
 
     routed = chunks.dispatch(rounds, options, len(given.x), one)

@@ -14,6 +14,7 @@ import torch
 from moecomm.core.arrays import as_tensor
 from moecomm.core.choices import Layout
 from moecomm.core.experts import owners_of
+from moecomm.core.protocol import DROPPED
 from moecomm.core.rounds import Rounds
 from moecomm.core.settings import Settings
 from moecomm.dispatch.arguments import check_routing
@@ -26,7 +27,10 @@ def drop_checked(
     given = None if topk_idx is None else as_tensor("topk_idx", topk_idx)[0]
     tokens = 0 if given is None or given.ndim == 0 else len(given)
     ids, weights = check_routing(rounds, tokens, given, topk_weights)
-    return drop(rounds.settings, layout, alignment, max_rows, ids, weights)
+    kept, dropped = drop(rounds.settings, layout, alignment, max_rows, ids, weights)
+    rounds.session.order()
+    rounds.session.counters()[DROPPED].add_(dropped[0])
+    return kept, dropped
 
 
 def drop(

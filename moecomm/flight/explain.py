@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from moecomm.flight.reading import Call, Ending, RankRecord
+from moecomm.stats.classify import Finding, classify
+from moecomm.stats.counters import JobStats
 
 How = Literal[
     "failed call", "another call", "exception", "no call", "absent", "late", "aborted", "waits longest", "none"
@@ -54,7 +56,14 @@ class Report:
             alike.setdefault(_summary(record), []).append(rank)
         if self.absent:
             alike["no file"] = list(self.absent)
-        return found + [f"  {named(ranks)}: {text}" for text, ranks in alike.items()]
+        found += [f"  {named(ranks)}: {text}" for text, ranks in alike.items()]
+        return found + [f"  counters: {finding.text}" for finding in self.findings()]
+
+    def findings(self) -> list[Finding]:
+        """Return what stands out in the counters, if all ranks have left theirs."""
+        counted = [self.records[rank].stats for rank in range(self.ranks) if rank in self.records]
+        stats = [one for one in counted if one is not None]
+        return classify(JobStats.of_ranks(stats)) if len(stats) == self.ranks else []
 
 
 def explain(records: Sequence[RankRecord]) -> list[Report]:

@@ -12,6 +12,7 @@ from moecomm.core import signature
 from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.errors import BadInput
 from moecomm.flight.record import FORMAT
+from moecomm.stats.counters import Stats
 
 _MOST_BYTES = 16 << 20
 _Value = TypeVar("_Value")
@@ -82,6 +83,7 @@ class RankRecord:
         last: the number of the last call; 0: there was none.
         ending: the failure that ended the Buffer, if there is one.
         gone: ranks whose process this rank knew to have ended.
+        stats: its counters, where they were known.
     """
 
     rank: int
@@ -95,6 +97,7 @@ class RankRecord:
     last: int
     ending: Ending | None
     gone: list[int]
+    stats: Stats | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     rejections: list[Rejection] = field(default_factory=list)
 
@@ -141,6 +144,7 @@ def _record(found: Any) -> RankRecord:
         last=status,
         ending=_ending(_of(about, "failures", list)),
         gone=[int(other) for other in _of(about, "gone", list)],
+        stats=None if about.get("stats") is None else Stats.of_lists(_of(about, "stats", dict), ranks),
     )
     for entry in _of(found, "entries", list):
         step, op = _of(entry, "collective_seq_id", int), _of(entry, "profiling_name", str).partition(":")[2]

@@ -18,6 +18,7 @@ from moecomm.core import signature
 from moecomm.core.flight import Entry, Failure, Rejected
 from moecomm.core.rounds import Rounds
 from moecomm.core.tally import Kind
+from moecomm.stats.publish import own_stats
 
 FORMAT = 1
 _TORCH_VERSION = "2.10"  # of the format of torch's flight recorder
@@ -50,6 +51,7 @@ def flight_record(rounds: Rounds) -> dict[str, Any]:
         "last_started_collective": _last(entries, "started", "failed", "completed"),
         "last_completed_collective": _last(entries, "completed"),
     }
+    stats = None if flight.closed else own_stats(rounds)
     ranks = list(rounds.global_ranks) or list(range(rounds.num_ranks))
     return {
         "version": _TORCH_VERSION,
@@ -75,6 +77,7 @@ def flight_record(rounds: Rounds) -> dict[str, Any]:
             "round_begun": begun,
             "rejected": flight.rejected,
             "gone": [] if flight.closed else sorted(rounds.session.dead_peers().keys() - {rounds.rank}),
+            "stats": None if stats is None else stats.lists(),
             "failures": [_failure(failure) for failure in failures],
         },
     }

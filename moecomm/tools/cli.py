@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -91,6 +93,25 @@ def explain(
 
     for report in compare(reading.read(files)):
         typer.echo("\n".join(report.lines()))
+
+
+@app.command()
+def top(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder that MOECOMM_TOP_DIR names on every rank of the job.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
+) -> None:
+    """Show what every rank of a running job does: rates, waits, and which rank, link or expert stands out."""
+    from moecomm.stats import top as view
+
+    if once:
+        Console().print(view.frame(view.read(folder)))
+        return
+    with Live(view.frame(view.read(folder)), console=Console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(1.0)
+            live.update(view.frame(view.read(folder)), refresh=True)
 
 
 @app.command()

@@ -25,10 +25,12 @@ _TENSORS = (
     *("x", "y", "out", "bias", "topk_idx", "topk_weights", "scales", "weight_grads", "w13", "w2", "w", "weight"),
     *("tokens_per_expert", "handle", "hidden", "probs", "routing_map", "scaling_factor", "is_token_in_rank"),
     *("num_tokens_per_expert", "mask_status", "cumulative_local_expert_recv_stats"),
+    *("dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"),
 )
 _SMALL = (  # read by small operations of torch, or copied first
     *("topk_idx", "topk_weights", "scales", "weight_grads", "bias", "weight", "tokens_per_expert", "w", "probs"),
     *("routing_map", "scaling_factor", "is_token_in_rank", "mask_status", "num_tokens_per_expert"),
+    *("dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"),
     *("cumulative_local_expert_recv_stats", "deep_ep.Buffer.dispatch(x)", "deep_ep.ElasticBuffer.dispatch(x)"),
 )
 _OF_TORCH = (  # operations of torch
@@ -55,6 +57,7 @@ TABLE = (
         ("None",),
         (
             *("bias", "buffer", "config", "cumulative_local_expert_recv_stats", "device", "domain_ranks", "dtype"),
+            *("dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"),
             *("event", "expected_rows", "fused", "gate", "generator", "group", "max_rows", "num_bytes", "num_sms"),
             *("num_sms_combine_api", "num_sms_dispatch_api", "out", "out_dtype", "pad_multiple", "payload", "probs"),
             *("previous_event", "previous_event_before_epilogue", "quantize", "scales", "scaling_factor", "schedule"),
@@ -107,8 +110,8 @@ TABLE = (
         "not asked for; anything else is Unsupported",
         ("None", "0", "False"),
         (
-            *("comm", "size", "offset", "dispatch_wait_recv_cost_stats", "use_nvfp4", "x_global_scale", "use_logfmt"),
-            *("combine_wait_recv_cost_stats", "overlap", "src_signals", "src_signal_expect_value", "num_cpu_bytes"),
+            *("comm", "size", "offset", "use_nvfp4", "x_global_scale", "use_logfmt"),
+            *("overlap", "src_signals", "src_signal_expect_value", "num_cpu_bytes"),
             *("packed_recv_count", "comp_signal", "block_m", "threshold"),
             *("deep_ep.Buffer.low_latency_dispatch(num_sms)", f"{_LOW}(num_sms)"),
         ),

@@ -623,7 +623,7 @@ def of_compat() -> dict[str, list[Call]]:
                     "num_max_dispatch_tokens_per_rank": 8,
                     "num_experts": E,
                     "cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32),
-                    "dispatch_wait_recv_cost_stats": None,
+                    "dispatch_wait_recv_cost_stats": torch.zeros(1, dtype=torch.int64),
                     "use_fp8": True,
                     "round_scale": False,
                     "use_ue8m0": False,
@@ -649,7 +649,7 @@ def of_compat() -> dict[str, list[Call]]:
                     "async_finish": False,
                     "return_recv_hook": False,
                     "out": torch.empty(T, hidden, dtype=BF16),
-                    "combine_wait_recv_cost_stats": None,
+                    "combine_wait_recv_cost_stats": torch.zeros(1, dtype=torch.int64),
                     **nothing,
                 },
             )

@@ -456,9 +456,9 @@ def test_a_captured_stream_is_left_alone(session: lsa.LsaSession, cuda: Cuda, mo
 def test_the_last_round_is_read_beside_kernels_and_not_in_a_capture(cuda: Cuda) -> None:
     asked: list[int] = []
 
-    def peek(pinned: object, offset: int, address: int, within_s: float) -> bytes | None:
+    def peek(pinned: object, offset: int, address: int, nbytes: int, within_s: float) -> bytes | None:
         asked.append(address)
-        return None if len(asked) == 2 else (7).to_bytes(4, "little")
+        return None if len(asked) == 2 else (7).to_bytes(nbytes, "little")
 
     peers: Any = object.__new__(GpuPeers)
     peers.device, peers.control, peers.copies = torch.device("cuda", 0), "pinned", SimpleNamespace(peek=peek)
@@ -467,8 +467,14 @@ def test_the_last_round_is_read_beside_kernels_and_not_in_a_capture(cuda: Cuda) 
     session = session_of(_window=SimpleNamespace(address=1000), _peers=peers, context=context)
     assert [session.round_begun() for _ in range(3)] == [7, None, 7]
     assert asked == [1000 + context.window.state] * 3 and cuda.entered == ["cuda:0"] * 3
+    session._closed, session._counters_at = False, 512
+    words = session.read_counters()
+    assert words is not None and len(words) == context.window.staging - context.window.counters
+    assert asked.pop() == 1000 + context.window.counters
     cuda.captures = True
-    assert session.round_begun() is None and len(asked) == 3
+    assert session.round_begun() is None and session.read_counters() is None and len(asked) == 3
+    cuda.captures, session._closed = False, True
+    assert session.read_counters() is None and len(asked) == 3
 
 
 def test_a_peek_gives_up_on_a_copy_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,8 +487,8 @@ def test_a_peek_gives_up_on_a_copy_that_does_not_end(monkeypatch: pytest.MonkeyP
     copies: Any = object.__new__(cuda_driver.CopyStream)
     copies._stream = 5
     pinned: Any = SimpleNamespace(address=64, read=lambda offset, nbytes: bytes([offset, nbytes]))
-    assert copies.peek(pinned, 8, 4096, 10) == bytes([8, 4])
-    assert copies.peek(pinned, 8, 4096, 0.01) is None
+    assert copies.peek(pinned, 8, 4096, 4, 10) == bytes([8, 4])
+    assert copies.peek(pinned, 8, 4096, 4, 0.01) is None
 
 
 def test_a_kernel_is_looked_up_by_what_it_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,10 +54,6 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "internode_combine": lambda b: b.internode_combine(X, None),
     "get_local_buffer_tensor(size=)": lambda b: b.get_local_buffer_tensor(torch.int8, torch.Size([4])),
     "(offset=)": lambda b: b.get_local_buffer_tensor(torch.int8, offset=1),
-    "low_latency_dispatch(dispatch_wait_recv_cost_stats=)": lambda b: low_latency(
-        b, dispatch_wait_recv_cost_stats=STATS
-    ),
-    "low_latency_combine(combine_wait_recv_cost_stats=)": lambda b: combine(b, combine_wait_recv_cost_stats=STATS),
     "low_latency_dispatch(use_nvfp4=True)": lambda b: low_latency(b, use_nvfp4=True),
     "(x_global_scale=)": lambda b: low_latency(b, x_global_scale=torch.ones(1)),
     "low_latency_dispatch(num_sms=)": lambda b: low_latency(b, num_sms=8),
@@ -84,6 +80,8 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "low_latency_update_mask_buffer(mask=True)": lambda b: b.low_latency_update_mask_buffer(0, mask=True),
 }
 OTHERWISE = {  # rows of the table that say what is different, tested where the calls are
+    "dispatch_wait_recv_cost_stats",
+    "combine_wait_recv_cost_stats",
     "handles taken apart, or made by hand",
     "rank_prefix_matrix",
     "recv_topk_idx == -1",

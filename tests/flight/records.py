@@ -28,7 +28,9 @@ class FakeRank:
             context=SimpleNamespace(timeout_ns=3_000_000_000),
             round_begun=lambda: self.begun,
             dead_peers=lambda: self.gone,
+            read_counters=lambda: self.counters,
         )
+        self.counters: bytes | None = None
         self.gone: dict[int, str] = {}
         self.begun = begun
         self.rounds: Any = SimpleNamespace(
@@ -37,6 +39,8 @@ class FakeRank:
             identity="0123456789abcdef",
             rank=rank,
             num_ranks=ranks,
+            local_experts=range(2),
+            retries=0,
             hidden=64,
             on_cpu=on_host,
             global_ranks=[],

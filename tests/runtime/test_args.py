@@ -158,6 +158,7 @@ def test_shape_and_layout() -> None:
         "packets": 2 * 4 * 512,
         "split_headers": 0,
         "signals": 0,
+        "counters": (2 + 7 * 4 + 4) * 8,
         "staging": 4 * 64 * 48,
         "receive_buffer": 0,
         "returned": 0,

@@ -14,6 +14,7 @@ from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
+from moecomm.compat.deep_ep.waits import WaitCost
 from moecomm.core.arrays import as_tensor, check_tensor, has_memory
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_flag, check_flags, check_same_device
@@ -86,12 +87,10 @@ class LowLatency:
 
         `topk_weights`, which deep_ep does not have, spares low_latency_combine a small round when it is given the same
         tensor, unchanged.  `round_scale` without `use_ue8m0`, and `cumulative_local_expert_recv_stats`, take a kernel
-        of their own each.  A hook that has not been called when the next dispatch of these sizes begins runs then.
+        of their own each, and `dispatch_wait_recv_cost_stats` (in nanoseconds) three.  A hook that has not been called when the next dispatch of these sizes begins runs then.
         """
-        none = dispatch_wait_recv_cost_stats is None and x_global_scale is None and num_sms is None
-        if not (none and use_nvfp4 is False):
+        if not (x_global_scale is None and num_sms is None and use_nvfp4 is False):
             check_nothing(
-                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
                 use_nvfp4=use_nvfp4,
                 x_global_scale=x_global_scale,
                 num_sms=num_sms,
@@ -112,6 +111,10 @@ class LowLatency:
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
             check_stats(stats, num_experts // self.group_size, x.device)
+        cost = None
+        if dispatch_wait_recv_cost_stats is not None:
+            name = "dispatch_wait_recv_cost_stats"
+            cost = WaitCost(name, dispatch_wait_recv_cost_stats, self.group_size, x.device)
         pool = self._pool
         buffer = pool.batched(
             x.device, x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.dtype
@@ -119,16 +122,20 @@ class LowLatency:
         if pool.receiving:
             pool.receive(buffer)
         options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
+        if cost is not None:
+            cost.before(buffer.rounds, "dispatch")
         if return_recv_hook:
             routed = dispatch_begin(buffer.rounds, options, x, topk_idx, topk_weights)
         else:
             routed = dispatch(buffer.rounds, options, x, topk_idx, topk_weights, sync=False)
+        if cost is not None:
+            cost.after(buffer.rounds, "dispatch")
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
         handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
         rows, counts = routed.plan.batched_tensors(routed)
         recv_x, rounded = _arriving(routed, rows, options)
         if return_recv_hook:
-            hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats)
+            hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats, cost)
             return recv_x, counts, handle, finished(async_finish), hook
         if rounded is not None or stats is not None:
             Receive(buffer, routed, rounded, counts, stats).account()
@@ -170,10 +177,9 @@ class LowLatency:
             check_flags(zero_copy=zero_copy, async_finish=async_finish, return_recv_hook=return_recv_hook)
         none = src_signals is None and src_signal_expect_value is None and packed_recv_count is None
         none = none and comp_signal is None and block_m is None and threshold is None and overlap is False
-        if not (none and use_logfmt is False and combine_wait_recv_cost_stats is None and num_sms is None):
+        if not (none and use_logfmt is False and num_sms is None):
             check_nothing(
                 use_logfmt=use_logfmt,
-                combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
                 overlap=overlap,
                 src_signals=src_signals,
                 src_signal_expect_value=src_signal_expect_value,
@@ -193,7 +199,10 @@ class LowLatency:
             if handle.combine_rows is None:
                 raise BadInput("zero_copy", True, "rows written to get_next_low_latency_combine_buffer(handle)")
             x = handle.combine_rows
-        own = None
+        own = cost = None
+        if combine_wait_recv_cost_stats is not None:
+            name = "combine_wait_recv_cost_stats"
+            cost = WaitCost(name, combine_wait_recv_cost_stats, self.group_size, native.rounds.device)
         if topk_idx is not handle.topk_idx:
             topk_weights = _without_the_left_out(native, topk_idx, topk_weights)
         if topk_weights is not handle.topk_weights:
@@ -202,7 +211,11 @@ class LowLatency:
             else:
                 _send_weights(pool, native, handle.topk_idx, topk_weights)
                 handle.topk_weights = None
+        if cost is not None:
+            cost.before(native.rounds, "combine")
         combined = combining.combine(native.rounds, _WEIGHTED, x, native, out=out, topk_weights=own)
+        if cost is not None:
+            cost.after(native.rounds, "combine")
         return combined, finished(async_finish), _nothing if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
@@ -244,8 +257,9 @@ class Receive:
         rounded: torch.Tensor | None,
         counts: torch.Tensor,
         stats: torch.Tensor | None,
+        cost: WaitCost | None = None,
     ) -> None:
-        self._buffer, self._routed = buffer, routed
+        self._buffer, self._routed, self._cost = buffer, routed, cost
         self._rounded, self._counts, self._stats = rounded, counts, stats
         self._called = False
 
@@ -253,7 +267,11 @@ class Receive:
         if self._called:
             return
         self._called = True
+        if self._cost is not None:
+            self._cost.before(self._buffer.rounds, "dispatch")
         self._buffer.dispatch_end(self._routed, sync=False)
+        if self._cost is not None:
+            self._cost.after(self._buffer.rounds, "dispatch")
         self.account()
 
     def account(self) -> None:

@@ -1,0 +1,97 @@
+"""The part of a Buffer that returns its counters."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from moecomm.core.experts import experts_of
+from moecomm.core.rounds import Rounds
+from moecomm.core.state import collective
+from moecomm.core.suspension import Members, agreement, refuse_capture
+from moecomm.core.validation import check_flag
+from moecomm.errors import Closed, Timeout
+from moecomm.stats.counters import JobStats, Stats
+
+_WORD = 8  # bytes of a counter
+
+
+class Counted:
+    """Calls of a Buffer about its counters."""
+
+    rounds: Rounds
+    _members: Members
+
+    @overload
+    def stats(self, *, gather: Literal[False] = False, reset: bool = False) -> Stats: ...
+    @overload
+    def stats(self, *, gather: Literal[True], reset: bool = False) -> JobStats: ...
+    def stats(self, *, gather: bool = False, reset: bool = False) -> Stats | JobStats:
+        """Return the counters of this rank: rounds, rows, bytes, rows of each expert, and waits for each peer.
+
+        Rounds count always, on the device, also when a captured graph replays.  This call waits for the rounds so far,
+        on this rank.  After a failed round it still works.
+
+        Args:
+            gather: True: those of all ranks.  Collective then, over the sockets of the group, not in rounds.
+            reset: True: count from 0 again, after reading.
+
+        Raises:
+            Closed, ConcurrentCall: as everywhere.
+            BadInput: a call during a capture.
+            Timeout: the device does not answer.
+            Timeout, PeerLost, Aborted: of `gather`: not all ranks came.
+        """
+        check_flag("gather", gather)
+        check_flag("reset", reset)
+        return _gathered(self.rounds, self._members, reset) if gather else _own(self.rounds, reset)
+
+    def reset_stats(self) -> None:
+        """Count from 0 again on this rank, after the rounds so far.
+
+        Raises:
+            As stats().
+        """
+        _own(self.rounds, True)
+
+
+@collective(rounds=0)
+def _own(rounds: Rounds, reset: bool) -> Stats:
+    refuse_capture(rounds, "stats")
+    return _stats(rounds, rounds.rank, *_read(rounds, reset))
+
+
+@collective(rounds=0)
+def _gathered(rounds: Rounds, members: Members, reset: bool) -> JobStats:
+    refuse_capture(rounds, "stats")
+    words, retries = _read(rounds, reset)
+    with agreement(rounds, members, "stats") as ranks:
+        everybody = ranks.all_gather(retries.to_bytes(_WORD, "little") + words)
+        ranks.settle()
+    return JobStats.of_ranks(
+        [
+            _stats(rounds, rank, data[_WORD:], int.from_bytes(data[:_WORD], "little"))
+            for rank, data in enumerate(everybody)
+        ]
+    )
+
+
+def _read(rounds: Rounds, reset: bool) -> tuple[bytes, int]:
+    """Return the words of this rank's counters, and its retries."""
+    if rounds.closed:
+        raise Closed
+    session, retries = rounds.session, rounds.retries
+    session.synchronize()
+    words = session.read_counters()
+    if words is None:
+        text = f"rank {rounds.rank} could not read its counters: the device does not answer"
+        raise Timeout(text, rank=rounds.rank, peer=rounds.rank, phase="counters", op="stats", round=0)
+    if reset:
+        session.order()
+        session.counters().zero_()
+        rounds.retries = 0
+    return words, retries
+
+
+def _stats(rounds: Rounds, rank: int, words: bytes, retries: int) -> Stats:
+    experts = experts_of(rank, rounds.num_experts, rounds.num_ranks)
+    return Stats.of_words(words, rounds.num_ranks, len(experts), retries)

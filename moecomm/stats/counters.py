@@ -1,0 +1,139 @@
+"""The counters of a rank, and those of all ranks side by side: csrc/protocol/counters.h in tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from moecomm.core.protocol import DROPPED, PEER_COUNTERS, ROUNDS, SCALAR_COUNTERS
+
+WAITS = ("header", "dispatch", "combine")  # phases of `wait_ns`
+_PEERS = ("rows_from", "rows_to", "bytes_from", "bytes_to")  # before the waits
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The counters of one rank since its Buffer was opened, or since they were reset.  Tensors are int64 on the CPU.
+
+    Attributes:
+        rounds: dispatches and combines that this rank has begun, replays of graphs included.
+        retries: rounds of dispatches whose rows had no room in one round and went in several.
+        dropped: entries of `topk_idx` that `overflow="drop"` left out.
+        rows_from: `[R]`: rows of dispatches that came from each rank, this one included: one for each of its tokens
+            with an expert here.
+        rows_to: `[R]`: rows that this rank sent to each rank.
+        bytes_from, bytes_to: `[R]`: bytes of these rows, scales included; of a fused layer: of its tokens' rows.
+        rows_per_expert: `[E/R]`: rows of each expert of this rank, without padding.
+        wait_ns: `[3, R]`: nanoseconds that this rank waited for each peer, by phase (WAITS): for the peer's round
+            header, for its last rows in a dispatch, for its rows in a combine.  A wait lasts from the first look at the
+            peer's word that was in vain to the arrival of the word, in the clock of this rank; words that are there
+            already count nothing.  A rank does not wait for itself.
+    """
+
+    rounds: int
+    retries: int
+    dropped: int
+    rows_from: torch.Tensor
+    rows_to: torch.Tensor
+    bytes_from: torch.Tensor
+    bytes_to: torch.Tensor
+    rows_per_expert: torch.Tensor
+    wait_ns: torch.Tensor
+
+    @classmethod
+    def of_words(cls, words: bytes, ranks: int, experts: int, retries: int) -> Stats:
+        """Read a rank's counters.
+
+        Args:
+            words: as Session.read_counters() returns them.
+            ranks: of the Buffer.
+            experts: of this rank.
+            retries: counted on the host.
+        """
+        found = torch.frombuffer(bytearray(words), dtype=torch.int64)
+        at_experts = SCALAR_COUNTERS + PEER_COUNTERS * ranks
+        peers = found[SCALAR_COUNTERS:at_experts].view(PEER_COUNTERS, ranks)
+        return cls(
+            int(found[ROUNDS]),
+            retries,
+            int(found[DROPPED]),
+            *peers[: len(_PEERS)],
+            rows_per_expert=found[at_experts : at_experts + experts],
+            wait_ns=peers[len(_PEERS) :],
+        )
+
+    @classmethod
+    def of_lists(cls, found: Any, ranks: int) -> Stats:
+        """Read what lists() has made, which may come from anywhere.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is nothing of the kind.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            value = found[field.name]
+            if field.name in ("rounds", "retries", "dropped"):
+                if type(value) is not int:
+                    raise ValueError(f"{field.name} is no integer")
+                values[field.name] = value
+                continue
+            tensor = torch.tensor(value)
+            want = (len(WAITS), ranks) if field.name == "wait_ns" else (ranks,)
+            if tensor.dtype is not torch.int64 and tensor.numel() > 0:
+                raise ValueError(f"{field.name} has no integers")
+            if tensor.shape != want and field.name != "rows_per_expert":
+                raise ValueError(f"{field.name} has the shape {tuple(tensor.shape)}, not {want}")
+            values[field.name] = tensor.long()
+        return cls(**values)
+
+    def lists(self) -> dict[str, Any]:
+        """Return the counters as numbers and lists, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+    def since(self, before: Stats) -> Stats:
+        """Return what has been counted since `before`; all of it if the counters have been reset meanwhile."""
+        if before.rounds > self.rounds:
+            return self
+        names = [field.name for field in fields(self)]
+        return Stats(**{name: getattr(self, name) - getattr(before, name) for name in names})
+
+
+@dataclass(frozen=True)
+class JobStats:
+    """The counters of all ranks of a Buffer.  Tensors are int64 on the CPU.
+
+    Attributes:
+        rounds, retries, dropped: `[R]`, by rank.
+        rows: `[R, R]`: rows from a source rank (first) to a destination.
+        nbytes: `[R, R]`: bytes of these rows.
+        rows_per_expert: `[E]`.
+        wait_ns: `[3, R, R]`: by phase (WAITS), the rank that waited, and the peer that it waited for; see Stats.
+        by_rank: the counters of each rank.
+    """
+
+    rounds: torch.Tensor
+    retries: torch.Tensor
+    dropped: torch.Tensor
+    rows: torch.Tensor
+    nbytes: torch.Tensor
+    rows_per_expert: torch.Tensor
+    wait_ns: torch.Tensor
+    by_rank: tuple[Stats, ...]
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[Stats]) -> JobStats:
+        """Put the counters of all ranks side by side, in order of ranks."""
+        return cls(
+            torch.tensor([stats.rounds for stats in ranks]),
+            torch.tensor([stats.retries for stats in ranks]),
+            torch.tensor([stats.dropped for stats in ranks]),
+            torch.stack([stats.rows_to for stats in ranks]),
+            torch.stack([stats.bytes_to for stats in ranks]),
+            torch.cat([stats.rows_per_expert for stats in ranks]),
+            torch.stack([stats.wait_ns for stats in ranks], dim=1),
+            tuple(ranks),
+        )

@@ -1,0 +1,133 @@
+"""Counters of a running job in small files, for `moecomm top`.
+
+A thread of the process reads the counters of its Buffers once a second, beside the rounds, and replaces one file for
+each.  A file holds two samples, at most WINDOW seconds apart, so that one look shows rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moecomm import config
+from moecomm.backends import cuda_driver
+from moecomm.core import names
+from moecomm.core.rounds import Rounds
+from moecomm.errors import BadInput
+from moecomm.jit import trusted_files
+from moecomm.jit.trusted_files import Access
+from moecomm.stats.counters import Stats
+
+log = logging.getLogger("moecomm")
+
+FORMAT = 1
+WINDOW, EVERY_S = 10, 1.0  # samples; between two
+
+_lock = threading.Lock()
+_publishing = False
+
+
+class Sample(NamedTuple):
+    """Counters at a moment, wall clock."""
+
+    time_ns: int
+    stats: Stats
+
+
+class Publisher:
+    """Writes the counters of the Buffers of this process to a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._samples: dict[str, deque[Sample]] = {}  # by file
+
+    def publish(self, opened: list[Rounds]) -> None:
+        """Write one file for each Buffer, and remove those of Buffers that are closed.  Raises OSError."""
+        there = set()
+        for rounds in opened:
+            if (stats := own_stats(rounds)) is None:
+                continue
+            name = f"moecomm-top-{rounds.identity}-rank{rounds.rank}.json"
+            there.add(name)
+            samples = self._samples.setdefault(name, deque(maxlen=WINDOW + 1))
+            samples.append(Sample(time.time_ns(), stats))
+            content = json.dumps(_content(rounds, samples)).encode()
+            trusted_files.write(self._folder / name, Access.READ_ONLY, content)
+        for name in self._samples.keys() - there:
+            del self._samples[name]
+            with contextlib.suppress(FileNotFoundError):
+                (self._folder / name).unlink()
+
+
+def own_stats(rounds: Rounds) -> Stats | None:
+    """Return the counters of this rank without waiting for rounds; None: not known now."""
+    try:
+        words = rounds.session.read_counters()
+    except RuntimeError:  # of a broken CUDA context
+        return None
+    return None if words is None else Stats.of_words(words, rounds.num_ranks, len(rounds.local_experts), rounds.retries)
+
+
+def publish() -> None:
+    """Begin to publish, once in a process, where MOECOMM_TOP_DIR names a folder.  Raises BadInput."""
+    global _publishing
+    folder = config.top_directory()
+    if folder is None or _publishing:
+        return
+    try:
+        trusted_files.make_directory(folder, Access.READ_ONLY)
+    except OSError as error:
+        raise BadInput(
+            "MOECOMM_TOP_DIR", repr(str(folder)), f"a directory that only this user can write to ({error})"
+        ) from error
+    with _lock:
+        if not _publishing:
+            _publishing = True
+            threading.Thread(target=_run, args=(Publisher(folder),), name="moecomm-top", daemon=True).start()
+
+
+def _run(publisher: Publisher) -> None:
+    warned = relaxed = False
+    while True:
+        opened = names.opened()
+        if not relaxed and not all(rounds.on_cpu for rounds in opened):
+            cuda_driver.relax_captures()
+            relaxed = True
+        try:
+            publisher.publish(opened)
+        except OSError as error:
+            if not warned:
+                log.warning("no counters were written for moecomm top: %s", error)
+            warned = True
+        del opened  # or this thread keeps closed Buffers
+        time.sleep(EVERY_S)
+
+
+def _content(rounds: Rounds, samples: deque[Sample]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "buffer": rounds.identity,
+        "rank": rounds.rank,
+        "ranks": rounds.num_ranks,
+        "backend": rounds.session.name,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "samples": [{"time_ns": s.time_ns, "stats": s.stats.lists()} for s in (samples[0], samples[-1])],
+    }
+
+
+def _after_fork() -> None:
+    """A forked child has no such thread."""
+    global _publishing
+    _publishing = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
