@@ -25,6 +25,7 @@ from moecomm.errors import (
     Unsupported,
 )
 from moecomm.routed import Handle, Routed
+from moecomm.tracing import trace
 from moecomm.window import Window
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ __all__ = [
     "doctor",
     "include_dir",
     "local_ranks",
+    "trace",
 ]
 
 

@@ -841,8 +841,19 @@ def structs() -> dict[str, tuple[int, list[tuple[str, str, int, int, int]]]]:
     A type is the name of a struct (`Context` is in no table), or a scalar as Python's struct module writes it.
     """
 
+def take_steps(record: int) -> tuple[list[tuple[int, int, int, int, int, str]], int]:
+    """
+    Return the steps since the last call, and how many had no room.
+
+    A step: begin and end on CLOCK_MONOTONIC in ns, round, thread of the rank's team, rank that was waited for (-1: no
+    wait), name.
+    """
+
 def takes_weights(shape: Shape) -> bool:
     """Whether source ranks may give a combine routing weights of their own."""
+
+def trace_rounds(record: int, on: bool) -> None:
+    """Begin or end to time the steps of host rounds whose context has this record."""
 
 def window_layout(shape: Shape) -> WindowLayout:
     """The layout of a window of this shape."""

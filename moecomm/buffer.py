@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moecomm import backends, combine, config, dispatch, elastic, flight, overloads, stats
+from moecomm import backends, combine, config, dispatch, elastic, flight, overloads, stats, tracing
 from moecomm.combine import options as combine_options
 from moecomm.core import suspension
 from moecomm.core.choices import BackendName, Wire
@@ -83,6 +83,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             flight.prepare()
             stats.publish()
+            tracing.prepare()
             name, self.chosen_because = backends.choose(config.asked_backend(backend), wanted)
             sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
             settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor)

@@ -8,6 +8,7 @@
 | MOECOMM_NIC | an emulated NIC between domains of lsa, for tests and benchmarks: GB/s, us, M messages/s, as "50,3,10" |
 | MOECOMM_FLIGHT_DIR | where each rank writes its flight record when a round fails, or on SIGTERM (default: nowhere) |
 | MOECOMM_TOP_DIR | where each rank keeps its counters for `moecomm top`, once a second (default: nowhere) |
+| MOECOMM_TRACE_DIR | where each rank writes the spans of its rounds, see "Traces" (default: nowhere) |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_SGLANG | likewise in SGLang |
 | MOECOMM_RMA | how the RMA plugin, which reads these five itself, moves bytes: "auto", "loopback" or "tcp" |
@@ -38,6 +39,7 @@ _KNOWN = {
     "MOECOMM_NIC": None,
     "MOECOMM_FLIGHT_DIR": None,
     "MOECOMM_TOP_DIR": None,
+    "MOECOMM_TRACE_DIR": None,
     "MOECOMM_VLLM": ("always", "never"),
     "MOECOMM_SGLANG": ("always", "never"),
     "MOECOMM_RMA": ("auto", "loopback", "tcp"),
@@ -105,6 +107,13 @@ def top_directory() -> Path | None:
     check_environment()
     chosen = os.environ.get("MOECOMM_TOP_DIR")
     return _path("MOECOMM_TOP_DIR", chosen) if chosen else None
+
+
+def trace_directory() -> Path | None:
+    """Return the folder of traces; None: none are written.  Raises BadInput as flight_directory()."""
+    check_environment()
+    chosen = os.environ.get("MOECOMM_TRACE_DIR")
+    return _path("MOECOMM_TRACE_DIR", chosen) if chosen else None
 
 
 def in_vllm() -> str | None:

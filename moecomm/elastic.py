@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moecomm import backends, flight
+from moecomm import backends, flight, tracing
 from moecomm.core import names
 from moecomm.core.experts import ExpertIds
 from moecomm.core.group import Group
@@ -19,6 +19,7 @@ from moecomm.core.opening import Opening, opening
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
 from moecomm.core.settings import Settings
+from moecomm.core.spans import now_ns, span
 from moecomm.core.state import CollectiveCall
 from moecomm.core.suspension import Members, interruption
 from moecomm.core.validation import check_flag
@@ -57,10 +58,14 @@ def open_rounds(
     session, buffer.why = backends.open_session(*how, ranks, shape, device, timeout_s)
     with ExitStack() as undo:
         undo.callback(session.close)
+        came_ns = now_ns()
         ranks.settle()
+        left_ns = now_ns()
         undo.pop_all()
     session.context.timeout_ns = int(timeout_s * 1e9)
-    return Rounds(session, settings, identity, ids)
+    rounds = Rounds(session, settings, identity, ids)
+    rounds.barrier = came_ns, left_ns
+    return rounds
 
 
 class ElasticRanks:
@@ -78,6 +83,7 @@ class ElasticRanks:
         self.rounds, self._members = rounds, members
         rounds.global_ranks = members.group.global_ranks()
         flight.watch(rounds, before)
+        tracing.watch(rounds, before)
         self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
         own = rounds.local_experts
         self.local_experts = own if rounds.ids is None else rounds.ids.range_of(own)
@@ -120,7 +126,7 @@ class ElasticRanks:
         """
         check_flag("keep_ids", keep_ids)
         old = self.rounds
-        with CollectiveCall(old, 0):
+        with CollectiveCall(old, 0), span(old.flight.spans, "shrink"):
             meeting = Meeting(old, self._members)
             for found in meeting.attempts(group):
                 try:
@@ -171,7 +177,7 @@ class ElasticRanks:
             Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
         """
         old, timeout_s = self.rounds, self._members.timeout_s
-        with CollectiveCall(old, 0):
+        with CollectiveCall(old, 0), span(old.flight.spans, "grow"):
             old.require_usable()
             require_idle(old, "grow")
             found = rendezvous(group)

@@ -33,6 +33,7 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_peers(m);
     moecomm::bindings::bind_plans(m);
     moecomm::bindings::bind_rounds(m);
+    moecomm::bindings::bind_steps(m);
     moecomm::bindings::bind_structs(m);
     moecomm::bindings::bind_leave(m);
     moecomm::bindings::bind_window(m);

@@ -94,6 +94,7 @@ class Pulls {
 // A peer that wants no row of this rank may have finished the current combine already: its flag then carries a later tag.
 // False if the round has failed.
 bool await_drained(Combine& c, u32 wanted) {
+    const Timed timed = c.r.watch.timed("drain");
     for (i32 p = c.r.first; p < c.r.first + c.r.scaleup_ranks; ++p) {
         const u64* flag = at<u64>(c.a.ctx, c.r.me, drained_at(c.a.ctx.window, p));
         const auto drained = [&] { return has_reached(signal_tag(load_acquire(flag)), wanted, c.r.tag); };
@@ -165,10 +166,14 @@ void stage_and_pull(Combine& c, DirectSends& sent, i32 worker, i32 stride) {
     i32 chunks = 0;
     for (i32 source_rank = 0; source_rank < c.r.ranks; ++source_rank) chunks = std::max(chunks, c.chunks_of(source_rank));
     put_direct(c, sent, worker, stride, scratch.of);
-    for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {
-        if (!stage_for_all(c, pulls, chunk, scratch.of)) return;
-        if (c.agreed()) pulls.pull_in_order();
+    {
+        const Timed timed = c.r.watch.timed("reduce");
+        for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {
+            if (!stage_for_all(c, pulls, chunk, scratch.of)) return;
+            if (c.agreed()) pulls.pull_in_order();
+        }
     }
+    const Timed timed = c.r.watch.timed("pull");
     if (c.await_agreement()) pulls.pull_all();
 }
 
@@ -201,8 +206,11 @@ void combine(const CombineArgs& args) {
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
     const bool intact = is_intact(tables_of(args));
-    if (intact) post_weights(c);
-    announce(c, intact);
+    {
+        const Timed timed = c.r.watch.timed("announce");
+        if (intact) post_weights(c);
+        announce(c, intact);
+    }
     if (!intact) return end_invalid(c);
     // Peers may still read the rows that this rank staged in its last combine.
     if (const u32 last = c.r.state.last_combine; last != 0 && !await_drained(c, last)) return;

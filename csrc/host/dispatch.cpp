@@ -16,6 +16,7 @@ namespace moecomm::host {
 namespace {
 
 BadEntry count(Dispatch& d, Team& team) {
+    const Timed timed = d.r.watch.timed("count");
     if (d.repeat) return is_intact(tables_of(d.a)) ? BadEntry{} : BadEntry{Argument::handle};
     std::vector<BadEntry> bad(team.size());
     team.run([&](i32 worker) {
@@ -49,6 +50,7 @@ void announce(Dispatch& d, const BadEntry& bad) {
 
 // Validate the headers and counts of all ranks; nullopt if a wait has failed.
 std::optional<ValidationResult> agree(Dispatch& d) {
+    const Timed timed = d.r.watch.timed("agree");
     if (!d.r.await_headers()) return std::nullopt;
     const ValidationResult validation = d.r.validate_headers();
     if (validation.failure != Failure::none || d.repeat) return validation;
@@ -73,6 +75,7 @@ bool await_place(Dispatch& d, const Sender& sender, Forward& forwarder, Inbox* i
 void send(Dispatch& d, i32 worker, i32 stride) {
     Sender sender(d, worker, stride);
     Forward forwarder(d, worker, stride);
+    const Timed timed = d.r.watch.timed("send");
     while (!sender.done()) {
         if (!await_place(d, sender, forwarder, nullptr)) return;
         sender.send();
@@ -85,6 +88,7 @@ void send(Dispatch& d, i32 worker, i32 stride) {
 // Forward and receive all remaining chunks; return early if the round fails.
 void receive(Dispatch& d, Forward& forwarder, DirectArrivals& direct, Inbox& inbox) {
     PeerWaits waits(d.a.ctx, Counter::wait_dispatch);
+    const Timed timed = d.r.watch.timed("receive");
     const auto any = [&] {
         inbox.look_at_last(waits);
         return forwarder.any_arrived() || direct.any_arrived() || inbox.any_arrived();
@@ -106,14 +110,17 @@ void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
     Forward forwarder(d, worker, stride);
     DirectArrivals direct(d, worker, stride);
     Inbox inbox(d, worker, stride);
-    while (!sender.done()) {
-        if (!await_place(d, sender, forwarder, &inbox)) return;
-        const i32 chunk = sender.chunk();
-        sender.send();
-        forwarder.forward_arrived();
-        direct.take_arrived();
-        inbox.take_arrived();
-        if (inbox.behind(chunk)) std::this_thread::yield();
+    {
+        const Timed timed = d.r.watch.timed("send");
+        while (!sender.done()) {
+            if (!await_place(d, sender, forwarder, &inbox)) return;
+            const i32 chunk = sender.chunk();
+            sender.send();
+            forwarder.forward_arrived();
+            direct.take_arrived();
+            inbox.take_arrived();
+            if (inbox.behind(chunk)) std::this_thread::yield();
+        }
     }
     receive(d, forwarder, direct, inbox);
 }
@@ -157,6 +164,7 @@ void dispatch(const DispatchArgs& args) {
         return d.r.finish();
     }
     if (!d.repeat) {
+        const Timed timed = d.r.watch.timed("place");
         d.plan.place();
         clear_padding(d);
         clear_unused(d);

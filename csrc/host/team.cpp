@@ -4,13 +4,17 @@
 #include <system_error>
 
 #include "during_waits.h"
+#include "steps.h"
 
 namespace moecomm::host {
 
 Team::Team(i32 workers) {
     for (i32 worker = 1; worker < workers; ++worker) {
         try {
-            threads_.emplace_back([this, worker] { serve(worker); });
+            threads_.emplace_back([this, worker] {
+                this_worker() = worker;
+                serve(worker);
+            });
         } catch (const std::system_error&) {
             break;  // fewer threads do the same work
         }

@@ -25,7 +25,7 @@ void abort_all_windows(const Context& ctx, u32 word) {
 
 }  // namespace
 
-Watch::Watch(const Context& ctx, Op op, u32 tag) : ctx_(ctx), op_(op), tag_(tag), deadline_(deadline_of(ctx)) {}
+Watch::Watch(const Context& ctx, Op op, u32 tag) : ctx_(ctx), op_(op), tag_(tag), deadline_(deadline_of(ctx)), log_(steps_of(ctx.record)) {}
 
 u32 Watch::abort_seen() const {
     const u32 word = load_relaxed(deadline_.abort_here);

@@ -2,6 +2,7 @@
 #pragma once
 #include "../protocol/args.h"
 #include "../protocol/deadline.h"
+#include "steps.h"
 
 namespace moecomm::host {
 
@@ -25,13 +26,17 @@ class Watch {
     bool until(Phase phase, const Ready& ready, const Find& missing) {
         if (ready()) return true;
         const u64 start = now_ns();
+        const i32 peer = log_ == nullptr ? -1 : missing().peer;
         const Waited waited = wait_until(deadline_, ready);
+        if (log_ != nullptr) log_->add({start, now_ns(), round_number(tag_), this_worker(), peer, name_of(phase)});
         if (waited == Waited::ok) return true;
         fail(waited, phase, missing(), now_ns() - start);
         return false;
     }
     // Fail the round and return true if an abort word is set already.  A round that never waits would not notice otherwise.
     bool aborted();
+    // Time a step of the round, as long as what this returns lives.
+    Timed timed(const char* name) const { return {log_.get(), round_number(tag_), name}; }
     bool failed() const { return load_relaxed(&claimed_) != 0; }
 
   private:
@@ -42,6 +47,7 @@ class Watch {
     const Op op_;
     const u32 tag_;
     const Deadline deadline_;
+    const std::shared_ptr<StepLog> log_;  // null unless the rank is traced
     u32 claimed_ = 0;  // 1 once a wait has failed; the thread that set it writes the record
 };
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from moecomm.core.spans import Spans
 from moecomm.core.tally import Kind, tally_for
 from moecomm.errors import RoundFailed
 
@@ -81,6 +82,7 @@ class FlightRecorder:
         reasons: why files were written.
         raised: the exception that ended the use of the Buffer on this rank; "": none did.
         before: identity and rank before Buffer.shrink() or grow() opened this one.
+        spans: of this rank, if it is traced: see moecomm.tracing.
     """
 
     def __init__(self, rank: int, capturing: Callable[[], bool], on_host: bool) -> None:
@@ -93,6 +95,8 @@ class FlightRecorder:
         self.opened_ns = time.time_ns()
         self.reasons: deque[str] = deque(maxlen=_FAILURES)
         self.before: tuple[str, int] | None = None
+        self.spans: Spans | None = None
+        self._span = 0  # depth of the span of a call under way; 0: there is none
         self.raised = ""
         self._fatal: Failure | None = None
         self._others: deque[Failure] = deque(maxlen=_FAILURES)
@@ -139,12 +143,17 @@ class FlightRecorder:
         known = 0 if self.replays else number
         self._calls[place] = (record, kind, self.steps, known, tokens, time.time_ns(), captured, self._tally.rejected)
         self._recorded = record + 1
+        if self.spans is not None:
+            self._span = self.spans.begin_round(kind, known, tokens)
         return record
 
     def end(self, record: int) -> None:
         """Record that a call has returned.  On GPUs it may still run: see settle()."""
         if self._on_host:
             self._ended[record % CALLS] = time.time_ns()
+        if self.spans is not None and self._span:
+            self.spans.end(self._span)
+            self._span = 0
 
     def settle(self) -> None:
         """Record that every call so far is over, because the host has waited for it.  Not captured ones."""

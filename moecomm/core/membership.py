@@ -193,7 +193,7 @@ def _unpacked(packed: bytes) -> tuple[int, ...]:
 def require_idle(rounds: Rounds, call: str) -> None:
     """Wait for every round so far.  Raises BadInput for a call during a capture."""
     refuse_capture(rounds, call)
-    rounds.session.synchronize()
+    rounds.wait()
 
 
 def members_of(group: Group, session: Session, number: int, timeout_s: float) -> Members:

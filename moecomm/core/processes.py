@@ -22,6 +22,17 @@ def pid_namespace() -> bytes:
     return hashlib.sha256("\0".join(parts).encode()).digest() if len(parts) == 2 else os.urandom(32)
 
 
+def clock_domain() -> bytes:
+    """32 bytes that are the same for two processes if and only if they share CLOCK_MONOTONIC."""
+    parts: list[str] = []
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/time"))
+    # Kernels before 5.6 have no namespaces of time.
+    return hashlib.sha256("\0".join(parts).encode()).digest() if parts else os.urandom(32)
+
+
 def pidfd(pid: int) -> int | None:
     """Open a descriptor of a process, which is readable once that has ended.  None where the kernel gives none.
 

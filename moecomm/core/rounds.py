@@ -10,6 +10,7 @@ from moecomm.core.memory import WindowMemory
 from moecomm.core.plans import PlanCache
 from moecomm.core.session import Session
 from moecomm.core.settings import Settings
+from moecomm.core.spans import span
 from moecomm.core.state import RoundState, collective
 
 
@@ -44,6 +45,8 @@ class Rounds(RoundState):
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.core.membership
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
         self.retries = 0  # rounds of dispatches that had no room for their rows in one
+        # When this rank came to the barrier that ends an opening, and when it left: CLOCK_MONOTONIC, in ns.
+        self.barrier = (0, 0)
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
 
     def own_ids(self, topk_idx: Any) -> Any:
@@ -55,9 +58,16 @@ class Rounds(RoundState):
         """Wait for every round so far, and raise the error of the first that went wrong, if any."""
         self.require_alive()
         self.raise_failure()
-        self.session.synchronize()
+        self.wait()
         self.raise_failure()
         self.flight.settle()
+
+    def wait(self) -> None:
+        """Wait for every round enqueued so far.  Their errors are for the caller to raise."""
+        if self.on_cpu:  # rounds are over when they return
+            return
+        with span(self.flight.spans, "wait for the device"):
+            self.session.synchronize()
 
     def _release(self) -> None:
         super()._release()

@@ -96,6 +96,8 @@ class RoundState:
     def _release(self) -> None:
         self._open = False
         self.flight.closed = True
+        if self.flight.spans is not None:
+            self.flight.spans.finish()
         self._close()
 
     def _refuse(self, rounds: int) -> NoReturn:
@@ -229,14 +231,20 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
         @functools.wraps(function)
         def call(state: RoundState, *args: Any, **kwargs: Any) -> Any:
             state._begin_call(rounds)
-            made = state.made + rounds
+            made, spans = state.made + rounds, state.flight.spans
+            depth = 0 if spans is None else spans.begin(function.__name__)
+            failure: BaseException | None = None
             try:
                 return function(state, *args, **kwargs)
             except BaseException as error:
+                failure = error
                 if state.made < made:
                     state.count_rejected(error, function.__name__)
                 raise
             finally:
+                if spans is not None:
+                    spans.end(depth, failure)
+                del failure  # else it is in a cycle with its traceback
                 state._end_call()
 
         not_traced(call)

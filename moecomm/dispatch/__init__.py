@@ -212,7 +212,7 @@ def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
             rounds.begun = routed  # keeps the memory that peers write to
             return routed
     if routed.sync:
-        rounds.session.synchronize()
+        rounds.wait()
     if routed.sync or rounds.on_cpu:  # there the round is over when the call is
         rounds.raise_failure()
     if routed.sync and not rounds.on_cpu:

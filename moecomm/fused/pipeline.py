@@ -20,6 +20,7 @@ from moecomm import _native, combine, dispatch
 from moecomm.backends import cuda_driver
 from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.core.rounds import Rounds
+from moecomm.core.spans import span
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.arguments import check_routing
 from moecomm.dispatch.reference import GROUP
@@ -95,10 +96,11 @@ def finish(rounds: Rounds, layer: Pipeline, routed: Routed, *, wait: bool = Fals
     """
     dispatch.finish(rounds, routed)
     if wait and not rounds.on_cpu:
-        rounds.session.synchronize()
+        rounds.wait()
         rounds.raise_failure()
         rounds.flight.settle()
-    layer.compute(routed)
+    with span(rounds.flight.spans, "experts"):
+        layer.compute(routed)
     layer.prepare_reduce()
     layer.run_reduce()
     return layer.finish_reduce()

@@ -61,6 +61,13 @@ def write(path: Path, access: Access, content: bytes) -> None:
             raise
 
 
+def create(path: Path, access: Access) -> int:
+    """Create an empty file, mode 0600, and return a descriptor to write to.  Raises OSError if it is there."""
+    make_directory(path.parent, access)
+    with _directory(path.parent, access) as directory:
+        return os.open(path.name, _WRITE_FLAGS, 0o600, dir_fd=directory)
+
+
 def make_directory(path: Path, access: Access) -> None:
     """Make a folder, mode 0700, if it is missing.  Raises OSError for one that is not safe."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from moecomm.bench.fitted import show_table
 from moecomm.bench.options import whole, written
 from moecomm.routing.cli import add_routing
 from moecomm.simulate.cli import app as simulate
+from moecomm.tracing.cli import app as trace
 
 if TYPE_CHECKING:
     from moecomm.tools.demo import Result
@@ -44,6 +45,7 @@ def options(
 
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
+app.add_typer(trace, name="trace")
 add_routing(app)
 
 

@@ -260,6 +260,14 @@ def of_moecomm() -> dict[str, list[Call]]:
         with tempfile.TemporaryDirectory() as folder:
             made.dump_flight_record(Path(folder, path) if isinstance(path, str) else path)
 
+    def write_trace(folder: Any) -> None:
+        """Spans; names of folders are below one that is there no longer then."""
+        with (
+            tempfile.TemporaryDirectory() as above,
+            moecomm.trace(Path(above, folder) if isinstance(folder, str) else folder),
+        ):
+            pass
+
     sent = ops.dispatch(made, x, idx, weights)
     op = {"buffer": made, "x": x, "topk_idx": idx, "topk_weights": weights}
     fp8 = fused.quantize_weights(torch.randn(2, 32, 64))
@@ -342,6 +350,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         **of_windows(),
         **of_overlap(),
         **of_routing(),
+        "moecomm.trace": [Call(write_trace, {"folder": "trace"})],
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
         "launch.launch": [
             Call(not_started, {"target": "moecomm:none", "job": {}, "ranks": 1, "limit_s": 60.0}),

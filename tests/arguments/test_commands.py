@@ -123,6 +123,7 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--seed",): ("-1", "1.5", *WORDS),
         ("--model",): NAMES,
     },
+    "trace merge {folder}": {("--out",): (*FILES, "{new}")},
     "routing join {plain}": {("--out",): (*FILES, "{new}")},
 }
 ARGUMENTS = (
@@ -140,6 +141,9 @@ ARGUMENTS = (
     "routing show {json}",
     "routing show {new}",
     "routing synthesize {folder}",
+    "trace merge {folder}",
+    "trace merge {plain}",
+    "trace merge {new}",
 )
 
 

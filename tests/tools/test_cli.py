@@ -18,7 +18,7 @@ from moecomm.tools import cli
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        ([], ["demo", "doctor", "explain", "tune", "bench", "simulate", "record", "routing"]),
+        ([], ["demo", "doctor", "explain", "tune", "bench", "simulate", "trace", "record", "routing"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
         (["simulate"], ["check", "fit", "dlrm"]),
         (["routing"], ["show", "join", "synthesize"]),

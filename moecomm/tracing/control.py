@@ -1,0 +1,121 @@
+"""The switch of traces: MOECOMM_TRACE_DIR, or a block of moecomm.trace()."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moecomm import config
+from moecomm.core import names
+from moecomm.core.rounds import Rounds
+from moecomm.core.spans import Spans
+from moecomm.errors import BadInput
+from moecomm.jit import trusted_files
+from moecomm.jit.trusted_files import Access
+from moecomm.tracing import nvtx
+from moecomm.tracing.files import SpanFile
+
+log = logging.getLogger("moecomm")
+
+_lock = threading.Lock()
+_folder: Path | None = None  # of the blocks of trace() that are open
+_blocks = 0  # how many there are: ranks that are threads open one each
+
+
+@contextmanager
+def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Write the spans of all Buffers of this process to files, for as long as the block lasts.
+
+    Each rank writes what it does: calls, rounds, waits of the host, phases of rounds on CPUs.  `moecomm trace merge`
+    makes one file of those of all ranks, for https://ui.perfetto.dev.  NVTX ranges with the names of the spans are
+    opened as well, where NVTX is there.  MOECOMM_TRACE_DIR is for programs without such a block.
+
+    A rank that is a thread may open a block of its own, for the same folder.  Without a trace a round tests one
+    pointer, and kernels are the same.
+
+    Args:
+        folder: of the files; made if it is missing.
+
+    Raises:
+        BadInput: a folder that can't be written, or that other users can write to; another folder than that of a trace
+            that has begun.
+    """
+    if not isinstance(folder, (str, os.PathLike)) or isinstance(os.fspath(folder), bytes):
+        raise BadInput("folder", repr(folder), "a path")
+    path = Path(folder).absolute()
+    _make("folder", path)
+    _begin(path)
+    try:
+        yield
+    finally:
+        _end()
+
+
+def prepare() -> None:
+    """Check the folder of MOECOMM_TRACE_DIR, and make it if it is missing.  Raises BadInput."""
+    if (folder := config.trace_directory()) is not None:
+        _make("MOECOMM_TRACE_DIR", folder)
+
+
+def watch(rounds: Rounds, before: Rounds | None) -> None:
+    """Trace these rounds from now on, if there is a trace.
+
+    Args:
+        rounds: of a Buffer that has just been opened.
+        before: of the same Buffer, before shrink() or grow().
+    """
+    with _lock:
+        folder = _folder or config.trace_directory()
+        if folder is not None:
+            _start(rounds, folder, before)
+
+
+def _make(argument: str, folder: Path) -> None:
+    try:
+        trusted_files.make_directory(folder, Access.READ_ONLY)
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        raise BadInput(
+            argument, repr(str(folder)), f"a directory that only this user can write to ({error})"
+        ) from error
+
+
+def _begin(folder: Path) -> None:
+    global _folder, _blocks
+    with _lock:
+        going_on = _folder or config.trace_directory()
+        if going_on not in (None, folder):
+            raise BadInput("folder", repr(str(folder)), f"{str(going_on)!r}, where a trace has begun")
+        _folder = folder
+        _blocks += 1
+        for rounds in names.opened():
+            _start(rounds, folder, None)
+
+
+def _end() -> None:
+    global _folder, _blocks
+    with _lock:
+        _blocks -= 1
+        if _blocks > 0:
+            return
+        _folder = None
+        if config.trace_directory() is not None:
+            return
+        for rounds in names.opened():
+            if (spans := rounds.flight.spans) is not None:
+                rounds.flight.spans = None
+                spans.finish()
+
+
+def _start(rounds: Rounds, folder: Path, before: Rounds | None) -> None:
+    if rounds.flight.spans is not None:
+        return
+    try:
+        file = SpanFile(folder, rounds, before)
+    except OSError as error:  # a trace is no reason for a job to end
+        log.warning("rank %d: no trace is written to %s: %s", rounds.rank, folder, error)
+        return
+    rounds.flight.spans = Spans(file, nvtx.ranges())
