@@ -579,6 +579,24 @@ class FailureRecordView:
     @property
     def waited_ns(self) -> int: ...
 
+class RowChecks:
+    """
+    Hashes of the rows that combines of CPU ranks move (csrc/host/row_checks.h).
+
+    `tables`: by rank, the address of its table, of table_bytes(shape).
+    """
+    @staticmethod
+    def table_bytes(shape: Shape) -> int:
+        """Bytes of the table of a rank."""
+    def __init__(self, shape: Shape, rank: int, tables: collections.abc.Sequence[int]) -> None: ...
+    def flip_later(self, sender: int, source_rank: int, token: int, bit: int) -> None:
+        """For tests: flip a bit of this row once, where it has arrived."""
+    def take(self) -> tuple[int, int, int] | None:
+        """The first row that was not as sent, since the last call: the rank that sent it, its token's, and the token."""
+    @property
+    def flipped(self) -> bool:
+        """No flip is left to be made."""
+
 class WindowHandle:
     """
     Window of csrc/window/window.h: offsets for `nbytes` on each rank; addresses are set by the caller.
@@ -735,8 +753,8 @@ def goes_direct(shape: Shape, num_tokens: int) -> bool:
 def host_alloc(nbytes: int) -> HostMemory:
     """Allocate zeroed memory."""
 
-def host_combine(args: CombineArgs) -> None:
-    """As host_dispatch."""
+def host_combine(args: CombineArgs, checks: RowChecks = None) -> None:
+    """As host_dispatch.  `checks`: check the rows; all ranks do, or none."""
 
 def host_dispatch(args: DispatchArgs) -> None:
     """

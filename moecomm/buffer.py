@@ -53,6 +53,8 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
             reached by put and signal: a token crosses once a domain, or, of a rank with few (about 4 MB as float32),
             once for each of its ranks.  Default: all that can.
+        verify_every: N: compare rows with what was sent in one of N rounds; one that differs is CorruptRow, see
+            docs/observing.md.  0: in none.  None: as MOECOMM_VERIFY_EVERY says, else 0.
 
     Raises:
         BadInput: a value that can't be used, here or on the rank that it names.
@@ -77,6 +79,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
         domain_ranks: int | None = None,
         wire: Wire | None = None,
         capacity_factor: float | None = None,
+        verify_every: int | None = None,
     ) -> None:
         group = rendezvous(group)
         with opening(group, timeout_s) as ranks:
@@ -86,7 +89,8 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             tracing.prepare()
             name, self.chosen_because = backends.choose(config.asked_backend(backend), wanted)
             sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
-            settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor)
+            verified = config.verify_every(verify_every)
+            settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor, verified)
             rounds = elastic.open_rounds(self, ranks, settings, wanted, timeout_s)
         self.dtype, self.timeout_s = dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens

@@ -9,6 +9,7 @@
 | MOECOMM_FLIGHT_DIR | where each rank writes its flight record when a round fails, or on SIGTERM (default: nowhere) |
 | MOECOMM_TOP_DIR | where each rank keeps its counters for `moecomm top`, once a second (default: nowhere) |
 | MOECOMM_TRACE_DIR | where each rank writes the spans of its rounds, see "Traces" (default: nowhere) |
+| MOECOMM_VERIFY_EVERY | one of how many rounds is verified, in Buffers opened without verify_every (default: 0, none) |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_SGLANG | likewise in SGLang |
 | MOECOMM_RMA | how the RMA plugin, which reads these five itself, moves bytes: "auto", "loopback" or "tcp" |
@@ -42,6 +43,7 @@ _KNOWN = {
     "MOECOMM_TRACE_DIR": None,
     "MOECOMM_VLLM": ("always", "never"),
     "MOECOMM_SGLANG": ("always", "never"),
+    "MOECOMM_VERIFY_EVERY": None,
     "MOECOMM_RMA": ("auto", "loopback", "tcp"),
     "MOECOMM_JOB_SECRET": None,
     "MOECOMM_RMA_ADDRESS": None,
@@ -114,6 +116,17 @@ def trace_directory() -> Path | None:
     check_environment()
     chosen = os.environ.get("MOECOMM_TRACE_DIR")
     return _path("MOECOMM_TRACE_DIR", chosen) if chosen else None
+
+
+def verify_every(asked: int | None) -> int:
+    """Return how many rounds one that is verified stands for.  For None the environment decides; 0: none is."""
+    if asked is not None:
+        return asked
+    check_environment()
+    words = os.environ.get("MOECOMM_VERIFY_EVERY", "0")
+    if not words.isdecimal():
+        raise BadInput("MOECOMM_VERIFY_EVERY", repr(words), "a number of rounds, or 0")
+    return int(words)
 
 
 def in_vllm() -> str | None:

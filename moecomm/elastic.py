@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from moecomm import backends, flight, tracing
+from moecomm.backends.row_tables import RowTables
 from moecomm.core import names
 from moecomm.core.experts import ExpertIds
 from moecomm.core.group import Group
@@ -58,12 +59,13 @@ def open_rounds(
     session, buffer.why = backends.open_session(*how, ranks, shape, device, timeout_s)
     with ExitStack() as undo:
         undo.callback(session.close)
+        tables = RowTables(ranks, shape, timeout_s) if settings.verify_every and session.device.type == "cpu" else None
         came_ns = now_ns()
         ranks.settle()
         left_ns = now_ns()
         undo.pop_all()
     session.context.timeout_ns = int(timeout_s * 1e9)
-    rounds = Rounds(session, settings, identity, ids)
+    rounds = Rounds(session, settings, identity, ids, tables)
     rounds.barrier = came_ns, left_ns
     return rounds
 

@@ -99,6 +99,30 @@ class Aborted(RoundFailed):
     """abort() was called, or Ctrl-C pressed, on this rank or a peer."""
 
 
+class CorruptRow(MoecommError):
+    """A row is not what its source rank sent, as a verified round found: see `verify_every` of Buffer.
+
+    Raised on every rank.  No output of the round is returned, and the Buffer stays usable.
+
+    Attributes:
+        op, round: the operation, and the number of its round.
+        source: the rank that sent the row; of a combine between domains, that may be a forwarder.
+        destination: the rank at which it arrived.
+        token_rank, token: the rank of the row's token, and its number there.
+        path: how rows go from `source` to `destination`.
+    """
+
+    def __init__(
+        self, *, op: str, round: int, source: int, destination: int, token_rank: int, token: int, path: str  # noqa: A002
+    ) -> None:
+        super().__init__(
+            f"{op}, round {round}: the row of token {token} of rank {token_rank} is not what rank {source} sent to rank "
+            f"{destination} ({path})"
+        )
+        self.op, self.round, self.source, self.destination = op, round, source, destination
+        self.token_rank, self.token, self.path = token_rank, token, path
+
+
 class Excluded(MoecommError):
     """The other ranks have gone on without this one, which was late or was taken for lost.  The Buffer can be closed.
 

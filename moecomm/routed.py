@@ -152,7 +152,19 @@ class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
     BadInput.
     """
 
-    __slots__ = ("__weakref__", "_tensors", "args", "back", "dropped", "handle", "inputs", "payload", "plan", "sync")
+    __slots__ = (
+        "__weakref__",
+        "_tensors",
+        "args",
+        "back",
+        "check",
+        "dropped",
+        "handle",
+        "inputs",
+        "payload",
+        "plan",
+        "sync",
+    )
 
     def __init__(self, handle: Handle, plan: DispatchPlan, args: _native.DispatchArgs, payload: _native.Block) -> None:
         self.handle, self.plan, self.args, self.payload = handle, plan, args, payload
@@ -160,6 +172,7 @@ class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
         self.dropped: torch.Tensor | None = None
         self.back: Callable[[torch.Tensor], Any] | None = None  # to the caller's kind of arrays; None: torch's
         self.inputs: Any = None  # kept until the executor has read them
+        self.check: Any = None  # of a verified dispatch, until it has run
         self._tensors: dict[str, Any] = {}
 
     def __repr__(self) -> str:

@@ -201,14 +201,15 @@ void end_invalid(Combine& c) {
 
 }  // namespace
 
-void combine(const CombineArgs& args) {
-    Combine c(args);
+void combine(const CombineArgs& args, RowChecks* checks) {
+    Combine c(args, checks);
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
     const bool intact = is_intact(tables_of(args));
     {
         const Timed timed = c.r.watch.timed("announce");
         if (intact) post_weights(c);
+        if (intact) check_in_place(c);
         announce(c, intact);
     }
     if (!intact) return end_invalid(c);

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "round.h"
+#include "row_checks.h"
 #include "rows.h"
 #include "scaleout/direct.h"
 
@@ -16,9 +17,10 @@ struct alignas(64) Sums {
 };
 
 struct Combine {
-    explicit Combine(const CombineArgs& args) : a(args), r(args.ctx, Op::combine) {}
+    explicit Combine(const CombineArgs& args, RowChecks* checks = nullptr) : a(args), checks(checks), r(args.ctx, Op::combine) {}
 
     const CombineArgs& a;
+    RowChecks* const checks;  // null: rows are not checked
     Round r;
     const Shape& shape = a.ctx.shape;
     const i32 topk = shape.topk;
@@ -64,6 +66,16 @@ struct Combine {
     float& staged_weight(u8* staged) const { return *reinterpret_cast<float*>(staged + a.hidden * bytes_of(type)); }
     u8* staged(i32 rank, i32 source_rank, i32 token) const {
         return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, source_rank, token));
+    }
+    // Hash a row that travels in one piece: `bytes` of it, and the weight gradients behind it.
+    u64 hash_of(const u8* row, i64 bytes) const {
+        const bool grads = a.weight_grads != 0 || a.out_weight_grads != 0;
+        return hash_row(row, bytes, grads ? hash_row(row + grads_at, topk * sizeof(float)) : 0);
+    }
+    // Bytes of a staged row; `single`: of a row that travels as it is.
+    i64 staged_bytes(bool single) const {
+        if (!single) return a.hidden * bytes_of(staged_type);
+        return a.hidden * bytes_of(type) + static_cast<i64>(own_weights ? 0 : sizeof(float));
     }
     // True if all headers have arrived and the round is valid.  agreed() does not wait; await_agreement() waits for the headers.
     bool agreed() { return r.headers_in() && r.validate_headers().failure == Failure::none; }

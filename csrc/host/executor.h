@@ -4,10 +4,13 @@
 
 namespace moecomm::host {
 
+class RowChecks;
+
 // Run this rank's part of a round and block until it is done.  A failed or invalid round throws nothing: it leaves a FailureRecord at
 // `ctx.record`.  Every rank of the Buffer must call, each from a thread or process of its own; a rank makes one call at a time.
 void dispatch(const DispatchArgs& args);
-void combine(const CombineArgs& args);
+// `checks`: check the rows; all ranks do, or none.
+void combine(const CombineArgs& args, RowChecks* checks = nullptr);
 
 // Count a call of this rank that failed before it could start a round.  The headers of later rounds carry the count.
 void count_rejected(const Context& ctx);

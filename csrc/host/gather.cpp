@@ -62,6 +62,37 @@ void Gather::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) co
     add_row(sum, rounded, c_.staged_type, 1.0f, n);
 }
 
+// Hash the rows that `rank` contributes to a token, as that rank has.
+u64 Gather::check_hash(i32 rank, i32 slot, i32 token) const {
+    const CorruptRow name{rank, tokens_.source_rank, token};
+    const RoundHeader& from = c_.r.header(rank);
+    const i64 bytes = c_.a.hidden * bytes_of(c_.type);
+    if (from.combine.rows == 0) {
+        const Contribution part = contribution(rank, slot, token);
+        const bool single = c_.single_rows_travel && part.type == c_.type;
+        c_.checks->flip_now(name, part.row, c_.staged_bytes(single));
+        return c_.hash_of(part.row, c_.staged_bytes(single));
+    }
+    u64 hash = 0;
+    for (i32 k = 0; k < (c_.flat ? 1 : c_.topk); ++k) {
+        if (!c_.flat && tokens_.owners_of(token)[k] != rank) continue;
+        const i64 row = c_.flat ? slot : tokens_.rows_of(token)[k];
+        const u8* published = at<const u8>(c_.a.ctx, rank, from.combine.rows) + row * static_cast<i64>(from.combine.pitch);
+        c_.checks->flip_now(name, published, bytes);
+        hash = hash_row(published, bytes, hash);
+    }
+    return hash;
+}
+
+void Gather::check(i32 token) const {
+    for (i32 p = 0; p < c_.r.scaleup_ranks && c_.checks != nullptr; ++p) {
+        const i32 slot = tokens_.slots_of(token)[p], rank = c_.r.first + p;
+        if (slot < 0) continue;
+        const u64 hash = check_hash(rank, slot, token);
+        c_.checks->compare(c_.r.tag, c_.checks->rows_of(tokens_.source_rank), {rank, tokens_.source_rank, token}, hash);
+    }
+}
+
 void Gather::add_up(float* sum, i32 token, i64 column, i64 n) const {
     const i32* slot = tokens_.slots_of(token);
     Addends rows;

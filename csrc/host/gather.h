@@ -27,6 +27,8 @@ class Gather {
 
     // Sum n <= kColumns columns of the token over the ranks of this domain, in rank order.
     void add_up(float* sum, i32 token, i64 column, i64 n) const;
+    // With checks: compare the token's rows with what the ranks of this domain sent.
+    void check(i32 token) const;
     // The gradient of the k-th expert's weight, as staged by `owner`, a rank of this domain.
     float grad(i32 token, i32 k, i32 owner) const {
         return reinterpret_cast<const float*>(c_.staged(owner, tokens_.source_rank, token) + c_.grads_at)[k];
@@ -40,6 +42,7 @@ class Gather {
         float factor;
     };
     Contribution contribution(i32 rank, i32 slot, i32 token) const;
+    u64 check_hash(i32 rank, i32 slot, i32 token) const;
     void add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const;
 
     const Combine& c_;

@@ -85,7 +85,34 @@ void stage_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* s
     if (c.a.weight_grads != 0) stage_grads(c, slot, staged);
 }
 
+void check_staged(const Combine& c, i32 source_rank, i32 slot, const u8* staged) {
+    if (c.checks == nullptr) return;
+    const bool single = !c.flat && single_row(c, rows_of(c, slot)) >= 0;
+    c.checks->sent(c.r.tag, c.checks->rows_of(source_rank), token_of(c, slot), c.hash_of(staged, c.staged_bytes(single)));
+}
+
+// Hash the rows of y that peers read in place for a token.
+u64 hash_in_place(const Combine& c, i32 slot) {
+    const auto row = [&](i64 number) { return memory<const u8>(c.a.y) + number * c.a.y_stride; };
+    const i64 bytes = c.a.hidden * bytes_of(c.type);
+    if (c.flat) return hash_row(row(slot), bytes);
+    u64 hash = 0;
+    for (i32 k = 0; k < c.topk; ++k)
+        if (const i32 number = rows_of(c, slot)[k]; number >= 0) hash = hash_row(row(number), bytes, hash);
+    return hash;
+}
+
 }  // namespace
+
+void check_in_place(const Combine& c) {
+    for (i32 source_rank = 0; source_rank < c.r.ranks && c.checks != nullptr && c.in_place; ++source_rank) {
+        for (i32 chunk = 0; chunk < c.chunks_of(source_rank) && !c.direct_to(source_rank); ++chunk) {
+            const u32 range = range_of(c, source_rank, chunk);
+            for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot)
+                c.checks->sent(c.r.tag, c.checks->rows_of(source_rank), token_of(c, slot), hash_in_place(c, slot));
+        }
+    }
+}
 
 bool rows_here(const Combine& c, i32 source_rank, i32 chunk) { return signal_count(range_of(c, source_rank, chunk)) > 0; }
 
@@ -106,7 +133,9 @@ const u64* missing_weight(const Combine& c, i32 source_rank, i32 chunk) {
 void stage_chunk(const Combine& c, i32 source_rank, i32 chunk, float* scratch) {
     const u32 range = range_of(c, source_rank, chunk);
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
-        stage_row(c, source_rank, slot, c.staged(c.r.me, source_rank, token_of(c, slot)), scratch);
+        u8* staged = c.staged(c.r.me, source_rank, token_of(c, slot));
+        stage_row(c, source_rank, slot, staged, scratch);
+        check_staged(c, source_rank, slot, staged);
     }
     order_copied_rows();
     const i32 puller = c.r.local(source_rank);
@@ -119,6 +148,7 @@ void put_chunk(const Combine& c, DirectSends& sent, i32 source_rank, i32 chunk, 
     const u64 bytes = c.a.weight_grads != 0 ? row.size() : static_cast<u64>(c.a.hidden * bytes_of(c.staged_type));
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
         stage_row(c, source_rank, slot, row.data(), scratch);
+        check_staged(c, source_rank, slot, row.data());
         c.r.link().put(source_rank, direct_row_at(c.a.ctx.window, c.shape, c.r.tag, c.r.me, token_of(c, slot)), row.data(), bytes);
     }
     sent.end_part(c.r, source_rank, signal_count(range) > 0);

@@ -116,6 +116,10 @@ class HostSession:
                 raise Closed()
             execute(args)
 
+    def combine_checked(self, args: _native.CombineArgs, checks: _native.RowChecks) -> None:
+        """Run a combine whose rows are checked.  All ranks do."""
+        self._run(partial(_native.host_combine, checks=checks), args)
+
     def count_rejected(self) -> None:
         if self._window is not None:
             _native.count_rejected(self.context)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moecomm.combine import chunks
+from moecomm.combine import chunks, verify
 from moecomm.combine.arguments import check
 from moecomm.combine.options import Key, Options
 from moecomm.combine.plan import Combining, Plan
@@ -77,11 +77,16 @@ def prepare(
         combining = _start_checked(rounds, options, handle, y, out, bias, weight_grads, topk_weights, sum_grads)
     if out is not None:
         note_written("out", out)
+    if rounds.sampling is not None:
+        combining.check = verify.checked(rounds, combining)
     return combining
 
 
 def run(combining: Combining) -> None:
     """Run a prepared combine on the executor."""
+    if combining.check is not None:
+        combining.check.run()
+        return
     combining.plan.run(combining.args)
 
 

@@ -20,7 +20,7 @@ from moecomm.routed import Handle
 class Combining:
     """A combine that is ready to run, and its outputs."""
 
-    __slots__ = ("args", "back", "inputs", "out", "out_weight_grads", "plan", "reduced_rows")
+    __slots__ = ("args", "back", "check", "inputs", "out", "out_weight_grads", "plan", "reduced_rows")
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class Combining:
         self.out, self.out_weight_grads = out, out_weight_grads
         self.back: Any = None  # makes arrays of the caller's kind; None: of torch's
         self.inputs: Any = None  # kept until the executor has read them
+        self.check: Any = None  # of a verified combine
 
 
 class Plan:

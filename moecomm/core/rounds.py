@@ -8,6 +8,7 @@ from typing import Any
 from moecomm.core.experts import ExpertIds, experts_of
 from moecomm.core.memory import WindowMemory
 from moecomm.core.plans import PlanCache
+from moecomm.core.sampling import RowTables, Sampling
 from moecomm.core.session import Session
 from moecomm.core.settings import Settings
 from moecomm.core.spans import span
@@ -24,9 +25,17 @@ class Rounds(RoundState):
         settings: on which its ranks have agreed.
         identity: by which its ranks name this opening, and no other.
         ids: of experts that callers name; None: those of the rounds.
+        row_tables: hashes of the rows that combines move; CPU ranks that verify rounds.
     """
 
-    def __init__(self, session: Session, settings: Settings, identity: str, ids: ExpertIds | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        settings: Settings,
+        identity: str,
+        ids: ExpertIds | None = None,
+        row_tables: RowTables | None = None,
+    ) -> None:
         super().__init__(session)
         self.ids, self.identity = ids, identity
         shape = session.context.shape
@@ -47,6 +56,8 @@ class Rounds(RoundState):
         self.retries = 0  # rounds of dispatches that had no room for their rows in one
         # When this rank came to the barrier that ends an opening, and when it left: CLOCK_MONOTONIC, in ns.
         self.barrier = (0, 0)
+        self.sampling = Sampling(settings.verify_every) if settings.verify_every else None
+        self.row_tables = row_tables
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
 
     def own_ids(self, topk_idx: Any) -> Any:
@@ -72,4 +83,5 @@ class Rounds(RoundState):
     def _release(self) -> None:
         super()._release()
         self.plans.clear()
+        self.row_tables, self.sampling = None, None
         self.routes.clear()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 VERSION = 9  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
-_PACKED = "<11q16s8s"
+_PACKED = "<12q16s8s"
 _MAGIC = 0x6D6F65636F6D6D
 _WIRES = (None, "exact")
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
@@ -84,6 +84,7 @@ class Settings:
     domain_ranks: int | None = None  # all
     wire: Wire | None = None  # of combines that name none
     capacity_factor: float | None = None
+    verify_every: int = 0
 
     _NAMES = (
         "magic",
@@ -97,6 +98,7 @@ class Settings:
         "domain_ranks",
         "wire",
         "capacity_factor",
+        "verify_every",
     )
 
     def agree(self, group: Rendezvous) -> str:
@@ -113,7 +115,8 @@ class Settings:
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
-        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, int(is_exact(self.wire)), self._factor_bits)
+        others = (int(is_exact(self.wire)), self._factor_bits, self.verify_every)
+        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, *others)
         for name, value in zip(self._NAMES, mine, strict=True):
             if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
@@ -135,6 +138,8 @@ class Settings:
             raise BadInput("wire", repr(self.wire), "None or 'exact'")
         if self.capacity_factor is not None and self._factor_bits <= 0:
             raise BadInput("capacity_factor", repr(self.capacity_factor), "a number greater than 0, or None")
+        if self.verify_every < 0:
+            raise BadInput("verify_every", self.verify_every, "0 for never, or a number of rounds")
         if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
             raise BadInput(
                 "hidden", self.hidden, f"rows of a multiple of 16 bytes: a multiple of {16 // self.dtype.itemsize}"
@@ -261,6 +266,8 @@ class Settings:
         if batched * self._output_row_bytes <= 2 << 30:
             rows = max(rows, batched)
         tables, few = self.tables_bytes, 16 * self.local_experts() + (1 << 16)
+        if self.verify_every:  # a row of 16 bytes for each, and the tables of the round that says what was found
+            few += 16 * rows + self.max_tokens * tables
         round_ = rows * self._output_row_bytes + self.max_tokens * tables + few
         if self.backend == "host":
             return max(2 * round_, min(4 * round_, _ROOM))

@@ -10,11 +10,20 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native
-from moecomm.core import failures, forks, signature
+from moecomm.core import corruption, failures, forks, signature
 from moecomm.core.compiling import not_traced
 from moecomm.core.flight import Failure, FlightRecorder
 from moecomm.core.session import Session
-from moecomm.errors import Closed, ConcurrentCall, MemoryReleased, Mismatch, MoecommError, OutOfStep, RoundFailed
+from moecomm.errors import (
+    Closed,
+    ConcurrentCall,
+    CorruptRow,
+    MemoryReleased,
+    Mismatch,
+    MoecommError,
+    OutOfStep,
+    RoundFailed,
+)
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -170,13 +179,15 @@ class RoundState:
         record = _native.record(self._record)
         if record is None:
             return
-        error: MoecommError = failures.error_of(record, self._session.dead_peers())
+        error = self._error_of(record)
         self.flight.failed(error, failures.fields(record))
         if isinstance(error, (RoundFailed, OutOfStep)):
             self._failure = error
         else:
             _native.clear_record(self._record)
-        if isinstance(error, RoundFailed) or (isinstance(error, Mismatch) and error.field != signature.GROW):
+        if isinstance(error, (RoundFailed, CorruptRow)) or (
+            isinstance(error, Mismatch) and error.field != signature.GROW
+        ):
             self.flight.announce(error)
         try:
             raise error
@@ -188,8 +199,12 @@ class RoundState:
         record = None if self._failure is not None or not self._open else _native.record(self._record)
         if record is None:
             return None
-        error = failures.error_of(record, self._session.dead_peers())
+        error = self._error_of(record)
         return self.flight.failure_of(error, failures.fields(record))
+
+    def _error_of(self, record: _native.FailureRecordView) -> MoecommError:
+        found = corruption.error_of(record, self._session)
+        return failures.error_of(record, self._session.dead_peers()) if found is None else found
 
     def failure(self) -> MoecommError | None:
         """Return the error that raise_failure() would raise, if any."""

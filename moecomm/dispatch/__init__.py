@@ -12,7 +12,7 @@ from moecomm.core.arrays import warn_of_gradients, window_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flag
-from moecomm.dispatch import chunks, observers, outputs
+from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Key, Options, check_options, check_overflow
@@ -175,12 +175,22 @@ def prepare(
     if descriptors is not None:
         args = routed.args
         args.x, args.x_stride, args.result_rows = descriptors
+    elif rounds.sampling is not None and not grow:
+        routed.check = verify.checked(rounds, routed, options, x, scales)
     return routed
 
 
 def run(pending: Routed | Ending) -> None:
     """Run a prepared dispatch, or the end of one, on the executor."""
     pending.plan.run(pending.args)
+    if isinstance(pending, Ending):
+        pending = pending.routed
+    elif pending.args.part == BEGIN:
+        return
+    if pending.check is not None:
+        for stage in pending.check.stages():
+            stage()
+        pending.check = None
 
 
 def prepare_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) -> Ending:

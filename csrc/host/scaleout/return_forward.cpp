@@ -23,6 +23,7 @@ bool ReturnForward::scaleout_ready(i32 chunk) const {
 void ReturnForward::pull_token(i32 token) {
     const CombineArgs& a = c_.a;
     if (!ours(token)) return;
+    gather_.check(token);
     for (i64 column = 0; column < a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, a.hidden - column);
         gather_.add_up(scratch_, token, column, n);
@@ -40,6 +41,9 @@ void ReturnForward::pull_token(i32 token) {
         grads[k] = owner >= 0 && c_.r.reaches(owner) ? gather_.grad(token, k, owner) : 0.0f;
     }
     const u64 bytes = a.weight_grads != 0 ? row_.size() : static_cast<u64>(a.hidden * bytes_of(c_.scaleout_type));
+    if (c_.checks != nullptr)
+        c_.checks->sent(c_.r.tag, c_.checks->sums_of(tokens_.source_rank), token,
+                        c_.hash_of(row_.data(), a.hidden * bytes_of(c_.scaleout_type)));
     c_.r.link().put(tokens_.source_rank, returned_at(a.ctx.window, c_.shape, c_.r.domain(), token), row_.data(), bytes);
 }
 

@@ -33,6 +33,28 @@ Missing SourceReduce::scaleout_missing(i32 chunk) const {
     return {rank, direct_ ? direct_from(rank) : signal(domain_of(c_.shape, rank), chunk), c_.r.tag};
 }
 
+void SourceReduce::check_row(i32 rank, i32 entries, i32 token, const u8* row, Type type) const {
+    const CorruptRow name{rank, c_.r.me, token};
+    const i64 bytes = c_.a.hidden * bytes_of(type);
+    c_.checks->flip_now(name, row, bytes);
+    c_.checks->compare(c_.r.tag, entries, name, c_.hash_of(row, bytes));
+}
+
+// With checks: compare the direct rows and the sums of other domains with what their ranks sent.
+void SourceReduce::check_domains(i32 token) const {
+    const i32* slots = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
+    for (i32 domain = 0; domain < c_.r.domains() && c_.checks != nullptr; ++domain) {
+        if (domain == c_.r.domain() || !comes_from(domain, token)) continue;
+        if (!direct_) {
+            const i32 from = c_.r.counterpart(domain);
+            check_row(from, c_.checks->sums_of(c_.r.me), token, returned(domain, token), c_.scaleout_type);
+            continue;
+        }
+        for (i32 rank = domain * c_.r.scaleup_ranks; rank < (domain + 1) * c_.r.scaleup_ranks; ++rank)
+            if (slots[rank] >= 0) check_row(rank, c_.checks->rows_of(c_.r.me), token, c_.put_by(rank, token), c_.staged_type);
+    }
+}
+
 // Sum the direct rows of a domain's ranks and round as a return-forwarder would, so that both ways give the same bits.
 void SourceReduce::add_direct(float* sum, i32 domain, i32 token, i64 column, i64 n) const {
     const i32* slots = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
@@ -95,6 +117,8 @@ void SourceReduce::sum_grads(i32 token, float* grads) const {
 
 // Write the token's row of `out`: add the bias to the sum, then round once.
 void SourceReduce::pull_token(i32 token) {
+    gather_.check(token);
+    check_domains(token);
     const CombineArgs& a = c_.a;
     const Type bias_type = static_cast<Type>(a.bias_type);
     const u8* bias = a.bias != 0 ? memory<const u8>(a.bias) + token * a.bias_stride : nullptr;

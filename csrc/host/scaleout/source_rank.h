@@ -24,6 +24,8 @@ class SourceReduce final : public Pull {
     const u8* returned(i32 domain, i32 token) const {
         return at<const u8>(c_.a.ctx, c_.r.me, returned_at(c_.a.ctx.window, c_.shape, domain, token));
     }
+    void check_domains(i32 token) const;
+    void check_row(i32 rank, i32 entries, i32 token, const u8* row, Type type) const;
     void add_direct(float* sum, i32 domain, i32 token, i64 column, i64 n) const;
     void add_domains(float* sum, i32 token, i64 column, i64 n) const;
     void load_grads(i32 token) const;

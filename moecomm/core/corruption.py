@@ -1,0 +1,67 @@
+"""Corrupt rows in the failure record.
+
+The rank that finds one dispatches a token whose expert id says which row it is.  No such expert exists, so the
+dispatch is invalid on every rank, and leaves the id, and the rank that passed it, in the record of each.
+"""
+
+from __future__ import annotations
+
+from moecomm import _native
+from moecomm.core.session import Session
+from moecomm.errors import CorruptRow
+
+_OPS = ("dispatch", "combine")
+# Bits of an id, from the lowest: rounds since, source rank, number of the token among those of all ranks, operation.
+# Above them is a pattern that the id of an expert would have by accident only.
+_ROUNDS, _RANK, _TOKEN, _OP = 8, 12, 23, 1
+_PATTERN = 0x2C0E7 << (_ROUNDS + _RANK + _TOKEN + _OP)
+_PATHS = {
+    "host": ("shared memory", "link between domains"),
+    "lsa": ("NVLink store", "emulated NIC"),
+    "gin": ("NVLink store", "NCCL's plugin"),
+    "nvshmem": ("NVLink store", "NVSHMEM put"),
+}
+
+
+def fixed_bits(op: str, rounds_since: int) -> int:
+    """Return an id without its row: see row_bits().
+
+    Args:
+        op: the operation that moved the row.
+        rounds_since: number of the round that says so, less that of the operation.
+    """
+    return _PATTERN | _OPS.index(op) << (_ROUNDS + _RANK + _TOKEN) | min(rounds_since, (1 << _ROUNDS) - 1)
+
+
+def row_bits(source: int, token: int) -> int:
+    """Return the bits of a row: the rank that sent it, and `rank * max_tokens + token` of its token."""
+    return (source << _ROUNDS) | (token << (_ROUNDS + _RANK))
+
+
+def error_of(record: _native.FailureRecordView, session: Session) -> CorruptRow | None:
+    """Return the error of a record that names a corrupt row; None for other records."""
+    code = record.seen
+    if record.code != _native.Failure.bad_input or record.argument != _native.Argument.topk_idx:
+        return None
+    if code >> (_ROUNDS + _RANK + _TOKEN + _OP) != _PATTERN >> (_ROUNDS + _RANK + _TOKEN + _OP):
+        return None
+
+    def take(bits: int) -> int:
+        nonlocal code
+        value, code = code & ((1 << bits) - 1), code >> bits
+        return value
+
+    since, source, flat, op = take(_ROUNDS), take(_RANK), take(_TOKEN), take(_OP)
+    shape = session.context.shape
+    token_rank, token = divmod(flat, shape.max_tokens)
+    size = shape.domain_ranks or shape.ranks
+    crosses = source // size != record.peer // size
+    return CorruptRow(
+        op=_OPS[op],
+        round=record.round - since,
+        source=source,
+        destination=record.peer,
+        token_rank=token_rank,
+        token=token,
+        path=_PATHS[session.name.partition("/")[0]][crosses],
+    )

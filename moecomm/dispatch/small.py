@@ -1,0 +1,93 @@
+"""Dispatches of rows of 16 bytes, which verify others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from moecomm import _native
+from moecomm.core import signature
+from moecomm.core.arrays import window_tensor
+from moecomm.core.choices import Layout
+from moecomm.core.protocol import LAYOUTS, TYPES
+from moecomm.core.rounds import Rounds
+from moecomm.routed import Handle
+
+_COLUMNS = 4  # of float32, of which only the bits travel
+
+
+class SmallDispatch:
+    """Dispatches of one layout: by a handle, or of one token to all ranks.
+
+    Args:
+        layout: "flat" without `repeat`.
+        repeat: by a handle.
+    """
+
+    def __init__(self, rounds: Rounds, layout: Layout, repeat: bool) -> None:
+        self._session, self._memory, self._flight = rounds.session, rounds.memory, rounds.flight
+        self._device = rounds.device
+        args = _native.DispatchArgs()
+        args.ctx = rounds.session.context
+        args.hidden, args.in_type, args.row_bytes = _COLUMNS, TYPES[torch.float32], 16
+        args.layout, args.alignment, args.repeat = LAYOUTS.index(layout), 1, int(repeat)
+        args.idx_bytes = 0 if repeat else 8
+        args.call = signature.pack(
+            layout=args.layout, dtype=args.in_type, topk_idx_dtype=int(not repeat), handle_given=args.repeat
+        )
+        x = torch.empty(1, _COLUMNS, device=rounds.device)
+        ids = None if repeat else torch.empty(1, rounds.topk, dtype=torch.int64, device=rounds.device)
+        self._native = _native.DispatchPlan(args, False, x, None, ids, None)
+        self._layout, self._room = layout, rounds.num_ranks
+        self._runs: dict[int, Callable[[_native.DispatchArgs], None]] = {}
+        self._recorded = self._flight.kind("verify", args.call, torch.float32, 16)
+        self._blocks: tuple[_native.Block, ...] = ()
+
+    def by_handle(self, handle: Handle, rows: torch.Tensor) -> tuple[_native.DispatchArgs, torch.Tensor]:
+        """Make room for int64 rows `[T, 2]` to travel as those of a dispatch; return where they arrive, `[rows, 2]`."""
+        (payload,) = self._memory.allocate(self._native.payload_bytes(handle.args.max_rows))
+        self._schedule(len(rows))
+        args = self._native.repeat(payload, handle.args, rows.view(torch.float32), None)
+        assert args is not None, "as many tokens as the handle has"
+        self._load(args)
+        address = handle.plan.base + args.out_x
+        shape = (handle.args.max_rows, 2)
+        return args, window_tensor(payload, address, shape, torch.int64, self._device, self._session.owner)
+
+    def of_one_token(self, ids: torch.Tensor) -> _native.DispatchArgs:
+        """Prepare a dispatch of one token with these ids, int64 `[1, K]`.  Its tables are used again by the next."""
+        if not self._blocks:
+            sizes = (self._native.kept_bytes(self._room), self._native.payload_bytes(self._room))
+            self._blocks = tuple(self._memory.allocate(*sizes))
+        kept, payload = self._blocks
+        self._schedule(1)
+        x = torch.zeros(1, _COLUMNS, device=self._device)
+        args = self._native.bind(payload, kept, self._room, x, None, ids, None)
+        assert args is not None, "the tensors that the plan was made for"
+        self._load(args)
+        return args
+
+    def run(self, args: _native.DispatchArgs) -> None:
+        """Run it on the executor."""
+        record = self._flight.begin(self._recorded, args.num_tokens)
+        self._runs[args.num_tokens](args)
+        self._flight.end(record)
+
+    def _schedule(self, tokens: int) -> None:
+        schedule = self._session.schedule("dispatch", num_tokens=tokens, layout=self._layout, num_sms=None)
+        self._native.schedule(tokens, schedule.workers, schedule.chunk_tokens)
+
+    def _load(self, args: _native.DispatchArgs) -> None:
+        if args.num_tokens not in self._runs:
+            self._runs[args.num_tokens] = self._session.dispatcher(args)
+
+
+def small_dispatch(rounds: Rounds, layout: Layout, repeat: bool) -> SmallDispatch:
+    """Return the dispatches of this kind of a Buffer."""
+    assert rounds.sampling is not None, "rounds are verified"
+    plans, key = rounds.sampling.plans, (layout, repeat)
+    if key not in plans:
+        plans[key] = SmallDispatch(rounds, layout, repeat)
+    return cast("SmallDispatch", plans[key])
