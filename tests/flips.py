@@ -53,11 +53,12 @@ class Case(NamedTuple):
     @staticmethod
     def of(draw: random.Random) -> Case:
         ranks = draw.randint(2, 6)
+        experts = draw.randint(ranks, 3 * ranks)
         dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
         settings = {
             "hidden": draw.choice([16, 64, 144, 272]),
-            "num_experts": draw.randint(ranks, 3 * ranks),
-            "topk": draw.randint(1, 4),
+            "num_experts": experts,
+            "topk": draw.randint(1, min(4, experts)),
             "max_tokens": draw.choice([1, 8, 24, 40]),
             "dtype": dtype,
             "domain_ranks": draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0]),
@@ -111,7 +112,8 @@ class Cluster:
         generator = torch.Generator().manual_seed(64 * seed + buffer.rank)
         tokens = int(torch.randint(0, settings["max_tokens"] + 1, (1,), generator=generator))
         x = torch.randn(tokens, settings["hidden"], generator=generator).to(settings["dtype"])
-        ids = torch.randint(-1, settings["num_experts"], (tokens, settings["topk"]), generator=generator)
+        ids = torch.rand(tokens, settings["num_experts"], generator=generator).argsort(dim=1)[:, : settings["topk"]]
+        ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
         scales = None
         if case.scales is not None:
             scales = torch.randint(0, 100, (tokens, 3), generator=generator).to(case.scales)
@@ -148,14 +150,17 @@ class Cluster:
         """Flip a bit of a row on its way back; None: no such row travels, for instance because a sum does."""
         size = self.case.settings["domain_ranks"]
         routed = self.dispatch(seed)
-        token_rank, source = self.draw.randrange(self.case.ranks), self.draw.randrange(self.case.ranks)
-        tokens = routed[token_rank].handle.num_tokens
-        if tokens == 0:
+        assert not any(isinstance(one, BaseException) for one in routed), (routed, self.case)
+        rows = [(source, *row) for source, here in enumerate(routed) for row in rows_of(here)]
+        if not rows:
             return None
+        source, token_rank, token = self.draw.choice(rows)
         destination = token_rank
-        if source // size != token_rank // size and self.draw.random() < 0.5:  # the forwarder in that domain
+        if source // size != token_rank // size and self.draw.random() < 0.5:  # in the sum of its domain
+            source = source // size * size + token_rank % size
+        elif source // size != token_rank // size and self.draw.random() < 0.7:  # on its way to the rank that adds it up
             destination = source // size * size + token_rank % size
-        row = Row("combine", source, destination, token_rank, self.draw.randrange(tokens))
+        row = Row("combine", source, destination, token_rank, token)
         tables = self.buffers[destination].rounds.row_tables
         assert tables is not None
         tables.checks.flip_later(source, token_rank, row.token, self.draw.randrange(1 << 20))
@@ -203,6 +208,12 @@ def flipping(destination: int, draw: random.Random, made: list[Row]) -> Iterator
 
     with mock.patch.object(verify.DispatchCheck, "_compare", flip_and_compare):
         yield
+
+
+def rows_of(routed: dispatch.Routed) -> list[list[int]]:
+    """Source rank and token of each row in use."""
+    src, in_use = verify._table_of_rows(routed)
+    return src[in_use].tolist()
 
 
 def flip(routed: dispatch.Routed, row: int, draw: random.Random) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +30,11 @@ __all__ = [
     "dispatch_end",
     "finish",
     "is_of",
+    "launch",
     "prepare",
     "prepare_end",
     "run",
+    "stages",
 ]
 
 
@@ -45,12 +49,14 @@ class PublishedOffsets(NamedTuple):
     result_rows: int  # room for `[T, K, H]` of x's dtype
 
 
-class Ending(NamedTuple):
+@dataclass
+class Ending:
     """The second half of a split dispatch, ready to run."""
 
     routed: Routed[Any, Any, Any, Any]
     plan: Any
     args: _native.DispatchArgs  # those of `routed`, with the part END
+    check: verify.DispatchCheck | None
 
 
 @collective()
@@ -182,15 +188,24 @@ def prepare(
 
 def run(pending: Routed | Ending) -> None:
     """Run a prepared dispatch, or the end of one, on the executor."""
-    pending.plan.run(pending.args)
-    if isinstance(pending, Ending):
-        pending = pending.routed
-    elif pending.args.part == BEGIN:
-        return
+    launch(pending)
     if pending.check is not None:
-        for stage in pending.check.stages():
+        for stage in stages(pending):
             stage()
-        pending.check = None
+
+
+def launch(pending: Routed | Ending) -> None:
+    """Run it without what verifies it."""
+    pending.plan.run(pending.args)
+
+
+def stages(pending: Routed | Ending) -> tuple[Callable[[], None], ...]:
+    """Return what follows launch() of a dispatch that is verified, in this order."""
+    check = pending.check
+    if check is None or pending.args.part == BEGIN:
+        return ()
+    pending.check = None
+    return check.stages()
 
 
 def prepare_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) -> Ending:
@@ -203,7 +218,8 @@ def prepare_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) -> 
     args = copy.copy(routed.args)  # those of `routed` say END when the dispatch has ended without an error
     args.part = END
     routed.sync = rounds.on_cpu if sync is None else sync
-    return Ending(routed, routed.plan, args)
+    check, routed.check = routed.check, None  # which refers to `routed`
+    return Ending(routed, routed.plan, args, check)
 
 
 def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:

@@ -36,8 +36,10 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
     """Return the bytes of each row as int32, padded with zeros."""
     if len(rows) == 0:  # has strides of any kind
         return torch.zeros(0, -(-rows.shape[1] * rows.element_size() // 4), dtype=torch.int32, device=rows.device)
-    data = (rows.view(torch.uint8) if rows.element_size() == 1 else rows).contiguous()
-    data = data.view(-1).view(torch.uint8).view(len(rows), -1)
+    data = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+    if not data.is_contiguous() or data.stride(-1) != 1:  # also of one column, whose stride may be any
+        data = torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
+    data = data.view(torch.uint8)
     if short := -data.shape[1] % 4:
         data = torch.nn.functional.pad(data, (0, short))
     return data.view(torch.int32)

@@ -73,7 +73,10 @@ class DispatchCheck:
         self._verdict = Verdict(rounds, "dispatch")
 
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """Return what follows the dispatch, in this order.  Virtual ranks run each together."""
+        """Return what follows the dispatch, in this order.
+
+        Ranks that one thread drives run each stage on all of them: then no kernel waits for one that is not launched.
+        """
         return self._send, self._compare, self._verdict.run
 
     def _send(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -80,11 +80,11 @@ class LocalBuffers:
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Call Buffer.dispatch(**calls[rank]) on every rank; raises the first error in rank order."""
-        return self._run([partial(prepare_dispatch, **c) for c in calls], dispatch.run, dispatch.finish)
+        return self._run([partial(prepare_dispatch, **c) for c in calls], dispatch.launch, dispatch.finish)
 
     def dispatch_begin(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Call Buffer.dispatch_begin(**calls[rank]) on every rank."""
-        return self._run([partial(prepare_dispatch, **c, begin=True) for c in calls], dispatch.run, dispatch.finish)
+        return self._run([partial(prepare_dispatch, **c, begin=True) for c in calls], dispatch.launch, dispatch.finish)
 
     def dispatch_end(self, routed: Sequence[Routed], *, sync: bool | None = None) -> list[Routed]:
         """Call Buffer.dispatch_end(routed[rank]) on every rank."""
@@ -93,7 +93,7 @@ class LocalBuffers:
             return dispatch.prepare_end(buffer.rounds, here, sync=sync)
 
         ends = [partial(end, here) for here in routed]
-        return self._run(ends, dispatch.run, dispatch.finish)
+        return self._run(ends, dispatch.launch, dispatch.finish)
 
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Call Buffer.combine(**calls[rank]) on every rank."""
@@ -111,6 +111,8 @@ class LocalBuffers:
             _native.host_run_all([p.args for p in pending])
             for buffer, record in zip(self.buffers, records, strict=True):
                 buffer.rounds.flight.end(record)
+            for stages in _stages(pending):
+                self._together(stages)
             return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
         current = torch.cuda.current_stream(self.device)
         pending = []
@@ -123,6 +125,10 @@ class LocalBuffers:
         for p, stream in zip(pending, self.streams, strict=True):
             with torch.cuda.stream(stream):
                 run(p)
+        for stages in _stages(pending):
+            for stage, stream in zip(stages, self.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    stage()
         results = []
         for buffer, p, stream in zip(self.buffers, pending, self.streams, strict=True):
             with torch.cuda.stream(stream):
@@ -151,7 +157,7 @@ class LocalBuffers:
         def start(layer: Pipeline, buffer: Buffer) -> Routed:
             return layer.dispatch_call().prepare(buffer.rounds)
 
-        return self._run([partial(start, layer) for layer in layers], dispatch.run, dispatch.finish)
+        return self._run([partial(start, layer) for layer in layers], dispatch.launch, dispatch.finish)
 
     def check(self) -> None:
         """Call Buffer.check() on every rank."""
@@ -170,3 +176,8 @@ class LocalBuffers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _stages(pending: Sequence[Any]) -> Iterator[Sequence[Callable[[], None]]]:
+    """Yield each stage that verifies dispatches, of all ranks."""
+    yield from zip(*(dispatch.stages(p) if isinstance(p, Routed | dispatch.Ending) else () for p in pending), strict=True)
