@@ -75,6 +75,7 @@ struct CombineShared {
     RoundHeader headers[cfg.ranks];
     SourceTokens sent[cfg.ranks];  // by source rank, from the route
     RowRange pushed[cfg.ranks];    // by source rank: its rows here, if they travel in packets
+    u64 wait_begun;                // in the thread that counts waits for packets: when the wait began. Here, as registers are scarce
     u32 missing;                   // 1: a round header did not arrive
     i32 is_invalid;                // 1: the round is invalid
 };

@@ -102,6 +102,8 @@ struct Collect {
 
     MOECOMM_FN bool is_tag(u64 word) const { return kSingles ? signal_tag(word) == c.round.tag : word == line_tag(c.round.tag); }
 
+    // True in the thread of the rank that counts its waits for packets (counters.h).
+    MOECOMM_FN static bool counts_waits() { return blockIdx.x == 0 && static_cast<i32>(threadIdx.x) == cfg.reduce_warps * kWarp; }
     // Waits until each line of each packet has its tag, one line in each lane. This orders nothing: the packets must be loaded again.
     // Returns false in all lanes if a tag did not come; report() then fills the failure record.
     MOECOMM_FN bool await_tags(u64 owners, u64 singles, i32 token, i32 piece) {
@@ -110,10 +112,13 @@ struct Collect {
             if (single ? !P::is_single_line(lane_id()) : lane_id() >= cfg.packet_lines) continue;
             missing_peer = __ffsll(static_cast<i64>(owners)) - 1;
             const auto* tag = own<const u64>(c.a.ctx, c.packet_at(missing_peer, token, piece) + (lane_id() + 1) * kLineBytes - sizeof(u64));
+            if (counts_waits()) c.shared.wait_begun = now_ns();
             waited = wait_until(deadline_of(c.a.ctx), [&] {
                 seen = signal_tag(load_relaxed(tag));
                 return seen == c.round.tag;
             });
+            if (counts_waits() && missing_peer != c.me())
+                add_counter(c.a.ctx, Counter::wait_combine, missing_peer, now_ns() - c.shared.wait_begun);
         }
         return __all_sync(kAllLanes, waited == Waited::ok);
     }

@@ -208,7 +208,8 @@ struct Pull {
         if ((from.combine.rows != 0 && from.combine.is_reduced == 0) || seen == chunk()) return true;
         const u64 flag = reduced_at(c.window(), c.shape(), rank, chunk());
         u64 tag = 0;
-        if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, c.round.tag, tag)
+        const auto counts = [&] { return blockIdx.x == 0 && warp == 0; };
+        if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, tag, Counter::wait_combine, counts)
                      : signal_tag(load_acquire(own<const u64>(c.a.ctx, flag))) != c.round.tag)
             return false;
         fence_async();  // reads of the row come after the flag

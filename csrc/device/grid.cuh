@@ -19,7 +19,9 @@ MOECOMM_FN bool arrive_last(u32* counter) {
 // At the start of the kernel, so that nothing is left to count when rows are done.
 MOECOMM_FN void count_round(const Context& ctx, u32 tag) {
     State* state = own_state(ctx);
-    if (arrive_last(&state->blocks_begun)) store_relaxed(&state->round, round_number(tag));
+    if (!arrive_last(&state->blocks_begun)) return;
+    store_relaxed(&state->round, round_number(tag));
+    add_relaxed(own<u64>(ctx, rounds_counter_at(ctx.window)), 1);
 }
 
 // Called by all threads of all blocks, with a counter of State; contains __syncthreads and cannot fail. True in all threads of the block

@@ -50,14 +50,25 @@ MOECOMM_FN bool await_words(const Round& r, i32 n, At at, From from, Stop stop, 
     return true;
 }
 
+// Count the wait for the header of a peer, once a look at its words was in vain. Called by one thread of the rank for each peer. Does not
+// report a failure: the threads that wait for the peer's other words do, and the caller waits for all words afterwards.
+MOECOMM_FN void time_header(const Round& r, i32 peer) {
+    timed_wait(r.ctx, r.tag, peer, own<const u64>(r.ctx, tagged_word(r, peer, 0)), Counter::wait_header);
+}
+
 // Copy the headers of all ranks into `headers`. Called by threads [thread, thread + stride, ...) of a block; relaxed loads, so a block
 // barrier follows. False in a thread whose word did not arrive; the failure record is then filled.
 MOECOMM_FN bool await_headers(const Round& r, RoundHeader* headers, i32 thread, i32 stride) {
     const i32 words = r.ctx.shape.ranks * kHeaderWords, n = thread < words ? ceil_div(words - thread, stride) : 0;
     const auto from = [&](i32 nth) { return (thread + nth * stride) / kHeaderWords; };
     const auto word = [&](i32 nth) { return (thread + nth * stride) % kHeaderWords; };
+    i32 polls = 0;
+    const auto count_wait = [&](i32) {
+        if (++polls == 1 && blockIdx.x == 0 && thread < r.ctx.shape.ranks) time_header(r, thread);
+        return false;
+    };
     return await_words<4>(
-        r, n, [&](i32 nth) { return tagged_word(r, from(nth), word(nth)); }, from, [](i32) { return false; },
+        r, n, [&](i32 nth) { return tagged_word(r, from(nth), word(nth)); }, from, count_wait,
         [&](i32 nth, u32 value) { reinterpret_cast<u32*>(headers + from(nth))[word(nth)] = value; });
 }
 

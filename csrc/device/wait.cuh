@@ -1,5 +1,6 @@
 // Bounded waits for peers, and the failure record they leave (csrc/protocol/deadline.h in kernels).
 #pragma once
+#include "../protocol/counters.h"
 #include "../protocol/deadline.h"
 #include "../transport/transport.cuh"
 
@@ -89,6 +90,31 @@ MOECOMM_FN bool wait_for(const Round& r, Phase phase, i32 peer, i64 expected, Re
     return wait_for_any(r, phase, [&] { return peer; }, expected, ready, seen);
 }
 
+// Add to a counter of this rank for `peer`. Called by any thread; relaxed; cannot fail.
+MOECOMM_FN void add_counter(const Context& ctx, Counter which, i32 peer, u64 n) {
+    add_relaxed(own<u64>(ctx, counter_at(ctx.window, ctx.shape, which, peer)), n);
+}
+
+// Wait until `word` carries the round's tag, and count the time as a wait for `peer` (counters.h). Called by one thread of the rank for a
+// peer at a time, once it has looked for the word in vain: it is not inlined, so that a word that is there costs nothing, and calls nothing,
+// so that no register is saved. Relaxed. On timeout or abort returns the reason; the caller reports it.
+__device__ __noinline__ Waited timed_wait(const Context& ctx, u32 tag, i32 peer, const u64* word, Counter which) {
+    const auto ready = [&] { return signal_tag(load_relaxed(word)) == tag; };
+    if (ready()) return Waited::ok;
+    const u64 begun = now_ns();
+    const Waited waited = wait_until(deadline_of(ctx), ready);
+    if (peer != ctx.rank) add_counter(ctx, which, peer, now_ns() - begun);
+    return waited;
+}
+// timed_wait that reports a failure. Called by one thread.
+MOECOMM_FN bool counted_wait(const Round& r, Phase phase, i32 peer, const u64* word, Counter which) {
+    const Waited waited = timed_wait(r.ctx, r.tag, peer, word, which);
+    if (waited == Waited::ok) return true;
+    const u64 waited_ns = waited == Waited::timeout ? r.ctx.timeout_ns : 0;
+    report_failure(r, waited, phase, peer, r.tag, static_cast<i64>(signal_tag(load_relaxed(word))), waited_ns);
+    return false;
+}
+
 // Wait until the word at `offset` of this rank's window carries `tag`; `value` is the word. Called by one thread. Relaxed: nothing written
 // before the word may be read on account of it. False on timeout or abort; the failure record is then filled.
 MOECOMM_FN bool wait_word(const Round& r, Phase phase, i32 peer, u64 offset, u32 tag, u64& value) {
@@ -108,6 +134,17 @@ MOECOMM_FN bool wait_flag(const Round& r, Phase phase, i32 peer, u64 offset, u32
     value = load_acquire(flag);
     if (signal_tag(value) == tag) return true;
     if (!wait_word(r, phase, peer, offset, tag, value)) return false;
+    value = load_acquire(flag);
+    return true;
+}
+
+// wait_flag for the tag of the round. If times() is true, in one thread of the rank for a peer, the wait is counted.
+template <class Times>
+MOECOMM_FN bool wait_flag(const Round& r, Phase phase, i32 peer, u64 offset, u64& value, Counter which, Times times) {
+    const u64* flag = own<const u64>(r.ctx, offset);
+    value = load_acquire(flag);
+    if (signal_tag(value) == r.tag) return true;
+    if (!(times() ? counted_wait(r, phase, peer, flag, which) : wait_word(r, phase, peer, offset, r.tag, value))) return false;
     value = load_acquire(flag);
     return true;
 }

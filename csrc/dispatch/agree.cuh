@@ -29,7 +29,10 @@ MOECOMM_FN bool sum_counts(const Call& c) {
         i32 polls = 0, total = 0, before = 0;
         const bool in_time = await_words<in_flight>(
             c.round, cfg.ranks, [&](i32 source) { return first + source * stride; }, [](i32 source) { return source; },
-            [&](i32 missing_peer) { return ++polls % 16 == 0 && call_differs(c.round, missing_peer, c.shared.mine); },
+            [&](i32 missing_peer) {
+                if (++polls == 1 && blockIdx.x == 0 && column < cfg.ranks) time_header(c.round, column);
+                return polls % 16 == 0 && call_differs(c.round, missing_peer, c.shared.mine);
+            },
             [&](i32 source, u32 word) {
                 if (kept != nullptr) kept[source * pitch] = is_bits ? static_cast<i32>(word) : total;
                 total += static_cast<i32>(word);

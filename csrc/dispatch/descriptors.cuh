@@ -140,7 +140,8 @@ template <class Call>
 MOECOMM_FN void await_descriptors(const Call& c) {
     for (i32 source = threadIdx.x; source < Call::cfg.ranks; source += Call::cfg.threads()) {
         u64 seen;
-        if (!wait_flag(c.round, Phase::payload, source, arrived_at(c.window(), c.shape(), source, 0), c.round.tag, seen)) return;
+        const u64 flag = arrived_at(c.window(), c.shape(), source, 0);
+        if (!wait_flag(c.round, Phase::payload, source, flag, seen, Counter::wait_dispatch, [] { return true; })) return;
     }
 }
 

@@ -1,6 +1,6 @@
 // Small outputs that are known before any row has moved.
 #pragma once
-#include "call.cuh"
+#include "counters.cuh"
 
 namespace moecomm {
 
@@ -11,6 +11,7 @@ MOECOMM_FN void write_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     State* state = own_state(c.a.ctx);
     if (threadIdx.x == 0) state->last_dispatch = c.round.tag;
+    if (warp_id() == cfg.send_warps - 1) count_rows(c);
     if constexpr (cfg.repeat) return;
     if (threadIdx.x == 0) {
         round_of(c.a.route, cfg.ranks) = c.round.tag;
@@ -102,7 +103,10 @@ MOECOMM_FN void clear_route(const Call& c) {
     }
     clear_unused(c, 0, thread, threads);
 #pragma unroll 1
-    for (i32 p = thread; p < cfg.ranks; p += threads) reinterpret_cast<SourceTokens*>(route.sent)[p] = {0, 1};
+    for (i32 p = thread; p < cfg.ranks; p += threads) {
+        reinterpret_cast<SourceTokens*>(route.sent)[p] = {0, 1};
+        traffic_of(route, cfg.ranks)[p] = traffic_of(route, cfg.ranks)[cfg.ranks + p] = 0;
+    }
 }
 
 }  // namespace moecomm

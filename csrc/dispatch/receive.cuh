@@ -35,7 +35,9 @@ MOECOMM_FN bool await_chunk(const Call& c, i32 item, u64& range) {
     const i32 chunk = from.turns().chunk_at(nth);
     range = 0;
     if (chunk < 0) return true;
-    if (!wait_flag(c.round, Phase::payload, source, arrived_at(c.window(), c.shape(), source, chunk), c.round.tag, range)) return false;
+    const u64 flag = arrived_at(c.window(), c.shape(), source, chunk);
+    const auto is_last = [&] { return chunk == from.chunks() - 1; };
+    if (!wait_flag(c.round, Phase::payload, source, flag, range, Counter::wait_dispatch, is_last)) return false;
     auto* ranges = reinterpret_cast<u32*>(c.a.route.ranges) + static_cast<i64>(source) * c.shape().max_tokens;
     if constexpr (!cfg.repeat) ranges[chunk] = signal_word(range);
     return true;

@@ -166,7 +166,13 @@ MOECOMM_FN bool await_received(const LayerArgs& a, const Round& r) {
             failed = load_relaxed(reinterpret_cast<const u32*>(a.failed));
             return has_reached(tag, r.tag, r.tag) || failed != 0;  // a later tag says so as well
         };
-        missing = !wait_for(r, Phase::reduced, p, r.tag, received, [&] { return static_cast<i64>(tag); }) || failed != 0;
+        bool here = received();
+        if (!here) {
+            const u64 begun = blockIdx.x == 0 ? now_ns() : 0;
+            here = wait_for(r, Phase::reduced, p, r.tag, received, [&] { return static_cast<i64>(tag); });
+            if (blockIdx.x == 0 && p != a.ctx.rank) add_counter(a.ctx, Counter::wait_combine, p, now_ns() - begun);
+        }
+        missing = !here || failed != 0;
         if (failed != 0) report_failure(r, Waited::timeout, Phase::grid, a.ctx.rank, 0, 0, a.ctx.timeout_ns);
     }
     return !__any_sync(kAllLanes, missing);

@@ -137,6 +137,7 @@ void Plan::clear() {
     std::fill_n(memory<i32>(a_.route.token_owner), tokens * shape_.topk, -1);
     std::fill_n(memory<i32>(a_.route.token_slot), tokens * r_.ranks, -1);
     std::fill_n(memory<SourceTokens>(a_.route.sent), r_.ranks, SourceTokens{0, 1});
+    std::fill_n(traffic_of(a_.route, r_.ranks), 2 * r_.ranks, 0);
     std::fill_n(memory<i32>(a_.tokens_per_expert), experts_here(), 0);
     std::fill_n(memory<i64>(a_.rows_per_expert), experts_here(), 0);
     *memory<i32>(a_.num_rows) = 0;

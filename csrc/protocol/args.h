@@ -44,7 +44,7 @@ struct Route {
                       // from
     u64 token_slot;   // i32[num_tokens][ranks]: flat row at that rank; -1 where the token has no expert
     u64 sent;         // SourceTokens[ranks], by source rank; no tokens after an invalid round. Then u32: round_of, 4 bytes of padding, u64:
-                      // seal_of
+                      // seal_of, i32[2][ranks]: traffic_of
     u64 ranges;       // u32[ranks][max_tokens]: flat rows here, by source rank and chunk of its tokens: the low word of the chunk_signal
     u64 rows;         // i32[flat rows][topk]: rows here of flat row f, -1 where the k-th expert is elsewhere (expert, batched)
     u64 row_weights;  // f32[rows]: the routing weight of each row (expert, batched)
@@ -70,7 +70,10 @@ MOECOMM_BOTH u64& seal_of(const Route& route, i32 ranks) {
 // address from it, and reports that in its round header.
 MOECOMM_BOTH constexpr u64 kernel_seal(const Route& route) { return ~route.key; }
 MOECOMM_BOTH bool is_sealed_by_kernel(const Route& route, i32 ranks) { return seal_of(route, ranks) == kernel_seal(route); }
-constexpr u64 kRouteTail = 2 * sizeof(u64);  // bytes after SourceTokens[ranks]
+// The rows of the dispatch that wrote the route: from each rank, then to each rank: i32[2][ranks], after the seal. A repeat counts them
+// again (counters.h).
+MOECOMM_BOTH i32* traffic_of(const Route& route, i32 ranks) { return reinterpret_cast<i32*>(&seal_of(route, ranks) + 1); }
+MOECOMM_BOTH constexpr u64 route_tail(i32 ranks) { return 2 * sizeof(u64) + 2 * ranks * sizeof(i32); }  // bytes after SourceTokens[ranks]
 
 // Half of a split dispatch: `begin` sends and does not wait for rows; `end` waits for the rows of the last dispatch that was begun.
 enum class Part : i32 { whole = 0, begin = 1, end = 2 };

@@ -42,6 +42,7 @@ MOECOMM_FN u32 compare_exchange(u32* p, u32 expected, u32 v) {
     return old;
 }
 MOECOMM_FN void add_release(u64* p, u64 v) { asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+MOECOMM_FN void add_relaxed(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 MOECOMM_FN void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 #else
@@ -59,6 +60,7 @@ inline u32 compare_exchange(u32* p, u32 expected, u32 v) {
     return expected;
 }
 inline void add_release(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+inline void add_relaxed(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
 #endif

@@ -341,6 +341,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         "moecomm.Buffer.grow": [Call(elastic.grow, {"group": "self"})],
         "moecomm.Buffer.joining": [Call(elastic.joining, {"group": "self"})],
         "moecomm.Buffer.dump_flight_record": [Call(write, {"path": "record.json"})],
+        "moecomm.Buffer.stats": [Call(made.stats, {"gather": False, "reset": False})],
         "moecomm.Buffer.empty": [Call(made.empty, {"handle": handle, "dtype": BF16})],
         "moecomm.Buffer.moe": [
             Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None, "overflow": None}),
