@@ -100,14 +100,19 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     constexpr i32 first_return_forward_warp = cfg.reduce_warps + cfg.pull_warps;
     if constexpr (cfg.domains() > 1) {
+        MOECOMM_SPAN(return_forward, c.round, threadIdx.x == first_return_forward_warp * kWarp);
         if (warp_id() >= first_return_forward_warp && warp_id() < first_return_forward_warp + cfg.return_forward_warps)
             return return_forward_chunk(c, warp_id() - first_return_forward_warp);
     } else {
+        MOECOMM_SPAN(push, c.round, threadIdx.x == 0);
         if ((cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) && !push(c)) return false;
     }
+    MOECOMM_SPAN(pull, c.round, threadIdx.x == cfg.reduce_warps * kWarp);
     if (warp_id() >= cfg.reduce_warps && warp_id() < first_return_forward_warp) return pull(c);
     if constexpr (!cfg.in_place) {
         if (c.all_in_packets) return true;
+        MOECOMM_SPAN(flags, c.round, threadIdx.x == first_return_forward_warp * kWarp);
+        MOECOMM_SPAN(reduce, c.round, threadIdx.x == 0);
         if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
         if (!c.has_reduced_rows() && !await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) return false;
         if constexpr (cfg.domains() > 1) return reduce_through_ring(c);
@@ -128,6 +133,7 @@ MOECOMM_FN void finish(const Call& c) {
     State* state = own_state(c.a.ctx);
     if (c.all_in_packets) return;
     if (!last_block(&state->finished) || c.shared.is_invalid != 0) return;
+    MOECOMM_SPAN(drain, c.round, threadIdx.x == 0);
     if (threadIdx.x >= kWarp) return;  // warp_id() would occupy a register from the start of the kernel
     if (lane_id() == 0) state->next_piece = 0;
     for (i32 step = lane_id(); step < cfg.scaleup_ranks(); step += kWarp)
@@ -162,6 +168,7 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) others = !look_up_source_rank(c, p) || others;
     if (threadIdx.x == cfg.threads() - 1) read_round(a.ctx, shared.begin);
     if (threadIdx.x == cfg.threads() - 2 * kWarp) fill_header(c, shared.mine);  // its warp loads nothing else
+    MOECOMM_SPAN(kernel, c.round, threadIdx.x == 0);
     c.all_in_packets = !__syncthreads_or(others);
     c.round.tag = shared.begin.tag;
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;

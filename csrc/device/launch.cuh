@@ -1,6 +1,7 @@
 // First steps of a kernel: arguments, programmatic dependent launch, the round's tag, the abort word.
 #pragma once
 #include "grid.cuh"
+#include "trace.cuh"
 
 namespace moecomm {
 

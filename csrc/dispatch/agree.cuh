@@ -122,6 +122,7 @@ MOECOMM_FN bool is_valid_round(const Call& c) {
 // whether the round is valid.
 template <class Call>
 MOECOMM_FN bool agree(const Call& c) {
+    MOECOMM_SPAN(agree, c.round, c.team_thread() == 0);
     constexpr DispatchConfig cfg = Call::cfg;
     bool in_time = true;
     if constexpr (cfg.domains() > 1) {

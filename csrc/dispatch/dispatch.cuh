@@ -55,20 +55,29 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
         if (blockIdx.x == 0) save_headers(c);
     }
     if (warp_id() < first_receive_warp) {
+        MOECOMM_SPAN(send, c.round, threadIdx.x == 0);
         send(c, sender);
         if (blockIdx.x == 0) write_counts(c);
         clear_padding(c);
     } else if (warp_id() < first_metadata_warp) {
+        MOECOMM_SPAN(receive, c.round, threadIdx.x == first_receive_warp * kWarp);
         receive(c);
     } else if (warp_id() < first_flag_warp) {
+        MOECOMM_SPAN(metadata, c.round, threadIdx.x == first_metadata_warp * kWarp);
         if constexpr (cfg.metadata_warps > 0) write_metadata(c);
         clear_unused(c, c.shared.needed[c.me()], blockIdx.x * kWarp + lane_id(), gridDim.x * kWarp);  // rows are still in flight
     } else if (cfg.domains() == 1 || warp_id() < first_put_warp) {
+        MOECOMM_SPAN(flags, c.round, threadIdx.x == first_flag_warp * kWarp);
         raise_flags(c);
     } else if constexpr (cfg.domains() > 1) {
+        MOECOMM_SPAN(put, c.round, threadIdx.x == first_put_warp * kWarp);
+        MOECOMM_SPAN(forward, c.round, threadIdx.x == first_forward_warp * kWarp);
         warp_id() < first_forward_warp ? put_send_slots(c, warp_id() - first_put_warp) : forwarder(c, warp_id() - first_forward_warp);
     }
-    if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) await_all(c);
+    if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) {
+        MOECOMM_SPAN(receive, c.round, threadIdx.x == 0);
+        await_all(c);
+    }
 }
 
 // Called by every thread of every block. If a wait fails, the failure record is filled, all blocks return, and this rank begins no further
@@ -101,6 +110,7 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     const bool sends = warp_id() < cfg.send_warps;
     bool agreed;
     if (sends) {
+        MOECOMM_SPAN(send, c.round, threadIdx.x == 0);
         packets.send_all();
         barrier_sync(2, cfg.threads());
         agreed = c.shared.agreed;
@@ -147,6 +157,7 @@ MOECOMM_FN void run(const Call& c, const DescriptorSender<Call>&) {
         return;
     }
     if (blockIdx.x == gridDim.x - 1) write_counts(c);
+    MOECOMM_SPAN(send, c.round, threadIdx.x == 0);
     if (ids) {
         for (i32 source = blockIdx.x; source < Call::cfg.ranks; source += gridDim.x)
             if (!make_descriptors(c, source)) return;
@@ -211,6 +222,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     }
     if (cfg.domains() > 1) c.senders = min(c.senders, ring_chunks(c.shape(), a.chunk_tokens));  // each has a place for its first chunk
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
+    MOECOMM_SPAN(kernel, c.round, threadIdx.x == 0);
     c.counts_all = cfg.packets || gridDim.x == 1 || a.num_tokens * cfg.topk <= kCountAllEntries;
     Moves<DispatchCall<cfg, Transport>> moves(c);
     for (i32 i = 0; i < cfg.slots_ahead() && warp_id() < cfg.send_warps; ++i) moves.load_next();
@@ -247,6 +259,7 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
     __syncthreads();
     c.round.tag = shared.begin.tag;
     if (c.round.tag == 0) return;  // the dispatch was invalid
+    MOECOMM_SPAN(receive, c.round, threadIdx.x == 0);
     if (!not_aborted(c.round, shared.begin, Phase::payload)) return;
     if constexpr (cfg.domains() > 1) {
         constexpr i32 forwarders = cfg.warps() - cfg.forward_warps;

@@ -156,6 +156,7 @@ MOECOMM_FN void keep_ranges(const Call& c) {
 // items, because the send warps may still be sending. Returns early if a packet does not arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN void unpack(const Call& c) {
+    MOECOMM_SPAN(unpack, c.round, threadIdx.x == 0);
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 of_row = Packets<Call>::kOfRow;
     bool some = false;

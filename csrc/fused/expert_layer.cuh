@@ -89,8 +89,10 @@ MOECOMM_FN void schedule_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& a
         const bool found = s.queue.walk.find(position, next.tile, second);
         next.product = !found ? QueuedTile::none : second ? QueuedTile::second : QueuedTile::first;
         if (found && second) {
+            MOECOMM_LAYER_SPAN(await_tiles, args.layer.ctx, true);
             awaited.template tile_done<c>(next.tile);
         } else if (found) {
+            MOECOMM_LAYER_SPAN(await_rows, args.layer.ctx, true);
             awaited.fetched(next.tile);
         }
         next.failed = awaited.failed;
@@ -173,6 +175,8 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
     u32 turns = 0;
     float accum[c.parts()][c.most_rows / 2] = {};
     for_each_tile(s.queue, [&](const QueuedTile& now, const QueuePlace& at) {
+        MOECOMM_LAYER_SPAN(gemm_1, args.layer.ctx, threadIdx.x == kWarpgroup && now.product == QueuedTile::first);
+        MOECOMM_LAYER_SPAN(gemm_2, args.layer.ctx, threadIdx.x == kWarpgroup && now.product == QueuedTile::second);
         const i32 depth = now.product == QueuedTile::first ? args.first.depth : args.second.depth;
         multiply_padded<c>(s.gemm, place, math_group, ceil_div(depth, c.depth()), now.tile.padded, accum);
         const Tile tile = now.tile;  // a copy: the compiler would read shared memory again after every store
@@ -182,6 +186,7 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
             // warpgroup alone.
             if constexpr (c.swapped && c.out == Type::e4m3) barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);
         } else if (!now.failed) {
+            MOECOMM_LAYER_SPAN(send_results, args.layer.ctx, threadIdx.x == kWarpgroup);
             // Destinations are read through L1, too.  A cache line of them belongs to rows of one counter, all of which were fetched before
             // any of them was multiplied, so L1 holds no stale line.
             static_assert(r.counted * sizeof(u64) % 128 == 0, "whole lines");

@@ -197,6 +197,7 @@ struct Fetcher {
 template <RowConfig r, i32 room>
 MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memory, i32 fetchers, i32 together) {
     static_assert(r.columns_bytes() % 16 == 0, "what the GEMM has does");
+    MOECOMM_LAYER_SPAN(fetch, a.ctx, threadIdx.x == 0);
     const i32 rows = layer_rows(a), first = min(rows, together), block = blockIdx.x, blocks = gridDim.x, warp = warp_id();
     using OfRows = Fetcher<r, room>;
     OfRows fetcher{a, shared, memory + warp * OfRows::kRoom};

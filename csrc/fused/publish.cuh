@@ -45,6 +45,7 @@ template <RowConfig r, Type given>
 MOECOMM_FN void publish_rows(const LayerArgs& a) {
     const i32 thread = blockIdx.x * kPublishThreads + threadIdx.x, threads = gridDim.x * kPublishThreads;
     await_earlier_kernels();
+    MOECOMM_LAYER_SPAN(publish, a.ctx, threadIdx.x == 0);
     launch_dependents();
     for (i32 i = thread; i < ceil_div(a.max_rows, kLeastCounted); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
     for (i32 i = thread; i < a.row_tiles; i += threads) reinterpret_cast<u32*>(a.tile_done)[i] = 0;

@@ -191,9 +191,13 @@ MOECOMM_FN void reduce_received(const LayerArgs& a) {
     warp.look_ahead();
     const Round round{a.ctx, Op::combine, layer_round(a)};
     bool ok = true;
-    if (round.tag != 0 && warp_id() == 0) ok = await_received(a, round);
+    {
+        MOECOMM_LAYER_SPAN(await_results, a.ctx, threadIdx.x == 0);
+        if (round.tag != 0 && warp_id() == 0) ok = await_received(a, round);
+    }
     if (!__syncthreads_and(ok)) return;
     launch_dependents();
+    MOECOMM_LAYER_SPAN(reduce, a.ctx, threadIdx.x == 0);
     warp.run();
 }
 

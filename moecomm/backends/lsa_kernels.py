@@ -34,10 +34,11 @@ class Kernels:
 
     def _load(self, spec: jit.KernelSpec) -> jit.Kernel:
         from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
+        from moecomm.jit import span_ring
 
         if spec.transport != "lsa" and self._transport != "lsa":
             spec = replace(spec, transport=self._transport)
-        return jit.load(spec, self._device)
+        return jit.load(replace(spec, traced=True) if span_ring.wanted else spec, self._device)
 
 
 def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:

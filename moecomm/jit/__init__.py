@@ -16,7 +16,7 @@ from moecomm import _native
 from moecomm.core import packets
 from moecomm.core.experts import most_experts
 from moecomm.core.protocol import MAX_RANKS, MAX_TOPK, ROUND_HEADER_BYTES, TYPE_BYTES, WANTED_WORDS
-from moecomm.jit import linking, loader
+from moecomm.jit import linking, loader, span_ring
 
 _FLAT, _BEGIN, _END = _native.Layout.flat, _native.Part.begin, _native.Part.end
 # Room for DispatchArgs or CombineArgs, and for a RoundHeader, in shared memory.
@@ -27,10 +27,8 @@ _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
 _FORWARD_SLOTS = 4  # pieces of a forward warp; rows have as many, or more
-_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
-    16,
-    64 * 1024,
-)  # of a block that makes row descriptors, and the most bytes of their counters
+# Warps of a block that makes row descriptors, and the most bytes of their counters.
+_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = 16, 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ class KernelSpec:
     wide_bias: bool = False  # the bias is float32, and not of `type`
     transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
     domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other
+    traced: bool = False  # with spans: see span_ring
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():  # they become source text
@@ -355,7 +354,7 @@ def source(spec: KernelSpec) -> str:
     block = ", ".join(f".{name} = {value}" for name, value in fields.items())
     name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op
     transport = linking.TRANSPORTS[spec.transport]
-    return (
+    return span_ring.DEFINITION * spec.traced + (
         f'#include "{spec.op}/{spec.op}.cuh"\n{linking.included(spec.transport)}'
         "using namespace moecomm;\n"
         f"constexpr {name}Config config{{{shape}, {kind}, {block}}};\n"
@@ -396,5 +395,5 @@ def load(spec: KernelSpec, device: Any) -> Kernel:
 def _load(spec: KernelSpec, index: int) -> Kernel:
     fields = block_fields(spec)
     entry, shared_bytes = f"moecomm_{spec.op}", fields["shared_bytes"]
-    function = loader.load(index, lambda arch: compile(spec, arch), entry, spec.transport, shared_bytes)
+    function = loader.load(index, lambda arch: compile(spec, arch), entry, spec.transport, shared_bytes, spec.traced)
     return Kernel(function, block_threads(fields), shared_bytes)

@@ -18,7 +18,7 @@ from typing import Any
 from moecomm.backends import cuda_driver
 from moecomm.config import cache_dir
 from moecomm.errors import Unsupported
-from moecomm.jit import cache, linking
+from moecomm.jit import cache, linking, span_ring
 from moecomm.jit.cubin import lacks_descriptor
 
 _CALLS = "#define MOECOMM_CALLS\n"  # csrc/fused/fetch.cuh
@@ -126,10 +126,17 @@ def architecture(capability: tuple[int, int]) -> str:
     return "sm_90a" if capability == (9, 0) else f"sm_{major}{minor}"
 
 
-def load(index: int, compiled: Callable[[str], bytes], entry: str, transport: str, shared_bytes: int) -> int:
+def load(
+    index: int,
+    compiled: Callable[[str], bytes],
+    entry: str,
+    transport: str,
+    shared_bytes: int,
+    traced: bool = False,
+) -> int:
     """Return the function `entry`, a CUfunction, of the cubin that `compiled` returns for device `index`.
 
-    It may be launched with `shared_bytes` of dynamic shared memory.
+    It may be launched with `shared_bytes` of dynamic shared memory.  `traced`: it was compiled to write spans.
     """
     driver, call = cuda_driver.driver(), cuda_driver.call
     call("cuInit", 0)
@@ -144,6 +151,8 @@ def load(index: int, compiled: Callable[[str], bytes], entry: str, transport: st
         module = call("cuModuleLoadData", cubin)
         if transport == "nvshmem":
             linking.register_module(int(module))
+        if traced:
+            span_ring.attach(module, index)
         function = call("cuModuleGetFunction", module, entry.encode())
         most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", function, most, shared_bytes)

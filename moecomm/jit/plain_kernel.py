@@ -13,7 +13,7 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import cuda_driver
-from moecomm.jit import linking, loader
+from moecomm.jit import linking, loader, span_ring
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,19 @@ class PlainKernel:
         )
 
 
-def build(kernel: PlainKernel, arch: str = "sm_90a") -> tuple[bytes, str]:
-    """Compile without the cache; return the cubin and ptxas's messages.  Needs no GPU."""
-    return loader.build(kernel.source, kernel.transport, arch)
+def build(kernel: PlainKernel, arch: str = "sm_90a", traced: bool = False) -> tuple[bytes, str]:
+    """Compile without the cache; return the cubin and ptxas's messages.  Needs no GPU.  `traced`: with spans."""
+    return loader.build(span_ring.DEFINITION * traced + kernel.source, kernel.transport, arch)
 
 
-def compile(kernel: PlainKernel, arch: str) -> bytes:  # noqa: A001
-    """Return the cubin, from the cache or compiled.  Needs no GPU."""
-    return loader.cubin_of(kernel.source, kernel.transport, arch, lambda: build(kernel, arch))
+def compile(kernel: PlainKernel, arch: str, traced: bool = False) -> bytes:  # noqa: A001
+    """Return the cubin, from the cache or compiled.  Needs no GPU.  `traced`: with spans."""
+    source = span_ring.DEFINITION * traced + kernel.source
+    return loader.cubin_of(source, kernel.transport, arch, lambda: build(kernel, arch, traced))
 
 
-_functions: dict[tuple[PlainKernel, int], int] = {}
+_WITH_SPANS = ("fused/publish", "fused/expert_layer", "fused/reduce")  # headers of kernels that can be traced
+_functions: dict[tuple[PlainKernel, int, bool], int] = {}
 
 
 def load(kernel: PlainKernel, device: int) -> int:
@@ -66,13 +68,12 @@ def load(kernel: PlainKernel, device: int) -> int:
 
     Raises Unsupported if the transport needs a library that is missing.
     """
-    function = _functions.get((kernel, device))
+    traced = span_ring.wanted and kernel.header in _WITH_SPANS
+    function = _functions.get((kernel, device, traced))
     if function is None:
         cuda_driver.bind_thread(device)  # for launches
-        function = loader.load(
-            device, lambda arch: compile(kernel, arch), "moecomm_plain", kernel.transport, kernel.shared_bytes
-        )
-        _functions[kernel, device] = function
+        how = (lambda arch: compile(kernel, arch, traced)), "moecomm_plain", kernel.transport, kernel.shared_bytes
+        function = _functions[kernel, device, traced] = loader.load(device, *how, traced)
     return function
 
 

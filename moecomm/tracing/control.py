@@ -14,7 +14,7 @@ from moecomm.core import names
 from moecomm.core.rounds import Rounds
 from moecomm.core.spans import Spans
 from moecomm.errors import BadInput
-from moecomm.jit import trusted_files
+from moecomm.jit import span_ring, trusted_files
 from moecomm.jit.trusted_files import Access
 from moecomm.tracing import nvtx
 from moecomm.tracing.files import SpanFile
@@ -30,9 +30,9 @@ _blocks = 0  # how many there are: ranks that are threads open one each
 def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Write the spans of all Buffers of this process to files, for as long as the block lasts.
 
-    Each rank writes what it does: calls, rounds, waits of the host, phases of rounds on CPUs.  `moecomm trace merge`
-    makes one file of those of all ranks, for https://ui.perfetto.dev.  NVTX ranges with the names of the spans are
-    opened as well, where NVTX is there.  MOECOMM_TRACE_DIR is for programs without such a block.
+    Each rank writes what it does: calls, rounds, waits of the host, steps of rounds on CPUs, roles of warps on GPUs.
+    `moecomm trace merge` makes one file of those of all ranks, for https://ui.perfetto.dev.  Calls and rounds are NVTX
+    ranges as well, where NVTX is there.  MOECOMM_TRACE_DIR is for programs without such a block.
 
     A rank that is a thread may open a block of its own, for the same folder.  Without a trace a round tests one
     pointer, and kernels are the same.
@@ -71,6 +71,7 @@ def watch(rounds: Rounds, before: Rounds | None) -> None:
     with _lock:
         folder = _folder or config.trace_directory()
         if folder is not None:
+            span_ring.wanted = True
             _start(rounds, folder, before)
 
 
@@ -91,6 +92,7 @@ def _begin(folder: Path) -> None:
             raise BadInput("folder", repr(str(folder)), f"{str(going_on)!r}, where a trace has begun")
         _folder = folder
         _blocks += 1
+        span_ring.wanted = True
         for rounds in names.opened():
             _start(rounds, folder, None)
 
@@ -104,10 +106,12 @@ def _end() -> None:
         _folder = None
         if config.trace_directory() is not None:
             return
+        span_ring.wanted = False
         for rounds in names.opened():
             if (spans := rounds.flight.spans) is not None:
                 rounds.flight.spans = None
                 spans.finish()
+                rounds.plans.clear()  # they have kernels that write spans
 
 
 def _start(rounds: Rounds, folder: Path, before: Rounds | None) -> None:
@@ -119,3 +123,4 @@ def _start(rounds: Rounds, folder: Path, before: Rounds | None) -> None:
         log.warning("rank %d: no trace is written to %s: %s", rounds.rank, folder, error)
         return
     rounds.flight.spans = Spans(file, nvtx.ranges())
+    rounds.plans.clear()  # they have kernels that write no spans

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from moecomm.core.spans import CALLS
 from moecomm.tracing.clocks import Offset, offsets
 from moecomm.tracing.reading import RankSpans
 
@@ -57,6 +58,11 @@ def merge(files: Sequence[RankSpans]) -> dict[str, Any]:
         "displayTimeUnit": "ns",
         "otherData": {
             "clocks": _clocks(files, aligned),
+            "gpu_clocks": {
+                file.path.name: {"error_ns": max(point.error_ns for point in file.clock_points)}
+                for file in files
+                if file.clock_points
+            },
             "dropped": {file.path.name: file.dropped for file in files if file.dropped},
         },
     }
@@ -99,11 +105,17 @@ def _names(files: Sequence[RankSpans], pids: dict[str, int], tracks: dict[tuple[
         events.append(_meta("process_name", pid, 0, name=f"rank {ranks} ({own[0].host}, process {own[0].pid})"))
         events.append(_meta("process_sort_index", pid, 0, sort_index=pid))
     for place, ((pid, buffer, track), tid) in enumerate(
-        sorted(tracks.items(), key=lambda item: (item[0][0], order[item[0][1]], item[0][2] != "calls", item[0][2]))
+        sorted(tracks.items(), key=lambda item: (item[0][0], order[item[0][1]], *_place(item[0][2])))
     ):
         events.append(_meta("thread_name", pid, tid, name=f"{track}, Buffer {buffer[:8]}"))
         events.append(_meta("thread_sort_index", pid, tid, sort_index=place))
     return events
+
+
+def _place(track: str) -> tuple[bool, list[tuple[bool, int, str]]]:
+    """Return the key of a track among those of a Buffer: calls first, then by words, numbers as such."""
+    words = [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in track.split()]
+    return track != CALLS, words
 
 
 def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.errors import BadInput
-from moecomm.tracing.files import FORMAT, SUFFIX
+from moecomm.tracing.device import ClockPoint, decode, on_host
+from moecomm.tracing.files import FORMAT, OF_KERNELS, SUFFIX
 
 _MOST_NS = 1 << 63
 _Value = TypeVar("_Value")
@@ -40,6 +41,7 @@ class RankSpans:
         backend: of the Buffer.
         barrier: when the rank came to the barrier that ends the opening, and when it left.
         spans: in the order in which they ended.
+        clock_points: moments on the clock of its GPU, in order; none: it has no spans of kernels.
         dropped: spans that had no room.
     """
 
@@ -54,6 +56,7 @@ class RankSpans:
     backend: str
     barrier: tuple[int, int]
     spans: list[Span] = field(default_factory=list)
+    clock_points: list[ClockPoint] = field(default_factory=list)
     dropped: int = 0
 
 
@@ -79,6 +82,7 @@ def _read(path: Path) -> RankSpans:
                 if not line.endswith(b"\n"):
                     break  # the process ended while it wrote
                 _add(found, json.loads(line))
+        _add_kernels(found)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise BadInput("FOLDER", f"{path}, line {lines} ({why})", "a file of spans of moecomm") from error
@@ -86,6 +90,10 @@ def _read(path: Path) -> RankSpans:
 
 
 def _add(found: RankSpans, line: Any) -> None:
+    if isinstance(line, dict) and "clock" in line:
+        device_ns, host_ns, error_ns = (int(number) for number in _of(line, "clock", list))
+        found.clock_points.append(ClockPoint(device_ns, host_ns, error_ns))
+        return
     if isinstance(line, dict):
         found.dropped += _of(line, "dropped", int)
         return
@@ -95,6 +103,17 @@ def _add(found: RankSpans, line: Any) -> None:
     if not (named and timed):
         raise ValueError("no span")
     found.spans.append(Span(name, track, begin_ns, end_ns, args))
+
+
+def _add_kernels(found: RankSpans) -> None:
+    """Add the spans of kernels, if the GPU's clock was compared with the host's."""
+    beside = found.path.with_suffix(OF_KERNELS)
+    if not found.clock_points or not beside.is_file():
+        return
+    found.clock_points.sort()
+    for span in decode(beside.read_bytes()):
+        begin_ns, end_ns = (on_host(found.clock_points, time) for time in (span.begin_ns, span.end_ns))
+        found.spans.append(Span(span.name, span.track, begin_ns, max(begin_ns, end_ns), {"round": span.round}))
 
 
 def _header(path: Path, line: Any) -> RankSpans:

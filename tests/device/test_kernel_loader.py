@@ -58,7 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(jit, "_loaded", {})
     monkeypatch.setattr(plain_kernel, "_functions", {})
     for module in (jit, plain_kernel):
-        monkeypatch.setattr(module, "compile", lambda _, arch: arch.encode())
+        monkeypatch.setattr(module, "compile", lambda _, arch, *traced: arch.encode())
     return fake
 
 

@@ -32,6 +32,7 @@ BODIES: dict[str, dict[str, str]] = {
         "await_earlier_kernels": "emulator::await_earlier_launch();",
         "launch_dependents": "emulator::let_next_launch();",
     },
+    "device/trace.cuh": {"store_pair": "to[0] = first, to[1] = second;"},
     "device/grid.cuh": {
         "arrive_last": "if (++*counter != gridDim.x) return false; *counter = 0; return true;",
         "barrier_sync": "emulator::meet(barrier, threads, false);",
