@@ -556,6 +556,29 @@ class CombinePlan:
     def schedule(self, num_tokens: int, workers: int, chunk_tokens: int) -> None:
         """Set workers and chunks of rounds of so many tokens."""
 
+class RowChecks:
+    """
+    Hashes of the rows that combines of CPU ranks move (csrc/host/row_checks.h).
+
+    `tables`: by rank, the address of its table, of table_bytes(shape).
+    """
+    @staticmethod
+    def table_bytes(shape: Shape) -> int:
+        """Bytes of the table of a rank."""
+    def __init__(self, shape: Shape, rank: int, tables: collections.abc.Sequence[int]) -> None: ...
+    def flip_later(self, sender: int, source_rank: int, token: int, bit: int) -> None:
+        """For tests: flip a bit of this row once, where it has arrived."""
+    def take(self) -> tuple[int, int, int] | None:
+        """
+        The first row since the last call that was not as sent; None: all were.
+
+        Returns:
+            The rank that sent it, the rank of its token, and the token.
+        """
+    @property
+    def flipped(self) -> bool:
+        """No flip is left to be made."""
+
 class FailureRecordView:
     """FailureRecord of csrc/protocol/record.h, as it was when it was read."""
     @property
@@ -578,24 +601,6 @@ class FailureRecordView:
     def seen(self) -> int: ...
     @property
     def waited_ns(self) -> int: ...
-
-class RowChecks:
-    """
-    Hashes of the rows that combines of CPU ranks move (csrc/host/row_checks.h).
-
-    `tables`: by rank, the address of its table, of table_bytes(shape).
-    """
-    @staticmethod
-    def table_bytes(shape: Shape) -> int:
-        """Bytes of the table of a rank."""
-    def __init__(self, shape: Shape, rank: int, tables: collections.abc.Sequence[int]) -> None: ...
-    def flip_later(self, sender: int, source_rank: int, token: int, bit: int) -> None:
-        """For tests: flip a bit of this row once, where it has arrived."""
-    def take(self) -> tuple[int, int, int] | None:
-        """The first row that was not as sent, since the last call: the rank that sent it, its token's, and the token."""
-    @property
-    def flipped(self) -> bool:
-        """No flip is left to be made."""
 
 class WindowHandle:
     """
@@ -750,11 +755,21 @@ def gemv_shared_bytes(most_rows: int) -> int:
 def goes_direct(shape: Shape, num_tokens: int) -> bool:
     """Whether rows of a rank with so many tokens reach other domains without a forwarder."""
 
+def hash_rows(hashes: int, rows: int, pitch: int, width: int, places: int, count: int) -> None:
+    """
+    Hash rows in the memory of CPU ranks.  Arguments are addresses, and numbers of bytes.
+
+    `hashes`: u64[count], which are continued.  `places`: i64[count], the number of each row; 0: they follow each other.
+    """
+
 def host_alloc(nbytes: int) -> HostMemory:
     """Allocate zeroed memory."""
 
-def host_combine(args: CombineArgs, checks: RowChecks = None) -> None:
-    """As host_dispatch.  `checks`: check the rows; all ranks do, or none."""
+def host_combine(args: CombineArgs) -> None:
+    """As host_dispatch."""
+
+def host_combine_checked(args: CombineArgs, checks: RowChecks) -> None:
+    """As host_combine, and check the rows.  All ranks do."""
 
 def host_dispatch(args: DispatchArgs) -> None:
     """

@@ -113,11 +113,19 @@ class CorruptRow(MoecommError):
     """
 
     def __init__(
-        self, *, op: str, round: int, source: int, destination: int, token_rank: int, token: int, path: str  # noqa: A002
+        self,
+        *,
+        op: str,
+        round: int,  # noqa: A002
+        source: int,
+        destination: int,
+        token_rank: int,
+        token: int,
+        path: str,
     ) -> None:
         super().__init__(
-            f"{op}, round {round}: the row of token {token} of rank {token_rank} is not what rank {source} sent to rank "
-            f"{destination} ({path})"
+            f"{op}, round {round}: the row of token {token} of rank {token_rank} is not what rank {source} sent to "
+            f"rank {destination} ({path})"
         )
         self.op, self.round, self.source, self.destination = op, round, source, destination
         self.token_rank, self.token, self.path = token_rank, token, path

@@ -158,7 +158,9 @@ class Cluster:
         destination = token_rank
         if source // size != token_rank // size and self.draw.random() < 0.5:  # in the sum of its domain
             source = source // size * size + token_rank % size
-        elif source // size != token_rank // size and self.draw.random() < 0.7:  # on its way to the rank that adds it up
+        elif (
+            source // size != token_rank // size and self.draw.random() < 0.7
+        ):  # on its way to the rank that adds it up
             destination = source // size * size + token_rank % size
         row = Row("combine", source, destination, token_rank, token)
         tables = self.buffers[destination].rounds.row_tables

@@ -19,6 +19,7 @@ ERRORS = [
     errors.Timeout("rank 2 waited for rank 1", **KNOWN),
     errors.PeerLost("rank 1 is gone", **KNOWN),
     errors.Aborted("told to stop", **KNOWN),
+    errors.CorruptRow(op="combine", round=7, source=1, destination=2, token_rank=2, token=3, path="NVLink store"),
     errors.Closed(),
     errors.MemoryReleased(),
     errors.Unsupported("no GPU"),

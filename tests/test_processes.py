@@ -90,6 +90,7 @@ DIFFERENT = {
     "domain_ranks": 1,
     "wire": "exact",
     "capacity_factor": 2.0,
+    "verify_every": 10,
 }
 
 

@@ -32,6 +32,7 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_overlap(m);
     moecomm::bindings::bind_peers(m);
     moecomm::bindings::bind_plans(m);
+    moecomm::bindings::bind_row_checks(m);
     moecomm::bindings::bind_rounds(m);
     moecomm::bindings::bind_steps(m);
     moecomm::bindings::bind_structs(m);

@@ -14,6 +14,7 @@ void bind_peers(pybind11::module_& m);
 void bind_plans(pybind11::module_& m);
 void bind_rounds(pybind11::module_& m);
 void bind_steps(pybind11::module_& m);
+void bind_row_checks(pybind11::module_& m);
 void bind_structs(pybind11::module_& m);
 void bind_leave(pybind11::module_& m);
 void bind_window(pybind11::module_& m);

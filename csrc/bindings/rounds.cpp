@@ -144,40 +144,10 @@ void bind_records(py::module_& m) {
     m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"), "Load a u32.");
 }
 
-using RowName = std::tuple<i32, i32, i32>;
-
-std::optional<RowName> take(host::RowChecks& checks) {
-    const std::optional<host::CorruptRow> row = checks.take();
-    if (!row) return std::nullopt;
-    return RowName{row->from, row->source_rank, row->token};
-}
-
-void bind_row_checks(py::module_& m) {
-    py::class_<host::RowChecks>(m, "RowChecks", R"(Hashes of the rows that combines of CPU ranks move (csrc/host/row_checks.h).
-
-`tables`: by rank, the address of its table, of table_bytes(shape).)")
-        .def(py::init([](const Shape& shape, i32 rank, const std::vector<u64>& tables) {
-                 if (tables.size() != static_cast<size_t>(shape.ranks)) throw std::invalid_argument("a table for each rank");
-                 return std::make_unique<host::RowChecks>(shape, rank, tables);
-             }),
-             py::arg("shape"), py::arg("rank"), py::arg("tables"))
-        .def_static("table_bytes", &host::RowChecks::table_bytes, py::arg("shape"), "Bytes of the table of a rank.")
-        .def("take", &take, "The first row that was not as sent, since the last call: the rank that sent it, its token's, and the token.")
-        .def(
-            "flip_later",
-            [](host::RowChecks& checks, i32 sender, i32 source_rank, i32 token, i64 bit) {
-                checks.flip_later({sender, source_rank, token}, bit);
-            },
-            py::arg("sender"), py::arg("source_rank"), py::arg("token"), py::arg("bit"),
-            "For tests: flip a bit of this row once, where it has arrived.")
-        .def_property_readonly("flipped", &host::RowChecks::flipped, "No flip is left to be made.");
-}
-
 }  // namespace
 
 void bind_rounds(py::module_& m) {
     bind_records(m);
-    bind_row_checks(m);
     m.def(
         "host_dispatch", [](const DispatchArgs& args) { run({args}, nullptr); }, py::arg("args"),
         R"(Run this rank's part of a dispatch.  Blocks until it is over; after a failure, record() returns the record.
@@ -187,9 +157,10 @@ round on every rank and is raised here.
 
 Raises:
     ValueError: rank, shape, record or peers of `args.ctx` are not set.)");
+    m.def("host_combine", [](const CombineArgs& args) { run({args}, nullptr); }, py::arg("args"), "As host_dispatch.");
     m.def(
-        "host_combine", [](const CombineArgs& args, host::RowChecks* checks) { run({args}, checks); }, py::arg("args"),
-        py::arg("checks").none(true) = py::none(), "As host_dispatch.  `checks`: check the rows; all ranks do, or none.");
+        "host_combine_checked", [](const CombineArgs& args, host::RowChecks& checks) { run({args}, &checks); }, py::arg("args"),
+        py::arg("checks"), "As host_combine, and check the rows.  All ranks do.");
     m.def(
         "host_run_all", [](const std::vector<Round>& rounds) { run(rounds, nullptr); }, py::arg("rounds"),
           "Run the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch.");

@@ -118,7 +118,7 @@ class HostSession:
 
     def combine_checked(self, args: _native.CombineArgs, checks: _native.RowChecks) -> None:
         """Run a combine whose rows are checked.  All ranks do."""
-        self._run(partial(_native.host_combine, checks=checks), args)
+        self._run(partial(_native.host_combine_checked, checks=checks), args)
 
     def count_rejected(self) -> None:
         if self._window is not None:

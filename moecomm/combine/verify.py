@@ -22,7 +22,7 @@ from moecomm.dispatch.verify import Verdict, failed
 def checked(rounds: Rounds, combining: Combining) -> CombineCheck | None:
     """Return the check of a prepared combine that is verified; None for others, and on GPUs."""
     assert rounds.sampling is not None, "rounds are verified"
-    if not rounds.sampling.due(rounds.session.capturing()) or rounds.row_tables is None:
+    if not rounds.sampling.due("combine", rounds.session.capturing()) or rounds.row_tables is None:
         return None
     return CombineCheck(rounds, combining, rounds.row_tables)
 
@@ -44,6 +44,6 @@ class CombineCheck:
             return
         if (row := self._checks.take()) is not None:
             source, token_rank, token = row
-            bits = corruption.row_bits(source, token_rank * rounds.max_tokens + token)
-            self._verdict.say(torch.tensor(True), torch.tensor(bits))
+            bits = corruption.row_bits(torch.tensor(source), torch.tensor(token_rank * rounds.max_tokens + token))
+            self._verdict.say(torch.tensor(True), bits)
         self._verdict.run()

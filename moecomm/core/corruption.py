@@ -6,6 +6,8 @@ dispatch is invalid on every rank, and leaves the id, and the rank that passed i
 
 from __future__ import annotations
 
+import torch
+
 from moecomm import _native
 from moecomm.core.session import Session
 from moecomm.errors import CorruptRow
@@ -33,9 +35,9 @@ def fixed_bits(op: str, rounds_since: int) -> int:
     return _PATTERN | _OPS.index(op) << (_ROUNDS + _RANK + _TOKEN) | min(rounds_since, (1 << _ROUNDS) - 1)
 
 
-def row_bits(source: int, token: int) -> int:
-    """Return the bits of a row: the rank that sent it, and `rank * max_tokens + token` of its token."""
-    return (source << _ROUNDS) | (token << (_ROUNDS + _RANK))
+def row_bits(source: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a row: the rank that sent it, and `rank * max_tokens + token` of its token, as int64."""
+    return (source.long() << _ROUNDS) | (token.long() << (_ROUNDS + _RANK))
 
 
 def error_of(record: _native.FailureRecordView, session: Session) -> CorruptRow | None:

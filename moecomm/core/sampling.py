@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Protocol
 
 from moecomm import _native
+
+_SPREAD = 0x9E3779B9  # 2^32 over the golden ratio
 
 
 class RowTables(Protocol):
@@ -14,20 +17,26 @@ class RowTables(Protocol):
 
 
 class Sampling:
-    """Chooses one of `every` rounds, the same on every rank, because all ranks make the same calls.
+    """Chooses one of each `every` rounds of an operation, the same on every rank, because all make the same calls.
+
+    Its place among them changes, so that a model of some number of layers has rounds of all layers verified.
 
     Attributes:
         plans: the small dispatches that verify others, see moecomm/dispatch/small.py.
     """
 
     def __init__(self, every: int) -> None:
-        self._every, self._count = every, 0
+        self._every = every
+        self._counts: Counter[str] = Counter()
         self.plans: dict[tuple[str, bool], Any] = {}
 
-    def due(self, capturing: bool) -> bool:
+    def due(self, op: str, capturing: bool) -> bool:
         """Count a round, and return whether it is verified.
 
         A replay can't count: captured rounds are verified if all are.
         """
-        self._count += 1
-        return self._every == 1 if capturing else self._count % self._every == 0
+        turn, place = divmod(self._counts[op], self._every)
+        self._counts[op] += 1
+        if capturing:
+            return self._every == 1
+        return place == ((turn + 1) * _SPREAD % (1 << 32)) * self._every >> 32

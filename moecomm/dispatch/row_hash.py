@@ -1,4 +1,4 @@
-"""Hashes of rows, in plain torch: on a GPU without waiting for it, and in a graph that is captured."""
+"""Hashes of rows: on CPUs of the native module, on GPUs in plain torch, which a graph can capture."""
 
 from __future__ import annotations
 
@@ -6,22 +6,44 @@ from functools import lru_cache
 
 import torch
 
+from moecomm import _native
+
 _PIECE = 1 << 22  # words that are hashed at a time, which take 12 bytes of memory each
 
 
-def hash_rows(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Hash the bytes of rows `[n, H]`, and of their scales `[n, m]`, to int64 `[n]`.
+def hash_rows(rows: torch.Tensor, scales: torch.Tensor | None, places: torch.Tensor | None = None) -> torch.Tensor:
+    """Hash the bytes of rows `[n, H]`, and of their scales `[n, m]`, to int64 `[n]`.  Does not wait for the device.
 
-    A hash is the sum of the words of 4 bytes, each times an odd number of 64 bits that depends on its place.  So a
-    change inside of one word always changes it; one of several words goes unseen with a probability of at most 2^-32.
+    A change inside of one word of 4 bytes always changes the hash; one of several words goes unseen with a probability
+    of at most 2^-32.
+
+    Args:
+        rows: contiguous.
+        scales: with strides of any kind.
+        places: CPUs: int64, the numbers of the rows to hash; None: all.
     """
-    parts = [_words(rows)]
+    parts = [rows if rows.element_size() != 1 else rows.view(torch.uint8)]
     if scales is not None:
-        parts.append(_words(scales))
-    count = len(rows)
-    found = torch.zeros(count, dtype=torch.int64, device=rows.device)
-    columns = sum(part.shape[1] for part in parts)
-    factors = _factors(columns, rows.device)
+        parts.append(_packed(scales))
+    return _on_cpu(parts, places) if rows.device.type == "cpu" else _by_words([_words(part) for part in parts])
+
+
+def _on_cpu(parts: list[torch.Tensor], places: torch.Tensor | None) -> torch.Tensor:
+    count = len(parts[0]) if places is None else len(places)
+    found = torch.zeros(count, dtype=torch.int64)
+    for part in parts:
+        pitch, width = part.stride(0) * part.element_size(), part.shape[1] * part.element_size()
+        where = 0 if places is None else places.data_ptr()
+        if count:
+            _native.hash_rows(found.data_ptr(), part.data_ptr(), pitch, width, where, count)
+    return found
+
+
+def _by_words(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Sum the words of each row, each times an odd number of 64 bits that depends on its place."""
+    count, columns = len(parts[0]), sum(part.shape[1] for part in parts)
+    found = torch.zeros(count, dtype=torch.int64, device=parts[0].device)
+    factors = _factors(columns, found.device)
     step = max(1, _PIECE // columns)
     for first in range(0, count, step):
         at = 0
@@ -32,14 +54,19 @@ def hash_rows(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     return found
 
 
+def _packed(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows with the strides of a contiguous tensor, also those of one row or column."""
+    data = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+    if data.stride() == (data.shape[1], 1):
+        return data
+    return torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
+
+
 def _words(rows: torch.Tensor) -> torch.Tensor:
     """Return the bytes of each row as int32, padded with zeros."""
     if len(rows) == 0:  # has strides of any kind
         return torch.zeros(0, -(-rows.shape[1] * rows.element_size() // 4), dtype=torch.int32, device=rows.device)
-    data = rows.view(torch.uint8) if rows.element_size() == 1 else rows
-    if not data.is_contiguous() or data.stride(-1) != 1:  # also of one column, whose stride may be any
-        data = torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
-    data = data.view(torch.uint8)
+    data = _packed(rows).view(torch.uint8)
     if short := -data.shape[1] % 4:
         data = torch.nn.functional.pad(data, (0, short))
     return data.view(torch.int32)

@@ -26,7 +26,7 @@ from moecomm.routed import Handle, Routed
 def checked(rounds: Rounds, routed: Routed, options: Options, x: Any, scales: Any) -> DispatchCheck | None:
     """Return the check of a prepared dispatch that is verified; None for others."""
     assert rounds.sampling is not None, "rounds are verified"
-    if not rounds.sampling.due(rounds.session.capturing()):
+    if not rounds.sampling.due("dispatch", rounds.session.capturing()):
         return None
     return DispatchCheck(rounds, routed, options, as_tensor("x", x)[0], scales)
 
@@ -49,7 +49,7 @@ class Verdict:
     def say(self, is_bad: torch.Tensor, row: torch.Tensor) -> None:
         """Name a row if `is_bad`; `row`: int64, corruption.row_bits().  Does not wait for the device."""
         fixed = corruption.fixed_bits(self._op, self._rounds.flight.rounds + 1 - self._round)
-        self._ids[0, 0] = torch.where(is_bad, row | fixed, -1)
+        self._ids[0, 0] = torch.where(is_bad, row.view(()) | fixed, -1)
 
     def run(self) -> None:
         """Run the round."""
@@ -88,22 +88,20 @@ class DispatchCheck:
             return
         rounds, routed = self._rounds, self._routed
         src, in_use = _table_of_rows(routed)
-        rows, scales = outputs.x(routed), outputs.scales(routed)
-        rows = rows.flatten(0, -2)
+        rows, scales = outputs.x(routed).flatten(0, -2), outputs.scales(routed)
         scales = None if scales is None else scales.flatten(0, -2)
-        arrived = self._arrived
+        arrived, places = self._arrived, None
         if rounds.on_cpu:  # most of the room may be empty
-            there = in_use.nonzero().flatten()
-            rows, scales = _bytes(rows)[there], None if scales is None else _bytes(scales)[there]
-            src, arrived, in_use = src[there], arrived[there], in_use[there]
-            if len(there) == 0:
+            places = in_use.nonzero().flatten()
+            src, arrived, in_use = src[places], arrived[places], in_use[places]
+            if len(places) == 0:
                 return
         tokens = src[:, 0].long() * rounds.max_tokens + src[:, 1]
-        bad = in_use & ((hash_rows(rows, scales) != arrived[:, 0]) | (tokens != arrived[:, 1]))
+        bad = in_use & ((hash_rows(rows, scales, places) != arrived[:, 0]) | (tokens != arrived[:, 1]))
         first = bad.int().argmax().view(1)
         source = src[first, 0].long().clamp(0, rounds.num_ranks - 1)
         token = tokens[first].clamp(0, rounds.num_ranks * rounds.max_tokens - 1)
-        self._verdict.say(bad.any(), corruption.row_bits(source, token)[0])
+        self._verdict.say(bad.any(), corruption.row_bits(source, token))
 
 
 def _as_they_travel(options: Options, x: torch.Tensor, scales: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -112,10 +110,6 @@ def _as_they_travel(options: Options, x: torch.Tensor, scales: Any) -> tuple[tor
         return x, None if scales is None else as_tensor("scales", scales)[0]
     rows, made = reference.quantize(x, options.scale_format)
     return rows, reference.by_column(made) if options.scale_layout == "column" else made
-
-
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(torch.uint8) if rows.element_size() == 1 else rows  # not all float8 tensors can be indexed
 
 
 def _table_of_rows(routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:

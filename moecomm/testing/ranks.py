@@ -180,4 +180,6 @@ class LocalBuffers:
 
 def _stages(pending: Sequence[Any]) -> Iterator[Sequence[Callable[[], None]]]:
     """Yield each stage that verifies dispatches, of all ranks."""
-    yield from zip(*(dispatch.stages(p) if isinstance(p, Routed | dispatch.Ending) else () for p in pending), strict=True)
+    yield from zip(
+        *(dispatch.stages(p) if isinstance(p, Routed | dispatch.Ending) else () for p in pending), strict=True
+    )

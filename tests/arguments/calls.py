@@ -302,6 +302,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "domain_ranks": None,
                     "wire": None,
                     "capacity_factor": None,
+                    "verify_every": None,
                 },
                 _close,
             )

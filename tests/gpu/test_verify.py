@@ -1,0 +1,88 @@
+"""Verified dispatches of GPU ranks: corrupt rows are named, others are not, also in a graph that is captured."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.dispatch import outputs, verify
+from moecomm.testing import LocalBuffers, check_case, random_case
+
+from .. import flips
+
+pytestmark = [pytest.mark.gpu1, pytest.mark.timeout(300)]
+SIZES: dict[str, Any] = {"hidden": 144, "num_experts": 14, "topk": 6, "max_tokens": 50, "dtype": torch.bfloat16}
+HOW: dict[str, Any] = {"backend": "lsa", "device": 0, "timeout_s": 20, "verify_every": 1}
+CASES, FLIPS = 60, 50
+
+
+@pytest.mark.parametrize("domain_ranks", [2, 4])
+def test_verified_rounds_match_the_reference(domain_ranks: int) -> None:
+    with LocalBuffers(4, **SIZES, domain_ranks=domain_ranks, **HOW) as ranks:
+        for seed in range(CASES):
+            check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
+        ranks.check()
+
+
+@pytest.mark.parametrize("domain_ranks", [2, 4])
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_flipped_bits_are_found_and_named(quantize: str | None, domain_ranks: int) -> None:
+    draw = random.Random(1)
+    with LocalBuffers(4, **SIZES, domain_ranks=domain_ranks, **HOW) as ranks:
+        for number in range(FLIPS):
+            how = {"layout": ("flat", "expert", "batched")[number % 3], "quantize": quantize, "sync": False}
+            calls = [
+                {
+                    "x": torch.randn(30, 144, device="cuda").bfloat16(),
+                    "topk_idx": torch.rand(30, 14, device="cuda").argsort(dim=1)[:, :6],
+                    **how,
+                }
+                for _ in ranks.buffers
+            ]
+            made: list[flips.Row] = []
+            with flips.flipping(draw.randrange(4), draw, made):
+                ranks.dispatch(calls)
+            for buffer in ranks.buffers:
+                with pytest.raises(moecomm.CorruptRow) as caught:
+                    buffer.check()
+                found = caught.value
+                row = flips.Row(found.op, found.source, found.destination, found.token_rank, found.token)
+                assert [row] == made
+            ranks.dispatch(calls)
+            ranks.check()
+
+
+def test_replays_are_verified() -> None:
+    """A captured operation flips the bit, where a tensor says so."""
+    flip = torch.zeros((), dtype=torch.int16, device="cuda")
+    compare = verify.DispatchCheck._compare
+
+    def flip_and_compare(check: verify.DispatchCheck) -> None:
+        rows = outputs.x(check._routed).view(torch.int16)
+        rows[3, 17] ^= flip
+        compare(check)
+
+    sizes = {**SIZES, "num_experts": 8, "topk": 2}
+    with moecomm.Buffer("self", **sizes, **HOW) as buffer:
+        x = torch.randn(30, 144, device="cuda").bfloat16()
+        ids = torch.rand(30, 8, device="cuda").argsort(dim=1)[:, :2]
+        with mock.patch.object(verify.DispatchCheck, "_compare", flip_and_compare):
+            buffer.dispatch(x, ids, layout="flat")
+            buffer.check()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                routed = buffer.dispatch(x, ids, layout="flat")
+        for value in (0, 1, 0, 64):
+            flip.fill_(value)
+            graph.replay()
+            if value == 0:
+                buffer.check()
+                continue
+            with pytest.raises(moecomm.CorruptRow, match=r"dispatch, round .*: the row of token 3 of rank 0"):
+                buffer.check()
+        assert routed.x is not None
