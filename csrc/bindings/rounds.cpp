@@ -56,7 +56,8 @@ void execute(const CombineArgs& args, host::RowChecks* checks) { host::combine(a
 void run(const std::vector<Round>& rounds, host::RowChecks* checks) {
     for (const Round& round : rounds) check_context(context(round));
     std::vector<std::function<void()>> jobs;
-    for (const Round& round : rounds) jobs.push_back([&round, checks] { std::visit([checks](const auto& args) { execute(args, checks); }, round); });
+    for (const Round& round : rounds)
+        jobs.push_back([&round, checks] { std::visit([checks](const auto& args) { execute(args, checks); }, round); });
     Handlers handlers([&rounds] { abort_all(rounds); });
     {
         py::gil_scoped_release unlocked;
@@ -163,7 +164,7 @@ Raises:
         py::arg("checks"), "As host_combine, and check the rows.  All ranks do.");
     m.def(
         "host_run_all", [](const std::vector<Round>& rounds) { run(rounds, nullptr); }, py::arg("rounds"),
-          "Run the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch.");
+        "Run the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch.");
     m.def("leave", &leave, py::arg("context"), "Announce to the peers that this rank takes part in no further host round.  Never waits.");
     m.def("count_rejected", &count_rejected, py::arg("context"),
           "Count a host call that failed before its rounds were made, in State::rejected of this rank's window.");
