@@ -454,7 +454,8 @@ TOPICS = (
     Topic(
         "Correctness runs",
         "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
-        "against their parts one after the other.  Killed ranks: the others shrink, and make 100 exact rounds.",
+        "against their parts one after the other.  Killed ranks: the others shrink, and new ones join; all ranks make "
+        "exact rounds.",
         (
             "random-cases-h200-4",
             "random-cases-h200-2",
