@@ -20,13 +20,13 @@ from moecomm.bench.options import (
     Replays,
     Routing,
     Topk,
+    numbers,
     real,
     whole,
 )
 from moecomm.bench.overlap_cli import add_overlap
 from moecomm.bench.results_cli import add_results
 from moecomm.bench.steps_cli import add_steps
-from moecomm.core.settings import MAX_FLAT_ROWS
 
 if TYPE_CHECKING:
     from moecomm.bench.case import Case
@@ -369,19 +369,6 @@ def say_on_cpu(what: str) -> None:
     from rich.console import Console
 
     Console(stderr=True).print(f"No GPU here: {what}.", highlight=False, markup=False, soft_wrap=True)
-
-
-def numbers(name: str, text: str) -> list[int]:
-    """Parse an option of one number, or of several separated by commas. Raises BadInput."""
-    from moecomm.errors import BadInput
-
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise BadInput(name, repr(text), "a number, or several with commas between") from None
-    if not 0 <= min(found) <= max(found) < MAX_FLAT_ROWS:
-        raise BadInput(name, text, f"0 to {MAX_FLAT_ROWS - 1} each")
-    return found
 
 
 def _keep(result: dict[str, Any], json: Path | None) -> None:

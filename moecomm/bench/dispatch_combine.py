@@ -6,6 +6,7 @@ import itertools
 import statistics
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from moecomm.bench.case import Case
 from moecomm.bench.clock import percentiles
 from moecomm.bench.ours import OUTSIDE, Operation, Ours, operations
 from moecomm.bench.peers import Peers
-from moecomm.bench.ranks import Step, device_of, on_ranks, progress
+from moecomm.bench.ranks import Step, device_of, on_ranks, progress, together
 from moecomm.bench.singles import Singles
 
 TIMES = ("us", "alone_us", "eager_us")
@@ -39,13 +40,18 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"ceiling": [], "memory": [], "rows": []}
     with ExitStack() as opened:
-        singles = opened.enter_context(Singles(group, device, case.singles)) if case.singles else None
+        singles: Singles | None = None
+        if case.singles:
+            singles, why = together(group, partial(Singles, group, device, case.singles))
+            if singles is None:  # ranks do not reach each other by load and store
+                found["alone"] = {"why": why}
+            else:
+                opened.enter_context(singles)
+                found["alone"] = singles.about()
         peers = Peers(case, group, device, singles) if case.peers else None
         at_a_size = len(operations(case)) + (peers.count if peers else 0)
         raw = ceiling.ways_count(case.backend, torch.get_num_threads()) if case.ceiling and group.size() > 1 else 0
         step = opened.enter_context(progress(group, raw + len(case.tokens) * at_a_size))
-        if singles:
-            found["alone"] = singles.about()
         if case.ceiling:
             found["ceiling"] = ceiling.measure(group, case.backend, device, step)
         for tokens, layout in itertools.product(case.tokens, case.layouts):
@@ -88,7 +94,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     - `us`: times of the slowest rank, in the mode of the case: an operation of many in a row.
     - `alone_us`, `eager_us` (if the case has single calls): {p50, p90, p99} of single calls (moecomm.bench.singles),
       and of operations that the host enqueues one by one, where `us` has those of a graph. `alone` of the result is
-      {calls, floor_us, step_ns}: see Singles.about.
+      {calls, floor_us, step_ns}: see Singles.about; or {why} where ranks cannot start together.
     - `host_us`, `host_us_slowest`: medians of a rank, for the median rank and for the slowest.
     - `wire_bytes`: bytes that have to leave a rank, counted alike for every library: Case.wire_bytes.
     - `moved_bytes`: bytes that a library sends, with rows for each expert, wider sums and (moecomm) metadata.
@@ -126,7 +132,7 @@ def _alone(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     if not by_rank:
         return {}
     about = dict(by_rank[0])
-    if about["floor_us"] is not None:
+    if about.get("floor_us") is not None:
         about["floor_us"] = percentiles([found["floor_us"] for found in by_rank])
         about["step_ns"] = max(found["step_ns"] for found in by_rank)
     return {"alone": about}

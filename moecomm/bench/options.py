@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from moecomm.core.integers import check_integer
+from moecomm.core.settings import MAX_FLAT_ROWS
 from moecomm.core.validation import check_real
 from moecomm.errors import BadInput
 
@@ -51,6 +52,17 @@ def written(param: typer.CallbackParam, value: Path | None) -> Path | None:
     if why:
         raise BadInput(str(param.name), str(value), f"a file that can be written ({why})")
     return value
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """Parse an option of one number, or of several separated by commas. Raises BadInput."""
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise BadInput(name, repr(text), "a number, or several with commas between") from None
+    if not 0 <= min(found) <= max(found) < MAX_FLAT_ROWS:
+        raise BadInput(name, text, f"0 to {MAX_FLAT_ROWS - 1} each")
+    return found
 
 
 Hidden = Annotated[int | None, typer.Option(callback=whole(1), help="Columns of a token, replacing the model's.")]

@@ -16,6 +16,7 @@ from moecomm.bench.options import (
     Replays,
     Routing,
     Topk,
+    numbers,
     real,
     whole,
 )
@@ -97,7 +98,6 @@ def _case(
     peers: bool = False,
 ) -> Any:
     from moecomm.bench.case import Case, model_sizes
-    from moecomm.bench.cli import numbers
     from moecomm.bench.ranks import plan
 
     backend, ranks = plan(*where)

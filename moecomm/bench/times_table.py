@@ -14,6 +14,8 @@ _PARTS = ("p50", "p90", "p99")
 
 def show_times(result: dict[str, Any], out: Console) -> None:
     """Print the times of rows that have those of single calls; nothing without any."""
+    if why := result.get("alone", {}).get("why"):
+        out.print(f"no single calls: {why}", style="dim", markup=False)
     rows = [row for row in result["rows"] if "alone_us" in row]
     if not rows:
         return

@@ -79,7 +79,7 @@ def predict(
     """Predict dispatch, combine and layer time over any number of NVLink domains: a model, not a measurement."""
     if context.invoked_subcommand is not None:
         return
-    from moecomm.bench.cli import numbers
+    from moecomm.bench.options import numbers
     from moecomm.bench.table import console
     from moecomm.simulate import predict as predicted
     from moecomm.simulate.domain import fitted_efficiency

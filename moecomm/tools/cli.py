@@ -145,7 +145,8 @@ def tune(
     Entries of an existing table that are not measured again are kept.
     """
     from moecomm.bench.case import Case, model_sizes
-    from moecomm.bench.cli import numbers, say_on_cpu
+    from moecomm.bench.cli import say_on_cpu
+    from moecomm.bench.options import numbers
     from moecomm.bench.ranks import plan
     from moecomm.tools.tune import Candidates
     from moecomm.tools.tune import tune as run_all

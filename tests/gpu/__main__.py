@@ -1,5 +1,7 @@
 """tests/gpu/run [PART]... [--beside PART...]: the tests that want GPUs, each step under a limit, a line a step.
 
+tests/gpu/run figures: the measurements behind the pages, see figures.py.
+
 Parts go one after the other.  Of those behind --beside, the steps of one GPU go side by side, a part a GPU; then the
 rest.  The native module must have been built, by `pip install -e .` or `python setup.py build_ext --inplace`.
 
@@ -13,29 +15,20 @@ from __future__ import annotations
 import argparse
 import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.gpu import figures
+from tests.gpu.processes import ENVIRONMENT, ROOT, all_gpus, wait
+
 CASES, SEED = int(os.environ.get("CASES", "300")), os.environ.get("SEED", "0")
 LOGS = Path(os.environ.get("LOGS") or f"{tempfile.gettempdir()}/moecomm-{os.getpid()}")
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "PYTHONFAULTHANDLER": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Multicast stays off.
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--seed", SEED)
 SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
 FUSED = "fused"  # in names of tests of test_moe.py, and of their parameters
@@ -50,7 +43,6 @@ MODELS = {
 }
 GPUS = "GPUS"  # in a command: how many there are
 BACKENDS, ROUNDS = "lsa,nvshmem,gin", f"--ranks {GPUS} --tokens 128,4096 --layout flat --replays 7 --limit 240"
-GRACE_S = 5  # to say where threads were
 
 
 @dataclass(frozen=True)
@@ -218,26 +210,11 @@ def run(step: Step, gpu: str | None = None) -> bool:
         except OSError as error:
             out.write(str(error).encode())
             process = None
-        fine = process is not None and _wait(process, step.limit_s) == 0
+        fine = process is not None and wait(process, step.limit_s) == 0
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     word, seconds = "ok" if fine else "FAILED", time.monotonic() - begin
     print(f"{step.name:<20} {word:<6} {seconds:4.0f} s  {lines[-1][:120] if lines else ''}", flush=True)
     return fine
-
-
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Its exit status; None where it had to be ended, with all that it has started."""
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def beside(parts: Sequence[str], gpus: Iterable[str | None]) -> list[bool]:
@@ -258,17 +235,10 @@ def beside(parts: Sequence[str], gpus: Iterable[str | None]) -> list[bool]:
     return found + [run(step) for part in parts for step in PARTS[part] if step.gpus != 1]
 
 
-def all_gpus() -> list[str | None]:
-    """As CUDA_VISIBLE_DEVICES names them; without any, one that is none."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return list(visible.split(","))
-    import torch
-
-    return [str(gpu) for gpu in range(torch.cuda.device_count())] or [None]
-
-
 def main(arguments: Sequence[str]) -> int:
     """1 if a step has failed."""
+    if arguments[:1] == ["figures"]:
+        return figures.main(arguments[1:])
     parser = argparse.ArgumentParser("tests/gpu/run", usage=__doc__)
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--beside", nargs="+", default=[])

@@ -41,7 +41,7 @@ def dlrm(
     json: Json = None,
 ) -> None:
     """Predict a training iteration of a recommendation model, with the lookups and their all-to-all fused or not."""
-    from moecomm.bench.cli import numbers
+    from moecomm.bench.options import numbers
     from moecomm.bench.results import write
     from moecomm.bench.table import console
     from moecomm.simulate.dlrm.gpu import content, parse
