@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from moecomm.router import MODELS, random_routing
 QUANT_GROUP = 128
 PAYLOADS = ("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column")  # fp8: the cast is part of dispatch
 MODES = ("graph", "eager")
+OTHERS = ("deep_ep", "torch-symm-mem")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Case:
     seed: int = 0
     routing_file: str = ""  # of moecomm.routing, to be replayed; empty: the routing is drawn
     inputs: int = 4  # tokens with a routing of their own, which operations rotate among
+    others: list[str] = field(default_factory=list)  # of OTHERS: libraries to measure, or to name as absent
     singles: int = 0  # single calls, and calls one by one beside those in a graph; 0: neither
 
     def check(self) -> None:
@@ -67,6 +69,8 @@ class Case:
             raise BadInput("nic", self.nic, "no emulated NIC but between several domains of lsa")
         sizes = Settings(self.ranks, self.hidden, self.experts, self.topk, max(self.tokens), torch.bfloat16, "", None)
         sizes.check()
+        if any(name not in OTHERS for name in self.others):
+            raise BadInput("others", ",".join(self.others), f"some of {', '.join(OTHERS)}")
         for name, values, known in (("layout", self.layouts, LAYOUTS), ("payload", self.payloads, PAYLOADS)):
             if not values or any(value not in known for value in values):
                 raise BadInput(name, ",".join(values), f"some of {', '.join(known)}")

@@ -64,6 +64,9 @@ Singles = Annotated[
 ]
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
+Others = Annotated[
+    str, typer.Option(help="Libraries that are measured or named as absent: deep_ep, torch-symm-mem; several: a,b.")
+]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
 
 SKEW = 0.25
@@ -90,6 +93,7 @@ def dispatch_combine(
     singles: Singles = 200,
     ceiling: Ceiling = True,
     peers: Peers = True,
+    others: Others = "",
     overlap_gemm: Gemm = False,
     ranks: Ranks = None,
     backend: Backends = "auto",
@@ -109,7 +113,7 @@ def dispatch_combine(
             (way.backend, ranks, mode),
             {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays, "nic": nic, "singles": singles},
             {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": way.domain_ranks}
-            | {"routing_file": "" if routing is None else str(routing)},
+            | {"others": others.split(",") if others else [], "routing_file": "" if routing is None else str(routing)},
         )
 
     ways = backends.ways(backend, numbers("domain_ranks", domain_ranks))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import deep_ep
+from moecomm.bench import deep_ep, symm_mem
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Clock, Rotation, Timed
 from moecomm.bench.exchange import Collective
@@ -17,6 +17,7 @@ from moecomm.bench.ours import Ours
 from moecomm.bench.ranks import Step, together
 from moecomm.bench.singles import Singles
 from moecomm.core.rendezvous import rendezvous
+from moecomm.errors import Unsupported
 
 
 class Peers:
@@ -31,6 +32,10 @@ class Peers:
         self._failed: dict[str, str] = {}
         if device.type == "cuda" and self._on_all(deep_ep.module() is not None):
             self._ways |= deep_ep.DeepEP(case).ways()
+        elif deep_ep.DeepEP.name in case.others:
+            self._ways[deep_ep.DeepEP.name] = _no_deep_ep
+        if symm_mem.NAME in case.others:
+            self._ways[symm_mem.NAME] = lambda ours: symm_mem.SymmetricMemory(case).calls(ours)
 
     @property
     def count(self) -> int:
@@ -85,6 +90,10 @@ class Peers:
 
     def _on_all(self, fine: bool) -> bool:
         return all(data == b"\1" for data in rendezvous(self._group).all_gather(bytes([fine])))
+
+
+def _no_deep_ep(ours: Ours) -> list[Timed]:
+    raise Unsupported(f"{deep_ep.DeepEP.name}: not installed, or not for {ours.buffer.device.type}")
 
 
 def bytes_of(case: Case, ours: Ours, timed: Timed) -> dict[str, float]:

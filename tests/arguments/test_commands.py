@@ -33,6 +33,7 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--sms", "--chain", "--singles", "--domain-ranks"): SIZES[1:],
         ("--nic",): ("x", "0", "-1", "nan", "50,3,0", "50,3,10,1", "50,3,10"),
         ("--model", "--layout", "--payload", "--mode", "--backend"): NAMES,
+        ("--others",): ("x", "deep_ep,"),
         ("--limit",): ("0", *REALS),
         ("--routing",): ROUTING,
         ("--json",): FILES,

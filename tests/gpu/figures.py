@@ -55,6 +55,8 @@ PIECES = (
         f"{CASES} --tokens 4096 --layout flat,expert --replays 10 --routing {ZIPF}",
         before=f"{sys.executable} -m moecomm routing synthesize {ZIPF} --model deepseek-v3 --zipf 0.8 --tokens 131072",
     ),
+    # By itself, because another library may hang.
+    Piece("symm-mem", 60, f"{CASES} --tokens 128,4096 --layout expert --replays 7 --others torch-symm-mem,deep_ep"),
     Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
     Piece("moe-qwen3-235b", 120, f"moe --model qwen3-235b --ranks {GPUS} --tokens 128,1024,8192 --fp8 --replays 7"),
     Piece("moe-deepseek-v3", 150, f"moe --model deepseek-v3 --ranks {GPUS} --tokens 128,1024,8192 --fp8 --replays 7"),
