@@ -112,7 +112,15 @@ TABLE = (
                 "use_tma_aligned_col_major_sf",
                 "use_ue8m0",
             ),
-            *("gather", "reset", "keep_ids", "weighted", "zero_copy", "zero_padding", "routing.RoutingRecorder(weights)"),
+            *(
+                "gather",
+                "reset",
+                "keep_ids",
+                "weighted",
+                "zero_copy",
+                "zero_padding",
+                "routing.RoutingRecorder(weights)",
+            ),
         ),
     ),
     Row(

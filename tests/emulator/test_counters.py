@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("way", few(["packets", "chunks", "domains"], "packets", "chunks"))
+@pytest.mark.parametrize("way", few(["packets", "chunks", "domains"], "packets"))
 @pytest.mark.parametrize("layout", few(["expert", "flat", "batched"], "expert"))
 def test_rows_are_those_of_the_routing(
     layout: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,8 @@ class LowLatency:
 
         `topk_weights`, which deep_ep does not have, spares low_latency_combine a small round when it is given the same
         tensor, unchanged.  `round_scale` without `use_ue8m0`, and `cumulative_local_expert_recv_stats`, take a kernel
-        of their own each, and `dispatch_wait_recv_cost_stats` (in nanoseconds) three.  A hook that has not been called when the next dispatch of these sizes begins runs then.
+        of their own each, and `dispatch_wait_recv_cost_stats`, in nanoseconds, three.  A hook that has not been called
+        when the next dispatch of these sizes begins runs then.
         """
         if not (x_global_scale is None and num_sms is None and use_nvfp4 is False):
             check_nothing(

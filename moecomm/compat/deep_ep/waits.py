@@ -1,6 +1,6 @@
 """deep_ep's statistics of waits for peers, which DeepXTrace reads, from the counters of rounds.
 
-deep_ep adds up the SM cycles that its warps wait for each source rank.  Here they are nanoseconds, of one thread a peer:
+deep_ep adds up the cycles that its warps wait for each source rank.  Here they are nanoseconds, of one thread a peer,
 for its round header and for its rows.  DeepXTrace compares ranks with each other, so it needs no unit.
 """
 
