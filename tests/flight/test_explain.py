@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from moecomm.core import signature
+from moecomm.core.protocol import PEER_COUNTERS, SCALAR_COUNTERS
 from moecomm.errors import Aborted, BadInput, PeerLost, Timeout
 from moecomm.flight import reading
 from moecomm.flight.explain import Verdict, explain, minority, named
@@ -226,3 +228,35 @@ def test_a_minority(values: str, found: list[int]) -> None:
 )
 def test_names_of_ranks(ranks: list[int], text: str) -> None:
     assert named(ranks) == text
+
+
+def counters(rank: int, ranks: int, slow: int) -> bytes:
+    """Words of a rank that has waited for one that is slow, and for nobody else."""
+    words = [0] * (SCALAR_COUNTERS + PEER_COUNTERS * ranks + 2)
+    words[0] = 10
+    if rank != slow:
+        words[SCALAR_COUNTERS + 4 * ranks + slow] = 50_000_000  # for its header
+    return struct.pack(f"<{len(words)}q", *words)
+
+
+@pytest.mark.parametrize("left", [4, 3])
+def test_the_counters_of_all_ranks_say_which_one_is_slow(tmp_path: Path, left: int) -> None:
+    for rank in range(4):
+        fake = FakeRank(rank, 4)
+        fake.counters = counters(rank, 4, slow=2) if rank < left else None
+        fake.write(tmp_path)
+    [report] = explain(reading.read([tmp_path]))
+    said = [line for line in report.lines() if line.startswith("  counters: ")]
+    assert said == ["  counters: rank 2 computes slowly: all other ranks wait for it, 5.0 ms a round"] * (left == 4)
+
+
+def test_counters_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
+    fake = FakeRank(0, 2)
+    fake.counters = counters(0, 2, slow=1)
+    fake.write(tmp_path)
+    [file] = tmp_path.iterdir()
+    record = json.loads(file.read_text())
+    record["moecomm"]["stats"]["rows_to"] = [1]
+    file.write_text(json.dumps(record))
+    with pytest.raises(BadInput, match="rows_to"):
+        reading.read([tmp_path])
