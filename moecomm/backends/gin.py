@@ -208,7 +208,7 @@ class GinReach(Reach):
 
 def spare_signal(layout: Layout) -> int:
     """The signal that no round uses, behind those of `layout.signals`: what benchmarks signal with."""
-    return int(layout.staging - layout.signals) // 8
+    return int(layout.counters - layout.signals) // 8
 
 
 def _link(window: int, communicator: bytes, device: torch.device) -> torch.Tensor:

@@ -27,6 +27,11 @@ class Extent(NamedTuple):
     signals: int
     staging: int
 
+    @property
+    def counters(self) -> int:
+        """There are neither signals nor counters."""
+        return self.signals
+
 
 class GpuPeers:
     """See moecomm.core.peers.Peers.  The constructor connects the ranks, and open() makes the memory; both collective.

@@ -20,7 +20,12 @@ class Layout(Protocol):
 
     @property
     def signals(self) -> int:
-        """Offset of the signals that links write, which end where `staging` begins."""
+        """Offset of the signals that links write, which end where `counters` begin."""
+        ...
+
+    @property
+    def counters(self) -> int:
+        """Offset of the counters, which end where `staging` begins."""
         ...
 
     @property

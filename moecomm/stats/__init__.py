@@ -1,4 +1,4 @@
-"""What every rank does: counters, the words for what they show, and a live view of a running job.
+"""Counters of every rank, words for what they show, and a live view of a running job.
 
 `counters` reads the counters that rounds keep in the window, `counted` is the part of a Buffer that returns them,
 `classify` says which rank, link or expert stands out, `publish` writes them beside a running job, and `top` shows them.

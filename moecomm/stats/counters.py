@@ -56,14 +56,9 @@ class Stats:
         found = torch.frombuffer(bytearray(words), dtype=torch.int64)
         at_experts = SCALAR_COUNTERS + PEER_COUNTERS * ranks
         peers = found[SCALAR_COUNTERS:at_experts].view(PEER_COUNTERS, ranks)
-        return cls(
-            int(found[ROUNDS]),
-            retries,
-            int(found[DROPPED]),
-            *peers[: len(_PEERS)],
-            rows_per_expert=found[at_experts : at_experts + experts],
-            wait_ns=peers[len(_PEERS) :],
-        )
+        counts: dict[str, Any] = dict(zip(_PEERS, peers, strict=False))
+        counts |= {"rows_per_expert": found[at_experts : at_experts + experts], "wait_ns": peers[len(_PEERS) :]}
+        return cls(rounds=int(found[ROUNDS]), retries=retries, dropped=int(found[DROPPED]), **counts)
 
     @classmethod
     def of_lists(cls, found: Any, ranks: int) -> Stats:
