@@ -1,5 +1,5 @@
-// Spans of warp roles, in kernels that are compiled with MOECOMM_TRACE (moecomm/jit/span_ring.py). In all others MOECOMM_SPAN is nothing, and
-// so is the ring: the compiler sees the text of a kernel without them.
+// Spans of warp roles, in kernels that are compiled with MOECOMM_TRACE (moecomm/jit/span_ring.py). In all others MOECOMM_SPAN is nothing,
+// and there is no ring: the compiler sees the text of a kernel without spans.
 #pragma once
 
 #ifdef MOECOMM_TRACE
@@ -52,7 +52,12 @@ class RoleSpan {
   public:
     // `records`: true in one thread of the role. `tag` is read at the end; it may not be known before. Null: that of a fused layer.
     MOECOMM_FN RoleSpan(Role role, const Context& ctx, const u32* tag, bool records)
-        : role_(role), ctx_(ctx), tag_(tag), records_(records), begin_ns_(records ? now_ns() : 0) {}
+        : role_(role),
+          ctx_(ctx),
+          tag_(tag),
+          records_(records),
+          early_(records && role == Role::publish ? next_tag(ctx) : 0),
+          begin_ns_(records ? now_ns() : 0) {}
     MOECOMM_FN ~RoleSpan() {
         if (!records_ || moecomm_span_ring.records == 0) return;
         const u64 end_ns = now_ns(), lasted_ns = end_ns - begin_ns_;
@@ -69,9 +74,10 @@ class RoleSpan {
   private:
     MOECOMM_FN u32 tag() const {
         if (tag_ != nullptr) return *tag_;
-        const State* state = own_state(ctx_);  // the dispatch of the layer comes after the kernel that publishes
-        return role_ == Role::publish ? round_tag(load_relaxed(&state->round) + 1) : load_relaxed(&state->last_dispatch);
+        return role_ == Role::publish ? early_ : load_relaxed(&own_state(ctx_)->last_dispatch);
     }
+    // The dispatch of a layer comes after the kernel that publishes, and may begin while that runs.
+    MOECOMM_FN static u32 next_tag(const Context& ctx) { return round_tag(load_relaxed(&own_state(ctx)->round) + 1); }
     MOECOMM_FN static void store_pair(volatile u64* to, u64 first, u64 second) {
         asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
     }
@@ -80,6 +86,7 @@ class RoleSpan {
     const Context& ctx_;
     const u32* const tag_;
     const bool records_;
+    const u32 early_;
     const u64 begin_ns_;
 };
 

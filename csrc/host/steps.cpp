@@ -52,11 +52,16 @@ i32& this_worker() {
 
 const char* name_of(Phase phase) {
     switch (phase) {
-        case Phase::header: return "header";
-        case Phase::payload: return "payload";
-        case Phase::reduced: return "reduced";
-        case Phase::drained: return "drained";
-        default: return "grid";
+        case Phase::header:
+            return "header";
+        case Phase::payload:
+            return "payload";
+        case Phase::reduced:
+            return "reduced";
+        case Phase::drained:
+            return "drained";
+        default:
+            return "grid";
     }
 }
 

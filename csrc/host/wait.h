@@ -48,7 +48,7 @@ class Watch {
     const u32 tag_;
     const Deadline deadline_;
     const std::shared_ptr<StepLog> log_;  // null unless the rank is traced
-    u32 claimed_ = 0;  // 1 once a wait has failed; the thread that set it writes the record
+    u32 claimed_ = 0;                     // 1 once a wait has failed; the thread that set it writes the record
 };
 
 }  // namespace moecomm::host

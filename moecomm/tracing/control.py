@@ -119,7 +119,7 @@ def _start(rounds: Rounds, folder: Path, before: Rounds | None) -> None:
         return
     try:
         file = SpanFile(folder, rounds, before)
-    except OSError as error:  # a trace is no reason for a job to end
+    except (OSError, RuntimeError) as error:  # of a disk, or a driver; a trace is no reason for a job to end
         log.warning("rank %d: no trace is written to %s: %s", rounds.rank, folder, error)
         return
     rounds.flight.spans = Spans(file, nvtx.ranges())

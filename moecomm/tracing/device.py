@@ -27,6 +27,7 @@ _TRACKS = {"gemm_1": "math", "gemm_2": "math", "send_results": "math", "await_ro
 _TRACKS |= {"await_tiles": "scheduler", "await_results": "reduce"}
 _RECORD = struct.Struct("<QIIIIII")
 _ASKS, _LIMIT_S = 20, 0.5
+CLOCK = PlainKernel("device/globaltimer", "store_time", "u64", 32)
 
 
 class DeviceSpan(NamedTuple):
@@ -40,7 +41,7 @@ class DeviceSpan(NamedTuple):
 
 
 class ClockPoint(NamedTuple):
-    """The same moment on the GPU's clock and on CLOCK_MONOTONIC, and how far that may be off, in ns."""
+    """One moment on the GPU's clock and on CLOCK_MONOTONIC, and how far that may be off, in ns."""
 
     device_ns: int
     host_ns: int
@@ -67,7 +68,6 @@ def compare_clocks(device: torch.device) -> ClockPoint | None:
 
     The GPU's time was taken between the host's times before the launch and after the answer.
     """
-    kernel = PlainKernel("device/globaltimer", "store_time", "u64", 32)
     answer = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     best: ClockPoint | None = None
     if _native.cuda_context() == 0:
@@ -77,7 +77,7 @@ def compare_clocks(device: torch.device) -> ClockPoint | None:
         for _ in range(_ASKS):
             answer.zero_()
             begin_ns = now_ns()
-            plain_kernel.launch(kernel, 1, args)
+            plain_kernel.launch(CLOCK, 1, args)
             limit = time.monotonic() + _LIMIT_S
             while (device_ns := int(answer[0])) == 0:
                 if time.monotonic() > limit:

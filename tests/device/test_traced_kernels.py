@@ -14,8 +14,9 @@ from moecomm.fused import compute, publish, reduce, schedules
 from moecomm.jit import loader, span_ring
 from moecomm.jit.cubin import executable_sections, lacks_descriptor
 from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.tracing.device import CLOCK
 
-from ..compiled import Kernel
+from ..compiled import Kernel, check_kernel
 from ..few import few
 from .test_compile import SPECS
 
@@ -28,6 +29,9 @@ KERNELS: dict[str, Kernel] = {
     "FP8 layer": compute.layer_kernel(FP8, True, schedules.schedule_of_both(FP8, 256, 2048), 7168, BF16),
     "sum": reduce.reduce_kernel(BF16, 7168, 8),
 }
+
+
+CLOCKS = {"globaltimer": CLOCK}
 
 
 def built(kernel: Kernel, definition: str = "") -> tuple[bytes, str]:
@@ -73,6 +77,12 @@ def test_a_traced_kernel_has_a_ring_and_fits(name: str) -> None:
     assert not lacks_descriptor(cubin)
     # A span keeps its begin in registers: a kernel that uses all of them spills a few words, and no more.
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", log))) <= 64
+
+
+@pytest.mark.compiled(CLOCKS)
+@pytest.mark.parametrize("name", CLOCKS)
+def test_the_kernel_that_stores_the_time_compiles(name: str) -> None:
+    check_kernel(CLOCKS[name])
 
 
 def test_only_a_traced_kernel_is_compiled_with_the_definition() -> None:

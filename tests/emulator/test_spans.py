@@ -121,7 +121,14 @@ def test_a_layer_shows_fetch_both_products_and_the_return(traced: Traced, monkey
 
     gemm_machine_compiled = gemm_machine.compiled
     monkeypatch.setattr(gemm_machine, "compiled", compiled)
-    sizes = {"ranks": 2, "hidden": 32, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
+    sizes: dict[str, Any] = {
+        "ranks": 2,
+        "hidden": 32,
+        "intermediate": 32,
+        "num_experts": 4,
+        "topk": 2,
+        "max_tokens": 40,
+    }
     of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
     case = random_layer(0, **sizes, dtype=torch.bfloat16)
     case.wire = None
