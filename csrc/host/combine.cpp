@@ -16,6 +16,7 @@ namespace moecomm::host {
 namespace {
 
 void announce(Combine& c, bool intact) {
+    const Timed timed = c.r.watch.timed("announce");
     RoundHeader n{};
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
@@ -161,19 +162,17 @@ bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
 // Stage this rank's rows, chunk i of every source rank before chunk i + 1 of any.  Tokens whose rows are all staged are pulled in between,
 // while those rows are still in the cache.
 void stage_and_pull(Combine& c, DirectSends& sent, i32 worker, i32 stride) {
+    Timed timed = c.r.watch.timed("reduce");
     Sums scratch;
     Pulls pulls(c, worker, stride, scratch.of);
     i32 chunks = 0;
     for (i32 source_rank = 0; source_rank < c.r.ranks; ++source_rank) chunks = std::max(chunks, c.chunks_of(source_rank));
     put_direct(c, sent, worker, stride, scratch.of);
-    {
-        const Timed timed = c.r.watch.timed("reduce");
-        for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {
-            if (!stage_for_all(c, pulls, chunk, scratch.of)) return;
-            if (c.agreed()) pulls.pull_in_order();
-        }
+    for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {
+        if (!stage_for_all(c, pulls, chunk, scratch.of)) return;
+        if (c.agreed()) pulls.pull_in_order();
     }
-    const Timed timed = c.r.watch.timed("pull");
+    timed.next("pull");
     if (c.await_agreement()) pulls.pull_all();
 }
 
@@ -206,12 +205,9 @@ void combine(const CombineArgs& args, RowChecks* checks) {
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
     const bool intact = is_intact(tables_of(args));
-    {
-        const Timed timed = c.r.watch.timed("announce");
-        if (intact) post_weights(c);
-        if (intact) check_in_place(c);
-        announce(c, intact);
-    }
+    if (intact) post_weights(c);
+    if (intact) check_in_place(c);
+    announce(c, intact);
     if (!intact) return end_invalid(c);
     // Peers may still read the rows that this rank staged in its last combine.
     if (const u32 last = c.r.state.last_combine; last != 0 && !await_drained(c, last)) return;

@@ -53,14 +53,22 @@ class Timed {
     ~Timed() {
         if (log_ != nullptr) log_->add({begin_ns_, now_ns(), round_, this_worker(), -1, name_});
     }
+    // End the step, and begin another.
+    void next(const char* name) {
+        if (log_ == nullptr) return;
+        const u64 now = now_ns();
+        log_->add({begin_ns_, now, round_, this_worker(), -1, name_});
+        name_ = name;
+        begin_ns_ = now;
+    }
     Timed(const Timed&) = delete;
     Timed& operator=(const Timed&) = delete;
 
   private:
     StepLog* const log_;
     const u32 round_;
-    const char* const name_;
-    const u64 begin_ns_;
+    const char* name_;
+    u64 begin_ns_;
 };
 
 }  // namespace moecomm::host
