@@ -278,6 +278,15 @@ def peers() -> str:
     return f"{nccl}\n\n{table(heads, rows)}\n\n{table('pass, one H200 | ours | torch operations', own)}"
 
 
+def verified() -> str:
+    """Rounds of CPU ranks that are verified."""
+    found, rows = load("verified-cpu"), []
+    for row in found["rows"]:
+        times = [f"{row[key]:.1f} ms" for key in ("ms_every_0", "ms_every_1", "ms_unverified_mean", "ms_every_100")]
+        rows.append(line(found, ("host",), row["layout"], *times))
+    return table("rounds that are verified | none | each | none, mean | one of 100, mean", rows)
+
+
 def cpu() -> str:
     """CPU ranks and gloo."""
     found, rows = load("host_vs_gloo"), []
@@ -291,7 +300,7 @@ def cpu() -> str:
         times = [f"{found['medians'][way][key]:.1f} ms" for key in ("dispatch_ms", "combine_ms", "both_ms")]
         ratio = f"{found['ratios'][way]:.1f}" if way in found["ratios"] else ""
         rows.append(line(found, ("host",), what, "gloo" if way.startswith("gloo") else f"`{way}`", *times, ratio))
-    return table("rows | by | dispatch | combine | both | gloo over it", rows)
+    return "\n\n".join((table("rows | by | dispatch | combine | both | gloo over it", rows), verified()))
 
 
 def checks() -> str:
@@ -318,6 +327,7 @@ def correctness() -> str:
         ("random-cases-cpu", ("host",), "random_cases"),
         ("kill-plans-cpu", ("host",), "kills"),
         ("repeated-failures-cpu", ("host",), "repeats"),
+        ("flips-cpu", ("host",), "flips"),
     ):
         found = load(name)
         kinds = list(dict.fromkeys(r.get("kind") or r.get("dtype", "domains of CPU ranks") for r in found["rows"]))
@@ -440,8 +450,9 @@ TOPICS = (
     ),
     Topic(
         "CPU ranks",
-        "`y` lies in the window (`Buffer.empty`); gloo: all_to_all_single and the weighted sum, of rows as ours.",
-        ("host_vs_gloo",),
+        "`y` lies in the window (`Buffer.empty`); gloo: all_to_all_single and the weighted sum, of rows as ours.  "
+        "Verified: a dispatch and its combine of two ranks, 256 tokens each of Qwen3-30B-A3B; medians but for means.",
+        ("host_vs_gloo", "verified-cpu"),
         cpu,
     ),
     Topic(
@@ -464,6 +475,7 @@ TOPICS = (
             "random-cases-cpu",
             "kill-plans-cpu",
             "repeated-failures-cpu",
+            "flips-cpu",
         ),
         correctness,
     ),

@@ -186,7 +186,7 @@ def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone
 
 def test_the_page_is_short_enough_to_be_read() -> None:
     lines = (ROOT / "bench" / "README.md").read_text().splitlines()
-    assert len(lines) <= 250 and sum(line.startswith("## ") for line in lines) == 13
+    assert len(lines) <= 260 and sum(line.startswith("## ") for line in lines) == 13
 
 
 def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +273,7 @@ def test_failures_promised_are_errors_that_exist() -> None:
         "Timeout",
         "PeerLost",
         "Aborted",
+        "CorruptRow",
         "Excluded",
         "Closed",
         "Unsupported",

@@ -205,8 +205,8 @@ void combine(const CombineArgs& args, RowChecks* checks) {
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
     const bool intact = is_intact(tables_of(args));
-    if (intact) post_weights(c);
     if (intact) check_in_place(c);
+    if (intact) post_weights(c);
     announce(c, intact);
     if (!intact) return end_invalid(c);
     // Peers may still read the rows that this rank staged in its last combine.
