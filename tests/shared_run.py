@@ -1,4 +1,7 @@
-"""Two processes for a plain run of all tests, through pytest-xdist.  Any other run has one, as has one on GPUs."""
+"""Two processes for a plain run of all tests and for `-m long`, through pytest-xdist.
+
+Any other run has one, as has a run on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,12 @@ def share(config: pytest.Config) -> None:
         return
     everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not option.keyword
     plain = not any(word.startswith("-m") for word in config.invocation_params.args)
-    if everything and plain and not option.usepdb and getattr(option, "numprocesses", 0) is None:
+    if (
+        everything
+        and (plain or option.markexpr == "long")
+        and not option.usepdb
+        and getattr(option, "numprocesses", 0) is None
+    ):
         option.numprocesses, option.dist, option.loadscopereorder = PROCESSES, "loadfile", False
 
 

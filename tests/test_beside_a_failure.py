@@ -45,7 +45,7 @@ def beside(rank: int, group: Any) -> tuple[int, tuple[int, ...]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", few((1, 20), 1))
+@pytest.mark.parametrize("kills", few((1, 5), 1))
 def test_the_other_buffer_goes_on(ranks: Ranks, kills: int, pytestconfig: pytest.Config) -> None:
     for _ in range(pytestconfig.getoption("--repeats") or kills):
         ranks.start(3, beside)

@@ -44,7 +44,7 @@ def late_rounds(buffer: moecomm.Buffer, rounds: int) -> int:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("delays", few((6, 40), 6))
+@pytest.mark.parametrize("delays", few((6, 20), 6))
 def test_a_late_rank_is_no_false_alarm(delays: int, pytestconfig: pytest.Config) -> None:
     delays = pytestconfig.getoption("--repeats") or delays
     with (

@@ -169,7 +169,7 @@ def resume(process: int) -> None:
     os.kill(process, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("delay_ms", few(range(0, 20, 2), 0, 8))
+@pytest.mark.parametrize("delay_ms", few(range(0, 20, 4), 0, 8))
 def test_a_rank_that_is_stopped_for_a_moment_in_shrink_goes_on(ranks: Ranks, delay_ms: int) -> None:
     pids = ranks._context.Array("i", 4)
     ranks.start(4, stops_in_shrink, pids, 1e-3 * delay_ms)

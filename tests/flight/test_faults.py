@@ -13,7 +13,7 @@ from ..conftest import Ranks
 from ..few import few
 from .faults import HOW, Fault, run_rank, shrink_once
 
-CASES = 200
+CASES = 9 * len(HOW)
 
 
 @pytest.mark.parametrize("seed", few(range(CASES), *range(3 * len(HOW))))

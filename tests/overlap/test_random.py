@@ -10,7 +10,7 @@ from moecomm import overlap
 from ..few import few
 from .cases import FP8, MOST_RANKS, OPERATORS, PRODUCTS, on_ranks, random_case, same
 
-FEW, MANY = 32, 1_000  # cases of an operator, over all numbers of ranks; `--seed` 0 to 9: 10,000
+FEW, MANY = 32, 400  # cases of an operator, over all numbers of ranks; `--seed` 0 to 24: 10,000
 CASES = 100  # drawn at once
 
 
