@@ -28,6 +28,7 @@ def _kernel(rank: int, group: Any) -> Any:
     from moecomm.compat import deep_ep
     from moecomm.integrations.vllm import register
     from moecomm.integrations.vllm.managers import BatchedManager, Rounds, StandardManager
+    from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
 
     register()
     from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_v2 import DeepEPV2PrepareAndFinalize
@@ -76,7 +77,7 @@ def _kernel(rank: int, group: Any) -> Any:
     g = torch.Generator().manual_seed(rank)
     same = []
     rounds = Rounds(group)
-    standard = all2all_utils.DeepEPHTPrepareAndFinalize(
+    standard = StandardPrepareAndFinalize(
         rounds, num_dispatchers=group.size(), dp_size=group.size(), rank_expert_offset=first
     )
     batched = all2all_utils.DeepEPLLPrepareAndFinalize(rounds, max_tokens_per_rank=MOST, num_dispatchers=group.size())

@@ -252,6 +252,7 @@ def modules(batches: MicroBatches) -> dict[str, ModuleType]:
         ),
         _module(f"{communicators}.base_device_communicator", All2AllManagerBase=All2AllManagerBase),
         batches.module(),
+        _module("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False)),
     ]
     found = {module.__name__: module for module in made}
     for name in list(found):

@@ -42,6 +42,7 @@ def register() -> None:
 def _take_place() -> None:
     from vllm.distributed.device_communicators import all2all
     from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.platforms import current_platform
 
     from moecomm.integrations.vllm.batched import BatchedPrepareAndFinalize
     from moecomm.integrations.vllm.managers import BatchedManager, StandardManager
@@ -62,4 +63,10 @@ def _take_place() -> None:
     for name, kind in made.items():
         setattr(all2all_utils, name, kind)
     all2all_utils.DEEPEP_QUANT_BLOCK_SHAPE = [128, 128]
+    if current_platform.is_cpu():
+        from moecomm.integrations.vllm.on_cpus import ManagerOnCpus, PrepareAndFinalizeOnCpus
+
+        all2all_utils.DeepEPHTPrepareAndFinalize = PrepareAndFinalizeOnCpus
+        if not isinstance(all2all.AgRsAll2AllManager, ManagerOnCpus):
+            all2all.AgRsAll2AllManager = ManagerOnCpus(all2all.AgRsAll2AllManager)
     log.info("moecomm is vLLM's deepep_high_throughput and deepep_low_latency")

@@ -1,0 +1,47 @@
+"""`deepep_high_throughput` in CPU builds of vLLM, whose communicator and experts know another backend alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+
+from moecomm.integrations.vllm.managers import StandardManager
+from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
+from moecomm.routed import Routed
+
+
+class PrepareAndFinalizeOnCpus(StandardPrepareAndFinalize):
+    """The standard format as experts on CPUs read it: they have no map of experts, so ids are of this rank's experts.
+
+    An id of another rank's expert is 0, with a weight of 0.
+    """
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """int32."""
+        return torch.int32
+
+    def _receive(
+        self, routed: Routed, with_scales: bool, num_experts: int, quant_config: Any, defer_input_quant: bool
+    ) -> Any:
+        *received, _, weights = super()._receive(routed, with_scales, num_experts, quant_config, defer_input_quant)
+        assert routed.topk_idx is not None
+        return *received, routed.topk_idx.clamp(min=0).int(), weights
+
+
+class ManagerOnCpus:
+    """The factory that a CPU communicator finds as AgRsAll2AllManager, the only manager that it makes.
+
+    Args:
+        theirs: AgRsAll2AllManager, for all other backends.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __call__(self, cpu_group: Any, tcp_store_group: Any = None) -> Any:
+        """A StandardManager where `deepep_high_throughput` was asked for."""
+        asked = get_current_vllm_config().parallel_config.all2all_backend
+        kind = StandardManager if asked == "deepep_high_throughput" else self.theirs
+        return kind(cpu_group, tcp_store_group)
