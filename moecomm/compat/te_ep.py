@@ -1,4 +1,4 @@
-"""TransformerEngine's expert-parallel interface, `transformer_engine.pytorch.ep` of 2.20, over moecomm.
+"""TransformerEngine's expert-parallel interface, `transformer_engine.pytorch.ep` of 2.19 and 2.20, over moecomm.
 
 Rows arrive by expert with their routing weights, and experts apply the weights.  Tokens are bfloat16, float16 or
 float32, on GPUs and on CPU ranks; all calls run on the current stream.  What that interface has and this has not raises
