@@ -40,8 +40,6 @@ FRAMEWORKS = {
 }
 # Tests that read sources, by their names.
 SELECTED = "installed or signatures or its_dispatcher or overrides or metadata or deepeps or looks_for or of_vllm"
-    "installed or signatures or its_dispatcher or overrides_of or metadata or takes_deepeps or looks_for or of_vllm"
-)
 
 
 def check(framework: Framework, version: str) -> bool:
