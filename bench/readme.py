@@ -99,7 +99,9 @@ README_LAYERS = {"moe-deepseek-v3-h200-4": (128, 4096), "moe-qwen3-235b-h200-4":
 
 def headlines() -> str:
     """Return the figures of README: rounds of moecomm and of other libraries, and a few expert layers."""
-    return "\n\n".join([*speeds(), *layers()])
+    import times  # which imports this module
+
+    return "\n\n".join([*times.front(), *speeds(), *layers()])
 
 
 def speeds() -> list[str]:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import times
 from readme import (
     LAYER,
     LAYER_COLUMNS,
@@ -30,8 +31,9 @@ HEAD = f"""# Measurements
 
 Written by `python bench/readme.py` from [`results`](results).  Times are medians of whole operations as a caller sees
 them, of the slowest rank: counts, layout, casts and waits included.  In brackets: the time that the bytes alone take at
-the all-to-all ceiling of the same run, over the measured time.  Weights and activations are bfloat16 unless FP8 is
-named, sums travel as the table says, and DeepSeek-V3 is hidden 7168, top-8 of 256 experts.
+the fastest all-to-all of the same run, over the measured time; that is a reference and no ceiling, for some operations
+are faster.  Weights and activations are bfloat16 unless FP8 is named, sums travel as the table says, and DeepSeek-V3 is
+hidden 7168, top-8 of 256 experts.
 
 Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
 {LEGEND}  Each result keeps its commit and a digest of the source of each
@@ -520,4 +522,33 @@ def section(topic: Topic) -> str:
 
 def page() -> str:
     """Return the content of bench/README.md."""
-    return "\n\n".join([HEAD, *map(section, TOPICS)]) + "\n"
+    return "\n\n".join([HEAD, *map(section, (*_times(), *TOPICS))]) + "\n"
+
+
+def _times() -> list[Topic]:
+    """Return the topics of bench/times.py that have results."""
+    kinds: tuple[tuple[str, str, tuple[str, ...], Callable[[], str]], ...] = (
+        (
+            "What one call costs",
+            "Alone: a single call with caches flushed and ranks that start within a microsecond; nothing is "
+            "subtracted.  In a graph, and eager: the period of many in a row.  Host: until a call returns.  "
+            "Operations rotate among several inputs.",
+            times.OPERATIONS,
+            times.operations,
+        ),
+        (
+            "Decode steps",
+            "Layers of dispatch, experts and combine in one graph, from a common start.  Out of step: each rank comes "
+            "late to each layer, at random; `waits` is what the latest of them add up to.",
+            ("decode",),
+            times.decode,
+        ),
+        (
+            "Training steps",
+            "Expert layers with residual connections through `moecomm.ops.moe`, eager.  `torch's`: all_to_all and "
+            "grouped GEMMs with their gradients, over it.",
+            ("training",),
+            times.training,
+        ),
+    )
+    return [Topic(title, about, tuple(times.found(*of)), make) for title, about, of, make in kinds if times.found(*of)]

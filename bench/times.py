@@ -1,0 +1,120 @@
+"""Tables of three times for each operation: one call alone, many in a row, and eager; of decode and of training steps.
+
+They are made of the results that have these times, whatever their machine: `times-*`, `zipf-*`, `symm-mem-*`,
+`decode-*` and `training-*`. Without any there is no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from readme import LAYER, ROUNDS, line, load, names, source, table, time_of
+
+OPERATIONS = ("times", "zipf", "symm-mem")
+FRONT_TOKENS = (128, 4096)
+COLUMNS = (
+    "GPUs | tokens a rank | library, layout | operation | alone, p50 | p99 | in a graph | eager | host | SMs | window"
+)
+
+
+def found(*kinds: str) -> list[str]:
+    """Return the names of results of these kinds: KIND-..."""
+    return [name for kind in kinds for name in names() if name.startswith(f"{kind}-")]
+
+
+def front() -> list[str]:
+    """Return the table of the main README, of all layouts, as paragraphs; none without a result."""
+    used = [name for name in found("times") if rows_of(name, front=True)]
+    if not used:
+        return []
+    head = (
+        "What one call costs, DeepSeek-V3, FP8 dispatch and bf16 combine. Alone: a single call with caches flushed and "
+        "ranks that start within a microsecond. In a graph: the period of many in a row. Eager: the period of calls "
+        "one by one. Host: until a call returns. Medians of the slowest rank; `window` is the memory of a rank:"
+    )
+    rows = [row for name in used for row in rows_of(name, front=True)]
+    return [head, table(COLUMNS, rows), source(used)]
+
+
+def operations() -> str:
+    """Return the table of every operation that has the three times."""
+    return table(COLUMNS, (row for name in found(*OPERATIONS) for row in rows_of(name)))
+
+
+def rows_of(name: str, *, front: bool = False) -> list[str]:
+    """Return the rows of one result; with `front` those of moecomm at the sizes of the main README."""
+    result, lines = load(name), []
+    case = result["case"]
+    for row in result["rows"]:
+        if "alone_us" not in row:
+            continue
+        chosen = row["who"] == "moecomm" and row["payload"] in ("fp8", "") and row["what"] != "pair"
+        if front and not (chosen and case["model"] == "deepseek-v3" and row["tokens"] in FRONT_TOKENS):
+            continue
+        lines.append(line(result, ROUNDS, f"{case['ranks']} {gpu(result)}", *_cells(result, row)))
+    return lines
+
+
+def _cells(result: dict[str, Any], row: dict[str, Any]) -> Iterable[str]:
+    graph = result["case"]["mode"] == "graph"
+    alone, eager = row["alone_us"], row.get("eager_us") if graph else row["us"]
+    what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
+    routing = result["case"].get("routing", {}).get("zipf", "")
+    yield str(row["tokens"])
+    yield f"{row['who']}, `{row['layout']}`" + (f", Zipf {routing}" if routing else "")
+    yield what
+    yield from (time_of(alone[part]) for part in ("p50", "p99"))
+    yield time_of(row["us"]["p50"]) if graph else ""
+    yield time_of(eager["p50"]) if eager else ""
+    yield "" if row["host_us"] is None else time_of(row["host_us"])
+    yield str(row["sms"] or "")
+    yield _window(result, row)
+
+
+def _window(result: dict[str, Any], row: dict[str, Any]) -> str:
+    alike = {"tokens": row["tokens"], "layout": row["layout"]}
+    if row["who"] != "moecomm":
+        return ""
+    return next((f"{m['window'] / 2**30:.1f} GiB" for m in result["memory"] if alike.items() <= m.items()), "")
+
+
+def decode() -> str:
+    """Return the table of decode steps: in step, and out of step."""
+    heads = "GPUs | tokens a rank | layout, payload | experts | a token, p50 | p99 | out of step, p50 | p99 | waits"
+    lines = []
+    for name in found("decode"):
+        result = load(name)
+        rows = [row for row in result["rows"] if "us" in row]
+        for row in rows:
+            alike = {key: row[key] for key in ("tokens", "layout", "payload", "experts")} | {"delays": True}
+            late = next((other for other in rows if alike.items() <= other.items()), None)
+            if row["delays"] or late is None:
+                continue
+            times = [time_of(r["us"][part]) for r in (row, late) for part in ("p50", "p99")]
+            experts = row["experts"] if row["experts"] != "stand-in" else f"{result['expert_us']:g} us a layer"
+            cells = (str(row["tokens"]), f"`{row['layout']}`, {row['payload']}", experts, *times)
+            waits = time_of(result["waits_us"])
+            lines.append(line(result, ROUNDS, f"{result['case']['ranks']} {gpu(result)}", *cells, waits))
+    return table(heads, lines)
+
+
+def training() -> str:
+    """Return the table of training steps."""
+    heads = "model | GPUs | tokens a rank | step | moecomm | a layer | TFLOP/s | torch's"
+    lines = []
+    for name in found("training"):
+        result = load(name)
+        for row in result["rows"]:
+            if row["who"] == "moecomm" and "us" in row:
+                times = (time_of(row["us"]["p50"]), time_of(row["layer_us"]), f"{row['tflops']:.0f}")
+                torchs = f"{row['of_torch']:.2f}" if "of_torch" in row else ""
+                where = (f"{result['case']['ranks']} {gpu(result)}", str(row["tokens"]), row["what"])
+                lines.append(line(result, LAYER, result["case"]["model"], *where, *times, torchs))
+    return table(heads, lines)
+
+
+def gpu(result: dict[str, Any]) -> str:
+    """Return the name of the machine's GPUs, short."""
+    gpus = result["machine"]["gpus"]
+    return next((word for word in gpus[0].split() if word[1:].isdigit()), gpus[0]) + "s" if gpus else "CPU ranks"

@@ -1,0 +1,116 @@
+"""Tables of three times, of decode and of training steps: made of results that have them, and absent without any."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecomm.bench import sources
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import readme
+import times
+import topics
+
+ABOUT: dict[str, Any] = {
+    "machine": {"gpus": ["NVIDIA H100 80GB HBM3"] * 2, "cpu": "some", "cores": 16},
+    "kernels": sources.digests(readme.CSRC),
+    "backend": "lsa/nccl",
+    "date": "2026-11-25",
+    "commit": "c0ffee00",
+}
+CASE = {"ranks": 2, "model": "deepseek-v3", "mode": "graph", "tokens": [128]}
+
+
+def us(p50: float) -> dict[str, float]:
+    return {"p50": p50, "p90": p50 + 1, "p99": p50 + 2}
+
+
+def row(who: str, what: str, **other: Any) -> dict[str, Any]:
+    about = {"who": who, "what": what, "layout": "batched", "payload": "", "variant": "", "tokens": 128, "sms": 16}
+    return {**about, "us": us(10), "eager_us": us(20), "alone_us": us(30), "host_us": 4.56, **other}
+
+
+def step(delays: bool, p50: float) -> dict[str, Any]:
+    return {"tokens": 1, "layout": "flat", "payload": "fp8", "experts": "stand-in", "delays": delays, "us": us(p50)}
+
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "times-few-h100-2": {
+        **ABOUT,
+        "case": CASE,
+        "memory": [{"tokens": 128, "layout": "batched", "window": 3 << 29, "beyond_outputs": 1}],
+        "rows": [
+            row("moecomm", "dispatch", payload="fp8"),
+            row("moecomm", "pair", payload="fp8", variant="bf16 wire"),
+            row("nccl", "combine", sms=0, eager_us=None),
+            {**row("moecomm", "combine"), "why": "no room"},
+        ],
+    },
+    "zipf-h100-2": {**ABOUT, "case": {**CASE, "routing": {"zipf": "0.8"}}, "memory": [], "rows": [row("x", "combine")]},
+    "decode-h100-2": {
+        **ABOUT,
+        "case": CASE,
+        "expert_us": 50.0,
+        "waits_us": 800.0,
+        "rows": [step(False, 5000), step(True, 6000), {**step(False, 1), "tokens": 2, "why": "no room"}],
+    },
+    "training-h100-2": {
+        **ABOUT,
+        "case": CASE,
+        "rows": [
+            {
+                "who": "moecomm",
+                "what": "forward",
+                "tokens": 8,
+                "us": us(9),
+                "layer_us": 2.25,
+                "tflops": 3,
+                "of_torch": 2,
+            }
+        ],
+    },
+}
+del RESULTS["times-few-h100-2"]["rows"][3]["alone_us"]
+del RESULTS["decode-h100-2"]["rows"][2]["us"]
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+@pytest.fixture
+def with_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (readme, times, topics):
+        monkeypatch.setattr(module, "names", lambda: sorted(RESULTS))
+        monkeypatch.setattr(module, "load", RESULTS.__getitem__)
+
+
+def test_rows_have_the_time_alone_in_a_graph_and_eager(with_results: None) -> None:
+    dispatch, pair, nccl, zipf = cells(times.operations())
+    alone = ["30.0 us", "32.0 us", "10.0 us"]
+    window = ["4.6 us", "16", "1.5 GiB"]
+    assert dispatch == ["2 H100s", "128", "moecomm, `batched`", "dispatch, fp8", *alone, "20.0 us", *window]
+    assert pair[3] == "pair, fp8, bf16 wire"
+    assert nccl == ["2 H100s", "128", "nccl, `batched`", "combine", *alone, "", "4.6 us", "", ""]
+    assert zipf[2] == "x, `batched`, Zipf 0.8"
+    front = times.front()
+    assert cells(front[1]) == [dispatch] and "times-few-h100-2.json" in front[2]
+
+
+def test_steps_stand_in_step_beside_out_of_step(with_results: None) -> None:
+    late = ["6000 us", "6002 us", "800 us"]
+    assert cells(times.decode()) == [["2 H100s", "1", "`flat`, fp8", "50 us a layer", "5000 us", "5002 us", *late]]
+    assert cells(times.training()) == [
+        ["deepseek-v3", "2 H100s", "8", "forward", "9.0 us", "2.2 us", "3", "2.00"],
+    ]
+    assert [topic.title for topic in topics._times()] == ["What one call costs", "Decode steps", "Training steps"]
+
+
+def test_without_such_results_there_are_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "names", lambda: ["ht-h200-4"])
+    assert times.front() == [] and topics._times() == []
