@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moecomm.bench import plot_gemms, plot_layers, plot_links, plot_operators
+from moecomm.bench import plot_domains, plot_gemms, plot_layers, plot_links, plot_operators, plot_times
 from moecomm.bench.plot_axes import over_tokens, save
 from moecomm.bench.plot_looks import ROW_INCHES, finish
 from moecomm.errors import BadInput, Unsupported
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DRAWN = ("dispatch-combine", "moe", "gemm", "overlap", *plot_links.KINDS)  # benchmarks
+DRAWN = ("dispatch-combine", "moe", "gemm", "overlap", *plot_links.KINDS, plot_domains.PREDICTED)  # benchmarks
+Draw = Callable[..., None]  # (axes, result)
 _COLORS = {"dispatch": "tab:blue", "combine": "tab:orange", "pair": "tab:green"}
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = "osv^Dx"
@@ -74,9 +75,17 @@ def series(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]
 def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
     """Return the functions that draw the left and the right panel of each row."""
     if result["benchmark"] == "dispatch-combine":
-        return [tuple(partial(draw_one, result=result) for draw_one in (_draw_times, _draw_bandwidths))]
+        rows = [(_draw_times, _draw_bandwidths)]
+        if plot_times.lines(result, "alone_us"):
+            rows.append((plot_times.draw_alone, plot_times.draw_eager))
+        return _bound(rows, result)
     if result["benchmark"] in plot_links.KINDS:
-        return [tuple(partial(draw_one, result=result) for draw_one in (plot_links.draw_times, plot_links.draw_speeds))]
+        rows = [(plot_links.draw_times, plot_links.draw_speeds)]
+        if result["benchmark"] == "backends" and len(plot_domains.counts(result)) > 1:
+            rows.append((plot_domains.draw_times, plot_domains.draw_speeds))
+        return _bound(rows, result)
+    if result["benchmark"] == plot_domains.PREDICTED:
+        return _bound([(plot_domains.draw_times, plot_domains.draw_speeds)], result)
     if result["benchmark"] == "gemm":
         of_gemms = (plot_gemms.draw_times, plot_gemms.draw_speeds)
         return [
@@ -96,11 +105,17 @@ def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
     ]
 
 
+def _bound(rows: Iterable[Iterable[Draw]], result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
+    return [tuple(partial(draw_one, result=result) for draw_one in row) for row in rows]
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-        if found["benchmark"] in DRAWN and (
-            found["benchmark"] != "gemm" or all("chosen" in row for row in found["rows"])
+        if (
+            found["benchmark"] in DRAWN
+            and found["rows"]
+            and (found["benchmark"] != "gemm" or all("chosen" in row for row in found["rows"]))
         ):
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
@@ -125,8 +140,8 @@ def _draw_bandwidths(axes: Axes, result: dict[str, Any]) -> None:
     for style, (_, how), rows in _styled(result):
         axes.plot([row["tokens"] for row in rows], [row["wire_gbs"] for row in rows], label=how, **style)
     if result["ceiling"]:
-        best = result["ceiling"][0]
-        axes.axhline(best["gbs"], color="black", linewidth=0.8, label=f"all-to-all ceiling ({best['method']})")
+        best, kind = result["ceiling"][0], result.get("ceiling_is", "ceiling")
+        axes.axhline(best["gbs"], color="black", linewidth=0.8, label=f"all-to-all {kind} ({best['method']})")
     axes.set_ylim(bottom=0)
     _label(axes, result, "GB/s that leave a rank for others")
 

@@ -16,7 +16,10 @@ def plot(
     results: Results,
     out: Annotated[Path, typer.Option(callback=written, help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
 ) -> None:
-    """Plot JSON of dispatch-combine, sweep, moe, gemm, overlap, latency, all-to-all, backends (extra bench)."""
+    """Plot JSON of dispatch-combine, sweep, moe, gemm, overlap, latency, all-to-all, backends or simulate.
+
+    Needs the extra bench. Several backends and predictions are also drawn over the number of domains.
+    """
     from rich.console import Console
 
     from moecomm.bench.plot import draw

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.bench import deep_ep_layer, dispatch_combine
+from moecomm.bench import decode, deep_ep_layer, dispatch_combine, training
 from moecomm.bench.case import Case
 
 SIZES: dict[str, Any] = {"model": "", "hidden": 1024, "topk": 4, "experts": 32, "backend": "lsa"}
@@ -24,7 +24,8 @@ def run(**other: Any) -> dict[str, Any]:
 def check(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert "why" not in row, row
-        assert 0 < row["us"]["p50"] <= row["us"]["p90"] <= row["us"]["p99"] < 1e5
+        for times in (row[name] for name in ("us", "alone_us", "eager_us") if name in row):
+            assert 0 < times["p50"] <= times["p90"] <= times["p99"] < 1e5
         assert row["host_us"] > 0
 
 
@@ -38,6 +39,32 @@ def test_every_row_has_figures(mode: str, cold: bool) -> None:
     assert found["ceiling"][0]["gbs"] > 50
     ours = [row for row in found["rows"] if row["who"] == "moecomm"]
     assert all(row["sms"] >= 1 and 0 < row["of_wire"] < 1.1 for row in ours)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_single_calls_start_together_and_take_longer_than_nothing(mode: str) -> None:
+    found = run(mode=mode, singles=20, ceiling=False)
+    check(found["rows"])
+    floor = found["alone"]["floor_us"]["p50"]
+    assert found["alone"]["calls"] == 20 and 0 <= floor < 20 and 0 < found["alone"]["step_ns"] <= 2000
+    for row in found["rows"]:
+        assert row["alone_us"]["p50"] > floor and ("eager_us" in row) == (mode == "graph")
+
+
+@pytest.mark.gpu2
+def test_decode_and_training_steps_have_figures() -> None:
+    ranks = min(4, torch.cuda.device_count())
+    sizes: dict[str, Any] = {"ranks": ranks, "tokens": [16], "layouts": ["flat", "batched"], "payloads": ["fp8"]}
+    case = Case(**SIZES, **sizes, sms=[0], mode="graph", replays=3, ceiling=False)
+    steps = decode.run(decode.Decode(case, layers=6, expert_us=30.0, delay_us=40.0, steps=5, intermediate=256))
+    assert steps is not None and len(steps["rows"]) == 2 * 3
+    for row in steps["rows"]:
+        assert "why" not in row, row
+        assert row["us"]["p50"] > (6 * 30 if row["experts"] == "stand-in" else 0)
+    found = training.run(training.Training(case, intermediate=256, layers=2))
+    assert found is not None
+    assert [row.get("why") for row in found["rows"]] == [None] * 4
 
 
 @pytest.mark.gpu2

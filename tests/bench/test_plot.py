@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import plot, plot_gemms, plot_layers, plot_links, plot_looks, plot_operators
+from moecomm.bench import (
+    plot,
+    plot_domains,
+    plot_gemms,
+    plot_layers,
+    plot_links,
+    plot_looks,
+    plot_operators,
+    plot_times,
+)
 from moecomm.errors import BadInput
 
 from ..few import few
@@ -192,6 +201,56 @@ def test_operators_are_drawn_by_case_and_over_nccl() -> None:
     (ours,) = (line for line in bags.axes[1].get_lines() if line.get_label() == "moecomm, fused")
     assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([0.5], [0]), "only the case that NCCL has, in its place"
     assert products.get_suptitle() == "matmul_all_reduce, 2 ranks, a CPU"
+
+
+def domains() -> dict[str, Any]:
+    rows = []
+    for near, us in ((0, 100.0), (2, 400.0), (1, 300.0)):
+        for tokens in (128, 4096):
+            about = {"backend": "lsa", "domain_ranks": near, "tokens": tokens, "layout": "flat", "variant": ""}
+            figures = {"us": {"p50": us * tokens}, "across_gbs": near * 10.0, "wire_gbs": 1.0}
+            rows += [{**about, "what": what, "payload": "fp8", **figures} for what in ("dispatch", "pair")]
+    rows.append({"backend": "gin", "domain_ranks": 4, "tokens": 8192, "why": "not here"})
+    case = {"ranks": 4, "model": "m"}
+    return {"benchmark": "backends", "case": case, "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
+
+
+def test_rounds_of_most_tokens_are_drawn_over_the_number_of_domains() -> None:
+    assert plot_domains.counts(domains()) == [1, 2, 4]
+    points = [(1, 100.0 * 4096, 0.0), (2, 400.0 * 4096, 20.0), (4, 300.0 * 4096, 10.0)]
+    assert plot_domains.lines(domains()) == {"lsa flat dispatch fp8": points}
+    assert len(plot.figure_of([domains()]).subfigs) == 2
+    one = domains()
+    one["rows"] = [row for row in one["rows"] if row["domain_ranks"] == 0]
+    assert len(plot.figure_of([one]).subfigs) == 1, "nothing to draw over domains"
+
+
+def test_predictions_are_drawn_over_the_number_of_domains() -> None:
+    part = {"us": 10.0, "slow_bytes": 500e3}
+    rows = [{"domains": count, "tokens": 8, "dispatch": part, "combine": {**part, "us": 20.0}} for count in (2, 1)]
+    found = {"benchmark": "simulate", "case": {"ranks": 8, "model": ""}, "rows": rows}
+    lines = {"dispatch": [(1, 10.0, 50.0), (2, 10.0, 50.0)], "combine": [(1, 20.0, 25.0), (2, 20.0, 25.0)]}
+    assert plot_domains.lines(found) == lines
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_times_alone_are_drawn_with_their_spread(mode: str) -> None:
+    found = result()
+    found["case"]["mode"] = mode
+    assert plot_times.lines(found, "alone_us") == {} and len(plot.figure_of([found]).subfigs) == 1
+    for row in found["rows"][:-1]:
+        row["us"]["p99"] = 99.0
+        row["alone_us"] = {"p50": row["us"]["p50"] + 1, "p99": 50.0}
+        row |= {"eager_us": {"p50": 7.0, "p99": 8.0}} if mode == "graph" else {}
+    names = ["moecomm flat dispatch fp8", "nccl flat dispatch fp8"]
+    assert plot_times.lines(found, "alone_us") == {name: [(1, 3, 50), (4, 9, 50), (16, 33, 50)] for name in names}
+    eager = [(1, 7, 8), (4, 7, 8), (16, 7, 8)] if mode == "graph" else [(1, 2, 99), (4, 8, 99), (16, 32, 99)]
+    assert plot_times.lines(found, "eager_us") == {name: eager for name in names}
+    _, below = plot.figure_of([found]).subfigs
+    left, right = below.axes
+    assert [list(line.get_ydata()) for line in left.get_lines()] == [[3, 9, 33]] * 2
+    assert [line.get_label() for line in right.get_lines()] == names
+    assert [len(bars.get_segments()) for bars in left.collections] == [3, 3], "a bar to p99 for each"
 
 
 RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
