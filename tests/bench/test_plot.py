@@ -245,7 +245,7 @@ def test_times_alone_are_drawn_with_their_spread(mode: str) -> None:
     names = ["moecomm flat dispatch fp8", "nccl flat dispatch fp8"]
     assert plot_times.lines(found, "alone_us") == {name: [(1, 3, 50), (4, 9, 50), (16, 33, 50)] for name in names}
     eager = [(1, 7, 8), (4, 7, 8), (16, 7, 8)] if mode == "graph" else [(1, 2, 99), (4, 8, 99), (16, 32, 99)]
-    assert plot_times.lines(found, "eager_us") == {name: eager for name in names}
+    assert plot_times.lines(found, "eager_us") == dict(zip(names, [eager] * 2, strict=True))
     _, below = plot.figure_of([found]).subfigs
     left, right = below.axes
     assert [list(line.get_ydata()) for line in left.get_lines()] == [[3, 9, 33]] * 2

@@ -23,11 +23,26 @@ CASE = dataclasses.replace(SIZES, ranks=2, replays=2, ceiling=False, layouts=["e
 NAMES = ["torch-symm-mem", "deep_ep"]
 
 
-def _exchanged(rows: list[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    """The chunks that each rank has for this one, in order of ranks."""
-    everybody: list[Any] = [None] * group.size()
-    dist.all_gather_object(everybody, rows, group=group)
-    return [chunk for chunks in everybody for chunk in chunks[group.rank()]]
+def _gathered(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(found, tensor, group=group)
+    return found
+
+
+def _exchanged(rows: list[list[torch.Tensor]], group: Any) -> list[torch.Tensor]:
+    """The chunks that each rank has for this one, in order of ranks; `rows` has those for each rank."""
+    mine, sizes = (
+        torch.cat([chunk for chunks in rows for chunk in chunks]),
+        torch.tensor([list(map(len, c)) for c in rows]),
+    )
+    counts = _gathered(sizes, group)
+    padded = mine.new_zeros(max(int(count.sum()) for count in counts), mine.shape[1])
+    padded[: len(mine)] = mine
+    found = []
+    for count, theirs in zip(counts, _gathered(padded.view(torch.uint8), group), strict=True):
+        chunks = theirs.view(mine.dtype)[: int(count.sum())].split(count.flatten().tolist())
+        found += chunks[group.rank() * count.shape[1] :][: count.shape[1]]
+    return found
 
 
 class Operators:
