@@ -46,8 +46,8 @@ class Piece:
 
 
 PIECES = (
-    Piece("times-few", 150, f"{CASES} --tokens 1,128 --layout flat,expert,batched --replays 15"),
-    Piece("times-many", 150, f"{CASES} --tokens 4096 --layout flat,expert,batched --replays 10"),
+    Piece("times-few", 220, f"{CASES} --tokens 1,128 --layout flat,expert,batched --replays 15"),
+    Piece("times-many", 180, f"{CASES} --tokens 4096 --layout flat,expert,batched --replays 10"),
     Piece("decode", 100, f"decode {DEEPSEEK} --tokens 1,128 --layout flat,expert,batched --payload fp8"),
     Piece(
         "zipf",
