@@ -57,12 +57,12 @@ MOECOMM_FN bool poll_packet(const u8* packet, u32 tag, PacketWords& words) {
 constexpr i32 kPacketPolls = 64;  // loads of the complete packet before a warp polls the tags alone
 
 // Wait for the packet of `from`. Called by all lanes of a warp. False in all lanes on timeout or abort; the failure record is then filled.
-// If `times`, in one warp of the rank for a source, the wait is counted.
-template <i32 lines>
-MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* packet, PacketWords& words, bool times) {
+// If times() is true, in one warp of the rank for a source, the wait is counted.
+template <i32 lines, class Times>
+MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* packet, PacketWords& words, Times times) {
     for (i32 look = 0; look < kPacketPolls; ++look) {
         if (poll_packet<lines>(packet, r.tag, words)) return true;
-        if (look > 0 || !times) continue;
+        if (look > 0 || !times()) continue;
         const auto* tag = reinterpret_cast<const u64*>(packet + kLineBytes - sizeof(u64));
         const bool in_time = lane_id() != 0 || counted_wait(r, phase, from, tag, Counter::wait_dispatch);
         if (!__all_sync(kAllLanes, in_time)) return false;

@@ -96,8 +96,8 @@ MOECOMM_FN void add_counter(const Context& ctx, Counter which, i32 peer, u64 n) 
 }
 
 // Wait until `word` carries the round's tag, and count the time as a wait for `peer` (counters.h). Called by one thread of the rank for a
-// peer at a time, once it has looked for the word in vain: it is not inlined, so that a word that is there costs nothing, and calls nothing,
-// so that no register is saved. Relaxed. On timeout or abort returns the reason; the caller reports it.
+// peer at a time, once it has looked for the word in vain: it is not inlined, so that a word that is there costs nothing, and calls
+// nothing, so that no register is saved. Relaxed. On timeout or abort returns the reason; the caller reports it.
 __device__ __noinline__ Waited timed_wait(const Context& ctx, u32 tag, i32 peer, const u64* word, Counter which) {
     const auto ready = [&] { return signal_tag(load_relaxed(word)) == tag; };
     if (ready()) return Waited::ok;

@@ -5,6 +5,10 @@
 
 namespace moecomm {
 
+// Up to this many ranks, the wait for a header is timed once a poll for counts has been in vain. Beyond, the registers of those polls are
+// all in use, and one more load ahead of the many is not noticed.
+constexpr i32 kTimedInPolls = 8;
+
 // Called by the team. For each column, adds up the counts of all ranks and of the ranks before this one; with packets, also reads the bits
 // of the tokens that arrive. Tagged words need no acquire. Returns false in a thread whose words did not arrive; the failure record is
 // filled. The work of a word is a few instructions, because there are ranks * columns of them in every block.
@@ -12,6 +16,7 @@ template <class Call>
 MOECOMM_FN bool sum_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 bits = cfg.packet_lines > 0 ? kWantedWords : 0;
+    constexpr bool times = cfg.ranks <= kTimedInPolls;
     // Loads at once, as many as registers hold without spilling (tests/device/test_compile.py).
     constexpr i32 in_flight = cfg.ranks <= 8 ? 8 : cfg.threads() > 720 ? 4 : cfg.ranks <= 16 ? 16 : 8;
     for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
@@ -30,7 +35,7 @@ MOECOMM_FN bool sum_counts(const Call& c) {
         const bool in_time = await_words<in_flight>(
             c.round, cfg.ranks, [&](i32 source) { return first + source * stride; }, [](i32 source) { return source; },
             [&](i32 missing_peer) {
-                if (++polls == 1 && blockIdx.x == 0 && column < cfg.ranks) time_header(c.round, column);
+                if (++polls == 1 && times && blockIdx.x == 0 && column < cfg.ranks) time_header(c.round, column);
                 return polls % 16 == 0 && call_differs(c.round, missing_peer, c.shared.mine);
             },
             [&](i32 source, u32 word) {
@@ -128,6 +133,9 @@ MOECOMM_FN bool agree(const Call& c) {
     if constexpr (cfg.domains() > 1) {
         in_time = await_tagged_words(c, c.team_thread(), c.kTeam);
         if (c.team_any(!in_time)) return false;
+    }
+    if constexpr (!cfg.repeat && cfg.ranks > kTimedInPolls) {
+        if (blockIdx.x == 0 && c.team_thread() < cfg.ranks) time_header(c.round, c.team_thread());
     }
     if constexpr (!cfg.repeat) in_time = sum_counts(c);
     in_time = await_headers(c.round, c.shared.headers, c.kTeam - 1 - c.team_thread(), c.kTeam) && in_time;

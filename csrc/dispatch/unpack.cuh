@@ -173,7 +173,7 @@ MOECOMM_FN void unpack(const Call& c) {
         Unpacker<Call> unpacker{c, source, token, slot, item % of_row, {}};
         const u64 packet = packets_at(c.window(), c.shape(), c.round.tag, source) +
                            static_cast<u64>(token * of_row + unpacker.piece) * cfg.packet_lines * kLineBytes;
-        const bool is_last = slot == c.shared.slots_before[source + 1] - 1 && unpacker.piece == of_row - 1;
+        const auto is_last = [&] { return slot == c.shared.slots_before[source + 1] - 1 && unpacker.piece == of_row - 1; };
         if (!await_packet<cfg.packet_lines>(c.round, Phase::payload, source, c.transport.template local<u8>(packet), unpacker.words,
                                             is_last))
             return;

@@ -87,7 +87,7 @@ class Pulls {
 
   private:
     Combine& c_;
-    const bool times_;  // one thread of the rank counts the time that it waits for each peer
+    const bool times_;                        // one thread of the rank counts the time that it waits for each peer
     std::vector<std::unique_ptr<Pull>> all_;  // own tokens first
 };
 

@@ -9,9 +9,9 @@ namespace moecomm {
 // vain look at the peer's word to its arrival, or to the end of a round that fails. A word that is there at the first look costs nothing
 // and counts nothing. A rank does not wait for itself.
 enum class Counter : i32 {
-    rows_from = 0,      // rows that arrived from the peer: one for each of its tokens with an expert here
-    rows_to = 1,        // rows that this rank sent to the peer
-    bytes_from = 2,     // of these rows, with scales
+    rows_from = 0,   // rows that arrived from the peer: one for each of its tokens with an expert here
+    rows_to = 1,     // rows that this rank sent to the peer
+    bytes_from = 2,  // of these rows, with scales
     bytes_to = 3,
     wait_header = 4,    // for the peer's round header: it comes late to a round
     wait_dispatch = 5,  // for the signal of the peer's last chunk in a dispatch: its rows come late

@@ -57,10 +57,10 @@ struct WindowLayout {
     u64 packets;
     u64 split_headers;  // RoundHeader[ranks]: scratch: headers in the dispatch that was begun last (CPU ranks: of this domain); several
                         // domains
-    u64 signals;  // u64[2][signals()]: signals that only links write (domains.h), then the last values of this rank's signals at other
-                  // ranks; several domains
+    u64 signals;   // u64[2][signals()]: signals that only links write (domains.h), then the last values of this rank's signals at other
+                   // ranks; several domains
     u64 counters;  // u64[counter_words()]: what this rank has counted (counters.h)
-    u64 staging;  // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
+    u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
     u64 receive_buffer;  // [2][domains][ring_tokens] tokens of receive_bytes, by the source's domain and token % ring_tokens (kernels: the
                          // token's place_of % ring_tokens); the second half holds the send slots of kernels, by the forwarder's domain;
                          // several domains

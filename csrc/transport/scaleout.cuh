@@ -191,7 +191,8 @@ MOECOMM_FN bool await_tagged_words(const Call& c, i32 thread, i32 stride) {
         const auto in_time = [&] { return have_tagged_words_arrived(signal(), c.round.tag); };
         if (in_time()) continue;
         const u64 begun = now_ns();
-        const bool arrived = wait_for(c.round, Phase::header, from, c.round.tag, in_time, [&] { return static_cast<i64>(signal_tag(signal())); });
+        const bool arrived =
+            wait_for(c.round, Phase::header, from, c.round.tag, in_time, [&] { return static_cast<i64>(signal_tag(signal())); });
         if (blockIdx.x == 0) add_counter(c.a.ctx, Counter::wait_header, from, now_ns() - begun);
         if (!arrived) return false;
     }

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecomm import config
-from moecomm.backends import cuda_driver
 from moecomm.core import names
 from moecomm.core.rounds import Rounds
 from moecomm.errors import BadInput
@@ -99,6 +98,8 @@ def _run(publisher: Publisher) -> None:
     while True:
         opened = names.opened()
         if not relaxed and not all(rounds.on_cpu for rounds in opened):
+            from moecomm.backends import cuda_driver  # not where no GPU is used
+
             cuda_driver.relax_captures()
             relaxed = True
         try:

@@ -106,7 +106,10 @@ DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
     a.out_scales = d.scale_bytes > 0 ? l.scales : 0;
     a.scale_columns = address(l.scale_columns);
     a.scale_stride = l.scale_stride;
-    if (d.repeats != nullptr) return a;
+    if (d.repeats != nullptr) {
+        a.tokens_per_expert = address(first.tokens_per_expert);
+        return a;
+    }
     a.topk_idx = d.idx_bytes == 8 ? address(sent.ids) : address(sent.ids32);
     a.topk_weights = d.weighted ? address(sent.weights) : 0;
     a.out_src = l.src;

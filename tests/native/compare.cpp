@@ -62,7 +62,7 @@ std::string check_route(const ReceiveBuffer& l, const Routed& want, i32 rank) {
         compare_values("tokens_per_expert", l.tokens_per_expert, a.tokens_per_expert),
         compare_values("rows_per_expert", l.rows_per_expert, a.rows_per_expert),
         compare_values("num_rows", l.num_rows, {a.num_rows}),
-        compare_values("sent", {l.sent.begin(), l.sent.begin() + s.ranks}, a.sent),
+        compare_values("sent", {l.sent.begin(), l.sent.begin() + static_cast<i64>(a.sent.size())}, a.sent),
         compare_values("token_rows", l.token_rows, want.row[rank]),
         compare_values("token_owner", l.token_owner, want.owner[rank]),
         compare_values("token_slot", l.token_slot, want.slot[rank]),

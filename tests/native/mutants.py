@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant(
         "last chunk not waited for",
         "host/receive.h",
-        "next_[source] < ceil_div(sent.num_tokens, sent.chunk_tokens)",
+        "next_[source] < chunks_of(source)",
         "next_[source] < sent.num_tokens / sent.chunk_tokens",
         "plain",
     ),
