@@ -48,6 +48,7 @@ class Failure(enum.IntEnum):
     aborted = 3
     bad_input = 4
     mismatch = 5
+    excluded = 6
 
 class Phase(enum.IntEnum):
     """Phase of csrc/protocol/record.h."""
@@ -471,6 +472,13 @@ class Watcher:
         """Stop watching."""
     def dead(self) -> list[int]:
         """Ranks, in the order in which they were found dead."""
+    def ignore(self, rank: int, ignored: bool) -> None:
+        """
+        From now on, set no abort words when the process of a rank ends, or set them again.
+
+        Raises:
+            IndexError: no such rank.
+        """
 
 class DispatchPlan:
     """
@@ -737,6 +745,14 @@ def cuda_missing() -> str:
 def current_stream(device: int) -> int:
     """torch's current stream of a GPU: a cudaStream_t."""
 
+def exclude(context: Context, rank: int) -> None:
+    """
+    Mask this host rank at a peer: `rank` takes part in no round until it resumes.
+
+    Raises:
+        ValueError: no such rank, or ranks of other domains.
+    """
+
 def expert_layer_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int:
     """Dynamic shared memory of a block of the fused layer."""
 
@@ -807,6 +823,9 @@ def host_ping_pong(
         ValueError: addresses or numbers that can't be.
     """
 
+def host_round(context: Context) -> int:
+    """The number of the last round that has ended on this host rank."""
+
 def host_run_all(rounds: collections.abc.Sequence[DispatchArgs | CombineArgs]) -> None:
     """Run the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch."""
 
@@ -851,6 +870,14 @@ def reduce_slot_bytes(topk: int, piece_bytes: int) -> int:
 
 def replace_word(address: int, old: int, value: int) -> bool:
     """Store a u64 in place of `old`, after all earlier writes of this thread; return whether that stood there."""
+
+def resume(context: Context, last_round: int, masked: collections.abc.Sequence[int]) -> None:
+    """
+    Begin anew after a round, without these ranks, when no rank of this Buffer is in a round.  Host ranks.
+
+    Raises:
+        ValueError: no such rank, or ranks of other domains.
+    """
 
 def set_abort(address: int, cause: int, culprit: int) -> bool:
     """Set an abort word unless it is set already; return whether it was set."""

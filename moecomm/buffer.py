@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-from moecomm import backends, combine, config, dispatch, elastic, flight, overloads, stats, tracing
+from moecomm import backends, combine, config, dispatch, elastic, flight, masking, overloads, stats, tracing
 from moecomm.combine import options as combine_options
 from moecomm.core import suspension
-from moecomm.core.choices import BackendName, Wire
+from moecomm.core.choices import BackendName, OnTimeout, Wire
 from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings, seconds, wanted_device
 from moecomm.dispatch import options as dispatch_options
+from moecomm.errors import RoundFailed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
 from moecomm.routed import Handle, Routed
@@ -55,6 +56,8 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             once for each of its ranks.  Default: all that can.
         verify_every: N: compare rows with what was sent in one of N rounds; one that differs is CorruptRow, see
             docs/observing.md.  0: in none.  None: as MOECOMM_VERIFY_EVERY says, else 0.
+        on_timeout: "mask": after PeerLost or Timeout, mask() the ranks that are lost.  dispatch(), dispatch_begin() and
+            moe() then run again, if all ranks failed in the same call; else it raises, and the next call works.
 
     Raises:
         BadInput: a value that can't be used, here or on the rank that it names.
@@ -80,6 +83,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
         wire: Wire | None = None,
         capacity_factor: float | None = None,
         verify_every: int | None = None,
+        on_timeout: OnTimeout = "raise",
     ) -> None:
         group = rendezvous(group)
         with opening(group, timeout_s) as ranks:
@@ -90,7 +94,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             name, self.chosen_because = backends.choose(config.asked_backend(backend), wanted)
             sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
             verified = config.verify_every(verify_every)
-            settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor, verified)
+            settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor, verified, on_timeout)
             rounds = elastic.open_rounds(self, ranks, settings, wanted, timeout_s)
         self.dtype, self.timeout_s = dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
@@ -144,8 +148,12 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             Timeout, PeerLost, Aborted, Mismatch: the round failed; raised likewise.
         """
         given = dispatch_options.Options(**options) if options else _DISPATCH
-        topk_idx = self.rounds.own_ids(topk_idx)
-        return dispatch.dispatch(self.rounds, given, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
+        ids = self.rounds.own_ids(topk_idx)
+        try:
+            return dispatch.dispatch(self.rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync)
+        except RoundFailed as error:
+            masking.require_repeats(error, handle)
+        return self.dispatch(x, topk_idx, topk_weights, scales=scales, max_rows=max_rows, sync=sync, **options)
 
     @overloads.typed(overloads.DispatchBegin, dispatch_options.Options)
     def dispatch_begin(
@@ -182,8 +190,12 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             As dispatch(); BadInput as well when one has begun and has not ended.
         """
         given = dispatch_options.Options(**options) if options else _DISPATCH
-        topk_idx = self.rounds.own_ids(topk_idx)
-        return dispatch.dispatch_begin(self.rounds, given, x, topk_idx, topk_weights, scales, max_rows, handle)
+        ids = self.rounds.own_ids(topk_idx)
+        try:
+            return dispatch.dispatch_begin(self.rounds, given, x, ids, topk_weights, scales, max_rows, handle)
+        except RoundFailed as error:
+            masking.require_repeats(error, handle)
+        return self.dispatch_begin(x, topk_idx, topk_weights, scales=scales, max_rows=max_rows, **options)
 
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
         """Wait, on the current stream, for the rows of the dispatch that has begun.  Collective.
@@ -319,8 +331,12 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         given = layer_options.Options(**options)
-        topk_idx = self.rounds.own_ids(topk_idx)
-        return layer.moe(self.rounds, given, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped)
+        ids = self.rounds.own_ids(topk_idx)
+        try:
+            return layer.moe(self.rounds, given, x, ids, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped)
+        except RoundFailed as error:
+            masking.require_repeats(error)
+        return self.moe(x, topk_idx, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped, **options)
 
     def check(self) -> None:
         """Wait for every round so far, and raise the error of the first that went wrong, if any."""

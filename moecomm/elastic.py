@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from moecomm import backends, flight, tracing
 from moecomm.backends.row_tables import RowTables
-from moecomm.core import names
+from moecomm.core import masking, names
 from moecomm.core.experts import ExpertIds
 from moecomm.core.group import Group
 from moecomm.core.membership import Meeting, Shrunk, domain_ranks, ids_of, members_of, require_idle
@@ -26,6 +28,7 @@ from moecomm.core.suspension import Members, interruption
 from moecomm.core.validation import check_flag
 from moecomm.errors import MoecommError, RoundFailed
 from moecomm.jit import limits
+from moecomm.masking import MaskableRanks
 
 log = logging.getLogger("moecomm")
 
@@ -59,6 +62,8 @@ def open_rounds(
     session, buffer.why = backends.open_session(*how, ranks, shape, device, timeout_s)
     with ExitStack() as undo:
         undo.callback(session.close)
+        if settings.on_timeout == "mask":
+            session.maskable()
         tables = RowTables(ranks, shape, timeout_s) if settings.verify_every and session.device.type == "cpu" else None
         came_ns = now_ns()
         ranks.settle()
@@ -70,7 +75,7 @@ def open_rounds(
     return rounds
 
 
-class ElasticRanks:
+class ElasticRanks(MaskableRanks):
     """The part of a Buffer that changes its ranks."""
 
     rounds: Rounds
@@ -83,6 +88,8 @@ class ElasticRanks:
         """Make these the rounds of this Buffer."""
         before: Rounds | None = vars(self).get("rounds")
         self.rounds, self._members = rounds, members
+        if rounds.settings.on_timeout == "mask":
+            rounds.recover = partial(masking.recover, weakref.proxy(rounds), members)
         rounds.global_ranks = members.group.global_ranks()
         flight.watch(rounds, before)
         tracing.watch(rounds, before)
@@ -157,7 +164,7 @@ class ElasticRanks:
                 domain_ranks=domain_ranks(shrunk.ranks, old),
             )
             rounds = open_rounds(self, ranks, settings, old.device, before, ids)
-        return rounds, members_of(group, rounds.session, ranks.number, before), shrunk
+        return rounds, members_of(group, rounds, ranks.number, before), shrunk
 
     def grow(self, group: Any) -> None:
         """Go on with more ranks, or others.  Collective among all of them.

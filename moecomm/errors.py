@@ -80,7 +80,9 @@ class ConcurrentCall(MoecommError):
 
 
 class RoundFailed(MoecommError):
-    """A round did not finish.  No output of it is returned.  The Buffer can be closed, or shrink() goes on."""
+    """A round did not finish.  No output of it is returned.  Close the Buffer, or go on: shrink(), mask()."""
+
+    repeats = False  # all ranks that are left make the call again: Buffer(on_timeout="mask")
 
     def __init__(self, text: str, *, rank: int, peer: int, phase: str, op: str, round: int) -> None:  # noqa: A002
         super().__init__(text)
@@ -134,14 +136,16 @@ class CorruptRow(MoecommError):
 class Excluded(MoecommError):
     """The other ranks have gone on without this one, which was late or was taken for lost.  The Buffer can be closed.
 
+    If they have masked this rank, unmask() takes it in again.
+
     Attributes:
         rank: this one.
-        ranks: those that go on, by their numbers before.
+        ranks: those that go on, by their numbers before; empty if not known.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
-        names = ", ".join(map(str, ranks)) or "none"
-        super().__init__(f"rank {rank} is no longer of this Buffer, which goes on with ranks {names}")
+        others = f"with ranks {', '.join(map(str, ranks))}" if ranks else "without it"
+        super().__init__(f"rank {rank} is no longer of this Buffer, which goes on {others}")
         self.rank, self.ranks = rank, ranks
 
 

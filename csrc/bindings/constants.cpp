@@ -46,6 +46,7 @@ void bind_enums(py::module_& m) {
         .value("aborted", Failure::aborted)
         .value("bad_input", Failure::bad_input)
         .value("mismatch", Failure::mismatch)
+        .value("excluded", Failure::excluded)
         .finalize();
     py::native_enum<Phase>(m, "Phase", "enum.IntEnum", "Phase of csrc/protocol/record.h.")
         .value("header", Phase::header)

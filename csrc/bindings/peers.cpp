@@ -128,6 +128,11 @@ close().
 them, also when it raises, and uses them instead of the pid, which may mean another process here.)")
         .def(py::init(&make_watcher), py::arg("pids"), py::arg("own_rank"), py::kw_only(), py::arg("left") = std::vector<u64>(),
              py::arg("pidfds") = true, py::arg("passed") = std::vector<int>())
+        .def("ignore", &Watcher::ignore, py::arg("rank"), py::arg("ignored"),
+             R"(From now on, set no abort words when the process of a rank ends, or set them again.
+
+Raises:
+    IndexError: no such rank.)")
         .def("dead", &Watcher::dead, "Ranks, in the order in which they were found dead.")
         .def("close", &Watcher::close, Unlocked(), "Stop watching.");
     m.def(

@@ -1,6 +1,7 @@
 // Running a round, and what is left when it fails.
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <variant>
@@ -76,6 +77,34 @@ std::optional<FailureRecord> record(u64 address) {
 void leave(const Context& ctx) {
     check_context(ctx);
     host::leave(ctx);
+}
+
+u32 host_round(const Context& ctx) {
+    check_context(ctx);
+    return at<const State>(window_of(ctx, ctx.rank) + ctx.window.state)->round;
+}
+
+void check_alone(const Context& ctx, i32 rank) {
+    check_context(ctx);
+    if (ctx.link != 0 || rank < 0 || rank >= ctx.shape.ranks) throw std::invalid_argument("no rank of the only domain");
+}
+
+void exclude(const Context& ctx, i32 rank) {
+    check_alone(ctx, rank);
+    host::exclude(ctx, rank);
+}
+
+// Bits of Mask::ranks.
+std::array<u64, kMaskWords> bits_of(const std::vector<i32>& ranks) {
+    std::array<u64, kMaskWords> bits{};
+    for (const i32 rank : ranks) bits.at(static_cast<size_t>(rank) / 64) |= 1ull << (rank % 64);
+    return bits;
+}
+
+void resume(const Context& ctx, u32 round, const std::vector<i32>& masked) {
+    check_context(ctx);
+    for (const i32 rank : masked) check_alone(ctx, rank);
+    host::resume(ctx, round, bits_of(masked).data());
 }
 
 void count_rejected(const Context& ctx) {
@@ -168,6 +197,18 @@ Raises:
     m.def("leave", &leave, py::arg("context"), "Announce to the peers that this rank takes part in no further host round.  Never waits.");
     m.def("count_rejected", &count_rejected, py::arg("context"),
           "Count a host call that failed before its rounds were made, in State::rejected of this rank's window.");
+    m.def("host_round", &host_round, py::arg("context"),
+          "The number of the last round that has ended on this host rank.");
+    m.def("exclude", &exclude, py::arg("context"), py::arg("rank"),
+          R"(Mask this host rank at a peer: `rank` takes part in no round until it resumes.
+
+Raises:
+    ValueError: no such rank, or ranks of other domains.)");
+    m.def("resume", &resume, py::arg("context"), py::arg("last_round"), py::arg("masked"),
+          R"(Begin anew after a round, without these ranks, when no rank of this Buffer is in a round.  Host ranks.
+
+Raises:
+    ValueError: no such rank, or ranks of other domains.)");
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);
     m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),

@@ -97,6 +97,7 @@ class Pulls {
 bool await_drained(Combine& c, u32 wanted) {
     const Timed timed = c.r.watch.timed("drain");
     for (i32 p = c.r.first; p < c.r.first + c.r.scaleup_ranks; ++p) {
+        if (c.r.masked(p)) continue;
         const u64* flag = at<u64>(c.a.ctx, c.r.me, drained_at(c.a.ctx.window, p));
         const auto drained = [&] { return has_reached(signal_tag(load_acquire(flag)), wanted, c.r.tag); };
         if (!c.r.watch.until(Phase::drained, drained, [&] { return Missing{p, flag, wanted}; })) return false;
@@ -204,7 +205,7 @@ void combine(const CombineArgs& args, RowChecks* checks) {
     Combine c(args, checks);
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
-    const bool intact = is_intact(tables_of(args));
+    const bool intact = is_intact(tables_of(args)) && !is_stale(c.r.mask, round_of(args.route, c.r.ranks));
     if (intact) check_in_place(c);
     if (intact) post_weights(c);
     announce(c, intact);

@@ -17,7 +17,10 @@ namespace {
 
 BadEntry count(Dispatch& d, Team& team) {
     const Timed timed = d.r.watch.timed("count");
-    if (d.repeat) return is_intact(tables_of(d.a)) ? BadEntry{} : BadEntry{Argument::handle};
+    if (d.repeat) {
+        const bool intact = is_intact(tables_of(d.a)) && !is_stale(d.r.mask, round_of(d.a.route, d.r.ranks));
+        return intact ? BadEntry{} : BadEntry{Argument::handle};
+    }
     std::vector<BadEntry> bad(team.size());
     team.run([&](i32 worker) {
         for (i32 chunk = worker; chunk < d.plan.own_chunks(); chunk += team.size()) bad[worker] = worse(bad[worker], d.plan.count(chunk));

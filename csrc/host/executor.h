@@ -15,6 +15,13 @@ void combine(const CombineArgs& args, RowChecks* checks = nullptr);
 // Count a call of this rank that failed before it could start a round.  The headers of later rounds carry the count.
 void count_rejected(const Context& ctx);
 
+// Mask this rank at a peer: `rank` takes part in no round until it resumes.  Its own waits end, and it disturbs no other rank.
+void exclude(const Context& ctx, i32 rank);
+
+// Begin anew after `round`, without the ranks of `mask`, when no rank of this Buffer is in a round: what a failed round has left in this
+// rank's window is forgotten.
+void resume(const Context& ctx, u32 round, const u64* mask);
+
 // Announce to every peer that this rank takes part in no further round.  Does not wait.
 void leave(const Context& ctx);
 

@@ -18,6 +18,7 @@ Round::Round(const Context& context, Op operation, u32 round_tag)
       state(state_of(context)),
       tag(round_tag),
       watch(ctx, op, tag),
+      mask(*at<const Mask>(ctx, me, mask_at(ctx.window))),
       headers_(ranks) {}
 
 // Each word is stored with release: a peer that has acquired all of them may overwrite this rank's output, which this rank no longer reads.
@@ -25,10 +26,14 @@ void Round::announce(RoundHeader mine, const i32* counts) {
     count_round(ctx);
     mine.op = static_cast<u32>(op);
     mine.rejected = load_relaxed(&state.rejected);
+    absent_ = mine;
+    absent_.status = static_cast<u32>(Argument::none);
+    absent_.num_tokens = 0;
     u32 words[kHeaderWords];
     std::memcpy(words, &mine, sizeof(words));
     if (domains() > 1) announce_scaleout(words, counts);
     for (i32 step = 0; step < scaleup_ranks; ++step) {
+        if (masked(neighbor(step))) continue;
         u64* there = tagged_words(neighbor(step), me);
         for (i32 w = 0; w < kHeaderWords; ++w) store_release(&there[w], word_signal(tag, words[w]));
         if (counts == nullptr) continue;
@@ -55,6 +60,10 @@ bool Round::tagged_words_arrived(i32 from) const {
 }
 
 bool Round::read_header(i32 from) {
+    if (masked(from)) {
+        headers_[from] = absent_;
+        return true;
+    }
     if (!tagged_words_arrived(from)) return false;
     const u64* here = tagged_words(me, from);
     u32 words[kHeaderWords];
@@ -118,7 +127,7 @@ bool Round::await_counts() {
     const auto word = [&] { return &tagged_words(me, from)[kHeaderWords + column]; };
     const auto all_in = [&] {
         for (; from < ranks; ++from, column = 0)
-            for (; column < ctx.window.columns; ++column)
+            for (; column < ctx.window.columns && !masked(from); ++column)
                 if (!has_tag(word(), tag)) return false;
         return true;
     };
@@ -126,6 +135,7 @@ bool Round::await_counts() {
 }
 
 void Round::add_counts(i32 from, i32* sums) const {
+    if (masked(from)) return;
     const u64* counts = tagged_words(me, from) + kHeaderWords;
     for (i32 c = 0; c < ctx.window.columns; ++c) sums[c] += static_cast<i32>(signal_word(load_relaxed(&counts[c])));
 }

@@ -25,6 +25,7 @@ class Round {
     State& state;             // only this rank reads and writes it
     const u32 tag;
     Watch watch;
+    const Mask& mask;
 
     static State& state_of(const Context& ctx) { return *at<State>(ctx, ctx.rank, ctx.window.state); }
     // The peer of a rotation step: the next rank first, so that ranks start with different peers; this rank last.
@@ -32,6 +33,8 @@ class Round {
     // The peer of a rotation step among the ranks of this domain, whose windows this rank loads from and stores to.
     i32 neighbor(i32 step) const { return first + (me - first + 1 + step) % scaleup_ranks; }
     bool reaches(i32 rank) const { return rank >= first && rank < first + scaleup_ranks; }
+    // True if the rank takes no part.  Nothing is read that it wrote; its header counts as this rank's, without tokens.
+    bool masked(i32 rank) const { return is_masked(mask, rank); }
     i32 domain() const { return first / scaleup_ranks; }
     i32 domains() const { return ranks / scaleup_ranks; }
     // The rank with this rank's index in another domain: it forwards this rank's tokens there, and this rank forwards its tokens here.
@@ -78,6 +81,7 @@ class Round {
     bool header_arrived(i32 from) const { return tagged_words_arrived(from) && has_tag(tagged_words(me, from) + kHeaderWords - 1, tag); }
     Missing missing_header() const;
 
+    RoundHeader absent_{};              // of masked ranks
     std::vector<RoundHeader> headers_;  // by rank; the first `read_` are valid
     u32 read_ = 0;
     u32 timed_ = 0;  // 1 once a thread waits for headers: it alone counts the time

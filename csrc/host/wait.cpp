@@ -14,6 +14,10 @@ Deadline deadline_of(const Context& ctx) {
 }
 
 void abort_all_windows(const Context& ctx, u32 word) {
+    // The ranks that have masked this one go on.
+    u32* here = at<u32>(ctx, ctx.rank, ctx.window.abort);
+    compare_exchange(here, 0, word);
+    if (abort_cause(load_relaxed(here)) == Failure::excluded) return;
     for (i32 p = 0; p < ctx.shape.ranks; ++p) {
         if (window_of(ctx, p) != 0) {
             compare_exchange(at<u32>(ctx, p, ctx.window.abort), 0, word);

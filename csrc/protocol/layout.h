@@ -30,9 +30,22 @@ struct State {
     u32 next_piece;     // kernels: pieces of a combine that warps have claimed, 0 between launches
 };
 
+// Ranks that take no part in rounds (Buffer.mask()), behind State. Only the host of this rank writes it, while no round runs.
+constexpr i32 kMaskWords = kMaxHostRanks / 64;
+struct Mask {
+    u32 since;  // the tag of the first round with these ranks; 0: none has ever been masked. Routes of earlier rounds can't be used
+    u32 pad;
+    u64 ranks[kMaskWords];  // a bit for each rank
+};
+MOECOMM_BOTH constexpr bool is_masked(const Mask& mask, i32 rank) { return (mask.ranks[rank / 64] >> (rank % 64) & 1) != 0; }
+// True if a route is of a round before those of the mask. Tags wrap around: signal.h.
+MOECOMM_BOTH constexpr bool is_stale(const Mask& mask, u32 route_round) {
+    return mask.since != 0 && static_cast<i32>(route_round - mask.since) < 0;
+}
+
 struct WindowLayout {
     u64 abort;  // u32, its own line: any rank may set it
-    u64 state;  // State
+    u64 state;  // State, then Mask
     // u64[2][ranks][num_tagged_words]: word_signal, by round parity and sender: a RoundHeader; i32[columns], the sender's tokens per expert
     // and flat rows per rank (dispatch); then, where rows travel in packets, one bit for each token of the sender that has a row here. Two
     // parities are enough: a peer's words of round n + 2 imply that it saw this rank's words of round n + 1, which this rank sent after it
@@ -102,7 +115,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
         return here;
     };
     w.abort = take(sizeof(u32));
-    w.state = take(sizeof(State));
+    w.state = take(sizeof(State) + sizeof(Mask));
     w.tagged_words = take(2 * ranks * w.num_tagged_words * sizeof(u64));
     w.arrived = take(ranks * tokens * sizeof(u64));
     w.reduced = take(ranks * tokens * sizeof(u64));
@@ -124,6 +137,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     return w;
 }
 
+MOECOMM_BOTH constexpr u64 mask_at(const WindowLayout& w) { return w.state + sizeof(State); }
 MOECOMM_BOTH constexpr u64 tagged_words_at(const WindowLayout& w, i32 ranks, u32 tag, i32 from) {
     return w.tagged_words + (round_parity(tag) * static_cast<u64>(ranks) + from) * w.num_tagged_words * sizeof(u64);
 }

@@ -11,6 +11,7 @@ enum class Failure : u32 {
     aborted = 3,    // Buffer.abort() was called
     bad_input = 4,  // `peer` passed a bad `argument`; the round was invalid on every rank; the Buffer can go on
     mismatch = 5,   // `peer` called another operation, or this one with other settings
+    excluded = 6,   // the other ranks have masked this one, and wrote it to the abort word; it is not passed on
 };
 
 enum class Phase : u32 {

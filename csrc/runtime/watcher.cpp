@@ -56,7 +56,7 @@ Descriptor pidfd_open(int pid) {
 
 Watcher::Watcher(const std::vector<int>& pids, int own_rank, std::vector<u64> abort_words, std::vector<u64> left_words, bool pidfds,
                  std::vector<Descriptor> passed)
-    : owner_(::getpid()), abort_words_(std::move(abort_words)), left_words_(std::move(left_words)) {
+    : owner_(::getpid()), abort_words_(std::move(abort_words)), left_words_(std::move(left_words)), ignored_(pids.size()) {
     for (int rank = 0; rank < static_cast<int>(pids.size()); ++rank) {
         if (rank == own_rank) continue;
         if (rank < static_cast<int>(passed.size()) && passed[rank].open()) {
@@ -102,7 +102,13 @@ void Watcher::report(const Peer& peer) {
     if (left(peer.rank)) return;
     std::lock_guard lock(mutex_);
     dead_.push_back(peer.rank);
+    if (ignored_[peer.rank]) return;
     for (const u64 word : abort_words_) compare_exchange(reinterpret_cast<u32*>(word), 0, abort_word(Failure::peer_lost, peer.rank));
+}
+
+void Watcher::ignore(int rank, bool ignored) {
+    std::lock_guard lock(mutex_);
+    ignored_.at(rank) = ignored;
 }
 
 std::vector<int> Watcher::dead() const {

@@ -24,6 +24,8 @@ class Watcher {
     Watcher& operator=(const Watcher&) = delete;
     ~Watcher() { close(); }
 
+    // From now on, report or ignore the end of a peer's process.  dead() names it in both cases.
+    void ignore(int rank, bool ignored);
     std::vector<int> dead() const;  // ranks, in the order of detection
     void close();                   // joins the thread; idempotent
 
@@ -45,6 +47,7 @@ class Watcher {
     Descriptor wake_;
     mutable std::mutex mutex_;
     std::vector<int> dead_;
+    std::vector<bool> ignored_;  // by rank
     std::mutex closing_;
     std::thread thread_;
 };

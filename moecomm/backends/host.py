@@ -9,7 +9,7 @@ import ctypes
 import os
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from moecomm.backends.host_peers import HostPeers
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
-from moecomm.core.session import Schedule
-from moecomm.errors import BadInput, Closed
+from moecomm.core.session import Maskable, Schedule
+from moecomm.errors import BadInput, Closed, Unsupported
 
 _RING_BYTES = 64 << 20  # of a window, for the staging ring
 
@@ -159,6 +159,25 @@ class HostSession:
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended."""
         return self._peers.dead_peers()
+
+    def maskable(self) -> Maskable:
+        """See Session."""
+        if self._link is not None:
+            raise Unsupported("ranks in several domains can't be masked: others would miss their forwarder")
+        return self
+
+    def last_round(self) -> int:
+        return _native.host_round(self.context)
+
+    def exclude(self, rank: int) -> None:
+        _native.exclude(self.context, rank)
+
+    def resume(self, last_round: int, masked: Collection[int]) -> None:
+        for rank in range(self.context.shape.ranks):
+            self._peers.ignore(rank, rank in masked)
+        _native.resume(self.context, last_round, sorted(masked))
+        for rank in self.dead_peers().keys() - set(masked):  # whose word has been cleared
+            self.abort(failures.Failure.peer_lost, rank)
 
     def require_releasable(self) -> None:
         """Do nothing: memory of every window can be released."""

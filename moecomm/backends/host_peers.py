@@ -52,6 +52,11 @@ class HostPeers:
         """See Peers."""
         _native.set_abort(self.abort_host, cause, culprit)
 
+    def ignore(self, rank: int, ignored: bool) -> None:
+        """From now on, do not end waits when the process of a rank ends, or end them again."""
+        if self._presence is not None:
+            self._presence.ignore(rank, ignored)
+
     def dead_peers(self) -> dict[int, str]:
         """See Peers.  Threads end with this process."""
         return {} if self._presence is None else self._presence.dead_peers()

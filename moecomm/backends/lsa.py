@@ -24,7 +24,8 @@ from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
-from moecomm.core.session import Schedule
+from moecomm.core.session import Maskable, Schedule
+from moecomm.errors import Unsupported
 from moecomm.jit import plain_kernel
 
 if TYPE_CHECKING:
@@ -230,6 +231,10 @@ class LsaSession(gpu_counters.Counters):
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended, or that can't be reached any more."""
         return self._peers.dead_peers()
+
+    def maskable(self) -> Maskable:
+        """See Session."""
+        raise Unsupported("GPU ranks can't be masked; shrink() goes on without a rank")
 
     def require_releasable(self) -> None:
         windows.releasable(self._window)

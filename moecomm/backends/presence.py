@@ -45,6 +45,10 @@ class Presence:
         """Return the ranks whose process has ended without announcing it, and the reason."""
         return dict.fromkeys(self._watcher.dead(), "its process has ended")
 
+    def ignore(self, rank: int, ignored: bool) -> None:
+        """From now on, do not end waits when the process of a rank ends, or end them again."""
+        self._watcher.ignore(rank, ignored)
+
     def leave(self, linger_s: float = 0) -> None:
         """Announce that this process may end, and stop watching.
 

@@ -7,7 +7,17 @@ from typing import Any
 
 from moecomm import _native
 from moecomm.core import signature
-from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, OutOfStep, PeerLost, Timeout, TooManyRows
+from moecomm.errors import (
+    Aborted,
+    BadInput,
+    Excluded,
+    Mismatch,
+    MoecommError,
+    OutOfStep,
+    PeerLost,
+    Timeout,
+    TooManyRows,
+)
 
 Failure, Argument, Phase = _native.Failure, _native.Argument, _native.Phase
 _FIELDS = ("code", "op", "phase", "argument", "rank", "peer", "round", "expected", "seen", "waited_ns")
@@ -24,7 +34,12 @@ _PHASES = {
 def round_failed(context: _native.Context) -> bool:
     """Whether a round of this rank has failed or was aborted, so that none can follow.  Not for an invalid round."""
     record = _native.record(context.record)
-    fatal = record is not None and record.code in (Failure.timeout, Failure.peer_lost, Failure.aborted)
+    fatal = record is not None and record.code in (
+        Failure.timeout,
+        Failure.peer_lost,
+        Failure.aborted,
+        Failure.excluded,
+    )
     return fatal or _native.read_word(context.abort_host) != 0
 
 
@@ -51,6 +66,8 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
         if record.op != record.seen and record.expected == record.op:
             return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
         return Mismatch(*signature.difference(record.expected, record.seen), record.peer)
+    if record.code == Failure.excluded:
+        return Excluded(record.rank, ())
     known: dict[str, Any] = {
         "rank": record.rank,
         "peer": record.peer,
@@ -83,7 +100,8 @@ def _bad_input(record: _native.FailureRecordView) -> BadInput:
     if record.argument == Argument.topk_idx:
         return BadInput(argument, f"expert {record.seen}", f"-1 to {record.expected - 1}", record.peer)
     if record.argument == Argument.handle:
-        return BadInput("handle", "a handle whose tables were overwritten", "an unmodified handle", record.peer)
+        got = "a handle whose tables were overwritten, or of a dispatch before a mask"
+        return BadInput("handle", got, "an unmodified handle", record.peer)
     if record.argument == Argument.max_rows:
         return TooManyRows(record.seen, record.expected, record.round, record.peer)
     if batched:

@@ -188,6 +188,13 @@ class FlightRecorder:
         else:
             self._others.append(failure)
 
+    def resumed(self, number: int) -> None:
+        """Record that the Buffer goes on after this round: the failure has not ended it."""
+        if self._fatal is not None:
+            self._others.append(self._fatal)
+            self._fatal = None
+        self.rounds = number
+
     def failure_of(self, error: Exception, record: Mapping[str, int | str]) -> Failure:
         """Make a Failure of an error at the last call."""
         return Failure(type(error).__name__, shown(error), record, self.steps, time.time_ns())

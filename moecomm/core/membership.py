@@ -19,12 +19,11 @@ from moecomm.core.group import Group
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
-from moecomm.core.session import Session
 from moecomm.core.suspension import Members, refuse_capture
 from moecomm.errors import BadInput, Closed, Excluded, MoecommError, PeerLost, Timeout
 
 # For a rank that a peer has named in a Timeout.  It may have waited for another one itself, and then comes at once.
-_GRACE_S = 0.05
+GRACE_S = 0.05
 
 
 class Shrunk(NamedTuple):
@@ -78,17 +77,18 @@ class Meeting:
     Args:
         rounds: of that Buffer, failed or not.
         members: its ranks.
+        call: that the ranks make.
 
     Raises:
         Closed: the Buffer is closed.
         BadInput: a graph is being captured.
     """
 
-    def __init__(self, rounds: Rounds, members: Members) -> None:
+    def __init__(self, rounds: Rounds, members: Members, call: str = "shrink") -> None:
         if rounds.closed:
             raise Closed
-        require_idle(rounds, "shrink")
-        self._rounds, self._members, self._timeout_s = rounds, members, members.timeout_s
+        require_idle(rounds, call)
+        self._rounds, self._members, self._timeout_s, self._call = rounds, members, members.timeout_s, call
         self._suspects = set(_named(rounds.failure()))
         self._ranks: tuple[int, ...] = ()  # that had agreed to go on
 
@@ -108,12 +108,13 @@ class Meeting:
             yield rendezvous(group)
         while True:
             self._rounds.attempts += 1
-            with self._board() as board:
+            with self._board(self._rounds.attempts) as board:
                 self._ranks = self._agree(board)
             if self._rounds.rank not in self._ranks:
                 raise Excluded(self._rounds.rank, self._ranks)
             place, in_process = self._ranks.index(self._rounds.rank), self._members.group.in_process
-            yield Survivors(place, len(self._ranks), in_process, self._board_of_attempt(), self._timeout_s)
+            board_of = self._board_of(self._rounds.attempts)
+            yield Survivors(place, len(self._ranks), in_process, board_of, self._timeout_s)
 
     def lost(self) -> PeerLost | None:
         """Return the error of a rank that is gone since the ranks agreed: opening() knows those that came to it."""
@@ -131,15 +132,15 @@ class Meeting:
             raise error
         self._suspects.add(self._ranks[error.peer])
 
-    def _board_of_attempt(self) -> Callable[[], Board]:
-        pages, attempt = self._rounds.session.pages, self._rounds.attempts
+    def _board_of(self, attempt: int) -> Callable[[], Board]:
+        pages = self._rounds.session.pages
         if pages is not None:
             return lambda: Part(pages, f"{attempt}/")
         return lambda: Part(self._members.group.board(), f"shrink/{self._members.number}/{attempt}/")
 
     @contextmanager
-    def _board(self) -> Iterator[Board]:
-        board = self._board_of_attempt()()
+    def _board(self, attempt: int) -> Iterator[Board]:
+        board = self._board_of(attempt)()
         board.limit_s = self._timeout_s
         try:
             yield board
@@ -152,23 +153,23 @@ class Meeting:
 
     def _no_board(self, kind: type[PeerLost | Timeout], error: Exception) -> MoecommError:
         text = f"the ranks that are left can't agree, because the store of their group is lost ({error}); pass group="
-        return kind(text, rank=self._rounds.rank, peer=-1, phase="agreement", op="shrink", round=0)
+        return kind(text, rank=self._rounds.rank, peer=-1, phase="agreement", op=self._call, round=0)
 
     def _agree(self, board: Board) -> tuple[int, ...]:
         everybody = range(self._rounds.num_ranks)
-        board.write(f"here/{self._rounds.rank}", _packed(self._suspects - {self._rounds.rank}))
+        board.write(f"here/{self._rounds.rank}", packed(self._suspects - {self._rounds.rank}))
         begin = time.monotonic()
         while (decided := board.read(["members"])) is None:
             said = {rank: found[0] for rank in everybody if (found := board.read([f"here/{rank}"])) is not None}
-            gone = self._gone()
+            gone = self._gone() | self._rounds.masked
             here = said.keys() - gone
-            suspected = {rank for packed in said.values() for rank in _unpacked(packed)} - here
+            suspected = {rank for suspects in said.values() for rank in unpacked(suspects)} - here
             waited = time.monotonic() - begin
-            missing = set(everybody) - here - gone - (suspected if waited >= _GRACE_S else set())
+            missing = set(everybody) - here - gone - (suspected if waited >= GRACE_S else set())
             if not missing or waited >= self._timeout_s:
-                return _unpacked(board.decide("members", _packed(here)))
-            board.wait(self._timeout_s - waited)
-        return _unpacked(decided[0])
+                return unpacked(board.decide("members", packed(here)))
+            board.wait(min(self._timeout_s - waited, GRACE_S))
+        return unpacked(decided[0])
 
     def _gone(self) -> set[int]:
         """Return the ranks whose process has ended, or that have closed the Buffer."""
@@ -182,12 +183,14 @@ def _named(failure: MoecommError | None) -> Iterator[int]:
         yield failure.peer
 
 
-def _packed(ranks: Collection[int]) -> bytes:
+def packed(ranks: Collection[int]) -> bytes:
+    """Return ranks as bytes; see unpacked()."""
     return ",".join(map(str, sorted(ranks))).encode()
 
 
-def _unpacked(packed: bytes) -> tuple[int, ...]:
-    return tuple(int(word) for word in packed.decode().split(",") if word)
+def unpacked(data: bytes) -> tuple[int, ...]:
+    """Return the ranks that packed() has packed."""
+    return tuple(int(word) for word in data.decode().split(",") if word)
 
 
 def require_idle(rounds: Rounds, call: str) -> None:
@@ -196,11 +199,13 @@ def require_idle(rounds: Rounds, call: str) -> None:
     rounds.wait()
 
 
-def members_of(group: Group, session: Session, number: int, timeout_s: float) -> Members:
+def members_of(group: Group, rounds: Rounds, number: int, timeout_s: float) -> Members:
     """Return the ranks of a Buffer that has been opened again, as they agree on later calls."""
+    session = rounds.session
     if isinstance(group, Survivors) and (pages := session.pages) is not None:
-        # The board of the group is in the pages of the old session.
-        group = Survivors(group.rank, group.ranks, group.in_process, lambda: Part(pages, "0/"), timeout_s)
+        # The board of the group is in the pages of the old session.  Decisions come in the order of their numbers.
+        board = lambda: Part(pages, f"{rounds.attempts}/")  # noqa: E731
+        group = Survivors(group.rank, group.ranks, group.in_process, board, timeout_s)
     return Members(group, number, timeout_s)
 
 

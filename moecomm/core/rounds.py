@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moecomm.core.experts import ExpertIds, experts_of
+from moecomm.core.experts import ExpertIds, LiveExperts, experts_of
 from moecomm.core.memory import WindowMemory
 from moecomm.core.plans import PlanCache
 from moecomm.core.sampling import RowTables, Sampling
@@ -59,10 +59,28 @@ class Rounds(RoundState):
         self.sampling = Sampling(settings.verify_every) if settings.verify_every else None
         self.row_tables = row_tables
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
+        self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.core.masking
+        self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
+        self.live = LiveExperts(self.num_experts, self.device) if settings.on_timeout == "mask" else None
 
     def own_ids(self, topk_idx: Any) -> Any:
         """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""
-        return topk_idx if self.ids is None or topk_idx is None else self.ids.translate(topk_idx)
+        if topk_idx is None or not self.translates:
+            return topk_idx
+        if self.ids is not None:
+            topk_idx = self.ids.translate(topk_idx)
+        return topk_idx if self.live is None else self.live.translate(topk_idx)
+
+    @property
+    def translates(self) -> bool:
+        """Whether own_ids() may return other ids."""
+        return self.ids is not None or self.live is not None
+
+    def resumed(self, number: int, masked: frozenset[int]) -> None:
+        """Take note that these ranks are masked, and rounds go on after this one."""
+        self.masked, self.begun, self.calls = masked, None, 0
+        self.recovered()
+        self.flight.resumed(number)
 
     @collective(rounds=0)
     def check(self) -> None:

@@ -7,7 +7,7 @@ and combine.  No other module knows whether ranks are CPU threads, processes or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +23,25 @@ class Schedule(NamedTuple):
 
     workers: int  # threads (host) or blocks (GPU: one an SM)
     chunk_tokens: int  # tokens of a signal: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch
+
+
+class Maskable(Protocol):
+    """The part of a session with which ranks go on without others: see moecomm.core.masking."""
+
+    def last_round(self) -> int:
+        """Return the number of the last round that has ended on this rank."""
+        ...
+
+    def exclude(self, rank: int) -> None:
+        """Let a rank's waits end, and its rounds fail, until it resumes; it passes that on to nobody."""
+        ...
+
+    def resume(self, last_round: int, masked: Collection[int]) -> None:
+        """Go on after this round without the masked ranks.  Forget the failure, and what failed rounds have left.
+
+        Called when no rank that goes on is in a round.
+        """
+        ...
 
 
 class Session(Protocol):
@@ -104,6 +123,10 @@ class Session(Protocol):
 
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
+        ...
+
+    def maskable(self) -> Maskable:
+        """Return what masks ranks.  Raises Unsupported, on every rank alike, where they can't be masked."""
         ...
 
     def require_releasable(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.core.choices import Wire, is_exact
+from moecomm.core.choices import ON_TIMEOUT, OnTimeout, Wire, is_exact
 from moecomm.core.experts import experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 VERSION = 9  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
-_PACKED = "<12q16s8s"
+_PACKED = "<13q16s8s"
 _MAGIC = 0x6D6F65636F6D6D
 _WIRES = (None, "exact")
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
@@ -49,7 +49,13 @@ def _shown(name: str, number: int) -> str:
         return str(struct.unpack("<d", struct.pack("<q", number))[0]) if number else "None"
     if name == "wire":
         return str(_WIRES[number]) if 0 <= number < len(_WIRES) else "another"
+    if name == "on_timeout":
+        return ON_TIMEOUT[number] if 0 <= number < len(ON_TIMEOUT) else "another"
     return _dtype_name(number) if name == "dtype" else str(number)
+
+
+def _index(words: tuple[str, ...], word: Any) -> int:
+    return words.index(word) if word in words else -1
 
 
 def wanted_device(device: Any) -> torch.device | None:
@@ -85,6 +91,7 @@ class Settings:
     wire: Wire | None = None  # of combines that name none
     capacity_factor: float | None = None
     verify_every: int = 0
+    on_timeout: OnTimeout = "raise"
 
     _NAMES = (
         "magic",
@@ -99,6 +106,7 @@ class Settings:
         "wire",
         "capacity_factor",
         "verify_every",
+        "on_timeout",
     )
 
     def agree(self, group: Rendezvous) -> str:
@@ -115,7 +123,7 @@ class Settings:
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
-        others = (int(is_exact(self.wire)), self._factor_bits, self.verify_every)
+        others = (int(is_exact(self.wire)), self._factor_bits, self.verify_every, _index(ON_TIMEOUT, self.on_timeout))
         mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, *others)
         for name, value in zip(self._NAMES, mine, strict=True):
             if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
@@ -136,6 +144,8 @@ class Settings:
         check_dtype("dtype", self.dtype, DTYPES)
         if self.wire is not None and not is_exact(self.wire):
             raise BadInput("wire", repr(self.wire), "None or 'exact'")
+        if _index(ON_TIMEOUT, self.on_timeout) < 0:
+            raise BadInput("on_timeout", repr(self.on_timeout), " or ".join(map(repr, ON_TIMEOUT)))
         if self.capacity_factor is not None and self._factor_bits <= 0:
             raise BadInput("capacity_factor", repr(self.capacity_factor), "a number greater than 0, or None")
         if self.verify_every < 0:

@@ -18,11 +18,14 @@ from moecomm.errors import (
     Closed,
     ConcurrentCall,
     CorruptRow,
+    Excluded,
     MemoryReleased,
     Mismatch,
     MoecommError,
     OutOfStep,
+    PeerLost,
     RoundFailed,
+    Timeout,
 )
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -44,6 +47,8 @@ class RoundState:
         self._depth = 0  # of the CollectiveCalls of that thread
         self._running = False  # a call that is not made up of others
         self._closing = False  # when that call ends
+        self.calls = 0  # with rounds, since ranks last agreed on a mask
+        self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
 
     def _begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
@@ -59,6 +64,8 @@ class RoundState:
             self._refuse(rounds)
         if self._refused and self._depth == 0:
             self._count_refused()
+        if rounds and self._depth == 0:
+            self.calls += 1
         if outer:
             self._depth += 1
         else:
@@ -130,7 +137,7 @@ class RoundState:
             error: why it fails, where that is known.
             call: its name, likewise.
         """
-        if self._open and self._failure is None:
+        if self._open and self._failure is None and not isinstance(error, RoundFailed):  # ranks have agreed since
             self.rejected += 1
             self.flight.reject(call, error)
             self._session.count_rejected()
@@ -172,16 +179,19 @@ class RoundState:
         self.flight.failed(error)
         self.flight.announce(error)
 
-    def raise_failure(self) -> None:
-        """Raise the error that the last rounds left behind: once, unless a failed round has ended the Buffer."""
+    def raise_failure(self, *, recovers: bool = True) -> None:
+        """Raise the error that the last rounds left behind: once, unless a failed round has ended the Buffer.
+
+        `recovers`: first mask ranks that are lost, where the Buffer was opened so.
+        """
         if self._failure is not None:
-            raise self._failure
+            raise self._recovered(self._failure) if recovers else self._failure
         record = _native.record(self._record)
         if record is None:
             return
         error = self._error_of(record)
         self.flight.failed(error, failures.fields(record))
-        if isinstance(error, (RoundFailed, OutOfStep)):
+        if isinstance(error, (RoundFailed, OutOfStep, Excluded)):
             self._failure = error
         else:
             _native.clear_record(self._record)
@@ -190,9 +200,28 @@ class RoundState:
         ):
             self.flight.announce(error)
         try:
-            raise error
+            raise self._recovered(error) if recovers else error
         finally:
             del error  # else it is in a cycle with its traceback, whose frames hold on to the window
+
+    def _recovered(self, error: MoecommError) -> MoecommError:
+        """Mask the ranks that are lost, if that is wanted and can be done now; return the error."""
+        if self.recover is not None and isinstance(error, (Timeout, PeerLost)) and not self._session.capturing():
+            recover, self.recover = self.recover, None  # it looks for failures itself
+            try:
+                recover(error)
+            finally:
+                self.recover = recover
+        return error
+
+    def recovered(self) -> None:
+        """Forget the failure: the ranks have agreed to go on."""
+        self._failure = None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a call is under way whose rounds have all ended, so that it can be made again."""
+        return self._session.device.type == "cpu" and (self._running or self._depth > 0)
 
     def unraised(self) -> Failure | None:
         """Return the failure that rounds have left behind and no call has raised yet.  Leaves it there."""
@@ -209,7 +238,7 @@ class RoundState:
     def failure(self) -> MoecommError | None:
         """Return the error that raise_failure() would raise, if any."""
         try:
-            self.raise_failure()
+            self.raise_failure(recovers=False)
         except MoecommError as error:
             return error
         return None

@@ -38,6 +38,8 @@ def release(rounds: Rounds, members: Members) -> None:
         return
     session = rounds.session
     session.require_releasable()
+    if rounds.masked:
+        raise BadInput("release_memory", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
     refuse_capture(rounds, "release_memory")
     with agreement(rounds, members, "release_memory") as ranks:
         session.synchronize()

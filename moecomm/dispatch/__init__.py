@@ -116,6 +116,7 @@ def dispatch_begin(
 def dispatch_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) -> Routed:
     """Buffer.dispatch_end."""
     ending = prepare_end(rounds, routed, sync=sync)
+    rounds.calls += 1  # which ranks must not take for the first half
     run(ending)
     return finish(rounds, ending)
 

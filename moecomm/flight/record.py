@@ -77,6 +77,7 @@ def flight_record(rounds: Rounds) -> dict[str, Any]:
             "round_begun": begun,
             "rejected": flight.rejected,
             "gone": [] if flight.closed else sorted(rounds.session.dead_peers().keys() - {rounds.rank}),
+            "masked": sorted(rounds.masked),
             "stats": None if stats is None else stats.lists(),
             "failures": [_failure(failure) for failure in failures],
         },

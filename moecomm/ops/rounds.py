@@ -40,7 +40,7 @@ def drop(
     how = (cast("Layout", layout), expert_alignment, max_rows)
     owner = names.find(buffer)
     ids, entries = drop_checked(owner, *how, owner.own_ids(topk_idx), topk_weights)
-    return (ids if owner.ids is None else torch.where(ids < 0, ids, topk_idx)), entries
+    return (ids if not owner.translates else torch.where(ids < 0, ids, topk_idx)), entries
 
 
 @drop.register_fake

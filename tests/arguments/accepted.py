@@ -171,6 +171,9 @@ TABLE = (
     Row("a path", ("'x'", "'2'"), ("path",)),
     Row("nothing that is watched", ("[]", "()"), ("routing.RoutingRecorder(watch)",)),
     Row("numbers of ranks, or none", ("[]", "()", "[1]", "(1, 2)"), ("routing.loads(ranks)",)),
+    Row("no ranks", ("None", "[]", "()"), ("moecomm.Buffer.mask(ranks)",)),
+    Row("no ranks", ("[]", "()"), ("moecomm.Buffer.unmask(ranks)",)),
+    Row("the replicas given before, or none", ("None", "{}"), ("moecomm.Buffer.mask(replicas)",)),
     Row("an exponent", ("0", "0.5", "2.0", "True", "False", "np.float64"), ("zipf",)),
     Row("as many tokens as there are", ("2**31",), ("routing.RoutingRecorder(max_tokens)",)),
     Row("seconds", ("0.5", "2.0", "True", "np.float64"), ("timeout_s", "num_gpu_timeout_secs", "limit_s")),
@@ -320,7 +323,7 @@ TABLE = (
         (
             *("alignment", "backend", "cluster", "columns", "depth", "experts", "gating", "groups", "hidden_dim"),
             *("intermediate", "layout", "max_tokens", "model", "most_rows", "multiprocessors", "new_num_sms"),
-            "signals",
+            *("on_timeout", "signals"),
             *("num_experts", "num_groups", "num_local_experts", "num_max_dispatch_tokens_per_rank"),
             *("num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_send_tokens", "num_of_experts", "num_ranks"),
             *("num_max_tokens_per_rank", "num_topk", "ranks", "routed", "row_unit", "scale_format", "scale_layout"),

@@ -39,6 +39,7 @@ class FakeRank:
             identity="0123456789abcdef",
             rank=rank,
             num_ranks=ranks,
+            masked=frozenset(),
             local_experts=range(2),
             retries=0,
             hidden=64,

@@ -1,0 +1,428 @@
+"""Buffer.mask(): the ranks that are left go on in the same windows, with exact rounds."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import ops
+from moecomm.core.experts import experts_of
+
+from .. import kill_plans
+from ..conftest import Ranks
+from ..few import few
+from .test_membership import SIZES, failure_of, over_threads
+
+HIDDEN, EXPERTS, TOPK = SIZES["hidden"], SIZES["num_experts"], SIZES["topk"]
+
+
+def experts_of_ranks(buffer: moecomm.Buffer, ranks: tuple[int, ...]) -> torch.Tensor:
+    """Ids of the experts of some ranks."""
+    found = [expert for rank in ranks for expert in experts_of(rank, EXPERTS, buffer.num_ranks)]
+    return torch.tensor(found or [-1])
+
+
+def tokens_of(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers, so that sums are exact, and expert ids."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    x = torch.randint(-8, 9, (1 + (rank + number) % 16, HIDDEN), generator=generator)
+    x[:, 0], x[:, 1] = rank, torch.arange(len(x))
+    return x.bfloat16(), torch.rand(len(x), EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
+
+
+def exact_round(buffer: moecomm.Buffer, number: int, meaning: dict[int, int] | None = None) -> None:
+    """Compare a dispatch and a combine with the tokens of the ranks that take part; `meaning`: replicas."""
+    x, ids = tokens_of(buffer.rank, number)
+    meant = ids.clone().apply_(lambda one: (meaning or {}).get(one, one))
+    layout = ("expert", "batched", "flat")[number % 3]
+    routed = buffer.dispatch(x, ids, layout=layout)  # which may mask ranks by itself
+    there = ~torch.isin(meant, experts_of_ranks(buffer, buffer.masked))
+    assert routed.src is not None
+    rows, src = routed.x.view(-1, HIDDEN), routed.src.view(-1, 2)
+    if layout == "batched":
+        counts = routed.tokens_per_expert.tolist()
+        used = torch.cat([torch.arange(count) + at * routed.x.shape[1] for at, count in enumerate(counts)])
+        rows, src = rows[used], src[used]
+    for row, (rank, token) in zip(rows, src.tolist(), strict=True):
+        assert rank not in buffer.masked and torch.equal(row, tokens_of(rank, number)[0][token])
+    if layout == "flat":
+        owners = torch.where(there, _owners(buffer, meant), -1)
+        want = x * torch.tensor([len(set(row) - {-1}) for row in owners.tolist()]).view(-1, 1)
+    else:
+        want = x * there.sum(dim=1, keepdim=True)
+    out = torch.full_like(x, torch.nan)
+    buffer.combine(routed.x, routed.handle, wire="exact", out=out)
+    assert torch.equal(out, want.to(out.dtype))
+
+
+def _owners(buffer: moecomm.Buffer, ids: torch.Tensor) -> torch.Tensor:
+    owner = [rank for rank in range(buffer.num_ranks) for _ in experts_of(rank, EXPERTS, buffer.num_ranks)]
+    return torch.tensor(owner)[ids]
+
+
+def rounds(buffer: moecomm.Buffer, count: int, meaning: dict[int, int] | None = None) -> None:
+    for number in range(count):
+        exact_round(buffer, number, meaning)
+
+
+def die(after_s: float = 0.0) -> None:
+    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def survive(rank: int, group: Any, plan: kill_plans.Plan, seed: int) -> tuple[int, ...]:
+    """Run a plan of tests/kill_plans.py on one rank: the ranks that are left mask the others."""
+    draw, number = random.Random(seed * 64 + rank), 0
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
+    before = buffer.nbytes, buffer.local_experts
+    while (alive := set(range(plan.ranks)) - set(buffer.masked)) != plan.survivors or number < kill_plans.EXACT:
+        if number == (kill_plans.EXACT if buffer.masked else 3) and rank in (step := plan.due(alive)):
+            die(draw.uniform(0, kill_plans.FIRST_S if rank == step[0] else kill_plans.LATE_S))
+        try:
+            exact_round(buffer, number)
+            number += 1
+        except moecomm.RoundFailed:
+            buffer.mask()
+            number = 0
+    assert before == (buffer.nbytes, buffer.local_experts) and buffer.num_ranks == plan.ranks
+    buffer.close()
+    return buffer.masked
+
+
+@pytest.mark.parametrize("seed", few(range(40), *range(6)))
+def test_killed_ranks_are_masked(ranks: Ranks, seed: int) -> None:
+    plan = kill_plans.plan_of(seed)
+    ranks.start(plan.ranks, survive, plan, seed)
+    lost = tuple(sorted(set(range(plan.ranks)) - plan.survivors))
+    assert ranks.results(len(plan.survivors), timeout_s=60) == dict.fromkeys(plan.survivors, lost), plan
+
+
+def repeats(rank: int, group: Any) -> Any:
+    """A call whose round fails is made again by itself, or raises and the next call works."""
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20, on_timeout="mask")
+    rounds(buffer, 3)
+    if rank == 2:
+        die()
+    errors, number = [], 0
+    while number < 300 or not buffer.masked:
+        try:
+            exact_round(buffer, number)
+            number += 1
+        except moecomm.PeerLost as error:
+            errors.append(str(error))
+            number = 0  # on all ranks
+    assert len(errors) <= 1 and all("the next call works" in error for error in errors)
+    return buffer.masked
+
+
+def test_a_buffer_masks_by_itself(ranks: Ranks) -> None:
+    ranks.start(4, repeats)
+    assert ranks.results(3) == dict.fromkeys((0, 1, 3), (2,))
+
+
+def makes_a_call_again(buffer: moecomm.Buffer) -> Any:
+    x, ids = tokens_of(buffer.rank, 0)
+    buffer.dispatch(x, ids)
+    if buffer.rank == 1:
+        buffer.close()
+        return None
+    routed = buffer.dispatch(x, ids, layout="expert")
+    assert buffer.masked == (1,)
+    there = ~torch.isin(ids, experts_of_ranks(buffer, (1,)))
+    assert torch.equal(buffer.combine(routed.x, routed.handle, wire="exact"), x * there.sum(dim=1, keepdim=True))
+    record = buffer.rounds.flight
+    return [failure.error for failure in record.failures], buffer.failed
+
+
+def test_a_call_is_made_again_where_all_ranks_failed_in_it() -> None:
+    assert over_threads(makes_a_call_again, on_timeout="mask") == [(["PeerLost"], False), None, (["PeerLost"], False)]
+
+
+def test_sums_are_those_without_the_ids_of_masked_experts() -> None:
+    """Operators with gradients, and a layer, against the same rounds with ids of -1."""
+    idle = threading.Barrier(3)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        generator = torch.Generator().manual_seed(buffer.rank)
+        x = torch.randn(8, HIDDEN, generator=generator)
+        ids = torch.rand(8, EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
+        weights = torch.rand(8, TOPK, generator=generator)
+        mine = len(buffer.local_experts)
+        w13, w2 = (torch.randn(mine, *shape, generator=generator) / 8 for shape in ((64, HIDDEN), (HIDDEN, 32)))
+
+        def layer(ids: torch.Tensor) -> list[torch.Tensor]:
+            given = [one.clone().requires_grad_() for one in (x, weights, w13, w2)]
+            out = ops.moe(buffer, given[0], ids, *given[1:])
+            out.square().sum().backward()
+            with torch.no_grad():
+                again = buffer.moe(x, ids, weights, w13, w2)
+            return [out.detach(), again, *(one.grad for one in given)]
+
+        none = torch.where(torch.isin(ids, experts_of_ranks(buffer, (2,))), -1, ids)
+        if buffer.rank == 2:
+            ids, none = (torch.empty(0, TOPK, dtype=torch.int64) for _ in range(2))
+            x, weights = x[:0], weights[:0]
+        want = layer(none)
+        idle.wait()
+        if buffer.rank == 2:
+            return None
+        assert buffer.mask([2]) == (2,)
+        found = layer(ids)
+        return [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
+
+    found = over_threads(call, dtype=torch.float32)
+    assert found == [[True] * 6, [True] * 6, None]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_up_to_all_other_ranks_are_masked(count: int) -> None:
+    idle = threading.Barrier(5)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        rounds(buffer, 3)
+        gone = tuple(range(count))
+        idle.wait()
+        if buffer.rank in gone:
+            return None
+        assert buffer.mask(gone) == gone
+        rounds(buffer, 30)
+        return buffer.masked
+
+    assert over_threads(call, ranks=5) == [None] * count + [tuple(range(count))] * (5 - count)
+
+
+def test_a_replica_takes_the_place_of_an_expert() -> None:
+    """Ranks 0 to 2 have experts 0 to 3, 4 to 6, and 7 to 9.  A replica of a masked rank leads on to its own."""
+    replicas = {4: 0, 5: 9, 9: 1, 6: 4}
+    idle, two_idle = threading.Barrier(3), threading.Barrier(2)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        assert buffer.mask([], replicas=replicas) == ()
+        rounds(buffer, 3)
+        idle.wait()
+        if buffer.rank != 1:
+            assert buffer.mask([1]) == (1,)
+            rounds(buffer, 9, {4: 0, 5: 9, 6: 0})
+            two_idle.wait()
+        if buffer.rank == 0:
+            assert buffer.mask([2]) == (1, 2)
+            rounds(buffer, 9, {4: 0, 5: 1, 9: 1, 6: 0})
+
+    over_threads(call)
+
+
+def test_ranks_that_suspect_others_agree() -> None:
+    """Ranks 0 and 3 name another rank each; a rank that names itself, or is named, is not asked."""
+    late, idle = threading.Event(), threading.Barrier(4)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        rounds(buffer, 3)
+        idle.wait()
+        if buffer.rank in (1, 2):
+            assert late.wait(20)
+            with pytest.raises(moecomm.Excluded):
+                buffer.dispatch(*tokens_of(buffer.rank, 0))
+            with pytest.raises(moecomm.Excluded):
+                buffer.mask([0])
+            return None
+        buffer.mask([1 if buffer.rank == 0 else 2])
+        rounds(buffer, 30)
+        late.set()
+        rounds(buffer, 30)
+        return buffer.masked
+
+    assert over_threads(call, ranks=4) == [(1, 2), None, None, (1, 2)]
+
+
+def test_all_ranks_that_come_stay() -> None:
+    """A rank that was slow, but comes when the others agree, is not masked."""
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        rounds(buffer, 3)
+        if buffer.rank == 1:
+            buffer.abort()
+        failure_of(lambda: exact_round(buffer, 0))
+        assert buffer.mask() == ()
+        rounds(buffer, 30)
+        return buffer.failed
+
+    assert over_threads(call) == [False] * 3
+
+
+def _is_stopped(pid: int) -> bool:
+    return pid != 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def paused(rank: int, group: Any, pids: Any) -> Any:
+    """Rank 1 stops between two rounds; the others mask it, and take it in again when it goes on."""
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=5, on_timeout="mask")
+    rounds(buffer, 3)
+    if rank == 1:
+        pids[rank] = os.getpid()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(moecomm.Excluded):
+            rounds(buffer, 1)
+        assert buffer.failed
+    else:
+        while not _is_stopped(pids[1]):
+            time.sleep(1e-3)
+        buffer.mask([1])
+        rounds(buffer, 30)
+        os.kill(pids[1], signal.SIGCONT)
+        rounds(buffer, 30)
+    assert buffer.unmask([1]) == ()
+    rounds(buffer, 30)
+    buffer.release_memory()
+    buffer.restore()
+    rounds(buffer, 3)
+    buffer.close()
+    return True
+
+
+def test_a_rank_that_was_paused_is_taken_in_again(ranks: Ranks) -> None:
+    pids = ranks._context.Array("i", 3)
+    ranks.start(3, paused, pids)
+    assert ranks.results(3) == dict.fromkeys(range(3), True)
+
+
+def dies_while_masked(rank: int, group: Any) -> Any:
+    """The death of a masked rank ends no round; that of another one does, and can be masked, too."""
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=5)
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    buffer.mask([1])
+    begin = time.monotonic()
+    while not buffer.rounds.session.dead_peers():
+        rounds(buffer, 1)
+        assert time.monotonic() < begin + 5
+    rounds(buffer, 30)
+    with pytest.raises(moecomm.PeerLost, match="rank 1"):
+        buffer.unmask([1])
+    rounds(buffer, 30)
+    found = buffer.shrink(keep_ids=True)
+    assert (found.lost, buffer.masked) == ((1,), ())
+    return True
+
+
+def test_the_death_of_a_masked_rank_ends_no_round(ranks: Ranks) -> None:
+    ranks.start(3, dies_while_masked)
+    assert ranks.results(2) == {0: True, 2: True}
+
+
+def dies_while_others_mask(rank: int, group: Any, late_s: float) -> Any:
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=5)
+    rounds(buffer, 3)
+    group.barrier().wait()  # all have finished these rounds
+    if rank == 3:
+        return None
+    if rank == 2:
+        die(late_s)
+        buffer.mask([3])
+        while True:
+            rounds(buffer, 1)
+    buffer.mask([3])
+    while buffer.masked != (2, 3):
+        try:
+            rounds(buffer, 1)
+        except moecomm.PeerLost:
+            buffer.mask()
+    rounds(buffer, 100)
+    return True
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.0003, 0.001, 0.002, 0.004])
+def test_a_rank_dies_while_others_mask(ranks: Ranks, late_s: float) -> None:
+    ranks.start(4, dies_while_others_mask, late_s)
+    assert ranks.results(3) == {0: True, 1: True, 3: None}
+
+
+def test_handles_of_before_are_refused() -> None:
+    idle = threading.Barrier(3)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        x, ids = tokens_of(buffer.rank, 0)
+        routed = buffer.dispatch(x, ids)
+        idle.wait()
+        if buffer.rank == 1:
+            return
+        buffer.mask([1])
+        for again in (
+            lambda: buffer.combine(routed.x, routed.handle),
+            lambda: buffer.dispatch(x, handle=routed.handle),
+        ):
+            with pytest.raises(moecomm.BadInput, match="before a mask"):
+                again()
+        rounds(buffer, 3)
+
+    over_threads(call)
+
+
+def test_a_half_dispatch_is_forgotten() -> None:
+    idle = threading.Barrier(3)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        routed = buffer.dispatch_begin(*tokens_of(buffer.rank, 0))
+        idle.wait()
+        if buffer.rank == 1:
+            return
+        buffer.mask([1])
+        with pytest.raises(moecomm.BadInput, match="routed"):
+            buffer.dispatch_end(routed)
+        buffer.dispatch_end(buffer.dispatch_begin(*tokens_of(buffer.rank, 0)))
+        rounds(buffer, 3)
+
+    over_threads(call)
+
+
+def refused(call: Callable[[], Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_what_cannot_be_masked() -> None:
+    buffer = moecomm.Buffer("self", **SIZES, device="cpu", timeout_s=0.1)
+    refused(lambda: buffer.mask([0]), moecomm.BadInput, "this rank")
+    refused(lambda: buffer.mask([1]), moecomm.BadInput, "0 to 0")
+    refused(lambda: buffer.mask([], replicas={0: 10}), moecomm.BadInput, "replicas")
+    refused(lambda: buffer.mask([], replicas={"a": 1}), moecomm.BadInput, "replicas")  # type: ignore[dict-item]
+    refused(lambda: buffer.mask([], replicas=[0]), moecomm.BadInput, "replicas")  # type: ignore[arg-type]
+    refused(lambda: buffer.unmask([-1]), moecomm.BadInput, "0 to 0")
+    refused(lambda: buffer.unmask([0]), moecomm.Timeout, "no rank has called")
+    assert buffer.mask() == ()
+    rounds(buffer, 3)
+    buffer.close()
+    refused(buffer.mask, moecomm.Closed, "closed")
+    sizes = {**SIZES, "device": "cpu"}
+    refused(lambda: moecomm.Buffer("self", **sizes, on_timeout="no"), moecomm.BadInput, "on_timeout")  # type: ignore[arg-type]
+
+
+def test_ranks_of_several_domains_are_not_masked() -> None:
+    def call(buffer: moecomm.Buffer) -> Any:
+        with pytest.raises(moecomm.Unsupported, match="domains"):
+            buffer.mask([1 - buffer.rank])
+
+    over_threads(call, ranks=2, domain_ranks=1)
+    with pytest.raises(moecomm.Unsupported, match="domains"):
+        over_threads(call, ranks=2, domain_ranks=1, on_timeout="mask")
+
+
+def test_memory_is_not_released_without_all_ranks() -> None:
+    def call(buffer: moecomm.Buffer) -> Any:
+        if buffer.rank == 0:
+            return
+        buffer.mask([0])
+        with pytest.raises(moecomm.BadInput, match="masked ranks"):
+            buffer.release_memory()
+        rounds(buffer, 3)
+
+    over_threads(call)
