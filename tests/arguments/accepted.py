@@ -79,6 +79,7 @@ TABLE = (
         ),
     ),
     Row("names of files", ("'x'", "'2'"), ("path",)),
+    Row("names of folders", ("'x'", "'2'"), ("moecomm.trace(folder)",)),
     Row(
         "flags, for which 0 and 1 will do",
         ("0", "True", "False"),

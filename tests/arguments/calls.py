@@ -264,7 +264,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         """Spans; names of folders are below one that is there no longer then."""
         with (
             tempfile.TemporaryDirectory() as above,
-            moecomm.trace(Path(above, folder) if isinstance(folder, str) else folder),
+            moecomm.trace(Path(above, folder) if isinstance(folder, str) and folder else folder),
         ):
             pass
 

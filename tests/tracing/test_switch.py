@@ -59,7 +59,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatc
         moecomm.Buffer("self", **traces.SIZES)
 
 
-@pytest.mark.parametrize("folder", [None, 3, b"trace", "a\0b"])
+@pytest.mark.parametrize("folder", [None, 3, b"trace", "", "a\0b"])
 def test_what_is_no_folder_is_refused(folder: Any) -> None:
     with pytest.raises(moecomm.BadInput, match="folder"), moecomm.trace(folder):
         pytest.fail("it began")
