@@ -328,6 +328,7 @@ def correctness() -> str:
         ("random-layers-h200-2", LAYER, "random_layers"),
         ("random-cases-cpu", ("host",), "random_cases"),
         ("kill-plans-cpu", ("host",), "kills"),
+        ("soak-cpu", ("host",), "rounds"),
         ("repeated-failures-cpu", ("host",), "repeats"),
         ("flips-cpu", ("host",), "flips"),
     ):
@@ -476,6 +477,7 @@ TOPICS = (
             "random-layers-h200-2",
             "random-cases-cpu",
             "kill-plans-cpu",
+            "soak-cpu",
             "repeated-failures-cpu",
             "flips-cpu",
         ),
