@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,11 +18,12 @@ import moecomm
 from moecomm import ops
 from moecomm.core.experts import experts_of
 
-from .. import kill_plans
 from ..conftest import Ranks
 from ..few import few
 from .test_membership import SIZES, failure_of, over_threads
 
+EXACT = 100  # rounds after each step
+LATE_S, FIRST_S = 0.03, 0.005
 HIDDEN, EXPERTS, TOPK = SIZES["hidden"], SIZES["num_experts"], SIZES["topk"]
 
 
@@ -79,14 +80,40 @@ def die(after_s: float = 0.0) -> None:
     threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def survive(rank: int, group: Any, plan: kill_plans.Plan, seed: int) -> tuple[int, ...]:
-    """Run a plan of tests/kill_plans.py on one rank: the ranks that are left mask the others."""
+class Plan(NamedTuple):
+    """`steps`: the ranks that each step kills."""
+
+    ranks: int
+    steps: list[list[int]]
+
+    @property
+    def survivors(self) -> set[int]:
+        return set(range(self.ranks)) - {rank for step in self.steps for rank in step}
+
+    def due(self, alive: set[int]) -> list[int]:
+        """The step after those whose ranks are all gone."""
+        return next((step for step in self.steps if alive & set(step)), [])
+
+
+def plan_of(seed: int) -> Plan:
+    draw = random.Random(seed)
+    ranks = draw.randint(2, 6)
+    left, steps = list(range(ranks)), []
+    while len(left) > 1 and (not steps or draw.random() < 0.6):
+        step = draw.sample(left, draw.randint(1, len(left) - 1))
+        left = [rank for rank in left if rank not in step]
+        steps.append(step)
+    return Plan(ranks, steps)
+
+
+def survive(rank: int, group: Any, plan: Plan, seed: int) -> tuple[int, ...]:
+    """Run a plan on one rank: the ranks that are left mask the others.  Of a step, the first rank dies in a round."""
     draw, number = random.Random(seed * 64 + rank), 0
     buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
     before = buffer.nbytes, buffer.local_experts
-    while (alive := set(range(plan.ranks)) - set(buffer.masked)) != plan.survivors or number < kill_plans.EXACT:
-        if number == (kill_plans.EXACT if buffer.masked else 3) and rank in (step := plan.due(alive)):
-            die(draw.uniform(0, kill_plans.FIRST_S if rank == step[0] else kill_plans.LATE_S))
+    while (alive := set(range(plan.ranks)) - set(buffer.masked)) != plan.survivors or number < EXACT:
+        if number == (EXACT if buffer.masked else 3) and rank in (step := plan.due(alive)):
+            die(draw.uniform(0, FIRST_S if rank == step[0] else LATE_S))
         try:
             exact_round(buffer, number)
             number += 1
@@ -100,7 +127,7 @@ def survive(rank: int, group: Any, plan: kill_plans.Plan, seed: int) -> tuple[in
 
 @pytest.mark.parametrize("seed", few(range(40), *range(6)))
 def test_killed_ranks_are_masked(ranks: Ranks, seed: int) -> None:
-    plan = kill_plans.plan_of(seed)
+    plan = plan_of(seed)
     ranks.start(plan.ranks, survive, plan, seed)
     lost = tuple(sorted(set(range(plan.ranks)) - plan.survivors))
     assert ranks.results(len(plan.survivors), timeout_s=60) == dict.fromkeys(plan.survivors, lost), plan
