@@ -24,8 +24,7 @@ from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
-from moecomm.core.session import Maskable, Schedule
-from moecomm.errors import Unsupported
+from moecomm.core.session import Schedule
 from moecomm.jit import plain_kernel
 
 if TYPE_CHECKING:
@@ -119,6 +118,8 @@ def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 class LsaSession(gpu_counters.Counters):
     """A Session of GPUs; see moecomm.core.session.Session."""
 
+    maskable = gpu_peers.refuse_masks
+
     def __init__(
         self,
         ranks: Rendezvous,
@@ -185,7 +186,6 @@ class LsaSession(gpu_counters.Counters):
 
     @property
     def most_blocks(self) -> int:
-        """The most blocks of this rank that wait for peers at once."""
         return self._most_blocks
 
     @property
@@ -231,10 +231,6 @@ class LsaSession(gpu_counters.Counters):
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended, or that can't be reached any more."""
         return self._peers.dead_peers()
-
-    def maskable(self) -> Maskable:
-        """See Session."""
-        raise Unsupported("GPU ranks can't be masked; shrink() goes on without a rank")
 
     def require_releasable(self) -> None:
         windows.releasable(self._window)
