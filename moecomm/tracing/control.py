@@ -44,7 +44,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
         BadInput: a folder that can't be written, or that other users can write to; another folder than that of a trace
             that has begun.
     """
-    if not isinstance(folder, (str, os.PathLike)) or not (name := os.fspath(folder)) or isinstance(name, bytes):
+    if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str) or not os.fspath(folder):
         raise BadInput("folder", repr(folder), "a path")
     path = Path(folder).absolute()
     _make("folder", path)
