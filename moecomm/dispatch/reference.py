@@ -43,7 +43,7 @@ def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor,
     wide[:, :hidden] = x.float()
     wide = wide.view(tokens, groups, GROUP)
     amax = wide.abs().amax(dim=2).clamp(min=1e-4)
-    scales = amax / E4M3_MAX
+    scales = amax / torch.full_like(amax, E4M3_MAX)  # by a number torch would multiply with its reciprocal on GPUs
     if scale_format == "ue8m0":
         bits = scales.view(torch.int32)
         exponent = ((bits >> 23) + (bits & 0x7FFFFF != 0)).clamp(max=255).int()
