@@ -91,6 +91,7 @@ DIFFERENT = {
     "wire": "exact",
     "capacity_factor": 2.0,
     "verify_every": 10,
+    "on_timeout": "mask",
 }
 
 

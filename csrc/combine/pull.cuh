@@ -21,7 +21,7 @@ MOECOMM_FN bool await_all_headers(const Call& c) {
     if constexpr (cfg.domains() > 1) {
         if (barrier_sync_any(1, threads, !await_tagged_words(c, thread, threads))) return false;
     }
-    if (!await_headers(c.round, c.shared.headers, thread, threads)) c.shared.missing = 1;
+    if (!await_headers<true>(c.round, c.shared.headers, thread, threads)) c.shared.missing = 1;
     if (!cfg.packets) fence_system();  // rows that peers publish were written before their headers
     barrier_sync(1, threads);
     if (c.shared.missing != 0) return false;

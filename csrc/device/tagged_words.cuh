@@ -57,14 +57,15 @@ MOECOMM_FN void time_header(const Round& r, i32 peer) {
 }
 
 // Copy the headers of all ranks into `headers`. Called by threads [thread, thread + stride, ...) of a block; relaxed loads, so a block
-// barrier follows. False in a thread whose word did not arrive; the failure record is then filled.
+// barrier follows. False in a thread whose word did not arrive; the failure record is then filled. With `times`, waits are counted.
+template <bool times>
 MOECOMM_FN bool await_headers(const Round& r, RoundHeader* headers, i32 thread, i32 stride) {
     const i32 words = r.ctx.shape.ranks * kHeaderWords, n = thread < words ? ceil_div(words - thread, stride) : 0;
     const auto from = [&](i32 nth) { return (thread + nth * stride) / kHeaderWords; };
     const auto word = [&](i32 nth) { return (thread + nth * stride) % kHeaderWords; };
     i32 polls = 0;
     const auto count_wait = [&](i32) {
-        if (++polls == 1 && blockIdx.x == 0 && thread < r.ctx.shape.ranks) time_header(r, thread);
+        if (times && ++polls == 1 && blockIdx.x == 0 && thread < r.ctx.shape.ranks) time_header(r, thread);
         return false;
     };
     return await_words<4>(

@@ -8,6 +8,10 @@ namespace moecomm {
 // Up to this many ranks, the wait for a header is timed once a poll for counts has been in vain. Beyond, the registers of those polls are
 // all in use, and one more load ahead of the many is not noticed.
 constexpr i32 kTimedInPolls = 8;
+// Not where a cast and packets take all registers: the combine that follows times the same ranks.
+MOECOMM_BOTH constexpr bool times_headers(const DispatchConfig& cfg) {
+    return !(cfg.packet_lines > 0 && cfg.quantize && cfg.scale_format == ScaleFormat::ue8m0);
+}
 
 // Called by the team. For each column, adds up the counts of all ranks and of the ranks before this one; with packets, also reads the bits
 // of the tokens that arrive. Tagged words need no acquire. Returns false in a thread whose words did not arrive; the failure record is
@@ -16,7 +20,7 @@ template <class Call>
 MOECOMM_FN bool sum_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 bits = cfg.packet_lines > 0 ? kWantedWords : 0;
-    constexpr bool times = cfg.ranks <= kTimedInPolls;
+    constexpr bool times = times_headers(cfg) && cfg.ranks <= kTimedInPolls;
     // Loads at once, as many as registers hold without spilling (tests/device/test_compile.py).
     constexpr i32 in_flight = cfg.ranks <= 8 ? 8 : cfg.threads() > 720 ? 4 : cfg.ranks <= 16 ? 16 : 8;
     for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
@@ -134,11 +138,11 @@ MOECOMM_FN bool agree(const Call& c) {
         in_time = await_tagged_words(c, c.team_thread(), c.kTeam);
         if (c.team_any(!in_time)) return false;
     }
-    if constexpr (!cfg.repeat && cfg.ranks > kTimedInPolls) {
+    if constexpr (times_headers(cfg) && !cfg.repeat && cfg.ranks > kTimedInPolls) {
         if (blockIdx.x == 0 && c.team_thread() < cfg.ranks) time_header(c.round, c.team_thread());
     }
     if constexpr (!cfg.repeat) in_time = sum_counts(c);
-    in_time = await_headers(c.round, c.shared.headers, c.kTeam - 1 - c.team_thread(), c.kTeam) && in_time;
+    in_time = await_headers<times_headers(cfg)>(c.round, c.shared.headers, c.kTeam - 1 - c.team_thread(), c.kTeam) && in_time;
     if (c.team_any(!in_time)) return false;
     const auto record_error = [&](i32 nth) {
         if (validate_rank(c, nth).failure != Failure::none) atomicMin(&c.shared.first_error, nth);

@@ -13,7 +13,7 @@ constexpr i32 kTileRowBytes = c.block_columns() * bytes_of(c.out);  // in stagin
 template <GemmConfig c>
 constexpr i32 kRowLanes = kTileRowBytes<c> / 16;  // lanes of a row of a tile
 constexpr i32 kCollected = 4;                     // loads of a lane in flight
-enum Counter : i32 { kPartsCounter, kReducedCounter };
+enum ReduceCounter : i32 { kPartsCounter, kReducedCounter };
 constexpr i32 kReducedWarp = 3;  // of a block: it collects no parts of an all-reduce
 
 template <GemmConfig c, Send send, i32 ranks, i32 split = 1>

@@ -103,6 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--miniature", action="store_true")
     given = parser.parse_args(arguments)
+    given.out = given.out.absolute()
     if unknown := set(given.names) - {piece.name for piece in PIECES}:
         parser.error(f"{', '.join(sorted(unknown))}: the pieces are {', '.join(piece.name for piece in PIECES)}")
     given.out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,9 @@ def measure(piece: Piece, folder: Path, machine: str, gpus: int, *, small: bool)
         commands[-1] += ["--experts", "256", "--topk", "8"]
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with sampled(folder / f"{piece.name}.clocks") as clocks:
-        fine = all(_run(command, log, piece.seconds - (time.monotonic() - begin)) for command in commands)
+        fine = all(
+            _run(command, log, piece.seconds - (time.monotonic() - begin), installed=small) for command in commands
+        )
     seconds = time.monotonic() - begin
     if fine:
         found = json.loads(fresh.read_text())
@@ -207,12 +210,13 @@ def _spread(values: Sequence[float]) -> list[float]:
     return [min(values), statistics.median(values), max(values)]
 
 
-def _run(command: Sequence[str], log: Path, limit_s: float) -> bool:
+def _run(command: Sequence[str], log: Path, limit_s: float, *, installed: bool = False) -> bool:
+    """`installed`: run the moecomm that is installed, which need not be that of this tree."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
+            cwd=log.parent if installed else ROOT,
+            env=dict(os.environ) if installed else {**os.environ, **ENVIRONMENT},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -360,12 +360,12 @@ MUTANTS = [
     Mutant(
         "handles of a combine not looked at",
         "host/combine.cpp",
-        "intact = is_intact(tables_of(args));",
-        "intact = true;",
+        "intact = is_intact(tables_of(args)) &&",
+        "intact = true &&",
         "failures",
     ),
     Mutant(
-        "handles of a repeat not looked at", "host/dispatch.cpp", "is_intact(tables_of(d.a)) ?", "true ?", "failures"
+        "handles of a repeat not looked at", "host/dispatch.cpp", "is_intact(tables_of(d.a)) &&", "true &&", "failures"
     ),
     Mutant("sums of handles not compared", "host/seal.cpp", "== reader.digest()", "!= 0", "failures"),
     Mutant("who has sent what not looked at", "host/seal.cpp", "if (!read_sent()) return false;", "", "failures"),

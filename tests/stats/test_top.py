@@ -144,7 +144,7 @@ def test_a_job_publishes_where_the_environment_says_and_removes_its_file(tmp_pat
     folder = tmp_path / "top"
     environment = {**os.environ, "MOECOMM_TOP_DIR": str(folder)}
     command = [sys.executable, "-c", JOB.format(folder=str(folder))]
-    with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True) as process:
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "1\n"
         [view] = top.read(folder)
