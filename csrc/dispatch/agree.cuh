@@ -10,7 +10,7 @@ namespace moecomm {
 constexpr i32 kTimedInPolls = 8;
 // Not where a cast and packets take all registers: the combine that follows times the same ranks.
 MOECOMM_BOTH constexpr bool times_headers(const DispatchConfig& cfg) {
-    return !(cfg.packet_lines > 0 && cfg.quantize && cfg.scale_format == ScaleFormat::ue8m0);
+    return !(cfg.packet_lines > 0 && cfg.quantize && (cfg.scale_format == ScaleFormat::ue8m0 || cfg.hidden % kQuantGroup != 0));
 }
 
 // Called by the team. For each column, adds up the counts of all ranks and of the ranks before this one; with packets, also reads the bits

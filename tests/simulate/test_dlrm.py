@@ -47,7 +47,7 @@ def test_measured_rows_are_within_bounds() -> None:
         "torch_bags": (8, 0.05, 0.10),
         "products": (29, 0.12, 0.22),  # the one row of the smallest product is extrapolated to when held out
         "all_to_all": (11, 0.05, 0.08),
-        "all_reduce": (8, 0.09, 0.14),
+        "all_reduce": (8, 0.14, 0.18),
     }
     assert [one["terms"] for one in found["errors"]] == list(bounds)
     for one in found["errors"]:
