@@ -38,7 +38,7 @@ def front() -> list[str]:
 
 
 def operations() -> str:
-    """Return the table of every operation that has the three times."""
+    """Return the table of the operations that have the three times, but those of the main README."""
     return table(COLUMNS, (row for name in found(*OPERATIONS) for row in rows_of(name)))
 
 
@@ -49,8 +49,11 @@ def rows_of(name: str, *, front: bool = False) -> list[str]:
     for row in result["rows"]:
         if "alone_us" not in row:
             continue
-        chosen = row["who"] == "moecomm" and row["payload"] in ("fp8", "") and row["what"] != "pair"
-        if front and not (chosen and case["model"] == "deepseek-v3" and row["tokens"] in FRONT_TOKENS):
+        ours = row["who"] == "moecomm"
+        if ours and (row["payload"] not in ("fp8", "") or row["what"] == "pair"):
+            continue
+        is_front = ours and name.startswith("times-") and row["tokens"] in FRONT_TOKENS
+        if (is_front and case["model"] == "deepseek-v3") != front:
             continue
         lines.append(line(result, ROUNDS, f"{case['ranks']} {gpu(result)}", *_cells(result, row)))
     return lines

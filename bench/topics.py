@@ -524,10 +524,10 @@ def section(topic: Topic) -> str:
 
 def page() -> str:
     """Return the content of bench/README.md."""
-    return "\n\n".join([HEAD, *map(section, (*_times(), *TOPICS))]) + "\n"
+    return "\n\n".join([HEAD, *map(section, (*of_times(), *TOPICS))]) + "\n"
 
 
-def _times() -> list[Topic]:
+def of_times() -> list[Topic]:
     """Return the topics of bench/times.py that have results."""
     kinds: tuple[tuple[str, str, tuple[str, ...], Callable[[], str]], ...] = (
         (
