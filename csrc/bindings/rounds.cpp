@@ -197,8 +197,7 @@ Raises:
     m.def("leave", &leave, py::arg("context"), "Announce to the peers that this rank takes part in no further host round.  Never waits.");
     m.def("count_rejected", &count_rejected, py::arg("context"),
           "Count a host call that failed before its rounds were made, in State::rejected of this rank's window.");
-    m.def("host_round", &host_round, py::arg("context"),
-          "The number of the last round that has ended on this host rank.");
+    m.def("host_round", &host_round, py::arg("context"), "The number of the last round that has ended on this host rank.");
     m.def("exclude", &exclude, py::arg("context"), py::arg("rank"),
           R"(Mask this host rank at a peer: `rank` takes part in no round until it resumes.
 

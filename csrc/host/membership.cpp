@@ -6,9 +6,7 @@
 
 namespace moecomm::host {
 
-void exclude(const Context& ctx, i32 rank) {
-    store_release(at<u32>(ctx, rank, ctx.window.abort), abort_word(Failure::excluded, rank));
-}
+void exclude(const Context& ctx, i32 rank) { store_release(at<u32>(ctx, rank, ctx.window.abort), abort_word(Failure::excluded, rank)); }
 
 void resume(const Context& ctx, u32 round, const u64* mask) {
     Mask& own = *at<Mask>(ctx, ctx.rank, mask_at(ctx.window));
