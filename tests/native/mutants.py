@@ -122,7 +122,7 @@ MUTANTS = [
         "last chunk not waited for",
         "host/receive.h",
         "next_[source] < chunks_of(source)",
-        "next_[source] < sent.num_tokens / sent.chunk_tokens",
+        "next_[source] < d_.sent(source).num_tokens / d_.sent(source).chunk_tokens",
         "plain",
     ),
     Mutant(
