@@ -1,4 +1,4 @@
-"""What verified rounds take between CPU ranks: python bench/verified.py [--tokens 256].
+"""The time that verified rounds take between CPU ranks: python bench/verified.py [--tokens 256].
 
 A Buffer that verifies no round, one that verifies each and one that verifies one of 100 alternate in one run, with the
 same rows.  A time is that of a dispatch and its combine on the slowest rank: of the first two the median over rounds,

@@ -148,7 +148,7 @@ def ep_bootstrap(
 
 
 def is_ep_bootstrapped() -> bool:
-    """Whether ep_bootstrap() has been called, and ep_finalize() not since."""
+    """Return whether ep_bootstrap() has been called, and ep_finalize() not since."""
     return _group is not None
 
 

@@ -73,7 +73,7 @@ class Rounds(RoundState):
 
     @property
     def translates(self) -> bool:
-        """Whether own_ids() may return other ids."""
+        """True if own_ids() may return other ids."""
         return self.ids is not None or self.live is not None
 
     def resumed(self, number: int, masked: frozenset[int]) -> None:

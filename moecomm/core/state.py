@@ -220,7 +220,7 @@ class RoundState:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a call is under way whose rounds have all ended, so that it can be made again."""
+        """True if a call is under way whose rounds have all ended, so that it can be made again."""
         return self._session.device.type == "cpu" and (self._running or self._depth > 0)
 
     def unraised(self) -> Failure | None:

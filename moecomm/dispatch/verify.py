@@ -32,7 +32,7 @@ def checked(rounds: Rounds, routed: Routed, options: Options, x: Any, scales: An
 
 
 def failed(rounds: Rounds) -> bool:
-    """Whether a round of CPU ranks has left a failure behind, so that there is nothing to compare."""
+    """Return whether a round of CPU ranks has left a failure behind, so that there is nothing to compare."""
     return rounds.on_cpu and _native.record(rounds.session.context.record) is not None
 
 
