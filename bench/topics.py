@@ -331,6 +331,7 @@ def correctness() -> str:
         ("soak-cpu", ("host",), "rounds"),
         ("repeated-failures-cpu", ("host",), "repeats"),
         ("flips-cpu", ("host",), "flips"),
+        ("random-operators-cpu", ("host", "overlap"), "random_cases"),
     ):
         found = load(name)
         kinds = list(dict.fromkeys(r.get("kind") or r.get("dtype", "domains of CPU ranks") for r in found["rows"]))
@@ -476,6 +477,7 @@ TOPICS = (
             "random-layers-h200-4",
             "random-layers-h200-2",
             "random-cases-cpu",
+            "random-operators-cpu",
             "kill-plans-cpu",
             "soak-cpu",
             "repeated-failures-cpu",

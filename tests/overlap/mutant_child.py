@@ -44,7 +44,7 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 def noticed(operator: str) -> bool:
     """Return whether some call has another result than the reference's, or fails."""
     from tests.overlap.cases import FP8, PRODUCTS
-    from tests.overlap.test_random import run_cases
+    from tests.overlap.many import run_cases
 
     try:
         for dtype in (None, FP8) if operator in PRODUCTS else (None,):

@@ -8,45 +8,23 @@ import torch
 from moecomm import overlap
 
 from ..few import few
-from .cases import FP8, MOST_RANKS, OPERATORS, PRODUCTS, on_ranks, random_case, same
+from .cases import OPERATORS, on_ranks, random_case, same
+from .many import KINDS, run_many
 
-FEW, MANY = 32, 400  # cases of an operator, over all numbers of ranks; `--seed` 0 to 24: 10,000
-CASES = 100  # drawn at once
-
-
-def run_cases(operator: str, ranks: int, seeds: range, dtype: torch.dtype | None = None) -> None:
-    """Run cases on one Workspace."""
-    cases = [random_case(operator, ranks, seed, dtype=dtype) for seed in seeds]
-    wanted = [case.want() for case in cases]
-
-    def body(workspace: overlap.Workspace) -> list[str]:
-        wrong = []
-        for seed, case, want in zip(seeds, cases, wanted, strict=True):
-            if not same(case.run(workspace), want[workspace.rank], case.dtype):
-                wrong.append(f"{operator} on rank {workspace.rank} of {ranks}, seed {seed}")
-        return wrong
-
-    assert on_ranks(ranks, body) == [[]] * ranks
+FEW, MANY = 32, 400  # cases of an operator, over all numbers of ranks; kept: `python -m tests.overlap.many 10000`
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", few((FEW, MANY), FEW))
-@pytest.mark.parametrize(
-    ("operator", "dtype"), [*((name, None) for name in OPERATORS), *((name, FP8) for name in PRODUCTS)]
-)
+@pytest.mark.parametrize(("operator", "dtype"), KINDS)
 def test_random_calls_have_the_bits_of_the_reference(
     operator: str, dtype: torch.dtype | None, cases: int, request: pytest.FixtureRequest
 ) -> None:
-    each = cases // MOST_RANKS
-    for ranks in range(1, MOST_RANKS + 1):
-        begin = request.config.getoption("--seed") * MANY + (ranks - 1) * each
-        for first in range(begin, begin + each, CASES):
-            run_cases(operator, ranks, range(first, min(first + CASES, begin + each)), dtype)
+    begin = request.config.getoption("--seed") * MANY
+    run_many(operator, dtype, range(begin, begin + cases))
 
 
-@pytest.mark.parametrize(
-    ("operator", "dtype"), [*((name, None) for name in OPERATORS), *((name, FP8) for name in PRODUCTS)]
-)
+@pytest.mark.parametrize(("operator", "dtype"), KINDS)
 def test_numbers_with_fractions_are_off_by_the_roundings_alone(operator: str, dtype: torch.dtype | None) -> None:
     for seed in range(20):
         ranks = 1 + seed % 4
