@@ -753,8 +753,14 @@ def exclude(context: Context, rank: int) -> None:
         ValueError: no such rank, or ranks of other domains.
     """
 
+def excluded_word(rank: int) -> bytes:
+    """The abort word of a rank that others have masked."""
+
 def expert_layer_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int:
     """Dynamic shared memory of a block of the fused layer."""
+
+def forget_failure(context: Context) -> None:
+    """Clear the failure record and the host's abort word, when no round of this rank runs."""
 
 def fused_constants() -> dict[str, int]:
     """Constants of csrc/gemm and csrc/fused by name."""
@@ -878,6 +884,9 @@ def resume(context: Context, last_round: int, masked: collections.abc.Sequence[i
     Raises:
         ValueError: no such rank, or ranks of other domains.
     """
+
+def resumed_state(last_round: int, masked: collections.abc.Sequence[int]) -> bytes:
+    """The words at WindowLayout.state of a rank that goes on after a round without the masked ranks."""
 
 def set_abort(address: int, cause: int, culprit: int) -> bool:
     """Set an abort word unless it is set already; return whether it was set."""

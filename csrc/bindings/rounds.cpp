@@ -11,6 +11,7 @@
 #include "../host/row_checks.h"
 #include "../protocol/domains.h"
 #include "../protocol/order.h"
+#include "../protocol/resumed.h"
 #include "../runtime/driver.h"
 #include "../runtime/rank_threads.h"
 #include "handlers.h"
@@ -106,6 +107,15 @@ void resume(const Context& ctx, u32 round, const std::vector<i32>& masked) {
     for (const i32 rank : masked) check_alone(ctx, rank);
     host::resume(ctx, round, bits_of(masked).data());
 }
+
+template <class T>
+py::bytes bytes_of(const T& words) {
+    return {reinterpret_cast<const char*>(&words), sizeof(words)};
+}
+
+py::bytes excluded_word(i32 rank) { return bytes_of(abort_word(Failure::excluded, rank)); }
+
+py::bytes resumed_state(u32 round, const std::vector<i32>& masked) { return bytes_of(resumed(round, bits_of(masked).data())); }
 
 void count_rejected(const Context& ctx) {
     check_context(ctx);
@@ -208,6 +218,11 @@ Raises:
 
 Raises:
     ValueError: no such rank, or ranks of other domains.)");
+    m.def("resumed_state", &resumed_state, py::arg("last_round"), py::arg("masked"),
+          "The words at WindowLayout.state of a rank that goes on after a round without the masked ranks.");
+    m.def("forget_failure", &host::forget_failure, py::arg("context"),
+          "Clear the failure record and the host's abort word, when no round of this rank runs.");
+    m.def("excluded_word", &excluded_word, py::arg("rank"), "The abort word of a rank that others have masked.");
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);
     m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),

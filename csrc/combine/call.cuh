@@ -78,6 +78,7 @@ struct CombineShared {
     u64 wait_begun;                // in the thread that counts waits for packets: when the wait began. Here, as registers are scarce
     u32 missing;                   // 1: a round header did not arrive
     i32 is_invalid;                // 1: the round is invalid
+    u64 masked;                    // the ranks that take no part: see Mask. One domain
 };
 
 template <CombineConfig cfg>

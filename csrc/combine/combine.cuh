@@ -18,7 +18,11 @@ template <class Call>
 MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     // loads in flight while other fields are written
     const u32 round = round_of(c.a.route, Call::cfg.ranks), rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
-    const bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
+    bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
+    if constexpr (Call::cfg.domains() == 1) {
+        intact = intact && !is_stale(own_mask(c.a.ctx), round);
+        c.shared.masked = own_mask(c.a.ctx).ranks[0];
+    }
     n = RoundHeader{};
     n.op = static_cast<u32>(Op::combine);
     n.rejected = rejected;
@@ -71,6 +75,9 @@ MOECOMM_FN void announce(const Call& c) {
     for (i32 step = blockIdx.x; step < cfg.ranks; step += gridDim.x) {
         const i32 peer = rotated<cfg.ranks>(c.me(), step);
         if (c.domains().reaches(peer)) send_header(c.round, c.transport, peer, c.shared.mine, threadIdx.x, kHeaderWords);
+    }
+    if constexpr (cfg.domains() == 1) {
+        if (c.shared.masked != 0 && blockIdx.x == 0) answer_for_masked<0, kHeaderWords>(c.a.ctx, c.round.tag, c.shared.mine);
     }
 }
 
@@ -136,8 +143,11 @@ MOECOMM_FN void finish(const Call& c) {
     MOECOMM_SPAN(drain, c.round, threadIdx.x == 0);
     if (threadIdx.x >= kWarp) return;  // warp_id() would occupy a register from the start of the kernel
     if (lane_id() == 0) state->next_piece = 0;
-    for (i32 step = lane_id(); step < cfg.scaleup_ranks(); step += kWarp)
-        c.transport.signal(c.domains().neighbor(step), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
+    for (i32 step = lane_id(); step < cfg.scaleup_ranks(); step += kWarp) {
+        const i32 peer = c.domains().neighbor(step);
+        const bool masked = cfg.domains() == 1 && is_in(c.shared.masked, peer);
+        c.transport.signal(masked ? c.me() : peer, drained_at(c.window(), masked ? peer : c.me()), tag_signal(c.round.tag));
+    }
     if (cfg.in_place || c.has_reduced_rows()) {
         await_drained(c, c.round.tag);
     } else if (lane_id() == 0) {

@@ -17,6 +17,21 @@ MOECOMM_FN void send_header(const Round& r, const Transport& transport, i32 peer
     for (i32 i = thread; i < kHeaderWords; i += stride) transport.post(peer, tagged_word(r, r.ctx.rank, i), word_signal(r.tag, words[i]));
 }
 
+// Answer for the masked ranks: store the tagged words of each, as if it had called like this rank and had no tokens. Called by threads
+// [first, first + stride) of one block; not inlined, so that rounds without a mask need no registers for it. Relaxed stores; cannot fail.
+template <i32 first, i32 stride>
+__device__ __noinline__ void answer_for_masked(const Context& ctx, u32 tag, const RoundHeader& mine) {
+    const u64 masked = own_mask(ctx).ranks[0];
+    for (i32 rank = 0; rank < ctx.shape.ranks; ++rank) {
+        if (!is_in(masked, rank)) continue;
+        u64* const here = own<u64>(ctx, tagged_words_at(ctx.window, ctx.shape.ranks, tag, rank));
+        for (i32 i = static_cast<i32>(threadIdx.x) - first; i < ctx.window.num_tagged_words; i += stride) {
+            const bool of_call = i < kHeaderWords && i != kStatusWord && i != kTokensWord;
+            store_relaxed(&here[i], word_signal(tag, of_call ? reinterpret_cast<const u32*>(&mine)[i] : 0));
+        }
+    }
+}
+
 // Wait for `n` tagged words, those at the offsets at(nth), and call take(nth, word) for each, in order. Called by one thread. Relaxed
 // loads: a word acquires nothing beyond itself. False on timeout or abort, with rank from(nth) in the failure record; true without the rest
 // if stop(missing_word) is true. Loads of a batch are in flight at the same time.

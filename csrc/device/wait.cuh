@@ -18,6 +18,11 @@ MOECOMM_FN T* own(const Context& ctx, u64 offset) {
     return reinterpret_cast<T*>(ctx.peers[ctx.rank] + offset);
 }
 MOECOMM_FN State* own_state(const Context& ctx) { return own<State>(ctx, ctx.window.state); }
+// A rank answers for the ranks that are masked: it stores in its own window what such a rank would send, had it no tokens. So no wait has
+// to know of masks. No rows go to these ranks: ids of their experts have been replaced before the round.
+MOECOMM_FN const Mask& own_mask(const Context& ctx) { return *own<const Mask>(ctx, mask_at(ctx.window)); }
+static_assert(kMaxRanks <= 64, "Begin::masked is the first word of Mask::ranks");
+MOECOMM_FN bool is_in(u64 ranks, i32 rank) { return (ranks >> rank & 1) != 0; }
 
 MOECOMM_FN Deadline deadline_of(const Context& ctx) {
     const u32* here = own<const u32>(ctx, ctx.window.abort);
@@ -65,8 +70,9 @@ __device__ __noinline__ void report_failure(Round r, Waited waited, Phase phase,
         if (word == 0) word = load_relaxed(d.abort_host);
     }
     write_record(r, phase, {abort_cause(word), Argument::none, abort_culprit(word), expected, seen}, waited_ns);
-    for (i32 p = 0; p < r.ctx.shape.ranks; ++p)
-        if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
+    for (i32 p = 0; p < r.ctx.shape.ranks; ++p)  // not if others have masked this rank: they go on
+        if (r.ctx.peers[p] != 0 && abort_cause(word) != Failure::excluded)
+            compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
 }
 
 // Extra time of a wait for other threads of this rank. Those threads wait for peers themselves, and the thread whose peer is missing must

@@ -91,6 +91,7 @@ struct DispatchShared {
     u32 wanted[cfg.ranks][kWantedWords];    // packets: by rank, one bit for each token of this rank that goes there
     bool agreed;                            // packets: all tagged words arrived
     Begin begin;
+    u64 masked;                                                 // the ranks that take no part: see Mask. One domain
     StepCounters<kSendWarps + cfg.metadata_warps> chunk_steps;  // chunks of this block; not signals_early(): one step for all
     alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.hidden, kQuantGroup) : 1, 4)];
 };

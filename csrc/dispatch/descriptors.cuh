@@ -109,12 +109,14 @@ MOECOMM_FN bool make_descriptors(const Call& c, i32 source) {
     return !__syncthreads_or(!in_time);
 }
 
-// Called by all threads of a block. Signals every rank.
+// Called by all threads of a block. Signals every rank that takes part.
 template <class Call>
 MOECOMM_FN void signal_all(const Call& c) {
     for (i32 step = threadIdx.x; step < Call::cfg.ranks; step += Call::cfg.threads()) {
         const i32 peer = rotated<Call::cfg.ranks>(c.me(), step);
-        c.transport.signal(peer, arrived_at(c.window(), c.shape(), c.me(), 0), chunk_signal(c.round.tag, 0, 0));
+        const bool masked = is_in(c.shared.masked, peer);
+        const u64 place = arrived_at(c.window(), c.shape(), masked ? peer : c.me(), 0);
+        c.transport.signal(masked ? c.me() : peer, place, chunk_signal(c.round.tag, 0, 0));
     }
 }
 // Called by all threads of one block. Signals every rank that this rank's rows can be fetched, after earlier kernels of the stream have

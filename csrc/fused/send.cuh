@@ -24,8 +24,11 @@ struct SendRows {
         const u32 round = valid_round(a);
         if (round == 0) return;
         fence_system();  // one fence, then relaxed stores: a release store to each rank would take as long as the fence every time
-        for (i32 p = 0; p < a.ctx.shape.ranks; ++p)
-            store_relaxed(reinterpret_cast<u64*>(a.ctx.peers[p] + received_at(a.ctx, a.ctx.rank)), tag_signal(round));
+        const u64 masked = own_mask(a.ctx).ranks[0];
+        for (i32 p = 0; p < a.ctx.shape.ranks; ++p) {
+            const i32 to = is_in(masked, p) ? a.ctx.rank : p, from = is_in(masked, p) ? p : a.ctx.rank;
+            store_relaxed(reinterpret_cast<u64*>(a.ctx.peers[to] + received_at(a.ctx, from)), tag_signal(round));
+        }
     }
 };
 

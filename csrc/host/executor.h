@@ -21,6 +21,8 @@ void exclude(const Context& ctx, i32 rank);
 // Begin anew after `round`, without the ranks of `mask`, when no rank of this Buffer is in a round: what a failed round has left in this
 // rank's window is forgotten.
 void resume(const Context& ctx, u32 round, const u64* mask);
+// The part of it in host memory: the failure record and the host's abort word.  Ranks on GPUs, too.
+void forget_failure(const Context& ctx);
 
 // Announce to every peer that this rank takes part in no further round.  Does not wait.
 void leave(const Context& ctx);

@@ -1,6 +1,5 @@
 // Ranks that take no part in rounds: see Buffer.mask().
-#include <algorithm>
-
+#include "../protocol/resumed.h"
 #include "executor.h"
 #include "round.h"
 
@@ -9,16 +8,13 @@ namespace moecomm::host {
 void exclude(const Context& ctx, i32 rank) { store_release(at<u32>(ctx, rank, ctx.window.abort), abort_word(Failure::excluded, rank)); }
 
 void resume(const Context& ctx, u32 round, const u64* mask) {
-    Mask& own = *at<Mask>(ctx, ctx.rank, mask_at(ctx.window));
-    own.since = round_tag(round + 1);
-    std::copy_n(mask, kMaskWords, own.ranks);
-    State& state = Round::state_of(ctx);
-    state.round = round;
-    state.rejected = 0;
-    // Nobody reads rows that earlier rounds have staged, and no dispatch has begun.
-    state.last_combine = state.last_dispatch = 0;
-    *memory<FailureRecord>(ctx.record) = FailureRecord{};
+    *at<Resumed>(ctx, ctx.rank, ctx.window.state) = resumed(round, mask);
     store_release(at<u32>(ctx, ctx.rank, ctx.window.abort), 0u);
+    forget_failure(ctx);
+}
+
+void forget_failure(const Context& ctx) {
+    *memory<FailureRecord>(ctx.record) = FailureRecord{};
     if (ctx.abort_host != 0) store_release(memory<u32>(ctx.abort_host), 0u);
 }
 

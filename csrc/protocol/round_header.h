@@ -58,11 +58,13 @@ struct RoundHeader {
 
 constexpr i32 kHeaderWords = sizeof(RoundHeader) / sizeof(u32);
 constexpr i32 kOpWord = 0, kCallWord = 2;  // words that a reader checks first: op and rejected; call
+constexpr i32 kStatusWord = 1, kTokensWord = 6;
 static_assert(sizeof(RoundHeader) == 96, "no padding: every word of it travels");
 static_assert(sizeof(DispatchOffsets) == sizeof(PublishedOffsets) && sizeof(DispatchOffsets) == sizeof(CombineOffsets),
               "RoundHeader{} zeroes the first struct of the union, which must cover all");
 #if !MOECOMM_DEVICE  // NVRTC has no offsetof
-static_assert(__builtin_offsetof(RoundHeader, status) == (kOpWord + 1) * 4 && __builtin_offsetof(RoundHeader, call) == kCallWord * 4,
+static_assert(__builtin_offsetof(RoundHeader, status) == kStatusWord * 4 && __builtin_offsetof(RoundHeader, call) == kCallWord * 4 &&
+                  __builtin_offsetof(RoundHeader, num_tokens) == kTokensWord * 4,
               "the words of these");
 #endif
 

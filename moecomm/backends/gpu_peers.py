@@ -14,7 +14,6 @@ from moecomm.backends.collective import all_or_none
 from moecomm.backends.presence import Presence
 from moecomm.backends.reach import Reach
 from moecomm.core.group import Rendezvous
-from moecomm.core.session import Maskable
 from moecomm.errors import BadInput, Unsupported
 
 CONTROL = 128  # bytes of the control memory that GpuPeers uses itself: FailureRecord, then the abort word
@@ -136,11 +135,6 @@ class _Mapping:
 
     def __init__(self, window: windows.Window) -> None:
         weakref.finalize(self, window.close).atexit = False
-
-
-def refuse_masks(session: object) -> Maskable:
-    """Session.maskable() of GPU ranks."""
-    raise Unsupported("GPU ranks can't be masked; shrink() goes on without a rank")
 
 
 def gpu_of(device: torch.device | None, backend: str, lacking: str) -> torch.device:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_peers, leave, windows
+from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_masks, gpu_peers, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
 from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain
@@ -115,10 +115,8 @@ def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_DIRECT_BYTES)
 
 
-class LsaSession(gpu_counters.Counters):
+class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
     """A Session of GPUs; see moecomm.core.session.Session."""
-
-    maskable = gpu_peers.refuse_masks
 
     def __init__(
         self,

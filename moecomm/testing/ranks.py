@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -33,9 +33,9 @@ class LocalBuffers:
         **settings: arguments of every Buffer but its group.
 
     Attributes:
-        buffers: the Buffer of each rank.
+        buffers: the Buffer of each rank that takes part.
         device: the device that all ranks share.
-        streams: the stream of each rank; empty on CPUs.
+        streams: the stream of each of these; empty on CPUs.
     """
 
     def __init__(self, ranks: int, **settings: Any) -> None:
@@ -48,6 +48,7 @@ class LocalBuffers:
             torch.cuda.Stream(self.device, priority=-(rank // _STREAMS))  # type: ignore[no-untyped-call]
             for rank in range(count)
         ]
+        self._all, self._all_streams = self.buffers, self.streams
 
     @staticmethod
     def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -78,13 +79,30 @@ class LocalBuffers:
         """Call Buffer.restore() on every rank."""
         self._together([buffer.restore for buffer in self.buffers])
 
+    def mask(self, ranks: Collection[int], **options: Any) -> None:
+        """Call Buffer.mask(ranks) on the other ranks. Later calls are of those that take part, in rank order."""
+        self._keep([buffer for buffer in self.buffers if buffer.rank not in ranks])
+        self._together([partial(buffer.mask, ranks, **options) for buffer in self.buffers])
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        """Call Buffer.unmask(ranks) on the ranks that take part and on these."""
+        there = {buffer.rank for buffer in self.buffers}
+        self._keep([buffer for buffer in self._all if buffer.rank in there.union(ranks)])
+        self._together([partial(buffer.unmask, ranks) for buffer in self.buffers])
+
+    def _keep(self, buffers: list[Buffer]) -> None:
+        self.buffers = buffers
+        self.streams = [self._all_streams[buffer.rank] for buffer in buffers if self._all_streams]
+
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Call Buffer.dispatch(**calls[rank]) on every rank; raises the first error in rank order."""
-        return self._run([partial(prepare_dispatch, **c) for c in calls], dispatch.launch, dispatch.finish)
+        meant = self._with_own_ids(calls)  # rounds use these ids until they have run
+        return self._run([partial(prepare_dispatch, **c) for c in meant], dispatch.launch, dispatch.finish)
 
     def dispatch_begin(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Call Buffer.dispatch_begin(**calls[rank]) on every rank."""
-        return self._run([partial(prepare_dispatch, **c, begin=True) for c in calls], dispatch.launch, dispatch.finish)
+        meant = self._with_own_ids(calls)
+        return self._run([partial(prepare_dispatch, **c, begin=True) for c in meant], dispatch.launch, dispatch.finish)
 
     def dispatch_end(self, routed: Sequence[Routed], *, sync: bool | None = None) -> list[Routed]:
         """Call Buffer.dispatch_end(routed[rank]) on every rank."""
@@ -98,6 +116,13 @@ class LocalBuffers:
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Call Buffer.combine(**calls[rank]) on every rank."""
         return self._run([partial(prepare_combine, **c) for c in calls], combine.run, combine.finish)
+
+    def _with_own_ids(self, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Replace ids of experts as each Buffer does."""
+        return [
+            {**call, "topk_idx": buffer.rounds.own_ids(call["topk_idx"])} if "topk_idx" in call else call
+            for buffer, call in zip(self.buffers, calls, strict=True)
+        ]
 
     def _run(
         self,
@@ -138,7 +163,8 @@ class LocalBuffers:
 
     def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Call Buffer.moe(**calls[rank]) on every rank."""
-        given = [prepare_moe(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
+        meant = self._with_own_ids(calls)
+        given = [prepare_moe(buffer, **c) for buffer, c in zip(self.buffers, meant, strict=True)]
         for g in given:
             g.publish()
         for g, routed in zip(given, self.dispatch_layers(given), strict=True):
@@ -166,7 +192,7 @@ class LocalBuffers:
 
     def close(self) -> None:
         """Close every Buffer."""
-        for buffer in self.buffers:
+        for buffer in self._all:
             buffer.close()
 
     def __enter__(self) -> LocalBuffers:

@@ -1,0 +1,24 @@
+// What a rank begins with after Buffer.mask() or Buffer.unmask().
+#pragma once
+#include "layout.h"
+
+namespace moecomm {
+
+// The words at WindowLayout::state.
+struct Resumed {
+    State state;
+    Mask mask;
+};
+static_assert(sizeof(Resumed) == sizeof(State) + sizeof(Mask), "the mask lies behind the state");
+
+// Go on after `round` without the ranks of `mask`, u64[kMaskWords]. Nobody reads rows that earlier rounds have staged, no dispatch has
+// begun, and no block of a kernel counts.
+inline Resumed resumed(u32 round, const u64* mask) {
+    Resumed r{};
+    r.state.round = round;
+    r.mask.since = round_tag(round + 1);
+    for (i32 word = 0; word < kMaskWords; ++word) r.mask.ranks[word] = mask[word];
+    return r;
+}
+
+}  // namespace moecomm

@@ -1,0 +1,71 @@
+"""Masks of ranks on GPUs: a rank's own window says which ranks take no part, and its kernels answer for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from moecomm import _native
+from moecomm.backends import cuda_driver, windows
+from moecomm.backends.gpu_peers import CONTROL, GpuPeers
+from moecomm.backends.lsa_kernels import is_multi_domain
+from moecomm.core import failures
+from moecomm.core.session import Maskable
+from moecomm.errors import Unsupported
+
+_WORDS = CONTROL + 128  # offset in the control memory, behind what peeks and leaving use at the same time
+
+
+class Masks:
+    """The part of a session on GPUs that masks ranks; see moecomm.core.session.Maskable.
+
+    Nothing runs in the windows: calls follow a failed round, whose kernels have ended or end, or a synchronized one.
+    """
+
+    device: torch.device
+    context: _native.Context
+    _window: windows.Window | None
+    _peers: GpuPeers
+
+    def maskable(self) -> Maskable:
+        """See Session."""
+        if is_multi_domain(self.context.shape):
+            raise Unsupported("ranks in several domains can't be masked: others would miss their forwarder")
+        return self
+
+    def last_round(self) -> int:
+        """Return the number of the last round that has begun, once it has ended."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize(self.device)  # a graph may have been replayed on any stream
+            own, peers = self._own_window(), self._peers
+            peers.copies.to_host(peers.control.address + _WORDS, own.address + self.context.window.state, 4)
+            peers.copies.wait()
+        return int.from_bytes(peers.control.read(_WORDS, 4), "little")
+
+    def exclude(self, rank: int) -> None:
+        """See Maskable."""
+        self._write(self._own_window().peers[rank] + self.context.window.abort, _native.excluded_word(rank))
+
+    def resume(self, last_round: int, masked: Collection[int]) -> None:
+        """See Maskable."""
+        own, layout, presence = self._own_window().address, self.context.window, self._peers.presence
+        for rank in range(self.context.shape.ranks) if presence is not None else ():
+            presence.ignore(rank, rank in masked)
+        self._write(own + layout.state, _native.resumed_state(last_round, sorted(masked)))
+        self._write(own + layout.abort, bytes(4))
+        _native.forget_failure(self.context)
+        for rank in self._peers.dead_peers().keys() - set(masked):  # whose word has been cleared
+            self._peers.abort(failures.Failure.peer_lost, rank)
+
+    def _write(self, address: int, data: bytes) -> None:
+        peers = self._peers
+        with torch.cuda.device(self.device):
+            cuda_driver.bind_thread(self.device.index)
+            peers.control.write(_WORDS, data)
+            peers.copies.to_device(address, peers.control.address + _WORDS, len(data))
+            peers.copies.wait()
+
+    def _own_window(self) -> windows.Window:
+        assert self._window is not None
+        return self._window

@@ -1,0 +1,53 @@
+"""Kernels of ranks that mask others, on CPUs: rows and sums are those of ids of -1, and no wait needs a masked rank."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.testing import ranks as local
+
+from ..masks import LAYOUTS, Twins, refuses_earlier_handles
+from .machine import Machine
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
+    pytest.mark.timeout(600),
+]
+SIZES: dict[str, Any] = {"ranks": 4, "hidden": 64, "num_experts": 10, "topk": 3, "max_tokens": 20, "backend": "host"}
+SIZES["dtype"] = torch.bfloat16
+
+
+@pytest.fixture
+def twins(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    found = Twins(SIZES)
+    yield found
+    found.close()
+    machine.forget()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", [6, 20])
+def test_rounds_without_masked_ranks(twins: Twins, layout: str, tokens: int) -> None:
+    twins.rounds(0, tokens, layout=layout)
+    twins.mask([2])
+    twins.rounds(1, tokens, layout=layout)
+    twins.mask([0], {0: 9, 1: 4, 2: 8})
+    twins.rounds(2, tokens, layout=layout)
+    twins.masked.unmask([0, 2])
+    twins.rounds(3, tokens, layout=layout)
+
+
+def test_a_rank_may_be_left_alone(twins: Twins) -> None:
+    twins.mask([0, 1, 3])
+    twins.rounds(0, 20)
+
+
+def test_handles_end_with_a_mask(twins: Twins) -> None:
+    refuses_earlier_handles(twins, [1])
