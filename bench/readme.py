@@ -1,6 +1,6 @@
 """A generator of pages and plots from bench/results/*.json: python bench/readme.py.
 
-It writes bench/README.md, and the figures of README.md and docs/all_gather_matmul_study.md.
+It writes the pages of bench/pages.py, and the figures of README.md and docs/all_gather_matmul_study.md.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def filled(page: str, figures: str) -> str:
 
 
 if __name__ == "__main__":
+    import pages
     import study
-    import topics
 
     from moecomm.bench.plot import draw
 
@@ -232,4 +232,4 @@ if __name__ == "__main__":
         draw(drawn_from, picture)
     for path, figures in ((ROOT / "README.md", headlines()), (study.PAGE, study.figures())):
         path.write_text(filled(path.read_text(), figures))
-    (ROOT / "bench" / "README.md").write_text(topics.page())
+    pages.write_pages()

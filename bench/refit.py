@@ -3,7 +3,8 @@
     python bench/refit.py
 
 Writes h200.json and dlrm/h100.json in moecomm/simulate; simulate-check.json, simulate.json, wide-ep.json and dlrm.json
-in bench/results; docs/wide_ep.md, docs/dlrm.md and bench/README.md. A new result only has to lie in bench/results.
+in bench/results; docs/wide_ep.md, docs/dlrm.md and the pages of bench/pages.py. A new result only has to lie in
+bench/results.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from pathlib import Path
 
 import dlrm_page
-import topics
+import pages
 import wide_ep
 from wide_ep import ROOT
 
@@ -51,7 +52,7 @@ def refit(results: list[Path]) -> None:
     dlrm_fit.write(DLRM_PARAMETERS, measured)
     write(dlrm_page.RESULT, dlrm_page.measure(measured, nic))
     dlrm_page.PAGE.write_text(dlrm_page.page(json.loads(dlrm_page.RESULT.read_text())))
-    (ROOT / "bench" / "README.md").write_text(topics.page())
+    pages.write_pages()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Topics of bench/README.md: for each a short table, and a line for each kind of machine and conditions."""
+"""Topics of the generated pages: for each a short table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import times
 from readme import (
     LAYER,
     LAYER_COLUMNS,
-    LEGEND,
     OPERATORS,
     OVERLAP,
     PEERS,
@@ -26,19 +25,6 @@ from readme import (
 from study import RESULT as STUDY
 
 from moecomm.bench import sources
-
-HEAD = f"""# Measurements
-
-Written by `python bench/readme.py` from [`results`](results).  Times are medians of whole operations as a caller sees
-them, of the slowest rank: counts, layout, casts and waits included.  In brackets: the time that the bytes alone take at
-the fastest all-to-all of the same run, over the measured time; that is a reference and no ceiling, for some operations
-are faster.  Weights and activations are bfloat16 unless FP8 is named, sums travel as the table says, and DeepSeek-V3 is
-hidden 7168, top-8 of 256 experts.
-
-Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
-{LEGEND}  Each result keeps its commit and a digest of the source of each
-kernel, with what it includes and without comments; rows whose kernels have other digests today are marked.
-`tests/test_readme.py` fails if the marks or figures of this page or the main README are not those of the generator."""
 
 
 class Topic(NamedTuple):
@@ -460,6 +446,22 @@ TOPICS = (
         cpu,
     ),
     Topic(
+        "How far off the model is",
+        "`moecomm simulate check`: predicted over measured, less one.  `held out`: each result by a fit to all other "
+        "results, each library's published rows by a share of the NIC's rate fitted to the other libraries.  The rows "
+        "below these three are the same ones by kind; the long table also has the kinds of measured rows.  Rows of "
+        "kernels that are gone are excluded.  "
+        "`python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with "
+        "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more, and "
+        "[a page](../docs/dlrm.md) a training iteration of a recommendation model.",
+        ("simulate-check", "simulate", "wide-ep", "dlrm"),
+        predicted,
+    ),
+)
+
+
+CHECKS = (
+    Topic(
         "What checks take",
         "One rank alone, so without links: before kernels knew of failed calls, seals of handles, tags that wrap and "
         "ids that change, and with all of that.",
@@ -485,48 +487,7 @@ TOPICS = (
         ),
         correctness,
     ),
-    Topic(
-        "How far off the model is",
-        "`moecomm simulate check`: predicted over measured, less one.  `held out`: each result by a fit to all other "
-        "results, each library's published rows by a share of the NIC's rate fitted to the other libraries.  The rows "
-        "below these three are the same ones by kind; the long table also has the kinds of measured rows.  Rows of "
-        "kernels that are gone are excluded.  "
-        "`python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with "
-        "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more, and "
-        "[a page](../docs/dlrm.md) a training iteration of a recommendation model.",
-        ("simulate-check", "simulate", "wide-ep", "dlrm"),
-        predicted,
-    ),
 )
-
-
-def conditions(name: str) -> str:
-    """Return the machine, backend, model, mode, date and commit of a result."""
-    found = load(name)
-    case, machine = found.get("case", {}), found["machine"]
-    on_gpus = machine["gpus"] and case.get("backend") != "host"
-    ranks = case.get("ranks") or found.get("ranks") or len(machine["gpus"])
-    place = f"{ranks} x {machine['gpus'][0]}" if on_gpus else f"{machine['cores']} cores, {machine['cpu']}"
-    through = found.get("backend", "")
-    how = ["caches flushed" if case.get("cold") else "", case.get("mode", "")]
-    cells = [place, f"`{through}`" if through else "", case.get("model") or "", *how, found["date"], found["commit"]]
-    return ", ".join(filter(None, cells))
-
-
-def section(topic: Topic) -> str:
-    """Return the section of one topic."""
-    alike: dict[str, list[str]] = {}
-    for name in topic.names:
-        alike.setdefault(conditions(name), []).append(f"[`{name}`](results/{name}.json)")
-    where = "; ".join(f"{', '.join(names)}: {where}" for where, names in alike.items())
-    files = f"{{{','.join(topic.names)}}}" if len(topic.names) > 1 else topic.names[0]
-    command = f"`python -m moecomm.bench show bench/results/{files}.json`"
-    return f"## {topic.title}\n\n{topic.about}\n\n{topic.table()}\n\n{where}.  Long tables: {command}."
-
-
-def page() -> str:
-    """Return the content of bench/README.md."""
-    return "\n\n".join([HEAD, *map(section, (*of_times(), *TOPICS))]) + "\n"
 
 
 def of_times() -> list[Topic]:

@@ -141,11 +141,11 @@ def test_the_layer_in_a_model_runs_compiled_and_has_gradients(one_rank: None, mo
 
 
 def test_figures_are_what_the_results_say() -> None:
+    from pages import pages
     from readme import BEGIN, END, filled, headlines
-    from topics import page
 
     assert filled(README, headlines()) == README, "run: python bench/readme.py"
-    assert (ROOT / "bench" / "README.md").read_text() == page(), "run: python bench/readme.py"
+    assert {path: path.read_text() for path in pages()} == pages(), "run: python bench/readme.py"
     measured = README.split(BEGIN)[1].split(END)[0]
     assert re.search(r"\d us", measured), "no result is shown"
     # Nowhere else.
@@ -170,7 +170,7 @@ def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone
 
     folder = ROOT / "bench" / "results"
     there = {path.stem for path in folder.glob("*.json")}
-    shown = {name for topic in (*topics.of_times(), *topics.TOPICS) for name in topic.names}
+    shown = {name for topic in (*topics.of_times(), *topics.TOPICS, *topics.CHECKS) for name in topic.names}
     assert there == shown
     texts = [path for pattern in ("*.py", "*.md", "*.cuh", "*.h", "*.cpp") for path in ROOT.rglob(pattern)]
     named = re.compile(r"\bresults/([a-z][\w-]*)\.json|\b([a-z][a-z0-9-]*-h200-\d)\b|\b(gemm[a-z0-9-]*-h200)\b")
@@ -186,7 +186,7 @@ def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone
 
 def test_the_page_is_short_enough_to_be_read() -> None:
     lines = (ROOT / "bench" / "README.md").read_text().splitlines()
-    assert len(lines) <= 330 and sum(line.startswith("## ") for line in lines) == 16
+    assert len(lines) <= 250 and sum(line.startswith("## ") for line in lines) == 11
 
 
 def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,17 +210,27 @@ def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.M
 
 def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result as if it were of today, and then another kernel."""
+    import pages
     import readme
     import times
     import topics
 
     now, load = readme.digests(), readme.load
-    for module in (readme, times, topics):
+    for module in (readme, times, topics, pages):
         monkeypatch.setattr(module, "load", lambda name: load(name) | {"kernels": now})
-    assert not any(" † |" in text for text in (topics.page(), readme.headlines()))
-    for part, of_headlines in (("dispatch", True), ("fused layer", True), ("host", False), ("gin", False)):
+
+    def marked() -> tuple[bool, ...]:
+        return tuple(" † |" in text for text in (*pages.pages().values(), readme.headlines()))
+
+    assert marked() == (False,) * 4
+    for part, of_page, of_calls, of_headlines in (
+        ("dispatch", True, True, True),
+        ("fused layer", True, True, True),
+        ("host", True, False, False),
+        ("gin", True, False, False),
+    ):
         monkeypatch.setattr(readme, "digests", lambda part=part: now | {part: "other"})
-        assert [" † |" in text for text in (topics.page(), readme.headlines())] == [True, of_headlines], part
+        assert marked() == (of_page, of_calls, True, of_headlines), part
 
 
 def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(

@@ -20,6 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 DECISIONS = DOCS / "decisions.md"
 FIGURES = sorted(DOCS.glob("figures/*.svg"))
+GENERATED = ("wide_ep", "dlrm", "measured_calls", "measured_checks")
 # Written elsewhere: mkdocs shows files of the repository under these names.
 SHOWN = {"measurements.md", "contributing.md", "changelog.md"}
 PUBLIC = ["", "ops", "nn", "fused", "overlap", "compat", "compat.deep_ep", "metrics", "routing", "testing"]
@@ -120,12 +121,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page not in (DECISIONS, DOCS / "wide_ep.md", DOCS / "dlrm.md")],
+    [page for page in PAGES if page not in (DECISIONS, *(DOCS / f"{name}.md" for name in GENERATED))],
     ids=lambda page: str(page.relative_to(DOCS)),
 )
 def test_figures_of_measurements_are_not_typed_into_pages(page: Path) -> None:
-    """They are in README.md and bench/README.md, which are written from JSON.  decisions.md keeps those of experiments
-    that are over, and that no JSON has any more.  wide_ep.md and dlrm.md are written from JSON too: tests/simulate/.
+    """They are in README.md, bench/README.md and the pages of GENERATED, which are written from JSON.  decisions.md
+    keeps those of experiments that are over, and that no JSON has any more.
     """
     figures = r"\d+(?:\.\d+)? ?(?:[mnuµ]s|GB/s|TFLOP/s|times|x as fast)\b"
     assert re.findall(figures, page.read_text()) == []

@@ -1,0 +1,83 @@
+"""Generated pages of measurements: bench/README.md, and pages of docs/ for secondary results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from readme import LEGEND, ROOT, load
+from topics import CHECKS, TOPICS, Topic, of_times
+
+README, CALLS, CHECKED = (
+    ROOT / page for page in ("bench/README.md", "docs/measured_calls.md", "docs/measured_checks.md")
+)
+
+HEAD = f"""# Measurements
+
+Written by `python bench/readme.py` from [`results`](results).  Times are medians of whole operations as a caller sees
+them, of the slowest rank: counts, layout, casts and waits included.  In brackets: the time that the bytes alone take at
+the fastest all-to-all of the same run, over the measured time; that is a reference and no ceiling, for some operations
+are faster.  Weights and activations are bfloat16 unless FP8 is named, sums travel as the table says, and DeepSeek-V3 is
+hidden 7168, top-8 of 256 experts.
+
+[Calls and steps](../docs/measured_calls.md) and [checks](../docs/measured_checks.md) have pages of their own.
+
+Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
+{LEGEND}  Each result keeps its commit and a digest of the source of each
+kernel, with what it includes and without comments; rows whose kernels have other digests today are marked.
+`tests/test_readme.py` fails if the marks or figures of this page or the main README are not those of the generator."""
+
+CALLS_HEAD = f"""# Measured calls and steps
+
+Written by `python bench/readme.py`.  Single calls of moecomm at other sizes than those of the main
+[README](../README.md), calls of NCCL, and steps of many layers.  [How things are timed](performance.md).  {LEGEND}"""
+
+CHECKED_HEAD = f"""# Measured checks
+
+Written by `python bench/readme.py`.  Runs that compare every value with a reference, and the time that checks inside
+kernels take.  {LEGEND}"""
+
+
+def pages() -> dict[Path, str]:
+    """Return the content of each page."""
+    return {
+        README: _page(README, HEAD, TOPICS),
+        CALLS: _page(CALLS, CALLS_HEAD, of_times()),
+        CHECKED: _page(CHECKED, CHECKED_HEAD, CHECKS),
+    }
+
+
+def write_pages() -> None:
+    """Write each page."""
+    for path, content in pages().items():
+        path.write_text(content)
+
+
+def _page(path: Path, head: str, topics: Iterable[Topic]) -> str:
+    results = os.path.relpath(ROOT / "bench" / "results", path.parent)
+    return "\n\n".join([head, *(section(topic, results) for topic in topics)]) + "\n"
+
+
+def conditions(name: str) -> str:
+    """Return the machine, backend, model, mode, date and commit of a result."""
+    found = load(name)
+    case, machine = found.get("case", {}), found["machine"]
+    on_gpus = machine["gpus"] and case.get("backend") != "host"
+    ranks = case.get("ranks") or found.get("ranks") or len(machine["gpus"])
+    place = f"{ranks} x {machine['gpus'][0]}" if on_gpus else f"{machine['cores']} cores, {machine['cpu']}"
+    through = found.get("backend", "")
+    how = ["caches flushed" if case.get("cold") else "", case.get("mode", "")]
+    cells = [place, f"`{through}`" if through else "", case.get("model") or "", *how, found["date"], found["commit"]]
+    return ", ".join(filter(None, cells))
+
+
+def section(topic: Topic, results: str) -> str:
+    """Return the section of one topic; `results` is the folder of results from its page."""
+    alike: dict[str, list[str]] = {}
+    for name in topic.names:
+        alike.setdefault(conditions(name), []).append(f"[`{name}`]({results}/{name}.json)")
+    where = "; ".join(f"{', '.join(names)}: {where}" for where, names in alike.items())
+    files = f"{{{','.join(topic.names)}}}" if len(topic.names) > 1 else topic.names[0]
+    command = f"`python -m moecomm.bench show bench/results/{files}.json`"
+    return f"## {topic.title}\n\n{topic.about}\n\n{topic.table()}\n\n{where}.  Long tables: {command}."
