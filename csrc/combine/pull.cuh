@@ -11,8 +11,8 @@
 namespace moecomm {
 
 // Called by all pull and return-forward warps of a block together. Waits for every rank's round header and validates it; sets
-// shared.is_invalid and reports the error if one differs. A fence and barriers order later reads of peers' rows after the headers. Returns
-// false to all these threads if a header did not arrive; the failure record is filled.
+// shared.is_invalid and reports the lowest rank whose header differs, if any. A fence and barriers order later reads of peers' rows after
+// the headers. Returns false to all these threads if a header did not arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_all_headers(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
@@ -25,11 +25,20 @@ MOECOMM_FN bool await_all_headers(const Call& c) {
     if (!cfg.packets) fence_system();  // rows that peers publish were written before their headers
     barrier_sync(1, threads);
     if (c.shared.missing != 0) return false;
-    if (thread < cfg.ranks) {
-        const ValidationResult validation = validate_header(c.shared.mine, c.shared.headers[thread], thread, cfg.experts);
-        if (validation.failure != Failure::none) {
-            report_invalid(c.round, validation);
-            c.shared.is_invalid = 1;
+    // One warp, and of it the lane of the lowest rank that differs, as in Round::validate_headers: all blocks report the same rank.
+    if (thread < kWarp) {
+#pragma unroll
+        for (i32 first = 0; first < cfg.ranks; first += kWarp) {
+            const i32 from = first + thread;
+            ValidationResult validation{Failure::none, Argument::none, -1, 0, 0};
+            if (from < cfg.ranks) validation = validate_header(c.shared.mine, c.shared.headers[from], from, cfg.experts);
+            const u32 differ = __ballot_sync(kAllLanes, validation.failure != Failure::none);
+            if (differ == 0) continue;
+            if (thread == __ffs(differ) - 1) {
+                report_invalid(c.round, validation);
+                c.shared.is_invalid = 1;
+            }
+            break;
         }
     }
     barrier_sync(1, threads);
