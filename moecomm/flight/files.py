@@ -22,7 +22,6 @@ from types import FrameType
 from moecomm import config
 from moecomm.core.flight import shown
 from moecomm.core.rounds import Rounds
-from moecomm.errors import BadInput
 from moecomm.flight.record import flight_record
 from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
@@ -35,15 +34,8 @@ _installed = False
 
 def prepare() -> None:
     """Check the folder of MOECOMM_FLIGHT_DIR, and make it if it is missing.  Raises BadInput."""
-    folder = config.flight_directory()
-    if folder is None:
-        return
-    try:
-        trusted_files.make_directory(folder, Access.READ_ONLY)
-    except OSError as error:
-        raise BadInput(
-            "MOECOMM_FLIGHT_DIR", repr(str(folder)), f"a directory that only this user can write to ({error})"
-        ) from error
+    if (folder := config.flight_directory()) is not None:
+        trusted_files.prepare_directory("MOECOMM_FLIGHT_DIR", folder)
 
 
 def watch(rounds: Rounds, before: Rounds | None) -> None:

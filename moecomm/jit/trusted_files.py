@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 
+from moecomm.errors import BadInput
+
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Non-blocking: a FIFO of that name must not stop the caller.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -75,6 +77,18 @@ def make_directory(path: Path, access: Access) -> None:
         path.mkdir(mode=0o700)
     with _directory(path, access):
         pass
+
+
+def prepare_directory(argument: str, path: Path) -> None:
+    """Make the folder of an output that an argument or variable names, if it is missing.
+
+    Raises:
+        BadInput: a folder that cannot be made, or that another user owns or can write to.
+    """
+    try:
+        make_directory(path, Access.READ_ONLY)
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        raise BadInput(argument, repr(str(path)), f"a directory that only this user can write to ({error})") from error
 
 
 @contextlib.contextmanager

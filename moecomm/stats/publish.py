@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from moecomm import config
 from moecomm.core import names
 from moecomm.core.rounds import Rounds
-from moecomm.errors import BadInput
 from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
 from moecomm.stats.counters import Stats
@@ -81,12 +80,7 @@ def publish() -> None:
     folder = config.top_directory()
     if folder is None or _publishing:
         return
-    try:
-        trusted_files.make_directory(folder, Access.READ_ONLY)
-    except OSError as error:
-        raise BadInput(
-            "MOECOMM_TOP_DIR", repr(str(folder)), f"a directory that only this user can write to ({error})"
-        ) from error
+    trusted_files.prepare_directory("MOECOMM_TOP_DIR", folder)
     with _lock:
         if not _publishing:
             _publishing = True

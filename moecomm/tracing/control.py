@@ -15,7 +15,6 @@ from moecomm.core.rounds import Rounds
 from moecomm.core.spans import Spans
 from moecomm.errors import BadInput
 from moecomm.jit import span_ring, trusted_files
-from moecomm.jit.trusted_files import Access
 from moecomm.tracing import nvtx
 from moecomm.tracing.files import SpanFile
 
@@ -47,7 +46,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
     if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str) or not os.fspath(folder):
         raise BadInput("folder", repr(folder), "a path")
     path = Path(folder).absolute()
-    _make("folder", path)
+    trusted_files.prepare_directory("folder", path)
     _begin(path)
     try:
         yield
@@ -58,7 +57,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 def prepare() -> None:
     """Check the folder of MOECOMM_TRACE_DIR, and make it if it is missing.  Raises BadInput."""
     if (folder := config.trace_directory()) is not None:
-        _make("MOECOMM_TRACE_DIR", folder)
+        trusted_files.prepare_directory("MOECOMM_TRACE_DIR", folder)
 
 
 def watch(rounds: Rounds, before: Rounds | None) -> None:
@@ -73,15 +72,6 @@ def watch(rounds: Rounds, before: Rounds | None) -> None:
         if folder is not None:
             span_ring.wanted = True
             _start(rounds, folder, before)
-
-
-def _make(argument: str, folder: Path) -> None:
-    try:
-        trusted_files.make_directory(folder, Access.READ_ONLY)
-    except (OSError, ValueError) as error:  # ValueError: a null character
-        raise BadInput(
-            argument, repr(str(folder)), f"a directory that only this user can write to ({error})"
-        ) from error
 
 
 def _begin(folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moecomm.errors import BadInput
 from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
 
@@ -74,3 +75,22 @@ def test_a_file_that_is_not_there_is_told_from_one_that_is_doubtful(path: Path) 
     os.mkfifo(path, 0o600)
     with pytest.raises(OSError, match="not a regular file"):
         trusted_files.read(path, Access.PRIVATE, 7)
+
+
+def test_a_folder_for_outputs_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "deeper" / "folder"
+    trusted_files.prepare_directory("folder", folder)
+    trusted_files.prepare_directory("folder", folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("wrong", ["open to others", "a file", "a null character"])
+def test_a_folder_for_outputs_that_is_not_safe_is_bad_input(wrong: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder\0" if wrong == "a null character" else tmp_path / "folder"
+    if wrong == "open to others":
+        folder.mkdir()
+        folder.chmod(0o770)
+    elif wrong == "a file":
+        folder.touch()
+    with pytest.raises(BadInput, match=r"MOECOMM_TOP_DIR.*only this user can write to"):
+        trusted_files.prepare_directory("MOECOMM_TOP_DIR", folder)
