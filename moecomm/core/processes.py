@@ -13,24 +13,26 @@ from moecomm import _native
 
 def pid_namespace() -> bytes:
     """32 bytes that are the same for two processes if and only if each can use the other's process id."""
-    parts: list[str] = []
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        parts.append(file.read().strip())
-    with suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
+    parts = _boot_and_namespace("pid")
     # Without both, no other process is known to share our ids.
     return hashlib.sha256("\0".join(parts).encode()).digest() if len(parts) == 2 else os.urandom(32)
 
 
 def clock_domain() -> bytes:
     """32 bytes that are the same for two processes if and only if they share CLOCK_MONOTONIC."""
+    parts = _boot_and_namespace("time")
+    # Kernels before 5.6 have no namespaces of time.
+    return hashlib.sha256("\0".join(parts).encode()).digest() if parts else os.urandom(32)
+
+
+def _boot_and_namespace(kind: str) -> list[str]:
+    """Return the ids of this boot and of this process's namespace, each if the kernel tells it."""
     parts: list[str] = []
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
     with suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/time"))
-    # Kernels before 5.6 have no namespaces of time.
-    return hashlib.sha256("\0".join(parts).encode()).digest() if parts else os.urandom(32)
+        parts.append(os.readlink(f"/proc/self/ns/{kind}"))
+    return parts
 
 
 def pidfd(pid: int) -> int | None:
