@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moecomm.bench.kept import Kept
+from moecomm.bench import options
+from moecomm.bench.kept import Kept, keep
 from moecomm.bench.options import (
     Backend,
     DomainsRanks,
@@ -107,13 +108,18 @@ def dispatch_combine(
     from moecomm.bench import backends, table
 
     def case_of(way: backends.Way) -> Case:
-        return _case(
+        timing = {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays, "singles": singles}
+        beside = {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm}
+        return options.case_of(
             (model, hidden, topk, experts),
             (tokens, layout, payload, sms),
             (way.backend, ranks, mode),
-            {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays, "nic": nic, "singles": singles},
-            {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": way.domain_ranks}
-            | {"others": others.split(",") if others else [], "routing_file": "" if routing is None else str(routing)},
+            routing,
+            domain_ranks=way.domain_ranks,
+            nic=nic,
+            others=others.split(",") if others else [],
+            **timing,
+            **beside,
         )
 
     ways = backends.ways(backend, numbers("domain_ranks", domain_ranks))
@@ -144,48 +150,16 @@ def sweep(
     json: Json = None,
 ) -> None:
     """Run dispatch-combine over all sizes without pairs, for plots."""
-    case = _case(
+    case = options.case_of(
         (model, hidden, topk, experts),
         (tokens, layout, payload, "0"),
         (backend, ranks, mode),
-        {"replays": replays, "pairs": False},
-        {"ceiling": ceiling, "peers": peers},
+        replays=replays,
+        pairs=False,
+        ceiling=ceiling,
+        peers=peers,
     )
     _run_case(case, json)
-
-
-def _case(
-    sizes: tuple[str, int | None, int | None, int | None],
-    lists: tuple[str, str, str, str],
-    where: tuple[str, int | None, str | None],
-    timing: dict[str, Any],
-    beside: dict[str, Any],
-) -> Case:
-    from moecomm.bench.case import Case, model_sizes
-    from moecomm.bench.ranks import plan
-
-    tokens, layout, payload, sms = lists
-    backend, ranks = plan(*where[:2])
-    model, hidden, topk, experts = model_sizes(*sizes)
-    return Case(
-        model=model,
-        hidden=hidden,
-        topk=topk,
-        experts=experts,
-        ranks=ranks,
-        backend=backend,
-        tokens=numbers("tokens", tokens),
-        layouts=layout.split(","),
-        payloads=payload.split(","),
-        sms=numbers("sms", sms),
-        mode=_mode(where[2], backend),
-        **timing,
-        **beside,
-    )
-
-
-def _mode(asked: str | None, backend: str) -> str:
-    return asked if asked is not None else "eager" if backend == "host" else "graph"
 
 
 def _run_case(case: Case, json: Path | None) -> None:
@@ -194,7 +168,7 @@ def _run_case(case: Case, json: Path | None) -> None:
     result = dispatch_combine.run(case)
     if result is not None:
         table.show_dispatch_combine(result, table.console())
-        _keep(result, json)
+        keep(result, json)
 
 
 @app.command()
@@ -216,17 +190,20 @@ def deep_ep_layer(
     from moecomm.bench import deep_ep_layer as measured
     from moecomm.bench import table
 
-    case = _case(
+    case = options.case_of(
         (model, hidden, topk, experts),
         (tokens, "flat,batched", "bf16,fp8", "0"),
         (backend, ranks, mode),
-        {"cold": cold, "chain": chain, "replays": replays},
-        {"ceiling": False, "peers": False},
+        cold=cold,
+        chain=chain,
+        replays=replays,
+        ceiling=False,
+        peers=False,
     )
     result = measured.run(case)
     if result is not None:
         table.show_deep_ep_layer(result, table.console())
-        _keep(result, json)
+        keep(result, json)
 
 
 @app.command()
@@ -261,7 +238,7 @@ def latency(
     if by_rank is not None:
         result = {"benchmark": "latency", "backend": name, "rows": measured.merge(by_rank)}
         table.show_latency(result, table.console())
-        _keep(result, json)
+        keep(result, json)
 
 
 @app.command()
@@ -282,7 +259,7 @@ def all_to_all(
     if by_rank is not None:
         result = {"benchmark": "all-to-all", "backend": name, "ranks": count, "rows": ceiling.merge(by_rank)}
         table.show_all_to_all(result, table.console())
-        _keep(result, json)
+        keep(result, json)
 
 
 @app.command()
@@ -315,7 +292,7 @@ def gemm(
         say_on_cpu("bench gemm times the reference in torch, not moecomm's kernels; with the default sizes for minutes")
     result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays, dtypes=dtypes)
     table.show_gemm(result, table.console())
-    _keep(result, json)
+    keep(result, json)
 
 
 @app.command()
@@ -350,7 +327,7 @@ def moe(
         numbers("tokens", tokens),
         ranks=count,
         backend=name,
-        mode=_mode(mode, name),
+        mode=options.mode_of(mode, name),
         replays=replays,
         peers=peers,
         fp8=fp8,
@@ -360,7 +337,7 @@ def moe(
     result = measured.run(case)
     if result is not None:
         table.show_moe(result, table.console())
-        _keep(result, json)
+        keep(result, json)
 
 
 add_overlap(app)
@@ -373,12 +350,3 @@ def say_on_cpu(what: str) -> None:
     from rich.console import Console
 
     Console(stderr=True).print(f"No GPU here: {what}.", highlight=False, markup=False, soft_wrap=True)
-
-
-def _keep(result: dict[str, Any], json: Path | None) -> None:
-    if json is not None:
-        from rich.console import Console
-
-        from moecomm.bench.results import write
-
-        Console().print(str(write(json, result)), highlight=False)

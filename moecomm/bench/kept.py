@@ -1,9 +1,19 @@
-"""A growing result, kept in a file as it grows."""
+"""Files of results: of one that is complete, and of one that grows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+
+def keep(result: dict[str, Any], json: Path | None) -> None:
+    """Write a result to the file, if there is one, and print its path."""
+    if json is not None:
+        from rich.console import Console
+
+        from moecomm.bench.results import write
+
+        Console().print(str(write(json, result)), highlight=False)
 
 
 class Kept:

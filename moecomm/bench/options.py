@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from moecomm.core.integers import check_integer
 from moecomm.core.settings import MAX_FLAT_ROWS
 from moecomm.core.validation import check_real
 from moecomm.errors import BadInput
+
+if TYPE_CHECKING:
+    from moecomm.bench.case import Case
 
 MOST = 1 << 20  # of a size; larger than in any model
 
@@ -63,6 +66,54 @@ def numbers(name: str, text: str) -> list[int]:
     if not 0 <= min(found) <= max(found) < MAX_FLAT_ROWS:
         raise BadInput(name, text, f"0 to {MAX_FLAT_ROWS - 1} each")
     return found
+
+
+def mode_of(asked: str | None, backend: str) -> str:
+    """Return the mode of a measurement: by default graph on GPUs, eager on CPUs."""
+    return asked if asked is not None else "eager" if backend == "host" else "graph"
+
+
+def case_of(
+    sizes: tuple[str, int | None, int | None, int | None],
+    lists: tuple[str, str, str, str],
+    where: tuple[str, int | None, str | None],
+    routing: Path | None = None,
+    **more: Any,
+) -> Case:
+    """Make a case of the options that commands share.
+
+    Args:
+        sizes: model, hidden, topk, experts.
+        lists: tokens, layout, payload, sms.
+        where: backend, ranks, mode.
+        routing: a file of moecomm record.
+        more: other fields of the case.
+
+    Raises:
+        BadInput: an unknown model, or a list that is none.
+        Unsupported: a backend that is not here.
+    """
+    from moecomm.bench.case import Case, model_sizes
+    from moecomm.bench.ranks import plan
+
+    tokens, layout, payload, sms = lists
+    backend, ranks = plan(*where[:2])
+    model, hidden, topk, experts = model_sizes(*sizes)
+    return Case(
+        model=model,
+        hidden=hidden,
+        topk=topk,
+        experts=experts,
+        ranks=ranks,
+        backend=backend,
+        tokens=numbers("tokens", tokens),
+        layouts=layout.split(","),
+        payloads=payload.split(","),
+        sms=numbers("sms", sms),
+        mode=mode_of(where[2], backend),
+        routing_file="" if routing is None else str(routing),
+        **more,
+    )
 
 
 Hidden = Annotated[int | None, typer.Option(callback=whole(1), help="Columns of a token, replacing the model's.")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from moecomm.bench.kept import keep
 from moecomm.bench.options import (
     Backend,
     Experts,
@@ -16,7 +17,7 @@ from moecomm.bench.options import (
     Replays,
     Routing,
     Topk,
-    numbers,
+    case_of,
     real,
     whole,
 )
@@ -53,12 +54,13 @@ def decode(
     from moecomm.bench import decode as measured
     from moecomm.bench import steps_table
 
-    case = _case((model, hidden, topk, experts), tokens, (backend, ranks), routing, layout, payload)
+    sizes, lists = (model, hidden, topk, experts), (tokens, layout, payload, "0")
+    case = case_of(sizes, lists, (backend, ranks, None), routing, replays=1, ceiling=False, peers=False)
     inner = _inner(model, intermediate) if gemms else 0
     found = measured.run(measured.Decode(case, layers, expert_us, delay_us, steps, inner))
     if found is not None:
         steps_table.show_decode(found, steps_table.console())
-        _keep(found, json)
+        keep(found, json)
 
 
 def training(
@@ -80,58 +82,18 @@ def training(
     from moecomm.bench import steps_table
     from moecomm.bench import training as measured
 
-    case = _case((model, hidden, topk, experts), tokens, (backend, ranks), routing, "expert", "bf16", replays, peers)
+    sizes, lists = (model, hidden, topk, experts), (tokens, "expert", "bf16", "0")
+    case = case_of(sizes, lists, (backend, ranks, None), routing, replays=replays, ceiling=False, peers=peers)
     found = measured.run(measured.Training(case, _inner(model, intermediate), layers))
     if found is not None:
         steps_table.show_training(found, steps_table.console())
-        _keep(found, json)
-
-
-def _case(
-    sizes: tuple[str, int | None, int | None, int | None],
-    tokens: str,
-    where: tuple[str, int | None],
-    routing: Any,
-    layout: str,
-    payload: str,
-    replays: int = 1,
-    peers: bool = False,
-) -> Any:
-    from moecomm.bench.case import Case, model_sizes
-    from moecomm.bench.ranks import plan
-
-    backend, ranks = plan(*where)
-    name, hidden, topk, experts = model_sizes(*sizes)
-    return Case(
-        model=name,
-        hidden=hidden,
-        topk=topk,
-        experts=experts,
-        ranks=ranks,
-        backend=backend,
-        tokens=numbers("tokens", tokens),
-        layouts=layout.split(","),
-        payloads=payload.split(","),
-        sms=[0],
-        mode="eager" if backend == "host" else "graph",
-        replays=replays,
-        ceiling=False,
-        peers=peers,
-        routing_file="" if routing is None else str(routing),
-    )
+        keep(found, json)
 
 
 def _inner(model: str, intermediate: int | None) -> int:
     from moecomm.router import MODELS
 
     return MODELS[model].intermediate if intermediate is None else intermediate
-
-
-def _keep(result: dict[str, Any], json: Any) -> None:
-    from moecomm.bench.kept import Kept
-
-    if json is not None:
-        Kept(json)(result)
 
 
 def add_steps(app: typer.Typer) -> None:
