@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 
 from rich.console import Console
@@ -10,6 +11,16 @@ from rich.text import Text
 
 _GAP = 2  # between columns
 _LEAST = 24  # columns of the console reserved for figures next to names
+
+
+def new_table(names: Iterable[str], figures: Iterable[str] = ()) -> Table:
+    """Return a table without rows: columns of names on the left, then columns of figures."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in names:
+        table.add_column(column, no_wrap=True)
+    for column in figures:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def show_table(table: Table, out: Console, names: int | None = None) -> None:

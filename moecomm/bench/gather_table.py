@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from moecomm.bench.fitted import show_table
+from moecomm.bench.fitted import new_table, show_table
 
 
 def show(result: dict[str, Any], out: Console) -> None:
@@ -19,11 +18,7 @@ def show(result: dict[str, Any], out: Console) -> None:
         "6002, 8 H100s; of 1: TFLOP/s over those of variant 1",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("", "variant", "class"):
-        table.add_column(column, no_wrap=True)
-    for column in ("ms", "TFLOP/s", "of 1", "source ms", "TFLOP/s", "of 1"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(("", "variant", "class"), ("ms", "TFLOP/s", "of 1", "source ms", "TFLOP/s", "of 1"))
     for row in result["rows"]:
         ours = {**row, "ms": row["us"]["p50"] / 1e3} if "us" in row else None
         about = (str(row["variant"]), row["name"], row["kind"])

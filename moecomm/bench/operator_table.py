@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from moecomm.bench.fitted import show_table
+from moecomm.bench.fitted import new_table, show_table
 
 
 def show(result: dict[str, Any], out: Console) -> None:
@@ -17,11 +16,7 @@ def show(result: dict[str, Any], out: Console) -> None:
         "rank; speedup: of ours over this; of alone: time beside the product without communication",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("operator", "case", "dtype", "by"):
-        table.add_column(column, no_wrap=True)
-    for column in ("p50", "p90 us", "TFLOP/s", "speedup", "of alone"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(("operator", "case", "dtype", "by"), ("p50", "p90 us", "TFLOP/s", "speedup", "of alone"))
     for row in result["rows"]:
         about = (row["operator"], row["case"], row["dtype"], row["who"])
         table.add_row(*about, *(["-"] * 5 if "why" in row else _figures(row)))

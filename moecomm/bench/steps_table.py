@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moecomm.bench import replay
-from moecomm.bench.fitted import show_table
+from moecomm.bench.fitted import new_table, show_table
 from moecomm.bench.table import console
 
 __all__ = ["console", "show_decode", "show_training"]
@@ -23,9 +23,10 @@ def show_decode(result: dict[str, Any], out: Console) -> None:
         f"layer, {result['waits_us']:.0f} us a step in all{escape(replay.said(result['case']))}",
         highlight=False,
     )
-    table = _table("tokens", "layout", "payload", "experts", "ranks")
-    for column in ("step p50", "p90", "p99 us", "layer us", "of it beside experts and waits"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(
+        ("tokens", "layout", "payload", "experts", "ranks"),
+        ("step p50", "p90", "p99 us", "layer us", "of it beside experts and waits"),
+    )
     for row in result["rows"]:
         about = (str(row["tokens"]), row["layout"], row["payload"], row["experts"])
         ranks = "out of step" if row["delays"] else "in step"
@@ -46,9 +47,7 @@ def show_training(result: dict[str, Any], out: Console) -> None:
         f"{escape(replay.said(result['case']))}",
         highlight=False,
     )
-    table = _table("tokens", "by", "what")
-    for column in ("step p50", "p90 us", "layer us", "TFLOP/s", "of torch"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(("tokens", "by", "what"), ("step p50", "p90 us", "layer us", "TFLOP/s", "of torch"))
     for row in result["rows"]:
         about = (str(row["tokens"]), row["who"], row["what"])
         if "why" in row:
@@ -67,13 +66,6 @@ def _sizes(result: dict[str, Any]) -> str:
         f"{name}hidden {case['hidden']}, top-{case['topk']} of {case['experts']} experts; {case['ranks']} ranks, "
         f"{result['backend']}"
     )
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
 
 
 def _finish(result: dict[str, Any], table: Table, out: Console, names: int) -> None:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moecomm.bench import proxy_times, replay
-from moecomm.bench.fitted import show_table
+from moecomm.bench.fitted import new_table, show_table
 from moecomm.bench.times_table import show_times
 
 _WIDE = 132  # columns of a table in a file or a pipe
@@ -44,9 +44,10 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
             f"{memory['beyond_outputs'] / 2**20:.1f} MiB of it beside room for outputs",
             highlight=False,
         )
-    table = _table("tokens", "by", "operation")
-    for column in ("SMs", "p50", "p90", "p99 us", "wire", "logical GB/s", "of wire", "host us", "beside"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(
+        ("tokens", "by", "operation"),
+        ("SMs", "p50", "p90", "p99 us", "wire", "logical GB/s", "of wire", "host us", "beside"),
+    )
     for row in result["rows"]:
         what = " ".join(filter(None, (row[key] for key in ("layout", "what", "payload", "variant"))))
         table.add_row(str(row["tokens"]), row["who"], what, *(["-"] * 8 if "why" in row else _figures(row)))
@@ -91,9 +92,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 def show_latency(result: dict[str, Any], out: Console) -> None:
     """Print the table of latency."""
     out.print(f"put + signal between two ranks, {result['backend']}: half a round trip", highlight=False)
-    table = _table("bytes", "by")
-    for column in ("SMs", "p50", "p90", "p99 us", "GB/s"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(("bytes", "by"), ("SMs", "p50", "p90", "p99 us", "GB/s"))
     for row in result["rows"]:
         us = [f"{row['us'][part]:.2f}" for part in ("p50", "p90", "p99")]
         table.add_row(str(row["bytes"]), row["method"], str(row["sms"]), *us, f"{row['gbs']:.2f}")
@@ -106,9 +105,7 @@ def _show_proxy(rows: list[dict[str, Any]], out: Console) -> None:
     if not cells:
         return
     out.print(f"{proxy_times.EXPLAINED}:", highlight=False, markup=False)
-    table = _table(*cells[0][:2])
-    for column in cells[0][2:]:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(cells[0][:2], cells[0][2:])
     for line in cells[1:]:
         table.add_row(*line)
     show_table(table, out)
@@ -125,10 +122,8 @@ def show_backends(result: dict[str, Any], out: Console) -> None:
             f"{escape(replay.said(case))}",
             highlight=False,
         )
-    table = _table("tokens", "through", "operation")
     figures = ("p50", "p90 us", f"of {first}", "inside MB", "GB/s", "across MB", "GB/s", "host us")
-    for column in ("domains", "SMs", *figures):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(("tokens", "through", "operation"), ("domains", "SMs", *figures))
     for row in result["rows"]:
         if "why" in row:
             continue
@@ -166,7 +161,7 @@ def show_latency_backends(result: dict[str, Any], out: Console) -> None:
     out.print("put + signal between two ranks: half a round trip, us (GB/s)", highlight=False)
     names = [way["backend"] for way in result["ways"]]
     found = {(row["bytes"], row["backend"]): row for row in result["rows"] if "us" in row}
-    table = _table("bytes", *names)
+    table = new_table(("bytes", *names))
     for size in sorted({size for size, _ in found}):
         cells = [found.get((size, name)) for name in names]
         table.add_row(
@@ -184,9 +179,7 @@ def show_all_to_all(result: dict[str, Any], out: Console) -> None:
         "the slowest",
         highlight=False,
     )
-    table = _table("by")
-    for column in ("SMs or threads", "p50 us", "GB/s"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(("by",), ("SMs or threads", "p50 us", "GB/s"))
     for row in result["rows"]:
         table.add_row(row["method"], str(row["sms"] or ""), f"{row['us']['p50']:.1f}", f"{row['gbs']:.1f}")
     show_table(table, out)
@@ -199,9 +192,7 @@ def show_gemm(result: dict[str, Any], out: Console) -> None:
         "torch's has no activation",
         highlight=False,
     )
-    table = _table("model", "GEMM")
-    for column in ("ranks", "tokens", "rows"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(("model", "GEMM"), ("ranks", "tokens", "rows"))
     table.add_column("schedule", no_wrap=True)
     for column in ("us", "TFLOP/s", "TB/s", "torch us", "of torch", "host us"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -227,9 +218,9 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
         f"{escape(replay.said(case))}",
         highlight=False,
     )
-    table = _table("model", "tokens", "by", "what")
-    for column in ("p50", "p90 us", "TFLOP/s", "of GEMMs", "of torch", "host us", "window MiB"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(
+        ("model", "tokens", "by", "what"), ("p50", "p90 us", "TFLOP/s", "of GEMMs", "of torch", "host us", "window MiB")
+    )
     for row in result["rows"]:
         about = (row["model"], str(row["tokens"]), row["who"], " ".join(filter(None, (row["what"], row["variant"]))))
         if "why" in row:
@@ -258,9 +249,10 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
         f"{result['backend']}; {_mode(case)}; median of {case['replays']}, slowest rank; host: until a call returns",
         highlight=False,
     )
-    table = _table("tokens", "operation")
-    for column in ("native us", "compat us", "of native", "native host us", "compat host us", "more on the host us"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(
+        ("tokens", "operation"),
+        ("native us", "compat us", "of native", "native host us", "compat host us", "more on the host us"),
+    )
     for row in result["rows"]:
         about = (str(row["tokens"]), " ".join(filter(None, (row[key] for key in ("what", "payload", "variant")))))
         if "why" in row:
@@ -287,10 +279,3 @@ def show_rows(rows: list[dict[str, Any]], out: Console) -> None:
     for row in rows:
         table.add_row(*(escape(str(row.get(column, ""))) for column in columns))
     show_table(table, out)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table

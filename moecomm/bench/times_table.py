@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from moecomm.bench.fitted import show_table
+from moecomm.bench.fitted import new_table, show_table
 
 _PARTS = ("p50", "p90", "p99")
 
@@ -28,11 +27,10 @@ def show_times(result: dict[str, Any], out: Console) -> None:
         f"{'graph' if graph else 'row'}",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("tokens", "by", "operation"):
-        table.add_column(column, no_wrap=True)
-    for column in ("alone p50", "p90", "p99 us", "period p50", "p90", "p99 us", "eager p50", "p99 us", "host us"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table(
+        ("tokens", "by", "operation"),
+        ("alone p50", "p90", "p99 us", "period p50", "p90", "p99 us", "eager p50", "p99 us", "host us"),
+    )
     for row in rows:
         what = " ".join(filter(None, (row[key] for key in ("layout", "what", "payload", "variant"))))
         eager = row.get("eager_us", {} if graph else row["us"])
