@@ -17,22 +17,19 @@ indices untimed. All variants alternate in one run. A time is that of the slowes
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cpu_ranks import keep, measure
 
 import moecomm
 from moecomm.bench import exchange
-from moecomm.bench.results import write
-from moecomm.router import MODELS, random_routing
-from moecomm.tools.launch import launch
+from moecomm.router import random_routing
 
 LAYOUTS = ("flat", "expert", "batched")
 AGAINST = {"flat": "gloo_by_rank", "expert": "gloo_by_expert", "batched": "gloo_by_expert"}
@@ -110,29 +107,14 @@ def median_ms(by_rank: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and write bench/results/host_vs_gloo.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=512, help="of each rank")
-    parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args()
-    model = MODELS["deepseek-v3"]
-    job = {
-        "tokens": given.tokens,
-        "hidden": model.hidden,
-        "experts": model.num_experts,
-        "topk": model.topk,
-        "rounds": given.rounds,
-    }
-    by_rank = launch("host_vs_gloo:run_rank", job, given.ranks)
+    by_rank, case = measure("host_vs_gloo", __doc__ or "", model="deepseek-v3", ranks=4, tokens=512, rounds=15)
     found = {way: median_ms(by_rank, way) for way in WAYS}
     ratios = {way: found[gloo]["both_ms"] / found[way]["both_ms"] for way, gloo in AGAINST.items()}
     for way, medians in found.items():
         print(f"{way:<16}" + "  ".join(f"{key} {value:8.2f}" for key, value in medians.items()), end="  ")
         print(f"{ratios[way]:.2f} x {AGAINST[way]}" if way in ratios else "")
-    case = {"ranks": given.ranks, "dtype": "bfloat16", **job}
     rows = {key: sum(r[key] for r in by_rank) for key in ("rows_by_rank", "rows_by_expert")}
-    path = Path(__file__).parent / "results" / "host_vs_gloo.json"
-    print(write(path, {"case": case, **rows, "medians": found, "ratios": ratios}))
+    keep("host_vs_gloo", {"case": case, **rows, "medians": found, "ratios": ratios})
 
 
 if __name__ == "__main__":

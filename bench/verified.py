@@ -2,24 +2,22 @@
 
 A Buffer that verifies no round, one that verifies each and one that verifies one of 100 alternate in one run, with the
 same rows.  A time is that of a dispatch and its combine on the slowest rank: of the first two the median over rounds,
-of the last the mean, because few of its rounds take long.  Rows of combine lie outside of the window.
+of the last the mean, because few of its rounds take long.  Rows of combine lie outside of the window.  --rounds is a
+multiple of 50: two calls a round.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cpu_ranks import keep, measure
 
 import moecomm
-from moecomm.bench.results import write
-from moecomm.router import MODELS, random_routing
-from moecomm.tools.launch import launch
+from moecomm.router import random_routing
 
 EVERY = (0, 1, 100)
 WARMUP = 3
@@ -61,20 +59,7 @@ def run_rank(
 
 def main() -> None:
     """Measure, print, and write bench/results/verified-cpu.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=256, help="of each rank")
-    parser.add_argument("--rounds", type=int, default=100, help="a multiple of 50: two calls a round")
-    given = parser.parse_args()
-    model = MODELS["qwen3-30b-a3b"]
-    job = {
-        "tokens": given.tokens,
-        "hidden": model.hidden,
-        "experts": model.num_experts,
-        "topk": model.topk,
-        "rounds": given.rounds,
-    }
-    by_rank = launch("verified:run_rank", job, given.ranks)
+    by_rank, case = measure("verified", __doc__ or "", model="qwen3-30b-a3b", ranks=2, tokens=256, rounds=100)
     rows = []
     for name in LAYOUTS:
         row: dict[str, Any] = {"layout": name}
@@ -87,8 +72,7 @@ def main() -> None:
                 row["ms_unverified_mean"] = round(statistics.mean(unverified) * 1e3, 3)
         print(row)
         rows.append(row)
-    path = Path(__file__).parent / "results" / "verified-cpu.json"
-    print(write(path, {"case": {"ranks": given.ranks, "dtype": "bfloat16", **job}, "rows": rows}))
+    keep("verified-cpu", {"case": case, "rows": rows})
 
 
 if __name__ == "__main__":
