@@ -58,7 +58,7 @@ native = Pybind11Extension(
     depends=["setup.py", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))],
 )
 
-# What NCCL loads: a plain shared library, of which Python only needs to know where it is.
+# The plugin that NCCL loads: a plain shared library, of which Python only needs to know where it is.
 plugin = Extension(
     PLUGIN,
     sources("rma_plugin/*.cpp", "runtime/fd_socket.cpp"),
@@ -131,11 +131,11 @@ class BuildShims(Command):
             self.announce(f"the {shim} shim is not built: {why}", level=4)
 
     def get_source_files(self) -> list[str]:
-        """What a source distribution needs."""
+        """Return the files that a source distribution needs."""
         return sources("shims/*")
 
     def get_outputs(self) -> list[str]:
-        """What may be made."""
+        """Return the files that may be made."""
         return [str(self._into() / name) for name in ("built.json", *(f"{shim}.fatbin" for shim in shims().SHIMS))]
 
     def get_output_mapping(self) -> dict[str, str]:

@@ -168,7 +168,7 @@ class Context:
     def __deepcopy__(self, arg0: dict[int, typing.Any]) -> Context: ...
     def __init__(self) -> None: ...
     def in_heap(self, address: int) -> bool:
-        """Whether the address is in the heap of this rank's window."""
+        """Return whether the address is in the heap of this rank's window."""
     def set_shape(self, shape: Shape) -> None:
         """Set `shape`, and `window` to its layout."""
     abort_host: int
@@ -400,7 +400,7 @@ class HostWindow:
 
 class Link:
     """
-    How a rank reaches ranks of other domains (csrc/host/scaleout/link.h).
+    Route of a rank to ranks of other domains (csrc/host/scaleout/link.h).
 
     `windows`: by rank, addresses of the windows that loads and stores do not reach, 0 for the others.
     """
@@ -640,7 +640,7 @@ class WindowHandle:
     abort_host: int
     @property
     def address(self) -> int:
-        """Of the struct itself."""
+        """Address of the struct itself."""
     @property
     def content(self) -> bytes:
         """The bytes of the struct."""
@@ -673,7 +673,7 @@ def count_rejected(context: Context) -> None:
     """Count a host call that failed before its rounds were made, in State::rejected of this rank's window."""
 
 def cuda_capturing(stream: int) -> bool:
-    """Whether the stream is being captured into a graph.  RuntimeError as cuda_launch."""
+    """Return whether the stream is being captured into a graph.  RuntimeError as cuda_launch."""
 
 def cuda_context() -> int:
     """The calling thread's current CUcontext; 0: none.  RuntimeError as cuda_launch."""
@@ -775,7 +775,7 @@ def gemv_shared_bytes(most_rows: int) -> int:
     """Dynamic shared memory of a block of the GEMV."""
 
 def goes_direct(shape: Shape, num_tokens: int) -> bool:
-    """Whether rows of a rank with so many tokens reach other domains without a forwarder."""
+    """Return whether rows of a rank with so many tokens reach other domains without a forwarder."""
 
 def hash_rows(hashes: int, rows: int, pitch: int, width: int, places: int, count: int) -> None:
     """
@@ -892,10 +892,10 @@ def set_abort(address: int, cause: int, culprit: int) -> bool:
     """Set an abort word unless it is set already; return whether it was set."""
 
 def share_memory(a: typing.Any, b: typing.Any) -> bool:
-    """Whether two tensors of contiguous rows have bytes in common."""
+    """Return whether two tensors of contiguous rows have bytes in common."""
 
 def shares_tables(dispatch: DispatchArgs, tensor: typing.Any) -> bool:
-    """Whether a tensor of contiguous rows has bytes in common with the tables or row weights of a dispatch."""
+    """Return whether a tensor of contiguous rows has bytes in common with the tables or row weights of a dispatch."""
 
 def split_sums_bytes(most_rows: int) -> int:
     """Dynamic shared memory for the sums of a block of split products."""
@@ -919,7 +919,7 @@ def take_steps(record: int) -> tuple[list[tuple[int, int, int, int, int, str]], 
     """
 
 def takes_weights(shape: Shape) -> bool:
-    """Whether source ranks may give a combine routing weights of their own."""
+    """Return whether source ranks may give a combine routing weights of their own."""
 
 def trace_rounds(record: int, on: bool) -> None:
     """Begin or end to time the steps of host rounds whose context has this record."""

@@ -130,13 +130,13 @@ def verify_every(asked: int | None) -> int:
 
 
 def in_vllm() -> str | None:
-    """Whether moecomm takes the place of DeepEP in vLLM; None: where that is not installed."""
+    """Return whether moecomm takes the place of DeepEP in vLLM; None: where that is not installed."""
     check_environment()
     return os.environ.get("MOECOMM_VLLM")
 
 
 def in_sglang() -> str | None:
-    """Whether moecomm takes the place of DeepEP in SGLang; None: where that is not installed."""
+    """Return whether moecomm takes the place of DeepEP in SGLang; None: where that is not installed."""
     check_environment()
     return os.environ.get("MOECOMM_SGLANG")
 

@@ -10,7 +10,7 @@ from .config import check_secret
 from .core.choices import PluginWay
 from .errors import Unsupported
 
-# Of csrc/rma_plugin/times.h.
+# Version of csrc/rma_plugin/times.h.
 _TIMES_VERSION = 1
 SUMS = (
     *("clock_reads", "operations", "signals", "bytes", "ended", "until_ended_ns", "busy_ns", "posting_ns", "driver_ns"),

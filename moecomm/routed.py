@@ -117,7 +117,7 @@ class ChunkedHandle(Handle):
 
 
 def has_arrived(args: _native.DispatchArgs) -> bool:
-    """Whether a dispatch is complete: False from dispatch_begin() until dispatch_end() has succeeded.
+    """Return whether a dispatch is complete: False from dispatch_begin() until dispatch_end() has succeeded.
 
     `DispatchArgs::part` is the only place that says so.
     """

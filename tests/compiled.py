@@ -1,4 +1,4 @@
-"""What every compiled kernel must be: within registers, with nothing spilled, and with its memory named."""
+"""Checks of every compiled kernel: within registers, with nothing spilled, and with its memory named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Kernel = PlainKernel | jit.KernelSpec
 
 
 class Compiled(NamedTuple):
-    """What came of a kernel."""
+    """Result of a compilation."""
 
     cubin: bytes
     log: str  # of ptxas

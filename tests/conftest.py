@@ -70,7 +70,7 @@ def turn(item: pytest.Item) -> int:
 
 
 def has_begun(item: pytest.Item) -> bool:
-    """Whether it waits for what its module has begun before the first test."""
+    """Return whether it waits for what its module has begun before the first test."""
     return hasattr(getattr(item, "module", None), "begin")
 
 
@@ -155,7 +155,7 @@ class Ranks:
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def results(self, expected: int, timeout_s: float = 60) -> dict[int, Any]:
-        """What the first `expected` ranks to finish returned, or raised; the others are ended."""
+        """Return what the first `expected` ranks to finish returned, or raised; end the others."""
         found = dict(self._queue.get(timeout=timeout_s) for _ in range(expected))
         for rank in found:
             self.processes[rank].join(timeout=timeout_s)

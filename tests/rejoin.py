@@ -42,7 +42,7 @@ class Invitation(NamedTuple):
 
 
 class Job:
-    """What all processes of a job see.
+    """State that all processes of a job see.
 
     Args:
         folder: for stores, invitations and events.

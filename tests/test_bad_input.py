@@ -1,4 +1,4 @@
-"""What can't be used is refused by name, on every rank, and the Buffer goes on."""
+"""Bad inputs are refused by name, on every rank, and the Buffer goes on."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def test_fewer_experts_than_ranks() -> None:
 
 
 def _raises(ranks: LocalBuffers, calls: list[dict[str, Any]]) -> BaseException:
-    """What the round raises on rank 0; the other ranks' errors are still to be seen."""
+    """Return what the round raises on rank 0; the other ranks' errors are still to be seen."""
     with pytest.raises(moecomm.MoecommError) as caught:
         ranks.dispatch(calls)
     return caught.value

@@ -158,7 +158,7 @@ def test_numpy_arrays_come_back_as_numpy_arrays() -> None:
 
 
 class Grid(np.ndarray):
-    """Of a module that makes no arrays."""
+    """An array of a module that makes no arrays."""
 
 
 class Foreign:

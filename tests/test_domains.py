@@ -33,7 +33,7 @@ CASES = 10  # of each set of sizes
 def test_random_cases_match_the_reference(
     count: int, domain_ranks: int, direct: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether rows go straight to ranks of other domains, those of some ranks do, or all by their relays."""
+    """Rows go straight to ranks of other domains, those of some ranks do, or all by their relays."""
     room = host.direct_bytes
     if direct != "all":
         monkeypatch.setattr(host, "direct_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (direct == "some"))
@@ -162,7 +162,7 @@ def test_scales_that_have_no_room_where_they_land() -> None:
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_the_sum_over_domains_is_within_the_bound(wire: torch.dtype) -> None:
-    """Of ranks' rows of all sizes, against the sum in the order of one domain."""
+    """Add ranks' rows of all sizes, against the sum in the order of one domain."""
     ranks, size, tokens, hidden = 8, 2, 50, 32
     g = torch.Generator().manual_seed(3)
     x = [torch.randn(tokens, hidden, generator=g) for _ in range(ranks)]

@@ -105,7 +105,7 @@ def test_the_wheel_holds_the_package_and_the_headers_of_its_kernels(built: tuple
 def test_what_is_installed_runs_the_demo(built: tuple[Path, Path], which: int, tmp_path: Path) -> None:
     python = new_environment(tmp_path / "environment")
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", built[which], cwd=tmp_path)
-    # What moecomm depends on is that of this environment: torch is large.  Behind the packages of the new one.
+    # Take moecomm's dependencies from this environment: torch is large.  Behind the packages of the new one.
     site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path).stdout.strip())
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     module = run(python, "-c", "import moecomm; print(moecomm.__file__)", cwd=tmp_path).stdout.strip()

@@ -204,13 +204,30 @@ def test_public_functions_and_classes_are_documented() -> None:
 
 
 def test_docstrings_open_with_an_imperative_or_a_noun() -> None:
-    riddle = re.compile(r"(What|Of|Who|Whose|The same|See the class|That|Those|These)\b")
+    riddle = re.compile(r"(What|Of|Who|Whose|Whether|How|Which|The same|See the class|That|Those|These)\b")
+    relative = re.compile(r"(What|Of|Who|Whose|Whether)\b")  # in tests
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    files = [*PYTHON, ROOT / "moecomm" / "_native.pyi", ROOT / "setup.py", *(ROOT / "docs").rglob("*.py")]
     found = {
         f"{name}: {doc.splitlines()[0]}"
-        for name, path in zip(names(PACKAGE), PACKAGE, strict=True)
+        for name, path in zip(names(files), files, strict=True)
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, documented) and riddle.match(doc := ast.get_docstring(node) or "")
+        if isinstance(node, documented)
+        and (relative if path.is_relative_to(ROOT / "tests") else riddle).match(doc := ast.get_docstring(node) or "")
+    }
+    assert found == set()
+
+
+def test_comments_open_with_an_imperative_or_a_noun() -> None:
+    """The first of the lines of a comment, where it stands alone."""
+    opening = re.compile(r"(?:\A|^(?!\s*(?:#|//)).*\n)\s*(?:#|//) ((?:What|Of|Who|Whose|Whether)\b.*)", re.MULTILINE)
+    kinds = (".h", ".cpp", ".cuh", ".cu")
+    files = [*PYTHON, *NATIVE, ROOT / "pyproject.toml", ROOT / "setup.py", ROOT / ".ci" / "run"]
+    files += sorted(path for path in (ROOT / "tests").rglob("*") if path.suffix in kinds)
+    found = {
+        f"{name}: {comment}"
+        for name, path in zip(names(files), files, strict=True)
+        for comment in opening.findall(path.read_text())
     }
     assert found == set()
 

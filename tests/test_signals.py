@@ -29,7 +29,7 @@ SOON_S = 0.5  # a handler runs 20 ms after its signal; the cores may be busy
 
 
 class Stopped(Exception):
-    """What a service raises in its handler of SIGTERM."""
+    """The exception that a service raises in its handler of SIGTERM."""
 
 
 def call(**options: Any) -> dict[str, Any]:

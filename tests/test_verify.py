@@ -76,7 +76,7 @@ def test_rounds_that_are_not_sampled_are_not_verified() -> None:
 
 
 def test_samples_are_of_every_layer() -> None:
-    """Whatever the number of layers, each has its rounds verified, as often as the others."""
+    """Each layer has its rounds verified as often as the others, whatever the number of layers."""
     for every, layers in ((100, 4), (10, 5), (7, 7)):
         sampling = Sampling(every)
         due = [number % layers for number in range(every * 1000) if sampling.due("dispatch", False)]

@@ -97,9 +97,10 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
         .def_readonly("columns", &WindowLayout::columns)
         .def_readonly("num_tagged_words", &WindowLayout::num_tagged_words);
     m.def("window_layout", &window_layout, py::arg("shape"), "The layout of a window of this shape.");
-    m.def("takes_weights", &takes_weights, py::arg("shape"), "Whether source ranks may give a combine routing weights of their own.");
+    m.def("takes_weights", &takes_weights, py::arg("shape"),
+          "Return whether source ranks may give a combine routing weights of their own.");
     m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"),
-          "Whether rows of a rank with so many tokens reach other domains without a forwarder.");
+          "Return whether rows of a rank with so many tokens reach other domains without a forwarder.");
     m.def("received_token_bytes", &received_token_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"),
           "Bytes of a token in the receive buffer of another domain.");
 }
@@ -117,7 +118,7 @@ void bind_context(py::module_& m) {
         .def_readwrite("window", &Context::window)
         .def_readwrite("rank", &Context::rank)
         .def("set_shape", &set_shape, py::arg("shape"), "Set `shape`, and `window` to its layout.")
-        .def("in_heap", &in_heap, py::arg("address"), "Whether the address is in the heap of this rank's window.");
+        .def("in_heap", &in_heap, py::arg("address"), "Return whether the address is in the heap of this rank's window.");
     bind_struct<Route>(m, "Route", "Route of csrc/protocol/args.h.")
         .def_readwrite("token_rows", &Route::token_rows)
         .def_readwrite("token_owner", &Route::token_owner)

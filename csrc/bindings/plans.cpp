@@ -218,7 +218,7 @@ void bind_plans(py::module_& m) {
             require(first.get() != nullptr && second.get() != nullptr && first.readable() && second.readable());
             return share_memory(*first.get(), *second.get());
         },
-        py::arg("a"), py::arg("b"), "Whether two tensors of contiguous rows have bytes in common.");
+        py::arg("a"), py::arg("b"), "Return whether two tensors of contiguous rows have bytes in common.");
     m.def(
         "shares_tables",
         [](const DispatchArgs& dispatch, py::handle tensor) {
@@ -227,7 +227,7 @@ void bind_plans(py::module_& m) {
             return shares_tables(dispatch, *argument.get());
         },
         py::arg("dispatch"), py::arg("tensor"),
-        "Whether a tensor of contiguous rows has bytes in common with the tables or row weights of a dispatch.");
+        "Return whether a tensor of contiguous rows has bytes in common with the tables or row weights of a dispatch.");
 }
 
 }  // namespace moecomm::bindings

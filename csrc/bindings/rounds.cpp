@@ -236,7 +236,7 @@ Raises:
     RuntimeError: with the driver's name of the error, or there is no driver.)");
     m.def("cuda_context", &cuda_context, "The calling thread's current CUcontext; 0: none.  RuntimeError as cuda_launch.");
     m.def("cuda_capturing", &cuda_capturing, py::arg("stream"),
-          "Whether the stream is being captured into a graph.  RuntimeError as cuda_launch.");
+          "Return whether the stream is being captured into a graph.  RuntimeError as cuda_launch.");
     m.def("cuda_missing", &cuda_missing, py::call_guard<py::gil_scoped_release>(),
           "Empty if there is a GPU to use, else a sentence that names the first thing missing.  Initializes the driver.");
 }

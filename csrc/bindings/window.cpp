@@ -134,7 +134,7 @@ Raises ValueError for numbers that can't be, and in every call before all addres
         .def_readonly("ranks", &Window::ranks)
         .def_readonly("num_signals", &Window::num_signals)
         .def_property_readonly(
-            "address", [](const Window& w) { return reinterpret_cast<u64>(&w); }, "Of the struct itself.")
+            "address", [](const Window& w) { return reinterpret_cast<u64>(&w); }, "Address of the struct itself.")
         .def_property_readonly(
             "content", [](const Window& w) { return py::bytes(reinterpret_cast<const char*>(&w), sizeof w); }, "The bytes of the struct.");
     bind_calls(handle);

@@ -44,7 +44,7 @@ class RowChecks {
     // For tests: flip a bit of this row once, before it is hashed.  Of a row in place, in the first of the token's rows.
     void flip_later(const CorruptRow& row, i64 bit);
     void flip_now(const CorruptRow& row, const u8* bytes, i64 n);
-    // Whether the flip has been made.
+    // True once the flip has been made.
     bool flipped() const { return !flip_; }
 
   private:

@@ -37,7 +37,7 @@ def name(rank: int, token: int) -> str:
 
 
 def arrived(layout: str) -> Any:
-    """What a dispatch of CHOICES hands to rank 0."""
+    """Return what a dispatch of CHOICES hands to rank 0."""
     with LocalBuffers(2, hidden=8, num_experts=EXPERTS, topk=TOPK, max_tokens=3, device="cpu") as ranks:
         calls = [
             {"x": torch.zeros(3, 8, dtype=torch.bfloat16), "topk_idx": torch.tensor(ids), "layout": layout}

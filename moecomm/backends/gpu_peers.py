@@ -97,7 +97,7 @@ class GpuPeers:
 
     @property
     def ranks_of_gpu(self) -> int:
-        """How many ranks share this GPU."""
+        """Return the number of ranks that share this GPU."""
         return sum(place.gpu == self.places[self.rank].gpu for place in self.places)
 
     def owner(self, rank: int) -> object:

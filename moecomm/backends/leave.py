@@ -26,7 +26,7 @@ def tagged_words(last_round: int, words: int) -> bytes:
 
 
 def is_last(word: bytes, last_round: int) -> bool:
-    """Whether this is the first word of a rank that left after `last_round`."""
+    """Return whether this is the first word of a rank that left after `last_round`."""
     return word == tagged_words(last_round, _HEADER_WORDS)[:WORD]
 
 

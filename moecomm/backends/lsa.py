@@ -35,7 +35,7 @@ _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 
 _ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets in the pinned control memory
 
-# Of a window, for packets and the staging ring, which gets at least half.
+# Bytes of a window for packets and the staging ring, which gets at least half.
 _STAGING_BYTES = 62 << 20
 _DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put directly, of 64 ranks
 

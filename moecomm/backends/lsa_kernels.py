@@ -98,7 +98,7 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
 
 
 def is_multi_domain(shape: _native.Shape) -> bool:
-    """Whether there are several domains."""
+    """Return whether there are several domains."""
     return shape.domain_ranks not in (0, shape.ranks)
 
 
@@ -108,7 +108,7 @@ def _domains(shape: _native.Shape) -> dict[str, Any]:
 
 
 def comes_in_packets(args: _native.CombineArgs) -> bool:
-    """Whether the rows of this rank's tokens return in packets: rows of few tokens, without gradients.
+    """Return whether the rows of this rank's tokens return in packets: rows of few tokens, without gradients.
 
     The ranks that send them decide by the same rule, CombineCall::in_packets in csrc/combine/call.cuh.
     """
@@ -119,7 +119,7 @@ def comes_in_packets(args: _native.CombineArgs) -> bool:
 
 
 def reads_in_place(args: _native.CombineArgs) -> bool:
-    """Whether peers with many tokens read the rows of y in place: flat rows in this rank's window, without gradients.
+    """Return whether peers with many tokens read y in place: flat rows in this rank's window, without gradients.
 
     Rows of other layouts are added up first: over NVLink a row a (token, expert) is more bytes than a sum.
     """

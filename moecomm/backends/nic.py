@@ -1,4 +1,4 @@
-"""Whether this machine has a network card that GPUs can put through."""
+"""Search for a network card that GPUs can put through."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LINKS = ("InfiniBand", "Ethernet")  # the second is RoCE
 
 
 def has_rdma() -> bool:
-    """Whether there is a port that NCCL's InfiniBand transport, and so its GIN, would take.
+    """Return whether there is a port that NCCL's InfiniBand transport, and so its GIN, would take.
 
     What counts is an ACTIVE port whose link is InfiniBand or Ethernet.  A port that is down does not, nor one of EFA,
     whose link is neither.  Whether this process may open the device, in a container say, is not looked at.

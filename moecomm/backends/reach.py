@@ -77,7 +77,7 @@ class Reach:
 
     @property
     def puts(self) -> bool:
-        """Whether rounds put rows to ranks of other domains through a library."""
+        """Return whether rounds put rows to ranks of other domains through a library."""
         return self.transport != "lsa" and self.transport == self.shim
 
     def watch(self, abort_word: int) -> None:

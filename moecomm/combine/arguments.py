@@ -73,7 +73,7 @@ def check(
 
 
 def takes_weights(rounds: Rounds) -> bool:
-    """Whether a Buffer takes combine(topk_weights=).  The same on all its ranks."""
+    """Return whether a Buffer takes combine(topk_weights=).  The same on all its ranks."""
     return _native.takes_weights(rounds.session.context.shape)
 
 

@@ -68,7 +68,7 @@ class Plan:
     def kind_of(
         handle: Handle, y: torch.Tensor, out: Any, bias: Any, weight_grads: Any, topk_weights: Any
     ) -> tuple[bool, bool, bool, bool]:
-        """Whether y lies in this rank's window, and which tensors are given.  See core.plans.Plan."""
+        """Return whether y lies in this rank's window, and which tensors are given.  See core.plans.Plan."""
         try:
             in_window = handle.rounds.session.context.in_heap(y.data_ptr())
         except RuntimeError:  # a sparse tensor, say, which has no memory: the checks will name it

@@ -155,7 +155,7 @@ def _say_that_gradients_end() -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements have addresses.  Those of fake tensors and of transformations of torch have none."""
+    """Return whether the elements have addresses.  Those of fake tensors and of transformations of torch have none."""
     if isinstance(tensor, FakeTensor):
         return False
     try:

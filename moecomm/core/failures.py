@@ -32,7 +32,7 @@ _PHASES = {
 
 
 def round_failed(context: _native.Context) -> bool:
-    """Whether a round of this rank has failed or was aborted, so that none can follow.  Not for an invalid round."""
+    """Return whether a round of this rank failed or was aborted, so that none can follow; not for an invalid round."""
     record = _native.record(context.record)
     fatal = record is not None and record.code in (
         Failure.timeout,

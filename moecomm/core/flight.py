@@ -114,7 +114,7 @@ class FlightRecorder:
 
     @property
     def rejected(self) -> int:
-        """How many calls failed on this rank before they reached the others."""
+        """Number of calls that failed on this rank before they reached the others."""
         return self._tally.rejected
 
     @property

@@ -10,7 +10,7 @@ _MOST = (1 << 63) - 1
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is an int or one of numpy's.  True, 1.0, arrays and tensors are not."""
+    """Return whether it is an int or one of numpy's.  True, 1.0, arrays and tensors are not."""
     if isinstance(value, int):  # alone in graphs of torch.compile, where the rest can't be asked
         return not isinstance(value, bool)
     if hasattr(value, "__dlpack__"):

@@ -114,7 +114,7 @@ class Opening:
 
     @property
     def during(self) -> str:
-        """When this happens, as the end of a sentence."""
+        """Return the moment of this phase, as the end of a sentence."""
         return f"while the {self._kind} was opened" if self._call == "open" else f"during {self._call}()"
 
     def begin(self) -> None:

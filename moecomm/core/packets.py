@@ -27,7 +27,7 @@ class Packets(NamedTuple):
         return self.number * self.lines * LINE_BYTES
 
     def carry(self, num_tokens: int, topk: int, room: int) -> bool:
-        """Whether a rank with so many tokens sends them as packets.  `room` is Shape.packet_bytes."""
+        """Return whether a rank with so many tokens sends them as packets.  `room` is Shape.packet_bytes."""
         return room > 0 and num_tokens <= self.most_tokens(topk, room)
 
     def most_tokens(self, topk: int, room: int) -> int:
@@ -65,7 +65,7 @@ def of_combine(staged_bytes: int) -> Packets:
 
 @lru_cache(maxsize=256)  # a combine asks every time
 def fit_return_packets(staged_bytes: int, num_tokens: int, topk: int, room: int) -> bool:
-    """Whether the rows of so many tokens return in packets: `staged_bytes` each; `room` is Shape.packet_bytes."""
+    """Return whether rows of so many tokens return in packets: `staged_bytes` each; `room` is Shape.packet_bytes."""
     return of_combine(staged_bytes).carry(num_tokens, topk, room)
 
 

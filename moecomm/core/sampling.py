@@ -1,4 +1,4 @@
-"""Which rounds are verified."""
+"""Choice of the rounds that are verified."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Session(Protocol):
         ...
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+        """Return whether the current stream is being captured into a graph."""
         ...
 
     def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:

@@ -35,7 +35,7 @@ _WIRES = (None, "exact")
 _TRIPS = 3
 
 CAPACITY_FACTOR = 1.5
-# Of one round's rows.  So much is never too much: few tokens have room for the worst case whatever is expected.
+# Bytes of one round's rows.  So much is never too much: few tokens have room for the worst case whatever is expected.
 _ROOM = 512 << 20
 
 
@@ -173,7 +173,7 @@ class Settings:
 
     @property
     def is_multi_domain(self) -> bool:
-        """Whether there are several domains, in which few tokens travel directly and not in packets."""
+        """Return whether there are several domains, in which few tokens travel directly and not in packets."""
         return self.domain_ranks not in (None, self.ranks)
 
     def packet_bytes(self, backend: Backend) -> int:
@@ -224,7 +224,7 @@ class Settings:
         return self.hidden * self.dtype.itemsize, max(self.hidden // 4, 256)
 
     def local_experts(self, rank: int = 0) -> int:
-        """How many experts a rank has.  Rank 0 has the most."""
+        """Return the number of experts of a rank.  Rank 0 has the most."""
         return len(experts_of(rank, self.num_experts, self.ranks))
 
     def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None, *, rank: int = 0) -> int:

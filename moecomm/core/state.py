@@ -1,4 +1,4 @@
-"""Whether a Buffer can run another round: its failure, the call under way, and calls that failed on this rank alone."""
+"""State of a Buffer between rounds: its failure, the call under way, and calls that failed on this rank alone."""
 
 from __future__ import annotations
 
@@ -250,12 +250,12 @@ class RoundState:
 
     @property
     def closed(self) -> bool:
-        """Whether close() has been called."""
+        """Return whether close() has been called."""
         return not self._open
 
     @property
     def failed(self) -> bool:
-        """Whether a failed round is known to have ended the Buffer.  Does not look for a new failure."""
+        """Return whether a failed round is known to have ended the Buffer.  Does not look for a new failure."""
         return self._failure is not None
 
     def disown(self) -> None:

@@ -57,7 +57,7 @@ class Lookout:
         self._next = time.monotonic() + _INTERVAL_S
 
     def is_due(self) -> bool:
-        """Whether it is time to look."""
+        """Return whether it is time to look."""
         return bool(self._global_ranks) and time.monotonic() >= self._next
 
     def find(self, missing: Sequence[int]) -> tuple[int, dict[str, Any]] | None:

@@ -143,5 +143,5 @@ class ReleasableMemory:
 
     @property
     def released(self) -> bool:
-        """Whether release_memory() has given the memory of outputs back."""
+        """Return whether release_memory() has given the memory of outputs back."""
         return self.rounds.released

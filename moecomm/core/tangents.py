@@ -26,7 +26,7 @@ def refuse(operator: str, *tensors: Any) -> None:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether torch.func.vmap maps over it, at any level of its transforms."""
+    """Return whether torch.func.vmap maps over it, at any level of its transforms."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True
@@ -39,7 +39,7 @@ def _unsupported(operator: str) -> Unsupported:
 
 
 def _is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has a tangent, or a transformation of torch.func wants its gradient, at any level.
+    """Return whether the tensor has a tangent, or a transformation of torch.func wants its gradient, at any level.
 
     Under a transformation, all tensors made are wrapped.
     """

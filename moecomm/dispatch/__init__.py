@@ -265,7 +265,7 @@ def _drop(
 
 
 def is_of(routed: Routed, error: TooManyRows) -> bool:
-    """Whether an error is of this dispatch, and not of an earlier one that nobody has waited for."""
+    """Return whether an error is of this dispatch, and not of an earlier one that nobody has waited for."""
     args, plan = routed.handle.args, routed.plan
     sent = args.route.sent + 8 * routed.handle.rounds.num_ranks
     tag = window_tensor(routed.handle.block, sent, (1,), torch.int32, plan.device, plan.owner)

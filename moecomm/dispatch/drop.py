@@ -73,7 +73,7 @@ def _quota(settings: Settings, layout: Layout, alignment: int, max_rows: int | N
 
 
 def _of_entries(group: torch.Tensor, weights: torch.Tensor, groups: int, quota: int) -> torch.Tensor:
-    """Whether each entry is among the `quota` first of its group."""
+    """Return whether each entry is among the `quota` first of its group."""
     order = weights.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]
     sorted_group = group[order]
@@ -84,7 +84,7 @@ def _of_entries(group: torch.Tensor, weights: torch.Tensor, groups: int, quota: 
 
 
 def _of_tokens(owner: torch.Tensor, weights: torch.Tensor, ranks: int, quota: int) -> torch.Tensor:
-    """Whether each entry `[T, K]` belongs to one of the `quota` first tokens of its owner, by the sum of weights."""
+    """Return whether each entry `[T, K]` belongs to the `quota` first tokens of its owner, by the sum of weights."""
     tokens = len(owner)
     sums = torch.zeros(tokens, ranks + 1, device=owner.device).scatter_add_(1, owner, weights)
     wanted = torch.zeros(tokens, ranks + 1, dtype=torch.bool, device=owner.device).scatter_(1, owner, True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-# Of sm_90, by the lowest 12 bits of an instruction: those that go through the descriptor of memory (LD, LDG, ST, STG,
-# ATOM, RED, ATOMG), and those that load constants (LDC, ULDC); which ones, from bit 40 on, in words of 4 bytes.
+# Opcodes of sm_90, the lowest 12 bits of an instruction: those that go through the descriptor of memory (LD, LDG, ST,
+# STG, ATOM, RED, ATOMG), and those that load constants (LDC, ULDC); which ones, from bit 40 on, in words of 4 bytes.
 _OPCODE = (1 << 12) - 1
 _GO_THROUGH, _LOADS = {0x980, 0x981, 0x985, 0x986, 0x98A, 0x98E, 0x9A8}, {0xB82, 0xAB9}
 _CONSTANT, _DESCRIPTOR = 40, 0x208 // 4
@@ -14,7 +14,7 @@ _EXECUTABLE = 4
 
 
 def lacks_descriptor(cubin: bytes) -> bool:
-    """Whether code of a cubin for sm_90 uses the descriptor of memory accesses without loading it.
+    """Return whether code of a cubin for sm_90 uses the descriptor of memory accesses without loading it.
 
     ptxas of CUDA 13.0 has left that load out of kernels whose warps reallocate registers.  They then use the content of
     any register, which a GPU reports as an illegal instruction.  Which kernels are affected depends on every detail.

@@ -92,7 +92,7 @@ def build(source: str, transport: str, arch: str) -> tuple[bytes, str]:
 
 @lru_cache(maxsize=1)
 def _descriptor_is_known() -> bool:
-    """Whether moecomm.jit.cubin understands this compiler's code, tried on a kernel in which no load can be missing."""
+    """Return whether moecomm.jit.cubin understands the compiler's code, by a kernel in which no load can be missing."""
     return not lacks_descriptor(_compile(_core(), _PLAIN, "sm_90a")[0])
 
 

@@ -330,7 +330,7 @@ def moe(
 
 
 def _waits(name: str, overflow: Overflow | None) -> bool:
-    """Whether the host waits for the rows of a dispatch: None says so on CPUs, where the call waits anyway."""
+    """Return whether the host waits for the rows of a dispatch: None says so on CPUs, where the call waits anyway."""
     if torch.compiler.is_compiling():
         if overflow == "chunks":
             raise BadInput("overflow", "'chunks' in a graph", "'drop' or 'error': a graph does not wait")

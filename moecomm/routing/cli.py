@@ -148,5 +148,5 @@ def _show(found: Recorded, out: Console) -> None:
 def add_routing(commands: typer.Typer) -> None:
     """Add the commands to those of moecomm."""
     commands.add_typer(app, name="routing")
-    # What comes after PROGRAM is for the program, options too.
+    # Pass all words after PROGRAM to the program, options too.
     commands.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(record)

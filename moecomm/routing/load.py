@@ -1,4 +1,4 @@
-"""How evenly a routing loads experts and ranks."""
+"""Evenness with which a routing loads experts and ranks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ARCH = "90a"
-# Of NCCL 2.32; it can't say yet what has been sent, which shims.h promises.
+# Backends of NCCL 2.32 that stay off: EFA's cannot say yet what has been sent, which shims.h promises.
 _NO_EFA = ["-DNCCL_GIN_EFA_GDA_ENABLE=0"]
 _PROXY_ALONE = [*_NO_EFA, "-DNCCL_GIN_GDAKI_ENABLE=0", "-DNCCL_GIN_GPI_ENABLE=0"]
 # what is compiled, with which definitions, from whose headers, the oldest of them

@@ -1,4 +1,4 @@
-"""What arguments take beside what they are made for, and what that means.  All else is an error of moecomm's."""
+"""Values that arguments take beside those they are made for, and their meaning.  All else is an error of moecomm's."""
 
 from __future__ import annotations
 

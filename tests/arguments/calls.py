@@ -38,7 +38,7 @@ MODULES: dict[str, ModuleType] = {
     "compat": compat,
     "deep_ep": deep_ep,
 }
-# What moecomm makes and callers only pass on or read, and what its own processes call.
+# Objects that moecomm makes and callers only pass on or read, and functions that its own processes call.
 NOT_CALLED = {
     "moecomm.Handle",
     "moecomm.Routed",
@@ -206,7 +206,7 @@ def of_routing() -> dict[str, list[Call]]:
 
 
 def of_moecomm() -> dict[str, list[Call]]:
-    """Of all but compat."""
+    """Return calls of all but compat."""
     torch.manual_seed(0)
     made = moecomm.Buffer(**SIZES, backend="host", timeout_s=5)
     x, idx = torch.randn(T, H).to(BF16), torch.tensor([[0, 1], [2, 3], [1, -1], [3, 0]])
@@ -244,7 +244,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         return made.dispatch_begin(x, idx, weights)
 
     def end(routed: Any, **more: Any) -> Any:
-        """Of a dispatch that begins here, and ends here, whatever is given."""
+        """Begin a dispatch, and end it here, whatever is given."""
         begun = half()
         try:
             return made.dispatch_end(begun if routed is BEGUN else routed, **more)
@@ -493,7 +493,7 @@ def of_moecomm() -> dict[str, list[Call]]:
 
 
 def of_compat() -> dict[str, list[Call]]:
-    """Of moecomm.compat."""
+    """Return calls of moecomm.compat."""
     torch.manual_seed(0)
     group, hidden = Alone(), 128
     x, idx = torch.randn(T, hidden).to(BF16), torch.tensor([[0, 1], [2, 3], [1, -1], [3, 0]])

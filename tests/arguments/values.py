@@ -79,7 +79,7 @@ def _subclass(good: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(good, requires_grad=False)
 
 
-# Of a tensor that is right.
+# Changes of a tensor that is right.
 LIKE: dict[str, Callable[[torch.Tensor], Any]] = {
     "meta": lambda good: good.to("meta"),
     "sparse": lambda good: good.to_sparse(),

@@ -37,7 +37,7 @@ def install_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[FakeDr
 
 
 def run_ranks(ranks: int, body: Callable[[LocalRank], Any]) -> list[Any]:
-    """What body returned or raised on each rank; every rank is a thread named rank<n>."""
+    """Return what body returned or raised on each rank; every rank is a thread named rank<n>."""
     found: list[Any] = [None] * ranks
 
     def run(group: LocalRank) -> None:

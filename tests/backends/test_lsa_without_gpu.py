@@ -203,7 +203,7 @@ class Copies:
 
 
 class Pinned:
-    """Of a session: a record, an abort word, and mail."""
+    """Pinned memory of a session: a record, an abort word, and mail."""
 
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(4096)
@@ -294,7 +294,7 @@ def test_the_ring_is_whole_chunks_and_no_longer_than_the_tokens() -> None:
 
 
 class Event(int):
-    """Of the stream of that number; done when it has been asked often enough, or Ctrl-C comes first."""
+    """Event of the stream of that number; done when it has been asked often enough, or Ctrl-C comes first."""
 
     answers: ClassVar[list[bool]] = []
 

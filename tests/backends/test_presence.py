@@ -1,4 +1,4 @@
-"""Who leaves may wait for the others, and never longer than it said."""
+"""A rank that leaves may wait for the others, and never longer than it said."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.backends.conftest import run_ranks
 
 
 class Books:
-    """What the ranks have of NCCL, and what of it fails where."""
+    """Calls of the ranks to NCCL, and which of them fail where."""
 
     def __init__(self, version: str = "2.30.7", fails: tuple[str, int] = ("", -1)) -> None:
         self.version, self.fails = Version(version), fails

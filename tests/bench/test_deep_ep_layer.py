@@ -119,7 +119,7 @@ def test_the_command_measures_both_calls(tmp_path: Path) -> None:
 
 
 def result() -> dict[str, Any]:
-    """Of two ranks: one is slower on the device, the other has more to do on the host; host times of three calls."""
+    """Merge two ranks: one is slower on the device, the other has more to do on the host; host times of three calls."""
     about = {"tokens": 128, "what": "dispatch", "payload": "fp8", "variant": "handle"}
     first = {
         "us": {"native": [10.0, 12.0], "compat": [11.0, 15.0]},

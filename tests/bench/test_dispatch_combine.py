@@ -46,7 +46,7 @@ CASE = Case(
 
 
 def bench(tmp_path: Path, *words: str, start: tuple[str, ...] = ("-m", "moecomm.bench")) -> tuple[str, Any]:
-    """What the command prints, and the JSON that it writes."""
+    """Return what the command prints, and the JSON that it writes."""
     out = tmp_path / "found.json"
     done = subprocess.run(
         ["/usr/bin/env", f"PYTHONPATH={PACKAGES}", sys.executable, *start, *words, "--json", str(out)],
@@ -247,7 +247,7 @@ def test_skewed_routing_is_held_against_the_busiest_link(ranks: Ranks) -> None:
 
 
 def _pair_of_fp8(rank: int, group: Any) -> list[tuple[bool, bool, list[str]]]:
-    """Of each input: whether a pair in fp8 combines the rows that a dispatch in bf16 hands out, and what it calls."""
+    """Say of each input if a pair in fp8 combines the rows that a dispatch in bf16 hands out, and what it calls."""
     case = replace(CASE, ranks=2, layouts=["flat"], cold=True, inputs=3)
     found = []
     with Ours(case, group, torch.device("cpu"), 5) as ours:

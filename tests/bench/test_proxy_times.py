@@ -14,7 +14,7 @@ from moecomm.bench import latency, proxy_times, table
 
 
 def taken(scale: int = 1, **other: int) -> dict[str, int]:
-    """Of 10 puts + signals: 20 us each in the plugin, 5 of them in calls, 4 in the driver; then a word in 2."""
+    """Times of 10 puts + signals: 20 us each in the plugin, 5 of them in calls, 4 in the driver; then a word in 2."""
     times = {"until_ended_ns": 360_000, "busy_ns": 200_000, "posting_ns": 50_000, "driver_ns": 40_000}
     times |= {"polling_ns": 300_000, "writing_ns": 20_000, "since_ns": 500_000}
     numbers = {"clock_reads": 900, "operations": 20, "signals": 10, "bytes": 640, "ended": 20, "words": 10, "puts": 10}

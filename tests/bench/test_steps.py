@@ -85,7 +85,7 @@ def test_what_is_beside_experts_and_waits() -> None:
 
 
 def _order(rank: int, group: Any) -> list[Any]:
-    """What a step with delays calls on a rank, and whether the rows of a layer are dispatched by the next."""
+    """Return what a step with delays calls on a rank, and whether the next layer dispatches the rows of a layer."""
     case = replace(CASE, payloads=["fp8"])
     device = torch.device("cpu")
     made: list[Any] = []

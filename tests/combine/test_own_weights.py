@@ -54,8 +54,8 @@ def test_the_bits_of_a_dispatch_that_carried_them_over_domains(
     direct: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What others have of their tokens goes straight home to all ranks, to some, or to none: then by relays, through
-    several turns of their rings.
+    """Sums of other ranks go straight home to all ranks, to some, or to none: then by relays, through several turns of
+    their rings.
     """
     monkeypatch.setattr(host, "ring_tokens", lambda *_: 32)
     monkeypatch.setattr(host, "direct_bytes", lambda *_: 16 << 10)  # of TOKENS tokens, and of fewer than 150

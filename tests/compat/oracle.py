@@ -1,4 +1,4 @@
-"""What deep_ep's documentation says that its calls return, for all ranks at once, in loops over plain torch."""
+"""Results of deep_ep's calls by its documentation, for all ranks at once, in loops over plain torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def random_case(seed: int, *, ranks: int, hidden: int = 256, most: int = 12, top
 
 @dataclass
 class Normal:
-    """What one rank gets from get_dispatch_layout, dispatch and combine."""
+    """Results of get_dispatch_layout, dispatch and combine on one rank."""
 
     num_tokens_per_rank: torch.Tensor
     num_tokens_per_expert: torch.Tensor
@@ -116,7 +116,7 @@ def rows(case: Case, src: list[tuple[int, int]], of: list[torch.Tensor] | None =
 
 @dataclass
 class LowLatency:
-    """What one rank gets from low_latency_dispatch: for each local expert the rows it gets from each rank."""
+    """Result of low_latency_dispatch on one rank: for each local expert the rows it gets from each rank."""
 
     src: list[list[list[int]]]  # [expert][rank]: tokens
 
@@ -148,7 +148,7 @@ def cast_to_fp8(x: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch
 
 @dataclass
 class Expanded:
-    """What one rank gets from ElasticBuffer.dispatch(do_expand=True)."""
+    """Result of ElasticBuffer.dispatch(do_expand=True) on one rank."""
 
     rows: list[tuple[int, int, int] | None]  # source rank, token and k of each row; None: padding
     counts: list[int]  # of each local expert, without padding

@@ -1,4 +1,4 @@
-"""What can't be used raises moecomm's errors; what is not supported raises Unsupported and is in the table."""
+"""Arguments that can't be used raise moecomm's errors; those not supported raise Unsupported and are in the table."""
 
 from __future__ import annotations
 

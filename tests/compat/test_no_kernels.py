@@ -51,7 +51,7 @@ class Computed(TorchDispatchMode):
 
 
 def computed(call: Callable[[], Any]) -> list[str]:
-    """Of a call, once it has been made before."""
+    """Return the operations of a call, once it has been made before."""
     call()
     with Computed() as seen:
         call()
@@ -99,7 +99,7 @@ def test_low_latency_and_what_it_does_beside() -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What runs as one kernel of ours on a GPU, and as several operations on a CPU: told by its name, and not run."""
+    """Record by name, and do not run, what is one kernel of ours on a GPU and several operations on a CPU."""
     names: list[str] = []
 
     def stand_in(name: str, *made: Any) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ HYBRID = {
 CALLS = LEGACY | ELASTIC | HYBRID
 OURS = {  # what deep_ep does not have, after what it has
     "Buffer": "use_fabric=False",  # 1.2.1 forks had it
-    # What newer ones and forks have comes after ours, by name.
+    # Arguments of newer versions and forks come after ours, by name.
     "Buffer.low_latency_dispatch": "topk_weights=None use_nvfp4=False x_global_scale=None num_sms=None",
     "Buffer.low_latency_combine": "overlap=False src_signals=None src_signal_expect_value=None packed_recv_count=None"
     " comp_signal=None block_m=None threshold=None num_sms=None",

@@ -124,7 +124,7 @@ def test_rows_behind_the_capacity_are_dropped(ranks: Any) -> None:
 
 
 def _refused(rank: int, group: Any) -> list[str]:
-    """What is raised, in words; the last call on all ranks together."""
+    """Return what is raised, in words; the last call on all ranks together."""
 
     def words(call: Callable[[], Any]) -> str:
         with pytest.raises(moecomm.MoecommError) as raised:

@@ -1,4 +1,4 @@
-"""What torch.compile says of a Buffer's own calls."""
+"""Answers of torch.compile to a Buffer's own calls."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TIMEOUT_S = 1.0
 
 
 def left_behind() -> tuple[list[str], int, int]:
-    """What an opening could leave in this process: descriptors (a Watcher's thread has one), threads, windows."""
+    """List what an opening could leave in this process: descriptors (a Watcher's thread has one), threads, windows."""
     targets = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -322,7 +322,7 @@ OF_LAYER: dict[str, Any] = {"hidden": 64, "intermediate": 32, "num_experts": 4, 
 
 
 def without_a_group() -> list[str]:
-    """What a Buffer, a layer and a gathered state say of group=None."""
+    """Return what a Buffer, a layer and a gathered state say of group=None."""
     calls = (
         lambda: moecomm.Buffer(None, **SIZES),
         lambda: moecomm.Buffer(**SIZES),

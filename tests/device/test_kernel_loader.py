@@ -147,7 +147,7 @@ def test_a_kernel_that_can_not_reach_memory_is_not_loaded(looked_at: None, monke
 
 
 def test_code_that_nobody_knows_is_loaded(looked_at: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a compiler for which even a kernel that stores a word seems to lack what that takes."""
+    """Load code of a compiler for which even a kernel that stores a word seems to lack what that takes."""
     compiler = Compiler(3)
     compiler.plain = b"bad"
     monkeypatch.setattr(loader, "_compile", compiler)

@@ -62,7 +62,7 @@ def on_a_gpu(args: _native.DispatchArgs, layout: str) -> jit.KernelSpec:
 
 
 def plain_round(buffer: Buffer, sizes: dict[str, Any]) -> set[jit.KernelSpec]:
-    """What a dispatch and a combine without options launch."""
+    """Return what a dispatch and a combine without options launch."""
     x = torch.zeros(buffer.max_tokens, sizes["hidden"], dtype=buffer.dtype)
     routed = prepare_dispatch(buffer, x, torch.full((buffer.max_tokens, buffer.topk), -1))
     y = torch.empty(routed.handle.y_shape, dtype=buffer.dtype)
@@ -71,7 +71,7 @@ def plain_round(buffer: Buffer, sizes: dict[str, Any]) -> set[jit.KernelSpec]:
 
 
 def kernels_of_rank(case: Case, rank: int, buffer: Buffer) -> set[jit.KernelSpec]:
-    """What one rank launches in a case."""
+    """Return what one rank launches in a case."""
     call = dispatch_call(case, rank, buffer.device)
     handle = (routed := prepare_dispatch(buffer, **call)).handle
     specs = {on_a_gpu(routed.args, case.layout)}
@@ -93,7 +93,7 @@ def kernels_of_rank(case: Case, rank: int, buffer: Buffer) -> set[jit.KernelSpec
 
 
 def kernels_of(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpec]:
-    """What these cases and a plain round launch: prepared as for a GPU, on the CPU, and not run."""
+    """Return what these cases and a plain round launch: prepared as for a GPU, on the CPU, and not run."""
     virtual = sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG)
     room = test_virtual_ranks.packet_room(sizes) if virtual else packets.room
     with patch.object(host, "packet_bytes", room), LocalBuffers(**sizes, backend="host") as ranks:
@@ -116,7 +116,7 @@ def test_kernels_of_several_domains_put() -> None:
 
 
 def kind_of(s: jit.KernelSpec) -> tuple[Any, ...]:
-    """What branches of the source depend on, but for sizes and types."""
+    """Return what branches of the source depend on, but for sizes and types."""
     sent = (s.quantize, s.scale_bytes > 0, s.scale_columns, s.packets)
     return s.op, s.layout, s.part, *sent, s.wire, s.own_weights, s.in_place
 

@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^(?:<!-- needs (\w+) -->\n)?```(\w+)\n(.*?)^```$", re.DOTAL
 
 
 def here(needed: str) -> bool:
-    """Whether a block runs here.  Lines for a framework stand in a program of that framework, and are only compiled."""
+    """Return whether a block runs here.  Lines for a framework stand in a program of it, and are only compiled."""
     return not needed or (needed == "CUDA" and torch.cuda.is_available())
 
 

@@ -1,4 +1,4 @@
-// What kernels use of CUDA, for g++: every thread is a fiber (scheduler.cpp), and lanes meet in the operations of their warp.
+// The part of CUDA that kernels use, for g++: every thread is a fiber (scheduler.cpp), and lanes meet in the operations of their warp.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -39,7 +39,7 @@ struct Warp {
 struct Barrier {
     unsigned arrived, generation, any, result;
 };
-// Of one launch.
+// State of one launch.
 struct Launched {
     const Launched* before;  // in its stream; none: nullptr
     bool early;              // it begins when all blocks of that let it
@@ -70,7 +70,7 @@ extern Thread* emulator_thread;  // that is running
 void emulator_yield();
 void emulator_wait(const unsigned* word, unsigned least);
 void emulator_wait_change(const unsigned* word, unsigned was);
-// What crosses to another domain: puts in any order, an add after all before it on its way.
+// Traffic to another domain: puts in any order, an add after all before it on its way.
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes);
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount);
 }

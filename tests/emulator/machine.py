@@ -50,7 +50,7 @@ class Call:
 
     def __init__(self, args: Arguments, sizes: dict[str, int]) -> None:
         self.spec = dispatch_spec(args) if isinstance(args, _native.DispatchArgs) else combine_spec(args)
-        # What pybind11 has behind the head of an object is the address of its value.
+        # Behind the head of an object pybind11 has the address of its value.
         address = ctypes.c_void_p.from_address(id(args) + 16).value
         self.content = ctypes.string_at(address, sizes[self.spec.op])
         self.window, self.num_tokens = args.ctx.peers[args.ctx.rank], args.num_tokens

@@ -47,7 +47,7 @@ BODIES: dict[str, dict[str, str]] = {
         "narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;",
         "near_reciprocal": "return 1.0f / amax;",
     },
-    # What crosses to other domains comes late, in as bad an order as it may: see scheduler.cpp.
+    # Puts to other domains come late, in as bad an order as it may: see scheduler.cpp.
     "transport/puts.cuh": {
         "channels": "return 2;",
         "put": "if (lane_id() == 0) emulator::emulator_put(ctx.rank, peer, way, remote(peer, to), local<u8>(from), "

@@ -176,7 +176,7 @@ struct Launch {
     int early;  // 1: it begins when all blocks of that let it; 0: when that has ended
 };
 
-// What is on its way belongs to windows that go away.
+// Drop puts on their way: their windows go away.
 void emulator_forget() {
     for (const int lane : busy) orders[lane].clear();
     busy.clear();

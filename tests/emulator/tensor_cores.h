@@ -1,5 +1,5 @@
-// What the grouped GEMM uses of Hopper, for g++: tensor copies with swizzle, barriers that count bytes, products of a warpgroup, matrices
-// turned by a warp.  Addresses in shared memory are offsets in the block's.
+// The part of Hopper that the grouped GEMM uses, for g++: tensor copies with swizzle, barriers that count bytes, products of a warpgroup,
+// matrices turned by a warp.  Addresses in shared memory are offsets in the block's.
 #pragma once
 #include <algorithm>
 #include <array>

@@ -56,7 +56,7 @@ CASES = 2
 
 
 class Emulated:
-    """What a GPU runs, on CPUs: layers whose rows travel launch there, and the experts of Unfused."""
+    """Kernels of a GPU, on CPUs: layers whose rows travel launch there, and the experts of Unfused."""
 
     def __init__(self, rounds: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._rounds = rounds
@@ -103,7 +103,7 @@ class Emulated:
             mine.run_reduce()
 
     def dispatch(self, ranks: LocalBuffers, given: list[pipeline.Pipeline]) -> list[Routed]:
-        """Of row descriptors, which only kernels know."""
+        """Dispatch row descriptors, which only kernels know."""
         with self._monkeypatch.context() as patched:
             patched.setattr(local, "_native", SimpleNamespace(host_run_all=self._rounds.run_all))
             try:
@@ -209,7 +209,7 @@ def test_rows_that_are_here_already_are_copied_from_here(machine: Machine, monke
 def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of both products.  Both blocks take the same tiles all the same."""
+    """Check both products.  Both blocks take the same tiles all the same."""
     emulated = Emulated(machine, monkeypatch)
     monkeypatch.setattr(schedules, "schedule_of_both", lambda *about: FP8_SCHEDULES["64x5c2"])
     sizes = {"ranks": 2, "hidden": 528, "intermediate": 96, "num_experts": 4, "topk": 2, "max_tokens": 50}
@@ -226,8 +226,8 @@ def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
 def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
     why: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first rank: some blocks that should fetch are not there; or some rows, of the last tile, which one block
-    notices and another may send.  Where such a row goes has not been written, either.
+    """The first rank lacks some blocks that should fetch; or some rows, of the last tile, which one block notices and
+    another may send.  Where such a row goes has not been written, either.
     """
     emulated = Emulated(machine, monkeypatch)
     sizes = {"ranks": 2, "hidden": 32, "intermediate": 32, "num_experts": 8, "topk": 4, "max_tokens": 50}

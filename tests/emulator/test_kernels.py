@@ -290,7 +290,7 @@ def test_gradients_of_every_rank_are_added(way: str, machine: Machine, monkeypat
 def test_ranks_that_differ_about_weights_are_told(
     sizes: dict[str, int], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who gives none posts none: nobody waits for them."""
+    """A rank that gives no weights posts none: nobody waits for them."""
     monkeypatch.setattr(host, "packet_bytes", packets.room)
     with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
         calls = [{**tokens(rank, "expert"), "layout": "expert"} for rank in range(4)]

@@ -98,7 +98,7 @@ def test_a_run_of_tokens_is_one_put(layout: str, machine: Machine, monkeypatch: 
 
 
 def test_rows_much_smaller_than_their_places_go_one_by_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an FP8 dispatch, whose places have room for bfloat16; the sums of its combine fill theirs."""
+    """An FP8 dispatch has places with room for bfloat16; the sums of its combine fill theirs."""
     monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     dispatched, combined = counted(machine, monkeypatch, 2048, True, "flat")
     tokens = (WANTED[0].count("1"), WANTED[1].count("1"))

@@ -47,7 +47,7 @@ def ranks(most: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def told(rank: int) -> PublishedOffsets:
-    """Of a rank: nothing lies there, nothing looks there."""
+    """Return made-up offsets of a rank: nothing lies there, nothing looks there."""
     return PublishedOffsets(rows=1024 * (rank + 1), pitch=16 * (9 + rank), result_rows=(1 << 40) + (rank << 32))
 
 
@@ -96,7 +96,7 @@ def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_a_slip_for_every_entry(all_of_them: bool, dtype: torch.dtype, most: int, ranks: LocalBuffers) -> None:
-    """Of few tokens each block counts all, of many its own."""
+    """Each block counts all of few tokens, and its own of many."""
     tokens = (most, 1, most - 100) if all_of_them else (20, 0, 7)
     for _ in range(2):
         ids = [routing(count, rank, dtype) for rank, count in enumerate(tokens)]

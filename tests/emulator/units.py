@@ -28,7 +28,7 @@ def scheduler() -> ctypes.CDLL:
 
 
 class Units:
-    """Of a copy of csrc without PTX, which `write` makes; `head`: what every unit includes first, compiled once."""
+    """Units of a copy of csrc without PTX, which `write` makes; `head`: what all include first, compiled once."""
 
     def __init__(self, write: Callable[[Path, Path], None], head: str) -> None:
         scheduler()

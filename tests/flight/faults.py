@@ -18,7 +18,7 @@ import moecomm
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 12, "topk": 2, "max_tokens": 8, "backend": "host"}
 LAYOUTS = ("flat", "expert", "batched")
 CALLS = 40  # before the fault, at most
-# What the records must say of the rank.
+# Statements of the records about the rank.
 HOW = {
     "killed between calls": {"absent"},
     "killed at any moment": {"absent"},
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
     def random(cls, seed: int) -> Fault:
         choose = random.Random(seed)
         kind = list(HOW)[seed % len(HOW)]
-        # Of two ranks, nobody can say which of them made the other call.
+        # With two ranks, nobody can say which of them made the other call.
         ranks = choose.randint(3 if kind.startswith("another") else 2, 4)
         return cls(kind, ranks, choose.randrange(ranks), choose.randint(1, CALLS), seed)
 

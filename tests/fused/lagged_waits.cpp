@@ -1,4 +1,4 @@
-// Who waits for whom in the one launch of a layer (csrc/fused/expert_layer.cuh), with a thread a cluster: the order of its tiles, and what
+// Model of the waits in the one launch of a layer (csrc/fused/expert_layer.cuh), with a thread a cluster: the order of its tiles, and what
 // counts them, are those of csrc/fused.  Clusters begin in order, and no more than `resident` run at once.
 #include <atomic>
 #include <chrono>
@@ -112,7 +112,7 @@ struct Launch {
 
 }  // namespace
 
-// What went wrong: waits that did not end, rows that were used before they were there, tiles that were not made once.
+// Return the number of errors: waits that did not end, rows that were used before they were there, tiles that were not made once.
 extern "C" i32 launched_at_once(const Grouping* first, const Grouping* second, const i32* counts, i32 rows, i32 lag, i32 turn, i32 clusters,
                                 i32 fetchers, i32 together, i32 warps, i32 counted, i32 resident) {
     Launch launch(*first, *second, counts, rows, lag, turn, clusters, fetchers, together, warps, counted);

@@ -25,7 +25,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @pytest.mark.parametrize("name", ["at-work-h200-4", "at-work-fp8-h200-4"])
 def test_row_tiles_per_turns_are_about_the_best_that_were_measured(name: str) -> None:
-    """Of 8192 tokens on 4 GPUs: one by one and at work, together."""
+    """Measured with 8192 tokens on 4 GPUs: one by one and at work, together."""
     text = (Path(__file__).parents[2] / "bench" / "results" / f"{name}.json").read_text()
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for row in json.loads(text)["rows"]:
@@ -52,7 +52,7 @@ KINDS = {
     "128x4c1r": (FP8, True, 7168, BF16),
     "64x5c2": (FP8, False, 16, BF16),
 }
-# Of which the compiler has left something out.
+# Kernels from which the compiler has left something out.
 LACKED = {f"64x8c1, {hidden} columns": layer_kernel(BF16, True, SCHEDULES["64x8c1"], hidden) for hidden in (2880, 7168)}
 KERNELS = {
     name: layer_kernel(dtype, apart, (SCHEDULES | FP8_SCHEDULES)[name], hidden, out)

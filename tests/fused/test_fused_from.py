@@ -1,4 +1,4 @@
-"""What `fused` means: None beside what was measured, and the deprecated names."""
+"""Meaning of `fused`: None beside what was measured, and the deprecated names."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_by_the_buffer_and_its_weights(
 
 
 def test_by_the_rows_of_a_rank() -> None:
-    """Of two experts here, which have many rows each when a rank has few."""
+    """Two experts here, which have many rows each when a rank has few."""
     for weights, least in ((BF16, 128), (FP8, 256)):
         for tokens in (least, least - 1):
             buffer = cast(Any, buffer_of(MODELS["mixtral-8x7b"], 4, tokens))

@@ -29,7 +29,7 @@ SIZES: list[dict[str, Any]] = [
 
 
 def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What lies at an address."""
+    """Return the tensor that lies at an address."""
     nbytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
     memory = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
     return memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)

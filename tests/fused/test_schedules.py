@@ -68,7 +68,7 @@ FP8_MEASURED = [("gemm-fp8-rows-h200", 48), ("gemm-fp8-clusters-h200", 30), ("ge
 
 @pytest.mark.parametrize(("name", "count"), FP8_MEASURED)
 def test_what_is_chosen_of_fp8_was_the_fastest_or_near(name: str, count: int) -> None:
-    """Of all that were measured, forms that were left out, too.  The second file and the third have no tall tiles."""
+    """Compare with all measured forms, those left out, too.  The second file and the third have no tall tiles."""
     compared = 0
     for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
         us = {schedule: time for schedule, time in row["us"].items() if schedule != "apart"}

@@ -36,7 +36,7 @@ Running* running;
 
 uint8_t size_class(uint8_t count) { return static_cast<uint8_t>(count < 4 ? 1u << (count - 1) : count < 16 ? 8 : count < 128 ? 16 : 32); }
 
-// Whether it reached new code, or some code more often than any input before.
+// Run an input. Return true if it reached new code, or some code more often than any input before.
 bool run(const Bytes& input) {
     running->bytes = input.size();
     std::copy(input.begin(), input.end(), running->data);

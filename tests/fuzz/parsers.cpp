@@ -36,7 +36,7 @@ struct Pair {
     }
 };
 
-// What is there now; false: nothing will come any more.
+// Append all bytes that are there now; false: nothing will come any more.
 bool read_all(int socket, std::vector<uint8_t>& to) {
     uint8_t some[4096];
     for (;;) {
@@ -322,7 +322,7 @@ class Mails {
     Mailbox ours_, theirs_;
 };
 
-// What NCCL brings from a peer before there is a connection.
+// Parse the bytes that NCCL brings from a peer before there is a connection.
 void address(Input& input) {
     const Listener listener = listen_everywhere({});
     Address theirs = listener.address;

@@ -63,7 +63,7 @@ class Step:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What is run."""
+        """Return the command that is run."""
         return self.command or (*self.before, *PYTEST, "--gpu-cases", str(self.cases), *self.pytest)
 
     @property
@@ -78,7 +78,7 @@ def one(name: str, seconds: int, *pytest: str, random: bool = True) -> Step:
 
 
 def nvlink(name: str, kind: str) -> list[Step]:
-    """What every backend and kind of windows must pass."""
+    """Return the steps that every backend and kind of windows must pass."""
     lost = f"{NVLINK}_survivors_name_the_rank_and_go_on"
     return [
         Step(f"{name}.cases", 150, (f"{NVLINK}_random_cases_match_the_reference[{kind}-4]",), random=True),

@@ -25,7 +25,7 @@ from tests.device import test_kernels_of_gpu_tests as kernels
 
 
 def known(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpec]:
-    """What these cases launch.  No kernel depends on what is in a row."""
+    """Return what these cases launch.  No kernel depends on what is in a row."""
     torch.set_num_threads(1)
     torch.randn = lambda *shape, generator: torch.zeros(shape)  # type: ignore[assignment]
     return kernels.kernels_of(sizes, seeds)

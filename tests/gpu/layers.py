@@ -1,4 +1,4 @@
-"""What tests of experts on GPUs share: kernels compiled before they are wanted, and layers of several ranks."""
+"""Parts that tests of experts on GPUs share: kernels compiled before they are wanted, and layers of several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compile_all(kernels: Iterable[PlainKernel]) -> None:
 
 
 def checked(ranks: LocalBuffers, case: LayerCase, calls: list[dict[str, Any]]) -> list[Any]:
-    """What a layer gives on each rank, which is right."""
+    """Return what a layer gives on each rank, after a check of its values."""
     outs = ranks.moe(calls)
     ranks.check()
     for rank, out in enumerate(outs):

@@ -26,7 +26,7 @@ def words_of(rank: int) -> torch.Tensor:
 
 def _joins(rank: int, group: Any, kind: str) -> str:
     torch.cuda.set_device(rank)
-    # What moecomm tells NVSHMEM on one host without a NIC; whoever initialises it has to, and that is torch here.
+    # Settings of moecomm for NVSHMEM on one host without a NIC: torch initialises it here, so it must have them.
     os.environ.update(NVSHMEM_DISABLE_NVLS="1", NVSHMEM_REMOTE_TRANSPORT="none")
     symmetric.set_backend("NVSHMEM")
     symmetric.enable_symm_mem_for_group(group.group_name)

@@ -29,7 +29,7 @@ def _apart() -> None:
 
 
 def connections() -> dict[str, socket.socket]:
-    """Of this process, over 127.0.0.1."""
+    """Return connections of this process over 127.0.0.1."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

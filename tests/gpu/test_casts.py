@@ -1,4 +1,4 @@
-"""What a group of columns is multiplied with, and its scale, of every float there is: as divisions have it."""
+"""Factor and scale of a group of columns, of every float there is: as divisions have it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def counters(ranks: LocalBuffers) -> JobStats:
 @pytest.mark.parametrize("max_tokens", [24, 512])
 @pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
 def test_rows_are_those_of_the_routing(layout: Any, max_tokens: int) -> None:
-    """Of few tokens, which travel in packets, and in a Buffer for many."""
+    """Count few tokens, which travel in packets, and those in a Buffer for many."""
     with LocalBuffers(RANKS, **{**ON_GPU, "max_tokens": max_tokens}) as ranks:
         rows, experts = torch.zeros(RANKS, RANKS, dtype=torch.int64), 0
         for seed in range(3):

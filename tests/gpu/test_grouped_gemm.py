@@ -105,7 +105,7 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def bounds(case: Case, x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Of each expert's rows: what they are in double precision, and how far off they may be.
+    """Yield each expert's rows: their values in double precision, and how far off they may be.
 
     A sum of K products is one of K + K / 16 additions on tensor cores, each of which drops at most a unit in the last
     place of a float32 as large as all terms together.  silu changes at most 1.1 times as fast as what it is of; __expf

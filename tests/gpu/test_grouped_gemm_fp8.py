@@ -235,7 +235,7 @@ def test_a_graph_replays_with_the_counts_that_it_finds(name: str, casts: bool) -
 
 
 def test_two_gemms_after_each_other() -> None:
-    """What the first casts, the second takes, rows of no expert among it."""
+    """The second takes what the first casts, rows of no expert among it."""
     first = FIXED["apart"]
     x, w13, counts = inputs(first)
     inner = grouped_gemm(x, w13, counts, **first.how, quantize="fp8")

@@ -85,7 +85,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """What takes long to compile, into the cache, on all cores."""
+    """Compile kernels that take long into the cache, on all cores."""
     if not torch.cuda.is_available():
         return
     kernels: set[plain_kernel.PlainKernel] = set()

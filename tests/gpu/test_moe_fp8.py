@@ -52,7 +52,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """What takes long to compile, into the cache, on all cores."""
+    """Compile kernels that take long into the cache, on all cores."""
     if not torch.cuda.is_available():
         return
     kernels: set[plain_kernel.PlainKernel] = set()

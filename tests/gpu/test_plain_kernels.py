@@ -53,7 +53,7 @@ def weighted(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torc
 
 
 def check_ids(got: tuple[Any, Any], wanted: tuple[Any, Any], experts: int) -> None:
-    """Of a token with too many experts only the first id matters."""
+    """Compare ids: of a token with too many experts only the first one."""
     fine = wanted[0][:, 0] < experts
     assert torch.equal(got[0][:, 0], wanted[0][:, 0]) and torch.equal(got[0][fine], wanted[0][fine])
     assert (got[1] is None) == (wanted[1] is None)
@@ -61,7 +61,7 @@ def check_ids(got: tuple[Any, Any], wanted: tuple[Any, Any], experts: int) -> No
 
 
 def found(layout: str, most: int) -> Iterator[About]:
-    """What a dispatch says of its rows."""
+    """Yield what a dispatch says of its rows."""
     g = torch.Generator().manual_seed(3)
     for rows, groups, each, dtype in ((1, 1, 2, torch.int64), (most, 3, 4, torch.int32), (0, 2, 1, torch.int64)):
         shape = (groups, rows) if layout == "batched" else (rows,)
@@ -87,7 +87,7 @@ def gradients(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, tor
 def inside(
     dtype: torch.dtype, most: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]]:
-    """What SwiGLU experts have computed, for both ways that gate and up columns lie."""
+    """Yield what SwiGLU experts have computed, for both ways that gate and up columns lie."""
     g = torch.Generator().manual_seed(5)
     for rows, columns, width in ((1, 8, 8), (most, 520, 8), (most, 520, 520), (0, 8, 8)):
         both, grad = (torch.randn(rows, n * columns, generator=g).to(dtype) for n in (2, 1))

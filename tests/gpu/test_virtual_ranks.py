@@ -19,7 +19,7 @@ from moecomm.testing import LocalBuffers, check_case, random_case
 
 pytestmark = pytest.mark.gpu1
 
-# What the kernels see of a model's sizes, and odd ones.  The reference computes on the CPU: large sizes get few cases.
+# Sizes of models as kernels see them, and odd ones.  The reference computes on the CPU: large sizes get few cases.
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 40, "dtype": torch.float16},
     {"ranks": 2, "hidden": 8, "num_experts": 2, "topk": 1, "max_tokens": 17, "dtype": torch.bfloat16},
@@ -96,7 +96,7 @@ def random_seeds(sizes: dict[str, Any], cases: int, first: int = 0) -> range:
 
 
 def of_cases(sizes: dict[str, Any]) -> dict[str, Any]:
-    """What a case depends on."""
+    """Return the sizes that a case depends on."""
     return {name: size for name, size in sizes.items() if name != "domain_ranks"}
 
 

@@ -90,7 +90,7 @@ def _exact(rank: int, group: Any) -> list[str]:
 
 
 def test_the_layer_is_the_one_with_all_to_all_to_the_bit(ranks: Any) -> None:
-    """Of two experts a token: sums of two terms, and of rows in the same order, are the same in either order."""
+    """Two experts a token: sums of two terms, and of rows in the same order, are the same in either order."""
     assert ranks.run(4, _exact) == [[]] * 4
 
 
@@ -156,7 +156,7 @@ def _padded(rank: int, group: Any) -> tuple[Any, ...]:
     parallel(2)
     _, mine = pair({"moe_router_padding_for_quantization": True}, 2, limits=Limits(max_tokens=200))
     results(mine, rank, 1, torch.float32)
-    # What an earlier round has left in the window.
+    # Leftovers of an earlier round in the window.
     exchange = mine.token_dispatcher._comm_manager._exchange
     ids = torch.arange(400).view(200, 2) % EXPERTS
     exchange.route(torch.full((200, HIDDEN), torch.nan), ids, torch.full((200, 2), torch.nan), 1)
@@ -353,7 +353,7 @@ def test_layers_share_a_buffer_with_the_limits_that_were_given(ranks: Any) -> No
 
 
 def _fails_on_one_rank(rank: int, group: Any, step: str, before: int) -> tuple[str, str]:
-    """What rank 1 has caught, and what everybody's next call raised."""
+    """Return what rank 1 has caught, and what everybody's next call raised."""
     without_cuda()
     parallel(2)
     _, mine = pair({}, 2)
@@ -419,7 +419,7 @@ def _module_of(spec: Any) -> Any:
 
 
 def _params_of(spec: Any) -> dict[str, Any]:
-    """What a spec calls its module with, beside the submodules."""
+    """Return the arguments of a spec for its module, beside the submodules."""
     given = spec.keywords if isinstance(spec, functools.partial) else spec.params
     return {name: value for name, value in given.items() if name != "submodules"}
 

@@ -38,7 +38,7 @@ def capacity_of(config: Any, tokens: int) -> int:
 
 
 def by_expert(given: list[torch.Tensor], sort: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each expert: the rows that have a weight, and those; `sort`: in the order of their first columns."""
+    """Return each expert's rows that have a weight, and the weights; `sort`: in the order of their first columns."""
     rows, counts, probs = given
     found = []
     for x, weights in zip(rows.split(counts.tolist()), probs.split(counts.tolist()), strict=True):
@@ -82,7 +82,7 @@ def _against_theirs(rank: int, group: Any, name: str) -> list[float]:
         assert manager.token_probs is None and manager.dispatched_probs is None, "a graph of autograd hangs on them"
         ((buffer, room),) = manager._exchange._buffers.values()
         assert buffer.max_tokens >= 2 * tokens and room >= int(counts[0])
-        # What an earlier round has left in the window.
+        # Leftovers of an earlier round in the window.
         nan = torch.full((buffer.max_tokens, HIDDEN), torch.nan, dtype=dtype)
         ids = torch.full((len(nan), buffer.topk), -1)
         ids[:, 0] = torch.arange(len(nan)) % buffer.num_experts

@@ -19,7 +19,7 @@ OPTIONS: tuple[dict[str, Any], ...] = ({}, {"capacity_factor": math.inf}, {"dtyp
 
 
 def _same(rank: int, group: Any) -> list[list[bool]] | str:
-    """Whether outputs and gradients equal those without moecomm, by option."""
+    """Return whether outputs and gradients equal those without moecomm, by option."""
     from tests.integrations.torchtitan_stub import without_triton
 
     without_triton()

@@ -20,7 +20,7 @@ def run(gpu_ranks: Any, body: Any) -> dict[int, Any]:
 
 
 def _beside(rank: int, group: Any) -> list[bool]:
-    """What runs between finalize_async and its wait is on the stream that the combine is beside."""
+    """Work between finalize_async and its wait is on the stream that the combine is beside."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     sys.modules.update(stub.modules(stub.MicroBatches()))

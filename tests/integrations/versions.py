@@ -43,7 +43,7 @@ SELECTED = "installed or signatures or its_dispatcher or overrides or metadata o
 
 
 def check(framework: Framework, version: str) -> bool:
-    """Whether the tests pass beside this version."""
+    """Return whether the tests pass beside this version."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = f"{framework.package}=={version}"
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, wanted]

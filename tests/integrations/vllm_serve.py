@@ -82,7 +82,7 @@ def serve(folder: Path, rank: int, ranks: int, port: int) -> None:
 
 
 def written_by(folder: Path, ranks: int) -> list[bool]:
-    """Whether the tokens are there, by rank."""
+    """Return whether the tokens are there, by rank."""
     return [(folder / f"tokens.{ranks}.{rank}").exists() for rank in range(RANKS)]
 
 

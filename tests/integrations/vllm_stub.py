@@ -205,7 +205,7 @@ def batched_scales(scales, num_experts):
 
 
 def quant_config(**given: Any) -> SimpleNamespace:
-    """What prepare reads of FusedMoEQuantConfig."""
+    """Return the fields that prepare reads of FusedMoEQuantConfig."""
     settings = {
         "quant_dtype": None,
         "block_shape": None,
@@ -220,7 +220,7 @@ def quant_config(**given: Any) -> SimpleNamespace:
 
 
 class DeepEPHTAll2AllManager:
-    """Whose place is taken."""
+    """The class that moecomm's replaces."""
 
 
 class DeepEPLLAll2AllManager:

@@ -42,7 +42,7 @@ def compile_units(sources: Iterable[Path], csrc: Path, into: Path, standard: Pat
 
     def compile_one(source: Path) -> Path:
         target = into / f"{source.stem}.o"
-        # Of those that run between rounds no unit has the flags that the standard headers were compiled with.
+        # No unit that runs between rounds has the flags that the standard headers were compiled with.
         more = BETWEEN_ROUNDS.get(source.stem) or ("-include", str(standard))
         command = ["g++", *FLAGS, *flags, *more, f"-I{csrc}", "-MMD", "-c", str(source), "-o", str(target)]
         subprocess.run(command, check=True)
@@ -53,7 +53,7 @@ def compile_units(sources: Iterable[Path], csrc: Path, into: Path, standard: Pat
 
 
 def includes(unit: Path, header: Path) -> bool:
-    """Whether this object file was made with the header, directly or through others."""
+    """Return whether this object file was made with the header, directly or through others."""
     listed = unit.with_suffix(".d").read_text().replace("\\\n", " ").split()
     return any(Path(name).resolve() == header for name in listed)
 

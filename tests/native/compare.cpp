@@ -9,7 +9,7 @@ namespace moecomm::test {
 
 namespace {
 
-// What differed, or "".
+// Return the first difference, or "".
 std::string compare_bytes(const char* name, const u8* got, const std::vector<u8>& want) {
     for (size_t i = 0; i < want.size(); ++i)
         if (got[i] != want[i])
@@ -55,7 +55,7 @@ std::string compare_ranges(const std::vector<u32>& got, const std::vector<u32>& 
     return "";
 }
 
-// What the first half of a dispatch gives already.
+// Check the results that the first half of a dispatch gives already.
 std::string check_route(const ReceiveBuffer& l, const Routed& want, i32 rank) {
     const Arrived& a = want.arrived[rank];
     return first_of({

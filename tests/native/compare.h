@@ -9,7 +9,7 @@ namespace moecomm::test {
 
 using Expected = std::map<const Dispatched*, Routed>;  // filled as dispatches are checked
 
-// What `rank` got wrong in a step, or "".  The dispatch that a combine goes back to must have been checked before.
+// Return the first error of `rank` in a step, or "".  The dispatch that a combine goes back to must have been checked before.
 std::string check_step(Cluster& cluster, const Step& step, Expected& expected, i32 rank);
 
 std::string text(const FailureRecord& record);

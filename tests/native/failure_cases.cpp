@@ -63,7 +63,7 @@ u64* announce_as(Fixture& f, i32 from, Op op, u32 round, i32 tokens, u64 call) {
     return tagged_words;
 }
 
-// Of one word of rank 1's mail only what it said two rounds ago is there.
+// One word of rank 1's mail still has the value of two rounds ago.
 std::string word_missing(i32 word) {
     Fixture f(Layout::expert, kShort);
     DispatchArgs alone = f.dispatches[0];
@@ -194,7 +194,7 @@ std::string bad_id(Layout layout, i64 id) {
         f, {Failure::bad_input, Op::dispatch, Phase::header, 1, 1, Argument::topk_idx, f.scenario.shape.experts, id});
 }
 
-// Whoever does not know yet that a dispatch was void combines what it should have brought: nothing.
+// A rank that does not know yet that a dispatch was void combines what it should have brought: nothing.
 std::string combine_of_invalid() {
     Fixture f(Layout::expert);
     f.dispatches[2].call += 1;
@@ -356,7 +356,7 @@ std::string left_the_group() {
     for (i32 rank : {0, 2}) {
         const std::string problem = check_record(f.cluster.record(rank), {Failure::peer_lost, Op::dispatch, Phase::header, 1, 1}, rank);
         if (!problem.empty()) return problem;
-        // Whatever word a peer on a CPU waits for.
+        // All words that a peer on a CPU waits for.
         for (i32 w = 0; w < kHeaderWords + f.cluster.window.columns; ++w)
             if (signal_tag(f.word(rank, tagged_words_at(f.cluster.window, kRanks, round_tag(1), 1) + w * sizeof(u64))) != round_tag(1))
                 return "a word of mail is missing";

@@ -174,7 +174,7 @@ float rounded(Type wire, float sum) {
     return value_at(bytes, wire, 0);
 }
 
-// What the rows of a token at rank `p` add up to there, as it travels.
+// Return the sum of a token's rows at rank `p`, as it travels.
 float partial(const Shape& s, const Combined& c, const Routed& routed, i32 rank, i32 token, i32 p, i32 column) {
     const Dispatched& d = *c.routed;
     const Combined::Part& part = c.parts[p];

@@ -1,4 +1,4 @@
-// What the rounds must give, from the meaning of the operations alone: no counts, flags or staging.
+// Expected results of rounds, from the meaning of the operations alone: no counts, flags or staging.
 #pragma once
 #include <vector>
 

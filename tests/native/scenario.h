@@ -9,7 +9,7 @@
 
 namespace moecomm::test {
 
-// What one rank brings to a dispatch.
+// Input of one rank to a dispatch.
 struct Input {
     i32 tokens, chunk_tokens, workers;
     i64 x_stride, scales_stride;

@@ -34,7 +34,7 @@ def run(driver: Path, caught_by: str) -> Result:
 
 
 class Trials:
-    """What the driver says of mutants.  Most wait for a compiler or for a deadline: more are under way than there are
+    """Answers of the driver to mutants.  Most wait for a compiler or for a deadline: more are under way than there are
     cores.
     """
 
@@ -87,7 +87,7 @@ def test_edit_is_unique(mutant: Mutant) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("caught_by", ["failures", "domains failures"])
 def test_intact_passes(caught_by: str, trials: Trials) -> None:
-    """What runs into the deadline, with the one that mutants get, beside them."""
+    """Run code that meets the deadline, with the one that mutants get, beside them."""
     result = trials.result(caught_by)
     assert result.returncode == 0, result.stdout + result.stderr
 

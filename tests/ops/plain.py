@@ -28,14 +28,14 @@ def formula(
 
 
 def above_silu(magnitude: torch.Tensor) -> torch.Tensor:
-    """Of sums with terms of this magnitude: no less than what silu gives, with a slope no less than silu's (1.1 at
-    most), even where the sum is rounded (a slope of silu's slope is 0.5 at most).
+    """Bound silu of sums with terms of this magnitude: no less than what silu gives, with a slope no less than silu's
+    (1.1 at most), even where the sum is rounded (a slope of silu's slope is 0.5 at most).
     """
     return 1.1 * magnitude + 0.25 * magnitude.square()
 
 
 def seen_by(case: LayerCase) -> list[torch.Tensor]:
-    """What outputs are multiplied with before they are added up."""
+    """Return what outputs are multiplied with before they are added up."""
     g = torch.Generator().manual_seed(case.seed + 100)
     return [torch.randn(x.shape, generator=g).to(x.dtype) for x in case.x]
 
@@ -58,7 +58,7 @@ def grads_of(out: torch.Tensor, call: dict[str, Any], seen: torch.Tensor) -> dic
 
 
 def gradients(case: LayerCase, seen: list[torch.Tensor]) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Of the sum of out * seen, on each rank: name -> the gradient, and how far off it one of the dtype may be.
+    """Differentiate the sum of out * seen on each rank: name -> the gradient, and how far off one of the dtype may be.
 
     A value is a sum of products; with n roundings on the way to any of them it is off by n of the magnitude of all
     that is added up.  That magnitude is the same gradient of a layer without signs.

@@ -106,7 +106,7 @@ def test_a_copied_handle_is_still_of_its_dispatch() -> None:
 
 
 def test_backward_passes_in_another_order_are_told() -> None:
-    """Of two layers that are alike: each rank would else take the gradients of one for those of the other."""
+    """Two layers are alike: each rank would else take the gradients of one for those of the other."""
     c = case(2, seed=1)
 
     def body(group: Any) -> str:

@@ -30,7 +30,7 @@ def layer_of(seed: int, ranks: int, dtype: torch.dtype = torch.float32, **more: 
 
 
 def full_layer(seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any) -> LayerCase:
-    """Of one rank with all tokens and every option that may be None, ids of which some are -1."""
+    """Make a layer of one rank with all tokens and every option that may be None, ids of which some are -1."""
     case, g = layer_of(seed, 1, dtype, **more), torch.Generator().manual_seed(seed)
     tokens, hidden = SIZES["max_tokens"], SIZES["hidden"]
     case.x, case.bias = ([torch.randn(tokens, hidden, generator=g).to(dtype)] for _ in range(2))

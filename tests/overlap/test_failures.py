@@ -1,4 +1,4 @@
-"""What goes wrong: bad inputs, ranks that differ or are out of step, silent ranks, closed Workspaces."""
+"""Failures of operators: bad inputs, ranks that differ or are out of step, silent ranks, closed Workspaces."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def leaves(case: Case) -> list[str]:
 
 
 def seen(case: Case, rank: int, shape: torch.Size) -> torch.Tensor:
-    """What a rank's result is multiplied with: small integers.  matmul_all_reduce: the same on all ranks."""
+    """Return the factors of a rank's result: small integers.  matmul_all_reduce: the same on all ranks."""
     g = torch.Generator().manual_seed(0 if case.operator == "matmul_all_reduce" else rank)
     return torch.randint(-7, 8, shape, generator=g).to(case.dtype)
 

@@ -124,7 +124,7 @@ def test_whether_a_call_is_fused_is_compared() -> None:
 
 @pytest.mark.parametrize("dtype", sizes.TABLE_DTYPES)
 def test_bags_by_embedding_bag_are_those_of_sums(dtype: torch.dtype) -> None:
-    """Of integers whose sums have no rounding.  The path of GPUs, with indices of no row."""
+    """Add integers whose sums have no rounding.  The path of GPUs, with indices of no row."""
     for seed in range(30):
         given = random_case("embedding_all_to_all", 1, seed, dtype=dtype).given[0]
         tables, indices, offsets = given["tables"], given["indices"], given.get("offsets")

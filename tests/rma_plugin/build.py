@@ -17,7 +17,7 @@ TSAN = ("-O0", "-fsanitize=thread")
 ASAN = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 PARALLEL = min(4, os.cpu_count() or 1)
 PLUGIN = (*sorted((CSRC / "rma_plugin").glob("*.cpp")), CSRC / "runtime" / "fd_socket.cpp")
-# What the driver has in common with the plugin: checks, addresses and frames, for the rank that lies.
+# Sources that the driver shares with the plugin: checks, addresses and frames, for the rank that lies.
 SHARED = (
     "address",
     "crc32c",

@@ -36,7 +36,7 @@ def run_driver(
     times: str = "0",
     **options: object,
 ) -> str:
-    """What it printed.  It ends itself, and its ranks, after `seconds`; subprocess does after a few more."""
+    """Return what it printed.  It ends itself, and its ranks, after `seconds`; subprocess does after a few more."""
     seconds = int(str(options.setdefault("seconds", 30)))
     environment = {
         **os.environ,

@@ -70,7 +70,7 @@ class NoDescriptors {
 
 Hello hello_of_rank_1() { return {0x6d72616d, 0, 42, 2, 1, 0, kProtocolVersion, {}}; }
 
-// What is proved of a hello and a nonce, by the side that connects, 'c', or accepts, 'a'.
+// Return the proof of a hello and a nonce, by the side that connects, 'c', or accepts, 'a'.
 std::string proof_of(char side, const Hello& hello, const void* nonce) {
     std::string text(1, side);
     text.append(reinterpret_cast<const char*>(&hello), sizeof hello).append(static_cast<const char*>(nonce), 32);

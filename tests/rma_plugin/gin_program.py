@@ -41,7 +41,7 @@ def build(program: Path) -> None:
 
 
 def run(program: Path, ranks: int, how: str, way: str, lsa: int | None, timeout_s: float = 120) -> str:
-    """What it printed; raises if a rank failed."""
+    """Return what it printed; raise if a rank failed."""
     folder = nccl()
     libraries = [] if folder is None else [str(folder / "lib")]
     environment = {

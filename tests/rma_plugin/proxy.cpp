@@ -35,7 +35,7 @@ Proxy::Proxy(const Options& options, World& world, int rank)
     require(properties.netDeviceType == abi::kGinProxy && (queue & (queue - 1)) == 0 && queue >= options.queue, "properties");
     const int kinds = abi::kPtrHost | abi::kPtrCuda;
     require((properties.ptrSupport & kinds) == kinds && properties.vProps.ndevs == 1 && properties.vProps.devs[0] == 0, "properties");
-    // Who takes dma-bufs must have regMrSymDmaBuf.
+    // A plugin that takes dma-bufs must have regMrSymDmaBuf.
     require((properties.ptrSupport & abi::kPtrDmaBuf) == 0 || table.has_dma_buf(), "dma-bufs are taken, and by no function");
     for (Queue& one : queues_) one.states.resize(static_cast<size_t>(options.queue));
 }

@@ -1,4 +1,4 @@
-// What NCCL's GIN proxy does with a plugin (gin_host_proxy.cc), without NCCL: queues of operations for each context and peer, filled by the
+// Model of NCCL's GIN proxy (gin_host_proxy.cc) for a plugin, without NCCL: queues of operations for each context and peer, filled by the
 // test as a kernel would, and one thread that takes them, at most one for each peer in a turn, polls those under way, and calls
 // rmaProgress.
 #pragma once

@@ -22,7 +22,7 @@ struct Planned {
     bool increment, weak;
 };
 
-// What `source` does to `target` in one context in one epoch: both of them know.
+// Plan the operations of `source` on `target` in one context and epoch: both ranks know them.
 std::vector<Planned> plan(const Options& options, int epoch, int source, int target, int context) {
     Random random(options.seed * 1000003 + static_cast<uint64_t>(((epoch * 64 + source) * 64 + target) * 64 + context));
     std::vector<Planned> ops;

@@ -43,7 +43,7 @@ abi::Result Table::reg_mr(void* comm, void* data, size_t bytes, int type, uint64
     return call(&abi::RmaV14::regMrSym, &abi::RmaV16::regMrSym, comm, data, bytes, type, flags, region);
 }
 
-// What NCCL may hint at, in turn: nothing, and that requests may be put together.
+// Return the hints that NCCL may give, in turn: nothing, and that requests may be put together.
 uint32_t Table::hints() const { return asked_++ % 2; }
 
 abi::Result Table::put(void* rma, int context, uint64_t from, void* from_region, size_t bytes, uint64_t to, void* to_region, uint32_t rank,

@@ -73,7 +73,7 @@ def test_the_library_has_both_tables_its_own_functions_and_nothing_else() -> Non
 
 
 def test_nobody_is_lost_where_nobody_watches_or_all_are_there() -> None:
-    """What is told when somebody is, the failures of peers show."""
+    """The failures of peers show what is told when somebody is lost."""
     word = ctypes.c_uint32(0)
     assert rma_plugin.first_loss("a job") is None
     rma_plugin.watch("a job", ctypes.addressof(word))

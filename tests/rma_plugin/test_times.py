@@ -16,7 +16,7 @@ TABLE = "ncclRmaPlugin_v14"  # a name and 20 functions: init is the first, final
 
 
 def times(drive: Drive, way: str, memory: str, on: str) -> tuple[list[dict[str, int]], float]:
-    """Of each rank, and the seconds that all of it took."""
+    """Return the times of each rank, and the seconds that all of it took."""
     begin = time.monotonic()
     said = drive("random", way=way, memory=memory, ops=40, slice=100_000, times=on)
     outside = ("posted", "posted_signals", "posted_bytes", "issuing_ns", "calls_that_poll", "calling_ns")

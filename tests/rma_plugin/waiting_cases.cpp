@@ -1,4 +1,4 @@
-// What might wait, and must not hold up NCCL's thread; and signals that wait for longer than their memory is registered.
+// Calls that might wait, and must not hold up NCCL's thread; and signals that wait for longer than their memory is registered.
 #include "open.h"
 #include "rma_plugin/copies.h"
 #include "scenarios.h"

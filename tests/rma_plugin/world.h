@@ -59,7 +59,7 @@ class AsNcclThread {
   private:
     const bool cuda_;
 };
-// Of this process, with memory=cuda.
+// Copies of this process, with memory=cuda.
 void hold_copies(bool hold);  // while they are held none ends
 int open_copies();            // behind which an event has been recorded that has not ended
 int mapped_windows();

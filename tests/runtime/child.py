@@ -1,4 +1,4 @@
-"""What tests run in processes of their own.  A child loads the native module alone: it is ready in milliseconds.
+"""Programs of tests in processes of their own.  A child loads the native module alone: it is ready in milliseconds.
 
     python child.py <path of the native module> <function> <arguments as JSON>
 

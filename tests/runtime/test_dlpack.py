@@ -30,7 +30,7 @@ DTYPES = {
     torch.float8_e4m3fn: (E4M3, 8),
     torch.float8_e8m0fnu: (E8M0, 8),
 }
-# What is made of a block: torch's tensor, through a capsule or at once.
+# Ways to make torch's tensor of a block: through a capsule or at once.
 WAYS: dict[str, Callable[..., torch.Tensor]] = {
     "capsule": lambda block, *what: from_dlpack(block.tensor(*what)),
     "at once": lambda block, *what: block.torch_tensor(*what),

@@ -21,7 +21,7 @@ spec.loader.exec_module(_native)
 
 
 def with_driver(directory: Path, code: str, *flags: str) -> list[str]:
-    """What a fresh interpreter prints whose libcuda is the fake one."""
+    """Return what a fresh interpreter prints whose libcuda is the fake one."""
     library = directory / "libcuda.so.1"
     subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", *flags, str(FAKE), "-o", str(library)], check=True)
     done = subprocess.run(

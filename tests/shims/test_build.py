@@ -1,4 +1,4 @@
-"""What building a wheel leaves behind where a compiler or headers are missing, and what is said of it."""
+"""Files and messages of a wheel's build where a compiler or headers are missing."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_directory_that_was_tampered_with(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("installed", "wanted"),
     [
-        # What torch pins: nvcc, and all that it compiles with, must be of the release of nvJitLink.
+        # Torch pins nvJitLink: nvcc, and all that it compiles with, must be of its release.
         ({"nvidia-nvjitlink": "13.0.88"}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*' "),
         ({"nvidia-nvjitlink": "13.5.1"}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.5.*' "),
         ({}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.*' "),

@@ -35,7 +35,7 @@ def link(source: str, transport: str) -> tuple[cubin.Cubin, str]:
 
 
 def prototypes(prefix: str) -> dict[str, tuple[str, list[str]]]:
-    """What shims.h declares with names that begin so: the type of the result and those of the arguments."""
+    """Return what shims.h declares with names that begin so: the type of the result and those of the arguments."""
     text = re.sub(r"//.*", "", (HEADERS / "shims" / "shims.h").read_text())
     found = re.findall(rf"__device__ (\w+\*?) ({prefix}\w+)\(([^)]*)\)", text)
     return {
@@ -60,7 +60,7 @@ def calls_everything(functions: dict[str, tuple[str, list[str]]]) -> str:
 @pytest.mark.parametrize("transport", KERNELS)
 def test_a_kernel_that_puts_signals_and_waits(transport: str, directory: Path) -> None:
     found, _ = link((HERE / KERNELS[transport]).read_text(), transport)
-    # What runs is all there: printf is the driver's own, and NVSHMEM prints where a queue fails.
+    # Nothing is undefined: printf is the driver's own, and NVSHMEM prints where a queue fails.
     assert found.undefined == (set() if transport != "nvshmem" else {"vprintf"})
     assert "put_signal" in found.text and not any(name.startswith("moecomm_") for name in found.defined)
     # Nothing of ours traps, nor of NCCL; NVSHMEM's own functions, behind operations that we never ask for.

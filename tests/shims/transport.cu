@@ -1,4 +1,4 @@
-// Whatever a transport that puts offers, in the order of a round: room, a put, a signal behind it, the peer's signal, and the end of the
+// All calls of a transport that puts, in the order of a round: room, a put, a signal behind it, the peer's signal, and the end of the
 // put. Behind an include of the transport, and a definition of TRANSPORT.
 #include "device/wait.cuh"
 

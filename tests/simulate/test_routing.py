@@ -143,7 +143,7 @@ def test_limits() -> None:
 
 @pytest.mark.parametrize("name", ["ht-h200-4", "sweep-h200-4", "skew-h200-4"])
 def test_bytes_are_those_that_were_counted(name: str) -> None:
-    """Of measured rounds with 128 tokens or more; fewer are too random.  2 % allowed, 1.3 % seen."""
+    """Compare measured rounds with 128 tokens or more; fewer are too random.  2 % allowed, 1.3 % seen."""
     result = json.loads((RESULTS / f"{name}.json").read_text())
     case = result["case"]
     found = spread(Gate(case["experts"], case["topk"]), 1, case["ranks"], case["skew"])

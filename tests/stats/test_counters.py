@@ -181,7 +181,7 @@ def test_all_ranks_wait_for_the_one_that_is_late(phase: str) -> None:
 
 
 def rounds_begun(buffer: moecomm.Buffer) -> bool:
-    """Whether a rank has begun a round since its counters were reset; read beside that round."""
+    """Return whether a rank has begun a round since its counters were reset; read beside that round."""
     words = buffer.rounds.session.read_counters()
     assert words is not None
     return Stats.of_words(words, RANKS, 1, 0).rounds > 0

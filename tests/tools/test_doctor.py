@@ -126,7 +126,7 @@ class Machine:
         return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
 
     def _link(self, nvshmem: str, not_built: str, linker: tuple[int, int] | None) -> None:
-        """What moecomm.jit.linking finds."""
+        """Replace what moecomm.jit.linking finds."""
         headers = {"gin": "NCCL 2.30.7", "gin_proxy": "NCCL 2.30.7", "nvshmem": "NVSHMEM 3.4.5"}
         missing = {not_built: f"The {not_built} shim was not built."}
 

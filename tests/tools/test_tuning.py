@@ -175,7 +175,7 @@ CASE = Case(
 
 
 def rows(op: str, layout: str, tokens: int, times: dict[tuple[int, int], float]) -> list[dict[str, Any]]:
-    """Of one kind, by (chunk, blocks)."""
+    """Return rows of one kind, by (chunk, blocks)."""
     about = {"op": op, "layout": layout, "tokens": tokens}
     return [{**about, "chunk_tokens": chunk, "blocks": blocks, "us": us} for (chunk, blocks), us in times.items()]
 

@@ -98,7 +98,7 @@ def check(trace: dict[str, Any]) -> None:
 
 
 def nest(spans: list[tuple[float, float]]) -> bool:
-    """Whether of any two spans one contains the other, or they do not overlap.  To within a rounding, in us."""
+    """Return whether of any two spans one contains the other, or they do not overlap.  To within a rounding, in us."""
     outer: list[float] = []
     for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         while outer and outer[-1] <= begin + 1e-3:

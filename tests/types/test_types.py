@@ -1,4 +1,4 @@
-"""What mypy --strict says of programs that use moecomm."""
+"""Errors of mypy --strict in programs that use moecomm."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from moecomm.core.rendezvous import rendezvous
 
 
 class FakeSymmetricMemory:
-    """What Windows call of torch.distributed._symmetric_memory, between processes that share a folder.
+    """The calls of Windows to torch.distributed._symmetric_memory, between processes that share a folder.
 
     An allocation begins inside a block, at another offset on each rank, as in a memory pool of torch.
     """

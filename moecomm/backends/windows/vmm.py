@@ -197,7 +197,7 @@ def open_window(
 
 
 class Sharing(NamedTuple):
-    """How the ranks of a window get each other's memory."""
+    """Exchange of memory between the ranks of a window."""
 
     rank: int
     device: torch.device

@@ -389,7 +389,7 @@ def _not_here(name: str) -> Callable[..., Any]:
     return refuse
 
 
-# Of deep_ep's experiments: memory of others' entries, pipelines, and collectives.
+# Names of deep_ep's experiments: memory of others' entries, pipelines, and collectives.
 EXPERIMENTS = (
     *("get_engram_storage_size_hint", "engram_write", "engram_fetch"),
     *("get_pp_buffer_size_hint", "pp_set_config", "pp_send", "pp_recv"),

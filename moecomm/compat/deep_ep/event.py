@@ -13,7 +13,7 @@ from moecomm.errors import BadInput
 
 
 def uses_cuda() -> bool:
-    """Whether this process has used CUDA; asking does not start it."""
+    """Return whether this process has used CUDA; asking does not start it."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 

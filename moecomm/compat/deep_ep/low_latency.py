@@ -22,7 +22,7 @@ from moecomm.dispatch import Options, dispatch, dispatch_begin, outputs
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
 
-# Of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
+# Options of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
 _PLAIN = Options("batched")
 _FP8 = Options("batched", quantize="fp8", scale_layout="column")
 _ROUNDED = Options("batched", quantize="fp8", scale_format="ue8m0")

@@ -90,7 +90,7 @@ class Pool:
         return next((buffer for buffer in self._opened if buffer.rounds is handle.rounds), None)
 
     def is_filling(self, rounds: Rounds) -> bool:
-        """Whether no free piece of the window is as large as the reserve: the caller then copies what arrived.
+        """Return whether no free piece of the window is as large as the reserve: the caller then copies what arrived.
 
         A dispatch takes memory for its handle first and for its rows behind that.  A copy of the rows hence gives back
         the largest piece but for one handle, however the outputs that callers keep have cut up the window.
@@ -234,7 +234,7 @@ def ask_to_grow(
 
 
 def asks_to_grow(error: Mismatch) -> bool:
-    """Whether a rank, this one or another, has asked for a larger Buffer."""
+    """Return whether a rank, this one or another, has asked for a larger Buffer."""
     return error.field == GROW
 
 
