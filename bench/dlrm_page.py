@@ -255,8 +255,9 @@ hide."""
 FIT = """Terms of each group, fitted to `bench/results/overlap-*-h100-2.json` (two H100s, NVLink, cases of 128
 rows or more). `bags`: the fused kernel, by a fixed time, memory bandwidth, a time for each row, and the wire.
 Memory and wire work at the same time, for the fourth root of the sum of the fourth powers of their times.
-`torch_bags`: `embedding_bag`. `products`: cuBLAS. `all_to_all`, `all_reduce`: what NCCL adds to them, and torch's
-copy before an all-to-all. Not used: {left_out}."""
+`torch_bags`: `embedding_bag`. `products`: cuBLAS; after `burst_us` of arithmetic a kernel goes on at the share
+`sustained` of its speed, because the GPU is at its limit of power. `all_to_all`, `all_reduce`: what NCCL adds to
+them, and torch's copy before an all-to-all. Not used: {left_out}."""
 
 NOT_FOUND = (
     "Of the paper we know the GPUs (MI210), the simulator (ASTRA-Sim), 128 nodes of one GPU, and the savings. We could "

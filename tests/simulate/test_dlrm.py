@@ -40,20 +40,44 @@ def run(*words: str) -> str:
 
 
 def test_measured_rows_are_within_bounds() -> None:
-    """Worst error of each row, fitted and held out."""
+    """Worst error of the rows, fitted and held out, and the median.
+
+    Products: the worst row is that of 256 x 4096 x 7168, which has few tiles for the SMs;
+    it was measured at 30.0 us and at 31.4 us.  All-reduces: the worst row is that of
+    16 MiB, a difference of 400 and 308 us that was 76 us in one run and 93 us in the next, with the same NCCL.
+    """
     found = fit(RESULTS)
     bounds = {
-        "bags": (8, 0.03, 0.05),
-        "torch_bags": (8, 0.05, 0.10),
-        "products": (29, 0.12, 0.22),  # the one row of the smallest product is extrapolated to when held out
-        "all_to_all": (11, 0.05, 0.08),
-        "all_reduce": (8, 0.14, 0.18),
+        "bags": (8, 0.03, 0.05, 0.01),
+        "torch_bags": (8, 0.05, 0.10, 0.02),
+        "products": (29, 0.11, 0.14, 0.025),
+        "all_to_all": (11, 0.05, 0.08, 0.02),
+        "all_reduce": (8, 0.14, 0.18, 0.05),
     }
     assert [one["terms"] for one in found["errors"]] == list(bounds)
     for one in found["errors"]:
-        rows, worst, held_out = bounds[one["terms"]]
+        rows, worst, held_out, median = bounds[one["terms"]]
         assert one["rows"] == rows == sum(row["terms"] == one["terms"] for row in found["rows"])
         assert one["error"]["worst"] <= worst and one["held_out_error"]["worst"] <= held_out, one
+        assert one["error"]["median"] <= median, one
+
+
+def test_a_long_product_is_slower_at_the_limit_of_power(gpu: Gpu) -> None:
+    """The rate of each product that takes longer than a burst is lower than that of all large ones that do not."""
+    products = gpu.products
+    burst = products.burst_us * products.tflops * 1e6
+
+    def us(flops: float) -> float:
+        return products.work_us(flops, 0) - products.fixed_us
+
+    assert 0.8 < products.sustained < 0.95
+    assert us(burst) == pytest.approx(products.burst_us)
+    assert us(3 * burst) == pytest.approx(products.burst_us * (1 + 2 / products.sustained))
+    rows = [row for row in read(RESULTS, GPU, RANKS)[0] if row.product and row.product.rows >= 1024]
+    rates = [(row.us["alone"], row.product.flops / row.us["alone"]) for row in rows if row.product]
+    long = [rate for us, rate in rates if us > 2 * products.burst_us]
+    short = [rate for us, rate in rates if 100 < us < products.burst_us]
+    assert len(long) > 5 and len(short) > 5 and max(long) < min(short)
 
 
 def test_the_terms_of_the_package_are_those_of_the_results() -> None:

@@ -66,11 +66,21 @@ class TorchBags:
 
 @dataclass(frozen=True)
 class Products:
-    """cuBLAS, 16 bits: a launch, and the slower of arithmetic and bytes."""
+    """cuBLAS, 16 bits: a launch, and the slower of arithmetic and bytes.
+
+    Attributes:
+        fixed_us: a launch.
+        tflops: arithmetic before the GPU reaches its limit of power.
+        hbm_gbs: memory bandwidth.
+        sustained: share of `tflops` at that limit.
+        burst_us: arithmetic of one kernel before it.
+    """
 
     fixed_us: float
     tflops: float
     hbm_gbs: float
+    sustained: float
+    burst_us: float
 
     def us(self, product: Product) -> float:
         """Return the time of a product."""
@@ -78,7 +88,9 @@ class Products:
 
     def work_us(self, flops: float, moved: float) -> float:
         """Return the time of a kernel that computes so much and moves so many bytes."""
-        return self.fixed_us + together(flops / self.tflops / 1e6, moved / self.hbm_gbs / 1e3)
+        compute_us = flops / self.tflops / 1e6
+        compute_us += max(0.0, compute_us - self.burst_us) * (1 / self.sustained - 1)
+        return self.fixed_us + together(compute_us, moved / self.hbm_gbs / 1e3)
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,12 @@ class Gpu:
             self,
             bags=replace(bags, hbm_gbs=bags.hbm_gbs * memory, row_ns=bags.row_ns / memory),
             torch_bags=replace(torch_bags, hbm_gbs=torch_bags.hbm_gbs * memory),
-            products=replace(products, hbm_gbs=products.hbm_gbs * memory, tflops=products.tflops * arithmetic),
+            products=replace(
+                products,
+                hbm_gbs=products.hbm_gbs * memory,
+                tflops=products.tflops * arithmetic,
+                burst_us=products.burst_us / arithmetic,  # the same work
+            ),
             all_to_all=replace(self.all_to_all, copy_gbs=self.all_to_all.copy_gbs * memory),
         )
 
