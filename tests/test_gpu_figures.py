@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,14 +38,27 @@ def test_pieces_are_named_once_and_measured_by_commands_that_exist() -> None:
     assert max(piece.seconds for piece in PIECES) < 600
 
 
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that stands still but for 12.34 s of each command."""
+    now, run = [1000.0], figures._run
+
+    def timed(*given: Any, **more: Any) -> bool:
+        now[0] += 12.34
+        return run(*given, **more)
+
+    monkeypatch.setattr(figures, "_run", timed)
+    monkeypatch.setattr(figures, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+
 def test_what_has_no_time_left_waits_and_what_is_done_is_skipped(
-    pieces: Path, capsys: pytest.CaptureFixture[str]
+    pieces: Path, passing: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert figures.main(["--miniature", "--out", str(pieces), "--minutes", "1"]) == 0
     said = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert said[:3] == [["first", "ok"], ["second", "later"], ["third", "ok"]]
     found = json.loads((pieces / "first-cpu-2.json").read_text())
-    assert found["rows"] == [1] and found["what"] == "first-cpu-2" and found["conditions"]["seconds"] >= 0
+    assert found["rows"] == [1] and found["what"] == "first-cpu-2" and found["conditions"]["seconds"] == 12.3
     (pieces / "third-cpu-2.json").write_text(json.dumps({**found, "commit": "another"}))
     assert figures.main(["--miniature", "--out", str(pieces)]) == 0
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
