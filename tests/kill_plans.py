@@ -6,7 +6,8 @@ that are gone, and does that again.  Of the ranks that are killed at a time, the
 the new ones join: one of them, or of the others.
 
 Survivors must raise PeerLost, shrink, and make 100 rounds, whose rows and sums they compare with those of the tokens;
-so must all ranks after others have joined.  How soon is measured; medians must be below 1 s.
+so must all ranks after others have joined.  How soon is measured: no time may be near the deadline, and medians have
+bounds of their own (SOON_MS).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from .supervisor import Supervisor
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 24, "topk": 3, "max_tokens": 8, "backend": "host"}
 EXACT = 100  # rounds after each change of ranks
-SOON_MS = 1e3  # for a survivor to raise PeerLost and to shrink, and for ranks to go on with one that joins
+TIMEOUT_S = 20
+# Bounds of medians: of a survivor's PeerLost and shrink(), and of ranks that go on with one that joins.  At least four
+# times the medians of bench/results/kill-plans-cpu.json, and twice those of two cores with six busy processes beside.
+SOON_MS = {"noticed": 300, "shrink": 300, "grow": 700, "join": 1500}
 LATE_S, FIRST_S = 0.03, 0.005
 PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
@@ -104,9 +108,12 @@ class Found:
         self.ms: dict[str, list[float]] = {"noticed": [], "shrink": [], "grow": [], "join": []}
 
     def check_soon(self) -> None:
-        """Compare medians with the bound: on a machine under load a few calls take longer."""
+        """Compare times with the bounds.  Under load a few calls take long, but none that ends by a signal of a process
+        takes as long as one that waits for the deadline.
+        """
         for name, ms in self.ms.items():
-            assert not ms or statistics.median(ms) < SOON_MS, f"{name}: {ms}"
+            assert max(ms, default=0) < 1e3 * TIMEOUT_S / 2, f"{name}: {ms}"
+            assert not ms or statistics.median_low(ms) < SOON_MS[name], f"{name}: {ms}"
 
     def row(self) -> dict[str, Any]:
         return {
@@ -128,7 +135,7 @@ def check(folder: Path, seed: int, found: Found) -> None:
     """Run a plan in an empty folder and check what its processes have noted, adding it to what was found."""
     plan, draw = plan_of(seed), random.Random(seed)
     with Supervisor(folder, member_of, plan.ranks, draw) as job:
-        job.fill({**SIZES, "timeout_s": 20})
+        job.fill({**SIZES, "timeout_s": TIMEOUT_S})
         job.wait(lambda: job.full(EXACT))
         for step in plan.steps:
             for kills in step.kills:
@@ -153,7 +160,7 @@ def kill(job: Supervisor, kills: int, draw: random.Random) -> None:
 
 def join(job: Supervisor, joining: str, draw: random.Random) -> None:
     """Replace those that are gone, and perhaps kill one more meanwhile."""
-    old, new = job.members, job.fill({**SIZES, "timeout_s": 20})
+    old, new = job.members, job.fill({**SIZES, "timeout_s": TIMEOUT_S})
     if joining:
         job.wait(lambda: all(job.job.get("waits_for", one) for one in new))
         time.sleep(draw.uniform(0, LATE_S))
@@ -162,7 +169,7 @@ def join(job: Supervisor, joining: str, draw: random.Random) -> None:
         job.wait(lambda: job.full(EXACT) or len(job.alive) < job.ranks)
         if len(job.alive) == job.ranks:
             return
-        job.fill({**SIZES, "timeout_s": 20})
+        job.fill({**SIZES, "timeout_s": TIMEOUT_S})
 
 
 def check_events(job: Supervisor, process: int, found: Found, said: str) -> None:

@@ -59,6 +59,16 @@ def die_in_a_round(buffer: moecomm.Buffer, lost: tuple[int, ...] = ()) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_times_that_are_slow_or_near_the_deadline_are_found() -> None:
+    found = kill_plans.Found()
+    found.ms["noticed"] = [20.0, 30.0, 2000.0]
+    found.check_soon()  # one of them under load
+    for times in ([20.0, 350.0, 400.0], [20.0, 30.0, 10_500.0]):
+        found.ms["noticed"] = times
+        with pytest.raises(AssertionError, match="noticed"):
+            found.check_soon()
+
+
 @pytest.mark.parametrize("seed", [0, 1, 6, 9])
 def test_a_kill_plan(tmp_path: Path, seed: int) -> None:
     found = kill_plans.Found()
