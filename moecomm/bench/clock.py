@@ -25,12 +25,15 @@ class Timed:
         calls: the call on each of several inputs.
         graph: it can be captured.
         by_expert: it sends a row for each (token, expert); otherwise one for each (token, rank).
+        period: calls after which its buffers are those of the first call again. A graph has a multiple of them, and so
+            have the calls between two replays.
     """
 
     about: dict[str, Any]
     calls: Sequence[Call]
     graph: bool = True
     by_expert: bool = False
+    period: int = 1
 
 
 class Rotation:

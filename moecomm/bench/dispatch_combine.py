@@ -26,8 +26,8 @@ TIMES = ("us", "alone_us", "eager_us")
 def run(case: Case, limit_s: float = float("inf")) -> dict[str, Any] | None:
     """Measure a case on all ranks; None in a process that has nothing to report. `limit_s`: see on_ranks.
 
-    Returns {benchmark, case, backend, ceiling, ceiling_is, alone, memory, rows}: see `merge`. Raises BadInput,
-    RanksFailed.
+    Returns {benchmark, case, backend, libraries, ceiling, ceiling_is, alone, memory, rows}: see `merge`.
+    Raises BadInput, RanksFailed.
     """
     case.check()
     by_rank = on_ranks("moecomm.bench.dispatch_combine:run_rank", asdict(case), case.ranks, limit_s)
@@ -49,6 +49,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
                 opened.enter_context(singles)
                 found["alone"] = singles.about()
         peers = Peers(case, group, device, singles) if case.peers else None
+        found["libraries"] = peers.versions if peers else {}
         at_a_size = len(operations(case)) + (peers.count if peers else 0)
         raw = ceiling.ways_count(case.backend, torch.get_num_threads()) if case.ceiling and group.size() > 1 else 0
         step = opened.enter_context(progress(group, raw + len(case.tokens) * at_a_size))
@@ -91,6 +92,8 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     host_us_slowest, wire_bytes, busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or has `why` in place of
     figures. Bytes are means over ranks and inputs.
 
+    `libraries` has the versions of other libraries, if there are any beside torch's.
+
     - `us`: times of the slowest rank, in the mode of the case: an operation of many in a row.
     - `alone_us`, `eager_us` (if the case has single calls): {p50, p90, p99} of single calls (moecomm.bench.singles),
       and of operations that the host enqueues one by one, where `us` has those of a graph. `alone` of the result is
@@ -120,6 +123,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         "benchmark": "dispatch-combine",
         "case": replay.shown(case),
         "backend": by_rank[0]["backend"],
+        **({"libraries": known} if (known := by_rank[0].get("libraries")) else {}),
         "ceiling": limits,
         "ceiling_is": "reference" if beaten else "ceiling",
         **_alone([found["alone"] for found in by_rank if "alone" in found]),

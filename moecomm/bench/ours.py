@@ -242,6 +242,10 @@ class Ours:
             self._y[where] = [self.buffer.empty(handle).copy_(y) for handle, y in outside]
         return self._y[where]
 
+    def sms(self, op: Operation) -> int:
+        """Return the blocks (CPUs: threads) of an operation; for a pair, of its dispatch."""
+        return self._launched(op)["sms"]
+
     def _launched(self, op: Operation) -> dict[str, int]:
         """Return the blocks (CPUs: threads) and, except for combine, chunk_tokens; for a pair, of its dispatch."""
         if op.what == "combine":

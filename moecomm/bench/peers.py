@@ -11,17 +11,20 @@ import torch.distributed as dist
 
 from moecomm.bench import deep_ep, symm_mem
 from moecomm.bench.case import Case
-from moecomm.bench.clock import Clock, Rotation, Timed
+from moecomm.bench.clock import Call, Clock, Rotation, Timed
 from moecomm.bench.exchange import Collective
 from moecomm.bench.ours import Ours
 from moecomm.bench.ranks import Step, together
 from moecomm.bench.singles import Singles
-from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Unsupported
 
 
 class Peers:
-    """The libraries that can run here. Collective, as is every call."""
+    """The libraries that can run here. Collective, as is every call.
+
+    Attributes:
+        versions: of those that torch does not bring, by name.
+    """
 
     def __init__(
         self, case: Case, group: dist.ProcessGroup, device: torch.device, singles: Singles | None = None
@@ -30,10 +33,13 @@ class Peers:
         self._collective = Collective(case, group, device)
         self._ways: dict[str, Callable[[Ours], list[Timed]]] = {self._collective.name: self._collective.calls}
         self._failed: dict[str, str] = {}
-        if device.type == "cuda" and self._on_all(deep_ep.module() is not None):
-            self._ways |= deep_ep.DeepEP(case).ways()
-        elif deep_ep.DeepEP.name in case.others:
-            self._ways[deep_ep.DeepEP.name] = _no_deep_ep
+        self.versions: dict[str, str] = {}
+        module, why = together(group, deep_ep.module) if device.type == "cuda" else (None, f"not for {device.type}")
+        if module is not None:
+            self._ways |= deep_ep.DeepEP(case, module).ways()
+            self.versions[deep_ep.NAME] = str(module.__version__)
+        elif deep_ep.NAME in case.others:
+            self._ways[deep_ep.NAME] = partial(_absent, deep_ep.NAME, why)
         if symm_mem.NAME in case.others:
             self._ways[symm_mem.NAME] = lambda ours: symm_mem.SymmetricMemory(case).calls(ours)
 
@@ -78,22 +84,26 @@ class Peers:
 
     def _time(self, timed: Timed, ours: Ours) -> dict[str, Any]:
         graph = timed.graph and self._case.mode == "graph"
-        mode: dict[str, Any] = {"cold": self._case.cold, "chain": ours.clock.chain, "replays": self._case.replays}
+        chain = -(-ours.clock.chain // timed.period) * timed.period
+        mode: dict[str, Any] = {"cold": self._case.cold, "chain": chain, "replays": self._case.replays}
         clock = Clock(self._group, self._device, graph=graph, **mode)
         call = Rotation(timed.calls)
-        found: dict[str, Any] = {"us": clock(call), "host_us": clock.host_us(call)}
+        meet = partial(_repeat, call, timed.period)
+        found: dict[str, Any] = {"us": clock(call, meet), "host_us": clock.host_us(call)}
         if self._singles is not None:
             if self._case.mode == "graph":  # of one that can't be captured, `us` again
-                found["eager_us"] = Clock(self._group, self._device, graph=False, **mode)(call)
-            found["alone_us"] = self._singles(timed.calls, graph)
+                found["eager_us"] = Clock(self._group, self._device, graph=False, **mode)(call, meet)
+            found["alone_us"] = self._singles(timed.calls, graph, timed.period)
         return found
 
-    def _on_all(self, fine: bool) -> bool:
-        return all(data == b"\1" for data in rendezvous(self._group).all_gather(bytes([fine])))
+
+def _repeat(call: Call, times: int) -> None:
+    for _ in range(times):
+        call()
 
 
-def _no_deep_ep(ours: Ours) -> list[Timed]:
-    raise Unsupported(f"{deep_ep.DeepEP.name}: not installed, or not for {ours.buffer.device.type}")
+def _absent(name: str, why: str, ours: Ours) -> list[Timed]:
+    raise Unsupported(f"{name}: {why}")
 
 
 def bytes_of(case: Case, ours: Ours, timed: Timed) -> dict[str, float]:

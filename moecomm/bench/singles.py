@@ -40,17 +40,18 @@ class Singles:
     ) -> None:
         self._open.close()
 
-    def __call__(self, calls: Sequence[Call], graph: bool = True) -> list[float]:
+    def __call__(self, calls: Sequence[Call], graph: bool = True, period: int = 1) -> list[float]:
         """Return the microseconds of single calls on this rank.
 
         Args:
             calls: the operation on each of several inputs, which take equal shares of the calls.
             graph: capture each on GPUs; without, the host enqueues it while the start waits for other ranks.
+            period: see Timed; on GPUs the first calls of a period run before the caches are flushed.
         """
         times: list[float] = []
         for index, call in enumerate(calls):
             share = self._calls * (index + 1) // len(calls) - len(times)
-            times += self._on_device(call, share, graph) if self._start else self._on_host(call, share)
+            times += self._on_device(call, share, graph, period) if self._start else self._on_host(call, share)
         return times
 
     @property
@@ -75,11 +76,13 @@ class Singles:
             times.append((time.perf_counter() - begin) * 1e6)
         return times[1:]
 
-    def _on_device(self, call: Call, count: int, graph: bool) -> list[float]:
+    def _on_device(self, call: Call, count: int, graph: bool, period: int) -> list[float]:
         assert self._start is not None
         start = self._start
 
         def single() -> None:
+            for _ in range(period - 1):
+                call()
             self._filler.fill_(1)
             start.begin()
             call()

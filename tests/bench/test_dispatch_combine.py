@@ -208,9 +208,12 @@ def test_pairs_and_layouts_are_compared_with_their_parts() -> None:
         ceiling = [{"method": "st", "sms": 8, "bytes": 8000, "us": [1.0 * factor] * 4}]
         memory = [{"tokens": 5, "layout": "flat", "window": 10 * factor, "beyond_outputs": 1}]
         alone = {"calls": 4, "floor_us": [factor] * 4, "step_ns": int(32 * factor)}
-        return {"backend": "host", "ceiling": ceiling, "memory": memory, "rows": rows, "alone": alone}
+        libraries = {"deep_ep": "2.1"}
+        shown = {"backend": "host", "ceiling": ceiling, "memory": memory, "rows": rows, "alone": alone}
+        return {**shown, "libraries": libraries}
 
     found = dispatch_combine.merge(CASE, [rank(1.0), rank(2.0)])
+    assert found["libraries"] == {"deep_ep": "2.1"}
     assert found["ceiling"][0]["gbs"] == 4.0
     assert [row["us"]["p50"] for row in found["rows"]] == [4, 6, 8, 8, 6, 10]  # of the slower rank
     assert [row["host_us_slowest"] for row in found["rows"]] == [2, 3, 4, 4, 3, 5]

@@ -78,8 +78,10 @@ class Start:
         self.order.append("closed")
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_the_device_takes_the_time_of_nothing_but_the_call(monkeypatch: pytest.MonkeyPatch, graph: bool) -> None:
+@pytest.mark.parametrize(("graph", "period"), [(False, 1), (True, 1), (True, 3)])
+def test_the_device_takes_the_time_of_nothing_but_the_call(
+    monkeypatch: pytest.MonkeyPatch, graph: bool, period: int
+) -> None:
     captured = []
     monkeypatch.setattr(singles, "DeviceStart", Start)
     monkeypatch.setattr(singles, "captured", lambda call: (captured.append(call), call)[1])
@@ -89,8 +91,8 @@ def test_the_device_takes_the_time_of_nothing_but_the_call(monkeypatch: pytest.M
     with Singles(None, torch.device("cuda"), 4) as timer:
         order = timer._start.order
         timer._filler = type("Filler", (), {"fill_": lambda self, value: order.append("flush")})()
-        times = timer([lambda: order.append("a"), lambda: order.append("b")], graph)
-        one = ["flush", "begin", "a", "finish", "read"]
+        times = timer([lambda: order.append("a"), lambda: order.append("b")], graph, period)
+        one = [*["a"] * (period - 1), "flush", "begin", "a", "finish", "read"]
         assert order == one * (1 + 3 + 2) + [{"a": "b"}.get(word, word) for word in one * (1 + 3 + 2)]
         assert len(times) == 4 and len(captured) == 2 * graph
         assert timer.about()["floor_us"][0] > 0 and timer.about()["step_ns"] == 32

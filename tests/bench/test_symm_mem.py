@@ -113,7 +113,7 @@ def test_those_that_are_asked_for_and_absent_are_named(ranks: Ranks) -> None:
         assert found[:2] == [("gloo", "")] * 2
         whys = dict(found[2:])
         assert list(whys) == ["deep_ep", "torch-symm-mem"]
-        assert whys["deep_ep"] == "Unsupported: deep_ep: not installed, or not for cpu"
+        assert whys["deep_ep"] == "Unsupported: deep_ep: not for cpu"
         assert whys["torch-symm-mem"].startswith("Unsupported: torch-symm-mem: this torch")
 
 
