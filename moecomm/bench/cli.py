@@ -66,7 +66,10 @@ Singles = Annotated[
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Others = Annotated[
-    str, typer.Option(help="Libraries that are measured or named as absent: deep_ep, torch-symm-mem; several: a,b.")
+    str,
+    typer.Option(
+        help="Libraries that are measured or named as absent: deep_ep, torch-symm-mem, nccl_ep; several: a,b."
+    ),
 ]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import deep_ep, symm_mem
+from moecomm.bench import deep_ep, nccl_ep, nccl_ep_library, symm_mem
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Call, Clock, Rotation, Timed
 from moecomm.bench.exchange import Collective
@@ -42,6 +42,8 @@ class Peers:
             self._ways[deep_ep.NAME] = partial(_absent, deep_ep.NAME, why)
         if symm_mem.NAME in case.others:
             self._ways[symm_mem.NAME] = lambda ours: symm_mem.SymmetricMemory(case).calls(ours)
+        if nccl_ep_library.NAME in case.others:
+            self._ways |= nccl_ep.NcclEP(case).ways()
 
     @property
     def count(self) -> int:
