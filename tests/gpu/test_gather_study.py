@@ -27,14 +27,14 @@ TURNS = 3
 def test_virtual_ranks_compute_the_product(ranks: int) -> None:
     with windows(1, NBYTES, signals=2 * SIZE) as (alone, each):  # loads the kernels of the study
         study = Study(alone[0], SIZE)
-        each(lambda _: [make()() for make in study.calls(None).values()])
+        each(lambda _: [make()() for make in study.calls(None).values()], waiting=False)
     with windows(ranks, NBYTES, signals=2 * SIZE) as (opened, each):
         studies = [Study(window, SIZE) for window in opened]
         for study in studies:
             study.own.blocks //= ranks  # blocks of all ranks are resident at once
             study.executor._units //= ranks
         load(studies[0].executor, lambda _: studies[0].fused())
-        each(lambda window: (warm_allocator(), torch.mm(studies[window.rank].w, studies[window.rank].w)))
+        each(lambda window: (warm_allocator(), torch.mm(studies[window.rank].w, studies[window.rank].w)), waiting=False)
         for turn in range(TURNS):
             for number in studies[0].calls(None):
                 wanted = [study.fill_exactly(turn) for study in studies]

@@ -46,7 +46,7 @@ def test_virtual_ranks_get_the_bits_of_the_reference(ranks: int) -> None:
         executors = [GpuExecutor(window) for window in opened]
         for executor in executors:
             executor._units //= ranks  # blocks of all ranks are resident at once
-        each(lambda window: warm_allocator())
+        each(lambda window: warm_allocator(), waiting=False)
         for case in cases(ranks):
             load(executors[0], lambda executor, case=case: case.call(executor, *case.inputs(0, 0, "cuda")))
             for turn in range(TURNS):

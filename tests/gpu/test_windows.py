@@ -33,14 +33,17 @@ def load_kernels() -> None:
     moecomm.Window("self", 64, backend="lsa", timeout_s=60.0).close()
 
 
+def _allocations() -> int:
+    """Return how often torch has taken memory from the driver so far."""
+    return int(torch.cuda.memory_stats()["num_device_alloc"])
+
+
 @contextmanager
-def windows(
-    ranks: int, nbytes: int, **options: Any
-) -> Iterator[tuple[list[moecomm.Window], Callable[[Callable[[moecomm.Window], Any]], list[Any]]]]:
+def windows(ranks: int, nbytes: int, **options: Any) -> Iterator[tuple[list[moecomm.Window], Callable[..., list[Any]]]]:
     """Open Windows of virtual ranks; the function enqueues what a callable does with each, on a stream a rank.
 
-    All ranks share one GPU, so the callables must only enqueue: an allocation may wait for a kernel that waits for a
-    rank that is not enqueued yet.
+    All ranks share one GPU, so the callables must only enqueue: an allocation of device memory may wait for a kernel
+    that waits for a rank that is not enqueued yet.  `waiting=False`: of callables in which no rank waits.
     """
     given = {"backend": "lsa", "timeout_s": 10.0, **options}
     load_kernels()
@@ -49,13 +52,16 @@ def windows(
         assert isinstance(window, moecomm.Window), window
     streams = [torch.cuda.Stream() for _ in opened]
 
-    def each(enqueue: Callable[[moecomm.Window], Any]) -> list[Any]:
-        found = []
+    def each(enqueue: Callable[[moecomm.Window], Any], *, waiting: bool = True) -> list[Any]:
+        found, before = [], _allocations()
         for window, stream in zip(opened, streams, strict=True):
             stream.wait_stream(torch.cuda.default_stream())
             with torch.cuda.stream(stream):
                 found.append(enqueue(window))
         torch.cuda.synchronize()
+        assert not waiting or _allocations() == before, (
+            "an allocation may wait for a kernel that waits for a later rank"
+        )
         return found
 
     try:
