@@ -50,8 +50,9 @@ class Masks:
     def resume(self, last_round: int, masked: Collection[int]) -> None:
         """See Maskable."""
         own, layout, presence = self._own_window().address, self.context.window, self._peers.presence
-        for rank in range(self.context.shape.ranks) if presence is not None else ():
-            presence.ignore(rank, rank in masked)
+        if presence is not None:
+            for rank in range(self.context.shape.ranks):
+                presence.ignore(rank, rank in masked)
         self._write(own + layout.state, _native.resumed_state(last_round, sorted(masked)))
         self._write(own + layout.abort, bytes(4))
         _native.forget_failure(self.context)
