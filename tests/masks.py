@@ -124,10 +124,11 @@ def refuses_earlier_handles(twins: Twins, ranks: Sequence[int]) -> None:
     calls = [twins._call(buffer.rank, 0, 4) for buffer in twins.masked.buffers]
     routed = twins.masked.dispatch(calls)
     twins.mask(ranks)
-    left = [at for at, buffer in zip(routed, range(len(routed)), strict=True) if buffer not in ranks]
+    earlier = [{"y": at.x.clone(), "handle": at.handle} for rank, at in enumerate(routed) if rank not in ranks]
+    del routed, calls  # their room in the windows
 
     def combine() -> None:
-        twins.masked.combine([{"y": at.x, "handle": at.handle} for at in left])
+        twins.masked.combine(earlier)
         twins.masked.check()
 
     with pytest.raises(moecomm.BadInput, match="handle"):

@@ -34,7 +34,7 @@ def load(executor: GpuExecutor, call: Callable[[GpuExecutor], Any]) -> None:
 
 def warm_allocator() -> None:
     """Memory for the results of the current stream, so that no call allocates while a kernel waits for another rank."""
-    kept = [torch.empty(n << 10, dtype=torch.uint8, device="cuda") for n in (1 << 18, 1 << 16, 512, 512)]
+    kept = [torch.empty(n << 10, dtype=torch.uint8, device="cuda") for n in (1 << 18, 1 << 16, *[512] * 16)]
     del kept
 
 
