@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moecomm.bench import sources
+from moecomm.bench import beside, sources
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -99,9 +99,10 @@ README_LAYERS = {"moe-deepseek-v3-h200-4": (128, 4096), "moe-qwen3-235b-h200-4":
 
 def headlines() -> str:
     """Return the figures of README: rounds of moecomm and of other libraries, and a few expert layers."""
-    import times  # which imports this module
+    import head_to_head  # which import this module
+    import times
 
-    return "\n\n".join([*times.front(), *speeds(), *layers()])
+    return "\n\n".join([*head_to_head.front(), *times.front(), *speeds(), *layers()])
 
 
 def speeds() -> list[str]:
@@ -209,7 +210,8 @@ def is_sweep(found: dict[str, Any]) -> bool:
 def drawn() -> dict[Path, list[Path]]:
     """Return the pictures of bench/README.md, and the results that each is drawn from."""
     folder = ROOT / "bench" / "results"
-    of_pictures = {name: (name,) for name in names() if is_sweep(load(name))} | {"overlap-h100-2": OVERLAP}
+    alone = [name for name in names() if is_sweep(load(name)) or beside.has_peers(load(name))]
+    of_pictures = {name: (name,) for name in alone} | {"overlap-h100-2": OVERLAP}
     return {
         folder / f"{picture}.svg": [folder / f"{name}.json" for name in found] for picture, found in of_pictures.items()
     }

@@ -434,8 +434,9 @@ TOPICS = (
     ),
     Topic(
         "Against peers",
-        "NCCL: the same rows by all_to_all_single, in the same run.  `peers-alone-h200`: the table of the main README.",
-        ("peers-h200-2", "deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2", "passes-h200", PEERS),
+        "NCCL: the same rows by all_to_all_single, in the same run.  `peers-h100-2`, `peers-alone-h200`: tables of the "
+        "main README.\n\n![Dispatch and combine of moecomm and other libraries](results/peers-h100-2.svg)",
+        ("peers-h200-2", "peers-h100-2", "deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2", "passes-h200", PEERS),
         peers,
     ),
     Topic(

@@ -1,4 +1,4 @@
-// What a rank begins with after Buffer.mask() or Buffer.unmask().
+// State of a rank after Buffer.mask() or Buffer.unmask().
 #pragma once
 #include "layout.h"
 

@@ -25,7 +25,6 @@ from moecomm.bench.nccl_ep_library import (
     HIGH_THROUGHPUT,
     LOW_LATENCY,
     NAME,
-    RANK_MAJOR,
     WINDOWS_ONLY,
     CombineInputs,
     CombineOutputs,
@@ -50,7 +49,7 @@ class Mode:
     """An algorithm of NCCL EP and a layout of its rows.
 
     Attributes:
-        ours: the layout of moecomm with the same rows. Those of rank-major are the rows of flat in slots by rank.
+        ours: the layout of moecomm with the same rows.
         most_tokens: of a rank.
     """
 
@@ -80,7 +79,6 @@ class Mode:
 
 MODES = {
     f"{NAME} low-latency": Mode(LOW_LATENCY, EXPERT_MAJOR, "batched", 512),
-    f"{NAME} low-latency rank-major": Mode(LOW_LATENCY, RANK_MAJOR, "flat", 512),
     NAME: Mode(HIGH_THROUGHPUT, FLAT, "flat", 8192),
     f"{NAME} expert-major": Mode(HIGH_THROUGHPUT, EXPERT_MAJOR, "expert", 8192),
 }
@@ -220,16 +218,15 @@ class Round:
 
     Attributes:
         rows, scales: what each payload brings; combine returns the rows of bf16.
-        counts: rows that have arrived, by local expert; for rank-major by source rank.
+        counts: rows that have arrived, by local expert.
         out: the sums that combine brings home.
     """
 
     def __init__(self, group: Group, given: Input) -> None:
         self._group, self._mode, case = group, group.mode, group.case
         self._topk_idx, self._weights = Tensor.of(given.topk_idx), Tensor.of(given.topk_weights)
-        by_source = self._mode.layout == RANK_MAJOR
-        self.counts = group.tensor(case.ranks if by_source else case.experts // case.ranks, dtype=torch.int32)
-        self._info = LayoutInfo(**{"src_rank_counters" if by_source else "expert_counters": self.counts})
+        self.counts = group.tensor(case.experts // case.ranks, dtype=torch.int32)
+        self._info = LayoutInfo(expert_counters=self.counts)
         self._handle = group.handle(self._topk_idx, None if self._mode.low_latency else self._info)
         self.rows: dict[str, Tensor] = {}
         self.scales: dict[str, Tensor] = {}
@@ -256,9 +253,7 @@ class Round:
         return self.out
 
     def _dispatch_of(self, x: torch.Tensor) -> tuple[DispatchInputs, DispatchOutputs, DispatchConfig]:
-        # High throughput has windows alone; low-latency stores to windows only if rows go to a rank once.
-        direct = not self._mode.low_latency or self._mode.layout == RANK_MAJOR
-        self.rows["bf16"] = self._group.slots_of(x.shape[1], dtype=x.dtype, window=direct)
+        self.rows["bf16"] = self._group.slots_of(x.shape[1], dtype=x.dtype, window=not self._mode.low_latency)
         given = DispatchInputs(tokens=Tensor.of(x), **self._sent())
         return given, DispatchOutputs(tokens=self.rows["bf16"], **self._arriving()), DispatchConfig()
 

@@ -16,7 +16,7 @@ from moecomm.errors import Unsupported
 
 NAME = "nccl_ep"
 LOW_LATENCY, HIGH_THROUGHPUT = 0, 1  # ncclEpAlgorithm_t
-EXPERT_MAJOR, RANK_MAJOR, FLAT = 1, 2, 3  # ncclEpLayout_t
+EXPERT_MAJOR, FLAT = 1, 3  # ncclEpLayout_t; its rank-major rows were sometimes wrong on two H100s
 CAST_FORWARD, CAST_INSIDE = 1, 2  # ncclEpDispQuant_t: rows with their scales; DeepSeek's cast, of low-latency alone
 WINDOWS_ONLY = 2  # ncclEpZeroCopyMode_t: no staging buffers
 API_VERSION = 2

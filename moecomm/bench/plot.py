@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moecomm.bench import plot_domains, plot_gemms, plot_layers, plot_links, plot_operators, plot_times
+from moecomm.bench import (
+    beside,
+    plot_beside,
+    plot_domains,
+    plot_gemms,
+    plot_layers,
+    plot_links,
+    plot_operators,
+    plot_times,
+)
 from moecomm.bench.plot_axes import over_tokens, save
 from moecomm.bench.plot_looks import ROW_INCHES, finish
 from moecomm.errors import BadInput, Unsupported
@@ -75,6 +84,9 @@ def series(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]
 def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
     """Return the functions that draw the left and the right panel of each row."""
     if result["benchmark"] == "dispatch-combine":
+        if beside.has_peers(result):
+            few, many = result["case"]["tokens"][0], result["case"]["tokens"][-1]
+            return [tuple(partial(plot_beside.draw, result=result, tokens=tokens) for tokens in (few, many))]
         rows = [(_draw_times, _draw_bandwidths)]
         if plot_times.lines(result, "alone_us"):
             rows.append((plot_times.draw_alone, plot_times.draw_eager))

@@ -1,0 +1,66 @@
+"""The table and the plot of moecomm beside other libraries in the same run, at the top of the main README.
+
+It is made of the results that have such rows with calls alone, `peers-*`, whatever their machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from readme import ROUNDS, line, load, names, source, table, time_of
+from times import gpu
+
+from moecomm.bench import beside
+
+_OTHERS = ("DeepEP V1", "DeepEP V2", "NCCL EP")
+_COLUMNS = (
+    f"GPUs | tokens a rank | layout | operation | moecomm | {' | '.join(_OTHERS)} | fastest of these over moecomm"
+)
+
+
+def found() -> list[str]:
+    """Return the names of the results."""
+    return [name for name in names() if beside.has_peers(load(name))]
+
+
+def front() -> list[str]:
+    """Return paragraphs of the main README; none without a result."""
+    used = found()
+    if not used:
+        return []
+    head = (
+        "DeepSeek-V3, all libraries in the same run, each with the fastest of its settings. Times are of many calls in "
+        "a captured graph and, in parentheses, of one call alone with caches flushed; medians of the slowest rank:"
+    )
+    notes = (
+        "moecomm and the low-latency modes take bf16 and cast in the dispatch; the others take rows in FP8, and the "
+        "cast is not counted. `batched`: DeepEP V1 low latency and NCCL EP low latency, expert-major. NCCL EP's other "
+        "dispatches make their routing plan in each call, which is counted."
+    )
+    pictures = [f"![Dispatch and combine of moecomm and other libraries](bench/results/{name}.svg)" for name in used]
+    rows = [row for name in used for row in _rows(load(name))]
+    return [*pictures, head, table(_COLUMNS, rows), notes, f"{_versions(used)} {source(used)}"]
+
+
+def _rows(result: dict[str, Any]) -> list[str]:
+    lines = []
+    for one in beside.operations(result):
+        others = {name: best for name, best in one.best.items() if name in _OTHERS}
+        if not others:
+            continue
+        what = ", ".join(filter(None, (one.what, one.payload, one.variant)))
+        ratio = min(best.us for best in others.values()) / one.best["moecomm"].us
+        times = [_time(one.best.get(name)) for name in ("moecomm", *_OTHERS)]
+        where = f"{result['case']['ranks']} {gpu(result)}"
+        lines.append(line(result, ROUNDS, where, str(one.tokens), f"`{one.layout}`", what, *times, f"{ratio:.2f}"))
+    return lines
+
+
+def _time(best: beside.Best | None) -> str:
+    return "" if best is None else f"{time_of(best.us)} ({time_of(best.alone_us)})"
+
+
+def _versions(used: list[str]) -> str:
+    shown = {name: version for one in used for name, version in load(one)["libraries"].items()}
+    words = {"deep_ep": "DeepEP", "nccl_ep": "NCCL EP"}
+    return f"Versions: {', '.join(f'{words.get(name, name)} {version}' for name, version in shown.items())}."

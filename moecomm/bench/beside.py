@@ -1,0 +1,78 @@
+"""Operations of moecomm beside those of other libraries, of one result: the best setting of each library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+LIBRARIES = {  # by what their rows are called
+    "moecomm": "moecomm",
+    "deep_ep": "DeepEP V1",
+    "deep_ep low-latency": "DeepEP V1",
+    "deep_ep elastic": "DeepEP V2",
+    "nccl_ep": "NCCL EP",
+    "nccl_ep expert-major": "NCCL EP",
+    "nccl_ep low-latency": "NCCL EP",
+    "nccl": "all-to-all",
+}
+_WHAT = (("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", ""))
+_OURS = {"flat": ("y in the window", "y outside"), "expert": ("bf16 wire",), "batched": ("bf16 wire",)}  # of combine
+
+
+class Best(NamedTuple):
+    """The fastest setting of a library: microseconds in a graph, and of a call alone."""
+
+    us: float
+    alone_us: float
+
+
+class Operation(NamedTuple):
+    """An operation of one size in one layout.
+
+    Attributes:
+        variant: of moecomm's combine: where `y` lies, or the wire.
+        best: by library; those that lack it are not there.
+    """
+
+    tokens: int
+    layout: str
+    what: str
+    payload: str
+    variant: str
+    best: dict[str, Best]
+
+    @property
+    def ratio(self) -> float:
+        """Time in a graph of the fastest other library over that of moecomm."""
+        return min(best.us for name, best in self.best.items() if name != "moecomm") / self.best["moecomm"].us
+
+
+def has_peers(result: dict[str, Any]) -> bool:
+    """Return True if other libraries were measured beside moecomm in this result, with calls alone."""
+    return result.get("benchmark") == "dispatch-combine" and any(
+        LIBRARIES.get(row["who"], "moecomm") not in ("moecomm", "all-to-all") and "alone_us" in row
+        for row in result["rows"]
+    )
+
+
+def operations(result: dict[str, Any]) -> Iterator[Operation]:
+    """Yield the operations that moecomm and another library have."""
+    for tokens in result["case"]["tokens"]:
+        for layout in result["case"]["layouts"]:
+            for what, payload in _WHAT:
+                about = {"tokens": tokens, "layout": layout, "what": what, "payload": payload}
+                rows = [row for row in result["rows"] if "us" in row and about.items() <= row.items()]
+                for variant in _OURS[layout] if what == "combine" else ("",):
+                    best = _best(rows, variant)
+                    if len(best) > 1 and "moecomm" in best:
+                        yield Operation(**about, variant=variant, best=best)
+
+
+def _best(rows: Iterable[dict[str, Any]], variant: str) -> dict[str, Best]:
+    best: dict[str, Best] = {}
+    for row in rows:
+        name = LIBRARIES.get(row["who"])
+        if name is not None and (name != "moecomm" or row["variant"] == variant):
+            found = Best(row["us"]["p50"], row["alone_us"]["p50"])
+            best[name] = min(found, best.get(name, found))
+    return best
