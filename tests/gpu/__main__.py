@@ -114,6 +114,7 @@ PARTS: dict[str, list[Step]] = {
         one("capacity", 200, "tests/gpu/test_capacity.py", random=False),
         one("flight", 100, "tests/gpu/test_flight_record.py", random=False),
         one("routing", 60, "tests/gpu/test_routing.py", random=False),
+        one("masks", 200, "tests/gpu/test_masks.py", random=False),
     ],
     "moe": [
         one("gemm", 200, "tests/gpu/test_grouped_gemm.py"),
@@ -143,6 +144,7 @@ PARTS: dict[str, list[Step]] = {
     "nvlink": [
         *nvlink("vmm", "vmm"),
         *nvlink("nccl", "nccl"),
+        Step("masks2", 200, ("tests/gpu/test_masks.py", "-m", "gpu2"), gpus=2),
         Step("suspension2", 200, ("tests/gpu/test_suspension.py", "-m", "gpu2"), gpus=2),
         Step("capacity2", 200, ("tests/gpu/test_capacity.py", "-m", "gpu2"), gpus=2),
     ],

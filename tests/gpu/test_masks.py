@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from ..masks import LAYOUTS, Twins, refuses_earlier_handles
+import moecomm
+from moecomm.core.experts import experts_of
 
-pytestmark = [pytest.mark.gpu1, pytest.mark.timeout(200)]
+from ..conftest import Ranks
+from ..masks import LAYOUTS, Twins, refuses_earlier_handles
+from .kills import CALLS, kill_one, sums_of, tokens_of
+from .kills import SIZES as OF_KILLS
+
+pytestmark = pytest.mark.timeout(200)
 SIZES: list[dict[str, Any]] = [
     {"ranks": 4, "hidden": 1024, "num_experts": 14, "topk": 4, "max_tokens": 64},
     {"ranks": 4, "hidden": 1024, "num_experts": 16, "topk": 4, "max_tokens": 3000},
@@ -24,6 +32,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
     found.close()
 
 
+@pytest.mark.gpu1
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rounds_without_masked_ranks(twins: Twins, layout: str) -> None:
     tokens = twins.masked.buffers[0].max_tokens
@@ -36,6 +45,7 @@ def test_rounds_without_masked_ranks(twins: Twins, layout: str) -> None:
     twins.rounds(3, tokens, layout=layout)
 
 
+@pytest.mark.gpu1
 def test_layers_without_masked_ranks(twins: Twins) -> None:
     tokens = twins.masked.buffers[0].max_tokens
     twins.layers(0, tokens)
@@ -45,5 +55,50 @@ def test_layers_without_masked_ranks(twins: Twins) -> None:
     twins.layers(2, tokens)
 
 
+@pytest.mark.gpu1
 def test_handles_end_with_a_mask(twins: Twins) -> None:
     refuses_earlier_handles(twins, [3])
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("call", CALLS)
+def test_the_others_go_on_after_a_kill(gpu_ranks: Ranks, call: str) -> None:
+    times = kill_one(gpu_ranks, min(4, torch.cuda.device_count()), call, seed=0)
+    assert times[f"{call}_ms"] < 1000
+
+
+def _replays(rank: int, group: Any) -> tuple[int, ...]:
+    torch.cuda.set_device(rank)
+    buffer = moecomm.Buffer(group, **OF_KILLS, timeout_s=5, on_timeout="mask")
+    given = tokens_of(rank, buffer.device)
+    for _ in range(2):
+        routed = buffer.dispatch(**given)
+        buffer.combine(routed.x, routed.handle, wire="exact")
+    buffer.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routed = buffer.dispatch(**given)
+        out = buffer.combine(routed.x, routed.handle, wire="exact")
+
+    def replay(want: torch.Tensor) -> None:
+        graph.replay()
+        buffer.check()
+        assert torch.equal(out, want)
+
+    for _ in range(20):
+        replay(sums_of(given))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(moecomm.PeerLost, match="the next call works"):
+        replay(sums_of(given))
+    for _ in range(100):
+        replay(sums_of(given, experts_of(1, OF_KILLS["num_experts"], group.size())))
+    return buffer.masked
+
+
+@pytest.mark.gpu2
+def test_captured_graphs_follow_a_mask(gpu_ranks: Ranks) -> None:
+    count = min(4, torch.cuda.device_count())
+    gpu_ranks.start(count, _replays)
+    left = set(range(count)) - {1}
+    assert gpu_ranks.results(count - 1, timeout_s=100) == dict.fromkeys(left, (1,))

@@ -1,0 +1,123 @@
+"""python -m tests.gpu.kills KILLS [--json FILE]: killed processes of GPU ranks, and how soon the others go on.
+
+Rank 1 is killed at a random moment between its rounds, or in one.  The others raise PeerLost, then mask() it or
+shrink(), in turn, and make 100 exact rounds.  Times are of the slowest rank: those of mask() and
+shrink(), and of the first round after them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moecomm
+from moecomm.bench import results
+from moecomm.core.experts import experts_of
+
+from ..conftest import Ranks
+
+SIZES: dict[str, Any] = {"hidden": 1024, "num_experts": 8, "topk": 2, "max_tokens": 64}
+CALLS = ("mask", "shrink")
+EXACT, LATEST_S = 100, 0.05
+PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+
+
+def tokens_of(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tokens, ids and weights of which all sums are exact."""
+    g = torch.Generator().manual_seed(rank)
+    x = torch.randint(-8, 9, (64, SIZES["hidden"]), generator=g).bfloat16()
+    ids = torch.rand(64, SIZES["num_experts"], generator=g).argsort(dim=1)[:, : SIZES["topk"]]
+    weights = torch.randint(1, 9, ids.shape, generator=g) / 8
+    return {"x": x.to(device), "topk_idx": ids.to(device), "topk_weights": weights.to(device)}
+
+
+def sums_of(given: dict[str, torch.Tensor], gone: range = range(0)) -> torch.Tensor:
+    """What a round brings back where each expert returns its rows as they are, and some experts are not there."""
+    ids, weights = given["topk_idx"], given["topk_weights"]
+    there = (ids < gone.start) | (ids >= gone.stop)
+    return (given["x"].float() * (weights * there).sum(dim=1, keepdim=True)).bfloat16()
+
+
+def exact_round(buffer: moecomm.Buffer, given: dict[str, torch.Tensor], want: torch.Tensor) -> None:
+    """Make a round, and compare it."""
+    routed = buffer.dispatch(**given, sync=True)
+    out = buffer.combine(routed.x, routed.handle, wire="exact")
+    buffer.check()
+    assert torch.equal(out, want)
+
+
+def survive(rank: int, group: Any, call: str, seed: int) -> dict[str, float]:
+    """Return the times of a rank that is left."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=5)
+    given = tokens_of(rank, buffer.device)
+    want = sums_of(given)
+    for _ in range(3):
+        exact_round(buffer, given, want)
+    if rank == 1:
+        after_s = random.Random(seed).uniform(0, LATEST_S)
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            exact_round(buffer, given, want)
+    except moecomm.PeerLost as error:
+        noticed, lost = time.monotonic(), error.peer
+    assert lost == 1
+    if call == "mask":
+        assert buffer.mask() == (1,)
+        want = sums_of(given, experts_of(1, SIZES["num_experts"], group.size()))
+    else:
+        assert buffer.shrink().lost == (1,)
+    gone_on = time.monotonic()
+    exact_round(buffer, given, want)
+    first_round = time.monotonic()
+    for _ in range(EXACT):
+        exact_round(buffer, given, want)
+    buffer.close()
+    return {f"{call}_ms": 1e3 * (gone_on - noticed), f"first_round_after_{call}_ms": 1e3 * (first_round - gone_on)}
+
+
+def kill_one(ranks: Ranks, count: int, call: str, seed: int) -> dict[str, float]:
+    """Run a job of `count` ranks of which one is killed; return times of the slowest rank."""
+    ranks.start(count, survive, call, seed)
+    found = ranks.results(count - 1, timeout_s=60)
+    for result in found.values():
+        if isinstance(result, BaseException):
+            raise result
+    return {key: max(one[key] for one in found.values()) for key in found[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m tests.gpu.kills", description=__doc__)
+    parser.add_argument("kills", type=int)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 4)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    times: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks(Path(folder), "spawn")
+        for seed in range(given.kills):
+            for key, ms in kill_one(ranks, given.ranks, CALLS[seed % len(CALLS)], seed).items():
+                times.setdefault(key, []).append(ms)
+    row: dict[str, Any] = {"kind": "killed GPU ranks, masked or left out, and exact rounds", "kills": given.kills}
+    for key, each in times.items():
+        row[key] = {name: round(sorted(each)[math.ceil(part * len(each)) - 1], 2) for name, part in PERCENTILES.items()}
+    print(json.dumps(row, indent=1))
+    if given.json:
+        results.write(given.json, {"rows": [row]})
+
+
+if __name__ == "__main__":
+    main()
