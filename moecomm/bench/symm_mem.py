@@ -1,6 +1,7 @@
 """torch's all-to-all over symmetric memory on the same rows: all_to_all_vdev_2d, and all_to_all_vdev_2d_offset back.
 
-Both take their splits from the device, and move rows through NVSHMEM. Written for torch 2.11.
+Both take their splits from the device, and move rows through NVSHMEM. Written for torch 2.11, which takes at most 15
+experts a rank: DeepSeek-V3 on 18 ranks or more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from moecomm.bench.ours import Input, Ours
 from moecomm.errors import Unsupported
 
 NAME = "torch-symm-mem"
+_MOST_EXPERTS = 15
 _LEAST_OPERATORS = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
 
 
@@ -45,6 +47,8 @@ class SymmetricMemory:
     """
 
     def __init__(self, case: Case) -> None:
+        if (most := -(-case.experts // case.ranks)) > _MOST_EXPERTS:
+            raise Unsupported(f"{NAME}: torch takes at most {_MOST_EXPERTS} experts a rank, not {most}")
         self._case, self._module = case, module()
 
     @cached_property

@@ -126,3 +126,8 @@ def test_torch_without_them_is_unsupported(monkeypatch: pytest.MonkeyPatch, lack
         monkeypatch.setattr(torch.ops, "symm_mem", SimpleNamespace())
     with pytest.raises(Unsupported, match="lacks all_to_all" if lacks == "operators" else "finds no NVSHMEM"):
         symm_mem.module()
+
+
+def test_more_experts_than_torch_takes_are_unsupported() -> None:
+    with pytest.raises(Unsupported, match="at most 15 experts a rank, not 16"):
+        symm_mem.SymmetricMemory(dataclasses.replace(CASE, experts=32))
