@@ -36,12 +36,12 @@ class Masks:
 
     def last_round(self) -> int:
         """Return the number of the last round that has begun, once it has ended."""
-        with torch.cuda.device(self.device):
-            torch.cuda.synchronize(self.device)  # a graph may have been replayed on any stream
-            own, peers = self._own_window(), self._peers
-            peers.copies.to_host(peers.control.address + _WORDS, own.address + self.context.window.state, 4)
-            peers.copies.wait()
-        return int.from_bytes(peers.control.read(_WORDS, 4), "little")
+        torch.cuda.synchronize(self.device)  # a graph may have been replayed on any stream
+        return int.from_bytes(self._read(self.context.window.state), "little")
+
+    def excluded(self) -> bool:
+        """See Maskable."""
+        return self._read(self.context.window.abort) == _native.excluded_word(self.context.rank)
 
     def exclude(self, rank: int) -> None:
         """See Maskable."""
@@ -58,6 +58,15 @@ class Masks:
         _native.forget_failure(self.context)
         for rank in self._peers.dead_peers().keys() - set(masked):  # whose word has been cleared
             self._peers.abort(failures.Failure.peer_lost, rank)
+
+    def _read(self, offset: int) -> bytes:
+        """Return a word of this rank's window."""
+        peers = self._peers
+        with torch.cuda.device(self.device):
+            cuda_driver.bind_thread(self.device.index)
+            peers.copies.to_host(peers.control.address + _WORDS, self._own_window().address + offset, 4)
+            peers.copies.wait()
+        return peers.control.read(_WORDS, 4)
 
     def _write(self, address: int, data: bytes) -> None:
         peers = self._peers

@@ -169,6 +169,11 @@ class HostSession:
     def last_round(self) -> int:
         return _native.host_round(self.context)
 
+    def excluded(self) -> bool:
+        rank, layout = self.context.rank, self.context.window
+        word = _native.read_word(self.context.peers[rank] + layout.abort)
+        return word.to_bytes(4, "little") == _native.excluded_word(rank)
+
     def exclude(self, rank: int) -> None:
         _native.exclude(self.context, rank)
 

@@ -32,6 +32,10 @@ class Maskable(Protocol):
         """Return the number of the last round that has ended on this rank."""
         ...
 
+    def excluded(self) -> bool:
+        """Return whether others have excluded this rank."""
+        ...
+
     def exclude(self, rank: int) -> None:
         """Let a rank's waits end, and its rounds fail, until it resumes; it passes that on to nobody."""
         ...

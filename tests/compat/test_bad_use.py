@@ -77,7 +77,6 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "HybridEPBuffer.dispatch_with_permute(handle=)": lambda b: weights_beside_a_handle(
         HybridEPBuffer(Alone(), 128, 4, 2)
     ),
-    "low_latency_update_mask_buffer(mask=True)": lambda b: b.low_latency_update_mask_buffer(0, mask=True),
 }
 OTHERWISE = {  # rows of the table that say what is different, tested where the calls are
     "dispatch_wait_recv_cost_stats",
@@ -89,6 +88,8 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
     "do_expand",
     "probs",
     "topk_weights",
+    "low_latency_update_mask_buffer",
+    "low_latency_clean_mask_buffer",
     "routing_map",
     "ElasticBuffer",
 }

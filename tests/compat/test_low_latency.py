@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -252,3 +253,38 @@ def test_ranks_that_disagree_on_the_most_tokens_are_told() -> None:
             buffer.low_latency_dispatch(x, idx, 4 + buffer.rank, 2)
 
     together(2, body)
+
+
+def test_masked_ranks_have_no_part_until_they_are_taken_in_again() -> None:
+    case = oracle.random_case(0, ranks=3, hidden=HIDDEN, most=TOKENS)
+    idle = threading.Barrier(3)
+
+    def exact_round(buffer: Buffer, rank: int) -> None:
+        x, ids = case.x[rank], case.topk_idx[rank]
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, TOKENS, case.num_experts, use_fp8=False)
+        out, *_ = buffer.low_latency_combine(recv_x, ids, torch.ones(ids.shape), handle)
+        status = torch.zeros(3, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        there = (ids >= 0) & (status[ids.clamp(min=0) // case.local_experts] == 0)
+        assert torch.equal(out, (x.float() * there.sum(dim=1, keepdim=True)).bfloat16())
+
+    def body(group: Any) -> None:
+        rank = group.rank() if hasattr(group, "rank") and callable(group.rank) else group.rank
+        buffer = Buffer(group, enable_shrink=True)
+        with pytest.raises(moecomm.Unsupported, match="before the first"):
+            buffer.low_latency_update_mask_buffer(2, True)
+        exact_round(buffer, rank)
+        if rank != 2:
+            buffer.low_latency_update_mask_buffer(2, True)
+            buffer.low_latency_update_mask_buffer(2, True)  # changes nothing
+            status = torch.zeros(3, dtype=torch.int32)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status.tolist() == [0, 0, 1]
+            exact_round(buffer, rank)
+        idle.wait(30)
+        buffer.low_latency_update_mask_buffer(2, False)
+        exact_round(buffer, rank)
+        buffer.low_latency_clean_mask_buffer()
+        exact_round(buffer, rank)
+
+    together(3, body)

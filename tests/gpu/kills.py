@@ -43,7 +43,7 @@ def tokens_of(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def sums_of(given: dict[str, torch.Tensor], gone: range = range(0)) -> torch.Tensor:
-    """What a round brings back where each expert returns its rows as they are, and some experts are not there."""
+    """Return the sums of a round whose experts return their rows as they are, and some of which are not there."""
     ids, weights = given["topk_idx"], given["topk_weights"]
     there = (ids < gone.start) | (ids >= gone.stop)
     return (given["x"].float() * (weights * there).sum(dim=1, keepdim=True)).bfloat16()

@@ -26,8 +26,9 @@ class Buffer(LowLatency):
 
     Memory is not taken here but by the first call with new sizes (hidden, experts, K, tokens), on all ranks alike.
     `num_nvl_bytes` is the least that a window for normal calls gets; more keeps more outputs alive without a copy.
-    `low_latency_mode`, `num_qps_per_rank`, `allow_nvlink_for_low_latency_mode`, `allow_mnnvl` and `enable_shrink` are
-    accepted and change nothing: both modes are always there, and ranks are reached over NVLink.
+    `low_latency_mode`, `num_qps_per_rank`, `allow_nvlink_for_low_latency_mode` and `allow_mnnvl` are accepted and
+    change nothing: both modes are always there, and ranks are reached over NVLink.  With `enable_shrink` a low-latency
+    call that finds a rank lost masks it and raises PeerLost or Timeout; the next call works.
     """
 
     num_sms: int = 20
@@ -52,7 +53,7 @@ class Buffer(LowLatency):
             raise BadInput("group", "None", "a process group")
         check_integer("num_nvl_bytes", num_nvl_bytes, 0)
         check_integer("num_rdma_bytes", num_rdma_bytes, 0)
-        self._pool = Pool(group, num_nvl_bytes)
+        self._pool = Pool(group, num_nvl_bytes, masks=enable_shrink)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

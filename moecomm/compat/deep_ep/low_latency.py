@@ -12,14 +12,15 @@ from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
+from moecomm.compat.deep_ep.masks import MaskBuffer
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
 from moecomm.compat.deep_ep.waits import WaitCost
-from moecomm.core.arrays import as_tensor, check_tensor, has_memory
+from moecomm.core.arrays import as_tensor, check_tensor
 from moecomm.core.integers import check_integer
-from moecomm.core.validation import check_flag, check_flags, check_same_device
+from moecomm.core.validation import check_flags
 from moecomm.dispatch import Options, dispatch, dispatch_begin, outputs
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import BadInput
 from moecomm.routed import Handle, Routed
 
 # Options of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
@@ -52,11 +53,8 @@ class LowLatencyHandle(LazyTuple):
     combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
 
 
-class LowLatency:
+class LowLatency(MaskBuffer):
     """The low-latency half of Buffer."""
-
-    _pool: Pool
-    group_size: int
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing is left behind by normal calls, so there is nothing to clean."""
@@ -125,10 +123,11 @@ class LowLatency:
         options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
         if cost is not None:
             cost.before(buffer.rounds, "dispatch")
+        ids = buffer.rounds.own_ids(topk_idx)  # of masked ranks: -1
         if return_recv_hook:
-            routed = dispatch_begin(buffer.rounds, options, x, topk_idx, topk_weights)
+            routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights)
         else:
-            routed = dispatch(buffer.rounds, options, x, topk_idx, topk_weights, sync=False)
+            routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False)
         if cost is not None:
             cost.after(buffer.rounds, "dispatch")
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
@@ -226,26 +225,6 @@ class LowLatency:
             handle.combine_rows = combining.empty(native.rounds, native, native.rounds.dtype)
         rows: torch.Tensor = handle.combine_rows
         return rows
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masking a rank is Unsupported: a lost rank ends in PeerLost on every other.  Unmasking does nothing."""
-        check_integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
-        check_flag("mask", mask)
-        if mask:
-            raise Unsupported("low_latency_update_mask_buffer(mask=True): ranks can't be masked")
-
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Zeros: no rank is masked."""
-        check_dimensions("mask_status", mask_status, "ranks")
-        check_same_device(mask_status=mask_status)
-        if not has_memory(mask_status):
-            raise BadInput("mask_status", "a tensor without memory", "one that has some")
-        if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
-            raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
-        mask_status.zero_()
-
-    def low_latency_clean_mask_buffer(self) -> None:
-        """Nothing is masked."""
 
 
 class Receive:

@@ -17,7 +17,7 @@ from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.room import BATCHED_ROUNDS, Room, room_for
 from moecomm.core.arrays import check_tensor
 from moecomm.core.call_count import CallCount, counted
-from moecomm.core.choices import Layout
+from moecomm.core.choices import Layout, OnTimeout
 from moecomm.core.group import Group
 from moecomm.core.integers import check_alignment, check_integer, is_integer
 from moecomm.core.opening import gather
@@ -37,13 +37,15 @@ _MORE_ROWS = 4  # times those that the first caller asks for
 
 
 class Pool:
-    """Opens and keeps moecomm.Buffers of a group.  `num_bytes`: the least window of one with normal rounds."""
+    """Opens and keeps moecomm.Buffers of a group.  `num_bytes`: the least window of one with normal rounds;
+    `masks`: low-latency rounds mask ranks that are lost.
+    """
 
-    def __init__(self, group: Any, num_bytes: int = 0, timeout_s: float = 30.0) -> None:
+    def __init__(self, group: Any, num_bytes: int = 0, timeout_s: float = 30.0, masks: bool = False) -> None:
         self.ranks: Group = rendezvous(group)
         self.closed = False
         self.receiving: dict[int, Callable[[], None]] = {}  # hooks of dispatches that have begun, by id of the Buffer
-        self._num_bytes, self._timeout_s = num_bytes, timeout_s
+        self._num_bytes, self._timeout_s, self._masks = num_bytes, timeout_s, masks
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
         self.calls = CallCount()
         self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
@@ -139,7 +141,11 @@ class Pool:
         check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
         window = BATCHED_ROUNDS * settings.round_bytes("batched")
-        return self.get(key, lambda: self.open(device, settings, window))
+        return self.get(key, lambda: self.open(device, settings, window, "mask" if self._masks else "raise"))
+
+    def low_latency(self) -> list[Buffer]:
+        """Return the Buffers for low-latency rounds."""
+        return [buffer for key, buffer in self._by_sizes.items() if key[0] == "batched"]
 
     def elastic(
         self,
@@ -173,7 +179,9 @@ class Pool:
         self._reserve[id(buffer.rounds)] = room.reserve
         return buffer
 
-    def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:
+    def open(
+        self, device: torch.device, settings: Settings, window_bytes: int, on_timeout: OnTimeout = "raise"
+    ) -> Buffer:
         """Collective: a moecomm.Buffer of these sizes."""
         if device.type not in ("cpu", "cuda"):
             raise BadInput("x", f"a tensor on {device}", "one on a CPU or a GPU")
@@ -189,6 +197,7 @@ class Pool:
             timeout_s=self._timeout_s,
             window_bytes=-(-window_bytes // 4096) * 4096,
             capacity_factor=settings.capacity_factor,
+            on_timeout=on_timeout,
         )
         self._opened.append(buffer)
         self.calls.add(buffer.rounds)

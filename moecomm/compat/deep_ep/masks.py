@@ -1,0 +1,61 @@
+"""deep_ep's mask of ranks in low-latency rounds, by moecomm.Buffer.mask()."""
+
+from __future__ import annotations
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions
+from moecomm.core.arrays import has_memory
+from moecomm.core.integers import check_integer
+from moecomm.core.validation import check_flag, check_same_device
+from moecomm.errors import BadInput, Unsupported
+
+
+class MaskBuffer:
+    """The calls of Buffer that mask ranks.  Those that change a mask are collective, other than deep_ep's."""
+
+    _pool: Pool
+    group_size: int
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Mask a rank, or take it in again.  All ranks that stay make this call; to unmask, that rank as well.
+
+        Raises:
+            Unsupported: masking before the first low-latency call, whose sizes are not known; ranks in several domains.
+        """
+        check_integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        check_flag("mask", mask)
+        opened = self._pool.low_latency()
+        if mask and not opened:
+            raise Unsupported("low_latency_update_mask_buffer(mask=True) before the first low-latency call")
+        for buffer in opened:
+            if mask != _is_masked(buffer, rank_to_mask):
+                change = buffer.mask if mask else buffer.unmask
+                change([rank_to_mask])
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write 1 for each masked rank, and 0 for others."""
+        check_dimensions("mask_status", mask_status, "ranks")
+        check_same_device(mask_status=mask_status)
+        if not has_memory(mask_status):
+            raise BadInput("mask_status", "a tensor without memory", "one that has some")
+        if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
+            raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
+        masked = {rank for buffer in self._pool.low_latency() for rank in buffer.masked}
+        mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.group_size)], dtype=torch.int32))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Take all masked ranks in again.  All ranks make this call."""
+        for buffer in self._pool.low_latency():
+            if buffer.masked:
+                buffer.unmask(buffer.masked)
+
+
+def _is_masked(buffer: Buffer, rank: int) -> bool:
+    if rank != buffer.rank:
+        return rank in buffer.masked
+    try:
+        return buffer.rounds.session.maskable().excluded()
+    except Unsupported:  # several domains: no rank is
+        return False
