@@ -1,8 +1,8 @@
 """Metrics of all Buffers of a process for Prometheus, through its client library (the extra `metrics`).
 
 moecomm opens no port and writes no file: the program exposes its registry as it does for its own metrics.  Labels are
-the rank in the Buffer's group, the operation and the name of an error, so the number of series does not grow with
-experts, layers or calls.  Reading them waits for nothing.
+the rank in the Buffer's group, the operation, the phase and the name of an error, so the number of series does not
+grow with experts, layers or calls.  Reading them waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 from moecomm.core import names, tally
 from moecomm.errors import BadInput, Unsupported
+from moecomm.stats.counters import WAITS
+from moecomm.stats.publish import own_stats
 
 __all__ = ["register"]
 
@@ -22,7 +24,9 @@ _COUNTERS = (  # name, meaning, labels: in the order of tally.Totals
     ("moecomm_token_bytes", "Bytes of these tokens, as this rank passes them or gets them back.", ("rank", "op")),
     ("moecomm_rejected_calls", "Calls that failed on this rank before they reached the other ranks.", ("rank",)),
     ("moecomm_failures", "Rounds that failed on this rank, by the error that was raised.", ("rank", "error")),
+    ("moecomm_wait_seconds", "Waits of this rank for others in rounds, by phase.", ("rank", "phase")),
 )
+_NS = 1e-9
 _GAUGES = (
     ("moecomm_open_buffers", "Buffers that are open."),
     ("moecomm_window_bytes", "Memory of the windows of open Buffers in bytes."),
@@ -69,11 +73,15 @@ class _Collector:
         """Yield the metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        for rounds in names.opened():
+            if (stats := own_stats(rounds)) is not None:
+                rounds.flight.waited(dict(zip(WAITS, stats.wait_ns.sum(dim=1).tolist(), strict=True)))
         totals: tuple[Counter[Any], ...] = tally.totals()
         for (name, meaning, labels), counts in zip(_COUNTERS, totals, strict=True):
+            scale = _NS if name == "moecomm_wait_seconds" else 1
             counter = CounterMetricFamily(name, meaning, labels=labels)
             for key, value in sorted(counts.items()):
-                counter.add_metric([str(part) for part in (key if isinstance(key, tuple) else (key,))], value)
+                counter.add_metric([str(part) for part in (key if isinstance(key, tuple) else (key,))], value * scale)
             yield counter
         of_ranks: tuple[Counter[int], Counter[int]] = Counter(), Counter()
         for rounds in names.opened():

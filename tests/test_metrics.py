@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ def test_calls_tokens_and_bytes_are_counted(values: Callable[[], dict[str, float
             'moecomm_token_bytes_total{op="dispatch",rank="0"}': 12 * 128,
             'moecomm_token_bytes_total{op="dispatch_begin",rank="0"}': 4 * 128,
             'moecomm_rejected_calls_total{rank="0"}': 0,
+            **{
+                f'moecomm_wait_seconds_total{{phase="{phase}",rank="0"}}': 0
+                for phase in ("header", "dispatch", "combine")
+            },
             'moecomm_open_buffers{rank="0"}': 1,
             'moecomm_window_bytes{rank="0"}': buffer.nbytes,
         }
@@ -108,6 +113,28 @@ def test_failures_are_counted_by_rank_and_error(values: Callable[[], dict[str, f
     assert kinds == ["Timeout", "", "Timeout"]
 
 
+def test_waits_for_a_late_rank_are_counted_and_stay(values: Callable[[], dict[str, float]]) -> None:
+    late_s, seen, read = 0.1, list[float](), threading.Barrier(2)
+
+    def rank(number: int, group: Any) -> None:
+        with moecomm.Buffer(group, **SIZES) as buffer:
+            if number == 1:
+                time.sleep(late_s)
+            buffer.dispatch(X, IDS)
+            read.wait(20)
+            if number == 0:
+                seen.append(values()['moecomm_wait_seconds_total{phase="header",rank="0"}'])
+            read.wait(20)
+
+    threads = [threading.Thread(target=rank, args=one) for one in enumerate(moecomm.local_ranks(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert late_s / 2 < seen[0] < 10
+    assert values()['moecomm_wait_seconds_total{phase="header",rank="0"}'] == seen[0], "of a Buffer that is closed"
+
+
 def test_experts_layouts_and_calls_make_no_series(values: Callable[[], dict[str, float]]) -> None:
     series = set()
     for experts in (1, 4, 64):
@@ -116,7 +143,7 @@ def test_experts_layouts_and_calls_make_no_series(values: Callable[[], dict[str,
                 for _ in range(20):
                     buffer.dispatch(X, IDS * 0, layout=layout)
             series.add(len(values()))
-    assert series == {6}
+    assert series == {9}
 
 
 def test_a_registry_has_them_once_and_gives_them_back() -> None:
@@ -150,7 +177,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(values: Callable[[], dict
     families = [*(f"{name}_total" for name, *_ in metrics._COUNTERS), *(name for name, _ in metrics._GAUGES)]
     assert asked == set(families)
     used = {label for by in re.findall(r"by \(([^)]*)\)", DASHBOARD.read_text()) for label in by.split(", ")}
-    assert used <= {"instance", "rank", "op", "error"}
+    assert used <= {"instance", "rank", "op", "error", "phase"}
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
     assert len(set(places)) == len(places)

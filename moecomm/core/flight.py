@@ -117,6 +117,10 @@ class FlightRecorder:
         """Number of calls that failed on this rank before they reached the others."""
         return self._tally.rejected
 
+    def waited(self, ns: dict[str, int]) -> None:
+        """Take note of how long this rank has waited for others so far, by phase."""
+        self._tally.waits = ns
+
     @property
     def kinds(self) -> list[Kind]:
         """All kinds of calls so far."""

@@ -38,6 +38,7 @@ class Totals(NamedTuple):
         calls, tokens, nbytes: by (rank, operation); bytes of these tokens, as this rank passes them or gets them back.
         rejected: calls that failed before they reached the other ranks, by rank.
         failures: rounds that failed, by (rank, name of the error).
+        waits: nanoseconds for which this rank waited for others, by (rank, phase); see Tally.waits.
     """
 
     calls: Counter[tuple[int, str]]
@@ -45,21 +46,25 @@ class Totals(NamedTuple):
     nbytes: Counter[tuple[int, str]]
     rejected: Counter[int]
     failures: Counter[tuple[int, str]]
+    waits: Counter[tuple[int, str]]
 
     def copied(self) -> Totals:
         """Return a copy."""
-        return Totals(
-            self.calls.copy(), self.tokens.copy(), self.nbytes.copy(), self.rejected.copy(), self.failures.copy()
-        )
+        return Totals._make(counts.copy() for counts in self)
 
 
 class Tally:
-    """Counts of one Buffer on one rank."""
+    """Counts of one Buffer on one rank.
+
+    Attributes:
+        waits: nanoseconds of waits for other ranks by phase, as far as a reader of the Buffer's counters has seen them.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank, self.rejected = rank, 0
         self.kinds: dict[tuple[str, int], Kind] = {}
         self.failures: Counter[str] = Counter()
+        self.waits: dict[str, int] = {}
 
     def add_to(self, sums: Totals) -> None:
         """Add these counts to sums."""
@@ -73,6 +78,8 @@ class Tally:
         sums.rejected[rank] += self.rejected
         for error, count in list(self.failures.items()):
             sums.failures[rank, error] += count
+        for phase, ns in self.waits.items():
+            sums.waits[rank, phase] += ns
 
 
 class Tallies:
@@ -82,7 +89,7 @@ class Tallies:
         self._lock = threading.Lock()
         self._there: dict[int, Tally] = {}  # by id
         self._gone: deque[int] = deque()  # keys of _there; a finalizer may run anywhere, and so takes no lock
-        self._past = Totals(Counter(), Counter(), Counter(), Counter(), Counter())
+        self._past = Totals._make(Counter() for _ in Totals._fields)
 
     def open(self, owner: object, rank: int) -> Tally:
         """Return a Tally that counts as long as `owner` is there; its counts stay."""
