@@ -81,6 +81,9 @@ def test_layers(fused_call: bool) -> None:
     """nn.ExpertParallel and Buffer.moe against the formula, with gradients, and states that are cut and gathered."""
     ranks, hidden, inner, experts, topk, tokens = 3, 16, 8, 7, 2, 9
     whole = nn.Experts(range(experts), hidden, inner, seed=3, dtype=torch.float32)
+    # Without gradients: a thread that begins a graph of a parameter waits for the GIL with the parameter's mutex, for
+    # which another thread may wait with the GIL (torch 2.13).
+    all_w13, all_w2 = whole.w13.detach(), whole.w2.detach()
 
     def body(group: Any) -> None:
         g = torch.Generator().manual_seed(group.rank)
@@ -92,8 +95,8 @@ def test_layers(fused_call: bool) -> None:
             layer = nn.ExpertParallel(group, **sizes, intermediate=inner, buffer=buffer, seed=3, dtype=torch.float32)
             mine = experts_of(group.rank, experts, ranks)
             assert buffer.local_experts == mine
-            assert torch.equal(layer.experts.w13, whole.w13[mine.start : mine.stop])
-            want = formula(x.double(), ids, weights.double(), whole.w13.double(), whole.w2.double())
+            assert torch.equal(layer.experts.w13, all_w13[mine.start : mine.stop])
+            want = formula(x.double(), ids, weights.double(), all_w13.double(), all_w2.double())
             if fused_call:
                 out = buffer.moe(x, ids, weights, layer.experts.w13.detach(), layer.experts.w2.detach())
             else:
