@@ -45,14 +45,10 @@ def front() -> list[str]:
 def _rows(result: dict[str, Any]) -> list[str]:
     lines = []
     for one in beside.operations(result):
-        others = {name: best for name, best in one.best.items() if name in _OTHERS}
-        if not others:
-            continue
         what = ", ".join(filter(None, (one.what, one.payload, one.variant)))
-        ratio = min(best.us for best in others.values()) / one.best["moecomm"].us
         times = [_time(one.best.get(name)) for name in ("moecomm", *_OTHERS)]
         where = f"{result['case']['ranks']} {gpu(result)}"
-        lines.append(line(result, ROUNDS, where, str(one.tokens), f"`{one.layout}`", what, *times, f"{ratio:.2f}"))
+        lines.append(line(result, ROUNDS, where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}"))
     return lines
 
 

@@ -18,15 +18,19 @@ from moecomm.stats.publish import own_stats
 
 __all__ = ["register"]
 
-_COUNTERS = (  # name, meaning, labels: in the order of tally.Totals
-    ("moecomm_calls", "Calls that this rank has made with its peers, replays of graphs not counted.", ("rank", "op")),
-    ("moecomm_tokens", "Tokens of this rank in these calls.", ("rank", "op")),
-    ("moecomm_token_bytes", "Bytes of these tokens, as this rank passes them or gets them back.", ("rank", "op")),
-    ("moecomm_rejected_calls", "Calls that failed on this rank before they reached the other ranks.", ("rank",)),
-    ("moecomm_failures", "Rounds that failed on this rank, by the error that was raised.", ("rank", "error")),
-    ("moecomm_wait_seconds", "Waits of this rank for others in rounds, by phase.", ("rank", "phase")),
+_COUNTERS = (  # name, meaning, labels, unit of the count: in the order of tally.Totals
+    (
+        "moecomm_calls",
+        "Calls that this rank has made with its peers, replays of graphs not counted.",
+        ("rank", "op"),
+        1,
+    ),
+    ("moecomm_tokens", "Tokens of this rank in these calls.", ("rank", "op"), 1),
+    ("moecomm_token_bytes", "Bytes of these tokens, as this rank passes them or gets them back.", ("rank", "op"), 1),
+    ("moecomm_rejected_calls", "Calls that failed on this rank before they reached the other ranks.", ("rank",), 1),
+    ("moecomm_failures", "Rounds that failed on this rank, by the error that was raised.", ("rank", "error"), 1),
+    ("moecomm_wait_seconds", "Waits of this rank for others in rounds, by phase.", ("rank", "phase"), 1e-9),
 )
-_NS = 1e-9
 _GAUGES = (
     ("moecomm_open_buffers", "Buffers that are open."),
     ("moecomm_window_bytes", "Memory of the windows of open Buffers in bytes."),
@@ -77,11 +81,10 @@ class _Collector:
             if (stats := own_stats(rounds)) is not None:
                 rounds.flight.waited(dict(zip(WAITS, stats.wait_ns.sum(dim=1).tolist(), strict=True)))
         totals: tuple[Counter[Any], ...] = tally.totals()
-        for (name, meaning, labels), counts in zip(_COUNTERS, totals, strict=True):
-            scale = _NS if name == "moecomm_wait_seconds" else 1
+        for (name, meaning, labels, unit), counts in zip(_COUNTERS, totals, strict=True):
             counter = CounterMetricFamily(name, meaning, labels=labels)
             for key, value in sorted(counts.items()):
-                counter.add_metric([str(part) for part in (key if isinstance(key, tuple) else (key,))], value * scale)
+                counter.add_metric([str(part) for part in (key if isinstance(key, tuple) else (key,))], value * unit)
             yield counter
         of_ranks: tuple[Counter[int], Counter[int]] = Counter(), Counter()
         for rounds in names.opened():

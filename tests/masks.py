@@ -59,6 +59,16 @@ class Twins:
         for rank, here in zip(there, combined, strict=True):
             assert torch.equal(here, expected[rank]), f"sums of rank {rank}"
 
+    def rounds_while_masked(self, tokens: int, layout: str, replicas: dict[int, int]) -> None:
+        """Compare rounds before a mask, without rank 2, without rank 0 as well, and with all ranks again."""
+        self.rounds(0, tokens, layout=layout)
+        self.mask([2])
+        self.rounds(1, tokens, layout=layout)
+        self.mask([0], replicas)
+        self.rounds(2, tokens, layout=layout)
+        self.masked.unmask([0, 2])
+        self.rounds(3, tokens, layout=layout)
+
     def layers(self, number: int, tokens: int) -> None:
         """Compare a fused layer, by all bits."""
         given = [self._call(rank, number, tokens) for rank in range(self._settings["ranks"])]

@@ -19,6 +19,8 @@ import moecomm
 from moecomm import metrics
 from moecomm.core import tally
 
+from .backends.conftest import run_ranks
+
 client = pytest.importorskip("prometheus_client")
 DASHBOARD = Path(__file__).parent.parent / "docs" / "grafana" / "moecomm.json"
 X, IDS = torch.ones(4, 64, dtype=torch.bfloat16), torch.arange(4).remainder(2).unsqueeze(1)
@@ -94,7 +96,8 @@ def test_failures_are_counted_by_rank_and_error(values: Callable[[], dict[str, f
     kinds: list[str] = [""] * 3
     left = threading.Barrier(3)
 
-    def rank(number: int, group: Any) -> None:
+    def rank(group: Any) -> None:
+        number = group.rank
         with moecomm.Buffer(group, **{**SIZES, "num_experts": 3}, timeout_s=0.2) as buffer:
             try:
                 if number != 1:
@@ -103,11 +106,7 @@ def test_failures_are_counted_by_rank_and_error(values: Callable[[], dict[str, f
                 kinds[number] = type(error).__name__
             left.wait(20)
 
-    threads = [threading.Thread(target=rank, args=one) for one in enumerate(moecomm.local_ranks(3))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert run_ranks(3, rank) == [None] * 3
     found = {name: value for name, value in values().items() if "failures" in name}
     assert found == {f'moecomm_failures_total{{error="Timeout",rank="{number}"}}': 1 for number in (0, 2)}
     assert kinds == ["Timeout", "", "Timeout"]
@@ -116,7 +115,8 @@ def test_failures_are_counted_by_rank_and_error(values: Callable[[], dict[str, f
 def test_waits_for_a_late_rank_are_counted_and_stay(values: Callable[[], dict[str, float]]) -> None:
     late_s, seen, read = 0.1, list[float](), threading.Barrier(2)
 
-    def rank(number: int, group: Any) -> None:
+    def rank(group: Any) -> None:
+        number = group.rank
         with moecomm.Buffer(group, **SIZES) as buffer:
             if number == 1:
                 time.sleep(late_s)
@@ -126,11 +126,7 @@ def test_waits_for_a_late_rank_are_counted_and_stay(values: Callable[[], dict[st
                 seen.append(values()['moecomm_wait_seconds_total{phase="header",rank="0"}'])
             read.wait(20)
 
-    threads = [threading.Thread(target=rank, args=one) for one in enumerate(moecomm.local_ranks(2))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert run_ranks(2, rank) == [None] * 2
     assert late_s / 2 < seen[0] < 10
     assert values()['moecomm_wait_seconds_total{phase="header",rank="0"}'] == seen[0], "of a Buffer that is closed"
 

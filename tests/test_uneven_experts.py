@@ -106,7 +106,7 @@ def test_layers(fused_call: bool) -> None:
                 assert x.grad is not None and x.grad.abs().sum() > 0
             torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
 
-    run_ranks(ranks, body)
+    assert run_ranks(ranks, body) == [None] * ranks
 
 
 def test_states_are_cut_and_shaped_alike() -> None:

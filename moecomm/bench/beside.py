@@ -13,7 +13,6 @@ LIBRARIES = {  # by what their rows are called
     "nccl_ep": "NCCL EP",
     "nccl_ep expert-major": "NCCL EP",
     "nccl_ep low-latency": "NCCL EP",
-    "nccl": "all-to-all",
 }
 _WHAT = (("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", ""))
 _OURS = {"flat": ("y in the window", "y outside"), "expert": ("bf16 wire",), "batched": ("bf16 wire",)}  # of combine
@@ -50,8 +49,7 @@ class Operation(NamedTuple):
 def has_peers(result: dict[str, Any]) -> bool:
     """Return True if other libraries were measured beside moecomm in this result, with calls alone."""
     return result.get("benchmark") == "dispatch-combine" and any(
-        LIBRARIES.get(row["who"], "moecomm") not in ("moecomm", "all-to-all") and "alone_us" in row
-        for row in result["rows"]
+        LIBRARIES.get(row["who"], "moecomm") != "moecomm" and "alone_us" in row for row in result["rows"]
     )
 
 

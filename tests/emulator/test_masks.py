@@ -35,13 +35,7 @@ def twins(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [6, 20])
 def test_rounds_without_masked_ranks(twins: Twins, layout: str, tokens: int) -> None:
-    twins.rounds(0, tokens, layout=layout)
-    twins.mask([2])
-    twins.rounds(1, tokens, layout=layout)
-    twins.mask([0], {0: 9, 1: 4, 2: 8})
-    twins.rounds(2, tokens, layout=layout)
-    twins.masked.unmask([0, 2])
-    twins.rounds(3, tokens, layout=layout)
+    twins.rounds_while_masked(tokens, layout, {0: 9, 1: 4, 2: 8})
 
 
 def test_a_rank_may_be_left_alone(twins: Twins) -> None:

@@ -35,14 +35,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 @pytest.mark.gpu1
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rounds_without_masked_ranks(twins: Twins, layout: str) -> None:
-    tokens = twins.masked.buffers[0].max_tokens
-    twins.rounds(0, tokens, layout=layout)
-    twins.mask([2])
-    twins.rounds(1, tokens, layout=layout)
-    twins.mask([0], {0: 12, 1: 13, 2: 4})
-    twins.rounds(2, tokens, layout=layout)
-    twins.masked.unmask([0, 2])
-    twins.rounds(3, tokens, layout=layout)
+    twins.rounds_while_masked(twins.masked.buffers[0].max_tokens, layout, {0: 12, 1: 13, 2: 4})
 
 
 @pytest.mark.gpu1
