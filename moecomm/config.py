@@ -4,7 +4,7 @@
 | --- | --- |
 | MOECOMM_BACKEND | backend of every Buffer opened with backend="auto" |
 | MOECOMM_CACHE_DIR | where compiled kernels and tuned tables are kept (default: the user's cache directory) |
-| MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
+| MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: vmm; between hosts nccl where it can) |
 | MOECOMM_NIC | an emulated NIC between domains of lsa, for tests and benchmarks: GB/s, us, M messages/s, as "50,3,10" |
 | MOECOMM_FLIGHT_DIR | where each rank writes its flight record when a round fails, or on SIGTERM (default: nowhere) |
 | MOECOMM_TOP_DIR | where each rank keeps its counters for `moecomm top`, once a second (default: nowhere) |

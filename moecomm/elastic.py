@@ -14,11 +14,13 @@ import torch
 
 from moecomm import backends, flight, tracing
 from moecomm.backends.row_tables import RowTables
-from moecomm.core import masking, names
+from moecomm.core import masking, membership, names
 from moecomm.core.experts import ExpertIds
 from moecomm.core.group import Group
-from moecomm.core.membership import Meeting, Shrunk, domain_ranks, ids_of, members_of, require_idle
+from moecomm.core.integers import check_integer
+from moecomm.core.membership import Meeting, Shrunk, counts_of, ids_of, members_of, require_idle
 from moecomm.core.opening import Opening, opening
+from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
 from moecomm.core.settings import Settings
@@ -161,7 +163,7 @@ class ElasticRanks(MaskableRanks):
                 old.settings,
                 ranks=len(everybody),
                 num_experts=self.num_experts if ids is None else len(ids.kept),
-                domain_ranks=domain_ranks(shrunk.ranks, old),
+                domain_ranks=membership.domain_ranks(shrunk.ranks, old),
             )
             rounds = open_rounds(self, ranks, settings, old.device, before, ids)
         return rounds, members_of(group, rounds, ranks.number, before), shrunk
@@ -195,6 +197,35 @@ class ElasticRanks(MaskableRanks):
                 rounds = open_rounds(self, ranks, settings, old.device, timeout_s)
         self._take(rounds, Members(found, ranks.number, timeout_s))
         old.retire()
+
+    def compile_for(self, ranks: int, *, keep_ids: bool = False, domain_ranks: int | None = None) -> int:
+        """Compile the kernels of the rounds so far for another number of ranks, so that shrink() or grow() need not.
+
+        Kernels are compiled for a number of ranks, and each takes seconds.  They go to a cache on disk, so one rank of
+        a host, of which all ranks use one cache, makes this call; peers learn nothing of it.  It may be repeated after
+        rounds of other kinds.  In a thread of its own it may run beside rounds.
+
+        Args:
+            ranks: as many as shrink() may leave, or as grow() makes.
+            keep_ids: as for shrink().
+            domain_ranks: with several domains: the ranks of one.  None: all.
+
+        Returns:
+            The number of kernels: 0 on CPU ranks.
+
+        Raises:
+            BadInput: no such number of ranks.  Closed: the Buffer is closed.
+            Unsupported: the kernels of these ranks can't be compiled.
+        """
+        check_flag("keep_ids", keep_ids)
+        check_integer("ranks", ranks, 1, MAX_HOST_RANKS)
+        old, found = self.rounds, 0
+        old.require_open()
+        for experts in counts_of(old, ranks) if keep_ids else [self.num_experts]:
+            settings = replace(old.settings, ranks=ranks, num_experts=experts, domain_ranks=domain_ranks)
+            settings.check()
+            found += old.session.compile_for(settings.shape(backends.load(settings.backend)))
+        return found
 
     def joining(self, group: Any) -> list[int]:
         """Return the ranks of a group that have come to open a Buffer, and wait for the others to call grow().

@@ -142,6 +142,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         layout = _native.window_layout(shape)
         self._nic = emulated_nic.asked() if is_multi_domain(shape) and not self.reach.puts else None
         self._kernels = Kernels(device, "nic" if self._nic else self.reach.transport)
+        self.compile_for = self._kernels.compile_for
         self.reduced_rows_in_heap = not is_multi_domain(shape)
         zero = [(0, layout.staging)]
         if is_multi_domain(shape):  # no word there looks like a token of this Buffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,22 +23,59 @@ class Kernels:
 
     def __init__(self, device: torch.device, transport: str = "lsa") -> None:
         self._device, self._transport = device, transport
+        self._asked: set[_Asked] = set()
 
     def dispatch(self, args: _native.DispatchArgs) -> jit.Kernel:
         """Return the dispatch kernel for these arguments."""
-        return self._load(dispatch_spec(args))
+        return self._load(_Asked(dispatch_spec(args), args.num_tokens, _FP32, may_be_few=True))
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """Return the combine kernel for these arguments."""
-        return self._load(combine_spec(args))
+        return self._load(_Asked(combine_spec(args), args.num_tokens, args.wire, may_be_few=args.weight_grads == 0))
 
-    def _load(self, spec: jit.KernelSpec) -> jit.Kernel:
+    def compile_for(self, shape: _native.Shape) -> int:
+        """Compile the kernels that were asked for, as ranks of another shape will ask for them; return their number."""
+        from moecomm import jit
+        from moecomm.jit import loader
+
+        arch = loader.architecture(torch.cuda.get_device_capability(self._device))
+        specs = {self._here(asked.in_shape(shape)) for asked in self._asked}
+        for spec in specs:
+            jit.compile(spec, arch)
+        return len(specs)
+
+    def _load(self, asked: _Asked) -> jit.Kernel:
         from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
+
+        self._asked.add(asked)
+        return jit.load(self._here(asked.spec), self._device)
+
+    def _here(self, spec: jit.KernelSpec) -> jit.KernelSpec:
         from moecomm.jit import span_ring
 
         if spec.transport != "lsa" and self._transport != "lsa":
             spec = replace(spec, transport=self._transport)
-        return jit.load(replace(spec, traced=True) if span_ring.wanted else spec, self._device)
+        return replace(spec, traced=True) if span_ring.wanted else spec
+
+
+class _Asked(NamedTuple):
+    """Attributes:
+    spec: of a kernel.
+    num_tokens, wire: of the call that it was wanted for.
+    may_be_few: the rows travel in packets where there is room for them.
+    """
+
+    spec: jit.KernelSpec
+    num_tokens: int
+    wire: int
+    may_be_few: bool
+
+    def in_shape(self, shape: _native.Shape) -> jit.KernelSpec:
+        """Return the spec of the kernel for the same call of a rank in another shape."""
+        made = replace(self.spec, ranks=shape.ranks, experts=shape.experts, packets=False, **_domains(shape))
+        if made.op == "combine":
+            made = replace(made, wire=_wire(made.layout, self.wire, shape))
+        return replace(made, packets=self.may_be_few and _fit_packets(made, self.num_tokens, shape))
 
 
 def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
@@ -65,9 +102,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         part=args.part,
         **_domains(shape),
     )
-    packet = jit.packets_of(spec)
-    few = packet is not None and packet.carry(args.num_tokens, shape.topk, shape.packet_bytes)
-    return replace(spec, packets=few)
+    return replace(spec, packets=_fit_packets(spec, args.num_tokens, shape))
 
 
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
@@ -78,7 +113,7 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     from moecomm import jit
 
     shape, flat = args.ctx.shape, args.layout == _FLAT
-    return jit.KernelSpec(
+    spec = jit.KernelSpec(
         op="combine",
         ranks=shape.ranks,
         experts=shape.experts,
@@ -86,15 +121,15 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         hidden=args.hidden,
         layout=_FLAT if flat else _EXPERT,
         type=args.type,
-        wire=_FP32 if flat and not is_multi_domain(shape) else args.wire,
+        wire=_wire(args.layout, args.wire, shape),
         weighted=flat or bool(args.weighted),
         own_weights=args.topk_weights != 0,
         in_place=reads_in_place(args),
         sum_grads=args.weight_grads != 0 and args.sum_grads != 0,
         wide_bias=args.bias_type != args.type,
-        packets=comes_in_packets(args),
         **_domains(shape),
     )
+    return replace(spec, packets=args.weight_grads == 0 and _fit_packets(spec, args.num_tokens, shape))
 
 
 def is_multi_domain(shape: _native.Shape) -> bool:
@@ -104,18 +139,28 @@ def is_multi_domain(shape: _native.Shape) -> bool:
 
 def _domains(shape: _native.Shape) -> dict[str, Any]:
     """Return the fields that say how kernels reach other domains, if there are several."""
-    return {"transport": "puts", "domain_ranks": shape.domain_ranks} if is_multi_domain(shape) else {}
+    several = is_multi_domain(shape)
+    return {"transport": "puts" if several else "lsa", "domain_ranks": shape.domain_ranks if several else 0}
 
 
-def comes_in_packets(args: _native.CombineArgs) -> bool:
-    """Return whether the rows of this rank's tokens return in packets: rows of few tokens, without gradients.
+def _wire(layout: int, wire: int, shape: _native.Shape) -> int:
+    """Return the wire of a combine kernel: flat rows travel unchanged inside a domain."""
+    return _FP32 if layout == _FLAT and not is_multi_domain(shape) else wire
 
-    The ranks that send them decide by the same rule, CombineCall::in_packets in csrc/combine/call.cuh.
+
+def _fit_packets(spec: jit.KernelSpec, num_tokens: int, shape: _native.Shape) -> bool:
+    """Return whether rows of so many tokens of this rank travel, or return, in packets.
+
+    The ranks that send rows back decide by the same rule, CombineCall::in_packets in csrc/combine/call.cuh.
     """
-    shape, staged = args.ctx.shape, args.type if args.layout == _FLAT else args.wire
-    bytes_of_row = args.hidden * _BYTES[staged]
+    from moecomm import jit
+
+    if spec.op == "dispatch":
+        packet = jit.packets_of(spec)
+        return packet is not None and packet.carry(num_tokens, shape.topk, shape.packet_bytes)
+    staged = spec.type if spec.layout == _FLAT else spec.wire
     room = 0 if is_multi_domain(shape) else shape.packet_bytes
-    return args.weight_grads == 0 and packets.fit_return_packets(bytes_of_row, args.num_tokens, shape.topk, room)
+    return packets.fit_return_packets(spec.hidden * _BYTES[staged], num_tokens, shape.topk, room)
 
 
 def reads_in_place(args: _native.CombineArgs) -> bool:

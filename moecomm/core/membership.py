@@ -217,6 +217,13 @@ def ids_of(rounds: Rounds, ranks: Sequence[int]) -> ExpertIds:
     return ExpertIds([rounds.ids.kept[place] for place in places], rounds.ids.count, rounds.device)
 
 
+def counts_of(rounds: Rounds, ranks: int) -> range:
+    """Return the numbers of experts that so many of the ranks may have, whichever they are."""
+    each, more = divmod(rounds.num_experts, rounds.num_ranks)
+    least, most = max(0, more - (rounds.num_ranks - ranks)), min(more, ranks)
+    return range(each * ranks + least, each * ranks + most + 1)
+
+
 def domain_ranks(ranks: Sequence[int], rounds: Rounds) -> int | None:
     """Return the size of equal domains, as large as can be, each of ranks that were in one domain; None: of all."""
     if rounds.settings.domain_ranks is None:

@@ -77,6 +77,10 @@ class Session(Protocol):
         """Return the function that runs combines like this one.  `y` is in our window in all of them, or in none."""
         ...
 
+    def compile_for(self, shape: _native.Shape) -> int:
+        """Compile the kernels so far for ranks of another shape, without loading them; return their number."""
+        ...
+
     def count_rejected(self) -> None:
         """Add 1 to State::rejected of this rank's window, in the order of the rounds.
 

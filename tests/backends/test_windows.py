@@ -53,14 +53,17 @@ def choose(
     return run_ranks(2, body)
 
 
-def test_nccl_where_it_can_and_vmm_elsewhere(kinds: pytest.MonkeyPatch) -> None:
-    assert choose() == ["nccl", "nccl"]
-    assert choose("vmm") == ["vmm fabric=False"] * 2
-    assert choose(gpus=(b"0", b"0")) == ["vmm fabric=False"] * 2, "NCCL refuses two ranks on one GPU"
+def test_vmm_on_one_host_and_nccl_on_several_where_it_can(kinds: pytest.MonkeyPatch) -> None:
+    assert choose() == choose("vmm") == ["vmm fabric=False"] * 2
+    assert choose("nccl") == ["nccl", "nccl"]
+    kinds.setattr(windows, "attribute", lambda name, device: int(name == "HANDLE_TYPE_FABRIC_SUPPORTED"))
+    away = (HERE, AWAY)
+    assert choose(hosts=away) == ["nccl", "nccl"]
+    assert choose(hosts=away, gpus=(b"0", b"0")) == ["vmm fabric=True"] * 2, "NCCL refuses two ranks on one GPU"
     kinds.setattr(nccl, "open_window", opened("nccl", RuntimeError("no")))
-    assert choose() == ["vmm fabric=False"] * 2
+    assert choose(hosts=away) == ["vmm fabric=True"] * 2
     kinds.setattr(nccl, "missing", lambda: "nccl4py is too old")
-    assert choose() == ["vmm fabric=False"] * 2
+    assert choose(hosts=away) == ["vmm fabric=True"] * 2
 
 
 def test_what_was_asked_for_is_not_replaced(kinds: pytest.MonkeyPatch) -> None:
@@ -71,7 +74,7 @@ def test_what_was_asked_for_is_not_replaced(kinds: pytest.MonkeyPatch) -> None:
 
 def test_no_other_kind_is_tried_when_memory_is_out(kinds: pytest.MonkeyPatch) -> None:
     kinds.setattr(nccl, "open_window", opened("nccl", NoRoom("full")))
-    assert [type(error) for error in choose()] == [NoRoom] * 2
+    assert [type(error) for error in choose(hosts=(HERE, AWAY))] == [NoRoom] * 2
 
 
 def test_other_hosts_need_fabric_handles(kinds: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,8 @@ def open_window(
 ) -> Window:
     """A window of at least `nbytes` on every rank, of which at least `resident` are never released.  Collective.
 
-    Ranks of one process share addresses.  Otherwise MOECOMM_WINDOW decides, and without it NCCL makes the window where
-    it can, and CUDA VMM elsewhere.
+    Ranks of one process share addresses.  Otherwise MOECOMM_WINDOW decides, and without it CUDA VMM makes windows of
+    one host, and NCCL those of several where it can.
 
     Raises:
         NoRoom: out of device memory on some rank.
@@ -114,8 +114,8 @@ def open_window(
     """
     if ranks.in_process or ranks.ranks == 1:
         return local.open_window(ranks, nbytes, device, resident=resident)
-    wanted = peers[ranks.rank].window
-    if wanted != "vmm":
+    wanted, one_host = peers[ranks.rank].window, len({peer.host for peer in peers}) == 1
+    if wanted == "nccl" or (wanted is None and not one_host):
         try:
             with all_or_none(ranks):
                 if reason := nccl_missing(peers):
@@ -127,7 +127,6 @@ def open_window(
             if wanted == "nccl":
                 raise
             log.info("rank %d: windows from CUDA VMM, because NCCL can't make them: %s", ranks.rank, error)
-    one_host = len({peer.host for peer in peers}) == 1
     with all_or_none(ranks):
         if not one_host and not attribute("HANDLE_TYPE_FABRIC_SUPPORTED", device.index):
             away = next(rank for rank, peer in enumerate(peers) if peer.host != peers[ranks.rank].host)
