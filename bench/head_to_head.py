@@ -12,7 +12,8 @@ from times import gpu
 
 from moecomm.bench import beside
 
-_OTHERS = ("DeepEP V1", "DeepEP V2", "NCCL EP")
+_OTHERS = ("DeepEP V1", "DeepEP V2", "NCCL EP", "FlashInfer")
+_WORDS = {"pair": "dispatch and combine"}
 _COLUMNS = (
     f"GPUs | tokens a rank | layout | operation | moecomm | {' | '.join(_OTHERS)} | fastest of these over moecomm"
 )
@@ -35,7 +36,8 @@ def front() -> list[str]:
     notes = (
         "moecomm and the low-latency modes take bf16 and cast in the dispatch; the others take rows in FP8, and the "
         "cast is not counted. `batched`: DeepEP V1 low latency and NCCL EP low latency, expert-major. NCCL EP's other "
-        "dispatches make their routing plan in each call, which is counted."
+        "dispatches make their routing plan in each call, which is counted. FlashInfer's two calls are sure to end in "
+        "turn only, so they are timed as a pair."
     )
     pictures = [f"![Dispatch and combine of moecomm and other libraries](bench/results/{name}.svg)" for name in used]
     rows = [row for name in used for row in _rows(load(name))]
@@ -45,7 +47,7 @@ def front() -> list[str]:
 def _rows(result: dict[str, Any]) -> list[str]:
     lines = []
     for one in beside.operations(result):
-        what = ", ".join(filter(None, (one.what, one.payload, one.variant)))
+        what = ", ".join(filter(None, (_WORDS.get(one.what, one.what), one.payload, one.variant)))
         times = [_time(one.best.get(name)) for name in ("moecomm", *_OTHERS)]
         where = f"{result['case']['ranks']} {gpu(result)}"
         lines.append(line(result, ROUNDS, where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}"))
@@ -58,5 +60,5 @@ def _time(best: beside.Best | None) -> str:
 
 def _versions(used: list[str]) -> str:
     shown = {name: version for one in used for name, version in load(one)["libraries"].items()}
-    words = {"deep_ep": "DeepEP", "nccl_ep": "NCCL EP"}
+    words = {"deep_ep": "DeepEP", "nccl_ep": "NCCL EP", "flashinfer": "FlashInfer"}
     return f"Versions: {', '.join(f'{words.get(name, name)} {version}' for name, version in shown.items())}."

@@ -13,8 +13,9 @@ LIBRARIES = {  # by what their rows are called
     "nccl_ep": "NCCL EP",
     "nccl_ep expert-major": "NCCL EP",
     "nccl_ep low-latency": "NCCL EP",
+    "flashinfer": "FlashInfer",
 }
-_WHAT = (("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", ""))
+_WHAT = (("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", ""), ("pair", "bf16"), ("pair", "fp8"))
 _OURS = {"flat": ("y in the window", "y outside"), "expert": ("bf16 wire",), "batched": ("bf16 wire",)}  # of combine
 
 
@@ -60,7 +61,7 @@ def operations(result: dict[str, Any]) -> Iterator[Operation]:
             for what, payload in _WHAT:
                 about = {"tokens": tokens, "layout": layout, "what": what, "payload": payload}
                 rows = [row for row in result["rows"] if "us" in row and about.items() <= row.items()]
-                for variant in _OURS[layout] if what == "combine" else ("",):
+                for variant in {"dispatch": ("",), "combine": _OURS[layout], "pair": _OURS[layout][:1]}[what]:
                     best = _best(rows, variant)
                     if len(best) > 1 and "moecomm" in best:
                         yield Operation(**about, variant=variant, best=best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -289,13 +290,14 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
     A row is {tokens, what, payload, variant, us: {native, compat: {p50, p90, p99}}, of_native, host_us: {native,
-    compat}, host_more_us}, or has `why` in place of figures.
+    compat}, host_more_us, host_p99_us, host_p99_more_us}, or has `why` in place of figures.
 
     - `us`: times of the slowest rank.
     - `of_native`: time of deep_ep's call over that of moecomm's.
     - `host_us`: median over ranks of the median time until an eager call returns; None for graphs.
     - `host_more_us`: median of the extra host time of deep_ep's call over its neighbor, on the rank where that is
       largest.
+    - `host_p99_us`, `host_p99_more_us`: 99th percentiles in place of medians, and the difference of both callers'.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     return {"benchmark": "deep-ep-layer", "case": asdict(case), "backend": case.backend, "rows": rows}
@@ -310,8 +312,14 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     row["of_native"] = round(us["compat"]["p50"] / us["native"]["p50"], 4)
     host = [part["host_us"] for part in parts]
     if not host[0]["native"]:
-        return row | {"host_us": dict.fromkeys(BY), "host_more_us": None}
-    of_rank = {name: [statistics.median(turns[name]) for turns in host] for name in BY}
-    row["host_us"] = {name: round(statistics.median(times), 2) for name, times in of_rank.items()}
+        none = dict.fromkeys(BY)
+        return row | {"host_us": none, "host_more_us": None, "host_p99_us": none, "host_p99_more_us": None}
+    for key, of_rank in (("host_us", statistics.median), ("host_p99_us", _p99)):
+        row[key] = {name: round(statistics.median(of_rank(turns[name]) for turns in host), 2) for name in BY}
     more = [statistics.median(map(sub, turns["compat"], turns["native"])) for turns in host]
-    return row | {"host_more_us": round(max(more), 2)}
+    late = [_p99(turns["compat"]) - _p99(turns["native"]) for turns in host]
+    return row | {"host_more_us": round(max(more), 2), "host_p99_more_us": round(max(late), 2)}
+
+
+def _p99(times: list[float]) -> float:
+    return sorted(times)[math.ceil(0.99 * len(times)) - 1]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import deep_ep, nccl_ep, nccl_ep_library, symm_mem
+from moecomm.bench import deep_ep, flashinfer, nccl_ep, nccl_ep_library, symm_mem
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Call, Clock, Rotation, Timed
 from moecomm.bench.exchange import Collective
@@ -44,6 +44,8 @@ class Peers:
             self._ways[symm_mem.NAME] = lambda ours: symm_mem.SymmetricMemory(case).calls(ours)
         if nccl_ep_library.NAME in case.others:
             self._ways |= nccl_ep.NcclEP(case).ways()
+        if flashinfer.NAME in case.others:
+            self._ways |= flashinfer.FlashInfer(case).ways()
 
     @property
     def count(self) -> int:
@@ -71,6 +73,8 @@ class Peers:
             times, why = together(self._group, partial(self._time, timed, ours))
             if why:
                 break
+            if "version" in timed.about:
+                self.versions[name.partition(" ")[0]] = timed.about["version"]
             found.append({**about, **timed.about, **bytes_of(self._case, ours, timed), **times})
         if why:
             self._failed[name] = why
@@ -111,7 +115,8 @@ def _absent(name: str, why: str, ours: Ours) -> list[Timed]:
 def bytes_of(case: Case, ours: Ours, timed: Timed) -> dict[str, float]:
     """Return the bytes of another library's row: `wire` and `busiest` as of ours, `moved` by the rows that it sends."""
     about, traffic = timed.about, ours.traffic
-    row = case.wire_bytes(about["what"], about["payload"])
+    parts = ("dispatch", "combine") if about["what"] == "pair" else (about["what"],)
+    row = sum(case.wire_bytes(part, about["payload"]) for part in parts)
     return {
         "wire_bytes": traffic.wire() * row,
         "busiest_bytes": ours.busiest * row,

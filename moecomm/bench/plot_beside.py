@@ -10,7 +10,13 @@ from moecomm.bench.plot_axes import machine_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {"moecomm": "tab:blue", "DeepEP V1": "tab:orange", "DeepEP V2": "tab:red", "NCCL EP": "tab:green"}
+_COLORS = {
+    "moecomm": "tab:blue",
+    "DeepEP V1": "tab:orange",
+    "DeepEP V2": "tab:red",
+    "NCCL EP": "tab:green",
+    "FlashInfer": "tab:purple",
+}
 _ROOM = 0.8  # of a group of bars
 
 

@@ -251,7 +251,7 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
     )
     table = new_table(
         ("tokens", "operation"),
-        ("native us", "compat us", "of native", "native host us", "compat host us", "more on the host us"),
+        ("native us", "compat us", "of native", "native host us", "compat host us", "more on the host us", "at p99"),
     )
     for row in result["rows"]:
         about = (str(row["tokens"]), " ".join(filter(None, (row[key] for key in ("what", "payload", "variant")))))
@@ -259,9 +259,10 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
             table.add_row(*about, *["-"] * 7)
             continue
         times = [f"{row['us'][name]['p50']:.1f}" for name in ("native", "compat")]
-        host = ["", "", ""]
+        host = ["", "", "", ""]
         if row["host_more_us"] is not None:
-            host = [*(f"{row['host_us'][name]:.1f}" for name in ("native", "compat")), f"{row['host_more_us']:+.1f}"]
+            more = [f"{row[key]:+.1f}" for key in ("host_more_us", "host_p99_more_us") if key in row]
+            host = [*(f"{row['host_us'][name]:.1f}" for name in ("native", "compat")), *more]
         table.add_row(*about, *times, f"x{row['of_native']:.3f}", *host)
     show_table(table, out)
     for row in result["rows"]:

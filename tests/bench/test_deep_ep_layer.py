@@ -138,4 +138,6 @@ def test_the_slowest_rank_counts() -> None:
     assert row["us"]["native"]["p50"] == 12 and row["us"]["compat"]["p50"] == 13.5  # of 10, 14 and of 12, 15
     assert row["of_native"] == 1.125
     assert row["host_us"] == {"native": 7.5, "compat": 10.75} and row["host_more_us"] == 4.5
+    assert row["host_p99_us"] == {"native": 9.0, "compat": 11.25}, "of 9, 9 and of 9.5, 13"
+    assert row["host_p99_more_us"] == 4.0
     assert lost == {"tokens": 128, "what": "combine", "payload": "", "variant": "handle", "why": "no room"}
