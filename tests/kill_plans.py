@@ -1,4 +1,4 @@
-"""python -m tests.kill_plans PLANS [--first SEED] [--gpus] [--json FILE]: ranks that are killed and replaced at random.
+"""python -m tests.kill_plans PLANS [--first SEED] [--gpus]: ranks that are killed and replaced at random.
 
 A plan has 2 to 6 ranks.  It kills some of them, once or several times, until new processes take the places of all
 that are gone, and does that again.  Of the ranks that are killed at a time, the first dies in a round, the others up to
@@ -61,9 +61,9 @@ class Plan(NamedTuple):
     steps: list[Step]
 
 
-def plan_of(seed: int) -> Plan:
+def plan_of(seed: int, most_ranks: int = MOST_RANKS) -> Plan:
     draw = random.Random(seed)
-    ranks, steps = draw.randint(2, MOST_RANKS), []
+    ranks, steps = draw.randint(2, most_ranks), []
     while not steps or (len(steps) < 3 and draw.random() < 0.5):
         left, kills = ranks, []
         while left > 1 and (not kills or draw.random() < 0.4):
@@ -146,9 +146,9 @@ def percentiles(ms: list[float]) -> dict[str, float]:
     return {name: round(sorted(ms)[int(share * (len(ms) - 1))], 2) for name, share in PERCENTILES.items()} if ms else {}
 
 
-def check(folder: Path, seed: int, found: Found) -> None:
+def check(folder: Path, seed: int, found: Found, most_ranks: int = MOST_RANKS) -> None:
     """Run a plan in an empty folder and check what its processes have noted, adding it to what was found."""
-    plan, draw = plan_of(seed), random.Random(seed)
+    plan, draw = plan_of(seed, most_ranks), random.Random(seed)
     sizes = {**SIZES, "backend": "host" if found.kind == "CPU" else "lsa", "timeout_s": TIMEOUT_S}
     with Supervisor(folder, member_of, plan.ranks, draw) as job:
         job.fill(sizes)
@@ -210,19 +210,20 @@ def main() -> None:
     parser.add_argument("plans", type=int)
     parser.add_argument("--first", type=int, default=0, help="seed of the first plan")
     parser.add_argument("--gpus", action="store_true", help="ranks on the GPUs of this machine")
+    parser.add_argument("--most-ranks", type=int, default=MOST_RANKS)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no plan after so long")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found, begin = Found("GPU" if given.gpus else "CPU"), time.monotonic()
     if given.gpus:
-        with multiprocessing.get_context("fork").Pool(MOST_RANKS) as pool:
-            pool.map(compile_for, range(1, MOST_RANKS + 1), chunksize=1)
+        with multiprocessing.get_context("fork").Pool(given.most_ranks) as pool:
+            pool.map(compile_for, range(1, given.most_ranks + 1), chunksize=1)
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(given.first, given.first + given.plans):
             if time.monotonic() - begin > 60 * given.minutes:
                 break
             (Path(folder) / str(seed)).mkdir()
-            check(Path(folder) / str(seed), seed, found)
+            check(Path(folder) / str(seed), seed, found, given.most_ranks)
     row = found.row()
     print(json.dumps(row, indent=1))
     if given.json:
