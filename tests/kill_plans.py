@@ -22,6 +22,7 @@ import random
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +123,14 @@ class Found:
         self.plans = self.kills = self.kills_while_joining = 0
         self.ms: dict[str, list[float]] = {"noticed": [], "shrink": [], "grow": [], "join": []}
 
+    def add(self, other: Found) -> None:
+        """Add the results of other plans."""
+        self.plans += other.plans
+        self.kills += other.kills
+        self.kills_while_joining += other.kills_while_joining
+        for name, ms in other.ms.items():
+            self.ms[name] += ms
+
     def check_soon(self) -> None:
         """Compare times with the bounds.  Under load a few calls take long, but none that ends by a signal of a process
         takes as long as one that waits for the deadline.
@@ -146,10 +155,10 @@ def percentiles(ms: list[float]) -> dict[str, float]:
     return {name: round(sorted(ms)[int(share * (len(ms) - 1))], 2) for name, share in PERCENTILES.items()} if ms else {}
 
 
-def check(folder: Path, seed: int, found: Found, most_ranks: int = MOST_RANKS) -> None:
-    """Run a plan in an empty folder and check what its processes have noted, adding it to what was found."""
-    plan, draw = plan_of(seed, most_ranks), random.Random(seed)
-    sizes = {**SIZES, "backend": "host" if found.kind == "CPU" else "lsa", "timeout_s": TIMEOUT_S}
+def check(folder: Path, seed: int, kind: str = "CPU", most_ranks: int = MOST_RANKS) -> Found:
+    """Run a plan in an empty folder, check what its processes have noted, and return it.  `kind`: of ranks."""
+    plan, draw, found = plan_of(seed, most_ranks), random.Random(seed), Found(kind)
+    sizes = {**SIZES, "backend": "host" if kind == "CPU" else "lsa", "timeout_s": TIMEOUT_S}
     with Supervisor(folder, member_of, plan.ranks, draw) as job:
         job.fill(sizes)
         job.wait(lambda: job.full(EXACT))
@@ -163,6 +172,7 @@ def check(folder: Path, seed: int, found: Found, most_ranks: int = MOST_RANKS) -
     found.plans += 1
     found.kills += len(job.killed)
     found.kills_while_joining += sum(bool(step.joining) for step in plan.steps)
+    return found
 
 
 def kill(job: Supervisor, kills: int, draw: random.Random) -> None:
@@ -205,25 +215,36 @@ def check_events(job: Supervisor, process: int, found: Found, said: str) -> None
     assert all(len(counts) == 1 for counts in descriptors.values()), f"{said}: descriptors {descriptors}"
 
 
+def one_after_the_other(first: int, given: argparse.Namespace) -> Found:
+    """Run every `jobs`-th plan from the one with this seed, until time is up."""
+    found, begin = Found("GPU" if given.gpus else "CPU"), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(first, given.first + given.plans, given.jobs):
+            if time.monotonic() - begin > 60 * given.minutes:
+                break
+            (Path(folder) / str(seed)).mkdir()
+            found.add(check(Path(folder) / str(seed), seed, found.kind, given.most_ranks))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.kill_plans", description=__doc__)
     parser.add_argument("plans", type=int)
     parser.add_argument("--first", type=int, default=0, help="seed of the first plan")
     parser.add_argument("--gpus", action="store_true", help="ranks on the GPUs of this machine")
     parser.add_argument("--most-ranks", type=int, default=MOST_RANKS)
+    parser.add_argument("--jobs", type=int, default=1, help="plans at a time")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no plan after so long")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found, begin = Found("GPU" if given.gpus else "CPU"), time.monotonic()
+    fork, found = multiprocessing.get_context("fork"), Found("GPU" if given.gpus else "CPU")
     if given.gpus:
-        with multiprocessing.get_context("fork").Pool(given.most_ranks) as pool:
+        with fork.Pool(given.most_ranks) as pool:
             pool.map(compile_for, range(1, given.most_ranks + 1), chunksize=1)
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(given.first, given.first + given.plans):
-            if time.monotonic() - begin > 60 * given.minutes:
-                break
-            (Path(folder) / str(seed)).mkdir()
-            check(Path(folder) / str(seed), seed, found, given.most_ranks)
+    with ProcessPoolExecutor(given.jobs, fork) as executor:
+        firsts = range(given.first, given.first + given.jobs)
+        for part in executor.map(one_after_the_other, firsts, [given] * given.jobs):
+            found.add(part)
     row = found.row()
     print(json.dumps(row, indent=1))
     if given.json:

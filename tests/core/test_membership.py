@@ -71,9 +71,7 @@ def test_times_that_are_slow_or_near_the_deadline_are_found() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 6, 9])
 def test_a_kill_plan(tmp_path: Path, seed: int) -> None:
-    found = kill_plans.Found()
-    kill_plans.check(tmp_path, seed, found)
-    found.check_soon()
+    kill_plans.check(tmp_path, seed).check_soon()
 
 
 @pytest.mark.long
@@ -81,7 +79,7 @@ def test_more_kill_plans(tmp_path: Path) -> None:
     found = kill_plans.Found()
     for seed in range(100, 110):
         (tmp_path / str(seed)).mkdir()
-        kill_plans.check(tmp_path / str(seed), seed, found)
+        found.add(kill_plans.check(tmp_path / str(seed), seed))
     found.check_soon()
 
 

@@ -25,7 +25,7 @@ from .test_membership import SIZES, failure_of, sums, until_it_fails
 
 def test_two_ranks_become_four_and_two_again(tmp_path: Path) -> None:
     """The plan that NIXL has published: 2 ranks, 4, two of which are killed; 0 and 3 are left; then 4 again."""
-    sizes = {**kill_plans.SIZES, "timeout_s": kill_plans.TIMEOUT_S}
+    sizes = {**kill_plans.SIZES, "backend": "host", "timeout_s": kill_plans.TIMEOUT_S}
     with Supervisor(tmp_path, kill_plans.member_of, 2, None) as job:
         job.fill(sizes)
         job.wait(lambda: job.full(kill_plans.EXACT))
