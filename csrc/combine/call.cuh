@@ -162,9 +162,16 @@ struct CombineCall {
     MOECOMM_FN bool direct_to(i32 source_rank) const {
         return cfg.domains() > 1 && !domains().reaches(source_rank) && goes_direct(shape(), shared.sent[source_rank].num_tokens);
     }
+    // True if rows of this rank for its own tokens are not staged: flat rows travel unchanged, and the pull warps of this rank can read
+    // them from y. Gradients of weights lie behind a staged row.
+    MOECOMM_FN bool reads_y(i32 source_rank) const {
+        return cfg.domains() == 1 && cfg.layout == Layout::flat && !cfg.in_place && source_rank == me() && a.weight_grads == 0;
+    }
     // Number of chunks that are staged for a source rank.
     MOECOMM_FN i32 chunks_of(i32 source_rank) const {
-        return in_packets(source_rank) ? 0 : count_chunks(shared.sent[source_rank].num_tokens, shared.sent[source_rank].chunk_tokens);
+        return in_packets(source_rank) || reads_y(source_rank)
+                   ? 0
+                   : count_chunks(shared.sent[source_rank].num_tokens, shared.sent[source_rank].chunk_tokens);
     }
 
     // True if rows go to a source rank in packets. The same rule as Packets.carry in moecomm/core/packets.py, by which the source rank

@@ -213,6 +213,7 @@ struct Pull {
 
     // Returns whether this lane may read the row of `rank`. The lane that acquires the flag is the lane that loads the row.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
+        if (c.reads_y(rank)) return true;
         const RoundHeader& from = c.shared.headers[rank];
         if ((from.combine.rows != 0 && from.combine.is_reduced == 0) || seen == chunk()) return true;
         const u64 flag = reduced_at(c.window(), c.shape(), rank, chunk());
@@ -227,6 +228,7 @@ struct Pull {
     }
 
     MOECOMM_FN const u8* row_at(i32 rank, i32 slot) const {
+        if (c.reads_y(rank)) return reinterpret_cast<const u8*>(c.a.y) + slot * static_cast<i64>(c.a.y_stride);
         const RoundHeader& from = c.shared.headers[rank];
         if (from.combine.rows == 0) return c.staged_row(rank, c.me(), token());
         return c.transport.template peer_ptr<u8>(rank, from.combine.rows) + slot * static_cast<i64>(from.combine.pitch);
