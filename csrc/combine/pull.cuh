@@ -116,11 +116,11 @@ struct Pull {
                        call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
           pieces_per_claim(some(call, [](const RoundHeader& n) { return n.combine.rows == 0 || n.combine.is_reduced != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(by_chunks() ? this_warp * (whole_tokens ? kPieces : 1) : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
+          nth(by_chunks() ? this_warp * (whole_tokens ? kPieces : 1) : (this_warp * pullers() + blockIdx.x) * pieces_per_claim),
           scaleout_sums{call, this_warp, cfg.domains() > 1 && call.direct()} {
         skip_ends(nth);
         closing = nth;
-        if (!by_chunks()) claim();
+        if (!by_chunks() && pulls()) claim();
         look_ahead();
     }
 
@@ -132,6 +132,9 @@ struct Pull {
     }
 
     MOECOMM_FN bool by_chunks() const { return cfg.domains() > 1 || gives_credit; }
+    // Blocks that pull: where warps claim pieces, the others may only reduce.
+    MOECOMM_FN i32 pullers() const { return by_chunks() ? static_cast<i32>(gridDim.x) : min(static_cast<i32>(gridDim.x), cfg.pull_blocks); }
+    MOECOMM_FN bool pulls() const { return static_cast<i32>(blockIdx.x) < pullers(); }
     // Position of the next piece: the block's n-th chunk, the token, the token's chunk.
     MOECOMM_FN i32 nth_chunk(i32 of) const { return of / kPieces >> shift; }
     MOECOMM_FN i32 token_of(i32 of) const {
@@ -158,7 +161,7 @@ struct Pull {
     }
     // Claims the next piece or token. The first one of each warp of the grid is fixed.
     MOECOMM_FN void claim() {
-        if (lane_id() == 0) claimed = gridDim.x * cfg.pull_warps + atomicAdd(&own_state(c.a.ctx)->next_piece, 1);
+        if (lane_id() == 0) claimed = pullers() * cfg.pull_warps + atomicAdd(&own_state(c.a.ctx)->next_piece, 1);
     }
     MOECOMM_FN void advance() {
         if (by_chunks()) {
@@ -353,6 +356,7 @@ MOECOMM_FN bool pull(const Call& c) {
         if (!await_all_headers(c)) return false;
         if (c.shared.is_invalid != 0) return true;
         Pull<Call> role(c, warp);
+        if (!role.pulls()) return true;
         Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes, Call::cfg.single_rows_travel()>, Pull<Call>>{c.shared.pull[warp], role}
             .run();
         return !role.failed;

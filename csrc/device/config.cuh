@@ -105,6 +105,7 @@ struct CombineConfig {
     i32 flag_warps;                  // 1, or 0 if reduce warps signal chunks themselves
     i32 pull_bytes;                  // bytes of a row that one bulk copy moves
     i32 pull_slots;                  // such pieces in a warp's ring
+    i32 pull_blocks;                 // most blocks that pull flat rows, which all blocks copy: more get in each other's way
     i32 reduce_bytes, reduce_slots;  // likewise, of a reduce warp; several domains only
     i32 shared_bytes;
 

@@ -15,7 +15,7 @@ from typing import Any
 from moecomm import _native
 from moecomm.core import packets
 from moecomm.core.experts import most_experts
-from moecomm.core.protocol import MAX_RANKS, MAX_TOPK, ROUND_HEADER_BYTES, TYPE_BYTES, WANTED_WORDS
+from moecomm.core.protocol import MAX_BLOCKS, MAX_RANKS, MAX_TOPK, ROUND_HEADER_BYTES, TYPE_BYTES, WANTED_WORDS
 from moecomm.jit import linking, loader, span_ring
 
 _FLAT, _BEGIN, _END = _native.Layout.flat, _native.Part.begin, _native.Part.end
@@ -27,6 +27,7 @@ _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
 _FORWARD_SLOTS = 4  # pieces of a forward warp; rows have as many, or more
+_PULL_BLOCKS = 48  # see CombineConfig::pull_blocks
 # Warps of a block that makes row descriptors, and the most bytes of their counters.
 _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = 16, 64 * 1024
 
@@ -293,8 +294,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
     if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks:
         beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add
-    fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16)
-    fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
+    fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16) + _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
@@ -316,6 +316,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         "flag_warps": int(reduce_warps > 0 and not spec.packets),
         "pull_bytes": pull_bytes,
         "pull_slots": pull_slots,
+        "pull_blocks": _PULL_BLOCKS if spec.layout == _FLAT and not spec.in_place else MAX_BLOCKS,
         "reduce_bytes": reduce_bytes,
         "reduce_slots": reduce_slots,
         "shared_bytes": _align(used + fixed, 128),

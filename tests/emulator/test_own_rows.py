@@ -1,4 +1,6 @@
-"""Combines of flat rows outside of the window: a rank's rows for its own tokens are read from y, and not staged."""
+"""Combines of flat rows outside of the window: a rank's rows for its own tokens are read from y, and not staged.  Some
+blocks pull, and the others only copy.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moecomm import combine
+from moecomm import combine, jit
 from moecomm.backends import host
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
@@ -22,10 +24,15 @@ from .test_single_rows import RANKS, SIZES, TOPK, call, memory
 HIDDEN, UNTOUCHED = 1032, 0xAB
 
 
+@pytest.mark.parametrize("pull_blocks", few([1, 2, 48], 1))
 @pytest.mark.parametrize(
     ("place", "grads"), few([("heap", False), ("heap", True), ("ring", False), ("ring", True)], ("heap", False))
 )
-def test_own_rows_are_not_staged(place: str, grads: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_rows_are_not_staged(
+    place: str, grads: bool, pull_blocks: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "_PULL_BLOCKS", pull_blocks)
+    monkeypatch.setattr(machine, "_kernels", {})
     calls = [call(rank, HIDDEN, "flat") for rank in range(RANKS)]
     given = [torch.rand(RANKS * len(calls[0]["x"]), TOPK) if grads else None for _ in calls]
     with LocalBuffers(RANKS, hidden=HIDDEN, **SIZES, backend="host") as ranks:
