@@ -304,6 +304,19 @@ def checks() -> str:
     return table("tokens | layout | dispatch: before, with checks | dispatch and combine", rows)
 
 
+def instructions() -> str:
+    """Basic blocks of a round of one token, by number of ranks."""
+    found, rows = load("instructions-cpu"), []
+    ranks = sorted({row["ranks"] for row in found["rows"]})
+    for layout in ("flat", "expert"):
+        for what in ("dispatch", "combine"):
+            same = [r for r in found["rows"] if (r["layout"], r["what"], r["blocks"]) == (layout, what, 1)]
+            by_ranks = {row["ranks"]: row for row in same}
+            cells = [f"{by_ranks[n]['of_a_thread']:,}; {by_ranks[n]['of_a_block'] / 1e3:.0f}" for n in ranks]
+            rows.append(line(found, ROUNDS[:2], f"{what}, `{layout}`", *cells))
+    return table(f"thread; block, thousands | {' | '.join(f'{n} ranks' for n in ranks)}", rows)
+
+
 def correctness() -> str:
     """Random cases against the reference."""
     rows = []
@@ -469,6 +482,14 @@ CHECKS = (
         "ids that change, and with all of that.",
         ("checks-h200",),
         checks,
+    ),
+    Topic(
+        "Work of a block, by number of ranks",
+        "Basic blocks of code that the thread with the most runs, and all threads of a block, in a round of one token a "
+        "rank with 256 experts: emulated kernels, without polls in vain.  A block reads the counts of all ranks by "
+        "expert and by rank, a column a thread: of a thread the work grows with the ranks, of a block with the counts.",
+        ("instructions-cpu",),
+        instructions,
     ),
     Topic(
         "Correctness runs",

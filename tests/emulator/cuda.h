@@ -60,8 +60,10 @@ struct Thread {
     Index thread, block, grid;
     Block* of_block;
     Warp* warp;
-    unsigned operations;  // of the warp, that this lane has come to
-    unsigned lines;       // that this lane has stored and loaded
+    unsigned operations;   // of the warp, that this lane has come to
+    unsigned lines;        // that this lane has stored and loaded
+    std::uint64_t steps;   // with MOECOMM_COUNTED: basic blocks that it has run, but for polls in vain
+    std::uint64_t polled;  // steps at the first poll in vain of its last wait
 };
 
 extern "C" {
@@ -74,6 +76,11 @@ void emulator_wait_change(const unsigned* word, unsigned was);
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes);
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount);
 }
+
+#ifdef MOECOMM_COUNTED
+// Called by g++'s code at the start of each basic block.
+extern "C" __attribute__((used, no_sanitize_coverage)) inline void __sanitizer_cov_trace_pc() { ++emulator_thread->steps; }
+#endif
 
 // Programmatic dependent launch.  A block lets the next launch begin when one of its threads says so, or when it ends.
 inline void let_next_launch(Block& block) {

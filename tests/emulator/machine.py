@@ -57,9 +57,9 @@ class Call:
 
 
 @lru_cache
-def units() -> Units:
+def units(counted: bool = False) -> Units:
     """Once a process."""
-    return Units(plain.write, "cuda.h")
+    return Units(plain.write, "cuda.h", counted)
 
 
 @lru_cache
@@ -74,10 +74,15 @@ def offsets() -> tuple[int, int, int]:
 
 
 class Machine:
-    """Compiles kernels, each once, and runs them."""
+    """Compiles kernels, each once, and runs them.
 
-    def __init__(self) -> None:
-        self.scheduler, self.library = scheduler(), units().library
+    Args:
+        blocks: of each kernel; None: one to three.
+        counted: count what threads do, see steps().
+    """
+
+    def __init__(self, blocks: int | None = None, counted: bool = False) -> None:
+        self.scheduler, self.library, self._blocks = scheduler(), units(counted).library, blocks
         dispatch, combine, self._link = offsets()
         self.sizes = {"dispatch": dispatch, "combine": combine}
         self._kernels: dict[jit.KernelSpec, Any] = {}
@@ -112,13 +117,17 @@ class Machine:
             launches[nth] = Launch(
                 ctypes.cast(kernels[call.spec].kernel, ctypes.c_void_p).value,
                 ctypes.addressof(content),
-                rng.choice([1, 2, 3]),
+                self._blocks or rng.choice([1, 2, 3]),
                 jit.block_threads(fields),
                 fields["shared_bytes"],
                 nth - ranks if nth >= ranks else -1,
             )
         ended = self.scheduler.emulator_run(ctypes.addressof(launches), len(calls), LIMIT, self._runs)
         assert ended == 0, f"{calls[0].spec.op} of {[call.num_tokens for call in calls]} tokens does not end"
+
+    def steps(self, rank: int) -> tuple[int, int]:
+        """Return basic blocks of the last round that a thread of a rank ran at most, and all threads of a block."""
+        return self.scheduler.emulator_steps(rank), self.scheduler.emulator_block_steps(rank)
 
     def puts(self, rank: int, peer: int) -> int:
         """How often `rank` has put to `peer`, of another domain, so far."""

@@ -2,6 +2,7 @@
 // domains late and out of order.  x86-64.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -36,6 +37,7 @@ struct Fiber {
 Fiber* running;
 void* scheduler_stack;
 std::uint64_t passes;
+std::vector<std::uint64_t> most_steps, most_block_steps;  // of the last run, by launch: of a thread, and of all threads of a block
 
 // On its way to another domain.
 struct Order {
@@ -182,6 +184,9 @@ void emulator_forget() {
     busy.clear();
 }
 
+std::uint64_t emulator_steps(int launch) { return most_steps[launch]; }
+std::uint64_t emulator_block_steps(int launch) { return most_block_steps[launch]; }
+
 // 0; 1 if not all of them have ended after `limit` passes over all threads.
 int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigned seed) {
     std::size_t threads = 0, blocks = 0;
@@ -255,6 +260,19 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
         }
     }
     if (left != 0) report_stuck(fibers);
+    most_steps.assign(count, 0), most_block_steps.assign(count, 0);
+    thread = 0;
+    for (int i = 0; i < count; ++i) {
+        for (int nth = 0; nth < launches[i].blocks; ++nth) {
+            std::uint64_t all = 0;
+            for (int t = 0; t < launches[i].threads; ++t, ++thread) {
+                const std::uint64_t steps = fibers[thread].thread.steps;
+                all += steps;
+                most_steps[i] = std::max(most_steps[i], steps);
+            }
+            most_block_steps[i] = std::max(most_block_steps[i], all);
+        }
+    }
     munmap(stacks, threads * kStack);
     return left != 0;
 }
@@ -267,6 +285,12 @@ namespace moecomm {
 
 // For protocol/deadline.h.
 unsigned long long now_ns() { return emulator::passes * 1000; }
-void back_off(unsigned) { emulator::emulator_yield(); }
+// Polls in vain are as many as the order of threads makes them: of a wait, only the first counts.
+void back_off(unsigned tries) {
+    emulator::Thread& thread = *emulator::emulator_thread;
+    if (tries == 1) thread.polled = thread.steps;
+    thread.steps = thread.polled;
+    emulator::emulator_yield();
+}
 
 }  // namespace moecomm

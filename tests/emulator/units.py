@@ -23,15 +23,20 @@ def scheduler() -> ctypes.CDLL:
         how = ("-std=c++20", "-O2", "-shared", "-fPIC")
         subprocess.run(["g++", *how, HERE / "scheduler.cpp", "-o", library], check=True)
         loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    loaded.emulator_steps.restype = loaded.emulator_block_steps.restype = ctypes.c_uint64
     loaded.emulator_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint]
     return loaded
 
 
 class Units:
-    """Units of a copy of csrc without PTX, which `write` makes; `head`: what all include first, compiled once."""
+    """Units of a copy of csrc without PTX, which `write` makes; `head`: what all include first, compiled once.
 
-    def __init__(self, write: Callable[[Path, Path], None], head: str) -> None:
+    `counted`: threads count the basic blocks that they run.
+    """
+
+    def __init__(self, write: Callable[[Path, Path], None], head: str, counted: bool = False) -> None:
         scheduler()
+        self._counted = ("-DMOECOMM_COUNTED", "-fsanitize-coverage=trace-pc") if counted else ()
         self._kept = TemporaryDirectory()
         self._directory = Path(self._kept.name)
         write(CSRC, self._directory / "csrc")
@@ -49,4 +54,4 @@ class Units:
 
     def _compile(self, *what: str | Path) -> None:
         include = (f"-I{self._directory}", f"-I{HERE}", f"-I{self._directory / 'csrc'}")
-        subprocess.run(["g++", *FLAGS, *include, *what], check=True)
+        subprocess.run(["g++", *FLAGS, *self._counted, *include, *what], check=True)
