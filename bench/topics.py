@@ -485,8 +485,8 @@ CHECKS = (
     ),
     Topic(
         "Work of a block, by number of ranks",
-        "Basic blocks of code that the thread with the most runs, and all threads of a block, in a round of one token a "
-        "rank with 256 experts: emulated kernels, without polls in vain.  A block reads the counts of all ranks by "
+        "Basic blocks of code that the busiest thread runs, and all threads of a block, in a round of one token a rank "
+        "with 256 experts: emulated kernels, without polls in vain.  A block reads the counts of all ranks by "
         "expert and by rank, a column a thread: of a thread the work grows with the ranks, of a block with the counts.",
         ("instructions-cpu",),
         instructions,

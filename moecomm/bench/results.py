@@ -57,7 +57,10 @@ def origin() -> dict[str, Any]:
 def command() -> str:
     """Return a command line that repeats this run."""
     program, root = Path(sys.argv[0]).absolute(), Path(moecomm.__file__).parent.parent
-    if program.name == "__main__.py" and program.is_relative_to(root):
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of a module that python -m runs
+    if spec is not None and spec.name.startswith("tests."):
+        words = ["-m", spec.name]
+    elif program.name == "__main__.py" and program.is_relative_to(root):
         module = ".".join(program.parent.relative_to(root).parts)
         words = ["-m", module]
     elif program.name == "moecomm":

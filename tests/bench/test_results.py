@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,3 +61,9 @@ def test_libraries_that_are_there_are_named_with_their_versions(monkeypatch: pyt
         assert said == {"nvshmem": "3.4.5", "nvshmem4py": "0.1.2", "cuda-core": "1.2.2", **more}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert set(results.origin()["versions"]) == {"python", "torch", "moecomm"}, "of a machine without GPUs none of them"
+
+
+def test_a_module_of_tests_is_named_as_python_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="tests.emulator.instructions"))
+    monkeypatch.setattr(sys, "argv", ["/somewhere/instructions.py", "--json", "found.json"])
+    assert results.command().endswith("python -m tests.emulator.instructions --json found.json")
