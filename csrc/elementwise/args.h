@@ -20,6 +20,16 @@ struct MapArgs {
     i32 tokens, experts, topk, pad;
 };
 
+// budgets.cuh
+struct BudgetArgs {
+    u64 ids, kept;  // [entries], of the same type
+    u64 table;      // i32 [ranks][pitch]: entries of each expert, then the budget. count_entries writes it, alike for all ranks
+    u64 to;         // i64 [ranks]: 0, 1, ...
+    u64 overflow;   // i32: 1 if this rank has too little room
+    u64 needed;     // i64: the rows that it would need
+    i32 entries, experts, ranks, rank, alignment, budget, pitch, pad;
+};
+
 // tidy.cuh
 struct TidyArgs {
     PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are unused

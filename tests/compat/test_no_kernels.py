@@ -13,12 +13,19 @@ from moecomm.bench.case import Case
 from moecomm.bench.deep_ep_layer import Layer
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer, hybrid
 from moecomm.kernels import padding
+from moecomm.kernels.budgets import Kept
 
 from .together import together
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 6, 256, 3, 8
 CASE = Case("", HIDDEN, TOPK, EXPERTS, 2, "host", [TOKENS], ["flat"], ["bf16"], [0], "eager")
-NOTHING_DROPPED = torch.zeros(1, dtype=torch.int32)  # in the place of drop_excess, whose kernels are documented
+NOTHING_DROPPED = torch.zeros(1, dtype=torch.int32)  # of within_budgets(), whose kernels are documented
+
+
+def all_of(ids: torch.Tensor) -> Kept:
+    return Kept(ids, NOTHING_DROPPED, NOTHING_DROPPED)
+
+
 # Make no kernel: another look at memory, or memory that is not initialised.
 FREE = (
     "view",
@@ -59,7 +66,7 @@ def computed(call: Callable[[], Any]) -> list[str]:
 
 
 def test_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid, "drop_excess", lambda pool, ids, *given: (ids, NOTHING_DROPPED))
+    monkeypatch.setattr(hybrid, "within_budgets", lambda pool, ids, *given: all_of(ids))
 
     def body(group: Any) -> None:
         with Layer(CASE, group, torch.device("cpu"), TOKENS) as layer:
@@ -108,7 +115,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(padding, "zero", stand_in("zero"))
     ids = torch.zeros(TOKENS, TOPK, dtype=torch.int64) - 1
     monkeypatch.setattr(
-        hybrid, "drop_excess", lambda pool, ids, *given: (names.append("drop_excess"), (ids, NOTHING_DROPPED))[1]
+        hybrid, "within_budgets", lambda pool, ids, *given: (names.append("within_budgets"), all_of(ids))[1]
     )
     monkeypatch.setattr(hybrid, "ids_of", stand_in("ids_of", ids, torch.zeros(TOKENS, TOPK)))
     monkeypatch.setattr(hybrid, "weights_at", stand_in("weights_at"))
@@ -164,4 +171,4 @@ def test_hybrid_buffer(launches: list[str]) -> None:
         assert computed(lambda: buffer.dispatch_with_permute(hidden=x, **call)) == []
 
     together(2, body)
-    assert sorted(launches) == ["drop_excess"] * 14 + ["ids_of"] * 4 + ["weights_at"] * 4 + ["zero"] * 4
+    assert sorted(launches) == ["ids_of"] * 4 + ["weights_at"] * 4 + ["within_budgets"] * 14 + ["zero"] * 4

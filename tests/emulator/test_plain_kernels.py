@@ -12,7 +12,7 @@ import torch
 
 from moecomm.core.protocol import DTYPES
 from moecomm.jit import plain_kernel
-from moecomm.kernels import padding, routing_map
+from moecomm.kernels import budgets, padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 from tests.gpu import test_plain_kernels as cases
 
@@ -55,6 +55,15 @@ def test_maps() -> None:
     for chosen, probs, topk in cases.maps(most=20):
         wanted, got = routing_map.ids_of(chosen, probs, topk), routing_map._ids_by_kernel(chosen, probs, topk)
         cases.check_ids(got, wanted, chosen.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_budgets(dtype: torch.dtype) -> None:
+    for ids, table, rule in cases.budgeted(dtype, most=20):
+        for mine, other in zip(budgets.counted_by_kernel(ids, rule), budgets.counted(ids, rule), strict=True):
+            assert torch.equal(mine, other)
+        for mine, other in zip(budgets.kept_by_kernel(ids, table, rule), budgets.kept(ids, table, rule), strict=True):
+            assert mine.dtype == other.dtype and torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

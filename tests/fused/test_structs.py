@@ -13,7 +13,7 @@ from moecomm.backends import leave
 from moecomm.core.protocol import DESCRIPTOR_BYTES
 from moecomm.fused import structs
 from moecomm.jit import loader, plain_kernel
-from moecomm.kernels import padding, routing_map
+from moecomm.kernels import budgets, padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.overlap import kernels_structs
 from moecomm.window import gpu_calls
@@ -25,7 +25,12 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
     found = {
         name: one for name, one in inspect.getmembers(structs, inspect.isclass) if one.__module__ == structs.__name__
     }
-    found |= {"PaddingArgs": padding.Args, "MapArgs": routing_map._Args, "TidyArgs": tidy._Args}
+    found |= {
+        "PaddingArgs": padding.Args,
+        "MapArgs": routing_map._Args,
+        "BudgetArgs": budgets._Args,
+        "TidyArgs": tidy._Args,
+    }
     found |= {"SwigluArgs": swiglu._Args, "GradientArgs": combine_gradients._Args, "LeaveArgs": leave.PutArgs}
     found |= {"Window": gpu_calls.Handle, "WindowCallArgs": gpu_calls.CallArgs}
     of_operators = inspect.getmembers(kernels_structs, inspect.isclass)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moecomm.core.protocol import DTYPES
-from moecomm.kernels import padding, routing_map
+from moecomm.kernels import budgets, padding, routing_map
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
@@ -42,6 +42,20 @@ def maps(most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, int]]:
             for dtype in (torch.float32, torch.bfloat16, None):
                 probs = None if dtype is None else torch.rand(tokens, experts, generator=g).to(dtype)
                 yield chosen, probs, topk
+
+
+def budgeted(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, budgets.Rule]]:
+    """Yield ids of a rank, some that no expert has; the counts and budgets of all ranks; and the rule."""
+    g = torch.Generator().manual_seed(6)
+    for tokens, ranks, local, topk in ((1, 2, 4, 2), (most, 3, 33, 4), (7, 40, 2, 8), (0, 2, 2, 2)):
+        experts, me = ranks * local, ranks // 2
+        for alignment in (1, 4):
+            ids = torch.randint(-1, experts + 1, (tokens, topk), generator=g).to(dtype)
+            rule = budgets.Rule(me, ranks, experts, alignment, max(alignment, tokens))
+            table = torch.randint(0, 3, (ranks, rule.columns), generator=g, dtype=torch.int32)
+            table[me] = budgets.counted(ids, rule)[0][0]
+            table[:, experts] = torch.randint(0, 4 * local * ranks, (ranks,), generator=g)
+            yield ids, table, rule
 
 
 def weighted(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -105,6 +119,18 @@ def check_about(got: About, wanted: About) -> None:
     for mine, other in zip(got, wanted, strict=True):
         assert (mine is None) == (other is None)
         assert mine is None or (mine.dtype == other.dtype and torch.equal(mine.cpu(), other))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_budgets(dtype: torch.dtype) -> None:
+    for ids, table, rule in budgeted(dtype, most=5000):
+        for mine, other in zip(budgets.counted(ids.cuda(), rule), budgets.counted(ids, rule), strict=True):
+            assert torch.equal(mine.cpu(), other)
+        for mine, other in zip(
+            budgets.kept(ids.cuda(), table.cuda(), rule), budgets.kept(ids, table, rule), strict=True
+        ):
+            assert mine.dtype == other.dtype and torch.equal(mine.cpu(), other)
 
 
 @pytest.mark.gpu1

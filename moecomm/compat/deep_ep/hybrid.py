@@ -9,7 +9,7 @@ import torch
 
 from moecomm import combine as combining
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.budget import drop_excess
+from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
@@ -129,8 +129,8 @@ class HybridEPBuffer:
         """hidden `[rows, H]` by expert, probs `[rows]`, scaling_factor, padded tokens_per_expert, handle.
 
         tokens_per_expert is int64, on the CPU, or, with `non_blocking`, on the device and nothing waits.  Tokens that
-        `num_permuted_tokens` has no room for are dropped (see drop_excess) and handle[-1] is 1: that takes a small
-        round of counts, and some thirty small kernels.  A `routing_map` takes a small kernel to find its ids, and the
+        `num_permuted_tokens` has no room for are dropped (see within_budgets) and handle[-1] is 1: that takes a small
+        round of counts, and two small kernels.  A `routing_map` takes a small kernel to find its ids, and the
         first one without num_permuted_tokens a host wait; `topk_idx` spares both.  Another one zeroes padding.
         """
         if use_host_meta is not None:
@@ -267,8 +267,8 @@ class HybridEPBuffer:
         """The routing without what the budgets of `rows`, ours and those of other ranks, have no room for."""
         if rows is None:
             return routing
-        ids, overflow = drop_excess(self._pool, routing.ids, routing.num_experts, rows, options.expert_alignment)
-        return routing._replace(ids=ids, overflow=overflow)
+        kept = within_budgets(self._pool, routing.ids, routing.num_experts, rows, options.expert_alignment)
+        return routing._replace(ids=kept.ids, overflow=kept.overflow)
 
     def _handle(self, native: Handle, routing: _Routing, counts: torch.Tensor, rows: int) -> HybridEPHandle:
         handle = HybridEPHandle(HybridEPHandle.makers)

@@ -1,0 +1,144 @@
+"""Budgets of rows: the entries of a routing that their ranks have room for, by the counts of all ranks."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from moecomm.core.arrays import check_memory
+from moecomm.jit import plain_kernel
+from moecomm.jit.structs import fields_of
+from moecomm.kernels import row_pass
+
+_MOST = torch.iinfo(torch.int32).max
+
+
+class _Args(ctypes.Structure):
+    """BudgetArgs of csrc/elementwise/args.h."""
+
+    _fields_ = fields_of("BudgetArgs")
+
+
+class Rule(NamedTuple):
+    """The rule by which entries are dropped, see kept().
+
+    Attributes:
+        rank: this one.
+        experts: of all ranks, a multiple of their number.
+        alignment: rows of an expert are padded to a multiple.
+        budget: rows that this rank has room for; ranks may differ.
+    """
+
+    rank: int
+    ranks: int
+    experts: int
+    alignment: int
+    budget: int
+
+    @property
+    def columns(self) -> int:
+        """Words of a row of counts: whole 16 bytes."""
+        return -(-(self.experts + 1) // 4) * 4
+
+
+class Kept(NamedTuple):
+    """Attributes:
+    ids: as given, with -1 in the place of each entry that its rank has no room for.
+    overflow: int32 `[1]`; 1: this rank has too little room.
+    needed: int64 `[1]`, the rows that it would need room for, padding included.
+    """
+
+    ids: torch.Tensor
+    overflow: torch.Tensor
+    needed: torch.Tensor
+
+
+def kernel(entry: str) -> plain_kernel.PlainKernel:
+    """Return the kernel `count_entries<type of ids>` or `keep_entries<type of ids>`."""
+    return row_pass.kernel("elementwise/budgets", entry, "BudgetArgs")
+
+
+def counted(ids: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what each rank is sent, int32 `[R, columns]`: the number of entries of each expert, then the budget; and
+    the number of the rank for which each row is, int64 `[R, 1]`.
+
+    Args:
+        ids: int64 or int32 `[T, K]`; those that no expert has are not counted.
+    """
+    if ids.is_cuda:
+        return counted_by_kernel(ids, rule)
+    flat = ids.flatten().long()
+    here = flat[(flat >= 0) & (flat < rule.experts)]
+    row = torch.zeros(rule.columns, dtype=torch.int32)
+    row[: rule.experts] = here.bincount(minlength=rule.experts)
+    row[rule.experts] = min(rule.budget, _MOST)
+    return row.expand(rule.ranks, -1).contiguous(), torch.arange(rule.ranks).unsqueeze(1)
+
+
+def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule) -> Kept:
+    """Return the entries that there is room for.
+
+    The rows of a rank are in the order of its experts, padded to `alignment`, then of source ranks, then of tokens; a
+    row at or behind the rank's budget is dropped.
+
+    Args:
+        ids: those that were counted.
+        table: int32 `[R, columns]`, the counts and the budget of each rank.
+    """
+    if ids.is_cuda:
+        return kept_by_kernel(ids, table, rule)
+    experts, me = rule.experts, rule.rank
+    flat = ids.flatten().long()
+    column = torch.where((flat >= 0) & (flat < experts), flat, experts)  # the last one: no expert
+    sent, budgets = table[:, :experts].long(), table[:, experts].long()
+    padded = -(-sent.sum(dim=0).view(rule.ranks, -1) // rule.alignment) * rule.alignment
+    ends = padded.cumsum(dim=1)
+    first = (ends - padded).flatten() + sent[:me].sum(dim=0)  # the row of our first entry of each expert
+    room = budgets.repeat_interleave(experts // rule.ranks) - first
+    room = torch.cat([room, room.new_full((1,), flat.numel())])  # entries of ours that each expert takes
+    counts = column.bincount(minlength=experts + 1)
+    order = column.argsort(stable=True)
+    nth_sorted = torch.arange(flat.numel()) - (counts.cumsum(dim=0) - counts)[column[order]]
+    nth = torch.empty_like(order).scatter_(0, order, nth_sorted)  # of our entries of the same expert
+    return Kept(
+        torch.where((nth < room[column]).view_as(ids), ids, -1), (ends[me, -1:] > budgets[me]).int(), ends[me, -1:]
+    )
+
+
+def counted_by_kernel(ids: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do counted() by a kernel."""
+    rows = torch.empty(rule.ranks, rule.columns, dtype=torch.int32, device=ids.device)
+    to = torch.empty(rule.ranks, 1, dtype=torch.int64, device=ids.device)
+    _launch("count_entries", rule, ids=ids, table=rows, to=to)
+    return rows, to
+
+
+def kept_by_kernel(ids: torch.Tensor, table: torch.Tensor, rule: Rule) -> Kept:
+    """Do kept() by a kernel."""
+    found = Kept(
+        torch.empty_like(ids, memory_format=torch.contiguous_format),
+        torch.empty(1, dtype=torch.int32, device=ids.device),
+        torch.empty(1, dtype=torch.int64, device=ids.device),
+    )
+    _launch("keep_entries", rule, ids=ids, table=table, kept=found.ids, overflow=found.overflow, needed=found.needed)
+    return found
+
+
+def _launch(entry: str, rule: Rule, *, ids: torch.Tensor, **others: torch.Tensor) -> None:
+    ids = ids.contiguous()
+    check_memory("topk_idx", ids)
+    args = _Args(
+        ids=row_pass.address(ids),
+        **{name: row_pass.address(tensor) for name, tensor in others.items()},
+        entries=ids.numel(),
+        experts=rule.experts,
+        ranks=rule.ranks,
+        rank=rule.rank,
+        alignment=rule.alignment,
+        budget=min(rule.budget, _MOST),
+        pitch=rule.columns,
+    )
+    name = f"{entry}<{row_pass.IDS[ids.dtype]}>"
+    row_pass.launch(kernel(name), ids.device, (rule.experts + 1) * row_pass.ROW, args)
