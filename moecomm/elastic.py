@@ -29,6 +29,7 @@ from moecomm.core.state import CollectiveCall
 from moecomm.core.suspension import Members, interruption
 from moecomm.core.validation import check_flag
 from moecomm.errors import MoecommError, RoundFailed
+from moecomm.fused import forms
 from moecomm.jit import limits
 from moecomm.masking import MaskableRanks
 
@@ -66,13 +67,14 @@ def open_rounds(
         undo.callback(session.close)
         if settings.on_timeout == "mask":
             session.maskable()
+        fused = forms.agree(ranks, settings, session.device)
         tables = RowTables(ranks, shape, timeout_s) if settings.verify_every and session.device.type == "cpu" else None
         came_ns = now_ns()
         ranks.settle()
         left_ns = now_ns()
         undo.pop_all()
     session.context.timeout_ns = int(timeout_s * 1e9)
-    rounds = Rounds(session, settings, identity, ids, tables)
+    rounds = Rounds(session, settings, identity, ids, tables, fused)
     rounds.barrier = came_ns, left_ns
     return rounds
 

@@ -26,10 +26,11 @@ from moecomm.fused import (
     choose,
     choose_fp8,
     grouped_gemm,
+    kernels,
     quantize_weights,
 )
 from moecomm.fused.fp8 import Operand
-from moecomm.fused.kernels import multiprocessors
+from moecomm.fused.schedules import schedule_of
 from moecomm.router import MODELS, Model, random_routing
 
 TORCH, APART = "torch", "apart"  # next to schedules; APART: the chosen one, gate and up rows not interleaved
@@ -67,11 +68,15 @@ class Gemm:
         """True if our kernel casts its result for the second GEMM."""
         return self.dtype == "fp8" and self.activation is not None
 
-    def choose(self, rows: int, *units: int) -> str:
-        """Return the name of the schedule for `rows` rows of all experts; `units`: multiprocessors of the GPU."""
-        if self.dtype == "fp8":
-            return choose_fp8(rows // self.experts, self.experts, self.columns, *units)
-        return choose(rows // self.experts, self.experts, self.columns, self.depth, *units)
+    def choose(self, rows: int, device: torch.device) -> str:
+        """Return the name of the schedule for `rows` rows of all experts, on a GPU; on the CPU, that of the H200."""
+        each, shape = rows // self.experts, (self.experts, self.columns)
+        if device.type == "cpu":
+            return choose_fp8(each, *shape) if self.dtype == "fp8" else choose(each, *shape, self.depth)
+        dtype = kernels.FP8 if self.dtype == "fp8" else torch.bfloat16
+        gpu = kernels.multiprocessors(device.index), kernels.gpu_name(device.index)
+        chosen = schedule_of(dtype, each, *shape, self.depth, *gpu)
+        return next(name for name, schedule in self.schedules.items() if schedule == chosen)
 
     def counts(self, tokens: int) -> torch.Tensor:
         """Return int32 [experts]: rows of the first rank's experts after random routing of `tokens` tokens per rank."""
@@ -155,6 +160,18 @@ def run(
     return {"benchmark": "gemm", "device": device.type, "dtype": ",".join(dtypes), "replays": replays, "rows": rows}
 
 
+def schedules_of(case: Gemm, tokens: list[int], device: torch.device, replays: int) -> list[dict[str, Any]]:
+    """Measure all schedules of a GEMM and nothing else; returns a row {tokens, rows, us, ...} for each size."""
+    weights, found = _weights(case, device), []
+    for count in tokens:
+        counts = case.counts(count).to(device)
+        calls = _schedules(case, _rows_of(case, counts)[1], weights, counts, tuple(case.schedules))
+        us = _alternating(calls, len(weights), replays)
+        about = {"tokens": count, **dataclasses.asdict(case), "rows": int(counts.sum())}
+        found.append({**about, "us": {name: round(time, 3) for name, time in us.items()}})
+    return found
+
+
 def _weights(case: Gemm, device: torch.device) -> list[Operand]:
     """Return copies of the weights, several of small ones, so that no call finds its own in the cache."""
     nbytes = (1 if case.dtype == "fp8" else 2) * case.experts * case.columns * case.depth
@@ -168,22 +185,21 @@ def _drawn(case: Gemm, device: torch.device) -> Operand:
     return quantize_weights(made) if case.dtype == "fp8" else made
 
 
+def _rows_of(case: Gemm, counts: torch.Tensor) -> tuple[torch.Tensor, Operand]:
+    """Return random rows in bfloat16, and the same in the dtype of the GEMM."""
+    drawn = torch.randn(int(counts.sum()), case.depth, device=counts.device).bfloat16()
+    return drawn, Fp8(*quantize(drawn)) if case.dtype == "fp8" else drawn
+
+
 def _row(
     case: Gemm, weights: list[Operand], counts: torch.Tensor, every_schedule: bool, replays: int
 ) -> dict[str, Any]:
     rows = int(counts.sum())
-    drawn = torch.randn(rows, case.depth, device=counts.device).bfloat16()
-    x: Operand = Fp8(*quantize(drawn)) if case.dtype == "fp8" else drawn
-    chosen = case.choose(rows, *([multiprocessors(drawn.device.index)] if drawn.is_cuda else []))
-
-    def ours(name: str, interleaved: bool = True) -> Call:
-        how: dict[str, Any] = {"activation": case.activation, "interleaved": interleaved}
-        how |= {"schedule": case.schedules[name], "quantize": "fp8" if case.casts else None}
-        return lambda i: grouped_gemm(x, weights[i % len(weights)], counts, **how)
-
-    calls: dict[str, Call] = {name: ours(name) for name in (case.schedules if every_schedule else (chosen,))}
+    drawn, x = _rows_of(case, counts)
+    chosen = case.choose(rows, drawn.device)
+    calls = _schedules(case, x, weights, counts, tuple(case.schedules) if every_schedule else (chosen,))
     if case.activation is not None:
-        calls[APART] = ours(chosen, interleaved=False)
+        calls[APART] = _schedules(case, x, weights, counts, (chosen,), interleaved=False)[chosen]
     others = _of_torch(drawn, weights, counts) if case.dtype == "bf16" else other_gemms.fp8(x, weights, counts)
     calls |= others
     us = _alternating(calls, len(weights), replays) if drawn.is_cuda else _on_cpu(calls, replays)
@@ -196,6 +212,24 @@ def _row(
         "of_torch": round(us[TORCH] / us[chosen], 3) if TORCH in us else None,
         "host_us": {name: _host_us(calls[name]) for name in (chosen, *others)} if drawn.is_cuda else None,
     }
+
+
+def _schedules(
+    case: Gemm,
+    x: Operand,
+    weights: list[Operand],
+    counts: torch.Tensor,
+    names: Sequence[str],
+    interleaved: bool = True,
+) -> dict[str, Call]:
+    """Return calls of our GEMM by schedule."""
+    how: dict[str, Any] = {"activation": case.activation, "interleaved": interleaved}
+    how["quantize"] = "fp8" if case.casts else None
+
+    def call(name: str) -> Call:
+        return lambda i: grouped_gemm(x, weights[i % len(weights)], counts, **how, schedule=case.schedules[name])
+
+    return {name: call(name) for name in names}
 
 
 def _of_torch(x: torch.Tensor, weights: list[Any], counts: torch.Tensor) -> dict[str, Call]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from moecomm.core.experts import ExpertIds, LiveExperts, experts_of
 from moecomm.core.memory import WindowMemory
@@ -26,6 +28,7 @@ class Rounds(RoundState):
         identity: by which its ranks name this opening, and no other.
         ids: of experts that callers name; None: those of the rounds.
         row_tables: hashes of the rows that combines move; CPU ranks that verify rounds.
+        fused_weights: for each dtype of weights whether layers run fused by default, on which its ranks have agreed.
     """
 
     def __init__(
@@ -35,9 +38,11 @@ class Rounds(RoundState):
         identity: str,
         ids: ExpertIds | None = None,
         row_tables: RowTables | None = None,
+        fused_weights: Mapping[torch.dtype, bool] | None = None,
     ) -> None:
         super().__init__(session)
         self.ids, self.identity = ids, identity
+        self.fused_weights: Mapping[torch.dtype, bool] = fused_weights or {}
         shape = session.context.shape
         self.settings = settings
         self.rank, self.num_ranks, self.dtype = session.context.rank, settings.ranks, settings.dtype

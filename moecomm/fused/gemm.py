@@ -149,7 +149,7 @@ def multiply(
     units = kernels.multiprocessors(device)
     if schedule is None:
         groups, columns, depth = given.w.shape
-        schedule = schedules.schedule_of(dtype, expected_rows, groups, columns, depth, units)
+        schedule = schedules.schedule_of(dtype, expected_rows, groups, columns, depth, units, kernels.gpu_name(device))
     args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment)
     blocks = units // schedule.cluster * schedule.cluster
     call = (kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=out.dtype), blocks, args)

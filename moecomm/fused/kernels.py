@@ -56,3 +56,9 @@ def gemm_kernel(
 def multiprocessors(device: int) -> int:
     """Return the number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def gpu_name(device: int | None) -> str:
+    """Return the name of a CUDA device, by which its tuning table is found; "cpu" for None."""
+    return "cpu" if device is None else torch.cuda.get_device_name(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -37,24 +36,6 @@ from moecomm.routed import Routed
 log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
-# Rows in a full Buffer for which fused=None means True, by dtype of weights and number of ranks: (least rows of an
-# expert, least rows of a rank, most rows of an expert).
-# Measured: fused layers are 1.02 to 1.70 times as fast as unfused ones inside these bounds and 0.88 to 1.01 outside
-# (bench/results/moe-*-h200-[24].json); later code, 1.02 to 1.55 inside and 0.93 to 1.06 outside, few tokens in FP8
-# (layers-h200-2.json).  Not measured: 8 ranks.  Their bounds are four times those of 4 ranks, where 4 ranks gain 1.03
-# to 1.70; dispatch and combine, which a fused layer hides, take 1.7 times as long with 8 ranks (ht-h200-[48].json).
-# Other numbers of ranks are not measured, and unfused.
-FUSED_FROM = {
-    (torch.bfloat16, 2): (32, 1024, 1024),
-    (torch.float16, 2): (32, 1024, 1024),
-    (kernels.FP8, 2): (32, 1024, math.inf),
-    (torch.bfloat16, 4): (16, 256, math.inf),
-    (torch.float16, 4): (16, 256, math.inf),
-    (kernels.FP8, 4): (16, 512, math.inf),
-    (torch.bfloat16, 8): (64, 1024, math.inf),
-    (torch.float16, 8): (64, 1024, math.inf),
-    (kernels.FP8, 8): (64, 2048, math.inf),
-}
 _ALIASES = {"one launch": True, "one after the other": False}
 
 
@@ -201,13 +182,7 @@ def fused_or_not(fused: bool | str | None) -> bool | None:
 
 def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfused: Callable[[], str]) -> bool:
     """Return whether the layer runs fused.  Depends on the Buffer, not on a rank's tokens, so all ranks agree."""
-    fused = asked
-    if fused is None:
-        least, of_rank, most = FUSED_FROM.get((w2.dtype, rounds.num_ranks), (math.inf, math.inf, 0))
-        rows = rounds.max_tokens * rounds.topk
-        of_expert = rows * rounds.num_ranks / rounds.num_experts
-        fused = rows >= of_rank and least <= of_expert <= most
-    if not fused:
+    if not (rounds.fused_weights.get(w2.dtype, False) if asked is None else asked):
         return False
     why_not = why_unfused()
     if asked is not None and why_not:

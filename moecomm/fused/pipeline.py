@@ -224,7 +224,8 @@ class Fused:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        return schedules.schedule_of_both(self._dtype, self._rows, self._w2[0].shape[2])
+        gpu = kernels.gpu_name(self._rounds.device.index)
+        return schedules.schedule_of_both(self._dtype, self._rows, self._w2[0].shape[2], gpu)
 
     def publish(self) -> None:
         """Allocate window memory for published rows and the receive buffer, and launch the publish kernel."""

@@ -11,7 +11,7 @@ from moecomm.simulate.domain import Operation
 @lru_cache(maxsize=1024)
 def blocks_of(gpu: str, ranks: int, operation: Operation, tokens: int) -> int:
     """Return the blocks that the shipped table gives to so many tokens of a rank; a user's own table is not read."""
-    lines = [e for e in tuning.shipped(gpu) if (e.op, e.layout) == (operation.what, operation.layout)]
+    lines = [e for e in tuning.shipped(gpu).entries if (e.op, e.layout) == (operation.what, operation.layout)]
     nearest = min((entry.ranks for entry in lines), key=lambda n: (abs(n - ranks), -n))
     lines = sorted((e for e in lines if e.ranks == nearest), key=lambda entry: entry.tokens)
     return next((entry.blocks for entry in lines if tokens <= entry.tokens), lines[-1].blocks)

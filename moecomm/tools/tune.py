@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from moecomm import tuning
@@ -15,11 +14,9 @@ from moecomm.bench.case import Case
 from moecomm.bench.clock import percentiles
 from moecomm.bench.ours import BF16_WIRE, IN_WINDOW, Operation, Ours
 from moecomm.bench.ranks import device_of, on_ranks, progress
-from moecomm.config import cache_dir
 from moecomm.core.protocol import MAX_BLOCKS
 from moecomm.errors import BadInput
-from moecomm.jit import trusted_files
-from moecomm.jit.trusted_files import Access
+from moecomm.tools import tables
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def tune(candidates: Candidates, path: Path | None = None, measurements: Path | 
         RanksFailed: at least one rank failed.
     """
     candidates.check()
-    _make_folder(path)
+    tables.make_folder(path)
     by_rank = on_ranks("moecomm.tools.tune:run_rank", asdict(candidates), candidates.case.ranks)
     if by_rank is None:
         return None
@@ -72,43 +69,7 @@ def tune(candidates: Candidates, path: Path | None = None, measurements: Path | 
         results.write(
             measurements, {"benchmark": "tune", "gpu": gpu, "case": asdict(candidates.case), "rows": measured}
         )
-    older = tuning.users(gpu) if path is None else _table_in(path)
-    content = tuning.content(gpu, _merged(older, choose(candidates, measured)))
-    if path is not None:
-        return results.write(path, content)
-    path = tuning.users_path(gpu)
-    trusted_files.write(path, Access.READ_ONLY, results.document(path.stem, content).encode())
-    return path
-
-
-def _make_folder(path: Path | None) -> None:
-    """Create the folder of the table before measuring, so that a result cannot be lost."""
-    argument, folder = ("MOECOMM_CACHE_DIR", cache_dir()) if path is None else ("out", path.parent)
-    try:
-        if path is None:
-            trusted_files.make_directory(folder, Access.READ_ONLY)
-        else:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(argument, str(folder), f"a directory that is there or can be made ({error})") from None
-
-
-def _table_in(path: Path) -> tuning.Table:
-    """Return the entries of a file that the caller named; none if it holds no table."""
-    try:
-        return tuning.parse(path.read_text())
-    except (OSError, ValueError):
-        return ()
-
-
-def _merged(older: tuning.Table, table: list[tuning.Entry]) -> list[tuning.Entry]:
-    """Return the new entries, and the entries of the older table for other rounds."""
-
-    def key(entry: tuning.Entry) -> tuple[str, str, int, int]:
-        return entry.op, entry.layout, entry.ranks, entry.tokens
-
-    kept = {key(entry): entry for entry in (*older, *table)}
-    return [kept[place] for place in sorted(kept)]
+    return tables.store(gpu, tuning.Table(entries=tuple(choose(candidates, measured))), path)
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
@@ -128,12 +89,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
                     row = ours.row(op, host=False)
                     about = {"op": op.what, "layout": op.layout, "tokens": tokens, "blocks": op.sms}
                     rows.append({**about, "chunk_tokens": chunk, "us": row.get("us")})
-    return {"gpu": gpu_name(device), "rows": rows}
-
-
-def gpu_name(device: torch.device) -> str:
-    """Return the name by which tables are found."""
-    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else "cpu"
+    return {"gpu": tables.gpu_name(device), "rows": rows}
 
 
 def operations(case: Case) -> list[Operation]:
@@ -150,8 +106,10 @@ def operations(case: Case) -> list[Operation]:
     return found
 
 
-def _with_chunk(chunk: int) -> list[tuning.Entry]:
-    return [tuning.Entry(op, layout, 1, 1, 1, chunk) for op in tuning.OPS for layout in tuning.LAYOUTS]
+def _with_chunk(chunk: int) -> tuning.Table:
+    return tuning.Table(
+        tuple(tuning.Entry(op, layout, 1, 1, 1, chunk) for op in tuning.OPS for layout in tuning.LAYOUTS)
+    )
 
 
 def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -1,12 +1,21 @@
-"""Block counts and chunk sizes of rounds: tables measured per GPU, shipped or written by `moecomm tune`.
+"""Choices that depend on the GPU: tables measured per GPU, shipped or written by `moecomm tune`.
 
-A table is JSON: {"gpu": name, "entries": [{op, layout, ranks, tokens, blocks, chunk_tokens}, ...]}. An entry holds for
-up to `tokens` tokens of a rank; the largest entry of its kind also holds for more. Numbers of ranks that were not
-measured use the nearest one that was. The `chunk_tokens` of a combine equals that of the dispatch whose rows it
-returns.
+A table is JSON: {"gpu": name, "entries": [...], "gemms": [...], "fused_gemms": [...], "layers": [...]}, each list of
+which may be missing.
 
-Tables do not decide which rounds use packets. All ranks must decide alike, whichever tables their users have, so that
-choice depends only on the number of tokens and on room (moecomm/core/packets.py).
+- `entries`: block counts and chunk sizes of rounds, as {op, layout, ranks, tokens, blocks, chunk_tokens}. An entry
+  holds for up to `tokens` tokens of a rank; the largest entry of its kind also holds for more. Numbers of ranks that
+  were not measured use the nearest one that was. The `chunk_tokens` of a combine equals that of the dispatch whose
+  rows it returns.
+- `gemms`, `fused_gemms`: schedules of grouped GEMMs, and of the two GEMMs of a fused layer (moecomm/tuning/gemms.py).
+- `layers`: sizes from which on layers run fused (moecomm/tuning/layers.py).
+
+What a user's table lacks comes from the shipped one. Ranks may have different tables:
+
+- Tables do not decide which rounds use packets. All ranks must decide alike, so that choice depends only on the number
+  of tokens and on room (moecomm/core/packets.py).
+- All ranks must run a layer in the same form. The table of rank 0 decides when a Buffer opens (moecomm/elastic.py).
+- No result depends on the schedule of a GEMM.
 """
 
 from __future__ import annotations
@@ -16,20 +25,27 @@ import json
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
+
+import torch
 
 from moecomm.config import cache_dir
 from moecomm.core.protocol import MAX_BLOCKS
 from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
+from moecomm.tuning.gemms import Rule, Shape, first_match
+from moecomm.tuning.layers import Bounds
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
 CHUNKS = (1, 2, 4, 8, 16, 32)
-_DEFAULT = "h200"  # for a GPU without measurements
+DEFAULT_GPU = "NVIDIA H200"  # whose table holds for a GPU without one
 _MOST_BYTES = 1 << 20  # of a user's table; shipped tables have a few thousand
 
 
@@ -64,11 +80,34 @@ class Entry:
             )
 
 
-Table = tuple[Entry, ...]
+@dataclass(frozen=True)
+class Table:
+    """A table: see the module."""
+
+    entries: tuple[Entry, ...] = ()
+    gemms: tuple[Rule, ...] = ()
+    fused_gemms: tuple[Rule, ...] = ()
+    layers: tuple[Bounds, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a rule of both GEMMs of a layer that asks for more than their rows and columns."""
+        for rule in self.fused_gemms:
+            if other := {*rule.least, *rule.most} - {"rows", "columns"} or isinstance(rule.schedule, dict):
+                raise ValueError(f"fused_gemms: {other!r} of {rule}: want bounds of rows and columns, and a name")
+
+
 _Steps = tuple[list[int], list[Choice]]  # upper bounds in tokens, and the choice for each
 
 _steps: dict[tuple[str, int, str, str], _Steps] = {}  # cache of choose(), which every round calls
-_swapped_in: Table = ()
+_caches: list[Callable[[], None]] = []  # what empties the caches of other functions
+_swapped_in = Table()
+
+
+def until_forgotten(function: _Function) -> _Function:
+    """Cache what a function returns, until tables are read again; a decorator."""
+    cached = lru_cache(maxsize=1024)(function)
+    _caches.append(cached.cache_clear)
+    return cast(_Function, cached)
 
 
 def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int) -> Choice:
@@ -93,25 +132,73 @@ def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int) -> Choic
 
 
 def _look_up(gpu: str, ranks: int, op: str, layout: str) -> _Steps:
-    for table in (_swapped_in, users(gpu), shipped(gpu)):
-        if lines := [entry for entry in table if (entry.op, entry.layout) == (op, layout)]:
+    for table in _tables(gpu):
+        if lines := [entry for entry in table.entries if (entry.op, entry.layout) == (op, layout)]:
             nearest = min((entry.ranks for entry in lines), key=lambda n: (abs(n - ranks), -n))
             lines = sorted((e for e in lines if e.ranks == nearest), key=lambda e: e.tokens)
             return [e.tokens for e in lines], [Choice(e.blocks, e.chunk_tokens) for e in lines]
     raise ValueError(f"op={op!r}, layout={layout!r}: want one of {OPS} and one of {LAYOUTS}")
 
 
+def gemm_schedule(gpu: str, kind: Literal["gemms", "fused_gemms"], dtype: str, shape: Shape) -> str:
+    """Return the name of a GEMM's schedule: by the first rule that covers it, those of the user's table first.
+
+    Args:
+        gpu: name of the GPU.
+        kind: "gemms", or "fused_gemms" for both GEMMs of a fused layer.
+        dtype: "bf16" (also for float16) or "fp8".
+        shape: sizes of the GEMM.
+    """
+    return first_match(_rules(gpu, kind), dtype, shape)
+
+
+@until_forgotten
+def _rules(gpu: str, kind: str) -> tuple[Rule, ...]:
+    return tuple(rule for table in _tables(gpu) for rule in getattr(table, kind))
+
+
+def fused_from(gpu: str, dtype: str, ranks: int) -> Bounds | None:
+    """Return the sizes for which layers run fused by default; None where neither table has the number of ranks.
+
+    Args:
+        gpu: name of the GPU.
+        dtype: of the weights: "bf16" (also for float16) or "fp8".
+        ranks: number of ranks.
+    """
+    bounds = (line for table in _tables(gpu) for line in table.layers)
+    return next((line for line in bounds if (line.dtype, line.ranks) == (dtype, ranks)), None)
+
+
+def _tables(gpu: str) -> Iterator[Table]:
+    """Return the tables in the order in which they count. Later ones are read only if asked for."""
+    yield _swapped_in
+    yield users(gpu)
+    yield shipped(gpu)
+
+
 @contextmanager
-def use(table: Iterable[Entry]) -> Iterator[None]:
+def use(table: Table) -> Iterator[None]:
     """Prefer a table to all others in this process, for rounds that begin inside the `with` block."""
     global _swapped_in
-    before, _swapped_in = _swapped_in, tuple(table)
-    _steps.clear()
+    before, _swapped_in = _swapped_in, table
+    forget()
     try:
         yield
     finally:
         _swapped_in = before
-        _steps.clear()
+        forget()
+
+
+def forget() -> None:
+    """Forget what was looked up, so that tables are read again."""
+    _steps.clear()
+    for clear in _caches:
+        clear()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype of weights in tables: what holds for bfloat16 holds for float16."""
+    return "fp8" if dtype == torch.float8_e4m3fn else "bf16"
 
 
 def slug(gpu: str) -> str:
@@ -134,27 +221,54 @@ def users(gpu: str) -> Table:
     try:
         return parse(trusted_files.read(path, Access.READ_ONLY, _MOST_BYTES))
     except FileNotFoundError:
-        return ()
+        return Table()
     except (OSError, ValueError) as error:
         warnings.warn(f"{path} is not used: {error}", RuntimeWarning, stacklevel=4)
-        return ()
+        return Table()
 
 
 def shipped(gpu: str) -> Table:
     """Return the table shipped for this GPU, or else that of the H200."""
     folder = importlib.resources.files(__name__)
     file = folder / f"{slug(gpu)}.json"
-    return parse((file if file.is_file() else folder / f"{_DEFAULT}.json").read_text())
+    return parse((file if file.is_file() else folder / f"{slug(DEFAULT_GPU)}.json").read_text())
+
+
+def source(gpu: str) -> str:
+    """Return which tables count for a GPU, as text."""
+    exact = (importlib.resources.files(__name__) / f"{slug(gpu)}.json").is_file()
+    named = "shipped" if exact else f"shipped of the {DEFAULT_GPU}, because {gpu} has none"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            own = users(gpu)
+        except RuntimeWarning as refused:
+            return f"{named}; {refused}"
+    if own == Table():
+        return named
+    counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in vars(own).items() if lines)
+    return f"{users_path(gpu)} ({counts}), then {named}"
 
 
 def parse(text: str | bytes) -> Table:
-    """Parse the JSON of a table. Raises ValueError if the text is not a table."""
+    """Parse the JSON of a table; lists that older tables do not have are empty. Raises ValueError if it is no table."""
     try:
-        return tuple(Entry(**entry) for entry in json.loads(text)["entries"])
-    except (KeyError, TypeError, RecursionError) as error:
+        found = json.loads(text)
+        lines: dict[str, tuple[Any, ...]] = {
+            name: tuple(kind(**line) for line in found.get(name, [])) for name, kind in _KINDS.items()
+        }
+        if not any(name in found for name in _KINDS):
+            raise ValueError(f"not a table: want a list of {', '.join(_KINDS)}")
+        return Table(**lines)
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not a table of entries: {error}") from error
 
 
-def content(gpu: str, table: Iterable[Entry]) -> dict[str, Any]:
+_KINDS: dict[str, Any] = {"entries": Entry, "gemms": Rule, "fused_gemms": Rule, "layers": Bounds}
+
+
+def content(gpu: str, table: Table) -> dict[str, Any]:
     """Return the JSON content of a table."""
-    return {"gpu": gpu, "entries": [asdict(entry) for entry in table]}
+    rounds = [asdict(entry) for entry in table.entries]
+    others = {name: [line.line() for line in getattr(table, name)] for name in _KINDS if name != "entries"}
+    return {"gpu": gpu, "entries": rounds, **{name: lines for name, lines in others.items() if lines}}

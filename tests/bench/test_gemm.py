@@ -51,6 +51,19 @@ def test_the_command_measures_every_gemm_and_says_what(tmp_path: Path) -> None:
             assert row["of_torch"] is None
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_all_schedules_are_measured_and_nothing_else(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_alternating", lambda calls, copies, replays: gemm._on_cpu(calls, replays))
+    case = gemm.Gemm("", 2, 1, "swiglu", 3, experts=4, columns=128, depth=64, dtype=dtype)
+    found = gemm.schedules_of(case, [5, 24], torch.device("cpu"), 1)
+    assert [row["tokens"] for row in found] == [5, 24]
+    for row in found:
+        assert (row["dtype"], row["columns"], row["depth"], row["experts"]) == (dtype, 128, 64, 4)
+        assert row["rows"] == int(case.counts(row["tokens"]).sum())
+        assert set(row["us"]) == set(SCHEDULES if dtype == "bf16" else FP8_SCHEDULES)
+        assert min(row["us"].values()) > 0
+
+
 def test_figures_count_what_the_gemm_needs() -> None:
     case = gemm.Gemm("", 1, 1, "swiglu", 2, experts=4, columns=2000, depth=3000)
     work, nbytes = 2 * 500 * 2000 * 3000, 2 * (4 * 2000 * 3000 + 500 * 3000 + 500 * 1000)

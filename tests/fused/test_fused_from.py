@@ -10,15 +10,26 @@ from typing import Any, cast
 import pytest
 import torch
 
+from moecomm import tuning
 from moecomm.bench import moe
+from moecomm.buffer import Buffer
+from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
-from moecomm.fused import layer
+from moecomm.fused import forms, layer
 from moecomm.fused.kernels import FP8
 from moecomm.router import MODELS, Model
+from moecomm.tuning import Table
+from moecomm.tuning.layers import Bounds
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+H100 = "NVIDIA H100 80GB HBM3"  # has no table of its own
 VARIANTS = {BF16: ("sequential", moe.FUSED), FP8: ("fp8", f"fp8, {moe.FUSED}")}
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("moe-*-h200-[24].json"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -45,8 +56,12 @@ def w2_of(model: Model, weights: torch.dtype) -> torch.Tensor:
     return torch.empty(1, model.hidden, model.intermediate, dtype=weights, device="meta")
 
 
+def settings_of(model: Model, ranks: int, tokens: int) -> Settings:
+    return Settings(ranks, model.hidden, model.num_experts, model.topk, tokens, BF16, "lsa", None)
+
+
 def buffer_of(model: Model, ranks: int, tokens: int) -> SimpleNamespace:
-    return SimpleNamespace(num_ranks=ranks, max_tokens=tokens, topk=model.topk, num_experts=model.num_experts)
+    return SimpleNamespace(fused_weights=forms.faster(H100, settings_of(model, ranks, tokens)))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +103,56 @@ def test_by_the_rows_of_a_rank() -> None:
             buffer = cast(Any, buffer_of(MODELS["mixtral-8x7b"], 4, tokens))
             w2 = w2_of(MODELS["mixtral-8x7b"], weights)
             assert layer._runs_fused(buffer, w2, None, str) == (tokens == least)
+
+
+class Answers:
+    """The ranks of a Buffer that opens, as one of them sees them."""
+
+    def __init__(self, rank: int, everybody: dict[int, bytes]) -> None:
+        self.rank, self.ranks, self.in_process, self._everybody = rank, len(everybody) + 1, False, everybody
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        mine = self._everybody | {self.rank: data}
+        return [mine[rank] for rank in range(self.ranks)]
+
+
+def test_all_ranks_do_what_the_table_of_the_first_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users of different hosts have different tables, and each rank reads its own."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+    settings, gpu = settings_of(MODELS["deepseek-v3"], 2, 4096), torch.device("cuda", 0)
+    bounds = [Bounds("bf16", 2, 1, 1, 0), Bounds("fp8", 2, 1, 1)]
+    with tuning.use(Table(layers=tuple(bounds))):
+        first = forms.agree(Answers(0, {1: bytes([1, 1, 1])}), settings, gpu)
+    assert first == {BF16: False, FP16: False, FP8: True}
+    shipped = forms.agree(Answers(0, {1: bytes([0, 0, 0])}), settings, gpu)
+    assert shipped == {BF16: True, FP16: True, FP8: True}
+    assert forms.agree(Answers(1, {0: bytes(first.values())}), settings, gpu) == first
+
+
+def test_a_buffer_keeps_what_its_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "agree", lambda ranks, settings, device: {BF16: settings.topk == 3, FP8: False})
+    sizes: dict[str, Any] = {"hidden": 64, "num_experts": 4, "max_tokens": 8, "backend": "host"}
+    for topk in (3, 2):
+        with Buffer("self", topk=topk, **sizes) as buffer:
+            w2 = [torch.empty(4, 64, 8, dtype=weights, device="meta") for weights in (BF16, FP8, FP16)]
+            found = [layer._runs_fused(buffer.rounds, one, None, str) for one in w2]
+            assert found == [topk == 3, False, False]
+
+
+def test_ranks_on_cpus_have_nothing_to_agree_on() -> None:
+    settings = settings_of(MODELS["deepseek-v3"], 2, 4096)
+    assert forms.agree(cast(Any, None), settings, torch.device("cpu")) == {}
+
+
+def test_a_users_table_replaces_the_bounds_that_it_has() -> None:
+    settings = settings_of(MODELS["deepseek-v3"], 4, 1024)
+    assert forms.faster(H100, settings) == {BF16: True, FP16: True, FP8: True}
+    with tuning.use(Table(layers=(Bounds("bf16", 4, 256, 1),))):  # experts have 128 rows
+        assert forms.faster(H100, settings) == {BF16: False, FP16: False, FP8: True}
+    with tuning.use(Table(layers=(Bounds("bf16", 16, 1, 1),))):
+        assert forms.faster(H100, settings) == {BF16: True, FP16: True, FP8: True}
+        sixteen = settings_of(MODELS["deepseek-v3"], 16, 1024)
+        assert forms.faster(H100, sixteen) == {BF16: True, FP16: True, FP8: False}
 
 
 def test_names_of_forms_are_deprecated() -> None:

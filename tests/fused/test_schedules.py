@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from moecomm import tuning
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
 from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import gemm_kernel
-from moecomm.fused.schedules import choose_both, choose_both_fp8
+from moecomm.fused.schedules import schedule_of, schedule_of_both
 from moecomm.fused.structs import GemmArgs
+from moecomm.tuning import Table
+from moecomm.tuning.gemms import HEIGHTS, Rule
 
 from ..compiled import check_kernel
 from ..few import few
@@ -48,7 +52,9 @@ def test_one_schedule_of_both_gemms_was_the_fastest_or_near() -> None:
     for row in rows:
         expected = row["rows_of_expert"]
         fp8 = row["dtype"] == "fp8"
-        chosen = choose_both_fp8(expected) if fp8 else choose_both(expected, row["columns"])
+        dtype, known = (kernels.FP8, FP8_SCHEDULES) if fp8 else (torch.bfloat16, SCHEDULES)
+        both = schedule_of_both(dtype, expected, row["columns"] // 2)
+        chosen = next(name for name, schedule in known.items() if schedule == both)
         most = 1.025 if row["model"] == "mixtral-8x7b" else 1.02
         assert row["us"][chosen] <= most * min(row["us"].values()), (row["model"], row["tokens"], chosen)
     assert len(rows) == 17
@@ -112,6 +118,55 @@ def test_any_shape_gets_a_schedule_that_there_is() -> None:
         for depth in (8, 2048, 7168)
     }
     assert chosen == set(SCHEDULES)  # and none is there for nothing
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path / "cache"))
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+def test_tables_know_the_schedules_there_are() -> None:
+    for dtype, known in (("bf16", SCHEDULES), ("fp8", FP8_SCHEDULES)):
+        assert {name: schedule.most_rows for name, schedule in known.items()} == HEIGHTS[dtype]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_gpu_without_a_table_has_the_schedules_of_the_h200() -> None:
+    shapes = list(itertools.product((1, 40, 41, 128, 256, 384, 385, 8192), (1, 32), (1536, 4096), (2048, 7168)))
+    for dtype, known in ((torch.bfloat16, SCHEDULES), (torch.float16, SCHEDULES), (kernels.FP8, FP8_SCHEDULES)):
+        for rows, groups, columns, depth in shapes:
+            fp8 = dtype == kernels.FP8
+            name = choose_fp8(rows, groups, columns) if fp8 else choose(rows, groups, columns, depth)
+            for gpu in (H100, "NVIDIA H200", "another", "cpu"):
+                assert schedule_of(dtype, rows, groups, columns, depth, 132, gpu) == known[name]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_table_decides_for_its_gpu_alone() -> None:
+    """The names that all ranks choose alike are those of the shipped table, whatever a user has measured."""
+    fixed: dict[str, float] = {"columns": 4096, "depth": 7168, "groups": 32}
+    path = tuning.users_path(H100)
+    path.parent.mkdir(mode=0o700)
+    measured = Table(gemms=(Rule("bf16", "256x4c1", fixed, fixed),), fused_gemms=(Rule("bf16", "64x8c2"),))
+    path.write_text(json.dumps(tuning.content(H100, measured)))
+    path.chmod(0o600)
+    shape = (torch.bfloat16, 8, 32, 4096, 7168, 132)
+    assert schedule_of(*shape, H100) == SCHEDULES["256x4c1"]
+    assert schedule_of(torch.bfloat16, 8, 31, 4096, 7168, 132, H100) == SCHEDULES["64x8c2"], "another shape"
+    assert schedule_of(kernels.FP8, *shape[1:], H100) == FP8_SCHEDULES["64x5c2"], "another dtype"
+    assert schedule_of(*shape, "NVIDIA H200") == SCHEDULES["64x8c2"]
+    assert schedule_of_both(torch.bfloat16, 8, 2048, H100) == SCHEDULES["64x8c2"]
+    assert schedule_of_both(torch.bfloat16, 8, 2048) == SCHEDULES["64x8c1"]
+    assert choose(8, 32, 4096, 7168) == "64x8c2"
+    with tuning.use(Table(gemms=(Rule("bf16", "128x6c1"),))):
+        assert schedule_of(*shape, H100) == SCHEDULES["128x6c1"]
+    assert schedule_of(*shape, H100) == SCHEDULES["256x4c1"]
 
 
 @pytest.mark.parametrize(

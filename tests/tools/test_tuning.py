@@ -20,7 +20,7 @@ from moecomm import tuning
 from moecomm.bench.case import Case
 from moecomm.errors import BadInput
 from moecomm.tools import tune
-from moecomm.tuning import Choice, Entry
+from moecomm.tuning import Choice, Entry, Table
 
 H200 = "NVIDIA H200"
 
@@ -29,20 +29,20 @@ H200 = "NVIDIA H200"
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No table of whoever runs the tests, and nothing left of the last test."""
     monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path / "cache"))
-    tuning._steps.clear()
+    tuning.forget()
     yield
-    tuning._steps.clear()
+    tuning.forget()
 
 
 def write(gpu: str, entries: list[Entry]) -> None:
     path = tuning.users_path(gpu)
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    path.write_text(json.dumps(tuning.content(gpu, entries)))
+    path.write_text(json.dumps(tuning.content(gpu, Table(tuple(entries)))))
     path.chmod(0o644)
 
 
 def test_the_shipped_table_has_every_kind_of_round() -> None:
-    table = tuning.shipped(H200)
+    table = tuning.shipped(H200).entries
     kinds = {(entry.op, entry.layout) for entry in table}
     assert kinds == {(op, layout) for op in tuning.OPS for layout in tuning.LAYOUTS}
     for ranks in {entry.ranks for entry in table}:
@@ -60,14 +60,14 @@ def test_what_is_tuned_is_what_looks_the_entry_up() -> None:
 
 
 def test_an_entry_holds_up_to_its_tokens_and_the_last_for_all_others() -> None:
-    table = [Entry("combine", "flat", 4, 16, 2, 1), Entry("combine", "flat", 4, 100, 8, 4)]
-    with tuning.use(reversed(table)):
+    table = Table((Entry("combine", "flat", 4, 100, 8, 4), Entry("combine", "flat", 4, 16, 2, 1)))
+    with tuning.use(table):
         found = [tuning.choose(H200, 4, "combine", "flat", tokens) for tokens in (0, 1, 16, 17, 100, 101, 10**6)]
     assert found == [Choice(2, 1)] * 3 + [Choice(8, 4)] * 4
 
 
 def test_the_nearest_number_of_ranks_counts() -> None:
-    table = [Entry("dispatch", "expert", ranks, 9999, ranks, 1) for ranks in (2, 4, 8)]
+    table = Table(tuple(Entry("dispatch", "expert", ranks, 9999, ranks, 1) for ranks in (2, 4, 8)))
     with tuning.use(table):
         found = [tuning.choose(H200, ranks, "dispatch", "expert", 7).blocks for ranks in (1, 2, 3, 4, 5, 6, 7, 8, 64)]
     assert found == [2, 2, 4, 4, 4, 8, 8, 8, 8]
@@ -83,7 +83,7 @@ def test_an_unknown_gpu_takes_the_table_of_the_h200() -> None:
 
 def test_a_users_own_table_comes_first_for_what_it_has() -> None:
     shipped = tuning.choose(H200, 4, "combine", "flat", 5)
-    tuning._steps.clear()
+    tuning.forget()
     write(H200, [Entry("dispatch", "flat", 4, 9999, 77, 16)])
     assert tuning.choose(H200, 4, "dispatch", "flat", 5) == Choice(77, 16)
     assert tuning.choose(H200, 4, "combine", "flat", 5) == shipped
@@ -97,9 +97,9 @@ def test_a_table_in_use_comes_before_all_others_until_it_is_over() -> None:
         return tuning.choose(H200, 4, "dispatch", "flat", 5).blocks
 
     assert now() == 77
-    with tuning.use([Entry("dispatch", "flat", 4, 9999, 5, 1)]):
+    with tuning.use(Table((Entry("dispatch", "flat", 4, 9999, 5, 1),))):
         assert now() == 5
-        with contextlib.suppress(LookupError), tuning.use([Entry("dispatch", "flat", 4, 9999, 6, 1)]):
+        with contextlib.suppress(LookupError), tuning.use(Table((Entry("dispatch", "flat", 4, 9999, 6, 1),))):
             assert now() == 6
             raise LookupError
         assert now() == 5
@@ -130,7 +130,7 @@ def line(**other: Any) -> str:
 )
 def test_a_table_that_is_none_is_said_and_not_used(text: str) -> None:
     shipped = tuning.choose(H200, 4, "dispatch", "flat", 5)
-    tuning._steps.clear()
+    tuning.forget()
     write(H200, [])
     tuning.users_path(H200).write_text(text)
     with pytest.warns(RuntimeWarning, match=r"tuning-h200\.json is not used"):
@@ -140,7 +140,7 @@ def test_a_table_that_is_none_is_said_and_not_used(text: str) -> None:
 @pytest.mark.parametrize("doubt", ["writable by the group", "in a directory writable by all", "a link", "a pipe"])
 def test_a_table_that_others_may_have_written_is_not_used(doubt: str, tmp_path: Path) -> None:
     shipped = tuning.choose(H200, 4, "dispatch", "flat", 5)
-    tuning._steps.clear()
+    tuning.forget()
     write(H200, [Entry("dispatch", "flat", 4, 9999, 77, 16)])
     path = tuning.users_path(H200)
     if doubt == "writable by the group":
@@ -152,6 +152,20 @@ def test_a_table_that_others_may_have_written_is_not_used(doubt: str, tmp_path: 
         path.symlink_to(tmp_path / "elsewhere") if doubt == "a link" else os.mkfifo(path, 0o600)
     with pytest.warns(RuntimeWarning, match=r"tuning-h200\.json is not used"):
         assert tuning.choose(H200, 4, "dispatch", "flat", 5) == shipped != Choice(77, 16)
+
+
+def test_the_table_that_counts_is_named() -> None:
+    assert tuning.source(H200) == "shipped"
+    assert tuning.source("GPU 9000") == "shipped of the NVIDIA H200, because GPU 9000 has none"
+    write(H200, [Entry("dispatch", "flat", 4, 9999, 77, 16)])
+    assert tuning.source(H200) == f"{tuning.users_path(H200)} (1 entries), then shipped"
+    tuning.users_path(H200).write_text("{}")
+    assert tuning.source(H200).startswith(f"shipped; {tuning.users_path(H200)} is not used: ")
+
+
+def test_a_table_without_the_newer_lists_is_read() -> None:
+    older = tuning.parse(line())
+    assert (len(older.entries), older.gemms, older.fused_gemms, older.layers) == (1, (), (), ())
 
 
 def test_a_round_of_no_kind_has_no_choice() -> None:
@@ -253,7 +267,10 @@ def test_a_table_of_others_does_not_get_into_a_new_one(monkeypatch: pytest.Monke
     finally:
         os.umask(before)
     assert path == tuning.users_path("cpu") and path.stat().st_mode & 0o777 == 0o600
-    assert tuning.users("cpu") == (Entry("combine", "expert", 2, 8, 4, 1), Entry("dispatch", "expert", 2, 8, 2, 1))
+    assert tuning.users("cpu").entries == (
+        Entry("combine", "expert", 2, 8, 4, 1),
+        Entry("dispatch", "expert", 2, 8, 2, 1),
+    )
 
 
 @pytest.mark.parametrize("chosen", ["~nobody-of-that-name/cache", ""])

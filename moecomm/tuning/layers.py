@@ -1,0 +1,107 @@
+"""Sizes from which on `Buffer.moe` runs fused by default, and how they follow from times of both forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from moecomm.tuning.gemms import DTYPES
+
+# Two forms whose times differ by less are equally fast. Fitted: up to 0.004 the rule derives from bench/results what
+# was chosen there by hand, or bounds that hold for one layer more. With 0.005 those of bfloat16 on 2 ranks would start
+# at 8 rows.
+TOLERANCE = 0.004
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Rows in a full Buffer for which `fused=None` means True. Raises ValueError for values that bound nothing.
+
+    Attributes:
+        dtype: of the weights; "bf16" holds for float16 as well.
+        ranks: number of ranks; other numbers have bounds of their own.
+        least_rows_of_expert: rows that experts have on average.
+        least_rows_of_rank: rows that a rank sends.
+        most_rows_of_expert: None: no bound; 0: never fused.
+    """
+
+    dtype: str
+    ranks: int
+    least_rows_of_expert: int
+    least_rows_of_rank: int
+    most_rows_of_expert: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: want one of {DTYPES}")
+        least = (self.ranks, self.least_rows_of_expert, self.least_rows_of_rank)
+        if not all(type(n) is int and n >= 1 for n in least):
+            raise ValueError(
+                f"ranks, least_rows_of_expert, least_rows_of_rank = {least}: want whole numbers, at least 1"
+            )
+        most = self.most_rows_of_expert
+        if most is not None and not (type(most) is int and most >= 0):
+            raise ValueError(f"most_rows_of_expert={most!r}: want a whole number, or null")
+
+    def cover(self, of_expert: float, of_rank: int) -> bool:
+        """Return whether a Buffer with so many rows of an expert and of a rank is within the bounds."""
+        most = math.inf if self.most_rows_of_expert is None else self.most_rows_of_expert
+        return of_rank >= self.least_rows_of_rank and self.least_rows_of_expert <= of_expert <= most
+
+    def line(self) -> dict[str, Any]:
+        """Return the bounds as JSON."""
+        return asdict(self)
+
+
+class Measured(NamedTuple):
+    """Times of one layer: rows of an expert, rows of a rank, and how many times as fast it is fused as unfused."""
+
+    of_expert: float
+    of_rank: int
+    speedup: float
+
+
+def of_measured(dtype: str, ranks: int, layers: Sequence[Measured], tolerance: float = TOLERANCE) -> Bounds:
+    """Derive the bounds of one dtype and number of ranks.
+
+    No measured layer inside the bounds is slower fused than unfused, by more than the tolerance. Of all such bounds
+    those count that gain the most: the largest product of the speedups inside that exceed the tolerance. Of bounds
+    that gain as much, those of the fewest sizes count, so that bounds end at layers that gain. Past the largest
+    measured rows of an expert there is no bound if the layers with most rows gain.
+
+    Args:
+        dtype, ranks: of the layers.
+        layers: measured; a layer may be there several times.
+        tolerance: a fraction.
+
+    Returns:
+        The bounds; those of `never` if no layer gains.
+    """
+    gains = [layer for layer in layers if layer.speedup > 1 + tolerance]
+    losses = [layer for layer in layers if layer.speedup < 1 - tolerance]
+    found: tuple[tuple[float, ...], Bounds] | None = None
+    for least in sorted({math.ceil(layer.of_expert) for layer in gains}):
+        for of_rank in sorted({layer.of_rank for layer in gains}):
+            for most in sorted({math.floor(layer.of_expert) for layer in gains}):
+                bounds = Bounds(dtype, ranks, max(1, least), of_rank, most)
+                if any(bounds.cover(layer.of_expert, layer.of_rank) for layer in losses):
+                    continue
+                inside = [layer for layer in gains if bounds.cover(layer.of_expert, layer.of_rank)]
+                gained = round(math.fsum(math.log(layer.speedup) for layer in inside), 9)
+                order = (gained, least, of_rank, -most)
+                if inside and (found is None or order > found[0]):
+                    found = order, bounds
+    if found is None:
+        return never(dtype, ranks)
+    bounds = found[1]
+    unbounded = Bounds(dtype, ranks, bounds.least_rows_of_expert, bounds.least_rows_of_rank)
+    beyond = [layer for layer in layers if unbounded.cover(layer.of_expert, layer.of_rank)]
+    largest = max(layer.of_expert for layer in beyond)
+    return unbounded if bounds.cover(largest, bounds.least_rows_of_rank) else bounds
+
+
+def never(dtype: str, ranks: int) -> Bounds:
+    """Return bounds that cover nothing."""
+    return Bounds(dtype, ranks, 1, 1, 0)
