@@ -13,12 +13,12 @@ import re
 import shutil
 import stat
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from moecomm import backends, config, shims
+from moecomm import backends, config, shims, tuning
 from moecomm.backends import gin, nic
 from moecomm.errors import Unsupported
 from moecomm.jit import linking, loader
@@ -106,10 +106,11 @@ class Report:
     topology: Topology
     cache: Cache
     few_tokens: list[FewTokens]
+    tables: dict[str, str] = field(default_factory=dict)  # by the name of a GPU: where its tuning table comes from
     multicast: str = MULTICAST  # over NVLink; the same on every machine
 
     def details(self) -> str:
-        """Return versions, topology, multicast, kernel cache and the limits of packets as text."""
+        """Return versions, topology, multicast, kernel cache, tuning tables and the limits of packets as text."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
         shown = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
@@ -120,7 +121,8 @@ class Report:
         what = f"{cache.nbytes / 2**20:.1f} MiB, {private}"
         if cache.unusable:
             what = f"NOT in use, every process compiles: {cache.unusable}"
-        shown += ["", f"kernel cache: {cache.path} ({what})", "", *lines(self.few_tokens)]
+        tables = [f"tuning table of {gpu}: {table}" for gpu, table in self.tables.items()]
+        shown += ["", f"kernel cache: {cache.path} ({what})", *tables, "", *lines(self.few_tokens)]
         return "\n".join(shown)
 
     def json(self) -> str:
@@ -138,8 +140,14 @@ class Report:
 
 def doctor() -> Report:
     """Report which backends can run here. Changes nothing and runs no kernel."""
+    topology = _topology()
     return Report(
-        [_backend(name) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir()), few_tokens()
+        [_backend(name) for name in BACKENDS],
+        _versions(),
+        topology,
+        _cache(config.cache_dir()),
+        few_tokens(),
+        {gpu: tuning.source(gpu) for gpu in sorted(set(topology.gpus))},
     )
 
 

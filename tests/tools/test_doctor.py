@@ -310,6 +310,7 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         doctor.Topology(2, 1, ["H200", "H200"], [["X", "NV18"], ["NV18", "X"]]),
         doctor.Cache(Path("/c"), 3 << 20, True),
         [FewTokens(4, 32 << 20, {"dispatch bf16": 256, "combine bf16": 273})],
+        {"H200": "shipped"},
     )
     cli.show_doctor(report, Console())
     assert capfd.readouterr().out.splitlines() == [
@@ -325,6 +326,7 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         f"NVLink multicast: {doctor.MULTICAST}",
         "",
         "kernel cache: /c (3.0 MiB, private)",
+        "tuning table of H200: shipped",
         "",
         "most tokens of a rank in packets (one NVLink domain, 7168 columns, 8 experts a token):",
         "   4 ranks,  32 MiB: dispatch bf16 256; combine bf16 273",
@@ -337,11 +339,12 @@ def test_json_has_all_that_people_are_shown(capfd: pytest.CaptureFixture[str], m
         cli.main()
     found, report = json.loads(capfd.readouterr().out), doctor.doctor()
     assert ended.value.code == 0
-    assert list(found) == ["backends", "versions", "topology", "cache", "few_tokens", "multicast"]
+    assert list(found) == ["backends", "versions", "topology", "cache", "few_tokens", "tables", "multicast"]
     assert found["backends"] == [
         {"name": b.name, "missing": b.missing, "note": b.note, "can_run": b.can_run} for b in report.backends
     ]
     assert found["versions"] == report.versions
     assert found["topology"] == vars(report.topology) and found["multicast"] == report.multicast
+    assert found["tables"] == report.tables and set(report.tables) == set(report.topology.gpus)
     assert found["few_tokens"] == [vars(row) for row in report.few_tokens]
     assert found["cache"] == {**vars(report.cache), "path": str(report.cache.path)}
