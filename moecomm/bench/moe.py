@@ -46,6 +46,7 @@ class Case:
     mode: str  # graph or eager
     replays: int = 10
     peers: bool = True
+    parts: bool = True  # also dispatch, GEMMs and combine, each alone
     fp8: bool = False  # also our layer with weights in FP8
     room: int = 0  # least max_tokens of a Buffer; 0: the measured size
     seed: int = 0
@@ -208,6 +209,10 @@ class Layers:
         yield ("moecomm", "layer", SEQUENTIAL), lambda: partial(layer, fused=False)
         if self.buffer.device.type == "cuda":
             yield ("moecomm", "layer", FUSED), lambda: partial(layer, fused=True)
+        if self._case.fp8 and not self._case.parts:
+            yield from self._fp8_layers(*self._fp8_weights(), ours)
+        if not self._case.parts:
+            return
         yield ("moecomm", "dispatch", ""), lambda: partial(self.buffer.dispatch, **self._routing, **ours, sync=False)
         rows, counts = arrived.x, arrived.tokens_per_expert
         expected = max(1, len(rows) // len(w2))
@@ -227,13 +232,19 @@ class Layers:
             for name, make in other_experts.ways().items():
                 yield (name, "GEMMs", ""), partial(make, rows, counts, w13, w2)
 
-    def _fp8_makers(self, ours: dict[str, Any]) -> Iterator[tuple[Key, Callable[[], Call]]]:
-        w13, w2 = quantize_weights(self._weights["w13"]), quantize_weights(self._weights["w2"])
-        dispatch = partial(self.buffer.dispatch, **self._routing, **ours, quantize="fp8")
+    def _fp8_weights(self) -> tuple[Fp8, Fp8]:
+        return quantize_weights(self._weights["w13"]), quantize_weights(self._weights["w2"])
+
+    def _fp8_layers(self, w13: Fp8, w2: Fp8, ours: dict[str, Any]) -> Iterator[tuple[Key, Callable[[], Call]]]:
         layer = partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
         yield ("moecomm", "layer", FP8), lambda: partial(layer, fused=False)
         if self.buffer.device.type == "cuda":
             yield ("moecomm", "layer", f"{FP8}, {FUSED}"), lambda: partial(layer, fused=True)
+
+    def _fp8_makers(self, ours: dict[str, Any]) -> Iterator[tuple[Key, Callable[[], Call]]]:
+        w13, w2 = self._fp8_weights()
+        yield from self._fp8_layers(w13, w2, ours)
+        dispatch = partial(self.buffer.dispatch, **self._routing, **ours, quantize="fp8")
         yield ("moecomm", "dispatch", FP8), lambda: partial(dispatch, sync=False)
         arrived: Any = dispatch(sync=True)
         rows, counts = Fp8(arrived.x, arrived.scales), arrived.tokens_per_expert

@@ -16,9 +16,10 @@ from rich.text import Text
 from moecomm import __version__
 from moecomm.bench.cli import app as bench
 from moecomm.bench.fitted import show_table
-from moecomm.bench.options import whole, written
+from moecomm.bench.options import whole
 from moecomm.routing.cli import add_routing
 from moecomm.simulate.cli import app as simulate
+from moecomm.tools.tune_cli import app as tune
 from moecomm.tracing.cli import app as trace
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def options(
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
 app.add_typer(trace, name="trace")
+app.add_typer(tune, name="tune")
 add_routing(app)
 
 
@@ -114,63 +116,6 @@ def top(
         while True:
             time.sleep(1.0)
             live.update(view.frame(view.read(folder)), refresh=True)
-
-
-@app.command()
-def tune(
-    model: Annotated[
-        str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")
-    ] = "deepseek-v3",
-    tokens: Annotated[
-        str, typer.Option(help="Sizes to measure; each entry holds up to its size.")
-    ] = "4,16,132,512,2048,16384",
-    layout: Annotated[str, typer.Option(help="flat, expert, batched.")] = "flat,expert,batched",
-    payload: Annotated[str, typer.Option(help="Payload of dispatch: bf16 or fp8.")] = "fp8",
-    sms: Annotated[str, typer.Option(help="Numbers of blocks to try.")] = "8,16,24,32,48,64,96,128",
-    chunks: Annotated[str, typer.Option(help="Chunk sizes to try, in tokens.")] = "1,2,4,8,16,32",
-    replays: Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of each candidate.")] = 5,
-    ranks: Annotated[int | None, typer.Option(help="Number of processes; default: one per GPU.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option(callback=written, help="File of the table; default: the file that rounds of this user read."),
-    ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", dir_okay=False, callback=written, help="Write all measured times to this file."),
-    ] = None,
-) -> None:
-    """Find the block counts and chunk sizes that are fastest here, and store them for rounds on GPUs to use.
-
-    Entries of an existing table that are not measured again are kept.
-    """
-    from moecomm.bench.case import Case, model_sizes
-    from moecomm.bench.cli import say_on_cpu
-    from moecomm.bench.options import numbers
-    from moecomm.bench.ranks import plan
-    from moecomm.tools.tune import Candidates
-    from moecomm.tools.tune import tune as run_all
-
-    name, count = plan(backend, ranks)
-    case = Case(
-        *model_sizes(model, None, None, None),
-        ranks=count,
-        backend=name,
-        tokens=numbers("tokens", tokens),
-        layouts=layout.split(","),
-        payloads=[payload],
-        sms=numbers("sms", sms),
-        mode="eager" if name == "host" else "graph",
-        replays=replays,
-    )
-    if name == "host":
-        say_on_cpu(
-            "times are those of the host transport between CPU ranks and do not carry over to GPUs; rounds on CPUs use "
-            "no table; with the default sizes it takes minutes"
-        )
-    path = run_all(Candidates(case, numbers("chunks", chunks)), out, json)
-    if path is not None:
-        Console().print(str(path), highlight=False)
 
 
 def show_demo(result: Result, console: Console) -> None:

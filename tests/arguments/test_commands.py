@@ -28,6 +28,16 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--model", "--layout", "--payload", "--backend"): NAMES,
         ("--json", "--out"): FILES,
     },
+    "tune gemms": {
+        ("--rows", "--ranks", "--replays"): SIZES,
+        ("--model", "--dtype"): NAMES,
+        ("--json", "--out"): FILES,
+    },
+    "tune layers": {
+        ("--tokens", "--ranks", "--replays"): SIZES,
+        ("--model", "--backend"): NAMES,
+        ("--json", "--out"): FILES,
+    },
     "bench dispatch-combine": {
         ("--tokens", *COUNTS): SIZES,
         ("--sms", "--chain", "--singles", "--domain-ranks"): SIZES[1:],
@@ -128,6 +138,8 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     "routing join {plain}": {("--out",): (*FILES, "{new}")},
 }
 ARGUMENTS = (
+    "tune --model deepseek-v3 gemms",
+    "tune --replays 3 layers",
     "simulate check {folder}",
     "simulate check {plain}",
     "simulate fit {folder} --out {new}",
