@@ -18,7 +18,7 @@ HEIGHTS = {
     "fp8": {"64x5c1": 64, "64x5c2": 64, "128x4c1": 128, "128x4c1r": 128},
 }
 DTYPES = tuple(HEIGHTS)  # bf16: also of float16
-_SHAPE = ("dtype", "columns", "depth", "groups")  # what a measured rule fixes
+_FIXED = ("columns", "depth", "groups")  # by rules that were measured
 _FEW_WAVES = 6  # with more, a partial wave takes little of the time
 
 
@@ -91,8 +91,10 @@ class Rule:
     @property
     def shape(self) -> tuple[Any, ...] | None:
         """Return the shape for which the rule was measured: dtype, columns, depth, groups; None for a general rule."""
-        fixed = [self.dtype, *(self.least.get(name) for name in _SHAPE[1:])]
-        return tuple(fixed) if fixed == [self.dtype, *(self.most.get(name) for name in _SHAPE[1:])] else None
+        fixed = [self.least.get(name) for name in _FIXED]
+        if None in fixed or fixed != [self.most.get(name) for name in _FIXED]:
+            return None
+        return (self.dtype, *fixed)
 
     def line(self) -> dict[str, Any]:
         """Return the rule as JSON."""

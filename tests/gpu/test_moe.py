@@ -13,12 +13,15 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import tuning
 from moecomm.fused import SCHEDULES, choose, layer, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.jit import plain_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
+from moecomm.tuning import Table
+from moecomm.tuning.layers import Bounds, never
 
 from ..conftest import GPU_COUNTS, Ranks, share_cores
 from .layers import check_replays, checked, compile_all, copy_into
@@ -134,6 +137,19 @@ def test_fused_layers_have_the_bits_of_dispatch_and_combine(
             for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
                 case.check(rank, out)
                 assert same_bits(out, other), f"layer of seed {seed}, rank {rank}"
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_the_tuning_table_decides_the_form(fused: bool) -> None:
+    sizes = SIZES[3] | {"ranks": 2}
+    bounds = Bounds("bf16", 2, 1, 1) if fused else never("bf16", 2)
+    with tuning.use(Table(layers=(bounds,))), opened(sizes) as ranks:
+        assert [buffer.rounds.fused_weights[torch.bfloat16] for buffer in ranks.buffers] == [fused] * 2
+        case = random_layer(3, **sizes, dtype=torch.bfloat16)
+        case.wire = None
+        for rank, out in enumerate(ranks.moe(calls_of(case))):
+            case.check(rank, out)
 
 
 @pytest.mark.gpu1

@@ -164,6 +164,15 @@ def test_what_is_not_measured_again_is_kept(measured: list[dict[str, float]]) ->
     assert found == tuning.Table(older.entries, found.gemms[:2] + older.gemms, older.fused_gemms, older.layers)
 
 
+def test_a_rule_of_one_shape_is_told_from_a_general_one() -> None:
+    rows: dict[str, float] = {"rows": 8}
+    fixed: dict[str, float] = dict(FIXED)
+    assert Rule("bf16", A, fixed, fixed | rows).shape == ("bf16", 4096, 7168, 32)
+    general = (Rule("bf16", A), Rule("bf16", A, rows, rows), Rule("bf16", A, fixed), Rule("bf16", A, {}, fixed))
+    wider = Rule("bf16", A, fixed, fixed | {"groups": 33})
+    assert [rule.shape for rule in (*general, wider)] == [None] * 5
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

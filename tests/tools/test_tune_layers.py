@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from moecomm import tuning
-from moecomm.bench import moe
 from moecomm.bench.moe import Case
 from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
@@ -225,7 +224,8 @@ def test_bounds_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
 def _layers_alone(rank: int, group: Any, parts: bool) -> list[tuple[str, str]]:
     model = replace(MODELS["mixtral-8x7b"], hidden=64, intermediate=32)
     of_layers = Case([model], [5], 1, "host", "eager", replays=1, peers=False, fp8=True, parts=parts)
-    found = moe.run_rank(group, **{**vars(of_layers), "models": [vars(model)]})
+    found = tune_layers.run_rank(group, **asdict(of_layers))
+    assert found["gpu"] == "cpu"
     return [(row["what"], row["variant"]) for row in found["rows"]]
 
 
