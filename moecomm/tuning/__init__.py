@@ -246,7 +246,7 @@ def source(gpu: str) -> str:
             return f"{named}; {refused}"
     if own == Table():
         return named
-    counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in vars(own).items() if lines)
+    counts = ", ".join(f"{kind}: {len(lines)}" for kind, lines in vars(own).items() if lines)
     return f"{users_path(gpu)} ({counts}), then {named}"
 
 

@@ -158,7 +158,7 @@ def test_the_table_that_counts_is_named() -> None:
     assert tuning.source(H200) == "shipped"
     assert tuning.source("GPU 9000") == "shipped of the NVIDIA H200, because GPU 9000 has none"
     write(H200, [Entry("dispatch", "flat", 4, 9999, 77, 16)])
-    assert tuning.source(H200) == f"{tuning.users_path(H200)} (1 entries), then shipped"
+    assert tuning.source(H200) == f"{tuning.users_path(H200)} (entries: 1), then shipped"
     tuning.users_path(H200).write_text("{}")
     assert tuning.source(H200).startswith(f"shipped; {tuning.users_path(H200)} is not used: ")
 
