@@ -750,7 +750,7 @@ def exclude(context: Context, rank: int) -> None:
     Mask this host rank at a peer: `rank` takes part in no round until it resumes.
 
     Raises:
-        ValueError: no such rank, or ranks of other domains.
+        ValueError: no such rank.
     """
 
 def excluded_word(rank: int) -> bytes:
@@ -830,7 +830,7 @@ def host_ping_pong(
     """
 
 def host_round(context: Context) -> int:
-    """The number of the last round that has ended on this host rank."""
+    """The number of the last round that has ended on this host rank, once its puts have arrived."""
 
 def host_run_all(rounds: collections.abc.Sequence[DispatchArgs | CombineArgs]) -> None:
     """Run the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch."""
@@ -846,6 +846,9 @@ def leave_signal(last_round: int) -> bytes:
 
 def leave_words(last_round: int, words: int) -> bytes:
     """The tagged words of a rank that leaves after `last_round`: `words` of 8 bytes, each valid by itself."""
+
+def most_chunk_tokens(shape: Shape) -> int:
+    """Return the most tokens of a chunk, such that rings have room for one whoever is masked."""
 
 def overlap_constants() -> dict[str, int]:
     """Constants of csrc/overlap by name."""
@@ -882,8 +885,11 @@ def resume(context: Context, last_round: int, masked: collections.abc.Sequence[i
     Begin anew after a round, without these ranks, when no rank of this Buffer is in a round.  Host ranks.
 
     Raises:
-        ValueError: no such rank, or ranks of other domains.
+        ValueError: no such rank.
     """
+
+def resumed_signals(shape: Shape, last_round: int) -> bytes:
+    """The first words at WindowLayout.signals of a rank that goes on after a round; the others are 0."""
 
 def resumed_state(last_round: int, masked: collections.abc.Sequence[int]) -> bytes:
     """The words at WindowLayout.state of a rank that goes on after a round without the masked ranks."""

@@ -41,7 +41,7 @@ class MaskableRanks:
         Raises:
             Excluded: the others go on without this rank.
             BadInput: a call during a capture; ranks or replicas that can't be used.
-            Unsupported: ranks in several domains.
+            Unsupported: ranks in several domains, between which NCCL GIN or NVSHMEM puts.
             Timeout, PeerLost: there is nothing over which the ranks could agree.
             Closed, ConcurrentCall: as everywhere.
         """

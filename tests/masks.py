@@ -69,6 +69,19 @@ class Twins:
         self.masked.unmask([0, 2])
         self.rounds(3, tokens, layout=layout)
 
+    def rounds_after_masks(
+        self, steps: Sequence[Sequence[int]], tokens: int, replicas: dict[int, int], **options: Any
+    ) -> None:
+        """Compare rounds before the first mask, after each further one, and with all ranks again."""
+        self.rounds(0, tokens, **options)
+        gone: list[int] = []
+        for number, step in enumerate(steps):
+            self.mask(step, replicas)
+            gone += step
+            self.rounds(1 + number, tokens, **options)
+        self.masked.unmask(gone)
+        self.rounds(1 + len(steps), tokens, **options)
+
     def layers(self, number: int, tokens: int) -> None:
         """Compare a fused layer, by all bits."""
         given = [self._call(rank, number, tokens) for rank in range(self._settings["ranks"])]

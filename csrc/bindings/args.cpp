@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../protocol/domains.h"
+#include "../protocol/stand_ins.h"
 #include "module.h"
 
 namespace py = pybind11;
@@ -101,6 +101,8 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
           "Return whether source ranks may give a combine routing weights of their own.");
     m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"),
           "Return whether rows of a rank with so many tokens reach other domains without a forwarder.");
+    m.def("most_chunk_tokens", &most_chunk_tokens, py::arg("shape"),
+          "Return the most tokens of a chunk, such that rings have room for one whoever is masked.");
     m.def("received_token_bytes", &received_token_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"),
           "Bytes of a token in the receive buffer of another domain.");
 }

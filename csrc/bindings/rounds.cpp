@@ -82,16 +82,16 @@ void leave(const Context& ctx) {
 
 u32 host_round(const Context& ctx) {
     check_context(ctx);
-    return at<const State>(window_of(ctx, ctx.rank) + ctx.window.state)->round;
+    return host::last_round(ctx);
 }
 
-void check_alone(const Context& ctx, i32 rank) {
+void check_rank(const Context& ctx, i32 rank) {
     check_context(ctx);
-    if (ctx.link != 0 || rank < 0 || rank >= ctx.shape.ranks) throw std::invalid_argument("no rank of the only domain");
+    if (rank < 0 || rank >= ctx.shape.ranks) throw std::invalid_argument("no such rank");
 }
 
 void exclude(const Context& ctx, i32 rank) {
-    check_alone(ctx, rank);
+    check_rank(ctx, rank);
     host::exclude(ctx, rank);
 }
 
@@ -104,13 +104,19 @@ std::array<u64, kMaskWords> bits_of(const std::vector<i32>& ranks) {
 
 void resume(const Context& ctx, u32 round, const std::vector<i32>& masked) {
     check_context(ctx);
-    for (const i32 rank : masked) check_alone(ctx, rank);
+    for (const i32 rank : masked) check_rank(ctx, rank);
     host::resume(ctx, round, bits_of(masked).data());
 }
 
 template <class T>
 py::bytes bytes_of(const T& words) {
     return {reinterpret_cast<const char*>(&words), sizeof(words)};
+}
+
+py::bytes resumed_signals(const Shape& shape, u32 round) {
+    std::vector<u64> words;
+    for (u64 which = 0; which < static_cast<u64>(shape.ranks); ++which) words.push_back(resumed_signal(shape, round, which));
+    return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(u64)};
 }
 
 py::bytes excluded_word(i32 rank) { return bytes_of(abort_word(Failure::excluded, rank)); }
@@ -207,17 +213,20 @@ Raises:
     m.def("leave", &leave, py::arg("context"), "Announce to the peers that this rank takes part in no further host round.  Never waits.");
     m.def("count_rejected", &count_rejected, py::arg("context"),
           "Count a host call that failed before its rounds were made, in State::rejected of this rank's window.");
-    m.def("host_round", &host_round, py::arg("context"), "The number of the last round that has ended on this host rank.");
+    m.def("host_round", &host_round, py::arg("context"), py::call_guard<py::gil_scoped_release>(),
+          "The number of the last round that has ended on this host rank, once its puts have arrived.");
     m.def("exclude", &exclude, py::arg("context"), py::arg("rank"),
           R"(Mask this host rank at a peer: `rank` takes part in no round until it resumes.
 
 Raises:
-    ValueError: no such rank, or ranks of other domains.)");
+    ValueError: no such rank.)");
     m.def("resume", &resume, py::arg("context"), py::arg("last_round"), py::arg("masked"),
           R"(Begin anew after a round, without these ranks, when no rank of this Buffer is in a round.  Host ranks.
 
 Raises:
-    ValueError: no such rank, or ranks of other domains.)");
+    ValueError: no such rank.)");
+    m.def("resumed_signals", &resumed_signals, py::arg("shape"), py::arg("last_round"),
+          "The first words at WindowLayout.signals of a rank that goes on after a round; the others are 0.");
     m.def("resumed_state", &resumed_state, py::arg("last_round"), py::arg("masked"),
           "The words at WindowLayout.state of a rank that goes on after a round without the masked ranks.");
     m.def("forget_failure", &host::forget_failure, py::arg("context"),

@@ -12,11 +12,11 @@ namespace moecomm {
 
 // A piece of a row, the sum of the same piece of several source rows (gather.cuh).
 struct Item {
-    i32 sources;  // pieces that are added
-    i32 column;   // first column of the piece
-    i32 token;    // number at its source rank; -1: nothing to store. Reduce: ReduceRing::place
-    i32 domain;   // return-forward: of the source rank
-    i32 step;     // return-forward, reduce: the work item of which this is the last piece, else -1
+    i32 sources;      // pieces that are added
+    i32 column;       // first column of the piece
+    i32 token;        // number at its source rank; -1: nothing to store. Reduce: ReduceRing::place
+    i32 ring_column;  // return-forward: of this rank's rings
+    i32 step;         // return-forward, reduce: the work item of which this is the last piece, else -1
     union {
         u32 singles;  // one domain: one bit for each source, in order, that is a row as the expert left it
         struct {
@@ -78,7 +78,8 @@ struct CombineShared {
     u64 wait_begun;                // in the thread that counts waits for packets: when the wait began. Here, as registers are scarce
     u32 missing;                   // 1: a round header did not arrive
     i32 is_invalid;                // 1: the round is invalid
-    u64 masked;                    // the ranks that take no part: see Mask. One domain
+    u64 masked;                    // the ranks that take no part: see Mask
+    Forwarders<cfg.ranks, cfg.scaleup_ranks()> forwarders;  // several domains
 };
 
 template <CombineConfig cfg>
@@ -117,7 +118,10 @@ struct CombineCall {
     MOECOMM_FN i32 posters() const { return blocks_of_channel(transport) * max(2 * cfg.return_forward_warps, cfg.pull_warps); }
     MOECOMM_FN auto& scaleout() const { return scaleout_shared<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
-    MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
+    MOECOMM_FN const Shape& shape() const {
+        if constexpr (cfg.domains() > 1) return shared.forwarders.shape;
+        return a.ctx.shape;
+    }
     MOECOMM_FN i64 grads_at() const { return shape().staged_row_bytes - cfg.grads_bytes(); }  // in a staged row
     MOECOMM_FN u8* staged_row(i32 rank, i32 source_rank, i32 token) const {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), source_rank, token));
@@ -130,11 +134,14 @@ struct CombineCall {
     MOECOMM_FN i64 sum_bytes() const {
         return a.weight_grads != 0 ? shape().staged_row_bytes : align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16);
     }
-    // Offset, in the source rank's window, of the sum of a token from `domain`. return_sum_at: in the forwarder's, from which it is put.
+    // Offset, in the source rank's window, of the sum of a token from `domain`. return_sum_at: in a column of the forwarder's, from which
+    // it is put.
     MOECOMM_FN u64 returned_sum_at(i32 domain, i32 token) const {
         return returned_at(window(), shape(), domain, 0) + token % shape().ring_tokens * sum_bytes();
     }
-    MOECOMM_FN u64 return_sum_at(i32 domain, i32 token) const { return returned_sum_at(cfg.domains() + domain, token); }
+    MOECOMM_FN u64 return_sum_at(i32 column, i32 token) const {
+        return second_half(window().returned, window().heap) + (returned_sum_at(column, token) - window().returned);
+    }
     // Address of the gradients that `rank`, possibly in another domain, has for a token of this rank.
     MOECOMM_FN const u8* grads_of(i32 rank, i32 token) const {
         if (const RoundHeader& from = shared.headers[rank]; from.combine.rows != 0) {

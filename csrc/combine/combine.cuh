@@ -19,10 +19,8 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     // loads in flight while other fields are written
     const u32 round = round_of(c.a.route, Call::cfg.ranks), rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
     bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
-    if constexpr (Call::cfg.domains() == 1) {
-        intact = intact && !is_stale(own_mask(c.a.ctx), round);
-        c.shared.masked = own_mask(c.a.ctx).ranks[0];
-    }
+    intact = intact && !is_stale(own_mask(c.a.ctx), round);
+    c.shared.masked = own_mask(c.a.ctx).ranks[0];
     n = RoundHeader{};
     n.op = static_cast<u32>(Op::combine);
     n.rejected = rejected;
@@ -76,9 +74,7 @@ MOECOMM_FN void announce(const Call& c) {
         const i32 peer = rotated<cfg.ranks>(c.me(), step);
         if (c.domains().reaches(peer)) send_header(c.round, c.transport, peer, c.shared.mine, threadIdx.x, kHeaderWords);
     }
-    if constexpr (cfg.domains() == 1) {
-        if (c.shared.masked != 0 && blockIdx.x == 0) answer_for_masked<0, kHeaderWords>(c.a.ctx, c.round.tag, c.shared.mine);
-    }
+    if (c.shared.masked != 0 && blockIdx.x == 0) answer_for_masked<0, kHeaderWords>(c.a.ctx, c.round.tag, c.shared.mine);
 }
 
 // Called by all lanes of a warp. Waits until every rank of the domain has read the rows that this rank staged or published in the combine
@@ -145,7 +141,7 @@ MOECOMM_FN void finish(const Call& c) {
     if (lane_id() == 0) state->next_piece = 0;
     for (i32 step = lane_id(); step < cfg.scaleup_ranks(); step += kWarp) {
         const i32 peer = c.domains().neighbor(step);
-        const bool masked = cfg.domains() == 1 && is_in(c.shared.masked, peer);
+        const bool masked = is_in(c.shared.masked, peer);
         c.transport.signal(masked ? c.me() : peer, drained_at(c.window(), masked ? peer : c.me()), tag_signal(c.round.tag));
     }
     if (cfg.in_place || c.has_reduced_rows()) {
@@ -165,9 +161,12 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<CombineShared<cfg>*>(memory);
     const CombineArgs& a = shared.args;
+    u64 masked = 0;
+    if constexpr (cfg.domains() > 1) masked = read_masked(args.ctx);  // arrives while arguments load
     copy_args(shared.args, args, cfg.threads());
     prepare_block<Transport>(shared);
     await_earlier_kernels();
+    if constexpr (cfg.domains() > 1) find_forwarders(shared.forwarders, args.ctx, masked, cfg.threads());
     const auto fence_rows_before_header = [&] {  // orders rows that earlier kernels wrote before the round header
         if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kHeaderWords) fence_system();
     };

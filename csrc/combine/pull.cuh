@@ -219,7 +219,7 @@ struct Pull {
         if (c.reads_y(rank)) return true;
         const RoundHeader& from = c.shared.headers[rank];
         if ((from.combine.rows != 0 && from.combine.is_reduced == 0) || seen == chunk()) return true;
-        const u64 flag = reduced_at(c.window(), c.shape(), rank, chunk());
+        const u64 flag = c.reduced_flag(c.me(), rank, chunk());
         u64 tag = 0;
         const auto counts = [&] { return blockIdx.x == 0 && warp == 0; };
         if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, tag, Counter::wait_combine, counts)

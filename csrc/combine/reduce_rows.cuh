@@ -93,8 +93,8 @@ struct RowsToReduce {
             const auto given = [&] { return load_acquire(place) == credit || is_invalid != 0; };
             bool in_time = true;
             if (lane_id() == 0 && !given()) {
-                in_time = may_wait && wait_for(c.round, Phase::drained, c.domains().local(work.source_rank), before, given,
-                                               [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
+                in_time = may_wait && wait_for(c.round, Phase::drained, c.shared.forwarders.local(c.domains(), work.source_rank), before,
+                                               given, [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
             }
             if (!__all_sync(kAllLanes, in_time)) return false;
         }

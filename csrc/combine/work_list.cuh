@@ -46,7 +46,7 @@ struct WorkList {
         if (is_first_pass(step)) {  // return-forward warps put it
             c.transport.post(c.me(), c.staged_flag(work.source_rank, work.chunk), word_signal(c.round.tag, work.chunk));
         } else {
-            c.transport.post(c.domains().local(work.source_rank), c.reduced_flag(work.source_rank, c.me(), work.chunk),
+            c.transport.post(c.shared.forwarders.local(c.domains(), work.source_rank), c.reduced_flag(work.source_rank, c.me(), work.chunk),
                              tag_signal(c.round.tag));
         }
     }

@@ -10,10 +10,8 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.op = static_cast<u32>(Op::dispatch);
     n.rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
     bool intact = !Call::cfg.repeat || is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
-    if constexpr (Call::cfg.domains() == 1) {
-        if (Call::cfg.repeat) intact = intact && !is_stale(own_mask(c.a.ctx), round_of(c.a.route, Call::cfg.ranks));
-        c.shared.masked = own_mask(c.a.ctx).ranks[0];
-    }
+    if (Call::cfg.repeat) intact = intact && !is_stale(own_mask(c.a.ctx), round_of(c.a.route, Call::cfg.ranks));
+    c.shared.masked = own_mask(c.a.ctx).ranks[0];
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
     n.route_round = Call::cfg.repeat ? round_of(c.a.route, Call::cfg.ranks) : 0;
@@ -49,9 +47,7 @@ MOECOMM_FN void announce(const Call& c) {
         }
         c.team_any(false);
     }
-    if constexpr (cfg.domains() == 1) {
-        if (c.shared.masked != 0 && blockIdx.x == 0) answer_for_masked<Call::kTeamFirst, Call::kTeam>(c.a.ctx, c.round.tag, c.shared.mine);
-    }
+    if (c.shared.masked != 0 && blockIdx.x == 0) answer_for_masked<Call::kTeamFirst, Call::kTeam>(c.a.ctx, c.round.tag, c.shared.mine);
     const i32 columns = cfg.repeat || !c.counts_all ? 0 : cfg.columns(), bits = cfg.packet_lines > 0 ? kWantedWords : 0;
     for (i32 word = c.team_thread(); word < kHeaderWords + columns + bits; word += c.kTeam) {
         const i32 column = word - kHeaderWords, bit = column - columns;

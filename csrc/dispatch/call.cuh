@@ -86,12 +86,13 @@ struct DispatchShared {
     i32 first_error;                  // the first failed check (see validate_rank), 2 * ranks if the round is valid
     // Packets and row descriptors: by source and local expert, the rows of earlier sources.
     i32 into[cfg.packet_lines > 0 || cfg.descriptors ? cfg.ranks * cfg.ranges().most() : 1];
-    i32 slots_before[cfg.ranks + 1];        // packets: flat rows of earlier sources
-    u32 arriving[cfg.ranks][kWantedWords];  // packets: by source, one bit for each of its tokens that arrives here
-    u32 wanted[cfg.ranks][kWantedWords];    // packets: by rank, one bit for each token of this rank that goes there
-    bool agreed;                            // packets: all tagged words arrived
+    i32 slots_before[cfg.ranks + 1];                        // packets: flat rows of earlier sources
+    u32 arriving[cfg.ranks][kWantedWords];                  // packets: by source, one bit for each of its tokens that arrives here
+    u32 wanted[cfg.ranks][kWantedWords];                    // packets: by rank, one bit for each token of this rank that goes there
+    bool agreed;                                            // packets: all tagged words arrived
+    Forwarders<cfg.ranks, cfg.scaleup_ranks()> forwarders;  // several domains
     Begin begin;
-    u64 masked;                                                 // the ranks that take no part: see Mask. One domain
+    u64 masked;                                                 // the ranks that take no part: see Mask
     StepCounters<kSendWarps + cfg.metadata_warps> chunk_steps;  // chunks of this block; not signals_early(): one step for all
     alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.hidden, kQuantGroup) : 1, 4)];
 };
@@ -165,7 +166,10 @@ struct DispatchCall {
         return token + (turn_of(chunk) - chunk) * a.chunk_tokens;
     }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
-    MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
+    MOECOMM_FN const Shape& shape() const {
+        if constexpr (cfg.domains() > 1) return shared.forwarders.shape;
+        return a.ctx.shape;
+    }
     MOECOMM_FN i32 chunk_end(i32 chunk) const { return min((chunk + 1) * a.chunk_tokens, a.num_tokens); }
 
     // Counters by column of a warp that counts: first its own entries, then those of earlier warps, then the next row.

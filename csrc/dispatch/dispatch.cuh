@@ -178,12 +178,15 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
     const DispatchArgs& a = shared.args;
+    u64 masked = 0;
+    if constexpr (cfg.domains() > 1) masked = read_masked(args.ctx);  // arrives while arguments load
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
     // DescriptorSender needs no wait: the previous kernel waited for all kernels before it, and writes nothing that is read here
     // (fused/publish.cuh).
     if constexpr (!cfg.descriptors) await_earlier_kernels();
+    if constexpr (cfg.domains() > 1) find_forwarders(shared.forwarders, args.ctx, masked, cfg.threads());
     __syncthreads();
     return c;
 }

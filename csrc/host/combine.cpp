@@ -6,6 +6,7 @@
 
 #include "executor.h"
 #include "scaleout/return_forward.h"
+#include "scaleout/shared_rings.h"
 #include "scaleout/source_rank.h"
 #include "seal.h"
 #include "stage.h"
@@ -45,7 +46,7 @@ void post_weights(const Combine& c) {
             store_relaxed(c.weight(owners[entry], c.r.me, entry / c.topk, entry % c.topk), words[entry]);
     }
     for (i32 step = 0; step < c.r.ranks && !words.empty(); ++step) {
-        if (const i32 to = c.r.peer(step); !c.r.reaches(to))
+        if (const i32 to = c.r.peer(step); !c.r.reaches(to) && !c.r.masked(to))
             c.r.link().put(to, weight_at(c.a.ctx.window, c.shape, c.r.tag, c.r.me, 0), words.data(), words.size() * sizeof(u64));
     }
 }
@@ -55,8 +56,8 @@ class Pulls {
   public:
     Pulls(Combine& c, i32 worker, i32 stride, float* scratch) : c_(c), times_(worker == 0) {
         all_.push_back(std::make_unique<SourceReduce>(c, worker, stride, scratch));
-        for (i32 domain = 0; domain < c.r.domains(); ++domain)
-            if (domain != c.r.domain()) all_.push_back(std::make_unique<ReturnForward>(c, domain, worker, stride, scratch));
+        for (i32 column = 0; c.r.domains() > 1 && column < c.r.columns(); ++column)
+            if (c.r.source_of(column) >= 0) all_.push_back(std::make_unique<ReturnForward>(c, column, worker, stride, scratch));
     }
 
     void pull_in_order() {
@@ -199,9 +200,7 @@ void end_invalid(Combine& c) {
     c.r.finish();
 }
 
-}  // namespace
-
-void combine(const CombineArgs& args, RowChecks* checks) {
+void combine_in_shared_rings(const CombineArgs& args, RowChecks* checks) {
     Combine c(args, checks);
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
@@ -223,6 +222,12 @@ void combine(const CombineArgs& args, RowChecks* checks) {
         c.r.leave_validation_result(validation);
     }
     c.r.finish();
+}
+
+}  // namespace
+
+void combine(const CombineArgs& args, RowChecks* checks) {
+    with_shared_rings(args, [=](const CombineArgs& shared) { combine_in_shared_rings(shared, checks); });
 }
 
 }  // namespace moecomm::host

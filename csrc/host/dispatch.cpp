@@ -7,6 +7,7 @@
 #include "executor.h"
 #include "receive.h"
 #include "scaleout/forward.h"
+#include "scaleout/shared_rings.h"
 #include "seal.h"
 #include "send.h"
 #include "team.h"
@@ -144,10 +145,7 @@ void end(const DispatchArgs& args) {
     if (!d.repeat && !d.r.watch.failed()) seal(tables_of(args));
 }
 
-}  // namespace
-
-void dispatch(const DispatchArgs& args) {
-    if (args.part == static_cast<i32>(Part::end)) return end(args);
+void whole_or_begin(const DispatchArgs& args) {
     Dispatch d(args);
     if (d.r.watch.aborted()) return;
     Team team(args.workers);
@@ -180,5 +178,9 @@ void dispatch(const DispatchArgs& args) {
     if (!d.repeat && args.part == static_cast<i32>(Part::whole)) seal(tables_of(args));
     d.r.finish();
 }
+
+}  // namespace
+
+void dispatch(const DispatchArgs& args) { with_shared_rings(args, args.part == static_cast<i32>(Part::end) ? end : whole_or_begin); }
 
 }  // namespace moecomm::host

@@ -18,6 +18,8 @@ void count_rejected(const Context& ctx);
 // Mask this rank at a peer: `rank` takes part in no round until it resumes.  Its own waits end, and it disturbs no other rank.
 void exclude(const Context& ctx, i32 rank);
 
+// The number of the last round that has ended here, once all that this rank has sent to other domains has arrived there.
+u32 last_round(const Context& ctx);
 // Begin anew after `round`, without the ranks of `mask`, when no rank of this Buffer is in a round: what a failed round has left in this
 // rank's window is forgotten.
 void resume(const Context& ctx, u32 round, const u64* mask);

@@ -15,10 +15,9 @@ Tokens own_tokens(const Combine& c) {
             c.topk};
 }
 
-Tokens forwarded_tokens(const Combine& c, i32 domain) {
+Tokens forwarded_tokens(const Combine& c, i32 source_rank) {
     const i64 pitch = forwarded_words(c.shape);
-    const i32* kept = memory<const i32>(c.a.route.forwarded) + domain * c.shape.max_tokens * pitch;
-    const i32 source_rank = c.r.counterpart(domain);
+    const i32* kept = memory<const i32>(c.a.route.forwarded) + source_rank * c.shape.max_tokens * pitch;
     const i32 count = c.direct_to(source_rank) ? 0 : c.sent[source_rank].num_tokens;
     return {source_rank, count, c.sent[source_rank].chunk_tokens, kept + 2 * c.topk, kept, kept + c.topk, pitch, pitch};
 }

@@ -5,10 +5,26 @@
 
 namespace moecomm::host {
 
-void exclude(const Context& ctx, i32 rank) { store_release(at<u32>(ctx, rank, ctx.window.abort), abort_word(Failure::excluded, rank)); }
+void exclude(const Context& ctx, i32 rank) {
+    const u32 word = abort_word(Failure::excluded, rank);
+    if (window_of(ctx, rank) == 0) return link_of(ctx).exclude(rank, word);
+    store_release(at<u32>(ctx, rank, ctx.window.abort), word);
+}
+
+u32 last_round(const Context& ctx) {
+    if (ctx.link != 0) link_of(ctx).drain();
+    return Round::state_of(ctx).round;
+}
 
 void resume(const Context& ctx, u32 round, const u64* mask) {
     *at<Resumed>(ctx, ctx.rank, ctx.window.state) = resumed(round, mask);
+    if (ctx.link != 0) {
+        for (u64 which = 0; which < signals(ctx.shape); ++which) {
+            *at<u64>(ctx, ctx.rank, signal_at(ctx.window, which)) = resumed_signal(ctx.shape, round, which);
+            *at<u64>(ctx, ctx.rank, signal_value_at(ctx.window, which)) = 0;
+        }
+        link_of(ctx).begin_anew(ctx.rank, round);
+    }
     store_release(at<u32>(ctx, ctx.rank, ctx.window.abort), 0u);
     forget_failure(ctx);
 }

@@ -21,6 +21,11 @@ Round::Round(const Context& context, Op operation, u32 round_tag)
       mask(*at<const Mask>(ctx, me, mask_at(ctx.window))),
       headers_(ranks) {}
 
+i32 Round::source_of(i32 column) const {
+    const i32 from = column % domains(), as = forwards_as(ctx.shape, mask.ranks, me, column / domains());
+    return from == domain() || as < 0 ? -1 : forwarder_of(ctx.shape, as, from);
+}
+
 // Each word is stored with release: a peer that has acquired all of them may overwrite this rank's output, which this rank no longer reads.
 void Round::announce(RoundHeader mine, const i32* counts) {
     count_round(ctx);
@@ -48,7 +53,7 @@ void Round::announce_scaleout(const u32* words, const i32* counts) {
     for (i32 c = 0; c < ctx.window.columns && counts != nullptr; ++c) send_slot.push_back(word_signal(tag, static_cast<u32>(counts[c])));
     for (i32 step = 0; step < ranks; ++step) {
         const i32 to = peer(step);
-        if (reaches(to)) continue;
+        if (reaches(to) || masked(to)) continue;
         link().put(to, tagged_words_at(ctx.window, ranks, tag, me), send_slot.data(), send_slot.size() * sizeof(u64));
         link().signal(to, tagged_words_signal(me), tagged_words_value(tag));
     }

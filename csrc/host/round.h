@@ -3,7 +3,7 @@
 #include <mutex>
 #include <vector>
 
-#include "../protocol/domains.h"
+#include "../protocol/stand_ins.h"
 #include "scaleout/link.h"
 #include "wait.h"
 #include "window.h"
@@ -37,10 +37,15 @@ class Round {
     bool masked(i32 rank) const { return is_masked(mask, rank); }
     i32 domain() const { return first / scaleup_ranks; }
     i32 domains() const { return ranks / scaleup_ranks; }
-    // The rank with this rank's index in another domain: it forwards this rank's tokens there, and this rank forwards its tokens here.
-    i32 counterpart(i32 domain) const { return domain * scaleup_ranks + me - first; }
+    // The rank of another domain that forwards this rank's tokens there; -1: none is left.
+    i32 forwarder(i32 domain) const { return stand_in(domain).rank; }
+    // The column of this rank's rings at that rank.
+    i32 column_at_forwarder(i32 domain) const { return column_of(ctx.shape, this->domain(), stand_in(domain).share); }
+    // The rank of another domain whose tokens this rank forwards in a column of its rings; -1: none.
+    i32 source_of(i32 column) const;
+    i32 columns() const { return domains() * ring_shares(ctx.shape, mask.ranks); }
     // The rank of this domain that pulls for `rank`: itself, or its forwarder here.
-    i32 local(i32 rank) const { return first + rank % scaleup_ranks; }
+    i32 local(i32 rank) const { return reaches(rank) ? rank : moecomm::stand_in(ctx.shape, mask.ranks, first + rank % scaleup_ranks).rank; }
     const u64* signal(u64 which) const { return at<const u64>(ctx, me, signal_at(ctx.window, which)); }
     Link& link() const { return link_of(ctx); }
 
@@ -75,6 +80,7 @@ class Round {
     void finish() { state.round = round_number(tag); }
 
   private:
+    StandIn stand_in(i32 domain) const { return moecomm::stand_in(ctx.shape, mask.ranks, forwarder_of(ctx.shape, me, domain)); }
     u64* tagged_words(i32 window, i32 from) const { return at<u64>(ctx, window, tagged_words_at(ctx.window, ranks, tag, from)); }
     void announce_scaleout(const u32* words, const i32* counts);
     bool read_header(i32 from);

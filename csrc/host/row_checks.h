@@ -20,8 +20,8 @@ struct CorruptRow {
 
 // The tables of all ranks, as one rank sees them.  Its threads may call concurrently.
 //
-// A table has an entry for each row that its rank sends: for each token of every rank, and for each sum that it return-forwards, by the
-// domain of the source rank.  Entries are stored before the signal that publishes the row.  There are two tables, for even and odd rounds:
+// A table has an entry for each row that its rank sends: for each token of every rank, and, with several domains, for each sum that it
+// return-forwards.  Entries are stored before the signal that publishes the row.  There are two tables, for even and odd rounds:
 // a rank that is ahead is in the next round at most.
 class RowChecks {
   public:

@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-#include "../protocol/domains.h"
 #include "../protocol/signal.h"
+#include "../protocol/stand_ins.h"
 #include "window.h"
 
 namespace moecomm::host {
@@ -98,12 +98,14 @@ class Reader {
     void read_source(i64 row, i64 count) { digest_.add(memory<const i32>(t_.route.src) + 2 * row, 2 * count); }
 
     void read_forwarded() {
-        const i32 scaleup_ranks = domain_ranks(s_), me = t_.ctx.rank;
-        for (i32 domain = 0; domain < domains(s_); ++domain) {
-            const i32 tokens = sent_[domain * scaleup_ranks + me % scaleup_ranks].num_tokens;
-            if (domain == domain_of(s_, me) || goes_direct(s_, tokens)) continue;
+        const i32 me = t_.ctx.rank, here = domain_of(s_, me);
+        const Mask& mask = *at<const Mask>(t_.ctx, me, mask_at(t_.ctx.window));
+        for (i32 source = 0; source < s_.ranks; ++source) {
+            const i32 tokens = sent_[source].num_tokens;
+            if (domain_of(s_, source) == here || goes_direct(s_, tokens)) continue;
+            if (stand_in(s_, mask.ranks, forwarder_of(s_, source, here)).rank != me) continue;
             const i64 words = forwarded_words(s_);
-            digest_.add(memory<const i32>(t_.route.forwarded) + domain * s_.max_tokens * words, tokens * words);
+            digest_.add(memory<const i32>(t_.route.forwarded) + source * s_.max_tokens * words, tokens * words);
         }
     }
 

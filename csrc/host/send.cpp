@@ -52,14 +52,13 @@ bool any(const i32* slots, i32 n) {
 i32 Sender::missing_credit() const {
     if (chunk_before() < 0) return -1;
     for (i32 domain = 0; domain < d_.r.domains(); ++domain)
-        if (domain != d_.r.domain() && load_acquire(credit(domain)) != word_signal(d_.r.tag, static_cast<u32>(chunk_before())))
-            return domain;
+        if (goes_to(domain) && load_acquire(credit(domain)) != word_signal(d_.r.tag, static_cast<u32>(chunk_before()))) return domain;
     return -1;
 }
 
 Missing Sender::missing() const {
     const i32 domain = std::max(missing_credit(), 0);
-    return {d_.r.counterpart(domain), credit(domain), d_.r.tag};
+    return {d_.r.forwarder(domain), credit(domain), d_.r.tag};
 }
 
 void Sender::send() {
@@ -89,14 +88,14 @@ void Sender::send() {
 
 void Sender::signal_owners() const {
     for (i32 rank = 0; rank < d_.r.ranks; ++rank)
-        if (!d_.r.reaches(rank)) d_.sent_direct.end_part(d_.r, rank, true);
+        if (!d_.r.reaches(rank) && !d_.r.masked(rank)) d_.sent_direct.end_part(d_.r, rank, true);
 }
 
 void Sender::signal_forwarders() const {
     for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
-        if (domain == d_.r.domain()) continue;
-        const u64 received = received_signal(d_.a.ctx.shape, d_.r.domain(), next_, d_.a.chunk_tokens);
-        d_.r.link().signal(d_.r.counterpart(domain), received, word_signal(d_.r.tag, static_cast<u32>(next_)));
+        if (!goes_to(domain)) continue;
+        const u64 received = received_signal(d_.a.ctx.shape, d_.r.column_at_forwarder(domain), next_, d_.a.chunk_tokens);
+        d_.r.link().signal(d_.r.forwarder(domain), received, word_signal(d_.r.tag, static_cast<u32>(next_)));
     }
 }
 
@@ -116,8 +115,8 @@ void Sender::write_send_slot(const Token& token, const Payload& payload) {
 
 // Put the send slot to the forwarder of another domain, once for all ranks there.
 void Sender::put(i32 domain, const Token& token) {
-    const u64 there = receive_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.domain(), token.number);
-    d_.r.link().put(d_.r.counterpart(domain), there, send_slot_.data(), send_slot_.size());
+    const u64 there = receive_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.column_at_forwarder(domain), token.number);
+    d_.r.link().put(d_.r.forwarder(domain), there, send_slot_.data(), send_slot_.size());
 }
 
 // Put the send slot to each rank of another domain that owns one of the token's experts.

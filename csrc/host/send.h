@@ -22,6 +22,8 @@ class Sender {
   private:
     i32 chunk_before() const { return next_ - ring_chunks(d_.a.ctx.shape, d_.a.chunk_tokens); }
     const u64* credit(i32 domain) const { return d_.r.signal(receive_credit(d_.a.ctx.shape, domain, next_, d_.a.chunk_tokens)); }
+    // True if this rank's tokens have a forwarder there.
+    bool goes_to(i32 domain) const { return domain != d_.r.domain() && d_.r.forwarder(domain) >= 0; }
     // The first domain whose credit is missing, -1 for none.
     i32 missing_credit() const;
     void write_send_slot(const Token& token, const Payload& payload);

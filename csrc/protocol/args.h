@@ -49,7 +49,7 @@ struct Route {
     u64 rows;         // i32[flat rows][topk]: rows here of flat row f, -1 where the k-th expert is elsewhere (expert, batched)
     u64 row_weights;  // f32[rows]: the routing weight of each row (expert, batched)
     u64 src;          // i32[rows][2]: source rank, token; padding rows -1, -1
-    u64 forwarded;    // i32[domains][max_tokens][forwarded_words()]: tokens this rank forwards, by source domain (domains.h); 0 with one
+    u64 forwarded;    // i32[ranks][max_tokens][forwarded_words()]: tokens this rank forwards, by source rank (domains.h); 0 with one
                       // domain
     u64 key;          // hash of the window, the layout, max_rows and num_tokens; dispatches with the same key may have written such tables
     i32 max_rows;     // rows the tables have room for

@@ -45,7 +45,8 @@ namespace moecomm {
 
 MOECOMM_BOTH constexpr i32 domain_of(const Shape& s, i32 rank) { return rank / domain_ranks(s); }
 MOECOMM_BOTH constexpr i32 index_of(const Shape& s, i32 rank) { return rank % domain_ranks(s); }
-// The rank of `domain` that receives what `rank` sends to that domain, and sends what that domain returns to `rank`.
+// The rank of `domain` that receives what `rank` sends to that domain, and sends what that domain returns to `rank`; if it is masked, its
+// stand-in does (stand_ins.h).
 MOECOMM_BOTH constexpr i32 forwarder_of(const Shape& s, i32 rank, i32 domain) { return domain * domain_ranks(s) + index_of(s, rank); }
 
 // Indices into `signals`. Links add to signals. Each signal has one writer, which can therefore make it any value: a word_signal or
@@ -55,13 +56,13 @@ MOECOMM_BOTH constexpr u64 tagged_words_signal(i32 from) { return from; }  // ta
 MOECOMM_BOTH constexpr u64 tagged_words_value(u32 tag) { return tag_signal(tag - 1); }
 MOECOMM_BOTH constexpr bool have_tagged_words_arrived(u64 signal, u32 tag) { return has_reached(signal_tag(signal) + 1, tag, tag); }
 constexpr u64 kReceived = 0, kReceiveCredit = 1, kReturned = 2, kReturnCredit = 3;
-MOECOMM_BOTH constexpr u64 place_signal(const Shape& s, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
-    const u64 place = static_cast<u64>(domain) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens);
-    return s.ranks + kind * domains(s) * s.ring_tokens + place;
+MOECOMM_BOTH constexpr u64 place_signal(const Shape& s, u64 kind, i32 column, i32 chunk, i32 chunk_tokens) {
+    const u64 place = static_cast<u64>(column) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens);
+    return 3 * s.ranks + kSignalsOfPlace * place + kind;
 }
-// At the forwarder, by domain of the source.
-MOECOMM_BOTH constexpr u64 received_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, kReceived, domain, chunk, chunk_tokens);
+// At the forwarder, by column of the source rank (column_of).
+MOECOMM_BOTH constexpr u64 received_signal(const Shape& s, i32 column, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, kReceived, column, chunk, chunk_tokens);
 }
 // At the source, by domain of the forwarder.
 MOECOMM_BOTH constexpr u64 receive_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
@@ -71,26 +72,28 @@ MOECOMM_BOTH constexpr u64 receive_credit(const Shape& s, i32 domain, i32 chunk,
 MOECOMM_BOTH constexpr u64 returned_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
     return place_signal(s, kReturned, domain, chunk, chunk_tokens);
 }
-// At the forwarder, by domain of the source rank.
-MOECOMM_BOTH constexpr u64 return_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, kReturnCredit, domain, chunk, chunk_tokens);
+// At the forwarder, by column of the source rank.
+MOECOMM_BOTH constexpr u64 return_credit(const Shape& s, i32 column, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, kReturnCredit, column, chunk, chunk_tokens);
 }
 // At the receiver of direct rows, by parity and sender: the round of the sender's last complete batch.
 MOECOMM_BOTH constexpr u64 direct_signal(const Shape& s, u32 tag, i32 from) {
-    return s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens + round_parity(tag) * static_cast<u64>(s.ranks) + from;
+    return s.ranks + round_parity(tag) * static_cast<u64>(s.ranks) + from;
 }
 MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return w.signals + which * sizeof(u64); }
 
 // Send slots in the sender's own window (kernels): a slot is free when the place it is put to is free. signal_value_at holds the last value
-// of a signal, with the domain of the signal's reader.
+// of a signal, with the column of the signal's reader here.
 MOECOMM_BOTH constexpr u64 send_slot_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
-    return receive_at(w, s, domains(s) + domain, token);
+    return second_half(w.receive_buffer, w.returned) + (receive_at(w, s, domain, token) - w.receive_buffer);
 }
-MOECOMM_BOTH constexpr u64 signal_value_at(const WindowLayout& w, const Shape& s, u64 which) { return signal_at(w, signals(s) + which); }
+MOECOMM_BOTH constexpr u64 signal_value_at(const WindowLayout& w, u64 which) {
+    return second_half(w.signals, w.counters) + which * sizeof(u64);
+}
 
 // `reduced` at the rank that pulls the source rank's rows, by reducing rank.
 MOECOMM_BOTH constexpr u64 reduced_for(const WindowLayout& w, const Shape& s, i32 source_rank, i32 from, i32 chunk) {
-    return reduced_at(w, s, forwarder_of(s, from, domain_of(s, source_rank)), chunk);
+    return domains(s) == 1 ? reduced_at(w, s, from, chunk) : reduced_at(w, s, source_rank * domain_ranks(s) + index_of(s, from), chunk);
 }
 
 // Entry for the k-th expert of a token, as it travels.

@@ -52,8 +52,9 @@ struct WindowLayout {
     // had finished reading round n.
     u64 tagged_words;
     u64 arrived;  // u64[ranks][max_tokens]: chunk_signal by source rank and chunk of its tokens
-    // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of this rank's tokens; several domains: by the source rank's domain,
-    // reducing rank of this domain and chunk of the source rank's tokens, because this rank return-forwards for source ranks
+    // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of this rank's tokens; several domains: u64[ranks][domain_ranks]
+    // [max_tokens], by source rank, reducing rank of this domain and chunk of the source rank's tokens, because this rank return-forwards
+    // for source ranks
     u64 reduced;
     u64 credits;   // u64[ranks][ring_tokens]: word_signal with the number of the chunk that the source rank has pulled, by source rank and
                    // place in the ring
@@ -68,18 +69,18 @@ struct WindowLayout {
     // source rank sends the words of round n + 2 after it has received this rank's tagged words of round n + 1, which this rank sent after
     // it had finished reading round n.
     u64 packets;
-    u64 split_headers;  // RoundHeader[ranks]: scratch: headers in the dispatch that was begun last (CPU ranks: of this domain); several
-                        // domains
-    u64 signals;   // u64[2][signals()]: signals that only links write (domains.h), then the last values of this rank's signals at other
-                   // ranks; several domains
-    u64 counters;  // u64[counter_words()]: what this rank has counted (counters.h)
-    u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
+    u64 split_headers;   // RoundHeader[ranks]: scratch: headers in the dispatch that was begun last (CPU ranks: of this domain); several
+                         // domains
+    u64 signals;         // u64[2][signals()]: signals that only links write (domains.h), then, from second_half on, the last values of
+                         // this rank's signals at other ranks (kernels); several domains
+    u64 counters;        // u64[counter_words()]: what this rank has counted (counters.h)
+    u64 staging;         // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
     u64 receive_buffer;  // [2][domains][ring_tokens] tokens of receive_bytes, by the source's domain and token % ring_tokens (kernels: the
                          // token's place_of % ring_tokens); the second half holds the send slots of kernels, by the forwarder's domain;
                          // several domains
-    u64 returned;  // [2][domains][ring_tokens] rows of staged_row_bytes, by the reducing domain and this rank's token % ring_tokens; the
-                   // second half holds the send slots of kernels, by the source rank's domain; several domains
-    u64 heap;      // outputs, allocated by runtime/arena
+    u64 returned;        // [2][domains][ring_tokens] rows of staged_row_bytes, by the reducing domain and this rank's token % ring_tokens;
+                         // the second half holds the send slots of kernels, by the source rank's domain; several domains
+    u64 heap;            // outputs, allocated by runtime/arena
     u64 bytes;
     i32 columns;  // experts + ranks
     i32 num_tagged_words;
@@ -118,7 +119,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.state = take(sizeof(State) + sizeof(Mask));
     w.tagged_words = take(2 * ranks * w.num_tagged_words * sizeof(u64));
     w.arrived = take(ranks * tokens * sizeof(u64));
-    w.reduced = take(ranks * tokens * sizeof(u64));
+    w.reduced = take(ranks * (domains(s) > 1 ? domain_ranks(s) : 1) * tokens * sizeof(u64));
     w.credits = take(ranks * ring * sizeof(u64));
     w.drained = take(ranks * sizeof(u64));
     w.ranges = take(ranks * tokens * sizeof(u32));
@@ -126,17 +127,19 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes) + (takes_weights(s) ? 2 * ranks * tokens * s.topk * sizeof(u64) : 0));
     w.split_headers = take(domains(s) > 1 ? ranks * sizeof(RoundHeader) : 0);
-    w.signals = take(2 * signals(s) * sizeof(u64));
+    w.signals = take(2 * align_up(signals(s) * sizeof(u64), line));
     w.counters = take(counter_words(s) * sizeof(u64));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
-    const u64 scaleout = domains(s) > 1 ? 2 * domains(s) * ring : 0;
-    w.receive_buffer = take(scaleout * static_cast<u64>(s.receive_bytes));
-    w.returned = take(scaleout * static_cast<u64>(s.staged_row_bytes));
+    const u64 scaleout = domains(s) > 1 ? domains(s) * ring : 0;
+    w.receive_buffer = take(2 * align_up(scaleout * static_cast<u64>(s.receive_bytes), line));
+    w.returned = take(2 * align_up(scaleout * static_cast<u64>(s.staged_row_bytes), line));
     w.heap = take(static_cast<u64>(s.heap_bytes));
     w.bytes = at;
     return w;
 }
 
+// Second half of a part of the window. A field for it would be 8 bytes more in the arguments of every kernel.
+MOECOMM_BOTH constexpr u64 second_half(u64 part, u64 next_part) { return part + (next_part - part) / 2; }
 MOECOMM_BOTH constexpr u64 mask_at(const WindowLayout& w) { return w.state + sizeof(State); }
 MOECOMM_BOTH constexpr u64 tagged_words_at(const WindowLayout& w, i32 ranks, u32 tag, i32 from) {
     return w.tagged_words + (round_parity(tag) * static_cast<u64>(ranks) + from) * w.num_tagged_words * sizeof(u64);
@@ -174,7 +177,7 @@ MOECOMM_BOTH constexpr u64 credit_at(const WindowLayout& w, const Shape& s, i32 
     return w.credits + (static_cast<u64>(source_rank) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens)) * sizeof(u64);
 }
 
-// The rings across domains.
+// The rings across domains, by column: a domain, or, while ranks are masked, a part of the ring of a domain (stand_ins.h).
 // receive_buffer: chunk c of a source rank reuses the places of its chunk c - ring_chunks once the forwarder has delivered that chunk to
 // the ranks of its domain. A forwarder waits only for chunks to land, so every credit is granted and no circular wait exists. returned:
 // chunk c of a source rank reuses the places of chunk c - ring_chunks once the source rank has pulled that chunk. A source rank pulls a
@@ -183,11 +186,11 @@ MOECOMM_BOTH constexpr u64 credit_at(const WindowLayout& w, const Shape& s, i32 
 // before has been pulled, so all its credits are granted or under way. Owners stage it before any later chunk; forwarders and the source
 // rank need nothing else. This holds for a rank with one thread, too, because no rank blocks on one of these waits while it can do other
 // work (host/combine.cpp).
-MOECOMM_BOTH constexpr u64 receive_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
-    return w.receive_buffer + (static_cast<u64>(domain) * s.ring_tokens + token % s.ring_tokens) * static_cast<u64>(s.receive_bytes);
+MOECOMM_BOTH constexpr u64 receive_at(const WindowLayout& w, const Shape& s, i32 column, i32 token) {
+    return w.receive_buffer + (static_cast<u64>(column) * s.ring_tokens + token % s.ring_tokens) * static_cast<u64>(s.receive_bytes);
 }
-MOECOMM_BOTH constexpr u64 returned_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
-    return w.returned + (static_cast<u64>(domain) * s.ring_tokens + token % s.ring_tokens) * static_cast<u64>(s.staged_row_bytes);
+MOECOMM_BOTH constexpr u64 returned_at(const WindowLayout& w, const Shape& s, i32 column, i32 token) {
+    return w.returned + (static_cast<u64>(column) * s.ring_tokens + token % s.ring_tokens) * static_cast<u64>(s.staged_row_bytes);
 }
 
 }  // namespace moecomm

@@ -1,6 +1,6 @@
 // State of a rank after Buffer.mask() or Buffer.unmask().
 #pragma once
-#include "layout.h"
+#include "domains.h"
 
 namespace moecomm {
 
@@ -19,6 +19,11 @@ inline Resumed resumed(u32 round, const u64* mask) {
     r.mask.since = round_tag(round + 1);
     for (i32 word = 0; word < kMaskWords; ++word) r.mask.ranks[word] = mask[word];
     return r;
+}
+
+// The word of `signals` that goes with it: forwarders, and so the writers of signals, may be others than before.
+inline u64 resumed_signal(const Shape& s, u32 round, u64 which) {
+    return which < static_cast<u64>(s.ranks) ? tagged_words_value(round_tag(round)) : 0;
 }
 
 }  // namespace moecomm

@@ -70,7 +70,7 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     k.token_slot = pieces.take(tokens, ranks * sizeof(i32));
     k.sent = pieces.take(1, ranks * sizeof(SourceTokens) + route_tail(shape.ranks));
     k.ranges = pieces.take(ranks * tokens, sizeof(u32));
-    k.forwarded = pieces.take(domains(shape) > 1 ? domains(shape) * tokens : 0, forwarded_words(shape) * sizeof(i32));
+    k.forwarded = pieces.take(domains(shape) > 1 ? ranks * tokens : 0, forwarded_words(shape) * sizeof(i32));
     k.tokens_per_expert = pieces.take(experts_here(args), sizeof(i32));
     k.rows_per_expert = pieces.take(experts_here(args), sizeof(i64));
     k.num_rows = pieces.take(1, sizeof(i32));

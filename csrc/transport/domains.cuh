@@ -17,9 +17,9 @@ struct Domains {
     MOECOMM_FN i32 first() const { return own() * scaleup_ranks; }
     // The n-th other domain, beginning with the one after this rank's.
     MOECOMM_FN i32 other(i32 n) const { return (own() + 1 + n) % kCount; }
-    // The rank with this rank's index in `domain`: it forwards for this rank there, and this rank forwards for it here.
+    // The rank with this rank's index in `domain`: it forwards for this rank there, and this rank forwards for it here, unless masked.
     MOECOMM_FN i32 counterpart(i32 domain) const { return domain * scaleup_ranks + me % scaleup_ranks; }
-    // The rank of this domain that exchanges data with `rank`: `rank` itself, or its forwarder.
+    // The rank of this domain with the index of `rank`: `rank` itself, or its forwarder unless masked.
     MOECOMM_FN i32 local(i32 rank) const { return kCount == 1 ? rank : first() + rank % scaleup_ranks; }
     // `rotated` within this domain.
     MOECOMM_FN i32 neighbor(i32 step) const { return kCount == 1 ? (me + 1 + step) % ranks : first() + (me + 1 + step) % scaleup_ranks; }

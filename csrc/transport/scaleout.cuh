@@ -1,7 +1,7 @@
 // Scale-out operations of kernels on a transport that puts: bounded waits for room, signals that are set to a value, tagged words.
 #pragma once
 #include "../device/tagged_words.cuh"
-#include "domains.cuh"
+#include "forwarders.cuh"
 
 namespace moecomm {
 
@@ -72,55 +72,55 @@ struct Runs {
     }
 };
 
-// The add that sets a signal of `kind` (domains.h) at this rank's counterpart in `domain` to `chunk` of this round. This rank is the
-// signal's only writer and keeps its last value; a thread that sets another chunk has acquired a credit for the last one. Called by one
-// thread, which must then post the add.
+// The add that sets a signal of `kind` (domains.h), of a ring, at its peer to `chunk` of this round. This rank is the signal's only writer
+// and keeps its last value; a thread that sets another chunk has acquired a credit for the last one. Called by one thread, which must then
+// post the add.
 struct Add {
     u64 which, amount;
 };
 template <class Call>
-MOECOMM_FN Add add_of_chunk(const Call& c, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
-    auto* signaled = own<u64>(c.a.ctx, signal_value_at(c.window(), c.shape(), place_signal(c.shape(), kind, domain, chunk, chunk_tokens)));
+MOECOMM_FN Add add_of_chunk(const Call& c, u64 kind, const PeerRing& ring, i32 chunk, i32 chunk_tokens) {
+    auto* signaled = own<u64>(c.a.ctx, signal_value_at(c.window(), place_signal(c.shape(), kind, ring.column, chunk, chunk_tokens)));
     const u64 value = word_signal(c.round.tag, chunk), before = load_relaxed(signaled);
     store_relaxed(signaled, value);
-    return {place_signal(c.shape(), kind, c.domains().own(), chunk, chunk_tokens), value - before};
+    return {place_signal(c.shape(), kind, ring.there, chunk, chunk_tokens), value - before};
 }
 // Signal a chunk without a put. Called by one thread; ordered like Transport::add. False if there is no room (record filled).
 template <class Call, class Transport>
-MOECOMM_FN bool signal_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
-    const i32 peer = c.domains().counterpart(domain);
-    if (!await_room(c.round, transport, phase, peer, c.posters())) return false;
-    const Add add = add_of_chunk(c, kind, domain, chunk, chunk_tokens);
-    transport.add(peer, add.which, add.amount);
+MOECOMM_FN bool signal_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, const PeerRing& ring, i32 chunk,
+                             i32 chunk_tokens) {
+    if (!await_room(c.round, transport, phase, ring.peer, c.posters())) return false;
+    const Add add = add_of_chunk(c, kind, ring, chunk, chunk_tokens);
+    transport.add(ring.peer, add.which, add.amount);
     return true;
 }
 // Signal a chunk behind its last put, in one message where the library can. Called by all lanes of a warp; ordered like Transport::add.
 // False in all lanes if there is no room (record filled).
 template <class Call, class Transport>
-MOECOMM_FN bool put_and_signal_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 chunk,
+MOECOMM_FN bool put_and_signal_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, const PeerRing& ring, i32 chunk,
                                      i32 chunk_tokens, u64 to, u64 from, u64 bytes) {
-    const i32 peer = c.domains().counterpart(domain);
     bool room = true;
     Add add{};
     if (lane_id() == 0) {
-        room = await_room(c.round, transport, phase, peer, c.posters());
-        if (room) add = add_of_chunk(c, kind, domain, chunk, chunk_tokens);
+        room = await_room(c.round, transport, phase, ring.peer, c.posters());
+        if (room) add = add_of_chunk(c, kind, ring, chunk, chunk_tokens);
     }
     if (!__all_sync(kAllLanes, room)) return false;
-    transport.put_add(peer, to, from, bytes, __shfl_sync(kAllLanes, add.which, 0), __shfl_sync(kAllLanes, add.amount, 0));
+    transport.put_add(ring.peer, to, from, bytes, __shfl_sync(kAllLanes, add.which, 0), __shfl_sync(kAllLanes, add.amount, 0));
     return true;
 }
-// True if the counterpart in `domain` has signaled chunk `said`; await_signal waits for it. Called by one thread; both acquire.
+// True if the peer of a ring has signaled chunk `said`; await_signal waits for it. Called by one thread; both acquire.
 // await_signal is false on timeout or abort; the failure record is then filled.
 template <class Call, class Transport>
-MOECOMM_FN bool is_signaled(const Call& c, const Transport& transport, u64 kind, i32 domain, i32 said, i32 chunk_tokens) {
-    return transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)) == word_signal(c.round.tag, said);
+MOECOMM_FN bool is_signaled(const Call& c, const Transport& transport, u64 kind, i32 column, i32 said, i32 chunk_tokens) {
+    return transport.signal_value(place_signal(c.shape(), kind, column, said, chunk_tokens)) == word_signal(c.round.tag, said);
 }
 template <class Call, class Transport>
-MOECOMM_FN bool await_signal(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 said, i32 chunk_tokens) {
+MOECOMM_FN bool await_signal(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 peer, i32 column, i32 said,
+                             i32 chunk_tokens) {
     return wait_for(
-        c.round, phase, c.domains().counterpart(domain), said, [&] { return is_signaled(c, transport, kind, domain, said, chunk_tokens); },
-        [&] { return static_cast<i64>(signal_word(transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)))); });
+        c.round, phase, peer, said, [&] { return is_signaled(c, transport, kind, column, said, chunk_tokens); },
+        [&] { return static_cast<i64>(signal_word(transport.signal_value(place_signal(c.shape(), kind, column, said, chunk_tokens)))); });
 }
 
 // Signal to `peer` that all direct puts of this round are issued. Called by one thread of each of `parts` warps after the warp's last put;
@@ -131,7 +131,7 @@ MOECOMM_FN bool signal_direct(const Call& c, const Transport& transport, Phase p
     if (!await_room(c.round, transport, phase, peer, c.posters())) return false;
     u64 amount = 1;
     if (first) {
-        auto* signaled = own<u64>(c.a.ctx, signal_value_at(c.window(), c.shape(), direct_signal(c.shape(), c.round.tag, peer)));
+        auto* signaled = own<u64>(c.a.ctx, signal_value_at(c.window(), direct_signal(c.shape(), c.round.tag, peer)));
         amount = tag_signal(c.round.tag) - load_relaxed(signaled) - static_cast<u64>(parts - 1);
         store_relaxed(signaled, tag_signal(c.round.tag));
     }
@@ -161,7 +161,7 @@ MOECOMM_FN void send_tagged_words(const Call& c, i32 words, PutAhead put_ahead) 
     const u64 tagged_words = tagged_word(c.round, c.me(), 0);
     for (i32 step = blockIdx.x + gridDim.x * warp_id(); step < cfg.ranks; step += gridDim.x * cfg.warps()) {
         const i32 peer = rotated<cfg.ranks>(c.me(), step);
-        if (c.domains().reaches(peer)) continue;
+        if (c.domains().reaches(peer) || is_in(c.shared.masked, peer)) continue;
         bool in_time = true;
         u64 seen = 0;
         for (i32 i = lane_id(); in_time && i < words; i += kWarp)
@@ -186,7 +186,7 @@ MOECOMM_FN void send_tagged_words(const Call& c, i32 words) {
 template <class Call>
 MOECOMM_FN bool await_tagged_words(const Call& c, i32 thread, i32 stride) {
     for (i32 from = thread; from < Call::cfg.ranks; from += stride) {
-        if (c.domains().reaches(from)) continue;
+        if (c.domains().reaches(from) || is_in(c.shared.masked, from)) continue;
         const auto signal = [&] { return c.transport.signal_value(tagged_words_signal(from)); };
         const auto in_time = [&] { return have_tagged_words_arrived(signal(), c.round.tag); };
         if (in_time()) continue;

@@ -30,8 +30,8 @@ class Masks:
 
     def maskable(self) -> Maskable:
         """See Session."""
-        if is_multi_domain(self.context.shape):
-            raise Unsupported("ranks in several domains can't be masked: others would miss their forwarder")
+        if is_multi_domain(self.context.shape) and self._peers.reach.puts:
+            raise Unsupported("ranks that a network library connects can't be masked: the host can't reset its signals")
         return self
 
     def last_round(self) -> int:
@@ -54,6 +54,9 @@ class Masks:
             for rank in range(self.context.shape.ranks):
                 presence.ignore(rank, rank in masked)
         self._write(own + layout.state, _native.resumed_state(last_round, sorted(masked)))
+        if is_multi_domain(self.context.shape):
+            self._peers.copies.zero(own + layout.signals, layout.counters - layout.signals)
+            self._write(own + layout.signals, _native.resumed_signals(self.context.shape, last_round))
         self._write(own + layout.abort, bytes(4))
         _native.forget_failure(self.context)
         for rank in self._peers.dead_peers().keys() - set(masked):  # whose word has been cleared

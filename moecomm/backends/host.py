@@ -23,7 +23,7 @@ from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
 from moecomm.core.session import Maskable, Schedule
-from moecomm.errors import BadInput, Closed, Unsupported
+from moecomm.errors import BadInput, Closed
 
 _RING_BYTES = 64 << 20  # of a window, for the staging ring
 
@@ -154,7 +154,7 @@ class HostSession:
     def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
         """Choose threads: this rank's share of the cores, fewer for small rounds."""
         threads = num_sms or max(1, min(self._threads, num_tokens // 8))
-        return Schedule(threads, 8 if num_tokens <= 1024 else 32)
+        return Schedule(threads, min(8 if num_tokens <= 1024 else 32, _native.most_chunk_tokens(self.context.shape)))
 
     def abort(self, cause: int, culprit: int) -> None:
         """End every wait of this rank."""
@@ -166,8 +166,6 @@ class HostSession:
 
     def maskable(self) -> Maskable:
         """See Session."""
-        if self._link is not None:
-            raise Unsupported("ranks in several domains can't be masked: others would miss their forwarder")
         return self
 
     def last_round(self) -> int:

@@ -198,7 +198,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         blocks, chunk = num_sms or choice.blocks, choice.chunk_tokens
         if is_multi_domain(self.context.shape):
             blocks = num_sms or max(blocks, _SCALEOUT_BLOCKS)
-            chunk = min(chunk, _SCALEOUT_CHUNK)
+            chunk = min(chunk, _SCALEOUT_CHUNK, _native.most_chunk_tokens(self.context.shape))
             chunk = max([chunk, *(size for tokens, size in self.reach.least_chunks if num_tokens >= tokens)])
         return Schedule(max(1, min(blocks, self._most_blocks)), chunk)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moecomm.core.group import Rendezvous
     from moecomm.core.session import Backend
 
-VERSION = 9  # of the protocol in csrc/protocol
+VERSION = 10  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
 _PACKED = "<13q16s8s"
@@ -187,7 +187,9 @@ class Settings:
         if not self.is_multi_domain:
             return ring
         few = min(self.max_tokens, self.packet_bytes(backend) // self.staged_row_bytes)
-        return min(max(_TRIPS * ring, -(-few // MAX_CHUNK) * MAX_CHUNK), -(-self.max_tokens // MAX_CHUNK) * MAX_CHUNK)
+        tokens = min(max(_TRIPS * ring, few), self.max_tokens)
+        tokens = max(tokens, self.domain_ranks or 0)  # one for each rank whose masked forwarders another stands in for
+        return -(-tokens // MAX_CHUNK) * MAX_CHUNK
 
     def shape(self, backend: Backend) -> _native.Shape:
         """The sizes of a window, by the rules of a backend."""
@@ -291,7 +293,7 @@ class Settings:
         """Bytes of a handle's tables for each of `max_tokens`."""
         tables = self.ranks * (4 * self.topk + 4) + 8 * self.topk + 4 * self.ranks
         if self.domain_ranks is not None and self.is_multi_domain:
-            tables += 4 * (self.ranks // self.domain_ranks) * (2 * self.topk + self.domain_ranks)
+            tables += 4 * self.ranks * (2 * self.topk + self.domain_ranks)
         return tables
 
     @property

@@ -16,6 +16,7 @@ import torch
 
 import moecomm
 from moecomm import ops
+from moecomm.backends import host
 from moecomm.core.experts import experts_of
 
 from ..conftest import Ranks
@@ -106,10 +107,10 @@ def plan_of(seed: int) -> Plan:
     return Plan(ranks, steps)
 
 
-def survive(rank: int, group: Any, plan: Plan, seed: int) -> tuple[int, ...]:
+def survive(rank: int, group: Any, plan: Plan, seed: int, **options: Any) -> tuple[int, ...]:
     """Run a plan on one rank: the ranks that are left mask the others.  Of a step, the first rank dies in a round."""
     draw, number = random.Random(seed * 64 + rank), 0
-    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
+    buffer = moecomm.Buffer(group, **SIZES, **options, timeout_s=20)
     before = buffer.nbytes, buffer.local_experts
     while (alive := set(range(plan.ranks)) - set(buffer.masked)) != plan.survivors or number < EXACT:
         if number == (EXACT if buffer.masked else 3) and rank in (step := plan.due(alive)):
@@ -123,6 +124,13 @@ def survive(rank: int, group: Any, plan: Plan, seed: int) -> tuple[int, ...]:
     assert before == (buffer.nbytes, buffer.local_experts) and buffer.num_ranks == plan.ranks
     buffer.close()
     return buffer.masked
+
+
+def survive_by_forwarders(rank: int, group: Any, plan: Plan, seed: int) -> tuple[int, ...]:
+    """Run a plan over domains of two ranks; few tokens need forwarders, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "direct_bytes", lambda *_: 0)
+        return survive(rank, group, plan, seed, domain_ranks=2)
 
 
 @pytest.mark.parametrize("seed", few(range(40), *range(6)))
@@ -436,14 +444,31 @@ def test_what_cannot_be_masked() -> None:
     refused(lambda: moecomm.Buffer("self", **sizes, on_timeout="no"), moecomm.BadInput, "on_timeout")  # type: ignore[arg-type]
 
 
-def test_ranks_of_several_domains_are_not_masked() -> None:
-    def call(buffer: moecomm.Buffer) -> Any:
-        with pytest.raises(moecomm.Unsupported, match="domains"):
-            buffer.mask([1 - buffer.rank])
+def rounds_over_domains(buffer: moecomm.Buffer, idle: threading.Barrier) -> None:
+    """A rank that is still in a round when others mask it fails, so all wait before each step."""
+    rounds(buffer, 6)
+    for masked in ((1,), (1, 4, 5)):  # a forwarder, then a whole domain
+        idle.wait(60)
+        if buffer.rank not in masked:
+            buffer.mask(masked)
+            rounds(buffer, 6)
+    idle.wait(60)
+    buffer.unmask(masked)
+    rounds(buffer, 6)
 
-    over_threads(call, ranks=2, domain_ranks=1)
-    with pytest.raises(moecomm.Unsupported, match="domains"):
-        over_threads(call, ranks=2, domain_ranks=1, on_timeout="mask")
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "by forwarders"])
+def test_forwarders_are_masked(monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    if not direct:
+        monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
+    idle = threading.Barrier(6)
+    over_threads(lambda buffer: rounds_over_domains(buffer, idle), ranks=6, domain_ranks=2)
+
+
+def test_killed_forwarders_are_masked(ranks: Ranks) -> None:
+    plan = Plan(4, [[1], [2]])
+    ranks.start(4, survive_by_forwarders, plan, 0)
+    assert ranks.results(2, timeout_s=60) == dict.fromkeys((0, 3), (1, 2))
 
 
 def test_memory_is_not_released_without_all_ranks() -> None:

@@ -53,7 +53,7 @@ class Call:
         # Behind the head of an object pybind11 has the address of its value.
         address = ctypes.c_void_p.from_address(id(args) + 16).value
         self.content = ctypes.string_at(address, sizes[self.spec.op])
-        self.window, self.num_tokens = args.ctx.peers[args.ctx.rank], args.num_tokens
+        self.peers, self.num_tokens = args.ctx.peers[: args.ctx.shape.ranks], args.num_tokens
 
 
 @lru_cache
@@ -106,7 +106,9 @@ class Machine:
                 call.spec = replace(call.spec, transport="nic")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             kernels = dict(zip(specs := {call.spec for call in calls}, pool.map(self._kernel, specs), strict=True))
-        windows = [call.window for call in calls[:ranks]]
+        windows = [
+            max(found) for found in zip(*(call.peers for call in calls[:ranks]), strict=True)
+        ]  # 0: all are masked
         self.links = [emulated_nic.link(self.nic, windows, torch.device("cpu")) for _ in calls]
         launches, contents = (Launch * len(calls))(), []
         for nth, call in enumerate(calls):

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.backends import lsa
 from moecomm.core.experts import experts_of
+from moecomm.testing import LocalBuffers
 
 from ..conftest import Ranks
 from ..masks import LAYOUTS, Twins, refuses_earlier_handles
@@ -51,6 +53,65 @@ def test_layers_without_masked_ranks(twins: Twins) -> None:
 @pytest.mark.gpu1
 def test_handles_end_with_a_mask(twins: Twins) -> None:
     refuses_earlier_handles(twins, [3])
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", [64, 3000], ids=["direct", "by forwarders"])
+@pytest.mark.parametrize(
+    ("ranks", "domain_ranks", "steps"),
+    [(4, 2, [[1], [2]]), (6, 2, [[3], [0], [2]])],
+    ids=["two domains", "three domains, one of which goes"],
+)
+def test_others_stand_in_for_forwarders(
+    layout: str, tokens: int, ranks: int, domain_ranks: int, steps: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tokens > 1000:
+        monkeypatch.setattr(lsa, "direct_bytes", lambda *_: 0)
+    settings: dict[str, Any] = {"hidden": 1024, "topk": 4, "max_tokens": tokens, "dtype": torch.bfloat16}
+    settings |= {"ranks": ranks, "domain_ranks": domain_ranks, "num_experts": 2 * ranks + 1, "timeout_s": 20.0}
+    twins = Twins(settings)
+    try:
+        twins.rounds_after_masks(steps, tokens, {0: 2 * ranks}, layout=layout)
+    finally:
+        twins.close()
+
+
+@pytest.mark.gpu1
+def test_captured_rounds_over_domains_follow_a_mask() -> None:
+    """A graph of one rank cannot be replayed alone: each rank captures its own, and all replay together."""
+    settings: dict[str, Any] = {"hidden": 1024, "topk": 4, "max_tokens": 512, "dtype": torch.bfloat16}
+    settings |= {"domain_ranks": 2, "num_experts": 16, "timeout_s": 20.0, "on_timeout": "mask"}
+    with LocalBuffers(4, **settings) as buffers:
+        calls = [tokens_over(rank, settings, buffers.device) for rank in range(4)]
+        buffers.combine([{"y": at.x, "handle": at.handle, "wire": "exact"} for at in buffers.dispatch(calls)])
+        buffers.check()
+        graphs, outs = [], []
+        for buffer, stream, call in zip(buffers.buffers, buffers.streams, calls, strict=True):
+            graphs.append(graph := torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                routed = buffer.dispatch(**call)
+                outs.append(buffer.combine(routed.x, routed.handle, wire="exact"))
+        for gone in ([], [1], [1, 2]):
+            if gone:
+                buffers.mask(gone[-1:])
+            for buffer, stream in zip(buffers.buffers, buffers.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graphs[buffer.rank].replay()
+            buffers.check()
+            lost = [expert for rank in gone for expert in experts_of(rank, 16, 4)]
+            for buffer in buffers.buffers:
+                call = calls[buffer.rank]
+                there = ~torch.isin(call["topk_idx"], torch.tensor(lost or [-1], device=buffers.device))
+                assert torch.equal(outs[buffer.rank], call["x"] * there.sum(dim=1, keepdim=True))
+
+
+def tokens_over(rank: int, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Whole numbers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(-8, 9, (settings["max_tokens"], settings["hidden"]), generator=generator)
+    ids = torch.rand(len(x), settings["num_experts"], generator=generator).argsort(dim=1)[:, : settings["topk"]]
+    return {"x": x.bfloat16().to(device), "topk_idx": ids.to(device), "layout": "expert"}
 
 
 @pytest.mark.gpu2

@@ -53,7 +53,7 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             l.token_rows.assign(tokens * s.topk, kUnset);
             l.token_owner.assign(tokens * s.topk, kUnset);
             l.token_slot.assign(tokens * s.ranks, kUnset);
-            l.relayed.assign(domains(s) > 1 ? domains(s) * s.max_tokens * forwarded_words(s) : 0, kUnset);
+            l.relayed.assign(domains(s) > 1 ? s.ranks * s.max_tokens * forwarded_words(s) : 0, kUnset);
             l.sent.assign(s.ranks + route_tail(s.ranks) / sizeof(SourceTokens), {kUnset, kUnset});
             l.ranges.assign(static_cast<i64>(s.ranks) * s.max_tokens, kUnset);
             l.tokens_per_expert.assign(experts_of(s, rank).count, kUnset);

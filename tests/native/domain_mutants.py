@@ -41,7 +41,8 @@ DOMAIN_MUTANTS = [
         "    Delivery delivery(d_, d_.r.me, next_);\n",
         "    for (i32 domain = 0; domain < d_.r.domains(); ++domain)\n"
         "        if (domain != d_.r.domain())\n"
-        "            d_.r.link().signal(d_.r.counterpart(domain), received_signal(d_.a.ctx.shape, d_.r.domain(), "
+        "            d_.r.link().signal(d_.r.forwarder(domain), received_signal(d_.a.ctx.shape, "
+        "d_.r.column_at_forwarder(domain), "
         "next_, d_.a.chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(next_)));\n"
         "    Delivery delivery(d_, d_.r.me, next_);\n",
         "domains plain",
@@ -70,18 +71,18 @@ DOMAIN_MUTANTS = [
     Mutant(
         "landing credit before the tokens are stored",
         "host/scaleout/forward.cpp",
-        "    Delivery delivery(d_, source(domain), chunk);\n",
-        "    if (chunk + ring(domain) < chunks(domain))\n"
-        "        d_.r.link().signal(source(domain), receive_credit(shape, d_.r.domain(), chunk, "
-        "sent(domain).chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(chunk)));\n"
-        "    Delivery delivery(d_, source(domain), chunk);\n",
+        "    Delivery delivery(d_, column.source, chunk);\n",
+        "    if (chunk + ring(column) < chunks(column))\n"
+        "        d_.r.link().signal(column.source, receive_credit(shape, d_.r.domain(), chunk, "
+        "sent(column).chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(chunk)));\n"
+        "    Delivery delivery(d_, column.source, chunk);\n",
         "domains tsan",
     ),
     Mutant(
         "relay raises its flags before it stores",
         "host/scaleout/forward.cpp",
-        "    Delivery delivery(d_, source(domain), chunk);\n",
-        "    Delivery delivery(d_, source(domain), chunk);\n    delivery.raise_flags();\n",
+        "    Delivery delivery(d_, column.source, chunk);\n",
+        "    Delivery delivery(d_, column.source, chunk);\n    delivery.raise_flags();\n",
         "domains plain",
     ),
     Mutant(
@@ -103,8 +104,8 @@ DOMAIN_MUTANTS = [
     Mutant(
         "second half relays from the start",
         "host/scaleout/forward.cpp",
-        "while (next_[domain] < chunks(domain) && forwarded()) next_[domain] += stride_;",
-        "if (next_[domain] < chunks(domain) && forwarded()) next_[domain] += stride_;",
+        "while (column.next < chunks(column) && forwarded()) column.next += stride_;",
+        "if (column.next < chunks(column) && forwarded()) column.next += stride_;",
         "domains plain",
     ),
     Mutant(
@@ -134,7 +135,7 @@ DOMAIN_MUTANTS = [
     Mutant(
         "sums of other domains not awaited",
         "host/scaleout/source_rank.cpp",
-        "if (comes_from(domain, token)) return c_.r.counterpart(domain);",
+        "if (comes_from(domain, token)) return c_.r.forwarder(domain);",
         "if (comes_from(domain, token)) return -1;",
         "domains plain",
     ),

@@ -168,9 +168,10 @@ def test_shape_and_layout() -> None:
     shape.domain_ranks, shape.receive_bytes = 2, 80
     crossing = {
         "split_headers": 2 * 96,
-        "signals": (4 + 4 * 2 * 64) * 8,
-        "receive_buffer": 2 * 64 * 80,
-        "returned": 2 * 64 * 48,
+        "signals": 2 * (3 * 4 + 4 * 2 * 64) * 8,
+        "reduced": 4 * 2 * 100 * 8,
+        "receive_buffer": 2 * 2 * 64 * 80,
+        "returned": 2 * 2 * 64 * 48,
     }
     check_parts(_native.window_layout(shape), sizes | crossing)
     shape.domain_ranks = 0

@@ -35,21 +35,28 @@ struct ReturnForward {
 
     MOECOMM_FN static i32 count(const Call& c) {
         i32 most = 0;
-        for (i32 n = 0; n < kOthers; ++n) most = max(most, forwarded(c, c.domains().counterpart(c.domains().other(n))));
-        return most * kOthers;
+        for (i32 n = 0; n < c.shared.forwarders.count(); ++n) most = max(most, forwarded(c, c.shared.forwarders.source_of(c.domains(), n)));
+        return most * c.shared.forwarders.count();
     }
     // Number of chunks of a source rank that this rank forwards.
-    MOECOMM_FN static i32 forwarded(const Call& c, i32 source_rank) { return c.direct_to(source_rank) ? 0 : c.chunks_of(source_rank); }
-    MOECOMM_FN i32 domain_of_work(i32 work) const { return c.domains().other(work % kOthers); }
-    MOECOMM_FN i32 source_rank_of(i32 work) const { return c.domains().counterpart(domain_of_work(work)); }
-    MOECOMM_FN static i32 chunk_of(i32 work) { return work / kOthers; }
+    MOECOMM_FN static i32 forwarded(const Call& c, i32 source_rank) {
+        return source_rank < 0 || c.direct_to(source_rank) ? 0 : c.chunks_of(source_rank);
+    }
+    // The column of a work item, as Forwarders numbers them: work items go through the columns of a chunk, then of the next.
+    MOECOMM_FN i32 nth_column(i32 work) const {
+        const i32 shares = (1 << c.shared.forwarders.share_bits) - 1;
+        return work % kOthers + (work / kOthers & shares) * kOthers;
+    }
+    MOECOMM_FN i32 column_of_work(i32 work) const { return c.shared.forwarders.column_of(c.domains(), nth_column(work)); }
+    MOECOMM_FN i32 source_rank_of(i32 work) const { return c.shared.forwarders.source_of(c.domains(), nth_column(work)); }
+    MOECOMM_FN i32 chunk_of(i32 work) const { return work / kOthers >> c.shared.forwarders.share_bits; }
     MOECOMM_FN const SourceTokens& sent_by(i32 work) const { return c.shared.sent[source_rank_of(work)]; }
     MOECOMM_FN i32 ring_of(i32 work) const { return ring_chunks(c.shape(), sent_by(work).chunk_tokens); }
 
     // The words that dispatch recorded in the route for a forwarded token.
-    MOECOMM_FN const i32* kept(i32 domain, i32 token) const {
+    MOECOMM_FN const i32* kept(i32 source_rank, i32 token) const {
         return reinterpret_cast<const i32*>(c.a.route.forwarded) +
-               (static_cast<i64>(domain) * c.shape().max_tokens + token) * forwarded_words(c.shape());
+               (static_cast<i64>(source_rank) * c.shape().max_tokens + token) * forwarded_words(c.shape());
     }
     // Returns one bit for each token of the chunk that this domain has rows of.
     MOECOMM_FN u32 tokens_of(i32 work) const {
@@ -57,7 +64,7 @@ struct ReturnForward {
         const i32 token = chunk_of(work) * sent.chunk_tokens + lane_id();
         bool any = false;
         if (lane_id() < sent.chunk_tokens && token < sent.num_tokens) {
-            const i32* slots = kept(domain_of_work(work), token) + 2 * cfg.topk;
+            const i32* slots = kept(source_rank_of(work), token) + 2 * cfg.topk;
             for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any |= slots[i] >= 0;  // all loads at once
         }
         return __ballot_sync(kAllLanes, any);
@@ -66,7 +73,7 @@ struct ReturnForward {
     // Loads the slot of the first token of a mask at the rank of this domain that this lane serves.
     MOECOMM_FN i32 slot_of_first(u32 tokens) const {
         if (tokens == 0 || lane_id() >= cfg.scaleup_ranks()) return -1;
-        return kept(domain_of_work(nth), first_token(tokens))[2 * cfg.topk + lane_id()];
+        return kept(source_rank_of(nth), first_token(tokens))[2 * cfg.topk + lane_id()];
     }
     MOECOMM_FN void begin_work() {
         tokens_left = tokens_of(nth);
@@ -84,11 +91,11 @@ struct ReturnForward {
     // Returns whether the source rank has pulled the chunk that held the places of this chunk's sums before, here and at the source rank.
     MOECOMM_FN bool await_place(bool may_wait) {
         if (place_free) return true;
-        const i32 before = chunk_of(nth) - ring_of(nth), domain = domain_of_work(nth), chunk_tokens = sent_by(nth).chunk_tokens;
+        const i32 before = chunk_of(nth) - ring_of(nth), column = column_of_work(nth), chunk_tokens = sent_by(nth).chunk_tokens;
         bool free = true;
         if (lane_id() == 0)
-            free = may_wait ? await_signal(c, c.transport, Phase::drained, kReturnCredit, domain, before, chunk_tokens)
-                            : is_signaled(c, c.transport, kReturnCredit, domain, before, chunk_tokens);
+            free = may_wait ? await_signal(c, c.transport, Phase::drained, kReturnCredit, source_rank_of(nth), column, before, chunk_tokens)
+                            : is_signaled(c, c.transport, kReturnCredit, column, before, chunk_tokens);
         place_free = __all_sync(kAllLanes, free);
         return place_free;
     }
@@ -110,7 +117,7 @@ struct ReturnForward {
         return c.transport.template peer_ptr<u8>(rank, from.combine.rows) + slot * static_cast<i64>(from.combine.pitch);
     }
     // Address of this domain's sum of a token, from which it is put.
-    MOECOMM_FN u8* sum_of(i32 domain, i32 token) const { return c.transport.template local<u8>(c.return_sum_at(domain, token)); }
+    MOECOMM_FN u8* sum_of(i32 column, i32 token) const { return c.transport.template local<u8>(c.return_sum_at(column, token)); }
 
     // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
@@ -118,7 +125,7 @@ struct ReturnForward {
             const Next next = open_token(out, may_wait);
             if (next != Next::item || out.token < 0) return next;
         }
-        out = {0, at * kPieceColumns, token, domain_of_work(nth), -1};
+        out = {0, at * kPieceColumns, token, column_of_work(nth), -1};
         if (row != nullptr) source = row + out.column * bytes_of(kType);
         if (++at < kPieces) return Next::item;
         at = 0;
@@ -136,7 +143,7 @@ struct ReturnForward {
         while (!failed && nth < work_list && chunk_of(nth) >= forwarded(c, source_rank_of(nth))) end_work();
         if (failed || nth >= work_list) return Next::none;
         if (!item_open) begin_work();
-        out = {0, 0, -1, domain_of_work(nth), nth};
+        out = {0, 0, -1, column_of_work(nth), nth};
         if (tokens_left == 0) {  // no rows here, but its credits must be given in order
             end_work();
             return Next::item;
@@ -150,33 +157,34 @@ struct ReturnForward {
         }
         out.token = token;
         row = slot >= 0 ? row_at(rank, slot, token) : nullptr;
-        if (c.a.weight_grads != 0) load_grads(out.domain, token);
+        if (c.a.weight_grads != 0) load_grads(out.ring_column, token);
         return Next::item;
     }
 
     // Copies the token's gradients of weights, one in each lane, from the owner of its expert in this domain. Another lane acquired that
     // owner's flag; __syncwarp passes this on.
-    MOECOMM_FN void load_grads(i32 domain, i32 token) const {
+    MOECOMM_FN void load_grads(i32 column, i32 token) const {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
         const auto staged = [&](i32 rank) {
             return load_relaxed(reinterpret_cast<const u32*>(c.staged_row(rank, source_rank_of(nth), token) + c.grads_at()) + lane_id());
         };
-        const i32 owner = kept(domain, token)[cfg.topk + lane_id()];
+        const i32 owner = kept(source_rank_of(nth), token)[cfg.topk + lane_id()];
         u32 grad = 0;
         if constexpr (cfg.sum_grads) {
             float sum = 0.0f;
 #pragma unroll 1
             for (i32 n = 0; n < cfg.scaleup_ranks(); ++n)
-                if (kept(domain, token)[2 * cfg.topk + n] >= 0) sum = __fadd_rn(sum, __uint_as_float(staged(c.domains().first() + n)));
+                if (kept(source_rank_of(nth), token)[2 * cfg.topk + n] >= 0)
+                    sum = __fadd_rn(sum, __uint_as_float(staged(c.domains().first() + n)));
             grad = __float_as_uint(sum);
         } else if (owner >= 0 && c.domains().reaches(owner)) {
             grad = staged(owner);
         }
-        reinterpret_cast<u32*>(sum_of(domain, token) + c.grads_at())[lane_id()] = grad;
+        reinterpret_cast<u32*>(sum_of(column, token) + c.grads_at())[lane_id()] = grad;
     }
 
-    MOECOMM_FN u8* target(const Item& item) const { return item.token >= 0 ? sum_of(item.domain, item.token) : nullptr; }
+    MOECOMM_FN u8* target(const Item& item) const { return item.token >= 0 ? sum_of(item.ring_column, item.token) : nullptr; }
     template <i32 n>
     MOECOMM_FN void store(u8* row, i32 column, const float (&sum)[n]) const {
         store_columns<cfg.wire>(row + column * bytes_of(cfg.wire), sum);
@@ -191,15 +199,16 @@ struct ReturnForward {
     // room in time; the failure record is filled.
     MOECOMM_FN bool put_sums(i32 work) const {
         __syncwarp();  // all lanes have stored their columns
-        const i32 domain = domain_of_work(work), first = chunk_of(work) * sent_by(work).chunk_tokens;
+        const PeerRing ring{source_rank_of(work), column_of_work(work), c.domains().own()};
+        const i32 first = chunk_of(work) * sent_by(work).chunk_tokens;
         const auto channel = c.put_channel(warp);
         for (Runs runs{tokens_of(work)}; runs.next();) {
             const i32 token = first + runs.first;
-            const u64 to = c.returned_sum_at(c.domains().own(), token), from = c.return_sum_at(domain, token);
+            const u64 to = c.returned_sum_at(ring.there, token), from = c.return_sum_at(ring.column, token);
             const u64 bytes = runs.count * c.sum_bytes();
-            const bool fine = runs.left == 0 ? put_and_signal_chunk(c, channel, Phase::reduced, kReturned, domain, chunk_of(work),
+            const bool fine = runs.left == 0 ? put_and_signal_chunk(c, channel, Phase::reduced, kReturned, ring, chunk_of(work),
                                                                     sent_by(work).chunk_tokens, to, from, bytes)
-                                             : put(c, channel, Phase::reduced, c.domains().counterpart(domain), to, from, bytes);
+                                             : put(c, channel, Phase::reduced, ring.peer, to, from, bytes);
             if (!fine) return false;
         }
         return true;

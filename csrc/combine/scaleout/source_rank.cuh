@@ -74,7 +74,8 @@ struct ScaleoutSums {
     }
     MOECOMM_FN bool await_domain(i32 domain, i32 chunk, bool may_wait) {
         if (!comes_from(domain, owners) || seen == chunk) return true;
-        if (may_wait ? !await_signal(c, c.transport, Phase::reduced, kReturned, domain, chunk, c.a.chunk_tokens)
+        if (may_wait ? !await_signal(c, c.transport, Phase::reduced, kReturned, c.shared.forwarders.of(c.domains(), domain), domain, chunk,
+                                     c.a.chunk_tokens)
                      : !is_signaled(c, c.transport, kReturned, domain, chunk, c.a.chunk_tokens))
             return false;
         if constexpr (kInRing) fence_async();  // reads of the sum come after the signal
@@ -162,8 +163,10 @@ struct ScaleoutSums {
     MOECOMM_FN bool signal_pulled(i32 chunk) const {
         bool signaled = true;
         const bool followed = chunk + ring_chunks(c.shape(), c.a.chunk_tokens) < c.chunks();
-        for (i32 n = lane_id(); followed && !direct && signaled && n < kOthers; n += kWarp)
-            signaled = signal_chunk(c, c.credit_channel(), Phase::reduced, kReturnCredit, c.domains().other(n), chunk, c.a.chunk_tokens);
+        for (i32 n = lane_id(); followed && !direct && signaled && n < kOthers; n += kWarp) {
+            const PeerRing ring = c.shared.forwarders.ring_to(c.domains(), c.domains().other(n));
+            signaled = ring.peer < 0 || signal_chunk(c, c.credit_channel(), Phase::reduced, kReturnCredit, ring, chunk, c.a.chunk_tokens);
+        }
         return __all_sync(kAllLanes, signaled);
     }
 };

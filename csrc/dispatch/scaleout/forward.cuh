@@ -29,17 +29,16 @@ struct Forward {
         u8* scales;
     };
 
-    MOECOMM_FN const Source& source_of(i32 domain) const { return c.shared.sources[c.domains().counterpart(domain)]; }
-
     // True if the source waits for the credit of a turn before it sends a later chunk.
     MOECOMM_FN bool is_owed(const Source& from, i32 turn) const {
         const Turns turns = c.turns_of(from);
         const i32 later = turn + ring_chunks(c.shape(), from.chunk_tokens);
         return later < turns.count() && turns.chunk_at(later) >= 0;
     }
-    // Returns the chunk of a turn if this kernel forwards it, else -1. The first kernel of a split dispatch forwards those chunks whose
-    // credits their sources wait for; the second forwards the rest.
+    // Returns the chunk of a turn if this kernel forwards it, else -1, as for source rank -1. The first kernel of a split dispatch forwards
+    // those chunks whose credits their sources wait for; the second forwards the rest.
     MOECOMM_FN i32 own_part(i32 source, i32 turn) const {
+        if (source < 0) return -1;
         const Source& from = c.shared.sources[source];
         const Turns turns = c.turns_of(from);
         if (turn >= turns.count() || c.direct_from(source)) return -1;
@@ -104,9 +103,9 @@ struct Forward {
     }
 
     // Writes to the route what a combine needs to know of the token; slots are -1 if the token did not arrive.
-    MOECOMM_FN void record_route(i32 domain, const Token& t) const {
+    MOECOMM_FN void record_route(i32 source, const Token& t) const {
         auto* kept = reinterpret_cast<i32*>(c.a.route.forwarded) +
-                     (static_cast<i64>(domain) * c.shape().max_tokens + t.number) * forwarded_words(c.shape());
+                     (static_cast<i64>(source) * c.shape().max_tokens + t.number) * forwarded_words(c.shape());
         if (lane_id() < cfg.topk) {
             kept[lane_id()] = t.entry.row;
             kept[cfg.topk + lane_id()] = t.entry.owner;
@@ -165,18 +164,17 @@ struct Forward {
 
     // Forwards a chunk to the ranks of this domain. Acquires the source's signal; a fence orders the stores before the chunk signals, which
     // are posted as if the source rank had sent them. Then gives the source its credit, if a later chunk needs it.
-    MOECOMM_FN bool forwarder(i32 domain, i32 turn, i32 chunk) {
-        const Source& from = source_of(domain);
-        const i32 source = c.domains().counterpart(domain);
+    MOECOMM_FN bool forwarder(i32 source, i32 column, i32 turn, i32 chunk) {
+        const Source& from = c.shared.sources[source];
         bool arrived = true;
-        if (lane_id() == 0) arrived = await_signal(c, c.transport, Phase::payload, kReceived, domain, turn, from.chunk_tokens);
+        if (lane_id() == 0) arrived = await_signal(c, c.transport, Phase::payload, kReceived, source, column, turn, from.chunk_tokens);
         if (!__all_sync(kAllLanes, arrived)) return false;
         fence_async();  // reads of rows come after the signal
         __syncwarp();
         i32 first = 0, count = 0;  // flat rows of the chunk at this lane's rank
         for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
-            Token t = read(receive_at(c.window(), c.shape(), domain, number + (turn - chunk) * from.chunk_tokens), number);
-            if constexpr (!cfg.repeat) record_route(domain, t);
+            Token t = read(receive_at(c.window(), c.shape(), column, number + (turn - chunk) * from.chunk_tokens), number);
+            if constexpr (!cfg.repeat) record_route(source, t);
             if (!t.comes) continue;
             if (t.slot >= 0 && count++ == 0) first = t.slot;
             find_places(t);
@@ -192,7 +190,8 @@ struct Forward {
                              chunk_signal(c.round.tag, first, count));
         bool signaled = true;
         if (lane_id() == 0 && is_owed(from, turn))
-            signaled = signal_chunk(c, c.credit_channel(), Phase::payload, kReceiveCredit, domain, turn, from.chunk_tokens);
+            signaled = signal_chunk(c, c.credit_channel(), Phase::payload, kReceiveCredit, PeerRing{source, column, c.domains().own()},
+                                    turn, from.chunk_tokens);
         return __all_sync(kAllLanes, signaled);
     }
 };
@@ -216,23 +215,26 @@ MOECOMM_FN bool deliver_direct(Forward<Call>& role, i32 warp) {
     return true;
 }
 
-// Called by each forward warp. Delivers direct chunks, whose senders wait for nobody, then forwards chunks of all sources with this rank's
-// index, in turn: a chunk is awaited only after the chunks whose credits its source may wait for. The forward warps of the grid divide the
-// chunks. Returns early if a wait failed; the failure record is filled.
+// Called by each forward warp. Delivers direct chunks, whose senders wait for nobody, then forwards chunks of all sources that this
+// rank forwards for, in turn: a chunk is awaited only after the chunks whose credits its source may wait for. The forward warps of the grid
+// divide the chunks. Returns early if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN void forwarder(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 others = cfg.domains() - 1;
+    const auto& forwarders = c.shared.forwarders;
     Forward<Call> role{c, c.forward_rings()[warp]};
     if constexpr (cfg.part == Part::whole) {
         if (!deliver_direct(role, warp)) return;
     }
     i32 most = 0;
-    for (i32 n = 0; n < others; ++n) most = max(most, c.turns_of(role.source_of(c.domains().other(n))).count());
-    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * others; item += gridDim.x * cfg.forward_warps) {
-        const i32 domain = c.domains().other(item % others), turn = item / others;
-        const i32 chunk = role.own_part(c.domains().counterpart(domain), turn);
-        if (chunk >= 0 && !role.forwarder(domain, turn, chunk)) return;
+    const i32 columns = forwarders.count();
+    for (i32 n = 0; n < columns; ++n)
+        if (const i32 source = forwarders.source_of(c.domains(), n); source >= 0)
+            most = max(most, c.turns_of(c.shared.sources[source]).count());
+    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * columns; item += gridDim.x * cfg.forward_warps) {
+        const i32 nth = item % columns, turn = item / columns, source = forwarders.source_of(c.domains(), nth);
+        const i32 chunk = role.own_part(source, turn);
+        if (chunk >= 0 && !role.forwarder(source, forwarders.column_of(c.domains(), nth), turn, chunk)) return;
     }
 }
 

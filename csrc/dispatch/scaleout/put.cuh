@@ -17,8 +17,10 @@ template <class Call>
 MOECOMM_FN bool await_send_slots(const Call& c, i32 chunk) {
     const i32 before = c.turn_of(chunk) - ring_chunks(c.shape(), c.a.chunk_tokens);
     bool free = true;
-    for (i32 n = lane_id(); before >= 0 && free && n < c.domains().kCount - 1; n += kWarp)
-        free = await_signal(c, c.transport, Phase::drained, kReceiveCredit, c.domains().other(n), before, c.a.chunk_tokens);
+    for (i32 n = lane_id(); before >= 0 && free && n < c.domains().kCount - 1; n += kWarp) {
+        const i32 domain = c.domains().other(n), forwarder = c.shared.forwarders.of(c.domains(), domain);
+        free = forwarder < 0 || await_signal(c, c.transport, Phase::drained, kReceiveCredit, forwarder, domain, before, c.a.chunk_tokens);
+    }
     return __all_sync(kAllLanes, free);
 }
 
@@ -95,7 +97,7 @@ MOECOMM_FN void signal_owners(const Call& c, const Transport& channel) {
     const i32 parts = min(c.senders, ceil_div(c.a.num_tokens, c.a.chunk_tokens));
     for (i32 n = lane_id(); n < cfg.ranks - cfg.scaleup_ranks(); n += kWarp) {
         const i32 rank = (c.domains().first() + cfg.scaleup_ranks() + n) % cfg.ranks;
-        if (!signal_direct(c, channel, Phase::payload, rank, parts, c.share.first_chunk == 0)) return;
+        if (!is_in(c.shared.masked, rank) && !signal_direct(c, channel, Phase::payload, rank, parts, c.share.first_chunk == 0)) return;
     }
 }
 
@@ -114,7 +116,9 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
         if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) return;
         const i32 turn = c.turn_of(chunk);
         for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
-            const i32 domain = c.domains().other(n), forwarder = c.domains().counterpart(domain);
+            const i32 domain = c.domains().other(n);
+            const PeerRing ring = c.shared.forwarders.ring_to(c.domains(), domain);
+            if (ring.peer < 0) continue;
             if (direct) {
                 if (!put_direct(c, channel, domain, chunk, bytes)) return;
                 continue;
@@ -125,17 +129,17 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
                 for (i32 at = 0; at < runs.count; at += step) {
                     const i32 token = turn * c.a.chunk_tokens + runs.first + at;  // its place in the ring
                     const u64 from = send_slot_at(c.window(), c.shape(), domain, token);
-                    const u64 to = receive_at(c.window(), c.shape(), c.domains().own(), token);
+                    const u64 to = receive_at(c.window(), c.shape(), ring.there, token);
                     const u64 sent = (step - 1) * c.shape().receive_bytes + bytes;
                     signaled = runs.left == 0 && at + step >= runs.count;  // the last put of the chunk carries its signal
                     if (!(signaled
-                              ? put_and_signal_chunk(c, channel, Phase::payload, kReceived, domain, turn, c.a.chunk_tokens, to, from, sent)
-                              : put(c, channel, Phase::payload, forwarder, to, from, sent)))
+                              ? put_and_signal_chunk(c, channel, Phase::payload, kReceived, ring, turn, c.a.chunk_tokens, to, from, sent)
+                              : put(c, channel, Phase::payload, ring.peer, to, from, sent)))
                         return;
                 }
             }
             if (!signaled && lane_id() == 0)  // no token for this domain
-                signaled = signal_chunk(c, channel, Phase::payload, kReceived, domain, turn, c.a.chunk_tokens);
+                signaled = signal_chunk(c, channel, Phase::payload, kReceived, ring, turn, c.a.chunk_tokens);
             if (__any_sync(kAllLanes, lane_id() == 0 && !signaled)) return;
         }
     }

@@ -69,6 +69,21 @@ void Link::append(const Order& order) {
 
 void Link::abort(i32 peer, u32 word) { compare_exchange(reinterpret_cast<u32*>(windows_[peer] + layout_.abort), 0, word); }
 
+void Link::exclude(i32 peer, u32 word) { store_release(reinterpret_cast<u32*>(windows_[peer] + layout_.abort), word); }
+
+void Link::drain() {
+    std::unique_lock<std::mutex> lock(shared_->mutex);
+    shared_->idle.wait(lock, [this] { return waiting_.orders.empty() && !moving_; });
+}
+
+void Link::begin_anew(i32 rank, u32 round) {
+    for (std::vector<u64>& values : signal_values_) {
+        if (values.empty()) continue;
+        std::fill(values.begin(), values.end(), 0);
+        values[tagged_words_signal(rank)] = tagged_words_value(round_tag(round));
+    }
+}
+
 void Link::serve() {
     Batch batch;
     for (;;) {
@@ -76,9 +91,12 @@ void Link::serve() {
         batch.bytes.clear();
         {
             std::unique_lock<std::mutex> lock(shared_->mutex);
+            moving_ = false;
+            if (waiting_.orders.empty()) shared_->idle.notify_all();
             shared_->work.wait(lock, [this] { return closing_ || !waiting_.orders.empty(); });
             if (waiting_.orders.empty()) return;
             std::swap(batch, waiting_);
+            moving_ = true;
         }
         shared_->room.notify_all();
         disorder_ != 0 ? move_disorderly(batch) : move(batch);

@@ -24,10 +24,16 @@ class Link {
     void put(i32 peer, u64 offset, const void* bytes, u64 n);
     // Set a signal of the peer to `value` by adding the difference to the last value; this rank must be its only writer.
     void signal(i32 peer, u64 which, u64 value);
+    // Wait until everything queued is executed.
+    void drain();
+    // Forget the last values of all signals: they are 0 again, but for those of tagged words, after `round`.
+    void begin_anew(i32 rank, u32 round);
     // Execute everything queued and end the thread.  Idempotent; no put or signal may follow.
     void close();
     // Set the abort word of a peer, if it is not set, at once and ahead of everything queued.
     void abort(i32 peer, u32 word);
+    // Set the abort word of a peer, whatever it is.
+    void exclude(i32 peer, u32 word);
 
   private:
     struct Order {
@@ -56,11 +62,11 @@ class Link {
     // On the heap, because a forked child, which has no such thread, must leak these and not destroy them.
     struct Shared {
         std::mutex mutex;
-        std::condition_variable work, room;
+        std::condition_variable work, room, idle;
     };
     std::unique_ptr<Shared> shared_ = std::make_unique<Shared>();
     Batch waiting_;
-    bool closing_ = false;
+    bool closing_ = false, moving_ = false;
     std::thread thread_;
 };
 

@@ -4,11 +4,11 @@
 
 namespace moecomm::host {
 
-// Return-forwards the tokens of the rank with this rank's index in one other domain.
+// Return-forwards the tokens of the source rank of one column of this rank's rings.
 class ReturnForward final : public Pull {
   public:
-    ReturnForward(Combine& c, i32 domain, i32 worker, i32 stride, float* scratch)
-        : Pull(c, forwarded_tokens(c, domain), worker, stride, scratch), domain_(domain), row_(c.shape.staged_row_bytes) {}
+    ReturnForward(Combine& c, i32 column, i32 worker, i32 stride, float* scratch)
+        : Pull(c, forwarded_tokens(c, c.r.source_of(column)), worker, stride, scratch), column_(column), row_(c.shape.staged_row_bytes) {}
 
   private:
     bool scaleout_ready(i32 chunk) const override;
@@ -18,9 +18,9 @@ class ReturnForward final : public Pull {
 
     bool ours(i32 token) const;
     bool any_ours(i32 chunk) const;
-    const u64* credit(i32 chunk) const { return c_.r.signal(return_credit(c_.shape, domain_, chunk, tokens_.chunk_tokens)); }
+    const u64* credit(i32 chunk) const { return c_.r.signal(return_credit(c_.shape, column_, chunk, tokens_.chunk_tokens)); }
 
-    const i32 domain_;
+    const i32 column_;
     std::vector<u8> row_;  // the sum in the wire dtype, then the weight gradients
 };
 

@@ -23,7 +23,7 @@ i32 SourceReduce::missing_rank(i32 chunk) const {
     for (i32 domain = 0; domain < c_.r.domains(); ++domain) {
         if (domain == c_.r.domain() || load_acquire(signal(domain, chunk)) == word_signal(c_.r.tag, static_cast<u32>(chunk))) continue;
         for (i32 token = first_token(chunk); token < end_token(chunk); ++token)
-            if (comes_from(domain, token)) return c_.r.counterpart(domain);
+            if (comes_from(domain, token)) return c_.r.forwarder(domain);
     }
     return -1;
 }
@@ -46,7 +46,7 @@ void SourceReduce::check_domains(i32 token) const {
     for (i32 domain = 0; domain < c_.r.domains() && c_.checks != nullptr; ++domain) {
         if (domain == c_.r.domain() || !comes_from(domain, token)) continue;
         if (!direct_) {
-            const i32 from = c_.r.counterpart(domain);
+            const i32 from = c_.r.forwarder(domain);
             check_row(from, c_.checks->sums_of(c_.r.me), token, returned(domain, token), c_.scaleout_type);
             continue;
         }
@@ -136,9 +136,9 @@ void SourceReduce::pull_token(i32 token) {
 void SourceReduce::pass_on(i32 chunk) {
     if (direct_ || !followed(chunk)) return;
     for (i32 domain = 0; domain < c_.r.domains(); ++domain) {
-        if (domain == c_.r.domain()) continue;
-        const u64 credit = return_credit(c_.shape, c_.r.domain(), chunk, tokens_.chunk_tokens);
-        c_.r.link().signal(c_.r.counterpart(domain), credit, word_signal(c_.r.tag, static_cast<u32>(chunk)));
+        if (domain == c_.r.domain() || c_.r.forwarder(domain) < 0) continue;
+        const u64 credit = return_credit(c_.shape, c_.r.column_at_forwarder(domain), chunk, tokens_.chunk_tokens);
+        c_.r.link().signal(c_.r.forwarder(domain), credit, word_signal(c_.r.tag, static_cast<u32>(chunk)));
     }
 }
 

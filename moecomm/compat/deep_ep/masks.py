@@ -22,7 +22,7 @@ class MaskBuffer:
         """Mask a rank, or take it in again.  All ranks that stay make this call; to unmask, that rank as well.
 
         Raises:
-            Unsupported: masking before the first low-latency call, whose sizes are not known; ranks in several domains.
+            Unsupported: masking before the first low-latency call, whose sizes are not known; see Buffer.mask.
         """
         check_integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         check_flag("mask", mask)
@@ -57,5 +57,5 @@ def _is_masked(buffer: Buffer, rank: int) -> bool:
         return rank in buffer.masked
     try:
         return buffer.rounds.session.maskable().excluded()
-    except Unsupported:  # several domains: no rank is
+    except Unsupported:  # no rank is
         return False
