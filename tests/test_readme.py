@@ -210,13 +210,14 @@ def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.M
 
 def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result as if it were of today, and then another kernel."""
+    import head_to_head
     import pages
     import readme
     import times
     import topics
 
     now, load = readme.digests(), readme.load
-    for module in (readme, times, topics, pages):
+    for module in (readme, times, topics, pages, head_to_head):
         monkeypatch.setattr(module, "load", lambda name: load(name) | {"kernels": now})
 
     def marked() -> tuple[bool, ...]:

@@ -65,5 +65,5 @@ def test_libraries_that_are_there_are_named_with_their_versions(monkeypatch: pyt
 
 def test_a_module_of_tests_is_named_as_python_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="tests.emulator.instructions"))
-    monkeypatch.setattr(sys, "argv", ["/somewhere/instructions.py", "--json", "found.json"])
+    monkeypatch.setattr(sys, "argv", ["instructions.py", "--json", "found.json"])
     assert results.command().endswith("python -m tests.emulator.instructions --json found.json")
