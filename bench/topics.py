@@ -488,7 +488,7 @@ CHECKS = (
         "Work of a block, by number of ranks",
         "Basic blocks of code that the busiest thread runs, and all threads of a block, in a round of one token a rank "
         "with 256 experts: emulated kernels, without polls in vain.  A block reads the counts of all ranks by "
-        "expert and by rank, a column a thread: of a thread the work grows with the ranks, of a block with the counts.",
+        "expert and by rank, columns that its threads share: one each, but two in `flat` above 48 ranks.",
         ("instructions-cpu",),
         instructions,
     ),

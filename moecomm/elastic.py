@@ -221,6 +221,8 @@ class ElasticRanks(MaskableRanks):
         """
         check_flag("keep_ids", keep_ids)
         check_integer("ranks", ranks, 1, MAX_HOST_RANKS)
+        if domain_ranks is not None:
+            check_integer("domain_ranks", domain_ranks, 1, ranks)
         old, found = self.rounds, 0
         old.require_open()
         for experts in counts_of(old, ranks) if keep_ids else [self.num_experts]:

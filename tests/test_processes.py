@@ -301,9 +301,11 @@ def _close_from_a_thread(rank: int, group: Any) -> str:
 
     buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
     if rank == 0:
-        threading.Timer(0.3, buffer.close).start()
+        closing = threading.Timer(0.3, buffer.close)
+        closing.start()
         with pytest.raises(moecomm.Aborted):
             buffer.dispatch(*routing(rank))
+        closing.join()
     dist.barrier()
     with pytest.raises(moecomm.MoecommError) as caught:
         buffer.dispatch(*routing(rank))

@@ -41,7 +41,7 @@ def _rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             result = json.loads(path.read_bytes())
-            if "benchmark" not in result and {"ranks", "blocks"} <= set(result["rows"][0]):
+            if "benchmark" not in result and {"ranks", "blocks", "us"} <= set(result["rows"][0]):
                 found += result["rows"]
         except (ValueError, KeyError, TypeError, IndexError):
             continue

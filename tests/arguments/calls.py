@@ -342,6 +342,9 @@ def of_moecomm() -> dict[str, list[Call]]:
         "moecomm.Buffer.shrink": [Call(elastic.shrink, {"group": None, "keep_ids": False})],
         "moecomm.Buffer.mask": [Call(elastic.mask, {"ranks": (), "replicas": {0: 1}})],
         "moecomm.Buffer.unmask": [Call(elastic.unmask, {"ranks": ()})],
+        "moecomm.Buffer.compile_for": [
+            Call(elastic.compile_for, {"ranks": 2, "keep_ids": False, "domain_ranks": 1}),
+        ],
         "moecomm.Buffer.grow": [Call(elastic.grow, {"group": "self"})],
         "moecomm.Buffer.joining": [Call(elastic.joining, {"group": "self"})],
         "moecomm.Buffer.dump_flight_record": [Call(write, {"path": "record.json"})],

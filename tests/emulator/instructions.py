@@ -2,7 +2,7 @@
 
 Kernels are compiled by g++, which counts the basic blocks that each thread runs; a basic block has some ten
 instructions.  A wait counts as one poll in vain at most.  Every rank has one token, so that work grows by what ranks
-tell each other alone: a block reads the counts of R ranks in E + R columns, of which each thread has one.
+tell each other alone: a block reads the counts of R ranks in E + R columns, which its threads share.
 """
 
 from __future__ import annotations
