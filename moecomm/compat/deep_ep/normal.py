@@ -19,7 +19,7 @@ from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import ChunkedHandle, Handle, Routed
 
-_FLAT = Options("flat")
+_FLAT, _SUMS = Options("flat"), combining.Options()
 
 
 def dispatch(
@@ -83,7 +83,7 @@ def combine(
     """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
     native = native_of(pool, handle)
     total = None if bias is None else one_bias(bias)
-    options = combining.Options(num_sms=num_sms)
+    options = _SUMS if num_sms is None else combining.Options(num_sms=num_sms)
     out = combining.combine(native.rounds, options, x, native, bias=total, weight_grads=topk_weights, sum_grads=True)
     if topk_weights is None:
         return out, None

@@ -89,7 +89,11 @@ class Pool:
 
     def owner(self, handle: Handle) -> Buffer | None:
         """The Buffer of this pool that made the handle, if there is one."""
-        return next((buffer for buffer in self._opened if buffer.rounds is handle.rounds), None)
+        rounds = handle.rounds
+        for buffer in self._opened:  # a generator takes longer, and every combine asks
+            if buffer.rounds is rounds:
+                return buffer
+        return None
 
     def is_filling(self, rounds: Rounds) -> bool:
         """Return whether no free piece of the window is as large as the reserve: the caller then copies what arrived.
