@@ -26,6 +26,8 @@ CASE = Case(
     sms=[0],
     mode="eager",
 )
+# Beside another library, of which a stand-in is called.
+OF_PEERS = dataclasses.replace(CASE, ranks=2, replays=2, ceiling=False, inputs=2, payloads=["bf16", "fp8"])
 
 
 def test_models_give_their_sizes_and_numbers_replace_them() -> None:

@@ -16,19 +16,10 @@ from moecomm.bench.peers import Peers
 from moecomm.dispatch.reference import quantize
 
 from ..conftest import Ranks
-from .test_case import CASE as SIZES
+from .test_case import OF_PEERS
 
 TOKENS = 6
-CASE = dataclasses.replace(
-    SIZES,
-    ranks=2,
-    replays=2,
-    ceiling=False,
-    inputs=2,
-    layouts=["flat"],
-    payloads=["bf16", "fp8"],
-    others=["flashinfer"],
-)
+CASE = dataclasses.replace(OF_PEERS, layouts=["flat"], others=["flashinfer"])
 
 
 class Communicator:

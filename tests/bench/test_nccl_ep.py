@@ -19,20 +19,10 @@ from moecomm.dispatch.reference import quantize
 from moecomm.errors import Unsupported
 
 from ..conftest import Ranks
-from .test_case import CASE as SIZES
+from .test_case import OF_PEERS
 
 TOKENS = 6
-CASE = dataclasses.replace(
-    SIZES,
-    ranks=2,
-    replays=2,
-    ceiling=False,
-    experts=8,
-    inputs=2,
-    layouts=["flat", "expert", "batched"],
-    payloads=["bf16", "fp8"],
-    others=["nccl_ep"],
-)
+CASE = dataclasses.replace(OF_PEERS, experts=8, layouts=["flat", "expert", "batched"], others=["nccl_ep"])
 _DTYPES = {code: dtype for dtype, code in nccl_ep_library._DTYPES.items()}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,7 @@ A, B, C = "64x8c1", "128x6c1", "256x4c1"
 FIXED = {"columns": 4096, "depth": 7168, "groups": 32}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path / "cache"))
-    tuning.forget()
-    yield
-    tuning.forget()
+pytestmark = pytest.mark.usefixtures("own_tables")
 
 
 def ranges(*points: tuple[int, dict[str, float]], tolerance: float = 0.02) -> list[tuple[int | None, str]]:

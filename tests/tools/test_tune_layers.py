@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,7 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = "GPU 9000"
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path / "cache"))
-    tuning.forget()
-    yield
-    tuning.forget()
+pytestmark = pytest.mark.usefixtures("own_tables")
 
 
 def bounds(*layers: tuple[float, int, float], tolerance: float = 0.004) -> tuple[int, int, int | None]:

@@ -9,7 +9,6 @@ import os
 import pwd
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,7 @@ from moecomm.tuning import Choice, Entry, Table
 H200 = "NVIDIA H200"
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No table of whoever runs the tests, and nothing left of the last test."""
-    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path / "cache"))
-    tuning.forget()
-    yield
-    tuning.forget()
+pytestmark = pytest.mark.usefixtures("own_tables")
 
 
 def write(gpu: str, entries: list[Entry]) -> None:
