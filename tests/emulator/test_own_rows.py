@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import ctypes
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from moecomm import combine, jit
+from moecomm import jit
 from moecomm.backends import host
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
-from moecomm.testing.prepare import prepare_combine
 
 from ..few import few
-from .machine import Call, Machine
+from .machine import Machine
 from .test_kernels import pytestmark as pytestmark
-from .test_single_rows import RANKS, SIZES, TOPK, call, memory
+from .test_single_rows import RANKS, SIZES, TOPK, call, combined, memory
 
 HIDDEN, UNTOUCHED = 1032, 0xAB
 
@@ -48,21 +48,16 @@ def test_own_rows_are_not_staged(
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", place == "heap")
         routed = ranks.dispatch(calls)
         ys = [here.x.clone() for here in routed]
-        pending = [
-            prepare_combine(buffer, y=y, handle=here.handle, **of)
-            for buffer, y, here, of in zip(ranks.buffers, ys, routed, how, strict=True)
-        ]
-        outs = [combine.finish(buffer.rounds, p) for buffer, p in zip(ranks.buffers, pending, strict=True)]
+        rows = [{"y": y, "handle": here.handle, **of} for y, here, of in zip(ys, routed, how, strict=True)]
         pitch = 2 * HIDDEN + (16 if grads else 0)
-        for p, y in zip(pending, ys, strict=True):
-            assert (p.args.reduced_rows != 0) == (place == "heap")
-            if place == "heap":
-                ctypes.memset(p.args.reduced_rows, UNTOUCHED, len(y) * pitch)
-        try:
-            machine.run([Call(p.args, machine.sizes) for p in pending], RANKS)
-        finally:
-            machine.forget()
-        ranks.check()
+
+        def fill(pending: list[Any]) -> None:
+            for p, y in zip(pending, ys, strict=True):
+                assert (p.args.reduced_rows != 0) == (place == "heap")
+                if place == "heap":
+                    ctypes.memset(p.args.reduced_rows, UNTOUCHED, len(y) * pitch)
+
+        pending, outs = combined(machine, ranks, rows, fill)
         for out, of in zip(outs, want, strict=True):
             assert all(map(torch.equal, *((out, of) if grads else ([out], [of]))))
         for rank, (p, y, here) in enumerate(zip(pending, ys, routed, strict=True)):

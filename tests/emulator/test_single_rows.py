@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,24 @@ def memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytes_, dtype=torch.uint8).clone().view(dtype)
 
 
+def combined(
+    machine: Machine,
+    ranks: LocalBuffers,
+    calls: list[dict[str, Any]],
+    before: Callable[[list[Any]], None] = lambda pending: None,
+) -> tuple[list[Any], list[Any]]:
+    """Run the kernels of a combine; return what was prepared, and the results.  `before`: called with the former."""
+    pending = [prepare_combine(buffer, **one) for buffer, one in zip(ranks.buffers, calls, strict=True)]
+    outs = [combine.finish(buffer.rounds, p) for buffer, p in zip(ranks.buffers, pending, strict=True)]
+    before(pending)
+    try:
+        machine.run([Call(p.args, machine.sizes) for p in pending], RANKS)
+    finally:
+        machine.forget()
+    ranks.check()
+    return pending, outs
+
+
 @pytest.mark.parametrize("place", ["heap", "ring", "packets"])
 @pytest.mark.parametrize(
     ("layout", "weighted", "hidden"),
@@ -58,16 +77,8 @@ def test_a_single_row_travels_as_it_is(
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", place == "heap")
         routed = ranks.dispatch(calls)
         ys = [here.x.clone() for here in routed]
-        pending = [
-            prepare_combine(buffer, y=y, handle=here.handle, **how)
-            for buffer, y, here in zip(ranks.buffers, ys, routed, strict=True)
-        ]
-        outs = [combine.finish(buffer.rounds, p) for buffer, p in zip(ranks.buffers, pending, strict=True)]
-        try:
-            machine.run([Call(p.args, machine.sizes) for p in pending], RANKS)
-        finally:
-            machine.forget()
-        ranks.check()
+        rows = [{"y": y, "handle": here.handle, **how} for y, here in zip(ys, routed, strict=True)]
+        pending, outs = combined(machine, ranks, rows)
         assert all(map(torch.equal, outs, want))
         for p, y, here in zip(pending, ys, routed, strict=True):
             assert (p.args.reduced_rows != 0) == (place == "heap")
