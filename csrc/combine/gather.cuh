@@ -13,8 +13,10 @@ namespace moecomm {
 //                                    when this warp holds no open item; this rules out circular waits.
 //       auto target(const Item&)    Destination of the sum, looked up once for all columns; false: nothing to store.
 //       u32 inner_lanes()            kNests: the lanes whose sources are added to each other before they are added to those of lower lanes.
-//       void add_domains(target, i32 column, float (&)[n])   kAddsDomains: adds the sums of other domains to this lane's n columns. Called
-//                                    for all columns before the first is stored, so that all its loads are in flight together.
+//       void keep_owners(i32 place)   kAddsDomains: stores, for the item just opened, what add_domains needs. An open item keeps its place.
+//       void add_domains(i32 place, target, i32 column, float (&)[n])   kAddsDomains: adds the sums of other domains to this lane's n
+//                                    columns. Called for all columns before the first is stored, so that all its loads are in flight
+//                                    together.
 //       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
 //       void close(const Item&)     Called by all lanes after the sum is stored.
 //       kType, kRowBytes            Type and bytes of a source row.
@@ -63,6 +65,7 @@ struct Gather {
         }
         if constexpr (Role::kFactors) factor = role.factor;
         if (lane_id() == 0) ring.items[opened % kItemsOpen] = item;
+        if constexpr (Role::kAddsDomains) role.keep_owners(opened % kItemsOpen);
         __syncwarp();
         ++opened;
         return true;
@@ -176,7 +179,7 @@ struct Gather {
 #pragma unroll
                 for (i32 v = 0; v < kVectors; ++v) {
                     const i32 vector = v * kWarp + lane_id();
-                    if (vector < vectors) role.add_domains(target, item.column + vector * kColumns, sum[v]);
+                    if (vector < vectors) role.add_domains(closed % kItemsOpen, target, item.column + vector * kColumns, sum[v]);
                 }
             }
 #pragma unroll

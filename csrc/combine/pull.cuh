@@ -265,7 +265,6 @@ struct Pull {
         if constexpr (kWholeTokens) held = source;
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
         out = {0, column, token(), 0, -1, 0};
-        if constexpr (cfg.domains() > 1) scaleout_sums.open();
         advance();
         return Next::item;
     }
@@ -273,7 +272,6 @@ struct Pull {
     MOECOMM_FN Next open_piece(const u8*& source, Item& out) {
         out = {0, nth % kPieces * kPieceColumns, token(), 0, -1, 0};
         if (held != nullptr) source = held + out.column * bytes_of(kType);
-        scaleout_sums.open();
         advance();
         return Next::item;
     }
@@ -313,14 +311,14 @@ struct Pull {
     MOECOMM_FN void store(const OutputRow& out, i32 column, float (&sum)[n]) const {
         c.store_out(out, column, sum);
     }
+    MOECOMM_FN void keep_owners(i32 place) const { scaleout_sums.keep_owners(place); }
     template <i32 n>
-    MOECOMM_FN void add_domains(const OutputRow& out, i32 column, float (&sum)[n]) const {
-        scaleout_sums.add_to(out.token, column, sum);
+    MOECOMM_FN void add_domains(i32 place, const OutputRow& out, i32 column, float (&sum)[n]) const {
+        scaleout_sums.add_to(place, out.token, column, sum);
     }
 
     // Gives credits at once: a warp that always has a piece to pull would otherwise keep them, and its peers would wait.
     MOECOMM_FN void close(const Item&) {
-        if constexpr (cfg.domains() > 1) scaleout_sums.close();
         if (!gives_credit) return;
         step(closing);
         signal_pulled(min(nth_chunk(closing), chunks_here));

@@ -20,12 +20,11 @@ struct ScaleoutSums {
 
     const Call& c;
     const i32 warp;
-    const bool direct;           // owners send rows direct; no sums arrive from forwarders
-    u64 here = 0;                // one bit for each direct owner whose signal this lane has acquired
-    i32 opened = 0, closed = 0;  // items of this warp
-    i32 seen = -1;               // the chunk for which this lane has acquired its domain's signal
-    i32 ahead[kLooks];           // this lane's slots of the next token to be opened, by rank
-    u64 owners = 0;              // one bit for each rank that has a row of the token being opened
+    const bool direct;  // owners send rows direct; no sums arrive from forwarders
+    u64 here = 0;       // one bit for each direct owner whose signal this lane has acquired
+    i32 seen = -1;      // the chunk for which this lane has acquired its domain's signal
+    i32 ahead[kLooks];  // this lane's slots of the next token to be opened, by rank
+    u64 owners = 0;     // one bit for each rank that has a row of the token being opened
 
     MOECOMM_FN bool comes_from(i32 domain, u64 ranks) const { return (ranks >> domain * cfg.scaleup_ranks() & kOfDomain) != 0; }
 
@@ -91,19 +90,17 @@ struct ScaleoutSums {
         }
         return true;
     }
-    // Called when the item of that token is opened, and when the oldest open item is closed.
-    MOECOMM_FN void open() {
-        if (lane_id() == 0) c.scaleout().owners[warp][opened % kItemsOpen] = owners;
-        ++opened;
+    // Stores the owners of the token being opened at a place for an open item.
+    MOECOMM_FN void keep_owners(i32 place) const {
+        if (lane_id() == 0) c.scaleout().owners[warp][place] = owners;
     }
-    MOECOMM_FN void close() { ++closed; }
 
-    // Turns `sum`, of this domain, into the sum of all domains, added in domain order. csrc/protocol/domains.h bounds its distance from the
-    // sum that a single domain would compute.
+    // Turns `sum`, of this domain and of the open item at `place`, into the sum of all domains, added in domain order.
+    // csrc/protocol/domains.h bounds its distance from the sum that a single domain would compute.
     template <i32 n>
-    MOECOMM_FN void add_to(i32 token, i32 column, float (&sum)[n]) const {
+    MOECOMM_FN void add_to(i32 place, i32 token, i32 column, float (&sum)[n]) const {
         if (kInRing && !direct) return;
-        const u64 ranks = c.scaleout().owners[warp][closed % kItemsOpen];
+        const u64 ranks = c.scaleout().owners[warp][place];
         float total[n] = {};
 #pragma unroll 1
         for (i32 domain = 0; domain < cfg.domains(); ++domain) {
