@@ -310,7 +310,7 @@ def instructions() -> str:
     ranks = sorted({row["ranks"] for row in found["rows"]})
     for layout in ("flat", "expert"):
         for what in ("dispatch", "combine"):
-            same = [r for r in found["rows"] if (r["layout"], r["what"], r["blocks"]) == (layout, what, 1)]
+            same = [r for r in found["rows"] if (r["layout"], r["what"], r["blocks"]) == (layout, what, 32)]
             by_ranks = {row["ranks"]: row for row in same}
             cells = [f"{by_ranks[n]['of_a_thread']:,}; {by_ranks[n]['of_a_block'] / 1e3:.0f}" for n in ranks]
             rows.append(line(found, ROUNDS[:2], f"{what}, `{layout}`", *cells))
@@ -487,8 +487,9 @@ CHECKS = (
     Topic(
         "Work of a block, by number of ranks",
         "Basic blocks of code that the busiest thread runs, and all threads of a block, in a round of one token a rank "
-        "with 256 experts: emulated kernels, without polls in vain.  A block reads the counts of all ranks by "
-        "expert and by rank, columns that its threads share: one each, but two in `flat` above 48 ranks.",
+        "with 256 experts and 32 blocks a rank: emulated kernels, without polls in vain.  Ranks tell each other counts "
+        "by expert and by rank: up to 16 ranks every block reads all of them, beyond its share and the sums of the "
+        "others'.",
         ("instructions-cpu",),
         instructions,
     ),

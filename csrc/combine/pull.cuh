@@ -124,11 +124,12 @@ struct Pull {
         look_ahead();
     }
 
+    // Called by all lanes together.
     template <class Is>
     MOECOMM_FN static bool some(const Call& c, const Is& is) {
         bool found = false;
-        for (i32 p = 0; p < cfg.ranks; ++p) found = found || is(c.shared.headers[p]);
-        return found;
+        for (i32 p = lane_id(); p < cfg.ranks; p += kWarp) found = found || is(c.shared.headers[p]);
+        return __any_sync(kAllLanes, found);
     }
 
     MOECOMM_FN bool by_chunks() const { return cfg.domains() > 1 || gives_credit; }

@@ -36,7 +36,7 @@ __device__ __noinline__ void answer_for_masked(const Context& ctx, u32 tag, cons
 // loads: a word acquires nothing beyond itself. False on timeout or abort, with rank from(nth) in the failure record; true without the rest
 // if stop(missing_word) is true. Loads of a batch are in flight at the same time.
 template <i32 kBatch, class At, class From, class Stop, class Take>
-MOECOMM_FN bool await_words(const Round& r, i32 n, At at, From from, Stop stop, Take take) {
+MOECOMM_FN bool await_words(const Round& r, Phase phase, i32 n, At at, From from, Stop stop, Take take) {
     for (i32 base = 0; base < n; base += kBatch) {
         u64 seen[kBatch];
         i32 missing_word = 0;
@@ -56,7 +56,7 @@ MOECOMM_FN bool await_words(const Round& r, i32 n, At at, From from, Stop stop, 
             stopped = stop(missing_word);
             return stopped;
         };
-        if (!wait_for_any(r, Phase::header, [&] { return from(missing_word); }, r.tag, ready, [] { return 0ll; })) return false;
+        if (!wait_for_any(r, phase, [&] { return from(missing_word); }, r.tag, ready, [] { return 0ll; })) return false;
         if (stopped) return true;
 #pragma unroll
         for (i32 i = 0; i < kBatch; ++i)
@@ -84,7 +84,7 @@ MOECOMM_FN bool await_headers(const Round& r, RoundHeader* headers, i32 thread, 
         return false;
     };
     return await_words<4>(
-        r, n, [&](i32 nth) { return tagged_word(r, from(nth), word(nth)); }, from, count_wait,
+        r, Phase::header, n, [&](i32 nth) { return tagged_word(r, from(nth), word(nth)); }, from, count_wait,
         [&](i32 nth, u32 value) { reinterpret_cast<u32*>(headers + from(nth))[word(nth)] = value; });
 }
 

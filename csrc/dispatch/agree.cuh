@@ -1,60 +1,9 @@
 // Step 3: with all ranks' round headers and counts, each rank decides for itself, with the same result, whether the round goes on and where
 // every row goes.
 #pragma once
-#include "call.cuh"
+#include "sum_counts.cuh"
 
 namespace moecomm {
-
-// Up to this many ranks, the wait for a header is timed once a poll for counts has been in vain. Beyond, the registers of those polls are
-// all in use, and one more load ahead of the many is not noticed.
-constexpr i32 kTimedInPolls = 8;
-// Not where a cast and packets take all registers: the combine that follows times the same ranks.
-MOECOMM_BOTH constexpr bool times_headers(const DispatchConfig& cfg) {
-    return !(cfg.packet_lines > 0 && cfg.quantize && (cfg.scale_format == ScaleFormat::ue8m0 || cfg.hidden % kQuantGroup != 0));
-}
-
-// Called by the team. For each column, adds up the counts of all ranks and of the ranks before this one; with packets, also reads the bits
-// of the tokens that arrive. Tagged words need no acquire. Returns false in a thread whose words did not arrive; the failure record is
-// filled. The work of a word is a few instructions, because there are ranks * columns of them in every block.
-template <class Call>
-MOECOMM_FN bool sum_counts(const Call& c) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 bits = cfg.packet_lines > 0 ? kWantedWords : 0;
-    constexpr bool times = times_headers(cfg) && cfg.ranks <= kTimedInPolls;
-    // Loads at once, as many as registers hold without spilling (tests/device/test_compile.py).
-    constexpr i32 in_flight = cfg.ranks <= 8 ? 8 : cfg.threads() > 720 ? 4 : cfg.ranks <= 16 ? 16 : 8;
-    for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
-        const u64 first = tagged_word(c.round, 0, kHeaderWords + column);
-        const i64 stride = static_cast<i64>(tagged_word(c.round, 1, 0) - tagged_word(c.round, 0, 0));
-        const i32 local = column - c.first_expert();
-        const bool is_bits = column >= cfg.columns();
-        const bool is_here = (cfg.packet_lines > 0 || cfg.descriptors) && local >= 0 && local < c.experts_here();
-        // Place of what is kept for each source: its bits, or the counts of earlier sources.
-        i32* const kept = is_bits                          ? reinterpret_cast<i32*>(c.shared.arriving[0]) + column - cfg.columns()
-                          : is_here                        ? c.shared.into + local
-                          : column == cfg.experts + c.me() ? c.shared.slots_before
-                                                           : nullptr;
-        const i32 pitch = is_bits ? kWantedWords : is_here ? cfg.ranges().most() : 1;
-        i32 polls = 0, total = 0, before = 0;
-        const bool in_time = await_words<in_flight>(
-            c.round, cfg.ranks, [&](i32 source) { return first + source * stride; }, [](i32 source) { return source; },
-            [&](i32 missing_peer) {
-                if (++polls == 1 && times && blockIdx.x == 0 && column < cfg.ranks) time_header(c.round, column);
-                return polls % 16 == 0 && call_differs(c.round, missing_peer, c.shared.mine);
-            },
-            [&](i32 source, u32 word) {
-                if (kept != nullptr) kept[source * pitch] = is_bits ? static_cast<i32>(word) : total;
-                total += static_cast<i32>(word);
-                if (source < c.me()) before += static_cast<i32>(word);
-            });
-        if (!in_time) return false;
-        if (is_bits) continue;
-        c.shared.total[column] = total;
-        if (column == cfg.experts + c.me()) c.shared.slots_before[cfg.ranks] = total;
-        c.shared.base[column] = before + c.shared.before[column];
-    }
-    return true;
-}
 
 // Called by a warp. Computes where the groups of one rank begin and how many rows the rank needs. A lane handles several neighboring
 // groups, so that one scan over the lanes is enough: every block does this before any row can be placed. Cannot fail.
@@ -147,6 +96,7 @@ MOECOMM_FN bool agree(const Call& c) {
     const auto record_error = [&](i32 nth) {
         if (validate_rank(c, nth).failure != Failure::none) atomicMin(&c.shared.first_error, nth);
     };
+    if constexpr (!cfg.repeat) finish_counts(c);
     if constexpr (!cfg.repeat && cfg.layout != Layout::flat) {
         for (i32 rank = c.team_warp(); rank < cfg.ranks; rank += c.kTeamWarps) place_groups(c, rank);
         __syncwarp();

@@ -97,7 +97,7 @@ MOECOMM_FN bool make_descriptors(const Call& c, i32 source) {
     auto* const descriptors = reinterpret_cast<RowDescriptor*>(c.a.ctx.peers[c.me()] + c.a.out_x);
     const i32 thread = threadIdx.x, mine = ceil_div(max(from.num_tokens * cfg.topk - thread, 0), cfg.threads());
     const bool in_time = await_words<8>(
-        c.round, mine, [&](i32 nth) { return id_place(c, source, thread) + nth * cfg.threads() * sizeof(u64); },
+        c.round, Phase::header, mine, [&](i32 nth) { return id_place(c, source, thread) + nth * cfg.threads() * sizeof(u64); },
         [&](i32) { return source; }, [](i32) { return false; },
         [&](i32 nth, u32 id) {
             const i32 entry = thread + nth * cfg.threads(), expert = static_cast<i32>(id) - c.first_expert();

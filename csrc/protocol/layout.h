@@ -61,7 +61,10 @@ struct WindowLayout {
     u64 drained;   // u64[ranks]: tag_signal of the last combine whose rows here that rank has read
     u64 ranges;    // u32[ranks][max_tokens]: scratch: the low word of the chunk_signal of each chunk of this rank's tokens, by receiver
     u64 counting;  // u64[kMaxBlocks][columns + 1]: scratch of kernels: word_signal with each block's counts, then its first bad entry
-    u64 summed;    // u64[kMaxBlocks][columns + 1]: likewise, with the counts of all earlier blocks, then the first bad entry of all blocks
+    // u64[kMaxBlocks][columns + 1]: likewise, with the counts of all earlier blocks, then the first bad entry of all blocks. Behind it, if
+    // shares_columns, u64[2][columns][2], by round parity: word_signal with a column's sum over all ranks, then over the ranks before this
+    // one, for all blocks of this rank. Two parities are enough, as for `tagged_words`.
+    u64 summed;
     // [2][ranks] times packet_bytes, by round parity and sender: rows of few tokens (packets.h); several domains: direct rows (domains.h).
     // Then, if takes_weights, u64[2][ranks][max_tokens][topk]: word_signal with the bits of a float, by round parity, source rank, its
     // token and k: the weights that a source rank gives to a combine. Words of a source rank in another domain are valid once its tagged
@@ -103,6 +106,10 @@ MOECOMM_BOTH constexpr u64 counter_words(const Shape& s) {
 constexpr i64 kMostWeights = 4096;  // of a source rank: 64 KB of a window for each
 MOECOMM_BOTH constexpr bool takes_weights(const Shape& s) { return static_cast<i64>(s.max_tokens) * s.topk <= kMostWeights; }
 
+// True if the blocks of a dispatch share the columns that they add up. Up to 16 ranks, all words of a column are loaded at once by one
+// thread, and a block that reads all columns takes less time than a word takes from one block to another.
+MOECOMM_BOTH constexpr bool shares_columns(i32 ranks) { return ranks > 16; }
+
 MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     constexpr u64 line = 256;
     WindowLayout w{};
@@ -124,7 +131,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.drained = take(ranks * sizeof(u64));
     w.ranges = take(ranks * tokens * sizeof(u32));
     w.counting = take(kMaxBlocks * (columns + 1) * sizeof(u64));
-    w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
+    w.summed = take((kMaxBlocks * (columns + 1) + (shares_columns(s.ranks) ? 4 * columns : 0)) * sizeof(u64));
     w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes) + (takes_weights(s) ? 2 * ranks * tokens * s.topk * sizeof(u64) : 0));
     w.split_headers = take(domains(s) > 1 ? ranks * sizeof(RoundHeader) : 0);
     w.signals = take(2 * align_up(signals(s) * sizeof(u64), line));
@@ -164,6 +171,10 @@ MOECOMM_BOTH constexpr u64 weight_at(const WindowLayout& w, const Shape& s, u32 
 }
 MOECOMM_BOTH constexpr u64 counting_at(const WindowLayout& w, i32 block) {
     return w.counting + static_cast<u64>(block) * (w.columns + 1) * sizeof(u64);
+}
+MOECOMM_BOTH constexpr u64 column_sums_at(const WindowLayout& w, u32 tag, i32 column) {
+    const u64 columns = w.columns, first = kMaxBlocks * (columns + 1) + round_parity(tag) * 2 * columns;
+    return w.summed + (first + 2 * static_cast<u64>(column)) * sizeof(u64);
 }
 
 // The staged row of a source rank's token. Every rank stages chunks in the same order. Chunk c reuses the places of chunk c - ring_chunks

@@ -9,7 +9,7 @@ source rank is left out, because HBM is much faster than the NIC through which i
 LL. Every rank puts and signals directly to every rank: max(start + NVLink, start + latency + slow).
 
 `start` is the time of an empty load by the lines of `domain.py`, and the agreement of all ranks: every block reads the
-counts of every rank, whatever its domain.
+counts of every rank, whatever its domain. Since it was measured, blocks of more than 16 ranks share that work.
 
 The slow stage takes the larger of the byte time and the message time of the busiest NIC. Its rows are those of the
 rank that receives most: routing is random, so each rank receives another number, and a round ends with the last rank.

@@ -2,7 +2,8 @@
 
 Kernels are compiled by g++, which counts the basic blocks that each thread runs; a basic block has some ten
 instructions.  A wait counts as one poll in vain at most.  Every rank has one token, so that work grows by what ranks
-tell each other alone: a block reads the counts of R ranks in E + R columns, which its threads share.
+tell each other alone: the counts of R ranks in E + R columns.  Up to 16 ranks every block reads all of them, beyond its
+share and the sums of the others' (`words`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,15 @@ from moecomm.testing import ranks as local
 
 from .machine import Arguments, Machine
 
-RANKS, LAYOUTS, BLOCKS = (8, 16, 32, 64), ("flat", "expert"), (1, 2)
+RANKS, LAYOUTS, BLOCKS = (8, 16, 32, 64), ("flat", "expert"), (1, 4, 32)
 HIDDEN, EXPERTS, TOPK = 64, 256, 8
+SHARED_ABOVE = 16  # ranks: shares_columns of csrc/protocol/layout.h
+
+
+def words(ranks: int, blocks: int) -> float:
+    """Return the counts and sums that a block reads, on average; those of its own experts, read by each, apart."""
+    columns = EXPERTS + ranks
+    return ranks * columns if ranks <= SHARED_ABOVE else ranks * columns / blocks + 2 * columns
 
 
 def measure(machine: Machine, ranks: int, layout: str) -> dict[str, tuple[int, int]]:

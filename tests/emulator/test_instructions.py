@@ -1,10 +1,11 @@
-"""Work of a block by number of ranks: a regression from a column a thread to all columns is found by counting."""
+"""Work of a block by number of ranks and blocks: work that every block repeats is found by counting."""
 
 from __future__ import annotations
 
 import pytest
 
-from .instructions import EXPERTS, RANKS, measure
+from ..few import few
+from .instructions import LAYOUTS, RANKS, SHARED_ABOVE, measure, words
 from .machine import Machine
 from .test_kernels import pytestmark as pytestmark
 
@@ -12,19 +13,23 @@ from .test_kernels import pytestmark as pytestmark
 OF_A_RANK, OF_A_WORD = 100, 90
 
 
-def words(ranks: int) -> int:
-    """Return the counts that a block reads."""
-    return ranks * (EXPERTS + ranks)
-
-
-@pytest.mark.parametrize("layout", ["flat", "expert"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_work_of_a_thread_grows_with_the_ranks_alone(layout: str) -> None:
     """R ranks have R * (E + R) counts: a thread that read them all would run thousands of basic blocks more a rank."""
-    few, many = RANKS[1:3]
+    few, many = 8, SHARED_ABOVE
     before, after = (measure(Machine(1, counted=True), ranks, layout) for ranks in (few, many))
     for what, (of_a_thread, of_a_block) in after.items():
-        assert 0 < of_a_thread - before[what][0] <= OF_A_RANK * (many - few), what
-        assert 0 < of_a_block - before[what][1] <= OF_A_WORD * (words(many) - words(few)), what
+        assert of_a_thread - before[what][0] <= OF_A_RANK * (many - few), what
+        assert 0 < of_a_block - before[what][1] <= OF_A_WORD * (words(many, 1) - words(few, 1)), what
+
+
+@pytest.mark.parametrize(("ranks", "layout"), few([(n, layout) for n in RANKS[2:] for layout in LAYOUTS], (32, "flat")))
+def test_blocks_of_many_ranks_share_the_counts(ranks: int, layout: str) -> None:
+    """A line through the work of one block and of four, by the words that each reads, meets that of sixteen."""
+    one, four, sixteen = (measure(Machine(blocks, counted=True), ranks, layout)["dispatch"][1] for blocks in (1, 4, 16))
+    a_word = (one - four) / (words(ranks, 1) - words(ranks, 4))
+    assert sixteen == pytest.approx(four - a_word * (words(ranks, 4) - words(ranks, 16)), rel=0.15)
+    assert a_word > 0
 
 
 def test_counts_do_not_depend_on_the_order_of_threads() -> None:
