@@ -100,11 +100,11 @@ the dispatch takes bf16 and sends FP8 with scales; combine sends bf16. 8
 GPUs a domain, but for the row "64, one domain". Decode: 128 tokens a rank, which go direct between domains.
 Prefill: 4096 tokens a rank, through forwarders. In brackets: what most of the time goes to."""
 
-READING = """- **More than 64 GPUs**: a Buffer does not open. Ranks tell each other counts by expert and by rank, which grow with
-  both. The time to read them was measured up to 64 virtual ranks on one GPU, when every block read all of them, and
-  is extrapolated in proportion to the words (in proportion to the ranks it would be half at 320). Beyond 16 ranks
-  blocks [share](measured_checks.md#work-of-a-block-by-number-of-ranks) that work now, so the table has too much of
-  it, most of all in a decode dispatch.
+READING = """- **More than 64 GPUs**: a Buffer does not open. Ranks tell each other counts by expert and by rank, which
+  grow with both. The time to read them was measured up to 64 virtual ranks on one GPU, when every block read all of
+  them, and is extrapolated in proportion to the words (in proportion to the ranks it would be half at 320). Beyond
+  16 ranks blocks [share](measured_checks.md#work-of-a-block-by-number-of-ranks) that work now, so the table has too
+  much of it, most of all in a decode dispatch.
 - **320 GPUs**: there are more ranks than experts. One expert a rank, so 64 of the 256 experts have a second
   copy, spread evenly over the domains; a token takes either. DeepSeek gives the 64 GPUs to hot and shared
   experts. Here all experts are equally likely, so copies do not unload the ranks whose expert has none.
