@@ -63,3 +63,19 @@ print(hasattr(deep_ep, "real"), "deep_ep.other" in sys.modules, deep_ep.Buffer._
 """
     )
     assert told.stdout == "True\nTrue\nFalse False moecomm.compat.deep_ep.buffer\n", told.stderr
+
+
+def test_nixl_ep_is_found(python: Python) -> None:
+    told = python(
+        """
+import moecomm.compat
+module = moecomm.compat.install_as_nixl_ep()
+assert module is moecomm.compat.install_as_nixl_ep()
+import nixl_ep
+from nixl_ep.buffer import Buffer
+from nixl_ep.utils import EventOverlap
+assert nixl_ep is module and (Buffer, EventOverlap) == (nixl_ep.Buffer, nixl_ep.EventOverlap)
+print("found")
+"""
+    )
+    assert told.stdout == "found\n", told.stderr

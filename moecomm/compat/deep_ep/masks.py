@@ -30,7 +30,7 @@ class MaskBuffer:
         if mask and not opened:
             raise Unsupported("low_latency_update_mask_buffer(mask=True) before the first low-latency call")
         for buffer in opened:
-            if mask != _is_masked(buffer, rank_to_mask):
+            if mask != is_masked(buffer, rank_to_mask):
                 change = buffer.mask if mask else buffer.unmask
                 change([rank_to_mask])
 
@@ -52,7 +52,8 @@ class MaskBuffer:
                 buffer.unmask(buffer.masked)
 
 
-def _is_masked(buffer: Buffer, rank: int) -> bool:
+def is_masked(buffer: Buffer, rank: int) -> bool:
+    """Return whether a rank, this one or another, takes no part in the rounds of a Buffer."""
     if rank != buffer.rank:
         return rank in buffer.masked
     try:

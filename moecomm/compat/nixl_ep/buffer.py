@@ -1,0 +1,339 @@
+"""nixl_ep.Buffer: low-latency rounds of ranks that connect and disconnect, over moecomm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from moecomm.buffer import Buffer as NativeBuffer
+from moecomm.compat.deep_ep.buffer import Buffer as DeepEP
+from moecomm.compat.deep_ep.event import EventOverlap, uses_cuda
+from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
+from moecomm.compat.deep_ep.masks import is_masked
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions
+from moecomm.compat.nixl_ep.meeting import meet
+from moecomm.core.integers import check_integer, is_integer
+from moecomm.core.protocol import MAX_HOST_RANKS
+from moecomm.core.validation import check_flag
+from moecomm.errors import BadInput, Closed, Unsupported
+
+_MEETING_S = 300.0  # a rank that is added may only be starting
+
+
+class _Pool(Pool):
+    """Opens no Buffer for which a masked rank would have to come."""
+
+    def open(self, *args: Any, **options: Any) -> NativeBuffer:
+        if any(buffer.masked for buffer in self.low_latency()):
+            raise Unsupported("rounds of new sizes while ranks are masked: call connect_ranks([]) before")
+        return super().open(*args, **options)
+
+
+class _Ranks(LowLatency):
+    """The rounds of the ranks that have met: their numbers in order, and in the group of their moecomm.Buffers."""
+
+    def __init__(self, store: Any, rank: int, ranks: list[int], timeout_s: float, name: str) -> None:
+        from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
+
+        group = ProcessGroup(PrefixStore(name, store), ranks.index(rank), len(ranks))
+        self.ranks, self.group_size, self._pool = ranks, len(ranks), _Pool(group, timeout_s=timeout_s, masks=True)
+        self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def buffers(self) -> list[NativeBuffer]:
+        return self._pool.low_latency()
+
+    def masked(self) -> set[int]:
+        """Return the masked ranks of those that have met."""
+        return {self.ranks[number] for buffer in self.buffers() for number in buffer.masked}
+
+    def mask(self, ranks: Collection[int], mask: bool) -> None:
+        """Collective among the ranks that stay."""
+        numbers = {self.ranks.index(rank) for rank in ranks}
+        for buffer in self.buffers():
+            if change := sorted(number for number in numbers if is_masked(buffer, number) != mask):
+                (buffer.mask if mask else buffer.unmask)(change)
+
+    def ids(self, topk_idx: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
+        """Return the ids in the numbers of the group.  Experts of ranks that are not in it count as -1."""
+        if self.ranks == list(range(self.group_size)):
+            return topk_idx
+        key = (topk_idx.device, experts_per_rank)
+        table = self._tables.get(key)
+        if table is None:
+            known = torch.full(((max(self.ranks) + 1) * experts_per_rank + 1,), -1)  # the last one: of an id of -1
+            for number, rank in enumerate(self.ranks):
+                first = torch.arange(experts_per_rank)
+                known[rank * experts_per_rank + first] = number * experts_per_rank + first
+            table = self._tables[key] = known.to(topk_idx.device)
+        return table[topk_idx.clamp(-1, len(table) - 1)].to(topk_idx.dtype)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class Buffer:
+    """Low-latency dispatch and combine among the ranks that are connected; see NIXL-EP's documentation, and the package
+    for differences.
+
+    Expert e belongs to rank e // num_experts_per_rank.  Memory is taken by the first round with new sizes, on all ranks
+    alike.
+
+    Args:
+        rank: the number of this process.
+        tcp_store_group: a torch.distributed.Store that outlives the ranks.
+        group: a process group with such a store, if there is no `tcp_store_group`.
+        timeout_ms: for a peer in a round.
+        explicitly_destroy: accepted; destroy() is always allowed.
+    """
+
+    def __init__(
+        self,
+        disable_ll_nvlink: bool = False,
+        explicitly_destroy: bool = False,
+        rank: int = 0,
+        low_latency_mode: bool = True,
+        group: Any = None,
+        comm: Any = None,
+        tcp_store_group: Any = None,
+        timeout_ms: int = 30_000,
+    ) -> None:
+        _refuse(disable_ll_nvlink=disable_ll_nvlink, comm=comm)
+        check_integer("rank", rank, 0, MAX_HOST_RANKS - 1)
+        check_integer("timeout_ms", timeout_ms, 1)
+        check_flag("low_latency_mode", low_latency_mode)
+        if not low_latency_mode:
+            raise Unsupported("nixl_ep.Buffer(low_latency_mode=False): moecomm.compat.deep_ep.Buffer has such rounds")
+        if tcp_store_group is None and group is None:
+            raise Unsupported("nixl_ep.Buffer without a store: pass tcp_store_group= or group=")
+        self.rank, self.group_size, self.low_latency_mode = rank, 0, low_latency_mode
+        self.group, self.tcp_store_group = group, tcp_store_group
+        self.timeout_ms, self.explicitly_destroy = timeout_ms, explicitly_destroy
+        self._experts_per_rank = 0
+        self._connected: set[int] = set()
+        self._met: _Ranks | None = None
+        self._destroyed = False
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: kernels are compiled for the GPU at hand."""
+        return True
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event on the current stream."""
+        return DeepEP.capture()
+
+    @staticmethod
+    def get_low_latency_buffer_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """As moecomm.compat.deep_ep.Buffer.get_low_latency_rdma_size_hint."""
+        return DeepEP.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    get_rdma_size_hint = get_low_latency_buffer_size_hint
+
+    def update_memory_buffers(
+        self, num_ranks: int, num_experts_per_rank: int, num_rdma_bytes: int, num_nvl_bytes: int = 0
+    ) -> None:
+        """Set the most ranks, and the experts of each.  Bytes are accepted and change nothing."""
+        check_integer("num_ranks", num_ranks, self.rank + 1, MAX_HOST_RANKS)
+        check_integer("num_experts_per_rank", num_experts_per_rank, 1)
+        check_integer("num_rdma_bytes", num_rdma_bytes, 0)
+        check_integer("num_nvl_bytes", num_nvl_bytes, 0)
+        if self._met is not None:
+            raise BadInput("update_memory_buffers", "a call with connected ranks", "one before connect_ranks()")
+        self.group_size, self._experts_per_rank = num_ranks, num_experts_per_rank
+
+    def set_tcp_store_group(self, tcp_store_group: Any) -> None:
+        """Take another store for later meetings."""
+        self.tcp_store_group = tcp_store_group
+
+    def connect_ranks(self, remote_ranks: Iterable[int], activate: bool = True) -> None:
+        """Go on with more ranks, or with others of the same numbers.  Collective among all that are connected then.
+
+        Those that are masked or disconnected, and not named, are left out; with no rank named, that is all it does.
+        A rank whose process has been replaced is named again once it is masked or disconnected.  Handles of earlier
+        dispatches can't be used any more, nor graphs that were captured.
+
+        Raises:
+            Timeout: a rank did not come within 300 s.
+            BadInput: a rank beyond those of update_memory_buffers().
+        """
+        check_flag("activate", activate)
+        if not activate:
+            raise Unsupported("connect_ranks(activate=False): connect ranks when they are to take part")
+        named = self._checked(remote_ranks)
+        masked = set() if self._met is None else self._met.masked()
+        wanted = sorted((self._connected - masked) | named | {self.rank})
+        if self._met is None or self._met.ranks != wanted or named & masked:
+            self._meet(wanted)
+
+    def disconnect_ranks(self, remote_ranks: Iterable[int]) -> None:
+        """Go on without some ranks.  Collective among those that stay; ids of their experts count as -1."""
+        named = self._checked(remote_ranks) & self._connected
+        if self.rank in named:
+            raise BadInput("remote_ranks", f"this rank, {self.rank}", "others: the ranks that stay call it")
+        self._connected -= named
+        if named and self._ranks().buffers():
+            self._ranks().mask(named, True)
+        elif named:
+            self._meet(sorted(self._connected))
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+        """recv_x or (recv_x, scales), recv_count, handle, event, hook, as deep_ep's; R is the ranks that have met.
+
+        `num_experts`: no less than those of the connected ranks.
+        """
+        _refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        met, experts = self._ranks(), self._experts_per_rank
+        check_dimensions("topk_idx", topk_idx, "tokens", "topk")
+        least = (max(self._connected) + 1) * experts
+        if num_experts is not None:
+            check_integer("num_experts", num_experts, least, self.group_size * experts)
+        ids = met.ids(topk_idx, experts)
+        result = met.low_latency_dispatch(
+            x,
+            ids,
+            num_max_dispatch_tokens_per_rank,
+            met.group_size * experts,
+            cumulative_local_expert_recv_stats,
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+            async_finish=async_finish,
+            return_recv_hook=return_recv_hook,
+        )
+        result[2].given = topk_idx  # type: ignore[attr-defined]
+        return result
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """combined_x, event, hook, as deep_ep's."""
+        _refuse(combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        if topk_idx is getattr(handle, "given", None):
+            topk_idx = handle.topk_idx
+        return self._ranks().low_latency_combine(
+            x,
+            topk_idx,
+            topk_weights,
+            handle,
+            use_logfmt=use_logfmt,
+            zero_copy=zero_copy,
+            async_finish=async_finish,
+            return_recv_hook=return_recv_hook,
+            out=out,
+        )
+
+    dispatch, combine = low_latency_dispatch, low_latency_combine
+
+    def get_next_combine_buffer(self, handle: Any) -> torch.Tensor:
+        """`[E/R, R * Tmax, H]` in the window, for combine(zero_copy=True); the same one for one handle."""
+        return self._ranks().get_next_low_latency_combine_buffer(handle)
+
+    def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Mask a connected rank, or take it in again.  All ranks that stay call it; to unmask, that rank as well.
+
+        Raises:
+            Unsupported: masking before the first dispatch, whose sizes are not known.
+        """
+        check_flag("mask", mask)
+        if not self._checked([rank_to_mask]) <= self._connected:
+            raise BadInput("rank_to_mask", rank_to_mask, f"a connected rank: {sorted(self._connected)}")
+        if mask and not self._ranks().buffers():
+            raise Unsupported("update_mask_buffer(mask=True) before the first dispatch: use disconnect_ranks()")
+        self._ranks().mask([rank_to_mask], mask)
+
+    def query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write 1 for each rank that is masked or not connected, and 0 for others; int32 [most ranks]."""
+        check_dimensions("mask_status", mask_status, "ranks")
+        if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
+            wanted = f"int32 [{self.group_size}]"
+            raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", wanted)
+        here = self._connected - self._ranks().masked()
+        mask_status.copy_(torch.tensor([int(rank not in here) for rank in range(self.group_size)], dtype=torch.int32))
+
+    def clean_mask_buffer(self) -> None:
+        """Take all connected ranks in again that are masked.  All of them make this call."""
+        if masked := self._ranks().masked() & self._connected:
+            self._ranks().mask(masked, False)
+
+    def barrier(self) -> None:
+        """Wait for the current stream, and for all ranks that are connected and not masked.
+
+        Raises:
+            Timeout: a rank did not come within `timeout_ms`.
+        """
+        if uses_cuda():
+            torch.cuda.current_stream().synchronize()
+        met = self._ranks()
+        meet(self._store(), self.rank, sorted(self._connected - met.masked()), self.timeout_ms / 1e3)
+
+    def destroy(self) -> None:
+        """Give the memory back.  Idempotent."""
+        self._destroyed = True
+        if self._met is not None:
+            self._met.close()
+
+    def _ranks(self) -> _Ranks:
+        if self._destroyed:
+            raise Closed("nixl_ep buffer")
+        if self._met is None:
+            raise BadInput("Buffer", "no connected ranks", "update_memory_buffers() and connect_ranks() before")
+        return self._met
+
+    def _store(self) -> Any:
+        if self.tcp_store_group is not None:
+            return self.tcp_store_group
+        return self.group.get_group_store()
+
+    def _meet(self, ranks: list[int]) -> None:
+        store = self._store()
+        name = meet(store, self.rank, ranks, max(_MEETING_S, self.timeout_ms / 1e3))
+        if self._met is not None:
+            self._met.close()
+        self._met = _Ranks(store, self.rank, ranks, self.timeout_ms / 1e3, name)
+        self._connected = set(ranks)
+
+    def _checked(self, ranks: Iterable[int]) -> set[int]:
+        if self._destroyed:
+            raise Closed("nixl_ep buffer")
+        if not self._experts_per_rank:
+            raise BadInput("Buffer", "no sizes", "update_memory_buffers() before")
+        found = list(ranks)
+        for rank in found:
+            if not is_integer(rank) or not 0 <= rank < self.group_size:
+                raise BadInput("remote_ranks", rank, f"0 to {self.group_size - 1}")
+        return set(found)
+
+
+def _refuse(**options: object) -> None:
+    """Raise Unsupported for an option that is given."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise Unsupported(f"{name}: see moecomm.compat.nixl_ep for what is not supported")
