@@ -5,7 +5,8 @@
     comm = flashinfer.moe_ep.create_communication(bootstrap, params, "moecomm")
 
 or, in its layers, `SplitConfig(comm="moecomm")`.  Unquantized rows of `params.token_dtype`, and float8_e4m3fn rows with
-scales of any kind beside them; other quantized rows, and `eplb_local_stats`, are Unsupported.
+scales of any kind beside them; other quantized rows, and `eplb_local_stats`, are Unsupported.  Ranks are masked by
+`active_rank_mask`, as in its one-sided all-to-all, and by the calls of its Fleet (flashinfer_masks.py).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import flashinfer
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.core.choices import BackendName
+from moecomm.core.choices import BackendName, OnTimeout
 from moecomm.errors import BadInput, Closed, Unsupported
+from moecomm.integrations.flashinfer_masks import MaskedRanks, active_ranks
 from moecomm.ops.counted import counted
 from moecomm.routed import Handle
 
@@ -35,13 +37,13 @@ _TIMEOUT_S = 600.0  # ranks drift apart by whatever one of them does alone: load
 
 
 @register_communication("moecomm")  # type: ignore[untyped-decorator,unused-ignore]
-class Communication(MoEEpCommunication):  # type: ignore[misc]
+class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
     """Rank-major dispatch and combine over moecomm's flat layout.  In CUDA graphs too: nothing waits on the host.
 
     Args:
         bootstrap: BootstrapConfig; its `process_group`, or the default group, has the ranks.
         params: MoEEpCommParams.
-        moecomm_backend, timeout_s, window_bytes: of the Buffer, whose `backend` is the first.
+        moecomm_backend, timeout_s, window_bytes, on_timeout: of the Buffer, whose `backend` is the first.
     """
 
     supports_cuda_graph: ClassVar[bool] = True
@@ -54,6 +56,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         moecomm_backend: BackendName = "auto",
         timeout_s: float = _TIMEOUT_S,
         window_bytes: int | None = None,
+        on_timeout: OnTimeout = "raise",
     ) -> None:
         super().__init__(bootstrap, params)
         group = bootstrap.process_group
@@ -70,6 +73,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
             timeout_s=timeout_s,
             window_bytes=window_bytes,
             capacity_factor=math.inf,  # results have `ep_size * max_tokens_per_rank` rows, whatever the routing
+            on_timeout=on_timeout,
         )
         self._handle: Handle | None = None
 
@@ -89,10 +93,13 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: torch.Tensor | None = None,
         runtime_max_tokens_per_rank: int | None = None,
+        active_rank_mask: torch.Tensor | None = None,
     ) -> Any:
         """Rows first, in the order of source ranks and their tokens; behind them, rows with no expert.  Collective.
 
-        `runtime_max_tokens_per_rank`: another name of `max_tokens_per_rank`.
+        `runtime_max_tokens_per_rank`: another name of `max_tokens_per_rank`.  `active_rank_mask`: uint64 `[1]` on the
+        CPU, one bit for each rank that takes part, alike on all of these; a rank of which the bit is set again makes
+        this call, too.  None: those of the call before.
 
         Raises:
             As Buffer.dispatch.
@@ -110,6 +117,8 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         if not max(1, len(hidden_states)) <= most <= self.params.max_tokens_per_rank:
             least, limit = max(1, len(hidden_states)), self.params.max_tokens_per_rank
             raise BadInput("max_tokens_per_rank", most, f"{least} to {limit}")
+        if active_rank_mask is not None:
+            self.set_active_mask(active_ranks(active_rank_mask, self.ep_size))
         weights = None if topk_weights is None else topk_weights.float().contiguous()
         routed = buffer.dispatch(
             hidden_states.contiguous(),
@@ -135,8 +144,16 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         )
 
     @counted("self", 0)
-    def combine(self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None) -> torch.Tensor:
+    def combine(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        output: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """`[T, H]`: the sum of each token's rows, in float32 in a fixed order, rounded once.  Collective.
+
+        `active_rank_mask`: that of the dispatch.
 
         Raises:
             As Buffer.combine.
@@ -144,6 +161,8 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         buffer = self._open()
         if self._handle is None:
             raise BadInput("combine", "no dispatch before it", "one combine to a dispatch")
+        if active_rank_mask is not None and active_ranks(active_rank_mask, self.ep_size) != self.active():
+            raise BadInput("active_rank_mask", active_rank_mask.tolist(), "that of the dispatch")
         handle, self._handle = self._handle, None
         out: torch.Tensor = buffer.combine(expert_output.reshape(handle.y_shape), handle, out=output)
         return out

@@ -128,11 +128,11 @@ def moe_ep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 class Rank:
-    def __init__(self, group: Any, moe_ep: Any, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, group: Any, moe_ep: Any, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.rank, self.mine = group.rank, experts_of(group.rank, EXPERTS, group.ranks)
         bootstrap = SimpleNamespace(rank=group.rank, world_size=group.ranks, process_group=group)
         params = moe_ep.MoEEpCommParams(EXPERTS, TOPK, MOST, HIDDEN, dtype=dtype, invalid_expert_id=EXPERTS + 5)
-        self.comm = moe_ep.create_communication(bootstrap, params, "moecomm", moecomm_backend="host")
+        self.comm = moe_ep.create_communication(bootstrap, params, "moecomm", moecomm_backend="host", **options)
         g = torch.Generator().manual_seed(self.rank)
         self.x = torch.randint(-8, 9, (TOKENS[self.rank], HIDDEN), generator=g).to(dtype)
         self.ids, _ = random_routing(len(self.x), EXPERTS, TOPK, drop=0.2, generator=g)
@@ -147,14 +147,16 @@ class Rank:
         y = got.hidden_states.float() * scale.sum(dim=1, keepdim=True)
         return torch.where(mine.any(dim=1, keepdim=True), y, torch.nan).to(self.x.dtype)
 
-    def wanted(self) -> torch.Tensor:
-        scale = torch.where(self.ids < 0, 0, self.ids + 1) * self.weights
+    def wanted(self, masked: tuple[int, ...] = ()) -> torch.Tensor:
+        gone = [expert for rank in masked for expert in experts_of(rank, EXPERTS, RANKS)]
+        there = (self.ids >= 0) & ~torch.isin(self.ids, torch.tensor(gone, dtype=torch.int64))
+        scale = torch.where(there, self.ids + 1, 0) * self.weights
         return self.x * scale.sum(dim=1, keepdim=True).to(self.x.dtype)
 
 
-def on_ranks(body: Callable[[Rank], Any], moe_ep: Any) -> list[Any]:
+def on_ranks(body: Callable[[Rank], Any], moe_ep: Any, **options: Any) -> list[Any]:
     def run(group: Any) -> Any:
-        rank = Rank(group, moe_ep)
+        rank = Rank(group, moe_ep, **options)
         try:
             return body(rank)
         finally:
@@ -249,6 +251,105 @@ def test_a_call_that_fails_on_one_rank_ends_the_next_one_on_all(moe_ep: Any, ste
                 comm.combine(rank.experts(got))
         finally:
             done.wait(30)
+
+    on_ranks(body, moe_ep)
+
+
+def bits(*ranks: int) -> torch.Tensor:
+    return torch.tensor([sum(1 << rank for rank in ranks)], dtype=torch.uint64)
+
+
+def test_a_mask_comes_with_the_calls(moe_ep: Any) -> None:
+    idle = Barrier(RANKS)
+
+    def body(rank: Rank) -> None:
+        comm, given = rank.comm, (rank.x, rank.ids, rank.weights)
+        idle.wait(30)
+        if rank.rank != 2:
+            for mask in (bits(0, 1, 3), None):  # None: as before
+                got = comm.dispatch(*given, active_rank_mask=mask)
+                with pytest.raises(moecomm.BadInput, match="active_rank_mask"):
+                    comm.combine(rank.experts(got), active_rank_mask=bits(0, 1, 2, 3))
+                out = comm.combine(rank.experts(got), active_rank_mask=mask)
+                assert torch.equal(out, rank.wanted((2,))) and comm.query_active_mask().tolist() == [1, 1, 0, 1]
+        idle.wait(30)
+        everybody = bits(0, 1, 2, 3)
+        got = comm.dispatch(*given, active_rank_mask=everybody)
+        assert torch.equal(comm.combine(rank.experts(got), active_rank_mask=everybody), rank.wanted())
+        assert not comm.query_fault()
+
+    on_ranks(body, moe_ep)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.tensor([3]), [3], bits(1), bits(0, 1), torch.tensor([1, 0], dtype=torch.uint64)]
+)
+def test_a_bad_mask_is_named(moe_ep: Any, mask: Any) -> None:
+    rank = Rank(moecomm.local_ranks(1)[0], moe_ep)
+    with pytest.raises(moecomm.BadInput, match="mask"):
+        rank.comm.dispatch(rank.x, rank.ids, rank.weights, active_rank_mask=mask)
+    rank.comm.destroy()
+
+
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_the_fault_tolerance_of_a_fleet(moe_ep: Any, on_timeout: str) -> None:
+    """Rank 2 leaves: the others find the fault, agree, and go on; then they, or it, name the mask."""
+    idle, left = Barrier(RANKS), Barrier(RANKS - 1)
+
+    def exact_round(rank: Rank, masked: tuple[int, ...]) -> None:
+        got = rank.comm.dispatch(rank.x, rank.ids, rank.weights)
+        assert torch.equal(rank.comm.combine(rank.experts(got)), rank.wanted(masked))
+
+    def body(rank: Rank) -> None:
+        comm = rank.comm
+        assert comm.supports_fault_tolerance and not comm.query_fault() and comm.query_active_mask().tolist() == [1] * 4
+        epoch = comm.active_mask_epoch
+        exact_round(rank, ())
+        idle.wait(30)
+        if rank.rank == 2:
+            comm.destroy()
+            return
+        if on_timeout == "raise":
+            with pytest.raises((moecomm.PeerLost, moecomm.Timeout)):
+                exact_round(rank, ())
+        else:
+            exact_round(rank, (2,))
+        left.wait(30)
+        assert comm.query_fault()
+        assert comm.reconcile_active_mask().tolist() == [1, 1, 0, 1] and comm.active_mask_epoch > epoch
+        assert not comm.query_fault()
+        exact_round(rank, (2,))
+        left.wait(30)
+        if rank.rank != 3:
+            comm.set_active_mask([1, 1, 0, 0])
+            exact_round(rank, (2, 3))
+            out = torch.zeros(4, dtype=torch.int32)
+            assert comm.query_active_mask(out) is out and out.tolist() == [1, 1, 0, 0]
+            assert not comm.query_fault()
+        left.wait(30)
+        comm.set_active_mask([1, 1, 0, 1])
+        exact_round(rank, (2,))
+        with pytest.raises(moecomm.BadInput, match="mask"):
+            comm.set_active_mask([0, 0, 0, 0])
+        with pytest.raises(moecomm.Unsupported, match="timeout_s"):
+            comm.reconcile_active_mask(timeout_s=1.0)
+
+    on_ranks(body, moe_ep, on_timeout=on_timeout)
+
+
+def test_ranks_are_taken_in_again(moe_ep: Any) -> None:
+    idle = Barrier(RANKS)
+
+    def body(rank: Rank) -> None:
+        comm = rank.comm
+        idle.wait(30)
+        if rank.rank != 2:
+            comm.set_active_mask(torch.tensor([1, 1, 0, 1]))
+        idle.wait(30)
+        comm.clear_faults(readmit=True)
+        got = comm.dispatch(rank.x, rank.ids, rank.weights)
+        assert torch.equal(comm.combine(rank.experts(got)), rank.wanted()) and not comm.query_fault()
+        comm.clear_faults()
 
     on_ranks(body, moe_ep)
 

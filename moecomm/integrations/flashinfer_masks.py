@@ -1,0 +1,115 @@
+"""Masks of FlashInfer's moe_ep: the mask of its one-sided all-to-all, and the fault tolerance of its Fleet.
+
+Its masks have 1 for a rank that takes part.  Calls that change them are collective among the ranks that stay, and those
+that are taken in again: over Buffer.mask() and unmask(), which leave captured graphs as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.errors import BadInput, RoundFailed, Unsupported
+
+
+class MaskedRanks(ABC):
+    """The calls of a Fleet that concern masks."""
+
+    _cleared: tuple[int, ...] = ()  # masked ranks of which the caller knows
+
+    @abstractmethod
+    def _open(self) -> Buffer: ...
+
+    @property
+    def supports_fault_tolerance(self) -> bool:
+        """True where ranks can be masked."""
+        try:
+            self._open().rounds.session.maskable()
+        except Unsupported:
+            return False
+        return True
+
+    @property
+    def active_mask_epoch(self) -> int:
+        """A number that grows with each change of the mask."""
+        return self._open().rounds.attempts
+
+    def active(self) -> list[int]:
+        """Return the mask, by rank, on the host."""
+        buffer = self._open()
+        masked = set(buffer.masked)
+        return [int(rank not in masked) for rank in range(buffer.num_ranks)]
+
+    def query_active_mask(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """int32 `[ranks]` on the device of the Buffer."""
+        active = torch.tensor(self.active(), dtype=torch.int32)
+        return active.to(self._open().rounds.device) if out is None else out.copy_(active)
+
+    def query_fault(self) -> bool:
+        """True if a call has raised that a rank is lost, or one was masked by itself, since the mask was last set."""
+        buffer = self._open()
+        try:
+            buffer.rounds.require_alive()
+        except RoundFailed:
+            return True
+        return buffer.masked != self._cleared
+
+    def set_active_mask(self, mask: Iterable[int] | torch.Tensor) -> None:
+        """Let these ranks take part.  Collective among them, other than a Fleet's.
+
+        Args:
+            mask: 1 or 0 for each rank; 1 for this one, unless it is masked and the others don't take it in.
+
+        Raises:
+            As Buffer.mask() and unmask().
+        """
+        buffer = self._open()
+        wanted = [int(value) for value in (mask.tolist() if isinstance(mask, torch.Tensor) else mask)]
+        if len(wanted) != buffer.num_ranks or not set(wanted) <= {0, 1} or wanted[buffer.rank] == 0:
+            raise BadInput("mask", wanted, f"1 or 0 for each of {buffer.num_ranks} ranks, 1 for this one")
+        before = self.active()
+        gone = [rank for rank, (now, then) in enumerate(zip(wanted, before, strict=True)) if now < then]
+        back = [rank for rank, (now, then) in enumerate(zip(wanted, before, strict=True)) if now > then]
+        if gone:
+            buffer.mask(gone)
+        if back or buffer.rounds.session.maskable().excluded():
+            buffer.unmask(back or [buffer.rank])
+        self._cleared = buffer.masked
+
+    def reconcile_active_mask(self, *, timeout_s: float | None = None) -> torch.Tensor:
+        """Agree on who is lost, mask them, and return query_active_mask().  Collective among the rest.
+
+        Raises:
+            Unsupported: `timeout_s`, which is that of the Buffer.
+            As Buffer.mask().
+        """
+        if timeout_s is not None:
+            raise Unsupported("reconcile_active_mask(timeout_s=): that of the communication")
+        self._cleared = self._open().mask()
+        return self.query_active_mask()
+
+    def clear_faults(self, *, readmit: bool = False) -> None:
+        """Forget that ranks were masked; `readmit`: take them in again, collectively, these ranks as well.
+
+        Raises:
+            As Buffer.unmask().
+        """
+        buffer = self._open()
+        if readmit:
+            own = [buffer.rank] if buffer.rounds.session.maskable().excluded() else []
+            if back := [*buffer.masked, *own]:
+                buffer.unmask(back)
+        self._cleared = buffer.masked
+
+
+def active_ranks(mask: torch.Tensor, ranks: int) -> list[int]:
+    """Return 1 or 0 for each rank: the bits of moe_a2a_active_rank_mask()."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.uint64 or mask.device.type != "cpu":
+        raise BadInput("active_rank_mask", mask, "a uint64 tensor on the CPU, of moe_a2a_active_rank_mask()")
+    words = mask.tolist()
+    if len(words) != 1 or words[0] >> ranks:
+        raise BadInput("active_rank_mask", words, f"one word with the bits of {ranks} ranks")
+    return [words[0] >> rank & 1 for rank in range(ranks)]
