@@ -31,6 +31,7 @@ import torch
 import moecomm
 from moecomm.bench import results
 
+from .percentiles import percentiles
 from .rejoin import Job, Member
 from .supervisor import Supervisor
 
@@ -42,7 +43,6 @@ TIMEOUT_S = 20
 # times the medians of bench/results/kill-plans-cpu.json, and twice those of two cores with six busy processes beside.
 SOON_MS = {"noticed": 300, "shrink": 300, "grow": 700, "join": 1500}
 LATE_S, FIRST_S = 0.03, 0.005
-PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Step(NamedTuple):
@@ -149,10 +149,6 @@ class Found:
             "grows": len(self.ms["grow"]),
             **{f"{name}_ms": percentiles(ms) for name, ms in self.ms.items()},
         }
-
-
-def percentiles(ms: list[float]) -> dict[str, float]:
-    return {name: round(sorted(ms)[int(share * (len(ms) - 1))], 2) for name, share in PERCENTILES.items()} if ms else {}
 
 
 def check(folder: Path, seed: int, kind: str = "CPU", most_ranks: int = MOST_RANKS) -> Found:

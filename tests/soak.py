@@ -40,6 +40,7 @@ from moecomm.bench import results
 from moecomm.testing import random_case
 from moecomm.testing.check import check_case_on_rank
 
+from .percentiles import percentiles
 from .rejoin import Job, Member
 from .supervisor import Supervisor
 
@@ -49,7 +50,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SETTLED = 10  # rounds of all ranks before a sample
 LATE_S = 0.03
 FAULTS = {"kill": 500, "kill while others join": 200, "abort": 150, "pause": 100, "reopen": 40, "stop": 3}
-PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 EXACT = ("descriptors", "threads", "shared_mappings")
 ROOM: dict[str, Callable[[float], float]] = {  # that a line through samples may rise or fall
     "private_mib": lambda first: 8.0,
@@ -267,11 +267,6 @@ def files_left(before: set[str], processes: set[int]) -> set[str]:
     """Return new files of /dev/shm that processes of the soak, or moecomm, have named."""
     new = set(os.listdir("/dev/shm")) - before
     return {name for name in new if "moecomm" in name or name.startswith(tuple(f"torch_{pid}_" for pid in processes))}
-
-
-def percentiles(ms: list[float]) -> dict[str, float]:
-    """Return some, rounded."""
-    return {name: round(sorted(ms)[int(share * (len(ms) - 1))], 2) for name, share in PERCENTILES.items()} if ms else {}
 
 
 def soak(seconds: float, every_s: float, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:

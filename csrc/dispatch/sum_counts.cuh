@@ -72,11 +72,12 @@ MOECOMM_FN bool share_columns(const Call& c) {
     const i32 stride = c.kTeamWarps * static_cast<i32>(gridDim.x), warp = blockIdx.x + gridDim.x * c.team_warp();
     const auto source_of = [](i32 nth) { return min(nth % looks * kWarp + lane_id(), last); };
     for (i32 first = warp; first < cfg.columns(); first += at_once * stride) {
-        u32 counts[at_once * looks] = {};
+        u32 counts[at_once * looks] = {};  // in registers: places in it are known to the compiler
         const i32 here = min(ceil_div(cfg.columns() - first, stride), at_once);
         const bool in_time = await_counts<at_once * looks>(
             c, here * looks, [&](i32 nth) { return tagged_word(c.round, source_of(nth), kHeaderWords + first + nth / looks * stride); },
-            source_of, [&](i32 nth, u32 count) { counts[nth] = nth % looks * kWarp + lane_id() < cfg.ranks ? count : 0; });
+            source_of,
+            [&](i32 nth, u32 count) { counts[nth % (at_once * looks)] = nth % looks * kWarp + lane_id() < cfg.ranks ? count : 0; });
         if (!__all_sync(kAllLanes, in_time)) return false;
 #pragma unroll
         for (i32 i = 0; i < at_once; ++i) {

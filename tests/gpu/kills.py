@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import signal
@@ -26,11 +25,11 @@ from moecomm.bench import results
 from moecomm.core.experts import experts_of
 
 from ..conftest import Ranks
+from ..percentiles import percentiles
 
 SIZES: dict[str, Any] = {"hidden": 1024, "num_experts": 8, "topk": 2, "max_tokens": 64}
 CALLS = ("mask", "shrink")
 EXACT, LATEST_S = 100, 0.05
-PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def tokens_of(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -115,7 +114,7 @@ def main() -> None:
                 times.setdefault(key, []).append(ms)
     row: dict[str, Any] = {"kind": "killed GPU ranks, masked or left out, and exact rounds", "kills": given.kills}
     for key, each in times.items():
-        row[key] = {name: round(sorted(each)[math.ceil(part * len(each)) - 1], 2) for name, part in PERCENTILES.items()}
+        row[key] = percentiles(each)
     print(json.dumps(row, indent=1))
     if given.json:
         results.write(given.json, {"rows": [row]})

@@ -121,6 +121,8 @@ def moe_ep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setitem(sys.modules, "flashinfer.moe_ep", ModuleType("flashinfer.moe_ep"))
     found = request.param()
     monkeypatch.setitem(sys.modules, "flashinfer.moe_ep", found)
+    if request.param is _installed:  # which wants equally many experts on all ranks
+        monkeypatch.setattr(sys.modules[__name__], "EXPERTS", 3 * RANKS)
     sys.modules.pop("moecomm.integrations.flashinfer", None)
     importlib.import_module("moecomm.integrations.flashinfer")
     yield found
