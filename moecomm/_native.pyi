@@ -272,6 +272,7 @@ class CombineArgs:
     def __copy__(self) -> CombineArgs: ...
     def __deepcopy__(self, arg0: dict[int, typing.Any]) -> CombineArgs: ...
     def __init__(self) -> None: ...
+    added_hashes: int
     @property
     def address(self) -> int: ...
     bias: int
@@ -288,6 +289,7 @@ class CombineArgs:
     out_stride: int
     out_weight_grads: int
     reduced_rows: int
+    staged_hashes: int
     sum_grads: int
     topk_weights: int
     type: int

@@ -199,7 +199,7 @@ def flipping(destination: int, draw: random.Random, made: list[Row]) -> Iterator
     def flip_and_compare(check: verify.DispatchCheck) -> None:
         routed = check._routed
         if check._rounds.rank == destination and not made:
-            src, in_use = verify._table_of_rows(routed)
+            src, in_use = verify.table_of_rows(routed.handle)
             rows = in_use.nonzero().flatten().tolist()
             if rows:
                 row = draw.choice(rows)
@@ -214,7 +214,7 @@ def flipping(destination: int, draw: random.Random, made: list[Row]) -> Iterator
 
 def rows_of(routed: dispatch.Routed) -> list[list[int]]:
     """Source rank and token of each row in use."""
-    src, in_use = verify._table_of_rows(routed)
+    src, in_use = verify.table_of_rows(routed.handle)
     return src[in_use].tolist()
 
 

@@ -189,6 +189,8 @@ void bind_combine(py::module_& m) {
         .def_readwrite("weight_grads", &CombineArgs::weight_grads)
         .def_readwrite("y_stride", &CombineArgs::y_stride)
         .def_readwrite("reduced_rows", &CombineArgs::reduced_rows)
+        .def_readwrite("staged_hashes", &CombineArgs::staged_hashes)
+        .def_readwrite("added_hashes", &CombineArgs::added_hashes)
         .def_readwrite("bias_stride", &CombineArgs::bias_stride)
         .def_readwrite("num_tokens", &CombineArgs::num_tokens)
         .def_readwrite("hidden", &CombineArgs::hidden)

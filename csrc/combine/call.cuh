@@ -44,12 +44,13 @@ constexpr i32 kItemsOpen = 8;  // items of a warp whose sources are loading
 enum class Next { item, later, none };  // later: it would block
 
 // Shared memory of one warp: pieces in flight, and the items that they belong to.
-template <i32 slots, i32 bytes, bool has_weights = false>
+template <i32 slots, i32 bytes, bool has_weights = false, bool has_hashes = false>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
     alignas(128) u8 data[slots][bytes];
     alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, or of all that a reduce warp adds, in the first place
     u64 full[slots];
+    u64* hashes[has_hashes ? slots : 1];  // verified rounds: to which the hash of a piece is added
     Item items[kItemsOpen];
 };
 
@@ -66,7 +67,8 @@ struct ScaleoutShared {
 
 template <CombineConfig cfg>
 struct CombineShared {
-    RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel()> pull[cfg.pull_warps];
+    using PullRing = RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel(), cfg.verifies>;
+    PullRing pull[cfg.pull_warps];
     StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // work items of this block
     StepCounters<cfg.pull_warps> pulled;                       // chunks of this block
     CombineArgs args;
@@ -184,7 +186,7 @@ struct CombineCall {
     // True if rows go to a source rank in packets. The same rule as Packets.carry in moecomm/core/packets.py, by which the source rank
     // chooses its kernel. All ranks know its inputs: how many tokens each rank sent, and that no rank passes gradients of weights.
     MOECOMM_FN bool in_packets(i32 source_rank) const {
-        if (cfg.domains() > 1) return false;
+        if (cfg.domains() > 1 || cfg.verifies) return false;
         const i32 tokens = shared.sent[source_rank].num_tokens;
         const bool few = tokens <= kPacketTokens && tokens * cfg.topk <= kMostPacketEntries;
         return a.weight_grads == 0 && few && shape().packet_bytes > 0 && static_cast<i64>(tokens) * kTokenBytes <= shape().packet_bytes;

@@ -3,6 +3,7 @@
 // through the warp's ring in that order, followed by the pieces of the next items.
 #pragma once
 #include "call.cuh"
+#include "row_hash.cuh"
 
 namespace moecomm {
 
@@ -22,6 +23,7 @@ namespace moecomm {
 //       kType, kRowBytes            Type and bytes of a source row.
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
+//       u64* hash                   kHashes: after open(), to which the hash of this lane's row is added.
 //       float factor                kFactors: after open(), what this lane's source is multiplied by before it is added.
 //       kCopies                     An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 template <class Ring, class Role>
@@ -37,6 +39,7 @@ struct Gather {
     bool more = true;
     // The item whose loads are being issued.
     const u8 *source = nullptr, *weight = nullptr;
+    u64* hash = nullptr;
     float factor = 1.0f;
     i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; this lane's position among them; bytes of the piece
 
@@ -64,6 +67,7 @@ struct Gather {
             item.singles = __reduce_add_sync(kAllLanes, source != nullptr && weight != nullptr ? 1u << order : 0);
         }
         if constexpr (Role::kFactors) factor = role.factor;
+        if constexpr (Role::kHashes) hash = role.hash;
         if (lane_id() == 0) ring.items[opened % kItemsOpen] = item;
         if constexpr (Role::kAddsDomains) role.keep_owners(opened % kItemsOpen);
         __syncwarp();
@@ -83,6 +87,7 @@ struct Gather {
             if (order >= 0 && order < fit) {
                 const i32 slot = (issued + order) % Ring::kSlots;
                 if constexpr (Role::kFactors) ring.weights[slot][0] = factor;  // the mbarrier orders it before add()
+                if constexpr (Role::kHashes) ring.hashes[slot] = hash;         // likewise
                 if (Role::kSingles && weight != nullptr) {
                     bulk_load_both(ring.data[slot], source, bytes / 2, ring.weights[slot], weight, 16, &ring.full[slot]);
                 } else {
@@ -96,9 +101,10 @@ struct Gather {
     }
 
     // Waits for the oldest piece in the ring and adds it.
-    MOECOMM_FN void add(float (&sum)[kVectors][kColumns], i32 vectors, bool single) {
+    MOECOMM_FN void add(float (&sum)[kVectors][kColumns], const Item& item, i32 vectors, bool single) {
         const i32 slot = used % Ring::kSlots;
         copy_wait(&ring.full[slot], used / Ring::kSlots & 1);
+        if constexpr (Role::kHashes) add_hash(item, slot, vectors, single);
         const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
         float times = 1.0f;
         if constexpr (Role::kFactors) times = ring.weights[slot][0];
@@ -120,6 +126,26 @@ struct Gather {
         }
         __syncwarp();  // the slot is free
         ++used;
+    }
+
+    // kHashes: adds the hash of a piece, and of a weight, which comes with each piece of a single row.
+    MOECOMM_FN void add_hash(const Item& item, i32 slot, i32 vectors, bool single) const {
+        u64 found = 0;
+        if (Role::kSingles && single) {
+            if constexpr (Role::kSingles) {
+                for (i32 vector = lane_id(); vector < vectors; vector += kWarp) {
+                    const uint2 words = reinterpret_cast<const uint2*>(ring.data[slot])[vector];
+                    const i32 first = (item.column + vector * kColumns) * bytes_of(Role::kSingleType) / 4;
+                    found += hash_word(words.x, first) + hash_word(words.y, first + 1);
+                }
+                if (lane_id() == 0) found += hash_weight<Role>(ring.weights[slot][0]);
+            }
+        } else {
+            for (i32 vector = lane_id(); vector < vectors; vector += kWarp)
+                found += hash_vector(reinterpret_cast<const uint4*>(ring.data[slot])[vector],
+                                     (item.column + vector * kColumns) * bytes_of(kType) / 4);
+        }
+        add_hash_of_lanes(ring.hashes[slot], found);
     }
 
     // kCopies: waits for the oldest piece in the ring and stores it.
@@ -169,7 +195,7 @@ struct Gather {
             if constexpr (Role::kNests) {
                 if (added > 0 && added == item.inner.at) set_aside(sum, outer);
             }
-            add(sum, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
+            add(sum, item, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
             if constexpr (Role::kNests) {
                 if (item.inner.at > 0 && added + 1 == item.inner.end) add_outer(sum, outer);
             }

@@ -82,6 +82,7 @@ struct Pull {
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
     static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false;
+    static constexpr bool kHashes = cfg.verifies;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
     static constexpr bool kWholeTokens = cfg.domains() > 1;  // if tokens are many: what a token takes to open is then done once
@@ -101,6 +102,7 @@ struct Pull {
     i32 ahead;                   // this lane's slot of the next piece's token
     i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
     const u8* weight = nullptr;  // see gather.cuh
+    u64* hash = nullptr;         // likewise
     const u8* held = nullptr;    // kWholeTokens: the row of this lane, of the token being opened
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
     i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
@@ -260,6 +262,7 @@ struct Pull {
             const u8* const row = row_at(rank, slot);
             source = row + column * bytes_of(single ? cfg.type : kType);
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
+            if constexpr (kHashes) hash = reinterpret_cast<u64*>(c.a.added_hashes) + static_cast<i64>(token()) * cfg.ranks + rank;
         } else if constexpr (kSumsInRing) {
             if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
         }
@@ -356,8 +359,7 @@ MOECOMM_FN bool pull(const Call& c) {
         if (c.shared.is_invalid != 0) return true;
         Pull<Call> role(c, warp);
         if (!role.pulls()) return true;
-        Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes, Call::cfg.single_rows_travel()>, Pull<Call>>{c.shared.pull[warp], role}
-            .run();
+        Gather<typename CombineShared<Call::cfg>::PullRing, Pull<Call>>{c.shared.pull[warp], role}.run();
         return !role.failed;
     }
 }

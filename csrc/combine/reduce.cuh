@@ -2,6 +2,7 @@
 // already reduced it. The source rank pulls the reduced row from a place of its own (CombineArgs::reduced_rows) or from the staging ring.
 #pragma once
 #include "reduce_rows.cuh"
+#include "row_hash.cuh"
 
 namespace moecomm {
 
@@ -20,6 +21,8 @@ struct Step {
     bool single;  // the row's only entry travels as it is
     bool last;    // these are the last entries of these columns
     i32 through;  // the last work-list step that this warp completes with it; -1: none
+    u64* hash;    // verified rounds: that of the row
+    i32 column;   // verified rounds: this lane's first
 };
 
 // The role of a reduce warp: reduces its rows piece by piece, with two steps in flight. The entries of a row are looked up during the row
@@ -55,6 +58,11 @@ struct Reduce : RowsToReduce<Call> {
         }
         s.single = kSingles && __popc(named) == 1;
         s.to = row + column() * bytes_of(s.single ? cfg.type : cfg.staged());
+        if constexpr (cfg.verifies) {
+            s.column = column();
+            s.hash = reinterpret_cast<u64*>(c.a.staged_hashes) + static_cast<i64>(work_list.source_rank(now.step)) * c.shape().max_tokens +
+                     Rows::row_index();
+        }
 #pragma unroll
         for (i32 i = 0; i < Step::kEntries; ++i) {
             if (i == 1) s.both = left != 0;
@@ -110,7 +118,26 @@ struct Reduce : RowsToReduce<Call> {
             store(s, [&](i32 v) { store_columns<cfg.staged()>(s.to + v * kWarp * kColumns * bytes_of(cfg.staged()), sum[v]); });
             clear();
         }
+        if constexpr (cfg.verifies) add_hash(s);
         pass(s.through);
+    }
+    // Verified rounds: adds the hash of what this warp has stored, and with the first columns of a single row that of its weight.
+    MOECOMM_FN void add_hash(const Step& s) const {
+        constexpr u64 kPulled = ceil_div(cfg.staged_bytes(), cfg.pull_bytes);  // pieces, each with the weight
+        const bool copies = Step::kEntries == 1 || (kSingles && s.single);
+        const i32 of_column = bytes_of(copies ? cfg.type : cfg.staged()), bytes = kColumns * of_column;
+        u64 found = 0;
+#pragma unroll
+        for (i32 v = 0; v < Step::kVectors; ++v) {
+            if ((s.has >> v & 1) == 0) continue;
+            for (i32 at = v * kWarp * bytes; at < v * kWarp * bytes + bytes; at += 8) {
+                const uint2 words = *reinterpret_cast<const uint2*>(s.to + at);
+                const i32 place = (s.column * of_column + at) / 4;
+                found += hash_word(words.x, place) + hash_word(words.y, place + 1);
+            }
+        }
+        if (kSingles && s.single && s.column == 0) found += kPulled * hash_weight<Reduce>(kWeighted ? s.weight[0] : 1.0f);
+        add_hash_of_lanes(s.hash, found);
     }
     template <class Put>
     MOECOMM_FN void store(const Step& s, const Put& put) {

@@ -31,7 +31,8 @@ class Kernels:
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """Return the combine kernel for these arguments."""
-        return self._load(_Asked(combine_spec(args), args.num_tokens, args.wire, may_be_few=args.weight_grads == 0))
+        may_be_few = args.weight_grads == 0 and args.added_hashes == 0
+        return self._load(_Asked(combine_spec(args), args.num_tokens, args.wire, may_be_few))
 
     def compile_for(self, shape: _native.Shape) -> int:
         """Compile the kernels that were asked for, as ranks of another shape will ask for them; return their number."""
@@ -74,7 +75,8 @@ class _Asked(NamedTuple):
         """Return the spec of the kernel for the same call of a rank in another shape."""
         made = replace(self.spec, ranks=shape.ranks, experts=shape.experts, packets=False, **_domains(shape))
         if made.op == "combine":
-            made = replace(made, wire=_wire(made.layout, self.wire, shape))
+            verifies = made.verifies and not is_multi_domain(shape)
+            made = replace(made, wire=_wire(made.layout, self.wire, shape), verifies=verifies)
         return replace(made, packets=self.may_be_few and _fit_packets(made, self.num_tokens, shape))
 
 
@@ -126,10 +128,12 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         own_weights=args.topk_weights != 0,
         in_place=reads_in_place(args),
         sum_grads=args.weight_grads != 0 and args.sum_grads != 0,
+        verifies=args.added_hashes != 0,
         wide_bias=args.bias_type != args.type,
         **_domains(shape),
     )
-    return replace(spec, packets=args.weight_grads == 0 and _fit_packets(spec, args.num_tokens, shape))
+    may_be_few = args.weight_grads == 0 and not spec.verifies
+    return replace(spec, packets=may_be_few and _fit_packets(spec, args.num_tokens, shape))
 
 
 def is_multi_domain(shape: _native.Shape) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from moecomm.dispatch.arguments import check_handle
 from moecomm.errors import BadInput
 from moecomm.routed import ChunkedHandle, Handle, has_arrived
 
-__all__ = ["Combining", "Options", "Plan", "combine", "empty", "finish", "prepare", "run"]
+__all__ = ["Combining", "Options", "Plan", "combine", "empty", "finish", "launch", "prepare", "run", "stages"]
 
 
 @collective()
@@ -78,16 +79,28 @@ def prepare(
     if out is not None:
         note_written("out", out)
     if rounds.sampling is not None:
-        combining.check = verify.checked(rounds, combining)
+        combining.check = verify.checked(rounds, combining, handle, y)
     return combining
 
 
-def run(combining: Combining) -> None:
-    """Run a prepared combine on the executor."""
+def launch(combining: Combining) -> None:
+    """Run a prepared combine on the executor.  If it is verified, stages() follow."""
     if combining.check is not None:
-        combining.check.run()
-        return
-    combining.plan.run(combining.args)
+        combining.check.launch()
+    else:
+        combining.plan.run(combining.args)
+
+
+def stages(combining: Combining) -> tuple[Callable[[], None], ...]:
+    """Return what verifies a combine: see DispatchCheck.stages."""
+    return () if combining.check is None else combining.check.stages()
+
+
+def run(combining: Combining) -> None:
+    """Run a prepared combine on the executor, and verify it."""
+    launch(combining)
+    for stage in stages(combining):
+        stage()
 
 
 def finish(rounds: Rounds, combining: Combining) -> Any:

@@ -1,49 +1,123 @@
-"""Verified combines of CPU ranks.
+"""Verified combines.
 
-The executor hashes each reduced row where it is stored, and again where it has arrived, before it is added up
-(csrc/host/row_checks.h).  Hashes lie in memory outside of the windows.  A dispatch of one token then tells all ranks
-what was found: see moecomm/core/corruption.py.
+A rank hashes each row that it stores for another rank to add up, and that rank hashes it again as it adds it.  Hashes
+lie in memory outside of the windows.  A dispatch of one token then tells all ranks what was found: see
+moecomm/core/corruption.py.
+
+On CPUs the executor compares the hashes (csrc/host/row_checks.h).  On GPUs the source rank of a token sends what it has
+found back to the ranks that have rows of it, by the handle, and these compare (csrc/combine/row_hash.cuh).  Nothing
+waits for a GPU, and a graph can capture it all.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
 
 from moecomm.backends.host import HostSession
+from moecomm.backends.lsa_kernels import is_multi_domain, reads_in_place
 from moecomm.combine.plan import Combining
 from moecomm.core import corruption
 from moecomm.core.rounds import Rounds
-from moecomm.core.sampling import RowTables
-from moecomm.dispatch.verify import Verdict, failed
+from moecomm.core.sampling import RowTables, words_for_ranks
+from moecomm.dispatch.row_hash import hash_rows
+from moecomm.dispatch.small import small_dispatch
+from moecomm.dispatch.verify import Verdict, failed, table_of_rows
+from moecomm.routed import Handle
 
 
-def checked(rounds: Rounds, combining: Combining) -> CombineCheck | None:
-    """Return the check of a prepared combine that is verified; None for others, and on GPUs."""
-    assert rounds.sampling is not None, "rounds are verified"
-    if not rounds.sampling.due("combine", rounds.session.capturing()) or rounds.row_tables is None:
-        return None
-    return CombineCheck(rounds, combining, rounds.row_tables)
-
-
-class CombineCheck:
+class Check(Protocol):
     """The check of one combine."""
+
+    def launch(self) -> None:
+        """Run the combine."""
+
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """Return what follows, in this order: see DispatchCheck.stages."""
+
+
+def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Check | None:
+    """Return the check of a prepared combine that is verified; None for others, and on GPUs in several domains."""
+    assert rounds.sampling is not None, "rounds are verified"
+    if not rounds.sampling.due("combine", rounds.session.capturing()):
+        return None
+    if rounds.row_tables is not None:
+        return HostCheck(rounds, combining, rounds.row_tables)
+    if rounds.on_cpu or is_multi_domain(rounds.session.context.shape):
+        return None
+    return DeviceCheck(rounds, combining, handle, y if combining.inputs is None else combining.inputs.y)
+
+
+class HostCheck:
+    """The check of one combine of CPU ranks."""
 
     def __init__(self, rounds: Rounds, combining: Combining, tables: RowTables) -> None:
         self._rounds, self._combining, self._checks = rounds, combining, tables.checks
         self._verdict = Verdict(rounds, "combine")
 
-    def run(self) -> None:
-        """Run the combine, and say what was found."""
-        rounds, combining = self._rounds, self._combining
-        record = combining.plan.record(combining.args)
-        cast("HostSession", rounds.session).combine_checked(combining.args, self._checks)
-        rounds.flight.end(record)
-        if failed(rounds):
-            return
-        if (row := self._checks.take()) is not None:
+    def launch(self) -> None:
+        """See Check."""
+        record = self._combining.plan.record(self._combining.args)
+        cast("HostSession", self._rounds.session).combine_checked(self._combining.args, self._checks)
+        self._rounds.flight.end(record)
+
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """See Check."""
+        return self._tell, self._verdict.run
+
+    def _tell(self) -> None:
+        if not failed(self._rounds) and (row := self._checks.take()) is not None:
             source, token_rank, token = row
-            bits = corruption.row_bits(torch.tensor(source), torch.tensor(token_rank * rounds.max_tokens + token))
+            bits = corruption.row_bits(torch.tensor(source), torch.tensor(token_rank * self._rounds.max_tokens + token))
             self._verdict.say(torch.tensor(True), bits)
-        self._verdict.run()
+
+
+class DeviceCheck:
+    """The check of one combine of GPU ranks in one domain.  Rows are pulled, never pushed in packets."""
+
+    def __init__(self, rounds: Rounds, combining: Combining, handle: Handle, y: torch.Tensor) -> None:
+        self._rounds, self._combining, self._handle = rounds, combining, handle
+        ranks, args, device = rounds.num_ranks, combining.args, rounds.device
+        self._staged = torch.zeros(ranks, rounds.max_tokens, dtype=torch.int64, device=device)
+        self._added = torch.zeros(handle.num_tokens, words_for_ranks(ranks), dtype=torch.int64, device=device)
+        # The kernel's rows have a word for each rank; those that travel may have one more.
+        self._found = self._added if self._added.shape[1] == ranks else self._added.new_zeros(len(self._added), ranks)
+        self._y = y.flatten(0, -2) if reads_in_place(args) else None  # peers read it where it is
+        args.reduced_rows, combining.reduced_rows = 0, None  # through the ring, which has a place for each hash
+        args.staged_hashes, args.added_hashes = self._staged.data_ptr(), self._found.data_ptr()
+        self._launch = rounds.session.combiner(args)
+        self._small = small_dispatch(rounds, handle.layout, True, self._added.shape[1])
+        self._args, self._arrived = self._small.by_handle(handle, self._added)
+        self._verdict = Verdict(rounds, "combine")
+
+    def launch(self) -> None:
+        """See Check."""
+        record = self._combining.plan.record(self._combining.args)
+        self._launch(self._combining.args)
+        self._rounds.flight.end(record)
+
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """See Check."""
+        return self._send, self._compare, self._verdict.run
+
+    def _send(self) -> None:
+        if failed(self._rounds):
+            return
+        if self._found is not self._added:
+            self._added[:, : self._rounds.num_ranks] = self._found
+        self._small.run(self._args)
+
+    def _compare(self) -> None:
+        rounds = self._rounds
+        if failed(rounds) or len(self._arrived) == 0:
+            return
+        src, in_use = table_of_rows(self._handle)
+        source = src[:, 0].long().clamp(0, rounds.num_ranks - 1)
+        token = src[:, 1].long().clamp(0, rounds.max_tokens - 1)
+        sent = self._staged[source, token] if self._y is None else hash_rows(self._y, None)
+        bad = in_use & (source != rounds.rank) & (self._arrived[:, rounds.rank] != sent)
+        first = bad.int().argmax().view(1)
+        row = corruption.row_bits(first.new_tensor(rounds.rank), (source * rounds.max_tokens + token)[first])
+        self._verdict.say(bad.any(), row)

@@ -57,12 +57,14 @@ def error_of(record: _native.FailureRecordView, session: Session) -> CorruptRow 
     shape = session.context.shape
     token_rank, token = divmod(flat, shape.max_tokens)
     size = shape.domain_ranks or shape.ranks
-    crosses = source // size != record.peer // size
+    # On GPUs the rank that sent a row of a combine says so: it went to the token's rank.
+    destination = token_rank if record.peer == source else record.peer
+    crosses = source // size != destination // size
     return CorruptRow(
         op=_OPS[op],
         round=record.round - since,
         source=source,
-        destination=record.peer,
+        destination=destination,
         token_rank=token_rank,
         token=token,
         path=_PATHS[session.name.partition("/")[0]][crosses],

@@ -10,6 +10,11 @@ from moecomm import _native
 _SPREAD = 0x9E3779B9  # 2^32 over the golden ratio
 
 
+def words_for_ranks(ranks: int) -> int:
+    """Return the int64 of a row of 16-byte units that has one for each rank."""
+    return ranks + ranks % 2
+
+
 class RowTables(Protocol):
     """moecomm.backends.row_tables.RowTables."""
 
@@ -28,7 +33,7 @@ class Sampling:
     def __init__(self, every: int) -> None:
         self._every = every
         self._counts: Counter[str] = Counter()
-        self.plans: dict[tuple[str, bool], Any] = {}
+        self.plans: dict[tuple[str, bool, int], Any] = {}
 
     def due(self, op: str, capturing: bool) -> bool:
         """Count a round, and return whether it is verified.

@@ -16,6 +16,7 @@ from moecomm.core.choices import ON_TIMEOUT, OnTimeout, Wire, is_exact
 from moecomm.core.experts import experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
+from moecomm.core.sampling import words_for_ranks
 from moecomm.core.validation import check_dtype
 from moecomm.errors import BadInput, Mismatch
 
@@ -278,8 +279,9 @@ class Settings:
         if batched * self._output_row_bytes <= 2 << 30:
             rows = max(rows, batched)
         tables, few = self.tables_bytes, 16 * self.local_experts() + (1 << 16)
-        if self.verify_every:  # a row of 16 bytes for each, and the tables of the round that says what was found
-            few += 16 * rows + self.max_tokens * tables
+        if self.verify_every:  # for each row hashes, and the tables of the round that says what was found
+            hashes = 2 if self.backend == "host" else words_for_ranks(self.ranks)
+            few += 8 * hashes * rows + self.max_tokens * tables
         round_ = rows * self._output_row_bytes + self.max_tokens * tables + few
         if self.backend == "host":
             return max(2 * round_, min(4 * round_, _ROOM))

@@ -1,4 +1,4 @@
-"""Dispatches of rows of 16 bytes, which verify others."""
+"""Dispatches of short rows, which verify other rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moecomm.core.protocol import LAYOUTS, TYPES
 from moecomm.core.rounds import Rounds
 from moecomm.routed import Handle
 
-_COLUMNS = 4  # of float32, of which only the bits travel
+_WORDS = 2  # int64 of a row, unless more are asked for; they travel as float32, of which only the bits count
 
 
 class SmallDispatch:
@@ -24,36 +24,37 @@ class SmallDispatch:
     Args:
         layout: "flat" without `repeat`.
         repeat: by a handle.
+        words: int64 of a row; even.
     """
 
-    def __init__(self, rounds: Rounds, layout: Layout, repeat: bool) -> None:
+    def __init__(self, rounds: Rounds, layout: Layout, repeat: bool, words: int) -> None:
         self._session, self._memory, self._flight = rounds.session, rounds.memory, rounds.flight
-        self._device = rounds.device
+        self._device, self._words = rounds.device, words
         args = _native.DispatchArgs()
         args.ctx = rounds.session.context
-        args.hidden, args.in_type, args.row_bytes = _COLUMNS, TYPES[torch.float32], 16
+        args.hidden, args.in_type, args.row_bytes = 2 * words, TYPES[torch.float32], 8 * words
         args.layout, args.alignment, args.repeat = LAYOUTS.index(layout), 1, int(repeat)
         args.idx_bytes = 0 if repeat else 8
         args.call = signature.pack(
             layout=args.layout, dtype=args.in_type, topk_idx_dtype=int(not repeat), handle_given=args.repeat
         )
-        x = torch.empty(1, _COLUMNS, device=rounds.device)
+        x = torch.empty(1, 2 * words, device=rounds.device)
         ids = None if repeat else torch.empty(1, rounds.topk, dtype=torch.int64, device=rounds.device)
         self._native = _native.DispatchPlan(args, False, x, None, ids, None)
         self._layout, self._room = layout, rounds.num_ranks
         self._runs: dict[int, Callable[[_native.DispatchArgs], None]] = {}
-        self._recorded = self._flight.kind("verify", args.call, torch.float32, 16)
+        self._recorded = self._flight.kind("verify", args.call, torch.float32, 8 * words)
         self._blocks: tuple[_native.Block, ...] = ()
 
     def by_handle(self, handle: Handle, rows: torch.Tensor) -> tuple[_native.DispatchArgs, torch.Tensor]:
-        """Make room for int64 rows `[T, 2]` to travel as those of a dispatch; return where they arrive, `[rows, 2]`."""
+        """Make room for int64 `[T, words]` to travel as rows of a dispatch; return where: `[rows, words]`."""
         (payload,) = self._memory.allocate(self._native.payload_bytes(handle.args.max_rows))
         self._schedule(len(rows))
         args = self._native.repeat(payload, handle.args, rows.view(torch.float32), None)
         assert args is not None, "as many tokens as the handle has"
         self._load(args)
         address = handle.plan.base + args.out_x
-        shape = (handle.args.max_rows, 2)
+        shape = (handle.args.max_rows, self._words)
         return args, window_tensor(payload, address, shape, torch.int64, self._device, self._session.owner)
 
     def of_one_token(self, ids: torch.Tensor) -> _native.DispatchArgs:
@@ -63,7 +64,7 @@ class SmallDispatch:
             self._blocks = tuple(self._memory.allocate(*sizes))
         kept, payload = self._blocks
         self._schedule(1)
-        x = torch.zeros(1, _COLUMNS, device=self._device)
+        x = torch.zeros(1, 2 * self._words, device=self._device)
         args = self._native.bind(payload, kept, self._room, x, None, ids, None)
         assert args is not None, "the tensors that the plan was made for"
         self._load(args)
@@ -84,10 +85,10 @@ class SmallDispatch:
             self._runs[args.num_tokens] = self._session.dispatcher(args)
 
 
-def small_dispatch(rounds: Rounds, layout: Layout, repeat: bool) -> SmallDispatch:
+def small_dispatch(rounds: Rounds, layout: Layout, repeat: bool, words: int = _WORDS) -> SmallDispatch:
     """Return the dispatches of this kind of a Buffer."""
     assert rounds.sampling is not None, "rounds are verified"
-    plans, key = rounds.sampling.plans, (layout, repeat)
+    plans, key = rounds.sampling.plans, (layout, repeat, words)
     if key not in plans:
-        plans[key] = SmallDispatch(rounds, layout, repeat)
+        plans[key] = SmallDispatch(rounds, layout, repeat, words)
     return cast("SmallDispatch", plans[key])

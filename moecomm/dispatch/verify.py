@@ -87,7 +87,7 @@ class DispatchCheck:
         if failed(self._rounds) or len(self._arrived) == 0:
             return
         rounds, routed = self._rounds, self._routed
-        src, in_use = _table_of_rows(routed)
+        src, in_use = table_of_rows(routed.handle)
         rows, scales = outputs.x(routed).flatten(0, -2), outputs.scales(routed)
         scales = None if scales is None else scales.flatten(0, -2)
         arrived, places = self._arrived, None
@@ -112,9 +112,9 @@ def _as_they_travel(options: Options, x: torch.Tensor, scales: Any) -> tuple[tor
     return rows, reference.by_column(made) if options.scale_layout == "column" else made
 
 
-def _table_of_rows(routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
+def table_of_rows(handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
     """Return source rank and token of each row, int32 `[rows, 2]`, and which rows are in use."""
-    args, handle = routed.handle.args, routed.handle
+    args = handle.args
     shape = handle.plan.rows_shape(args)
     src = _table(handle, args.route.src, (*shape, 2)).flatten(0, -2)
     rows = torch.arange(shape[-1], device=src.device)

@@ -76,6 +76,10 @@ class Pipeline(Protocol):
         """Add up the expert rows of this rank's tokens; waits for other ranks."""
         ...
 
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """Return what follows run_reduce() if it is verified: see combine.stages."""
+        ...
+
     def finish_reduce(self) -> Any:
         """Return the layer's output."""
         ...
@@ -103,6 +107,8 @@ def finish(rounds: Rounds, layer: Pipeline, routed: Routed, *, wait: bool = Fals
         layer.compute(routed)
     layer.prepare_reduce()
     layer.run_reduce()
+    for stage in layer.stages():
+        stage()
     return layer.finish_reduce()
 
 
@@ -157,7 +163,12 @@ class Unfused:
     def run_reduce(self) -> None:
         """Run the combine."""
         assert self._combining is not None
-        combine.run(self._combining)
+        combine.launch(self._combining)
+
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """Return what verifies the combine."""
+        assert self._combining is not None
+        return combine.stages(self._combining)
 
     def finish_reduce(self) -> Any:
         """Return the output of the combine."""
@@ -305,6 +316,10 @@ class Fused:
         record = flight.begin(kind, len(self._x))
         self._launch(self._reduce, blocks, self._args)
         flight.end(record)
+
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """Nothing: rows of fused layers are not verified."""
+        return ()
 
     def finish_reduce(self) -> torch.Tensor:
         """Return the layer's output; frees memory that the kernels used, for later work on the stream."""

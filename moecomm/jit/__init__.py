@@ -61,6 +61,7 @@ class KernelSpec:
     own_weights: bool = False  # by weights that each source rank passes to combine
     in_place: bool = False
     sum_grads: bool = False  # CombineArgs.sum_grads
+    verifies: bool = False  # CombineArgs.added_hashes
     wide_bias: bool = False  # the bias is float32, and not of `type`
     transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
     domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other
@@ -100,6 +101,7 @@ class KernelSpec:
                 "own_weights: want weighted rows of experts",
             )
             staged = self.hidden * TYPE_BYTES[self.type if self.layout == _FLAT else self.wire]
+            _want(not self.verifies or not (self.packets or self.domain_ranks), "verified rows are pulled in a domain")
             _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")
             _want(
                 staged % 16 == 0, f"hidden={self.hidden}: reduced rows of {staged} bytes; want a multiple of 16 bytes"
@@ -283,6 +285,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/decisions.md)
         reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
+        if spec.verifies:  # hashes take registers, and time
+            reduce_warps = 7
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
@@ -294,6 +298,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
     if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks:
         beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add
+    beside += 8 * _MOST_SLOTS * spec.verifies  # where hashes go
     fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16) + _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     left = _SHARED_LIMIT - fixed
@@ -350,7 +355,8 @@ def source(spec: KernelSpec) -> str:
         kind += f", .wide_bias = {_bool(spec.wide_bias)}"
         kind += f", .wire = Type::{_native.Type(spec.wire).name}, .weighted = {_bool(spec.weighted)}"
         kind += f", .own_weights = {_bool(spec.own_weights)}, .in_place = {_bool(spec.in_place)}"
-        kind += f", .sum_grads = {_bool(spec.sum_grads)}, .packets = {_bool(spec.packets)}"
+        kind += f", .sum_grads = {_bool(spec.sum_grads)}, .verifies = {_bool(spec.verifies)}"
+        kind += f", .packets = {_bool(spec.packets)}"
     fields = block_fields(spec)
     block = ", ".join(f".{name} = {value}" for name, value in fields.items())
     name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op

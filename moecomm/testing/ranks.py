@@ -115,7 +115,7 @@ class LocalBuffers:
 
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Call Buffer.combine(**calls[rank]) on every rank."""
-        return self._run([partial(prepare_combine, **c) for c in calls], combine.run, combine.finish)
+        return self._run([partial(prepare_combine, **c) for c in calls], combine.launch, combine.finish)
 
     def _with_own_ids(self, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Replace ids of experts as each Buffer does."""
@@ -136,7 +136,7 @@ class LocalBuffers:
             _native.host_run_all([p.args for p in pending])
             for buffer, record in zip(self.buffers, records, strict=True):
                 buffer.rounds.flight.end(record)
-            for stages in _stages(pending):
+            for stages in _stages([p for p in pending if isinstance(p, Routed | dispatch.Ending)]):
                 self._together(stages)
             return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
         current = torch.cuda.current_stream(self.device)
@@ -205,7 +205,14 @@ class LocalBuffers:
 
 
 def _stages(pending: Sequence[Any]) -> Iterator[Sequence[Callable[[], None]]]:
-    """Yield each stage that verifies dispatches, of all ranks."""
-    yield from zip(
-        *(dispatch.stages(p) if isinstance(p, Routed | dispatch.Ending) else () for p in pending), strict=True
-    )
+    """Yield each stage that verifies rounds, of all ranks."""
+    yield from zip(*map(_stages_of, pending), strict=True)
+
+
+def _stages_of(pending: Any) -> Sequence[Callable[[], None]]:
+    if isinstance(pending, Routed | dispatch.Ending):
+        return dispatch.stages(pending)
+    if isinstance(pending, combine.Combining):
+        return combine.stages(pending)
+    stages: Sequence[Callable[[], None]] = pending.stages()  # of a layer
+    return stages

@@ -536,6 +536,7 @@ def of_compat() -> dict[str, list[Call]]:
 
     found = {
         "compat.install_as_deep_ep": [Call(compat.install_as_deep_ep, {"replace": True})],
+        "compat.install_as_nixl_ep": [Call(compat.install_as_nixl_ep, {"replace": True})],
         "deep_ep.get_physical_domain_size": [Call(deep_ep.get_physical_domain_size, {"group": group})],
         "deep_ep.get_logical_domain_size": [
             Call(deep_ep.get_logical_domain_size, {"group": group, "allow_hybrid_mode": True})

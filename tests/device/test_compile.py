@@ -100,6 +100,12 @@ SPECS = {
         own_weights=True, type=FP16, wire=FP16, **ACROSS
     ),
     "combine": combine(),
+    "combine verifies": combine(verifies=True),
+    "combine batched verifies, 3584 columns of fp16": combine(
+        layout=BATCHED, type=FP16, wire=FP16, hidden=3584, verifies=True
+    ),
+    "combine flat verifies": combine(layout=FLAT, verifies=True),
+    "combine in place verifies, 64 ranks": combine(layout=FLAT, in_place=True, ranks=64, verifies=True),
     "combine in place": combine(layout=FLAT, in_place=True),
     "combine in place, fp32": combine(layout=FLAT, in_place=True, type=FP32, ranks=8),
     "combine flat": combine(layout=FLAT),

@@ -142,7 +142,8 @@ def test_the_navigation_has_every_framework() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     (frameworks,) = [section["Frameworks"] for section in nav if "Frameworks" in section]
     assert {file for entry in frameworks for file in entry.values()} == {
-        f"{name}.md" for name in ("deepep", "megatron", "torchtitan", "transformers", "vllm", "sglang", "flashinfer")
+        f"{name}.md"
+        for name in ("deepep", "nixl_ep", "megatron", "torchtitan", "transformers", "vllm", "sglang", "flashinfer")
     }
 
 

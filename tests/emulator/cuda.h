@@ -75,6 +75,8 @@ void emulator_wait_change(const unsigned* word, unsigned was);
 // Traffic to another domain: puts in any order, an add after all before it on its way.
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes);
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount);
+// For tests: flips a bit of the copy whose turn it is, once emulator_flip_in was set to its number.
+void emulator_flip(void* to, const void* from, int bytes);
 }
 
 #ifdef MOECOMM_COUNTED

@@ -16,8 +16,9 @@ BODIES: dict[str, dict[str, str]] = {
     "device/bulk.cuh": {
         "shared_address": "return 0;",
         "barrier_init": "*barrier = 0;",
-        "bulk_load": f"{COPY} ++*barrier;",
-        "bulk_load_both": f"{COPY} memcpy(to_too, from_too, bytes_too); ++*barrier;",
+        "bulk_load": f"{COPY} emulator::emulator_flip(to, from, bytes); ++*barrier;",
+        "bulk_load_both": f"{COPY} memcpy(to_too, from_too, bytes_too); emulator::emulator_flip(to, from, bytes); "
+        "emulator::emulator_flip(to_too, from_too, 4); ++*barrier;",
         "copy_wait": "while ((*const_cast<volatile u64*>(barrier) & 1) == parity) emulator::emulator_yield();",
         "bulk_store": COPY,
         **dict.fromkeys(

@@ -150,6 +150,15 @@ void report_stuck(const std::vector<Fiber>& fibers) {
 
 extern "C" {
 
+long emulator_flip_in = 0;               // bulk loads until one of which a bit flips; 0: none does
+const void* emulator_flipped = nullptr;  // where that one came from
+void emulator_flip(void* to, const void* from, int bytes) {
+    if (emulator_flip_in == 0 || --emulator_flip_in != 0) return;
+    const unsigned bit = static_cast<unsigned>(passes * 2654435761u) % (8 * bytes);
+    static_cast<unsigned char*>(to)[bit / 8] ^= 1u << bit % 8;
+    emulator_flipped = from;
+}
+
 void emulator_yield() { pause(Until::next_pass, nullptr, 0); }
 void emulator_wait(const unsigned* word, unsigned least) {
     while (static_cast<int>(*word - least) < 0) pause(Until::least, word, least);

@@ -1,4 +1,4 @@
-"""Verified dispatches of GPU ranks: corrupt rows are named, others are not, also in a graph that is captured."""
+"""Verified rounds of GPU ranks: corrupt rows are named, others are not, also in a graph that is captured."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.combine import verify as combine_verify
 from moecomm.dispatch import outputs, verify
 from moecomm.testing import LocalBuffers, check_case, random_case
 
@@ -54,6 +55,52 @@ def test_flipped_bits_are_found_and_named(quantize: str | None, domain_ranks: in
                 row = flips.Row(found.op, found.source, found.destination, found.token_rank, found.token)
                 assert [row] == made
             ranks.dispatch(calls)
+            ranks.check()
+
+
+@pytest.mark.parametrize(("layout", "wire"), [("flat", None), ("expert", "exact"), ("expert", None), ("batched", None)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_that_are_not_added_as_they_were_sent_are_named(layout: Any, wire: Any, in_place: bool) -> None:
+    """A hash changes after the kernel: of a row that one rank has stored for another."""
+    draw, send = random.Random(2), combine_verify.DeviceCheck._send
+    with LocalBuffers(4, **SIZES, **HOW) as ranks:
+        calls = [
+            {
+                "x": torch.randn(30, 144, device="cuda").bfloat16(),
+                "topk_idx": torch.rand(30, 14, device="cuda").argsort(dim=1)[:, :6],
+                "layout": layout,
+                "sync": False,
+            }
+            for _ in ranks.buffers
+        ]
+        for number in range(FLIPS):
+            routed = ranks.dispatch(calls)
+            made: list[flips.Row] = []
+
+            def change_and_send(check: combine_verify.DeviceCheck, sender: int = number % 4, made: Any = made) -> None:
+                if check._rounds.rank == sender:
+                    src, in_use = verify.table_of_rows(check._handle)
+                    others = (in_use & (src[:, 0] != sender)).nonzero().flatten().tolist()
+                    rank, token = src[row := draw.choice(others)].tolist()
+                    if check._y is None:
+                        check._staged[rank, token] ^= 1 << draw.randrange(63)
+                    else:
+                        check._y.view(torch.int16)[row, draw.randrange(144)] ^= 1 << draw.randrange(15)
+                    made.append(flips.Row("combine", sender, rank, rank, token))
+                send(check)
+
+            ys = []
+            for buffer, here in zip(ranks.buffers, routed, strict=True):
+                y = buffer.empty(here.handle, torch.bfloat16) if in_place else torch.empty_like(here.x)
+                ys.append({"y": y.copy_(here.x), "handle": here.handle, "wire": wire})
+            with mock.patch.object(combine_verify.DeviceCheck, "_send", change_and_send):
+                ranks.combine(ys)
+            for buffer in ranks.buffers:
+                with pytest.raises(moecomm.CorruptRow) as caught:
+                    buffer.check()
+                found = caught.value
+                assert [flips.Row(found.op, found.source, found.destination, found.token_rank, found.token)] == made
+            ranks.combine(ys)
             ranks.check()
 
 

@@ -19,7 +19,7 @@ struct ReduceRing : RowsToReduce<Call> {
     static constexpr Type kType = cfg.type;
     static constexpr i32 kRowBytes = cfg.row_bytes();
     static constexpr bool kCopies = cfg.layout == Layout::flat, kFactors = Rows::kWeighted;
-    static constexpr bool kSingles = false, kAddsDomains = false, kNests = false;
+    static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.reduce_bytes), kPieceColumns = cfg.reduce_bytes / bytes_of(kType);
 
     const u8* entry = nullptr;  // this lane's entry of the open row, null if none,

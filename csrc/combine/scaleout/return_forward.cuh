@@ -13,7 +13,7 @@ struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
-    static constexpr bool kSingles = false, kAddsDomains = false, kNests = false, kFactors = false, kCopies = false;
+    static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false, kFactors = false, kCopies = false;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
     static constexpr i32 kOthers = cfg.domains() - 1;
 

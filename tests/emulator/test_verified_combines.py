@@ -1,0 +1,148 @@
+"""Verified combines of kernels: rows are hashed where they are stored and where they are added up (row_hash.cuh)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import combine
+from moecomm.backends.lsa_kernels import combine_spec
+from moecomm.combine import verify
+from moecomm.core.sampling import Sampling
+from moecomm.dispatch import row_hash
+from moecomm.dispatch.verify import table_of_rows
+from moecomm.testing import LocalBuffers
+from moecomm.testing import ranks as local
+from moecomm.testing.prepare import prepare_combine
+
+from ..few import few
+from .machine import Call, Machine
+from .test_kernels import pytestmark as pytestmark
+
+RANKS, EXPERTS, TOPK, TOKENS, FLIPS = 3, 7, 3, 20, 12
+SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "dtype": torch.bfloat16}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # layout, hidden, and options of the combine
+    "sums and single rows": ("expert", 1032, {"wire": "exact"}),
+    "sums in bfloat16": ("batched", 200, {}),
+    "without weights": ("expert", 64, {"wire": "exact", "weighted": False}),
+    "weights of the source ranks": ("expert", 64, {"topk_weights": None}),
+    "flat": ("flat", 200, {}),
+    "flat, in place": ("flat", 1032, {"in_place": True}),
+    "gradients beside": ("flat", 64, {"weight_grads": None}),
+}
+
+
+def by_words(rows: torch.Tensor, scales: None) -> torch.Tensor:
+    """Hash rows as on GPUs."""
+    return row_hash._by_words([row_hash._words(rows)])
+
+
+class Verified:
+    """Combines of one case by the machine."""
+
+    def __init__(self, ranks: LocalBuffers, machine: Machine, name: str) -> None:
+        layout, hidden, how = CASES[name]
+        self.ranks, self.machine, self.layout = ranks, machine, layout
+        calls = [self._tokens(rank, layout, hidden) for rank in range(RANKS)]
+        routed = ranks.dispatch(calls)
+        self.calls = []
+        for buffer, call, here in zip(ranks.buffers, calls, routed, strict=True):
+            options, y = dict(how), here.x.clone()
+            if options.pop("in_place", False):
+                y = buffer.empty(here.handle, y.dtype)
+                y.copy_(here.x)
+            if "topk_weights" in options:
+                options["topk_weights"] = call["topk_weights"].flip(0).contiguous()
+            if "weight_grads" in options:
+                options["weight_grads"] = torch.rand(len(y), TOPK)
+            self.calls.append({"y": y, "handle": here.handle, **options})
+
+    @staticmethod
+    def _tokens(rank: int, layout: str, hidden: int) -> dict[str, Any]:
+        g = torch.Generator().manual_seed(rank)
+        ids = torch.rand(TOKENS - rank, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
+        ids[0, 1:] = -1
+        x = torch.randn(TOKENS - rank, hidden, generator=g).bfloat16()
+        return {"x": x, "topk_idx": ids, "topk_weights": torch.rand(len(x), TOPK, generator=g), "layout": layout}
+
+    def run(self, flip_in: int = 0) -> tuple[list[Any], list[Any]]:
+        """Combine, and verify; return what was prepared, and the results.  `flip_in`: a bit of this bulk load flips."""
+        pending, checks = [], []
+        for buffer, call in zip(self.ranks.buffers, self.calls, strict=True):
+            made = prepare_combine(buffer, **call)
+            checks.append(verify.DeviceCheck(buffer.rounds, made, call["handle"], call["y"]))
+            pending.append(made)
+        assert all(combine_spec(p.args).verifies for p in pending)
+        outs = [combine.finish(buffer.rounds, p) for buffer, p in zip(self.ranks.buffers, pending, strict=True)]
+        turn = ctypes.c_long.in_dll(self.machine.scheduler, "emulator_flip_in")
+        turn.value = flip_in
+        self.machine.run([Call(p.args, self.machine.sizes) for p in pending], RANKS)
+        assert turn.value == 0, "the combine has fewer loads"
+        sent: list[Any] = []
+        for check in checks:
+            check._small = SimpleNamespace(run=sent.append)  # a handle of kernels is none of the host executor's
+            check._send()
+        self.machine.run([Call(args, self.machine.sizes) for args in sent], RANKS)
+        self.ranks._together([check._compare for check in checks])
+        self.ranks._together([check._verdict.run for check in checks])
+        return pending, outs
+
+    def row_at(self, pending: list[Any], address: int) -> tuple[int, int, int]:
+        """Return the rank that stored a row, and the rank of its token and the token, by where it lies."""
+        for owner, (made, call) in enumerate(zip(pending, self.calls, strict=True)):
+            first, end = made.args.y, made.args.y + len(call["y"]) * made.args.y_stride
+            if self.layout == "flat" and first <= address < end:  # read where it is
+                src, _ = table_of_rows(call["handle"])
+                return owner, *map(int, src[(address - first) // made.args.y_stride])
+        context = pending[0].args.ctx
+        windows = context.peers[:RANKS]
+        owner = max(range(RANKS), key=lambda rank: (windows[rank] <= address, windows[rank]))
+        place = (address - windows[owner] - context.window.staging) // context.shape.staged_row_bytes
+        return owner, *divmod(place, context.shape.ring_tokens)
+
+
+@pytest.fixture(params=few(CASES, "sums and single rows", "flat, in place"))
+def verified(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Verified]:
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    monkeypatch.setattr(verify, "hash_rows", by_words)
+    monkeypatch.setattr(Sampling, "due", lambda *_: False)  # the checks of CPU ranks
+    hidden = CASES[request.param][1]
+    with LocalBuffers(RANKS, hidden=hidden, **SIZES, backend="host", verify_every=1) as ranks:
+        yield Verified(ranks, machine, request.param)
+        machine.forget()
+
+
+def test_rows_as_they_were_sent_are_no_error(verified: Verified) -> None:
+    outs = [verified.run()[1] for _ in range(2)][-1]
+    verified.ranks.check()
+    for rank, (out, want) in enumerate(zip(outs, verified.ranks.combine(verified.calls), strict=True)):
+        pairs = zip(out, want, strict=True) if isinstance(out, tuple) else [(out, want)]
+        assert all(torch.equal(*pair) for pair in pairs), rank
+
+
+def test_flipped_bits_are_found_and_named(verified: Verified) -> None:
+    flipped = ctypes.c_void_p.in_dll(verified.machine.scheduler, "emulator_flipped")
+    own = 0
+    for number in range(FLIPS):
+        pending, _ = verified.run(1 + 3 * number)
+        assert flipped.value is not None
+        owner, token_rank, token = verified.row_at(pending, flipped.value)
+        if owner == token_rank:  # in the memory of one rank
+            own += 1
+            verified.ranks.check()
+            continue
+        for buffer in verified.ranks.buffers:
+            with pytest.raises(moecomm.CorruptRow) as caught:
+                buffer.check()
+            found = caught.value
+            named = (found.op, found.source, found.destination, found.token_rank, found.token, found.path)
+            assert named == ("combine", owner, token_rank, token_rank, token, "shared memory")
+    assert own < FLIPS
+    verified.run()
+    verified.ranks.check()
