@@ -15,6 +15,7 @@ from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 
 from ..few import few
+from ..masks import LAYOUTS, Twins
 from ..wrap import rounds_since_wrap, wrap_after
 from . import test_row_descriptors as slips
 from .machine import Machine
@@ -58,6 +59,18 @@ def test_random_cases_in_domains(machine: Machine, monkeypatch: pytest.MonkeyPat
                 check_case(buffers, random_case(seed, ranks=18, **of_buffer, few_kernels=True))
         finally:
             machine.forget()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masks(layout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    twins = Twins({**SIZES, "ranks": 18, "num_experts": 40, "backend": "host"})
+    try:
+        twins.rounds_while_masked(4, layout, {0: 9, 1: 4, 2: 12})
+    finally:
+        twins.close()
+        machine.forget()
 
 
 @pytest.mark.parametrize("most", few([slips.FEW, slips.MANY], slips.FEW))

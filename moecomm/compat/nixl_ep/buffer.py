@@ -19,6 +19,7 @@ from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.core.validation import check_flag
 from moecomm.errors import BadInput, Closed, Unsupported
 
+DEFAULT_TIMEOUT_MS = 30_000
 _MEETING_S = 300.0  # a rank that is added may only be starting
 
 
@@ -97,7 +98,7 @@ class Buffer:
         group: Any = None,
         comm: Any = None,
         tcp_store_group: Any = None,
-        timeout_ms: int = 30_000,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
     ) -> None:
         _refuse(disable_ll_nvlink=disable_ll_nvlink, comm=comm)
         check_integer("rank", rank, 0, MAX_HOST_RANKS - 1)
