@@ -114,6 +114,29 @@ def test_a_disconnect_before_the_first_round(phases: Phases) -> None:
     phases.run([0, 2], lambda buffer: buffer.disconnect_ranks([1]))
 
 
+@pytest.mark.parametrize("how", ["one by one", "all"])
+def test_ranks_stand_by_until_they_are_taken_in(phases: Phases, how: str) -> None:
+    """As vLLM grows: the others connect ranks that are starting, make rounds, and then take them in."""
+
+    def stand_by(buffer: nixl_ep.Buffer) -> None:
+        buffer.connect_ranks([2, 3], activate=False)
+        exact_round(buffer)
+
+    def take_in(buffer: nixl_ep.Buffer) -> None:
+        if buffer.rank > 1:
+            buffer.connect_ranks(range(MOST))
+        elif how == "all":
+            buffer.clean_mask_buffer()
+        else:
+            for rank in (2, 3):
+                buffer.update_mask_buffer(rank, mask=False)
+
+    phases.run([0, 1], lambda buffer: buffer.connect_ranks([0, 1]))
+    phases.run([0, 1], stand_by)
+    phases.run([0, 1, 2, 3], take_in)
+    phases.run([0, 1], lambda buffer: buffer.disconnect_ranks([2, 3]))
+
+
 def test_masks(phases: Phases) -> None:
     def mask(buffer: nixl_ep.Buffer) -> None:
         buffer.update_mask_buffer(1, True)
@@ -196,8 +219,7 @@ def test_what_is_not_supported_or_out_of_turn_is_named() -> None:
         buffer.dispatch(torch.zeros(1, HIDDEN).bfloat16(), ids, 1)
     with pytest.raises(moecomm.BadInput, match="0 to 1"):
         buffer.connect_ranks([2])
-    with pytest.raises(moecomm.Unsupported, match="activate"):
-        buffer.connect_ranks([0], activate=False)
+    buffer.connect_ranks([0, 1], activate=False)
     buffer.connect_ranks([0])
     with pytest.raises(moecomm.BadInput, match="before connect_ranks"):
         buffer.update_memory_buffers(2, EXPERTS, 0)

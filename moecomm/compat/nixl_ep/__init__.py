@@ -11,8 +11,7 @@ What NIXL-EP has and this has not; each raises Unsupported, or differs as it say
 | `Buffer(comm=)`, metadata over etcd | `tcp_store_group=`, or the store of `group=` |
 | `Buffer(low_latency_mode=False)` and the calls of that mode | `moecomm.compat.deep_ep.Buffer` |
 | `Buffer(disable_ll_nvlink=True)` | nothing |
-| `connect_ranks(activate=False)` | a rank takes part once it is connected |
-| connect_ranks() by some of the ranks | collective among all that are connected then |
+| `connect_ranks` by some of the ranks | all that are connected then meet in their next round |
 | `disconnect_ranks`, `update_mask_buffer`, `clean_mask_buffer` by one rank alone | ranks that stay all call |
 | a call that loses a rank goes on | it does, or raises PeerLost or Timeout; the rank is masked, the next one works |
 | `dispatch_wait_recv_cost_stats`, `combine_wait_recv_cost_stats` | `Buffer.stats()` of moecomm |

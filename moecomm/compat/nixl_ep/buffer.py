@@ -39,7 +39,8 @@ class _Ranks(LowLatency):
         from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 
         group = ProcessGroup(PrefixStore(name, store), ranks.index(rank), len(ranks))
-        self.ranks, self.group_size, self._pool = ranks, len(ranks), _Pool(group, timeout_s=timeout_s, masks=True)
+        self.ranks, self.group_size, self.store = ranks, len(ranks), store
+        self._pool = _Pool(group, timeout_s=timeout_s, masks=True)
         self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     def buffers(self) -> list[NativeBuffer]:
@@ -113,7 +114,10 @@ class Buffer:
         self.timeout_ms, self.explicitly_destroy = timeout_ms, explicitly_destroy
         self._experts_per_rank = 0
         self._connected: set[int] = set()
+        self._standby: set[int] = set()  # connected by connect_ranks(activate=False)
+        self._store_of_standby: Any = None
         self._met: _Ranks | None = None
+        self._coming: Any = None  # the store in which the connected ranks meet next; None: they have met
         self._destroyed = False
 
     @staticmethod
@@ -143,7 +147,7 @@ class Buffer:
         check_integer("num_experts_per_rank", num_experts_per_rank, 1)
         check_integer("num_rdma_bytes", num_rdma_bytes, 0)
         check_integer("num_nvl_bytes", num_nvl_bytes, 0)
-        if self._met is not None:
+        if self._connected:
             raise BadInput("update_memory_buffers", "a call with connected ranks", "one before connect_ranks()")
         self.group_size, self._experts_per_rank = num_ranks, num_experts_per_rank
 
@@ -152,35 +156,40 @@ class Buffer:
         self.tcp_store_group = tcp_store_group
 
     def connect_ranks(self, remote_ranks: Iterable[int], activate: bool = True) -> None:
-        """Go on with more ranks, or with others of the same numbers.  Collective among all that are connected then.
+        """Go on with more ranks, or with others of the same numbers.
 
-        Those that are masked or disconnected, and not named, are left out; with no rank named, that is all it does.
-        A rank whose process has been replaced is named again once it is masked or disconnected.  Handles of earlier
-        dispatches can't be used any more, nor graphs that were captured.
+        Does not wait: all ranks that are connected then meet in their next round.  Those that are masked or
+        disconnected, and not named, are left out; with no rank named, that is all it does.  A rank whose process has
+        been replaced is named again once it is masked or disconnected.  Handles of earlier dispatches can't be used any
+        more, nor graphs that were captured.
+
+        Args:
+            remote_ranks: this rank may be among them.
+            activate: False: rounds go on without these ranks, until update_mask_buffer(rank, False) has named them.
 
         Raises:
-            Timeout: a rank did not come within 300 s.
             BadInput: a rank beyond those of update_memory_buffers().
         """
         check_flag("activate", activate)
-        if not activate:
-            raise Unsupported("connect_ranks(activate=False): connect ranks when they are to take part")
         named = self._checked(remote_ranks)
-        masked = set() if self._met is None else self._met.masked()
-        wanted = sorted((self._connected - masked) | named | {self.rank})
-        if self._met is None or self._met.ranks != wanted or named & masked:
-            self._meet(wanted)
+        if activate:
+            self._take_in(named)
+        else:
+            self._standby |= named - self._connected
+            self._store_of_standby = self._store()
 
     def disconnect_ranks(self, remote_ranks: Iterable[int]) -> None:
         """Go on without some ranks.  Collective among those that stay; ids of their experts count as -1."""
-        named = self._checked(remote_ranks) & self._connected
+        named = self._checked(remote_ranks)
+        self._standby -= named
+        named &= self._connected
         if self.rank in named:
             raise BadInput("remote_ranks", f"this rank, {self.rank}", "others: the ranks that stay call it")
         self._connected -= named
-        if named and self._ranks().buffers():
-            self._ranks().mask(named, True)
+        if named and self._met is not None and not self._coming and self._met.buffers():
+            self._met.mask(named, True)
         elif named:
-            self._meet(sorted(self._connected))
+            self._coming = self._coming or self._store()
 
     def low_latency_dispatch(
         self,
@@ -260,15 +269,21 @@ class Buffer:
     def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask a connected rank, or take it in again.  All ranks that stay call it; to unmask, that rank as well.
 
+        A rank that was connected with `activate=False` is taken in as connect_ranks() does.
+
         Raises:
             Unsupported: masking before the first dispatch, whose sizes are not known.
         """
         check_flag("mask", mask)
-        if not self._checked([rank_to_mask]) <= self._connected:
+        named = self._checked([rank_to_mask])
+        if not mask and named <= self._standby:
+            self._take_in(named, self._store_of_standby)
+            return
+        if not named <= self._connected:
             raise BadInput("rank_to_mask", rank_to_mask, f"a connected rank: {sorted(self._connected)}")
         if mask and not self._ranks().buffers():
             raise Unsupported("update_mask_buffer(mask=True) before the first dispatch: use disconnect_ranks()")
-        self._ranks().mask([rank_to_mask], mask)
+        self._ranks().mask(named, mask)
 
     def query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is masked or not connected, and 0 for others; int32 [most ranks]."""
@@ -276,13 +291,15 @@ class Buffer:
         if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
             wanted = f"int32 [{self.group_size}]"
             raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", wanted)
-        here = self._connected - self._ranks().masked()
+        here = self._connected - self._masked()
         mask_status.copy_(torch.tensor([int(rank not in here) for rank in range(self.group_size)], dtype=torch.int32))
 
     def clean_mask_buffer(self) -> None:
         """Take all connected ranks in again that are masked.  All of them make this call."""
-        if masked := self._ranks().masked() & self._connected:
+        if masked := self._masked() & self._connected:
             self._ranks().mask(masked, False)
+        if self._standby:
+            self._take_in(self._standby, self._store_of_standby)
 
     def barrier(self) -> None:
         """Wait for the current stream, and for all ranks that are connected and not masked.
@@ -293,7 +310,7 @@ class Buffer:
         if uses_cuda():
             torch.cuda.current_stream().synchronize()
         met = self._ranks()
-        meet(self._store(), self.rank, sorted(self._connected - met.masked()), self.timeout_ms / 1e3)
+        meet(met.store, self.rank, sorted(self._connected - met.masked()), self.timeout_ms / 1e3)
 
     def destroy(self) -> None:
         """Give the memory back.  Idempotent."""
@@ -304,22 +321,35 @@ class Buffer:
     def _ranks(self) -> _Ranks:
         if self._destroyed:
             raise Closed("nixl_ep buffer")
-        if self._met is None:
+        if not self._connected:
             raise BadInput("Buffer", "no connected ranks", "update_memory_buffers() and connect_ranks() before")
+        if self._coming is not None:
+            self._meet(self._coming)
+        assert self._met is not None
         return self._met
+
+    def _masked(self) -> set[int]:
+        return set() if self._met is None or self._coming is not None else self._met.masked()
+
+    def _take_in(self, named: set[int], store: Any = None) -> None:
+        """Go on with these ranks as well, from the next meeting on; without those that are masked and not named."""
+        masked = self._masked()
+        wanted = (self._connected - masked) | named | {self.rank}
+        self._standby -= wanted
+        if self._met is None or wanted != set(self._met.ranks) or named & masked or self._coming is not None:
+            self._connected, self._coming = wanted, store or self._store()
 
     def _store(self) -> Any:
         if self.tcp_store_group is not None:
             return self.tcp_store_group
         return self.group.get_group_store()
 
-    def _meet(self, ranks: list[int]) -> None:
-        store = self._store()
+    def _meet(self, store: Any) -> None:
+        ranks = sorted(self._connected)
         name = meet(store, self.rank, ranks, max(_MEETING_S, self.timeout_ms / 1e3))
         if self._met is not None:
             self._met.close()
-        self._met = _Ranks(store, self.rank, ranks, self.timeout_ms / 1e3, name)
-        self._connected = set(ranks)
+        self._met, self._coming = _Ranks(store, self.rank, ranks, self.timeout_ms / 1e3, name), None
 
     def _checked(self, ranks: Iterable[int]) -> set[int]:
         if self._destroyed:
