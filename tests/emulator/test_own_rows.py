@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import jit
 from moecomm.backends import host
+from moecomm.jit import blocks
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 
@@ -31,7 +31,7 @@ HIDDEN, UNTOUCHED = 1032, 0xAB
 def test_own_rows_are_not_staged(
     place: str, grads: bool, pull_blocks: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jit, "_PULL_BLOCKS", pull_blocks)
+    monkeypatch.setattr(blocks, "_PULL_BLOCKS", pull_blocks)
     monkeypatch.setattr(machine, "_kernels", {})
     calls = [call(rank, HIDDEN, "flat") for rank in range(RANKS)]
     given = [torch.rand(RANKS * len(calls[0]["x"]), TOPK) if grads else None for _ in calls]
