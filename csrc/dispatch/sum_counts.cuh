@@ -20,7 +20,7 @@ MOECOMM_FN bool sum_all_columns(const Call& c) {
     constexpr i32 bits = cfg.packet_lines > 0 ? kWantedWords : 0;
     constexpr bool times = times_headers(cfg) && cfg.ranks <= kTimedInPolls;
     // Loads at once, as many as registers hold without spilling (tests/device/test_compile.py).
-    constexpr i32 in_flight = cfg.ranks <= 8 ? 8 : cfg.threads() > 720 ? 4 : cfg.ranks <= 16 ? 16 : 8;
+    constexpr i32 in_flight = cfg.ranks <= 8 ? 8 : cfg.threads() > 720 ? 4 : 16;
     for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
         const u64 first = tagged_word(c.round, 0, kHeaderWords + column);
         const i64 stride = static_cast<i64>(tagged_word(c.round, 1, 0) - tagged_word(c.round, 0, 0));

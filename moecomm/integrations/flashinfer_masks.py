@@ -67,9 +67,10 @@ class MaskedRanks(ABC):
             As Buffer.mask() and unmask().
         """
         buffer = self._open()
-        wanted = [int(value) for value in (mask.tolist() if isinstance(mask, torch.Tensor) else mask)]
-        if len(wanted) != buffer.num_ranks or not set(wanted) <= {0, 1} or wanted[buffer.rank] == 0:
-            raise BadInput("mask", wanted, f"1 or 0 for each of {buffer.num_ranks} ranks, 1 for this one")
+        given = mask.tolist() if isinstance(mask, torch.Tensor) else mask
+        wanted = list(given) if isinstance(given, Iterable) else []
+        if len(wanted) != buffer.num_ranks or any(one not in (0, 1) for one in wanted) or not wanted[buffer.rank]:
+            raise BadInput("mask", given, f"1 or 0 for each of {buffer.num_ranks} ranks, 1 for this one")
         before = self.active()
         gone = [rank for rank, (now, then) in enumerate(zip(wanted, before, strict=True)) if now < then]
         back = [rank for rank, (now, then) in enumerate(zip(wanted, before, strict=True)) if now > then]

@@ -217,8 +217,16 @@ def test_what_is_not_supported_or_out_of_turn_is_named() -> None:
     ids = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(moecomm.BadInput, match="connect_ranks"):
         buffer.dispatch(torch.zeros(1, HIDDEN).bfloat16(), ids, 1)
-    with pytest.raises(moecomm.BadInput, match="0 to 1"):
-        buffer.connect_ranks([2])
+    for wrong in ([2], 5, "x", [True]):
+        with pytest.raises(moecomm.BadInput, match="0 to 1"):
+            buffer.connect_ranks(wrong)
+    for given in ({"tcp_store_group": 5}, {"group": "x"}, {"tcp_store_group": store, "rank": -1}):
+        with pytest.raises(moecomm.BadInput):
+            nixl_ep.Buffer(**given)
+    buffer.set_tcp_store_group(None)
+    with pytest.raises(moecomm.BadInput, match="set_tcp_store_group"):
+        buffer.connect_ranks([0])
+    buffer.set_tcp_store_group(store)
     buffer.connect_ranks([0, 1], activate=False)
     buffer.connect_ranks([0])
     with pytest.raises(moecomm.BadInput, match="before connect_ranks"):

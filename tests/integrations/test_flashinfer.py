@@ -331,8 +331,9 @@ def test_the_fault_tolerance_of_a_fleet(moe_ep: Any, on_timeout: str) -> None:
         left.wait(30)
         comm.set_active_mask([1, 1, 0, 1])
         exact_round(rank, (2,))
-        with pytest.raises(moecomm.BadInput, match="mask"):
-            comm.set_active_mask([0, 0, 0, 0])
+        for wrong in ([0, 0, 0, 0], [1, 1, 1], [1, 1, 2, 1], 5, "1111", torch.tensor(1)):
+            with pytest.raises(moecomm.BadInput, match="mask"):
+                comm.set_active_mask(wrong)
         with pytest.raises(moecomm.Unsupported, match="timeout_s"):
             comm.reconcile_active_mask(timeout_s=1.0)
 

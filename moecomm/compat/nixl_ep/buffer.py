@@ -109,6 +109,9 @@ class Buffer:
             raise Unsupported("nixl_ep.Buffer(low_latency_mode=False): moecomm.compat.deep_ep.Buffer has such rounds")
         if tcp_store_group is None and group is None:
             raise Unsupported("nixl_ep.Buffer without a store: pass tcp_store_group= or group=")
+        _check_store(tcp_store_group)
+        if tcp_store_group is None and not hasattr(group, "get_group_store"):
+            raise BadInput("group", type(group).__name__, "a process group")
         self.rank, self.group_size, self.low_latency_mode = rank, 0, low_latency_mode
         self.group, self.tcp_store_group = group, tcp_store_group
         self.timeout_ms, self.explicitly_destroy = timeout_ms, explicitly_destroy
@@ -153,6 +156,7 @@ class Buffer:
 
     def set_tcp_store_group(self, tcp_store_group: Any) -> None:
         """Take another store for later meetings."""
+        _check_store(tcp_store_group)
         self.tcp_store_group = tcp_store_group
 
     def connect_ranks(self, remote_ranks: Iterable[int], activate: bool = True) -> None:
@@ -342,6 +346,8 @@ class Buffer:
     def _store(self) -> Any:
         if self.tcp_store_group is not None:
             return self.tcp_store_group
+        if self.group is None:
+            raise BadInput("tcp_store_group", "None", "a store: set_tcp_store_group()")
         return self.group.get_group_store()
 
     def _meet(self, store: Any) -> None:
@@ -356,11 +362,18 @@ class Buffer:
             raise Closed("nixl_ep buffer")
         if not self._experts_per_rank:
             raise BadInput("Buffer", "no sizes", "update_memory_buffers() before")
+        if not isinstance(ranks, Iterable):
+            raise BadInput("remote_ranks", type(ranks).__name__, f"ranks, 0 to {self.group_size - 1}")
         found = list(ranks)
         for rank in found:
             if not is_integer(rank) or not 0 <= rank < self.group_size:
                 raise BadInput("remote_ranks", rank, f"0 to {self.group_size - 1}")
         return set(found)
+
+
+def _check_store(store: object) -> None:
+    if store is not None and not all(hasattr(store, name) for name in ("set", "get", "check")):
+        raise BadInput("tcp_store_group", type(store).__name__, "a torch.distributed.Store")
 
 
 def _refuse(**options: object) -> None:
