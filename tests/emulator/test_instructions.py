@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ..few import few
 from .instructions import LAYOUTS, RANKS, SHARED_ABOVE, measure, words
 from .machine import Machine
 from .test_kernels import pytestmark as pytestmark
@@ -23,7 +22,9 @@ def test_the_work_of_a_thread_grows_with_the_ranks_alone(layout: str) -> None:
         assert 0 < of_a_block - before[what][1] <= OF_A_WORD * (words(many, 1) - words(few, 1)), what
 
 
-@pytest.mark.parametrize(("ranks", "layout"), few([(n, layout) for n in RANKS[2:] for layout in LAYOUTS], (32, "flat")))
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", RANKS[2:])
 def test_blocks_of_many_ranks_share_the_counts(ranks: int, layout: str) -> None:
     """A line through the work of one block and of four, by the words that each reads, meets that of sixteen."""
     one, four, sixteen = (measure(Machine(blocks, counted=True), ranks, layout)["dispatch"][1] for blocks in (1, 4, 16))

@@ -12,6 +12,7 @@ from moecomm.backends import host
 from moecomm.core import settings
 from moecomm.testing import ranks as local
 
+from ..few import few
 from ..masks import LAYOUTS, Twins, refuses_earlier_handles
 from .machine import Machine
 from .test_kernels import pytestmark as pytestmark
@@ -38,7 +39,7 @@ def forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_TRIPS", 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "expert"))
 @pytest.mark.parametrize(
     ("ranks", "domain_ranks", "steps"),
     [(4, 2, [[1], [2]]), (6, 2, [[3], [0], [2]]), (6, 3, [[4], [3], [0]])],
