@@ -9,7 +9,7 @@ from moecomm.core.integers import is_integer
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import CollectiveCall
 from moecomm.core.suspension import Members
-from moecomm.errors import BadInput, RoundFailed
+from moecomm.errors import BadInput, RoundFailed, Unsupported
 from moecomm.routed import Handle
 
 
@@ -85,6 +85,18 @@ class MaskableRanks:
     def masked(self) -> tuple[int, ...]:
         """The ranks that take no part in rounds."""
         return tuple(sorted(self.rounds.masked))
+
+
+def is_masked(buffer: MaskableRanks, rank: int) -> bool:
+    """Return whether a rank takes no part in the rounds of a Buffer.  Of this one, its window says so: reads memory of
+    the device.
+    """
+    if rank != buffer.rounds.rank:
+        return rank in buffer.rounds.masked
+    try:
+        return buffer.rounds.session.maskable().excluded()
+    except Unsupported:  # no rank is
+        return False
 
 
 def require_repeats(error: RoundFailed, handle: Handle | None = None) -> None:

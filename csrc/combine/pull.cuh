@@ -262,7 +262,8 @@ struct Pull {
             const u8* const row = row_at(rank, slot);
             source = row + column * bytes_of(single ? cfg.type : kType);
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
-            if constexpr (kHashes) hash = reinterpret_cast<u64*>(c.a.added_hashes) + static_cast<i64>(token()) * cfg.ranks + rank;
+            if constexpr (kHashes)
+                hash = reinterpret_cast<u64*>(c.a.added_hashes) + static_cast<i64>(token()) * align_up(cfg.ranks, 2) + rank;
         } else if constexpr (kSumsInRing) {
             if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
         }

@@ -1,7 +1,7 @@
 // Hashes of rows in verified rounds: sums of words of 4 bytes, each times an odd number that depends on its place, modulo 2^64. The hash is
 // that of moecomm/dispatch/row_hash.py. Lanes add parts of it in any order.
 #pragma once
-#include "../device/config.cuh"
+#include "../device/lanes.cuh"
 
 namespace moecomm {
 
@@ -24,8 +24,7 @@ MOECOMM_FN u64 hash_weight(float weight) {
 
 // Called by all lanes of a warp together. Adds what they have found to a hash; relaxed.
 MOECOMM_FN void add_hash_of_lanes(u64* hash, u64 found) {
-#pragma unroll
-    for (i32 distance = 1; distance < kWarp; distance *= 2) found += __shfl_xor_sync(kAllLanes, found, distance);
+    found = sum_of_warp(found);
     if (lane_id() == 0) atomicAdd(reinterpret_cast<unsigned long long*>(hash), static_cast<unsigned long long>(found));
 }
 

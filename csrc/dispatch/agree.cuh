@@ -32,12 +32,7 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
         const u32 over = __ballot_sync(kAllLanes, too_many != 0);
         rows = over != 0 ? __shfl_sync(kAllLanes, too_many, __ffs(over) - 1) : 0;
     } else {
-        i64 sum = rows;
-#pragma unroll
-        for (i32 distance = 1; distance < kWarp; distance *= 2) {
-            const i64 below = __shfl_up_sync(kAllLanes, sum, distance);
-            if (lane_id() >= distance) sum += below;
-        }
+        const i64 sum = sum_up_to_lane(rows);
         const i32 before = static_cast<i32>(sum - rows);
 #pragma unroll 4
         for (i32 i = 0; i < each; ++i) {

@@ -97,13 +97,8 @@ MOECOMM_FN bool sum_column(const Call& c, i32 column) {
         u64 seen = 0;
         const bool in_time = block >= blocks || wait_word(c.round, Phase::grid, c.me(), place(block), c.round.tag, seen);
         if (!__all_sync(kAllLanes, in_time)) return false;
-        u32 up_to = signal_word(seen);
-        worst = max(worst, __reduce_max_sync(kAllLanes, up_to));
-#pragma unroll
-        for (i32 distance = 1; distance < kWarp; distance *= 2) {
-            const u32 below = __shfl_up_sync(kAllLanes, up_to, distance);
-            if (lane_id() >= distance) up_to += below;
-        }
+        worst = max(worst, __reduce_max_sync(kAllLanes, signal_word(seen)));
+        const u32 up_to = sum_up_to_lane(signal_word(seen));
         if (counts && block < blocks)
             c.transport.post(c.me(), place(block) + to_summed, word_signal(c.round.tag, sum + up_to - signal_word(seen)));
         sum += __shfl_sync(kAllLanes, up_to, kWarp - 1);

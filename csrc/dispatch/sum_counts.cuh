@@ -147,12 +147,7 @@ struct KeptWords {
 #pragma unroll 1
             for (i32 first = 0; first < cfg.ranks; first += kWarp) {
                 const i32 source = first + lane_id(), count = source < cfg.ranks ? *place(source, nth) : 0;
-                i32 sum = count;
-#pragma unroll
-                for (i32 distance = 1; distance < kWarp; distance *= 2) {
-                    const i32 below = __shfl_up_sync(kAllLanes, sum, distance);
-                    if (lane_id() >= distance) sum += below;
-                }
+                const i32 sum = sum_up_to_lane(count);
                 if (source < cfg.ranks) *place(source, nth) = before + sum - count;
                 before += __shfl_sync(kAllLanes, sum, kWarp - 1);
             }

@@ -1,17 +1,11 @@
 // Budgets of rows: which entries of a routing their ranks have room for. One warp an expert, and one for all else. The rows of a rank are
 // in the order of its experts, padded, then of source ranks, then of tokens; a row at or behind the rank's budget is dropped.
 #pragma once
+#include "../device/lanes.cuh"
 #include "args.h"
 #include "row_pass.cuh"
 
 namespace moecomm {
-
-template <class T>
-MOECOMM_FN T sum_of_warp(T value) {
-#pragma unroll
-    for (i32 lane = 1; lane < kWarp; lane *= 2) value += __shfl_xor_sync(kAllLanes, value, lane);
-    return value;
-}
 
 // Called by a warp. Calls body(entry, id, nth) in the lane of each entry of `expert`; `nth` counts them in order. Returns their number.
 template <class Id, class Body>

@@ -1,6 +1,7 @@
 // Gradients of a weighted combine, in one pass over the rows: those of y and those of the weights.
 #pragma once
 #include "../device/cast.cuh"
+#include "../device/lanes.cuh"
 #include "args.h"
 #include "row_pass.cuh"
 
@@ -31,8 +32,7 @@ MOECOMM_FN void combine_gradients(const GradientArgs& a) {
             for (i32 c = 0; c < columns; ++c) sum += made[c] * gradient[c];
         }
         if (a.y == 0) return;
-#pragma unroll
-        for (i32 lane = 1; lane < kWarp; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
+        sum = sum_of_warp(sum);
         if (lane_id() == 0) reinterpret_cast<float*>(a.to_weights)[row] = sum;
     });
 }

@@ -1,6 +1,7 @@
 // Elementwise part of the backward pass of SwiGLU experts, between its GEMMs, in one pass over the rows.
 #pragma once
 #include "../device/cast.cuh"
+#include "../device/lanes.cuh"
 #include "args.h"
 #include "row_pass.cuh"
 
@@ -35,8 +36,7 @@ MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
             store_columns<type>(reinterpret_cast<void*>(a.to_both + up_at), up_grad);
             store_columns<type>(reinterpret_cast<void*>(a.to_inner + here), made);
         }
-#pragma unroll
-        for (i32 lane = 1; lane < kWarp; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
+        sum = sum_of_warp(sum);
         if (lane_id() == 0) reinterpret_cast<float*>(a.to_weights)[row] = sum;
     });
 }

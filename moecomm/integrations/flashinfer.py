@@ -118,7 +118,7 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
             least, limit = max(1, len(hidden_states)), self.params.max_tokens_per_rank
             raise BadInput("max_tokens_per_rank", most, f"{least} to {limit}")
         if active_rank_mask is not None:
-            self.set_active_mask(active_ranks(active_rank_mask, self.ep_size))
+            self.follow(active_ranks(active_rank_mask, self.ep_size))
         weights = None if topk_weights is None else topk_weights.float().contiguous()
         routed = buffer.dispatch(
             hidden_states.contiguous(),

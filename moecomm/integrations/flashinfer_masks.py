@@ -13,12 +13,13 @@ import torch
 
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, RoundFailed, Unsupported
+from moecomm.masking import is_masked
 
 
 class MaskedRanks(ABC):
     """The calls of a Fleet that concern masks."""
 
-    _cleared: tuple[int, ...] = ()  # masked ranks of which the caller knows
+    _known: list[int] | None = None  # the mask that the caller has given, or been told
 
     @abstractmethod
     def _open(self) -> Buffer: ...
@@ -55,7 +56,15 @@ class MaskedRanks(ABC):
             buffer.rounds.require_alive()
         except RoundFailed:
             return True
-        return buffer.masked != self._cleared
+        return self.active() != (self._known or [1] * buffer.num_ranks)
+
+    def follow(self, wanted: list[int]) -> None:
+        """Let these ranks take part, if that changes anything that the caller knows of, or a call has failed.
+
+        A mask that stays costs no look at the device.
+        """
+        if wanted != self._known or self.query_fault():
+            self.set_active_mask(wanted)
 
     def set_active_mask(self, mask: Iterable[int] | torch.Tensor) -> None:
         """Let these ranks take part.  Collective among them, other than a Fleet's.
@@ -71,14 +80,11 @@ class MaskedRanks(ABC):
         wanted = list(given) if isinstance(given, Iterable) else []
         if len(wanted) != buffer.num_ranks or any(one not in (0, 1) for one in wanted) or not wanted[buffer.rank]:
             raise BadInput("mask", given, f"1 or 0 for each of {buffer.num_ranks} ranks, 1 for this one")
-        before = self.active()
-        gone = [rank for rank, (now, then) in enumerate(zip(wanted, before, strict=True)) if now < then]
-        back = [rank for rank, (now, then) in enumerate(zip(wanted, before, strict=True)) if now > then]
-        if gone:
+        if gone := [rank for rank, takes_part in enumerate(wanted) if not takes_part and rank not in buffer.masked]:
             buffer.mask(gone)
-        if back or buffer.rounds.session.maskable().excluded():
-            buffer.unmask(back or [buffer.rank])
-        self._cleared = buffer.masked
+        if back := [rank for rank, takes_part in enumerate(wanted) if takes_part and is_masked(buffer, rank)]:
+            buffer.unmask(back)
+        self._known = self.active()
 
     def reconcile_active_mask(self, *, timeout_s: float | None = None) -> torch.Tensor:
         """Agree on who is lost, mask them, and return query_active_mask().  Collective among the rest.
@@ -89,7 +95,8 @@ class MaskedRanks(ABC):
         """
         if timeout_s is not None:
             raise Unsupported("reconcile_active_mask(timeout_s=): that of the communication")
-        self._cleared = self._open().mask()
+        self._open().mask()
+        self._known = self.active()
         return self.query_active_mask()
 
     def clear_faults(self, *, readmit: bool = False) -> None:
@@ -99,11 +106,9 @@ class MaskedRanks(ABC):
             As Buffer.unmask().
         """
         buffer = self._open()
-        if readmit:
-            own = [buffer.rank] if buffer.rounds.session.maskable().excluded() else []
-            if back := [*buffer.masked, *own]:
-                buffer.unmask(back)
-        self._cleared = buffer.masked
+        if readmit and (back := [rank for rank in range(buffer.num_ranks) if is_masked(buffer, rank)]):
+            buffer.unmask(back)
+        self._known = self.active()
 
 
 def active_ranks(mask: torch.Tensor, ranks: int) -> list[int]:

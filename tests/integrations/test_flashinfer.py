@@ -283,6 +283,17 @@ def test_a_mask_comes_with_the_calls(moe_ep: Any) -> None:
     on_ranks(body, moe_ep)
 
 
+def test_a_mask_that_stays_is_not_looked_up(moe_ep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs a look waits for the device, and a capture can't have it."""
+    rank = Rank(moecomm.local_ranks(1)[0], moe_ep)
+    given = (rank.x, rank.ids, rank.weights)
+    rank.comm.combine(rank.experts(rank.comm.dispatch(*given, active_rank_mask=bits(0))))
+    module = sys.modules["moecomm.integrations.flashinfer_masks"]
+    monkeypatch.setattr(module, "is_masked", lambda *_: pytest.fail("a look at the device"))
+    rank.comm.combine(rank.experts(rank.comm.dispatch(*given, active_rank_mask=bits(0))), active_rank_mask=bits(0))
+    rank.comm.destroy()
+
+
 @pytest.mark.parametrize(
     "mask", [torch.tensor([3]), [3], bits(1), bits(0, 1), torch.tensor([1, 0], dtype=torch.uint64)]
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions
 from moecomm.core.arrays import has_memory
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_flag, check_same_device
 from moecomm.errors import BadInput, Unsupported
+from moecomm.masking import is_masked
 
 
 class MaskBuffer:
@@ -36,14 +36,8 @@ class MaskBuffer:
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each masked rank, and 0 for others."""
-        check_dimensions("mask_status", mask_status, "ranks")
-        check_same_device(mask_status=mask_status)
-        if not has_memory(mask_status):
-            raise BadInput("mask_status", "a tensor without memory", "one that has some")
-        if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
-            raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
         masked = {rank for buffer in self._pool.low_latency() for rank in buffer.masked}
-        mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.group_size)], dtype=torch.int32))
+        write_mask(mask_status, [rank in masked for rank in range(self.group_size)])
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Take all masked ranks in again.  All ranks make this call."""
@@ -52,11 +46,12 @@ class MaskBuffer:
                 buffer.unmask(buffer.masked)
 
 
-def is_masked(buffer: Buffer, rank: int) -> bool:
-    """Return whether a rank, this one or another, takes no part in the rounds of a Buffer."""
-    if rank != buffer.rank:
-        return rank in buffer.masked
-    try:
-        return buffer.rounds.session.maskable().excluded()
-    except Unsupported:  # no rank is
-        return False
+def write_mask(mask_status: torch.Tensor, masked: list[bool]) -> None:
+    """Write 1 for each rank that is masked, and 0 for others."""
+    check_dimensions("mask_status", mask_status, "ranks")
+    check_same_device(mask_status=mask_status)
+    if not has_memory(mask_status):
+        raise BadInput("mask_status", "a tensor without memory", "one that has some")
+    if mask_status.shape != (len(masked),) or mask_status.dtype is not torch.int32:
+        raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
+    mask_status.copy_(torch.tensor(masked, dtype=torch.int32))

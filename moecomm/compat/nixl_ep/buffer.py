@@ -11,13 +11,14 @@ from moecomm.buffer import Buffer as NativeBuffer
 from moecomm.compat.deep_ep.buffer import Buffer as DeepEP
 from moecomm.compat.deep_ep.event import EventOverlap, uses_cuda
 from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
-from moecomm.compat.deep_ep.masks import is_masked
+from moecomm.compat.deep_ep.masks import write_mask
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions
 from moecomm.compat.nixl_ep.meeting import meet
 from moecomm.core.integers import check_integer, is_integer
 from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.core.validation import check_flag
 from moecomm.errors import BadInput, Closed, Unsupported
+from moecomm.masking import is_masked
 
 DEFAULT_TIMEOUT_MS = 30_000
 _MEETING_S = 300.0  # a rank that is added may only be starting
@@ -41,6 +42,7 @@ class _Ranks(LowLatency):
         group = ProcessGroup(PrefixStore(name, store), ranks.index(rank), len(ranks))
         self.ranks, self.group_size, self.store = ranks, len(ranks), store
         self._pool = _Pool(group, timeout_s=timeout_s, masks=True)
+        self._in_order = ranks == list(range(len(ranks)))
         self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     def buffers(self) -> list[NativeBuffer]:
@@ -59,7 +61,7 @@ class _Ranks(LowLatency):
 
     def ids(self, topk_idx: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
         """Return the ids in the numbers of the group.  Experts of ranks that are not in it count as -1."""
-        if self.ranks == list(range(self.group_size)):
+        if self._in_order:
             return topk_idx
         key = (topk_idx.device, experts_per_rank)
         table = self._tables.get(key)
@@ -216,8 +218,8 @@ class Buffer:
         _refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         met, experts = self._ranks(), self._experts_per_rank
         check_dimensions("topk_idx", topk_idx, "tokens", "topk")
-        least = (max(self._connected) + 1) * experts
         if num_experts is not None:
+            least = (max(self._connected) + 1) * experts
             check_integer("num_experts", num_experts, least, self.group_size * experts)
         ids = met.ids(topk_idx, experts)
         result = met.low_latency_dispatch(
@@ -291,12 +293,8 @@ class Buffer:
 
     def query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is masked or not connected, and 0 for others; int32 [most ranks]."""
-        check_dimensions("mask_status", mask_status, "ranks")
-        if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
-            wanted = f"int32 [{self.group_size}]"
-            raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", wanted)
         here = self._connected - self._masked()
-        mask_status.copy_(torch.tensor([int(rank not in here) for rank in range(self.group_size)], dtype=torch.int32))
+        write_mask(mask_status, [rank not in here for rank in range(self.group_size)])
 
     def clean_mask_buffer(self) -> None:
         """Take all connected ranks in again that are masked.  All of them make this call."""
