@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.combine import verify as combine_verify
 from moecomm.core.sampling import Sampling
+from moecomm.dispatch import verify as dispatch_verify
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.testing import LocalBuffers, check_case, random_case
 
@@ -51,6 +55,29 @@ def test_verified_rounds_match_the_reference(domain_ranks: int) -> None:
     with LocalBuffers(**sizes, domain_ranks=domain_ranks, device="cpu", verify_every=1) as ranks:
         for seed in range(20):
             check_case(ranks, random_case(seed, **sizes))
+
+
+def test_nothing_is_kept_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python's collector of cycles does not come, room in the windows is free again all the same."""
+    checks: list[weakref.ref[Any]] = []
+    for module in (dispatch_verify, combine_verify):
+
+        def checked(*given: Any, make: Callable[..., Any] = module.checked) -> Any:
+            check = make(*given)
+            checks.append(weakref.ref(check))
+            return check
+
+        monkeypatch.setattr(module, "checked", checked)
+    gc.collect()
+    gc.disable()
+    try:
+        with moecomm.Buffer("self", **SIZES, dtype=torch.bfloat16, verify_every=1) as buffer:
+            x, ids = torch.randn(8, 64).bfloat16(), torch.randint(4, (8, 2))
+            routed = buffer.dispatch(x, ids, layout="expert")
+            buffer.combine(routed.x, routed.handle)
+            assert [check() for check in checks] == [None, None]
+    finally:
+        gc.enable()
 
 
 def case(ranks: int = 2, **changes: Any) -> flips.Case:

@@ -97,7 +97,7 @@ struct CombineConfig {
     bool own_weights;                    // the source ranks give the weights, in place of those that the dispatch carried
     bool in_place;                       // peers read this rank's rows of y in place: nothing is staged
     bool sum_grads;                      // CombineArgs::sum_grads
-    bool verifies;                       // CombineArgs::added_hashes; on all ranks, and without packets
+    bool verifies;                       // CombineArgs::staged_hashes; on all ranks, and without packets
     bool packets;                        // this rank has few tokens and receives its reduced rows in packets
     i32 packet_row_bytes, packet_lines;  // bytes of a staged row in each packet, and lines of a packet
     // Warp roles and shared memory of a block.

@@ -31,7 +31,7 @@ class Kernels:
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """Return the combine kernel for these arguments."""
-        may_be_few = args.weight_grads == 0 and args.added_hashes == 0
+        may_be_few = args.weight_grads == 0 and args.staged_hashes == 0
         return self._load(_Asked(combine_spec(args), args.num_tokens, args.wire, may_be_few))
 
     def compile_for(self, shape: _native.Shape) -> int:
@@ -128,7 +128,7 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         own_weights=args.topk_weights != 0,
         in_place=reads_in_place(args),
         sum_grads=args.weight_grads != 0 and args.sum_grads != 0,
-        verifies=args.added_hashes != 0,
+        verifies=args.staged_hashes != 0,
         wide_bias=args.bias_type != args.type,
         **_domains(shape),
     )

@@ -93,15 +93,15 @@ def launch(combining: Combining) -> None:
 
 def stages(combining: Combining) -> tuple[Callable[[], None], ...]:
     """Return what verifies a combine: see DispatchCheck.stages."""
-    return () if combining.check is None else combining.check.stages()
+    check, combining.check = combining.check, None  # which refers to `combining`
+    return () if check is None else check.stages()
 
 
 def run(combining: Combining) -> None:
     """Run a prepared combine on the executor, and verify it."""
     launch(combining)
-    if combining.check is not None:
-        for stage in combining.check.stages():
-            stage()
+    for stage in stages(combining):
+        stage()
 
 
 def finish(rounds: Rounds, combining: Combining) -> Any:

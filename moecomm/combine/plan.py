@@ -34,7 +34,7 @@ class Combining:
         self.out, self.out_weight_grads = out, out_weight_grads
         self.back: Any = None  # makes arrays of the caller's kind; None: of torch's
         self.inputs: Any = None  # kept until the executor has read them
-        self.check: Any = None  # of a verified combine
+        self.check: Any = None  # of a verified combine, until its kernel has been launched
 
 
 class Plan:

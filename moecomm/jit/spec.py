@@ -41,7 +41,7 @@ class KernelSpec:
     own_weights: bool = False  # by weights that each source rank passes to combine
     in_place: bool = False
     sum_grads: bool = False  # CombineArgs.sum_grads
-    verifies: bool = False  # CombineArgs.added_hashes
+    verifies: bool = False  # CombineArgs.staged_hashes
     wide_bias: bool = False  # the bias is float32, and not of `type`
     transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
     domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other

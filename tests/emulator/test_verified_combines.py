@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # layout, hidden, and opt
     "flat": ("flat", 200, {}),
     "flat, in place": ("flat", 1032, {"in_place": True}),
     "gradients beside": ("flat", 64, {"weight_grads": None}),
+    "a rank without tokens": ("flat", 64, {"idle": 1}),
 }
 
 
@@ -49,11 +50,11 @@ class Verified:
     def __init__(self, ranks: LocalBuffers, machine: Machine, name: str) -> None:
         layout, hidden, how = CASES[name]
         self.ranks, self.machine, self.layout = ranks, machine, layout
-        calls = [self._tokens(rank, layout, hidden) for rank in range(RANKS)]
+        calls = [self._tokens(rank, layout, hidden, rank == how.get("idle")) for rank in range(RANKS)]
         routed = ranks.dispatch(calls)
         self.calls = []
         for buffer, call, here in zip(ranks.buffers, calls, routed, strict=True):
-            options, y = dict(how), here.x.clone()
+            options, y = {name: value for name, value in how.items() if name != "idle"}, here.x.clone()
             if options.pop("in_place", False):
                 y = buffer.empty(here.handle, y.dtype)
                 y.copy_(here.x)
@@ -64,11 +65,12 @@ class Verified:
             self.calls.append({"y": y, "handle": here.handle, **options})
 
     @staticmethod
-    def _tokens(rank: int, layout: str, hidden: int) -> dict[str, Any]:
+    def _tokens(rank: int, layout: str, hidden: int, idle: bool) -> dict[str, Any]:
         g = torch.Generator().manual_seed(rank)
         ids = torch.rand(TOKENS - rank, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
         ids[0, 1:] = -1
-        x = torch.randn(TOKENS - rank, hidden, generator=g).bfloat16()
+        ids = ids[: 0 if idle else None]
+        x = torch.randn(len(ids), hidden, generator=g).bfloat16()
         return {"x": x, "topk_idx": ids, "topk_weights": torch.rand(len(x), TOPK, generator=g), "layout": layout}
 
     def run(self, flip_in: int = 0) -> tuple[list[Any], list[Any]]:
@@ -107,7 +109,7 @@ class Verified:
         return owner, *divmod(place, context.shape.ring_tokens)
 
 
-@pytest.fixture(params=few(CASES, "sums and single rows", "flat, in place"))
+@pytest.fixture(params=few(CASES, "sums and single rows", "flat, in place", "a rank without tokens"))
 def verified(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Verified]:
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     monkeypatch.setattr(verify, "hash_rows", by_words)
