@@ -30,6 +30,7 @@ struct Gin : Lsa {
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
         moecomm_gin_put_warp(comm(), context, peer, handle(), to, handle(), from, bytes);
     }
+    MOECOMM_FN void put_ahead(i32 peer, u64 to, u64 from, u64 bytes) const { put(peer, to, from, bytes); }
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
         moecomm_gin_signal(comm(), context, peer, static_cast<u32>(which), amount);
     }

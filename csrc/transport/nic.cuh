@@ -47,6 +47,10 @@ struct Nic : Puts {
         if (threadIdx.x % kWarp == 0) atomicMax(sent(peer), reserve(bytes));
         Puts::put(peer, to, from, bytes);
     }
+    MOECOMM_FN void put_ahead(i32 peer, u64 to, u64 from, u64 bytes) const {
+        if (threadIdx.x % kWarp == 0) atomicMax(sent(peer), reserve(bytes));
+        Puts::put_ahead(peer, to, from, bytes);
+    }
     // A message like any put: its signal travels with it.
     MOECOMM_FN void put_add(i32 peer, u64 to, u64 from, u64 bytes, u64 which, u64 amount) const {
         put(peer, to, from, bytes);

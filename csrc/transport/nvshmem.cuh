@@ -25,6 +25,7 @@ struct Nvshmem : Lsa {
         fence();
         moecomm_nvshmem_put_warp(local<u8>(to), local<u8>(from), bytes, peer);
     }
+    MOECOMM_FN void put_ahead(i32 peer, u64 to, u64 from, u64 bytes) const { put(peer, to, from, bytes); }
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
         moecomm_nvshmem_fence();
         moecomm_nvshmem_signal_add(word(which), amount, peer);

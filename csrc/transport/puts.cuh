@@ -40,6 +40,14 @@ struct Puts : Lsa {
 
     // Stores have been made when it returns: the bytes are visible to a reader once it sees a later `add`.
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
+        put_ahead(peer, to, from, bytes);
+        settle();
+    }
+    MOECOMM_FN void settle() const {
+        if (threadIdx.x % kWarp == 0) bulk_wait<0>();
+        __syncwarp();  // orders all lanes' stores before any lane's later signal
+    }
+    MOECOMM_FN void put_ahead(i32 peer, u64 to, u64 from, u64 bytes) const {
         u8* there = remote(peer, to);
         i32 lane;  // re-read here, so that values derived from it are not kept in registers between puts
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -54,7 +62,6 @@ struct Puts : Lsa {
             __syncwarp();
             if (lane == 0) copy_bulk(there, here, bytes);
         }
-        __syncwarp();  // orders all lanes' stores before any lane's later signal
     }
     // Copy 16-byte vectors, kBatch of a lane in flight. Called by all lanes of a warp.
     MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes, i32 lane) {
@@ -69,7 +76,7 @@ struct Puts : Lsa {
                 if (first + i * kWarp * 16 < bytes) store_line_words(there + first + i * kWarp * 16, words[i]);
         }
     }
-    // Called by lane 0. Loads run ahead of stores; all stores have been made when it returns.
+    // Called by lane 0. Loads run ahead of stores. The last stores may still be on their way when it returns.
     MOECOMM_FN void copy_bulk(u8* there, const u8* here, u64 bytes) const {
         const i32 pieces = static_cast<i32>(ceil_div<u64>(bytes, PutRing::kBytes));
         const u32 first = ring->used;
@@ -80,6 +87,7 @@ struct Puts : Lsa {
             const u32 slot = (first + i) % PutRing::kSlots;
             bulk_load(ring->data[slot], here + static_cast<u64>(i) * PutRing::kBytes, bytes_of_piece(i), &ring->full[slot]);
         };
+        bulk_wait_read<PutRing::kSlots - PutRing::kAhead>();  // stores of the put before, which leave one slot at least
         for (i32 i = 0; i < min(PutRing::kAhead, pieces); ++i) load(i);
         for (i32 i = 0; i < pieces; ++i) {
             if (i + PutRing::kAhead < pieces) {
@@ -92,7 +100,6 @@ struct Puts : Lsa {
             bulk_commit();
         }
         ring->used = first + pieces;
-        bulk_wait<0>();
     }
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
         add_release(reinterpret_cast<u64*>(remote(peer, signal_at(ctx.window, which))), amount);

@@ -46,15 +46,28 @@ MOECOMM_FN bool await_room(const Round& r, const Transport& transport, Phase pha
     return room > 0;
 }
 
+// await_room, by all lanes of a warp, before it puts.
+template <class Call, class Transport>
+MOECOMM_FN bool await_room_for_put(const Call& c, const Transport& transport, Phase phase, i32 peer) {
+    bool room = true;
+    if (lane_id() == 0) room = await_room(c.round, transport, phase, peer, c.posters());
+    return __all_sync(kAllLanes, room);
+}
+
 // Transport::put once there is room. Called by all lanes of a warp; orders what the put orders. False in all lanes on failure (record
 // filled).
 template <class Call, class Transport>
 MOECOMM_FN bool put(const Call& c, const Transport& transport, Phase phase, i32 peer, u64 to, u64 from, u64 bytes) {
-    bool room = true;
-    if (lane_id() == 0) room = await_room(c.round, transport, phase, peer, c.posters());
-    if (!__all_sync(kAllLanes, room)) return false;
+    if (!await_room_for_put(c, transport, phase, peer)) return false;
     transport.put(peer, to, from, bytes);
     return true;
+}
+// Transport::put_ahead, likewise. Ends the warp's puts ahead if there is no room.
+template <class Call, class Transport>
+MOECOMM_FN bool put_ahead(const Call& c, const Transport& transport, Phase phase, i32 peer, u64 to, u64 from, u64 bytes) {
+    const bool room = await_room_for_put(c, transport, phase, peer);
+    room ? transport.put_ahead(peer, to, from, bytes) : transport.settle();
+    return room;
 }
 
 // The runs of consecutive bits in a mask of tokens, from the lowest on. Each run leaves in one put.
@@ -168,9 +181,7 @@ MOECOMM_FN void send_tagged_words(const Call& c, i32 words, PutAhead put_ahead) 
             in_time = wait_word(c.round, Phase::grid, c.me(), tagged_word(c.round, c.me(), i), c.round.tag, seen);
         c.transport.fence();  // other blocks may have written the words
         if (!__all_sync(kAllLanes, in_time) || !put_ahead(peer)) return;
-        bool room = true;
-        if (lane_id() == 0) room = await_room(c.round, c.transport, Phase::header, peer, c.posters());
-        if (!__all_sync(kAllLanes, room)) return;
+        if (!await_room_for_put(c, c.transport, Phase::header, peer)) return;
         c.transport.put_add(peer, tagged_words, tagged_words, words * sizeof(u64), tagged_words_signal(c.me()),
                             tag_signal(kTagStep));  // tagged_words_value
         __syncwarp();

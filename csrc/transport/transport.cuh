@@ -14,6 +14,9 @@
 //
 //   void put(peer, to, from, bytes)   by a whole warp: copy `bytes` at `from` of this rank's window, as this warp sees them, to `to` of the
 //                                     peer's window; multiples of 8. Unordered among puts; needs room
+//   void put_ahead(peer, to, from, bytes)   by a whole warp: a put that may still read its source when it returns; the next one does not
+//                                     wait for it
+//   void settle()                     by a whole warp: end its puts ahead. Comes before an add, and before the warp returns
 //   void add(peer, which, amount)     by one thread: add to a signal of the peer (csrc/protocol/domains.h). A reader that acquires the new
 //                                     value sees all earlier puts of the channel to the peer. Needs room
 //   void put_add(peer, to, from, bytes, which, amount)   by a whole warp: a put, then an add by its first lane; one message where the
@@ -54,6 +57,7 @@ struct Lsa {
     }
     MOECOMM_FN static void prepare(NoRing&) {}
     MOECOMM_FN static void pass_through(NoRing&) {}
+    MOECOMM_FN static void settle() {}
     MOECOMM_FN void signal(i32 rank, u64 offset, u64 value) const { store_release(peer_ptr<u64>(rank, offset), value); }
     MOECOMM_FN void fence() const { fence_system(); }
     MOECOMM_FN void post(i32 rank, u64 offset, u64 value) const { store_relaxed(peer_ptr<u64>(rank, offset), value); }

@@ -48,12 +48,13 @@ BODIES: dict[str, dict[str, str]] = {
         "narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;",
         "near_reciprocal": "return 1.0f / amax;",
     },
-    # Puts to other domains come late, in as bad an order as it may: see scheduler.cpp.
+    # Puts to other domains come late, in as bad an order as it may: see scheduler.cpp.  An add before settle() is lost.
     "transport/puts.cuh": {
         "channels": "return 2;",
-        "put": "if (lane_id() == 0) emulator::emulator_put(ctx.rank, peer, way, remote(peer, to), local<u8>(from), "
-        "bytes); __syncwarp();",
-        "add": "emulator::emulator_add(ctx.rank, peer, way, reinterpret_cast<unsigned long long*>("
+        "put_ahead": "if (lane_id() == 0) emulator::emulator_put(ctx.rank, peer, way, remote(peer, to), "
+        "local<u8>(from), bytes); ahead = true; __syncwarp();",
+        "settle": "ahead = false; __syncwarp();",
+        "add": "if (!ahead) emulator::emulator_add(ctx.rank, peer, way, reinterpret_cast<unsigned long long*>("
         "remote(peer, signal_at(ctx.window, which))), amount);",
     },
     "transport/nic.cuh": {"doze": "emulator::emulator_yield();"},
@@ -63,7 +64,8 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     "transport/puts.cuh": [
         (
             r"explicit Puts\(const Context& context, i32 = 0\) : Lsa\{context\} \{\}",
-            "explicit Puts(const Context& context, i32 channel = 0) : Lsa{context}, way(channel) {} i32 way;",
+            "explicit Puts(const Context& context, i32 channel = 0) : Lsa{context}, way(channel) {} i32 way; "
+            "mutable bool ahead = false;",
         )
     ],
     "transport/nic.cuh": [(r"Puts\{context\}", "Puts{context, channel % 2}")],

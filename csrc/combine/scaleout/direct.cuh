@@ -51,9 +51,10 @@ MOECOMM_FN bool put_chunk(const Call& c, i32 warp, i32 source_rank, i32 chunk) {
         const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[row].y;
         u64 from = staged_at(c.window(), c.shape(), source_rank, token);
         if constexpr (cfg.in_place) from = c.a.y - c.a.ctx.peers[c.me()] + slot * static_cast<u64>(c.a.y_stride);
-        if (!put(c, channel, Phase::reduced, source_rank, direct_row_at(c.window(), c.shape(), c.round.tag, c.me(), token), from, bytes))
-            return false;
+        const u64 to = direct_row_at(c.window(), c.shape(), c.round.tag, c.me(), token);
+        if (!put_ahead(c, channel, Phase::reduced, source_rank, to, from, bytes)) return false;
     }
+    channel.settle();
     // Each chunk with rows here adds 1 to the signal; the first adds the rest, so that the signal is complete when all have
     // (signal_direct).
     i32 parts = 0, first = -1;

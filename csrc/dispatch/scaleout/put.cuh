@@ -84,7 +84,7 @@ MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 domain, 
         const u64 send_slot = send_slot_at(c.window(), c.shape(), domain, c.place_of(token));
         const u64 there = direct_at(c.window(), c.shape(), c.round.tag, c.me(), token);
         for (u32 wanted = __ballot_sync(kAllLanes, lane_id() < cfg.scaleup_ranks() && slot >= 0); wanted != 0; wanted &= wanted - 1)
-            if (!put(c, channel, Phase::payload, first + __ffs(wanted) - 1, there, send_slot, bytes)) return false;
+            if (!put_ahead(c, channel, Phase::payload, first + __ffs(wanted) - 1, there, send_slot, bytes)) return false;
     }
     return true;
 }
@@ -113,7 +113,10 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     if (direct && warp > 0) return;
     const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
     for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += direct ? 1 : cfg.put_warps) {
-        if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) return;
+        if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) {
+            channel.settle();
+            return;
+        }
         const i32 turn = c.turn_of(chunk);
         for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
             const i32 domain = c.domains().other(n);
@@ -143,6 +146,7 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
             if (__any_sync(kAllLanes, lane_id() == 0 && !signaled)) return;
         }
     }
+    channel.settle();
     if (direct && c.share.first_chunk < c.share.end_chunk) signal_owners(c, channel);
 }
 
