@@ -42,7 +42,6 @@ _DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put di
 # At least, between domains: a combine takes 398 us, and 716 by the table's 24 (bench/results/domains-h100-2.json).
 _SCALEOUT_BLOCKS = 64
 _SCALEOUT_CHUNK = 4  # most tokens of a chunk between domains, where one warp forwards a chunk token by token
-_CHUNKS = 128  # between domains: few tokens make up so many chunks, if they are as many
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device polls for a while, then naps between polls
 _PEEK_S = 0.02  # for a copy of a few bytes, which other work may hold up
@@ -199,8 +198,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         blocks, chunk = num_sms or choice.blocks, choice.chunk_tokens
         if is_multi_domain(self.context.shape):
             blocks = num_sms or max(blocks, _SCALEOUT_BLOCKS)
-            most = _SCALEOUT_CHUNK if num_tokens > _CHUNKS * 2 else 2 if num_tokens > _CHUNKS else 1
-            chunk = min(chunk, most, _native.most_chunk_tokens(self.context.shape))
+            chunk = min(chunk, _SCALEOUT_CHUNK, _native.most_chunk_tokens(self.context.shape))
             chunk = max([chunk, *(size for tokens, size in self.reach.least_chunks if num_tokens >= tokens)])
         return Schedule(max(1, min(blocks, self._most_blocks)), chunk)
 
