@@ -14,7 +14,7 @@ struct ScaleoutSums {
     static constexpr u64 kOfDomain = cfg.scaleup_ranks() < 64 ? (1ull << cfg.scaleup_ranks() % 64) - 1 : ~0ull;
     // Sums of other domains pass through the ring of the pull warp, like rows, in domain order: lanes serve the domains before this one,
     // the ranks of this domain, the domains after it. Two domains need no order, because x + y is y + x; the rows of this domain then come
-    // first.
+    // first, and a direct row passes, too, if it is the only one of its domain, and thus its sum. (With more domains, kernels would spill.)
     static constexpr bool kOrdered = cfg.domains() > 2;
     static constexpr bool kInRing = kOthers > 0 && cfg.wire == cfg.staged() && cfg.scaleup_ranks() + kOthers <= kWarp;
 
@@ -42,6 +42,12 @@ struct ScaleoutSums {
 #pragma unroll
         for (i32 i = 0; i < kLooks; ++i) owners |= static_cast<u64>(__ballot_sync(kAllLanes, ahead[i] >= 0)) << i * kWarp;
     }
+    // kInRing: true if what other domains have of the token being opened passes through the ring.
+    MOECOMM_FN bool passes_ring() const {
+        if (!direct) return true;
+        const u64 there = owners >> c.domains().other(0) * cfg.scaleup_ranks() & kOfDomain;
+        return !kOrdered && (there & (there - 1)) == 0;
+    }
     // kInRing: the first lane of this domain's ranks, and the domain that this lane serves, -1 if none.
     MOECOMM_FN static i32 first_lane(const Call& c) { return kInRing && kOrdered ? c.domains().own() : 0; }
     MOECOMM_FN i32 domain_of_lane() const {
@@ -53,8 +59,10 @@ struct ScaleoutSums {
     // kInRing: the sum of this lane's domain for the token being opened, null if there is none. After await().
     MOECOMM_FN const u8* row_of_lane(i32 token) const {
         const i32 domain = domain_of_lane();
-        if (direct || domain < 0 || !comes_from(domain, owners)) return nullptr;
-        return c.transport.template local<u8>(c.returned_sum_at(domain, token));
+        if (domain < 0 || !passes_ring() || !comes_from(domain, owners)) return nullptr;
+        if (!direct) return c.transport.template local<u8>(c.returned_sum_at(domain, token));
+        const i32 first = domain * cfg.scaleup_ranks(), owner = first + __ffsll(static_cast<i64>(owners >> first)) - 1;
+        return c.transport.template local<u8>(direct_row_at(c.window(), c.shape(), c.round.tag, owner, token));
     }
 
     // Returns whether other domains' sums of the token have arrived; each lane checks some domains. A forwarder signals only the chunks of
@@ -87,12 +95,13 @@ struct ScaleoutSums {
             if (c.domains().reaches(rank) || ((owners & ~here) >> rank & 1) == 0) continue;
             if (may_wait ? !await_direct(c, Phase::reduced, rank) : !has_direct_arrived(c, rank)) return false;
             here |= 1ull << rank;
+            if constexpr (kInRing) fence_async();  // reads of its rows come after the signal
         }
         return true;
     }
-    // Stores the owners of the token being opened at a place for an open item.
+    // Stores the owners of the token being opened, whose rows add_to adds, at a place for an open item: none if they pass through the ring.
     MOECOMM_FN void keep_owners(i32 place) const {
-        if (lane_id() == 0) c.scaleout().owners[warp][place] = owners;
+        if (lane_id() == 0) c.scaleout().owners[warp][place] = kInRing && passes_ring() ? 0 : owners;
     }
 
     // Turns `sum`, of this domain and of the open item at `place`, into the sum of all domains, added in domain order.
@@ -101,6 +110,7 @@ struct ScaleoutSums {
     MOECOMM_FN void add_to(i32 place, i32 token, i32 column, float (&sum)[n]) const {
         if (kInRing && !direct) return;
         const u64 ranks = c.scaleout().owners[warp][place];
+        if (kInRing && ranks == 0) return;
         float total[n] = {};
 #pragma unroll 1
         for (i32 domain = 0; domain < cfg.domains(); ++domain) {

@@ -89,30 +89,31 @@ MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 domain, 
     return true;
 }
 
-// Called by the first put warp after the puts of its block, direct. Adds the block's part to the signal of every rank of other domains.
-// Returns early if there is no room for an add; the failure record is filled.
+// Called by each put warp with direct puts, after them. Adds its part to the signal of every rank of other domains. Returns early if there
+// is no room for an add; the failure record is filled.
 template <class Call, class Transport>
-MOECOMM_FN void signal_owners(const Call& c, const Transport& channel) {
+MOECOMM_FN void signal_owners(const Call& c, const Transport& channel, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i32 parts = min(c.senders, ceil_div(c.a.num_tokens, c.a.chunk_tokens));
+    const i32 chunks = count_chunks(c.a.num_tokens, c.a.chunk_tokens), least = chunks / c.senders, longer = chunks % c.senders;
+    const i32 parts = (c.senders - longer) * min(least, cfg.put_warps) + longer * min(least + 1, cfg.put_warps);
+    const bool first = c.share.first_chunk == 0 && warp == 0;
     for (i32 n = lane_id(); n < cfg.ranks - cfg.scaleup_ranks(); n += kWarp) {
         const i32 rank = (c.domains().first() + cfg.scaleup_ranks() + n) % cfg.ranks;
-        if (!is_in(c.shared.masked, rank) && !signal_direct(c, channel, Phase::payload, rank, parts, c.share.first_chunk == 0)) return;
+        if (!is_in(c.shared.masked, rank) && !signal_direct(c, channel, Phase::payload, rank, parts, first)) return;
     }
 }
 
 // Called by each put warp, which handles every put_warps-th chunk of the block. Waits until all warps have written the chunk's send slots
-// (acquire), puts the slots, then signals the chunk to the forwarders. Of few tokens the first put warp puts all, because one signal covers
-// the direct puts of a block. Returns early if a wait failed; the failure record is filled.
+// (acquire), puts the slots, then signals the chunk to the forwarders. One signal of the warp covers all its direct puts. Returns early if
+// a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
     using Transport = typename Call::Transport;
     const Transport channel = c.put_channel(warp);
     const bool direct = c.direct();
-    if (direct && warp > 0) return;
     const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
-    for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += direct ? 1 : cfg.put_warps) {
+    for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.put_warps) {
         if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) {
             channel.settle();
             return;
@@ -147,7 +148,7 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
         }
     }
     channel.settle();
-    if (direct && c.share.first_chunk < c.share.end_chunk) signal_owners(c, channel);
+    if (direct && c.share.first_chunk + warp < c.share.end_chunk) signal_owners(c, channel, warp);
 }
 
 }  // namespace moecomm
