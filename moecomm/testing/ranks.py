@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -149,14 +147,13 @@ class LocalBuffers:
                 pending.append(make(buffer))
         # Only launches follow: an allocation or a module load may wait for running kernels, and these may wait for a
         # rank that has not been launched yet.
-        with _no_collection():
-            for p, stream in zip(pending, self.streams, strict=True):
+        for p, stream in zip(pending, self.streams, strict=True):
+            with torch.cuda.stream(stream):
+                run(p)
+        for stages in _stages(pending):
+            for stage, stream in zip(stages, self.streams, strict=True):
                 with torch.cuda.stream(stream):
-                    run(p)
-            for stages in _stages(pending):
-                for stage, stream in zip(stages, self.streams, strict=True):
-                    with torch.cuda.stream(stream):
-                        stage()
+                    stage()
         results = []
         for buffer, p, stream in zip(self.buffers, pending, self.streams, strict=True):
             with torch.cuda.stream(stream):
@@ -205,19 +202,6 @@ class LocalBuffers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python's collector of cycles away, which may free windows of earlier Buffers, and so wait for kernels."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _stages(pending: Sequence[Any]) -> Iterator[Sequence[Callable[[], None]]]:

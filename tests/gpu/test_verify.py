@@ -63,11 +63,10 @@ def test_flipped_bits_are_found_and_named(quantize: str | None, domain_ranks: in
 def test_rows_that_are_not_added_as_they_were_sent_are_named(layout: Any, wire: Any, in_place: bool) -> None:
     """A hash changes after the kernel: of a row that one rank has stored for another."""
     draw, send = random.Random(2), combine_verify.DeviceCheck._send
-    for dtype in (
-        torch.int16,
-        torch.int64,
-    ):  # loading a kernel may wait for ranks that wait for each other
-        torch.zeros((), dtype=dtype, device="cuda").bitwise_xor_(1)
+    # The flips are of whole rows, because torch loads another kernel for other addresses, and loading one may wait for
+    # ranks that wait for each other.
+    for dtype in (torch.int16, torch.int64):
+        torch.zeros(144, dtype=dtype, device="cuda").bitwise_xor_(torch.zeros(144, dtype=dtype, device="cuda"))
     with LocalBuffers(4, **SIZES, **HOW) as ranks:
         calls = [
             {
@@ -84,13 +83,19 @@ def test_rows_that_are_not_added_as_they_were_sent_are_named(layout: Any, wire: 
             row = draw.choice((in_use & (src[:, 0] != sender)).nonzero().flatten().tolist())
             rank, token = src[row].tolist()
             made = [flips.Row("combine", sender, rank, rank, token)]
+            hashes = torch.zeros(SIZES["max_tokens"], dtype=torch.int64, device="cuda")
+            hashes[token] = 1 << draw.randrange(63)
+            words = torch.zeros(144, dtype=torch.int16, device="cuda")
+            words[draw.randrange(144)] = 1 << draw.randrange(15)
 
-            def change_and_send(check: combine_verify.DeviceCheck, at: Any = (sender, row, rank, token)) -> None:
-                sender, row, rank, token = at
+            def change_and_send(
+                check: combine_verify.DeviceCheck, at: Any = (sender, row, rank, hashes, words)
+            ) -> None:
+                sender, row, rank, hashes, words = at
                 if check._rounds.rank == sender and check._y is None:
-                    check._staged[rank, token].bitwise_xor_(1 << draw.randrange(63))
+                    check._staged[rank].bitwise_xor_(hashes)
                 elif check._rounds.rank == sender:
-                    check._y.view(torch.int16)[row, draw.randrange(144)].bitwise_xor_(1 << draw.randrange(15))
+                    check._y.view(torch.int16)[row].bitwise_xor_(words)
                 send(check)
 
             ys = []
