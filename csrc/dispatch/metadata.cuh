@@ -62,13 +62,13 @@ MOECOMM_FN void write_row_metadata(const Call& c, const From& from, const Metada
     if (to.dispatch.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.dispatch.src)[e.row] = make_int2(from.source(), e.token);
 }
 
-// Called by all lanes of a warp. Writes the metadata of a chunk's tokens at the ranks of the domain. The last __syncwarp orders the stores
-// for a release by any lane. Cannot fail.
+// Called by all lanes of a warp. Writes the metadata of the tokens [first, end) at the ranks of the domain. The last __syncwarp orders the
+// stores for a release by any lane. Cannot fail.
 template <class Call>
-MOECOMM_FN void write_chunk_metadata(const Call& c, i32 chunk) {
+MOECOMM_FN void write_metadata_of(const Call& c, i32 first, i32 end) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i32 nth = lane_id() / cfg.topk, k = lane_id() % cfg.topk, end = c.chunk_end(chunk);
-    for (i32 first = chunk * c.a.chunk_tokens; first < end; first += cfg.tokens_per_step()) {
+    const i32 nth = lane_id() / cfg.topk, k = lane_id() % cfg.topk;
+    for (; first < end; first += cfg.tokens_per_step()) {
         const i32 token = first + nth;
         if (nth >= cfg.tokens_per_step() || token >= end) continue;
         const i64 entry = static_cast<i64>(token) * cfg.topk + k;

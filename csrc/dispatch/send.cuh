@@ -168,18 +168,22 @@ struct Sender {
 };
 
 // Called by the metadata warp. Writes the metadata of each chunk of the block, and for several domains the heads of send slots. Stops if a
-// wait for send slots fails; the failure record is filled.
+// wait for send slots fails; the failure record is filled. Chunks of few tokens, which wait for no send slots, are written together,
+// because each chunk would wait for the same loads.
 template <class Call>
 MOECOMM_FN void write_metadata(const Call& c) {
-    for (i32 chunk = c.share.first_chunk; chunk < c.share.end_chunk; ++chunk) {
-        if constexpr (!Call::cfg.repeat) write_chunk_metadata(c, chunk);
+    const bool together = Call::cfg.domains() > 1 && c.direct() && c.share.end - c.share.first <= kWarp;
+    for (i32 chunk = c.share.first_chunk, next; chunk < c.share.end_chunk; chunk = next) {
+        next = together ? c.share.end_chunk : chunk + 1;
+        const i32 first = chunk * c.a.chunk_tokens, end = c.chunk_end(next - 1);
+        if constexpr (!Call::cfg.repeat) write_metadata_of(c, first, end);
         if constexpr (Call::cfg.domains() > 1) {
-            if (!await_send_slots(c, chunk)) return;
-            write_heads(c, chunk);
+            if (!await_send_slots(c, next - 1)) return;
+            write_heads(c, first, end);
         }
-        const i32 nth = chunk - c.share.first_chunk;
-        if (lane_id() == 0 && (Call::cfg.signals_early() || chunk + 1 == c.share.end_chunk))
-            c.shared.chunk_steps.arrive(c.round, c.step_of_chunk(nth));
+        for (i32 done = chunk; done < next; ++done)
+            if (lane_id() == 0 && (Call::cfg.signals_early() || done + 1 == c.share.end_chunk))
+                c.shared.chunk_steps.arrive(c.round, c.step_of_chunk(done - c.share.first_chunk));
     }
 }
 

@@ -83,10 +83,14 @@ struct Forward {
         if (lane_id() == 0) bulk_load(ring.data[loaded % kSlots], row + piece * kBytes, bytes_of_piece(piece), &ring.full[loaded % kSlots]);
         ++loaded;
     }
+    // Starts to load the row into the warp's ring. store_row must follow.
+    MOECOMM_FN void load_row(const Token& t) {
+        const u8* row = t.at + received_row(c.shape());
+        for (i32 piece = 0; piece < min(kAhead, kPieces); ++piece) load(row, piece);
+    }
     // Copies the row through the warp's ring to each rank of this domain that wants it. bulk_wait must follow before a signal.
     MOECOMM_FN void store_row(const Token& t) {
         const u8* row = t.at + received_row(c.shape());
-        for (i32 piece = 0; piece < min(kAhead, kPieces); ++piece) load(row, piece);
         for (i32 piece = 0; piece < kPieces; ++piece) {
             if (piece + kAhead < kPieces) load(row, piece + kAhead);
             copy_wait(&ring.full[stored % kSlots], stored / kSlots & 1);
@@ -150,10 +154,11 @@ struct Forward {
             if (!ours) t.slot = -1;
             if (t.entry.owner != c.me()) t.entry.owner = -1;
             if (t.slot >= 0 && count++ == 0) first = t.slot;
+            load_row(t);
             find_places(t);
+            if constexpr (!cfg.repeat) write_metadata(source, t, c.me());
             store_row(t);
             if constexpr (cfg.scale_bytes > 0) store_scales(t);
-            if constexpr (!cfg.repeat) write_metadata(source, t, c.me());
         }
         bulk_wait<0>();
         __syncwarp();
@@ -177,6 +182,7 @@ struct Forward {
             if constexpr (!cfg.repeat) record_route(source, t);
             if (!t.comes) continue;
             if (t.slot >= 0 && count++ == 0) first = t.slot;
+            load_row(t);
             find_places(t);
             store_row(t);
             if constexpr (cfg.scale_bytes > 0) store_scales(t);

@@ -24,13 +24,13 @@ MOECOMM_FN bool await_send_slots(const Call& c, i32 chunk) {
     return __all_sync(kAllLanes, free);
 }
 
-// Called by all lanes of a warp. Returns one bit for each token of a chunk that some rank of the domain wants.
+// Called by all lanes of a warp. Returns one bit for each of the tokens [first, end), at most 32, that some rank of the domain wants.
 template <class Call>
-MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
+MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 first, i32 end) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i32 token = chunk * c.a.chunk_tokens + lane_id();
+    const i32 token = first + lane_id();
     bool any = false;
-    if (token < c.chunk_end(chunk)) {
+    if (token < end) {
         const auto* slots =
             reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks + domain * cfg.scaleup_ranks();
         for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any |= slots[i] >= 0;  // all loads at once
@@ -38,16 +38,22 @@ MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
     return __ballot_sync(kAllLanes, any);
 }
 
-// Called by the metadata warp. Writes the heads (all that precedes the row) of a chunk's send slots, of all tokens at once: the loads of
-// one token after another would take longer than its row. The last __syncwarp orders the stores for a release by any lane. Cannot fail.
 template <class Call>
-MOECOMM_FN void write_heads(const Call& c, i32 chunk) {
+MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
+    return scaleout_tokens(c, domain, chunk * c.a.chunk_tokens, c.chunk_end(chunk));
+}
+
+// Called by the metadata warp. Writes the heads (all that precedes the row) of the send slots of the tokens [first, end), at most 32, all
+// at once: the loads of one token after another would take longer than its row. The last __syncwarp orders the stores for a release by any
+// lane. Cannot fail.
+template <class Call>
+MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i32 first = chunk * c.a.chunk_tokens, tokens = c.chunk_end(chunk) - first;
+    const i32 tokens = end - first;
     const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(first) * cfg.ranks;
     for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
         const i32 domain = c.domains().other(n);
-        const u32 wanted = scaleout_tokens(c, domain, chunk);
+        const u32 wanted = scaleout_tokens(c, domain, first, end);
         const auto entries_of = [&](i32 nth) {  // null: the domain does not want the token
             return (wanted >> nth & 1) != 0 ? reinterpret_cast<Entry*>(send_slot(c, domain, first + nth) + sizeof(ReceivedHead)) : nullptr;
         };
