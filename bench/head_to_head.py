@@ -1,6 +1,6 @@
 """The table and the plot of moecomm beside other libraries in the same run, at the top of the main README.
 
-It is made of the results that have such rows with calls alone, `peers-*`, whatever their machine.
+It is made of the results that have such rows with calls alone, `peers-*`: of each number of GPUs, the latest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _COLUMNS = (
 
 
 def found() -> list[str]:
-    """Return the names of the results."""
-    return [name for name in names() if beside.has_peers(load(name))]
+    """Return the names of the results: of each number of GPUs, the latest."""
+    several = sorted((name for name in names() if beside.has_peers(load(name))), key=lambda name: load(name)["date"])
+    return list({load(name)["case"]["ranks"]: name for name in several}.values())
 
 
 def front() -> list[str]:

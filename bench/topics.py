@@ -163,7 +163,7 @@ def expert_layers() -> str:
 def backends() -> str:
     """Rounds through all backends, and put + signal."""
     rows = []
-    for name in ("domains-h100-2", "domains-nvshmem-h100-2", "nic-h100-2", "gin-domains-h100-2"):
+    for name in ("domains-h200-2", "domains-nvshmem-h100-2", "nic-h200-2", "gin-domains-h100-2"):
         found = load(name)
         through = found["rows"][-1].get("through") or found["backend"].split(",")[0]
         columns = ({"what": "dispatch", "payload": "bf16"}, {"what": "combine", "variant": "y in the window"})
@@ -174,7 +174,7 @@ def backends() -> str:
             for tokens in (128, 4096)
         ]
         nic = f", NIC of {found['case']['nic']}" if found["case"]["nic"] else ""
-        rows.append(line(found, ROUNDS, f"`{through}`{nic}", "2, a H100 each, 32 SMs", *cells))
+        rows.append(line(found, ROUNDS, f"`{through}`{nic}", f"2, one of {times.gpu(found)} each, 32 SMs", *cells))
     for name in ("backends-h200-4", "backends-domains-h200-4"):
         found = load(name)
         for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
@@ -413,21 +413,31 @@ TOPICS = (
     Topic(
         "Expert layers",
         "`of GEMMs`: the faster of the two over our GEMMs alone; `torch's`: all_to_all and grouped GEMMs over it.  The "
-        "second table: replays without a pause, at the limit of power.  `layers-h200-2` has 2 ranks again, later; "
-        "`one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
-        (*FOUR, *TWO, "at-work-h200-4", "at-work-fp8-h200-4", "layers-h200-2", "one-launch-schedules-h200-4"),
+        "second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` have "
+        "2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
+        (
+            *FOUR,
+            *TWO,
+            "at-work-h200-4",
+            "at-work-fp8-h200-4",
+            "layers-h200-2",
+            "tune-layers-h200-2",
+            "one-launch-schedules-h200-4",
+        ),
         expert_layers,
     ),
     Topic(
         "Backends and domains",
-        "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: H100s) reach each other by puts "
-        "over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Put + signal: half a round trip between two ranks "
-        "(4 MiB over TCP: of H100s).",
+        "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: of 2 GPUs) reach each other by "
+        "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Put + signal: half a round trip between two "
+        "ranks (4 MiB over TCP: of H100s).",
         (
             "backends-h200-4",
             "backends-domains-h200-4",
+            "domains-h200-2",
             "domains-h100-2",
             "domains-nvshmem-h100-2",
+            "nic-h200-2",
             "nic-h100-2",
             "gin-domains-h100-2",
             "rings-h100-2",
@@ -449,8 +459,10 @@ TOPICS = (
     ),
     Topic(
         "Against peers",
-        "NCCL: the same rows by all_to_all_single, in the same run.  `peers-h100-2`, `peers-alone-h200`: tables of the "
-        "main README.\n\n![Dispatch and combine of moecomm and other libraries](results/peers-h100-2.svg)",
+        "NCCL: the same rows by all_to_all_single, in the same run.  `peers-h200-2`, `peers-alone-h200`: tables of the "
+        "main README.  `peers-h100-2` was a day earlier.\n\n"
+        "![Dispatch and combine of moecomm and other libraries, 2 H200s](results/peers-h200-2.svg)\n"
+        "![the same on 2 H100s](results/peers-h100-2.svg)",
         ("peers-h200-2", "peers-h100-2", "deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2", "passes-h200", PEERS),
         peers,
     ),
