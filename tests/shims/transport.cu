@@ -26,6 +26,8 @@ extern "C" __global__ void __launch_bounds__(32, 1) transport(const __grid_const
     t.local<u8>(args.from)[lane] = static_cast<u8>(lane);
     __syncwarp();
     t.put(args.scaleout_peer, args.to, args.from, args.bytes);
+    t.put_ahead(args.scaleout_peer, args.to, args.from, args.bytes);
+    t.settle();
     if (lane != 0) return;
     u64 ticket[2];
     t.sent_begin(args.scaleout_peer, ticket);
