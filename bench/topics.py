@@ -174,7 +174,7 @@ def backends() -> str:
             for tokens in (128, 4096)
         ]
         nic = f", NIC of {found['case']['nic']}" if found["case"]["nic"] else ""
-        rows.append(line(found, ROUNDS, f"`{through}`{nic}", f"2, one of {times.gpu(found)} each, 32 SMs", *cells))
+        rows.append(line(found, ROUNDS, f"`{through}`{nic}", f"2, one {times.gpu(found)[:-1]} each, 32 SMs", *cells))
     for name in ("backends-h200-4", "backends-domains-h200-4"):
         found = load(name)
         for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
@@ -428,7 +428,7 @@ TOPICS = (
     ),
     Topic(
         "Backends and domains",
-        "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: of 2 GPUs) reach each other by "
+        "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Put + signal: half a round trip between two "
         "ranks (4 MiB over TCP: of H100s).",
         (

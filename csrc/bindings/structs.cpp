@@ -89,8 +89,8 @@ Structs structs() {
            FIELD(row_tiles_per_turn))
     STRUCT(PaddingArgs, FIELD(rows), FIELD(src), FIELD(num_rows), FIELD(counts), FIELD(bytes), FIELD(count), FIELD(group))
     STRUCT(MapArgs, FIELD(map), FIELD(dense), FIELD(ids), FIELD(weights), FIELD(tokens), FIELD(experts), FIELD(topk), FIELD(pad))
-    STRUCT(BudgetArgs, FIELD(ids), FIELD(kept), FIELD(table), FIELD(to), FIELD(overflow), FIELD(needed), FIELD(entries), FIELD(experts),
-           FIELD(ranks), FIELD(rank), FIELD(alignment), FIELD(budget), FIELD(pitch), FIELD(pad))
+    STRUCT(BudgetArgs, FIELD(ids), FIELD(kept), FIELD(table), FIELD(parts), FIELD(to), FIELD(overflow), FIELD(needed), FIELD(entries),
+           FIELD(experts), FIELD(ranks), FIELD(rank), FIELD(alignment), FIELD(budget), FIELD(pitch), FIELD(segments))
     STRUCT(TidyArgs, FIELD(of), FIELD(weights), FIELD(ids), FIELD(src), FIELD(counts), FIELD(num_rows), FIELD(to_weights), FIELD(to_ids),
            FIELD(to_src), FIELD(to_counts), FIELD(to_num_rows), FIELD(each), FIELD(experts))
     STRUCT(SwigluArgs, FIELD(both), FIELD(inner), FIELD(weights), FIELD(to_both), FIELD(to_inner), FIELD(to_weights), FIELD(end),

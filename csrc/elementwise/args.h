@@ -23,11 +23,12 @@ struct MapArgs {
 // budgets.cuh
 struct BudgetArgs {
     u64 ids, kept;  // [entries], of the same type
-    u64 table;      // i32 [ranks][pitch]: entries of each expert, then the budget. count_entries writes it, alike for all ranks
+    u64 table;      // i32 [ranks][pitch]: entries of each expert, then the budget. count_entries adds to zeros, alike for all ranks
+    u64 parts;      // i32 [experts][segments]: this rank's entries of each expert by segment. count_entries writes it
     u64 to;         // i64 [ranks]: 0, 1, ...
     u64 overflow;   // i32: 1 if this rank has too little room
     u64 needed;     // i64: the rows that it would need
-    i32 entries, experts, ranks, rank, alignment, budget, pitch, pad;
+    i32 entries, experts, ranks, rank, alignment, budget, pitch, segments;
 };
 
 // tidy.cuh

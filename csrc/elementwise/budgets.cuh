@@ -1,5 +1,6 @@
-// Budgets of rows: which entries of a routing their ranks have room for. One warp an expert, and one for all else. The rows of a rank are
-// in the order of its experts, padded, then of source ranks, then of tokens; a row at or behind the rank's budget is dropped.
+// Budgets of rows: which entries of a routing their ranks have room for. A warp looks for the entries of one expert in one segment of the
+// routing. The rows of a rank are in the order of its experts, padded, then of source ranks, then of tokens; a row at or behind the rank's
+// budget is dropped.
 #pragma once
 #include "../device/lanes.cuh"
 #include "args.h"
@@ -7,35 +8,43 @@
 
 namespace moecomm {
 
-// Called by a warp. Calls body(entry, id, nth) in the lane of each entry of `expert`; `nth` counts them in order. Returns their number.
+// Entries loaded at once by a lane: a warp that waits for each load takes a millisecond for 128 Ki entries.
+constexpr i32 kEntriesAtOnce = 16;
+
+// Called by a warp. Calls body(entry, id) in all lanes, in order, for the entries of a segment; id is -1 behind its end.
 template <class Id, class Body>
-MOECOMM_FN i32 each_entry_of(const BudgetArgs& a, i32 expert, const Body& body) {
-    i32 found = 0;
-#pragma unroll 4
-    for (i32 first = 0; first < a.entries; first += kWarp) {
-        const i32 entry = first + lane_id();
-        const i64 id = entry < a.entries ? static_cast<i64>(reinterpret_cast<const Id*>(a.ids)[entry]) : -1;
-        const u32 all = __ballot_sync(kAllLanes, id == expert);
-        if (id == expert) body(entry, id, found + __popc(all & lanes_below()));
-        found += __popc(all);
+MOECOMM_FN void each_entry_of(const BudgetArgs& a, i32 segment, const Body& body) {
+    const i32 each = ceil_div(a.entries, a.segments), end = min((segment + 1) * each, a.entries);
+    for (i32 first = segment * each; first < end; first += kEntriesAtOnce * kWarp) {
+        i64 ids[kEntriesAtOnce];
+#pragma unroll
+        for (i32 i = 0; i < kEntriesAtOnce; ++i) {
+            const i32 entry = first + i * kWarp + lane_id();
+            ids[i] = entry < end ? static_cast<i64>(reinterpret_cast<const Id*>(a.ids)[entry]) : -1;
+        }
+#pragma unroll
+        for (i32 i = 0; i < kEntriesAtOnce; ++i) body(first + i * kWarp + lane_id(), ids[i]);
     }
-    return found;
 }
 
-// Write what every rank is sent: the number of this rank's entries of each expert, its budget and zeros; and whom each row is for.
+// Write what every rank is sent: the number of this rank's entries of each expert, its budget and zeros; and whom each row is for. A warp
+// counts those of an expert in one segment.
 template <class Id>
 MOECOMM_FN void count_entries(const BudgetArgs& a) {
     i32* const table = reinterpret_cast<i32*>(a.table);
-    each_row(a.experts + 1, [&](i64 expert) {
-        if (expert < a.experts) {
-            const i32 count = each_entry_of<Id>(a, static_cast<i32>(expert), [](i32, i64, i32) {});
-            for (i32 rank = lane_id(); rank < a.ranks; rank += kWarp) table[static_cast<i64>(rank) * a.pitch + expert] = count;
+    each_row(a.experts * a.segments + 1, [&](i64 row) {
+        if (row < a.experts * a.segments) {
+            const i64 expert = row / a.segments;
+            i32 count = 0;
+            each_entry_of<Id>(a, static_cast<i32>(row % a.segments),
+                              [&](i32, i64 id) { count += __popc(__ballot_sync(kAllLanes, id == expert)); });
+            if (lane_id() == 0) reinterpret_cast<i32*>(a.parts)[row] = count;
+            for (i32 rank = lane_id(); rank < a.ranks; rank += kWarp) atomicAdd(table + static_cast<i64>(rank) * a.pitch + expert, count);
             return;
         }
         for (i32 rank = lane_id(); rank < a.ranks; rank += kWarp) {
             reinterpret_cast<i64*>(a.to)[rank] = rank;
-            for (i32 column = a.experts; column < a.pitch; ++column)
-                table[static_cast<i64>(rank) * a.pitch + column] = column == a.experts ? a.budget : 0;
+            table[static_cast<i64>(rank) * a.pitch + a.experts] = a.budget;
         }
     });
 }
@@ -59,21 +68,28 @@ MOECOMM_FN void keep_entries(const BudgetArgs& a) {
     const i32* const table = reinterpret_cast<const i32*>(a.table);
     Id* const kept = reinterpret_cast<Id*>(a.kept);
     const i32 local = a.experts / a.ranks;
-    each_row(a.experts + 1, [&](i64 of) {
-        const i32 expert = static_cast<i32>(of);
+    each_row((a.experts + 1) * a.segments, [&](i64 row) {
+        const i32 expert = static_cast<i32>(row / a.segments), segment = static_cast<i32>(row % a.segments);
         if (expert < a.experts) {
             const i32 owner = expert / local;
-            i64 before = 0;  // rows of earlier ranks for this expert
+            i64 before = 0;  // rows for this expert of earlier ranks, and of earlier segments
             for (i32 rank = lane_id(); rank < a.rank; rank += kWarp) before += table[static_cast<i64>(rank) * a.pitch + expert];
+            const i32* const parts = reinterpret_cast<const i32*>(a.parts) + expert * a.segments;
+            for (i32 earlier = lane_id(); earlier < segment; earlier += kWarp) before += parts[earlier];
             const i64 first = padded_rows(a, owner * local, expert) + sum_of_warp(before);
-            const i64 room = table[static_cast<i64>(owner) * a.pitch + a.experts] - first;
-            each_entry_of<Id>(a, expert, [&](i32 entry, i64 id, i32 nth) { kept[entry] = static_cast<Id>(nth < room ? id : -1); });
+            i64 room = table[static_cast<i64>(owner) * a.pitch + a.experts] - first;
+            each_entry_of<Id>(a, segment, [&](i32 entry, i64 id) {
+                const u32 all = __ballot_sync(kAllLanes, id == expert);
+                if (id == expert) kept[entry] = static_cast<Id>(__popc(all & lanes_below()) < room ? id : -1);
+                room -= __popc(all);
+            });
             return;
         }
-        for (i32 entry = lane_id(); entry < a.entries; entry += kWarp) {
-            const Id id = reinterpret_cast<const Id*>(a.ids)[entry];
-            if (id < 0 || id >= a.experts) kept[entry] = id;
-        }
+        const i32 each = ceil_div(a.entries, a.segments), end = min((segment + 1) * each, a.entries);
+        each_entry_of<Id>(a, segment, [&](i32 entry, i64 id) {
+            if (entry < end && (id < 0 || id >= a.experts)) kept[entry] = static_cast<Id>(id);
+        });
+        if (segment != 0) return;
         const i64 needed = padded_rows(a, a.rank * local, (a.rank + 1) * local);
         if (lane_id() != 0) return;
         *reinterpret_cast<i64*>(a.needed) = needed;

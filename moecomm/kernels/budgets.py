@@ -13,6 +13,7 @@ from moecomm.jit.structs import fields_of
 from moecomm.kernels import row_pass
 
 _MOST = torch.iinfo(torch.int32).max
+_SEGMENT, _SEGMENTS = 1024, 16  # least entries of a segment, unless there are fewer, and most segments
 
 
 class _Args(ctypes.Structure):
@@ -43,6 +44,18 @@ class Rule(NamedTuple):
         return -(-(self.experts + 1) // 4) * 4
 
 
+class Counted(NamedTuple):
+    """Attributes:
+    rows: what each rank is sent, int32 `[R, columns]`: the number of entries of each expert, then the budget.
+    to: the number of the rank for which each row is, int64 `[R, 1]`.
+    parts: int32 `[experts, segments]`: the same by segment of the routing, for the kernel behind kept(); else None.
+    """
+
+    rows: torch.Tensor
+    to: torch.Tensor
+    parts: torch.Tensor | None = None
+
+
 class Kept(NamedTuple):
     """Attributes:
     ids: as given, with -1 in the place of each entry that its rank has no room for.
@@ -60,9 +73,8 @@ def kernel(entry: str) -> plain_kernel.PlainKernel:
     return row_pass.kernel("elementwise/budgets", entry, "BudgetArgs")
 
 
-def counted(ids: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what each rank is sent, int32 `[R, columns]`: the number of entries of each expert, then the budget; and
-    the number of the rank for which each row is, int64 `[R, 1]`.
+def counted(ids: torch.Tensor, rule: Rule) -> Counted:
+    """Count the entries of each expert.
 
     Args:
         ids: int64 or int32 `[T, K]`; those that no expert has are not counted.
@@ -74,10 +86,10 @@ def counted(ids: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
     row = torch.zeros(rule.columns, dtype=torch.int32)
     row[: rule.experts] = here.bincount(minlength=rule.experts)
     row[rule.experts] = min(rule.budget, _MOST)
-    return row.expand(rule.ranks, -1).contiguous(), torch.arange(rule.ranks).unsqueeze(1)
+    return Counted(row.expand(rule.ranks, -1).contiguous(), torch.arange(rule.ranks).unsqueeze(1))
 
 
-def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule) -> Kept:
+def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule, parts: torch.Tensor | None = None) -> Kept:
     """Return the entries that there is room for.
 
     The rows of a rank are in the order of its experts, padded to `alignment`, then of source ranks, then of tokens; a
@@ -86,9 +98,10 @@ def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule) -> Kept:
     Args:
         ids: those that were counted.
         table: int32 `[R, columns]`, the counts and the budget of each rank.
+        parts: see Counted.
     """
-    if ids.is_cuda:
-        return kept_by_kernel(ids, table, rule)
+    if parts is not None:
+        return kept_by_kernel(ids, table, rule, parts)
     experts, me = rule.experts, rule.rank
     flat = ids.flatten().long()
     column = torch.where((flat >= 0) & (flat < experts), flat, experts)  # the last one: no expert
@@ -107,30 +120,34 @@ def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule) -> Kept:
     )
 
 
-def counted_by_kernel(ids: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+def counted_by_kernel(ids: torch.Tensor, rule: Rule) -> Counted:
     """Do counted() by a kernel."""
-    rows = torch.empty(rule.ranks, rule.columns, dtype=torch.int32, device=ids.device)
+    rows = torch.zeros(rule.ranks, rule.columns, dtype=torch.int32, device=ids.device)
     to = torch.empty(rule.ranks, 1, dtype=torch.int64, device=ids.device)
-    _launch("count_entries", rule, ids=ids, table=rows, to=to)
-    return rows, to
+    segments = max(1, min(_SEGMENTS, ids.numel() // _SEGMENT))
+    parts = torch.empty(rule.experts, segments, dtype=torch.int32, device=ids.device)
+    _launch("count_entries", rule, ids=ids, table=rows, to=to, parts=parts)
+    return Counted(rows, to, parts)
 
 
-def kept_by_kernel(ids: torch.Tensor, table: torch.Tensor, rule: Rule) -> Kept:
+def kept_by_kernel(ids: torch.Tensor, table: torch.Tensor, rule: Rule, parts: torch.Tensor) -> Kept:
     """Do kept() by a kernel."""
     found = Kept(
         torch.empty_like(ids, memory_format=torch.contiguous_format),
         torch.empty(1, dtype=torch.int32, device=ids.device),
         torch.empty(1, dtype=torch.int64, device=ids.device),
     )
-    _launch("keep_entries", rule, ids=ids, table=table, kept=found.ids, overflow=found.overflow, needed=found.needed)
+    about = {"kept": found.ids, "overflow": found.overflow, "needed": found.needed}
+    _launch("keep_entries", rule, ids=ids, table=table, parts=parts, **about)
     return found
 
 
-def _launch(entry: str, rule: Rule, *, ids: torch.Tensor, **others: torch.Tensor) -> None:
+def _launch(entry: str, rule: Rule, *, ids: torch.Tensor, parts: torch.Tensor, **others: torch.Tensor) -> None:
     ids = ids.contiguous()
     check_memory("topk_idx", ids)
     args = _Args(
         ids=row_pass.address(ids),
+        parts=row_pass.address(parts),
         **{name: row_pass.address(tensor) for name, tensor in others.items()},
         entries=ids.numel(),
         experts=rule.experts,
@@ -139,6 +156,7 @@ def _launch(entry: str, rule: Rule, *, ids: torch.Tensor, **others: torch.Tensor
         alignment=rule.alignment,
         budget=min(rule.budget, _MOST),
         pitch=rule.columns,
+        segments=parts.shape[1],
     )
     name = f"{entry}<{row_pass.IDS[ids.dtype]}>"
-    row_pass.launch(kernel(name), ids.device, (rule.experts + 1) * row_pass.ROW, args)
+    row_pass.launch(kernel(name), ids.device, (rule.experts + 1) * parts.shape[1] * row_pass.ROW, args)

@@ -23,8 +23,8 @@ def within_budgets(pool: Pool, ids: torch.Tensor, num_experts: int, rows: int, a
         rows: this rank's budget; ranks may differ.
     """
     rule = budgets.Rule(pool.ranks.rank, pool.ranks.ranks, num_experts, alignment, rows // alignment * alignment)
-    counts, to = budgets.counted(ids, rule)
-    words = counts.view(torch.float32)  # rows travel as bits
-    buffer: Buffer = pool.flat(words, to, rule.ranks, rule.ranks)
-    routed = dispatch(buffer.rounds, _FLAT, words, to, max_rows=rule.ranks, sync=False)
-    return budgets.kept(ids, outputs.x(routed).view(torch.int32), rule)
+    counted = budgets.counted(ids, rule)
+    words = counted.rows.view(torch.float32)  # rows travel as bits
+    buffer: Buffer = pool.flat(words, counted.to, rule.ranks, rule.ranks)
+    routed = dispatch(buffer.rounds, _FLAT, words, counted.to, max_rows=rule.ranks, sync=False)
+    return budgets.kept(ids, outputs.x(routed).view(torch.int32), rule, counted.parts)
