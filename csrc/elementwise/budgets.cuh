@@ -11,7 +11,8 @@ namespace moecomm {
 // Entries loaded at once by a lane: a warp that waits for each load takes a millisecond for 128 Ki entries.
 constexpr i32 kEntriesAtOnce = 16;
 
-// Called by a warp. Calls body(entry, id) in all lanes, in order, for the entries of a segment; id is -1 behind its end.
+// Called by a warp. Calls body(entry, id, is_in) in all lanes, in order, for the entries of a segment, and for places
+// behind its end, where is_in is false and id is -1.
 template <class Id, class Body>
 MOECOMM_FN void each_entry_of(const BudgetArgs& a, i32 segment, const Body& body) {
     const i32 each = ceil_div(a.entries, a.segments), end = min((segment + 1) * each, a.entries);
@@ -23,7 +24,10 @@ MOECOMM_FN void each_entry_of(const BudgetArgs& a, i32 segment, const Body& body
             ids[i] = entry < end ? static_cast<i64>(reinterpret_cast<const Id*>(a.ids)[entry]) : -1;
         }
 #pragma unroll
-        for (i32 i = 0; i < kEntriesAtOnce; ++i) body(first + i * kWarp + lane_id(), ids[i]);
+        for (i32 i = 0; i < kEntriesAtOnce; ++i) {
+            const i32 entry = first + i * kWarp + lane_id();
+            body(entry, ids[i], entry < end);
+        }
     }
 }
 
@@ -37,7 +41,7 @@ MOECOMM_FN void count_entries(const BudgetArgs& a) {
             const i64 expert = row / a.segments;
             i32 count = 0;
             each_entry_of<Id>(a, static_cast<i32>(row % a.segments),
-                              [&](i32, i64 id) { count += __popc(__ballot_sync(kAllLanes, id == expert)); });
+                              [&](i32, i64 id, bool) { count += __popc(__ballot_sync(kAllLanes, id == expert)); });
             if (lane_id() == 0) reinterpret_cast<i32*>(a.parts)[row] = count;
             for (i32 rank = lane_id(); rank < a.ranks; rank += kWarp) atomicAdd(table + static_cast<i64>(rank) * a.pitch + expert, count);
             return;
@@ -78,16 +82,15 @@ MOECOMM_FN void keep_entries(const BudgetArgs& a) {
             for (i32 earlier = lane_id(); earlier < segment; earlier += kWarp) before += parts[earlier];
             const i64 first = padded_rows(a, owner * local, expert) + sum_of_warp(before);
             i64 room = table[static_cast<i64>(owner) * a.pitch + a.experts] - first;
-            each_entry_of<Id>(a, segment, [&](i32 entry, i64 id) {
+            each_entry_of<Id>(a, segment, [&](i32 entry, i64 id, bool) {
                 const u32 all = __ballot_sync(kAllLanes, id == expert);
                 if (id == expert) kept[entry] = static_cast<Id>(__popc(all & lanes_below()) < room ? id : -1);
                 room -= __popc(all);
             });
             return;
         }
-        const i32 each = ceil_div(a.entries, a.segments), end = min((segment + 1) * each, a.entries);
-        each_entry_of<Id>(a, segment, [&](i32 entry, i64 id) {
-            if (entry < end && (id < 0 || id >= a.experts)) kept[entry] = static_cast<Id>(id);
+        each_entry_of<Id>(a, segment, [&](i32 entry, i64 id, bool is_in) {
+            if (is_in && (id < 0 || id >= a.experts)) kept[entry] = static_cast<Id>(id);
         });
         if (segment != 0) return;
         const i64 needed = padded_rows(a, a.rank * local, (a.rank + 1) * local);
