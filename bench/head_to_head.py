@@ -1,6 +1,6 @@
 """The table and the plot of moecomm beside other libraries in the same run, at the top of the main README.
 
-It is made of the results that have such rows with calls alone, `peers-*`: of each number of GPUs, the latest.
+It is made of the result that has such rows with calls alone, `peers-*`: of the most GPUs, the latest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _COLUMNS = (
 )
 
 
-def found() -> list[str]:
-    """Return the names of the results: of each number of GPUs, the latest."""
-    several = sorted((name for name in names() if beside.has_peers(load(name))), key=lambda name: load(name)["date"])
-    return list({load(name)["case"]["ranks"]: name for name in several}.values())
+def found() -> str:
+    """Return the name of the result of the most GPUs, of several the latest; empty without a result."""
+    results = {name: load(name) for name in names()}
+    of_peers = [name for name, result in results.items() if beside.has_peers(result)]
+    return max(of_peers, key=lambda name: (results[name]["case"]["ranks"], results[name]["date"]), default="")
 
 
 def front() -> list[str]:
@@ -31,8 +32,9 @@ def front() -> list[str]:
     if not used:
         return []
     head = (
-        "DeepSeek-V3, all libraries in the same run, each with the fastest of its settings. Times are of many calls in "
-        "a captured graph and, in parentheses, of one call alone with caches flushed; medians of the slowest rank:"
+        "DeepSeek-V3 (hidden 7168, top-8 of 256 experts), all libraries in the same run, each with the fastest of its "
+        "settings. Times are of many calls in a captured graph and, in parentheses, of one call alone with caches "
+        "flushed; medians of the slowest rank:"
     )
     notes = (
         "moecomm and the low-latency modes take bf16 and cast in the dispatch; the others take rows in FP8, and the "
@@ -40,9 +42,9 @@ def front() -> list[str]:
         "dispatches make their routing plan in each call, which is counted. FlashInfer's two calls are sure to end in "
         "turn only, so they are timed as a pair."
     )
-    pictures = [f"![Dispatch and combine of moecomm and other libraries](bench/results/{name}.svg)" for name in used]
-    rows = [row for name in used for row in _rows(load(name))]
-    return [*pictures, head, table(_COLUMNS, rows), notes, f"{_versions(used)} {source(used)}"]
+    picture = f"![Dispatch and combine of moecomm and other libraries](bench/results/{used}.svg)"
+    result = load(used)
+    return [picture, head, table(_COLUMNS, _rows(result)), notes, f"{_versions(result)} {source([used])}"]
 
 
 def _rows(result: dict[str, Any]) -> list[str]:
@@ -59,7 +61,7 @@ def _time(best: beside.Best | None) -> str:
     return "" if best is None else f"{time_of(best.us)} ({time_of(best.alone_us)})"
 
 
-def _versions(used: list[str]) -> str:
-    shown = {name: version for one in used for name, version in load(one)["libraries"].items()}
+def _versions(result: dict[str, Any]) -> str:
     words = {"deep_ep": "DeepEP", "nccl_ep": "NCCL EP", "flashinfer": "FlashInfer"}
-    return f"Versions: {', '.join(f'{words.get(name, name)} {version}' for name, version in shown.items())}."
+    shown = (f"{words.get(name, name)} {version}" for name, version in result["libraries"].items())
+    return f"Versions: {', '.join(shown)}."

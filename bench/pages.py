@@ -30,8 +30,9 @@ kernel, with what it includes and without comments; rows whose kernels have othe
 
 CALLS_HEAD = f"""# Measured calls and steps
 
-Written by `python bench/readme.py`.  Single calls of moecomm at other sizes than those of the main
-[README](../README.md), calls of NCCL, and steps of many layers.  [How things are timed](performance.md).  {LEGEND}"""
+Written by `python bench/readme.py`.  Single calls of moecomm at other sizes or on other GPUs than those
+of the main [README](../README.md), calls of NCCL, and steps of many layers.  [How things are timed](performance.md).
+{LEGEND}"""
 
 CHECKED_HEAD = f"""# Measured checks
 

@@ -19,7 +19,8 @@ CSRC = ROOT / "csrc"
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
 OLDER = "†"
 LEGEND = f"{OLDER}: measured before later changes to the kernels."
-ROUNDS = ("dispatch", "combine")
+ROUNDS = ("dispatch", "combine")  # of one domain
+DOMAINS = ("dispatch between domains", "combine between domains")
 LAYER = (*ROUNDS, "GEMM", "fused layer")
 OPERATORS = (
     "all-gather-matmul",
@@ -87,10 +88,6 @@ def figure(found: dict[str, Any], **wanted: Any) -> str:
     return ""
 
 
-SPEEDS = (  # of the README: tokens, then results and layouts
-    (128, (("ll-h200-4", "flat"), ("ll-h200-4", "expert"), ("ll-h200-8", "flat"), ("ll-h200-8", "expert"))),
-    (4096, (("ht-h200-4", "flat"), ("layouts-h200-4", "expert"), ("ht-h200-8", "flat"), ("ht-h200-8", "expert"))),
-)
 PEERS = "peers-alone-h200"
 WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
 LAYER_COLUMNS = "model | tokens a rank | unfused | fused | of GEMMs | torch's | FP8, fused"
@@ -102,52 +99,8 @@ def headlines() -> str:
     import head_to_head  # which import this module
     import times
 
-    return "\n\n".join([*head_to_head.front(), *times.front(), *speeds(), *layers()])
-
-
-def speeds() -> list[str]:
-    """Return dispatch and combine of DeepSeek-V3 on 4 and 8 GPUs, of moecomm and other libraries, as paragraphs."""
-    rows, used = [], []
-    for gpus in (4, 8):
-        for tokens, ways in SPEEDS:
-            for name, layout in ways:
-                if name in names() and name.endswith(f"-{gpus}") and (row := round_row(name, layout, tokens)):
-                    rows.append(row)
-                    used.append(name)
-            if PEERS in names():
-                rows += peer_rows(gpus, tokens)
-    head = (
-        "DeepSeek-V3: hidden 7168, top-8 of 256 experts; FP8 dispatch and bf16 combine. moecomm: whole operations in a "
-        "captured graph, median of the slowest rank; the dispatch takes bf16 and casts. With `flat`, `y` lies in the "
-        "window (first figure) or outside, and the wire is bf16. With `expert`, `y` lies outside, and the reduced rows "
-        f"travel in bf16 (default, first figure) or float32 (`wire='exact'`). {LEGEND}"
-    )
-    columns = "H200s | tokens a rank | library, layout | dispatch | combine"
-    found = [head, table(columns, rows), source(used)]
-    if PEERS in names():
-        result = load(PEERS)
-        found.append(
-            f"Other libraries: [`{PEERS}.json`](bench/results/{PEERS}.json), measured {result['date']} on the same "
-            f"kind of machine in separate runs, {result['note']}: launches and gaps between kernels come on top. "
-            "DeepEP V1 normal and V2 take rows that are FP8 already; NCCL EP 0.1 dispatches bf16. "
-            "A size that is missing was not measured."
-        )
-    return found
-
-
-def round_row(name: str, layout: str, tokens: int) -> str:
-    """Return the row of our dispatch and combine in one layout, empty if the result lacks them."""
-    found = load(name)
-    dispatch = figure(found, tokens=tokens, layout=layout, what="dispatch", payload="fp8").partition(" (")[0]
-    variants = ("y in the window", "y outside") if layout == "flat" else ("bf16 wire", "fp32 wire")
-    times = [
-        figure(found, tokens=tokens, layout=layout, what="combine", variant=v).partition(" (")[0] for v in variants
-    ]
-    if not dispatch or not all(times):
-        return ""
-    labels = ("in the window", "outside") if layout == "flat" else ("bf16 wire", "exact")
-    combine = "; ".join(f"{time} {label}" for time, label in zip(times, labels, strict=True))
-    return line(found, ROUNDS, name.rpartition("-")[2], str(tokens), f"moecomm, `{layout}`", dispatch, combine)
+    shown = "\n\n".join([*head_to_head.front(), *times.front(), *layers()])
+    return f"{shown}\n\n{LEGEND}" if OLDER in shown else shown
 
 
 def peer_rows(gpus: int, tokens: int) -> list[str]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import times
 from readme import (
+    DOMAINS,
     LAYER,
     LAYER_COLUMNS,
     OPERATORS,
@@ -19,6 +20,7 @@ from readme import (
     line,
     load,
     names,
+    peer_rows,
     table,
     time_of,
 )
@@ -39,10 +41,12 @@ class Topic(NamedTuple):
 def whole_operations() -> str:
     """Dispatch and combine of many tokens."""
     ways: tuple[tuple[str, str, tuple[int, ...]], ...] = (
-        ("ht-h200-4", "flat", (4096, 8192)),
-        ("layouts-h200-4", "expert", (4096,)),
+        ("times-many-h200-4", "flat", (4096,)),
+        ("times-many-h200-4", "expert", (4096,)),
+        ("times-many-h200-8", "flat", (4096,)),
+        ("times-many-h200-8", "expert", (4096,)),
+        ("ht-h200-4", "flat", (8192,)),
         ("qwen3-h200-4", "flat", (4096,)),
-        ("ht-h200-8", "flat", (4096,)),
         ("cold-h200-2", "flat", (4096,)),
         ("rounds-h100-2", "flat", (4096,)),
         ("rounds-h100-2", "expert", (4096,)),
@@ -54,7 +58,7 @@ def whole_operations() -> str:
 
 def few_tokens() -> str:
     """Dispatch and combine of few tokens."""
-    ways = (("ll-h200-4", "flat"), ("ll-h200-4", "expert"), ("ll-h200-8", "flat"))
+    ways = [(f"times-few-h200-{ranks}", layout) for ranks in (4, 8) for layout in ("flat", "expert")]
     later = (("rounds-h100-2", "flat"), ("rounds-h100-2", "expert"), ("batched-h100-2", "batched"))
     heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
     rounds = table(
@@ -140,7 +144,7 @@ FOUR = tuple(
     f"moe-{model}-h200-4" for model in ("deepseek-v3", "gpt-oss-120b", "mixtral-8x7b", "qwen3-235b", "qwen3-30b-a3b")
 )
 
-LAYER_SIZES = dict(zip(FOUR, ((1024, 8192), (128, 4096), (128, 4096), (1024, 8192), (128, 8192)), strict=True))
+LAYER_SIZES = dict(zip(FOUR, ((1024,), (128, 4096), (128, 4096), (1024,), (128, 8192)), strict=True))
 
 
 def expert_layers() -> str:
@@ -163,7 +167,14 @@ def expert_layers() -> str:
 def backends() -> str:
     """Rounds through all backends, and put + signal."""
     rows = []
-    for name in ("domains-h200-2", "domains-nvshmem-h100-2", "nic-h200-2", "gin-domains-h100-2"):
+    for name in (
+        "domains-h200-4",
+        "domains-h200-2",
+        "domains-nvshmem-h100-2",
+        "nic-h200-4",
+        "nic-h200-2",
+        "gin-domains-h100-2",
+    ):
         found = load(name)
         through = found["rows"][-1].get("through") or found["backend"].split(",")[0]
         columns = ({"what": "dispatch", "payload": "bf16"}, {"what": "combine", "variant": "y in the window"})
@@ -174,7 +185,9 @@ def backends() -> str:
             for tokens in (128, 4096)
         ]
         nic = f", NIC of {found['case']['nic']}" if found["case"]["nic"] else ""
-        rows.append(line(found, ROUNDS, f"`{through}`{nic}", f"2, one {times.gpu(found)[:-1]} each, 32 SMs", *cells))
+        ranks, gpu = found["case"]["ranks"] // 2, times.gpu(found)
+        each = f"{ranks} {gpu}" if ranks > 1 else f"one {gpu[:-1]}"
+        rows.append(line(found, DOMAINS, f"`{through}`{nic}", f"2, {each} each, 32 SMs", *cells))
     for name in ("backends-h200-4", "backends-domains-h200-4"):
         found = load(name)
         for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
@@ -190,7 +203,8 @@ def backends() -> str:
             ]
             domains = found["case"]["ranks"] // (ranks or found["case"]["ranks"])
             library = (backend,) if backend in sources.PARTS else ()
-            rows.append(line(found, (*ROUNDS, *library), f"`{through}`", str(domains), *cells))
+            rounds_of = ROUNDS if domains == 1 else DOMAINS
+            rows.append(line(found, (*rounds_of, *library), f"`{through}`", str(domains), *cells))
     heads = "through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096"
     rounds = table(heads, rows)
     found, tcp = load("latency-backends-h200-4"), load("latency-gin-tcp-h200-2")
@@ -239,8 +253,8 @@ def concurrent() -> str:
 
 
 def peers() -> str:
-    """NCCL in the same run, the interface of deep_ep over our own calls, and torch's passes."""
-    found, rows = load("peers-h200-2"), []
+    """NCCL in the same run, DeepEP alone, the interface of deep_ep over our own calls, and torch's passes."""
+    found, rows = load("peers-h200-4"), []
     for layout, variant in (("flat", "y in the window"), ("expert", "bf16 wire")):
         for tokens in (128, 4096):
             same = {"tokens": tokens, "layout": layout}
@@ -253,8 +267,12 @@ def peers() -> str:
             times = [cell.partition(" (")[0] for cell in cells]
             rows.append(line(found, ROUNDS, f"`{layout}`, {variant}", str(tokens), *times))
     nccl = table("layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL", rows)
+    alone = table(
+        "H200s | tokens a rank | library, layout | dispatch, FP8 | combine",
+        (row for tokens in (128, 4096) for row in peer_rows(8, tokens)),
+    )
     rows = []
-    for name in ("deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2"):
+    for name in ("deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-4", "deep-ep-layer-eager-h200-2"):
         found = load(name)
         ratios = sorted(row["of_native"] for row in found["rows"] if "us" in row)
         case = found["case"]
@@ -263,7 +281,7 @@ def peers() -> str:
     heads = "`moecomm.compat.deep_ep` over our own calls, H200s | mode | operations | median ratio | largest"
     passes = load("passes-h200")
     own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
-    return f"{nccl}\n\n{table(heads, rows)}\n\n{table('pass, one H200 | ours | torch operations', own)}"
+    return f"{nccl}\n\n{alone}\n\n{table(heads, rows)}\n\n{table('pass, one H200 | ours | torch operations', own)}"
 
 
 def verified() -> str:
@@ -321,12 +339,13 @@ def correctness() -> str:
     """Random cases against the reference."""
     rows = []
     for name, parts, number in (
-        ("random-cases-h200-4", (*ROUNDS, "gin", "nvshmem"), "random_cases"),
-        ("random-cases-h200-2", (*ROUNDS, "gin", "nvshmem", "RMA plugin"), "random_cases"),
+        ("random-cases-h200-4", (*ROUNDS, *DOMAINS, "gin", "nvshmem"), "random_cases"),
+        ("random-cases-h200-2", (*ROUNDS, *DOMAINS, "gin", "nvshmem", "RMA plugin"), "random_cases"),
         ("random-layers-h200-4", LAYER, "random_layers"),
         ("random-layers-h200-2", LAYER, "random_layers"),
         ("random-cases-cpu", ("host",), "random_cases"),
         ("kill-plans-cpu", ("host",), "kills"),
+        ("kill-plans-gpus-h200-8", ROUNDS, "kills"),
         ("kill-plans-gpus-h100-2", ROUNDS, "kills"),
         ("kill-plans-h100-2", ROUNDS, "kills"),
         ("soak-cpu", ("host",), "rounds"),
@@ -370,6 +389,8 @@ TOPICS = (
         "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
         "in the type of `wire`.  `window`: memory of a rank.  The picture is a sweep over tokens of `flat`.",
         (
+            "times-many-h200-4",
+            "times-many-h200-8",
             "ht-h200-4",
             "layouts-h200-4",
             "qwen3-h200-4",
@@ -386,6 +407,8 @@ TOPICS = (
         "Rows go in packets, without waiting for counts.  `ll-h200-2` has `batched` as well; `ll-handles-h200-4` was "
         "measured after round headers had got the round of a handle.  The second table shows what agreement adds.",
         (
+            "times-few-h200-4",
+            "times-few-h200-8",
             "ll-h200-4",
             "ll-h200-8",
             "ll-h200-2",
@@ -434,9 +457,11 @@ TOPICS = (
         (
             "backends-h200-4",
             "backends-domains-h200-4",
+            "domains-h200-4",
             "domains-h200-2",
             "domains-h100-2",
             "domains-nvshmem-h100-2",
+            "nic-h200-4",
             "nic-h200-2",
             "nic-h100-2",
             "gin-domains-h100-2",
@@ -459,11 +484,21 @@ TOPICS = (
     ),
     Topic(
         "Against peers",
-        "NCCL: the same rows by all_to_all_single, in the same run.  `peers-h200-2`, `peers-alone-h200`: tables of the "
-        "main README.  `peers-h100-2` was a day earlier.\n\n"
-        "![Dispatch and combine of moecomm and other libraries, 2 H200s](results/peers-h200-2.svg)\n"
+        "NCCL: the same rows by all_to_all_single, in the same run.  `peers-h200-4`: table of the main README.  DeepEP "
+        "on 8 H200s: times of its kernels alone, in runs of its own; launches and gaps between kernels come on top.\n\n"
+        "![Dispatch and combine of moecomm and other libraries, 4 H200s](results/peers-h200-4.svg)\n"
+        "![the same on 2 H200s](results/peers-h200-2.svg)\n"
         "![the same on 2 H100s](results/peers-h100-2.svg)",
-        ("peers-h200-2", "peers-h100-2", "deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2", "passes-h200", PEERS),
+        (
+            "peers-h200-4",
+            "peers-h200-2",
+            "peers-h100-2",
+            PEERS,
+            "deep-ep-layer-h200-4",
+            "deep-ep-layer-eager-h200-4",
+            "deep-ep-layer-eager-h200-2",
+            "passes-h200",
+        ),
         peers,
     ),
     Topic(
@@ -509,7 +544,7 @@ CHECKS = (
         "Correctness runs",
         "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
         "against their parts one after the other.  Killed ranks: the others shrink, and new ones join; all ranks make "
-        "exact rounds.",
+        "exact rounds.  In `kill-plans-gpus-h200-8` four plans at a time share the GPUs.",
         (
             "random-cases-h200-4",
             "random-cases-h200-2",
@@ -518,6 +553,7 @@ CHECKS = (
             "random-cases-cpu",
             "random-operators-cpu",
             "kill-plans-cpu",
+            "kill-plans-gpus-h200-8",
             "kill-plans-gpus-h100-2",
             "kill-plans-h100-2",
             "soak-cpu",

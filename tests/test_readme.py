@@ -227,6 +227,7 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeyp
     for part, of_page, of_calls, of_headlines in (
         ("dispatch", True, True, True),
         ("fused layer", True, True, True),
+        ("dispatch between domains", True, False, False),
         ("host", True, False, False),
         ("gin", True, False, False),
     ):
@@ -234,42 +235,49 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeyp
         assert marked() == (of_page, of_calls, True, of_headlines), part
 
 
-def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import readme
 
-    def row(what: str, payload: str, variant: str, us: float, sms_asked: int = 0) -> dict:
-        about = {"who": "moecomm", "tokens": 4096, "what": what, "payload": payload, "variant": variant}
-        return {**about, "layout": "flat", "sms_asked": sms_asked, "us": {"p50": us}, "of_wire": 0.956}
-
-    rows = [
-        row("dispatch", "fp8", "", 300.0, 16),
-        row("dispatch", "fp8", "", 250.4),
-        row("dispatch", "bf16", "", 480.0),
-    ]
-    rows += [row("combine", "", "y outside", 640.0), row("combine", "", "y in the window", 495.0)]
     folder = tmp_path / "bench" / "results"
     folder.mkdir(parents=True)
-    about = {"date": "2026-01-02", "commit": "0123abcd", "kernels": readme.digests()}
-    (folder / "ht-h200-4.json").write_text(json.dumps({**about, "rows": rows}))
     monkeypatch.setattr(readme, "ROOT", tmp_path)
+    machine = {"gpus": ["NVIDIA H200"] * 4}
+    about = {"date": "2026-01-02", "commit": "0123abcd", "kernels": readme.digests(), "machine": machine}
+    us = {"p50": 250.4, "p99": 260.0}
+    row = {"who": "moecomm", "tokens": 4096, "what": "dispatch", "payload": "fp8", "variant": "", "layout": "flat"}
+    row |= {"us": us, "alone_us": us, "eager_us": us, "host_us": 20.0, "sms": 64}
+    case = {"ranks": 4, "model": "deepseek-v3", "mode": "graph"}
+    name = "times-many-h200-4"
+    written = {**about, "case": case, "memory": [], "rows": [row, {**row, "tokens": 8192}, {**row, "payload": "bf16"}]}
+    (folder / f"{name}.json").write_text(json.dumps(written))
+    (folder / "times-many-h100-2.json").write_text(json.dumps({**written, "case": {**case, "ranks": 2}}))
     lines = readme.headlines().splitlines()
-    assert lines[4] == "| 4 | 4096 | moecomm, `flat` | 250 us | 495 us in the window; 640 us outside |"
-    assert lines[6:] == ["Source: [`ht-h200-4.json`](bench/results/ht-h200-4.json) (2026-01-02, 0123abcd)."]
+    assert lines[4].startswith("| 4 H200s | 4096 | moecomm, `flat` | dispatch, fp8 | 250 us | 260 us | 250 us |")
+    assert lines[6:] == [f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."]
 
     def layer(variant: str, us: float, tokens: int = 128) -> dict:
         about = {"who": "moecomm", "what": "layer", "model": "m", "tokens": tokens, "variant": variant}
         return {**about, "us": {"p50": us}, "of_gemms": us / 1000, "of_torch": 3000 / us}
 
-    us = {"sequential": 1500.0, "one launch": 1250.0, "fp8, one launch": 900.0}
-    found = [*(layer(*way) for way in us.items()), {"who": "moecomm", "what": "GEMMs"}]
-    (folder / "moe-qwen3-235b-h200-4.json").write_text(json.dumps({**about, "rows": found}))
-    monkeypatch.setattr(readme, "README_LAYERS", {"moe-qwen3-235b-h200-4": (128,)})
-    lines = readme.headlines().splitlines()
+    times = {"sequential": 1500.0, "one launch": 1250.0, "fp8, one launch": 900.0}
+    found = [*(layer(*way) for way in times.items()), {"who": "moecomm", "what": "GEMMs"}]
     name = "moe-qwen3-235b-h200-4"
-    assert lines[12] == "| m | 128 | 1500 us | 1250 us | 1.25 | 2.40 | 900 us |"
-    assert lines[14:] == [f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."]
+    (folder / f"{name}.json").write_text(json.dumps({**about, "kernels": {}, "rows": found}))
+    monkeypatch.setattr(readme, "README_LAYERS", {name: (128,)})
+    lines = readme.headlines().splitlines()
+    assert lines[12] == "| m † | 128 | 1500 us | 1250 us | 1.25 | 2.40 | 900 us |"
+    source = f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."
+    assert lines[14:] == [source, "", readme.LEGEND]
+
+
+def test_headlines_have_the_other_libraries_of_the_most_gpus() -> None:
+    import head_to_head
+    import readme
+
+    used = head_to_head.found()
+    ranks = [load["case"]["ranks"] for load in map(readme.load, readme.names()) if load.get("libraries")]
+    assert readme.load(used)["case"]["ranks"] == max(ranks)
+    assert f"(bench/results/{used}.svg)" in head_to_head.front()[0]
 
 
 def test_failures_promised_are_errors_that_exist() -> None:

@@ -19,6 +19,8 @@ from moecomm.jit import loader
 PARTS: dict[str, tuple[str, ...]] = {
     "dispatch": ("dispatch/dispatch.cuh",),
     "combine": ("combine/combine.cuh",),
+    "dispatch between domains": ("dispatch/dispatch.cuh",),
+    "combine between domains": ("combine/combine.cuh",),
     "GEMM": ("gemm/gemm.cuh",),
     "fused layer": ("fused/publish.cuh", "fused/expert_layer.cuh", "fused/reduce.cuh"),
     "passes": (
@@ -39,6 +41,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "RMA plugin": ("rma_plugin/plugin.cpp",),
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
 }
+# Parts of one domain leave out folders named `scaleout`. Kernels of one domain use nothing there but constants of
+# ScaleoutSums, which say that rows of a token begin at lane 0.
+_ONE_DOMAIN = ("dispatch", "combine")
 _INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -49,7 +54,11 @@ def digests(csrc: Path | None = None) -> dict[str, str]:
     `csrc` is by default that of this package. A wheel has no sources of the host executor.
     """
     root = csrc or loader.headers()
-    return {part: _digest(files, root) for part, files in PARTS.items() if all((root / f).is_file() for f in files)}
+    return {
+        part: _digest(files, root, "scaleout" if part in _ONE_DOMAIN else "")
+        for part, files in PARTS.items()
+        if all((root / f).is_file() for f in files)
+    }
 
 
 def commit() -> str:
@@ -61,12 +70,13 @@ def commit() -> str:
         return ""
 
 
-def _digest(files: Iterable[str], root: Path) -> str:
+def _digest(files: Iterable[str], root: Path, without: str) -> str:
+    """Return the digest of files and of what they include, without folders of the name `without`."""
     found: dict[str, str] = {}
     waiting = list(files)
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in found or without in name.split("/")[:-1]:
             continue
         text = (root / name).read_text()
         found[name] = "".join(_COMMENT.sub("", text).split())

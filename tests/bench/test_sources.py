@@ -46,6 +46,19 @@ def test_every_part_has_its_source_here(tmp_path: Path) -> None:
     assert {part for part in found if found[part] != other[part]} >= {"dispatch", "combine", "fused layer", "host"}
 
 
+@pytest.mark.parametrize("part", ["dispatch", "combine"])
+def test_a_kernel_of_one_domain_is_not_older_by_a_change_between_domains(part: str, tmp_path: Path) -> None:
+    shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
+    before = sources.digests(tmp_path)
+    for path in (tmp_path / part / "scaleout").iterdir():
+        path.write_text(f"{path.read_text()}struct More {{}};\n")
+        after = sources.digests(tmp_path)
+        assert {name for name in before if before[name] != after[name]} == {f"{part} between domains"}
+    with (tmp_path / part / f"{part}.cuh").open("a") as shared:
+        shared.write("struct More {};\n")
+    assert sources.digests(tmp_path)[part] != before[part]
+
+
 def test_the_commit_is_empty_where_there_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
     assert sources.commit() == ""
