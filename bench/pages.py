@@ -25,7 +25,8 @@ hidden 7168, top-8 of 256 experts.
 
 Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
 {LEGEND}  Each result keeps its commit and a digest of the source of each
-kernel, with what it includes and without comments; rows whose kernels have other digests today are marked.
+kernel, with what it includes and without comments; rows whose kernels have other digests today are marked, unless
+[`equal_kernels.py`](equal_kernels.py) has found both sources to compile to the same machine code.
 `tests/test_readme.py` fails if the marks or figures of this page or the main README are not those of the generator."""
 
 CALLS_HEAD = f"""# Measured calls and steps

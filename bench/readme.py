@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import equal_kernels
+
 from moecomm.bench import beside, sources
 
 ROOT = Path(__file__).parent.parent
@@ -43,9 +45,12 @@ def names() -> list[str]:
 
 
 def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
-    """Return True if the source of any of these parts (moecomm.bench.sources) has changed since the measurement."""
+    """Return True if any of these parts (moecomm.bench.sources) has changed since the measurement.
+
+    A part has changed if its source has, unless bench/equal_kernels.py has found the machine code to be the same.
+    """
     now = digests()
-    return any(found["kernels"].get(part) != now[part] for part in parts)
+    return any(found["kernels"].get(part) not in (now[part], *equal_kernels.equal(now[part])) for part in parts)
 
 
 @lru_cache(maxsize=1)

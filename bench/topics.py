@@ -465,6 +465,7 @@ TOPICS = (
             "nic-h200-2",
             "nic-h100-2",
             "gin-domains-h100-2",
+            "rings-h200-4",
             "rings-h100-2",
             "latency-backends-h200-4",
             "latency-gin-tcp-h200-2",

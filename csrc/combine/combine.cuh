@@ -8,6 +8,7 @@
 #include "pull.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
+#include "scaleout/flags.cuh"
 #include "scaleout/reduce_ring.cuh"
 #include "scaleout/return_forward.cuh"
 
@@ -104,8 +105,10 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr i32 first_return_forward_warp = cfg.reduce_warps + cfg.pull_warps;
     if constexpr (cfg.domains() > 1) {
         MOECOMM_SPAN(return_forward, c.round, threadIdx.x == first_return_forward_warp * kWarp);
+        MOECOMM_SPAN(flags, c.round, threadIdx.x == (first_return_forward_warp + cfg.return_forward_warps) * kWarp);
         if (warp_id() >= first_return_forward_warp && warp_id() < first_return_forward_warp + cfg.return_forward_warps)
             return return_forward_chunk(c, warp_id() - first_return_forward_warp);
+        if (warp_id() >= first_return_forward_warp) return FlagWarp<Call>(c).run();
     } else {
         MOECOMM_SPAN(push, c.round, threadIdx.x == 0);
         if ((cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) && !push(c)) return false;
@@ -116,7 +119,9 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
         if (c.all_in_packets) return true;
         MOECOMM_SPAN(flags, c.round, threadIdx.x == first_return_forward_warp * kWarp);
         MOECOMM_SPAN(reduce, c.round, threadIdx.x == 0);
-        if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
+        if constexpr (cfg.domains() == 1) {
+            if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
+        }
         if (!c.has_reduced_rows() && !await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) return false;
         if constexpr (cfg.domains() > 1) return reduce_through_ring(c);
         return reduce(c);

@@ -330,14 +330,16 @@ struct Pull {
     }
 
     // Arrives at the steps of the block's first `chunks` chunks, of which this warp has nothing left to read. The last warp to arrive gives
-    // the credits (release).
+    // the credits (release); with several domains, the flag warp does (scaleout/flags.cuh).
     MOECOMM_FN void signal_pulled(i32 chunks) {
         for (; signaled < chunks; ++signaled) {
+            if constexpr (cfg.domains() > 1) {
+                __syncwarp();  // all lanes have read
+                if (lane_id() == 0) c.shared.pulled.arrive(c.round, signaled);
+                continue;
+            }
             const i32 chunk = blockIdx.x + gridDim.x * signaled;
             if (!complete_step(c.shared.pulled, c.round, signaled) || !await_earlier_credit(c, c.me(), chunk, c.a.chunk_tokens)) continue;
-            if constexpr (cfg.domains() > 1) {
-                if (!scaleout_sums.signal_pulled(chunk)) continue;
-            }
             const u64 place = credit_at(c.window(), c.shape(), c.me(), chunk, c.a.chunk_tokens);
             for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
                 c.transport.signal(c.domains().neighbor(step), place, word_signal(c.round.tag, chunk));

@@ -101,12 +101,12 @@ struct CombineConfig {
     bool packets;                        // this rank has few tokens and receives its reduced rows in packets
     i32 packet_row_bytes, packet_lines;  // bytes of a staged row in each packet, and lines of a packet
     // Warp roles and shared memory of a block.
-    i32 reduce_warps, pull_warps;    // no reduce warps if in_place
-    i32 return_forward_warps;        // several domains: reduce rows for source ranks of other domains
-    i32 flag_warps;                  // 1, or 0 if reduce warps signal chunks themselves
-    i32 pull_bytes;                  // bytes of a row that one bulk copy moves
-    i32 pull_slots;                  // such pieces in a warp's ring
-    i32 pull_blocks;                 // most blocks that pull flat rows, which all blocks copy: more get in each other's way
+    i32 reduce_warps, pull_warps;  // no reduce warps if in_place
+    i32 return_forward_warps;      // several domains: reduce rows for source ranks of other domains
+    i32 flag_warps;   // 1: signals reduced chunks and, with several domains, gives credits; 0: nothing is staged, or in packets
+    i32 pull_bytes;   // bytes of a row that one bulk copy moves
+    i32 pull_slots;   // such pieces in a warp's ring
+    i32 pull_blocks;  // most blocks that pull flat rows, which all blocks copy: more get in each other's way
     i32 reduce_bytes, reduce_slots;  // likewise, of a reduce warp; several domains only
     i32 shared_bytes;
 

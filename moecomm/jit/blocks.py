@@ -144,7 +144,7 @@ def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
     in place of adding several.  16 warps, one of them the flag warp, leave a thread 128 registers.
     """
     if spec.in_place:
-        return 0, 7, 5
+        return 0, 6, 5
     wide = spec.layout == _FLAT or TYPE_BYTES[spec.wire] > TYPE_BYTES[spec.type]
     return (6, 4, 5) if wide else (7, 4, 4)
 
@@ -166,7 +166,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     staged = spec.type if spec.layout == _FLAT else spec.wire
     if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
         several = spec.ranks > 2 * spec.domain_ranks
-        summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 2048} if several else {2: 1536, 4: 3072}
+        summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 1536} if several else {2: 1536, 4: 2560}
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
     rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
@@ -192,7 +192,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         "reduce_warps": reduce_warps,
         "pull_warps": pull_warps,
         "return_forward_warps": return_forward_warps,
-        "flag_warps": int(reduce_warps > 0 and not spec.packets),
+        "flag_warps": int((reduce_warps > 0 or spec.domain_ranks != 0) and not spec.packets),
         "pull_bytes": pull_bytes,
         "pull_slots": pull_slots,
         "pull_blocks": _PULL_BLOCKS if spec.layout == _FLAT and not spec.in_place else MAX_BLOCKS,

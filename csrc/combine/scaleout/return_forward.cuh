@@ -213,10 +213,12 @@ struct ReturnForward {
         }
         return true;
     }
-    // Ends a work item: gives the owners of this domain the credit for its places. Returns false in all lanes if a wait failed.
+    MOECOMM_FN static bool is_staged(const RoundHeader& from) { return from.combine.rows == 0; }
+    // Ends a work item: gives the owners of this domain the credit for its places, unless all publish their rows. Returns false in all
+    // lanes if a wait failed.
     MOECOMM_FN bool finish_work(i32 work) const {
         const i32 source_rank = source_rank_of(work), chunk = chunk_of(work), chunk_tokens = sent_by(work).chunk_tokens;
-        if (chunk + ring_of(work) >= c.chunks_of(source_rank)) return true;
+        if (chunk + ring_of(work) >= c.chunks_of(source_rank) || !Pull<Call>::some(c, &is_staged)) return true;
         if (!await_earlier_credit(c, source_rank, chunk, chunk_tokens)) return false;
         const u64 place = credit_at(c.window(), c.shape(), source_rank, chunk, chunk_tokens);
         for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)

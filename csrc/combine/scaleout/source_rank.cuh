@@ -164,18 +164,6 @@ struct ScaleoutSums {
 #pragma unroll
         for (i32 i = 0; i < n / each; ++i) widen_word<cfg.wire>(narrow_word<cfg.wire>(sum + i * each), sum + i * each);
     }
-
-    // Gives each forwarder the credit for a chunk, if a later chunk uses its places. Returns false in all lanes if there was no room for
-    // the signal; the failure record is filled.
-    MOECOMM_FN bool signal_pulled(i32 chunk) const {
-        bool signaled = true;
-        const bool followed = chunk + ring_chunks(c.shape(), c.a.chunk_tokens) < c.chunks();
-        for (i32 n = lane_id(); followed && !direct && signaled && n < kOthers; n += kWarp) {
-            const PeerRing ring = c.shared.forwarders.ring_to(c.domains(), c.domains().other(n));
-            signaled = ring.peer < 0 || signal_chunk(c, c.credit_channel(), Phase::reduced, kReturnCredit, ring, chunk, c.a.chunk_tokens);
-        }
-        return __all_sync(kAllLanes, signaled);
-    }
 };
 
 }  // namespace moecomm

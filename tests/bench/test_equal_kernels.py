@@ -1,0 +1,52 @@
+"""Sources that compile to the same machine code: what is noted of them, and what follows for results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from moecomm.bench import sources
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+
+def test_a_noted_digest_is_as_good_as_todays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import equal_kernels
+    import readme
+
+    now = readme.digests()
+    monkeypatch.setattr(equal_kernels, "NOTED", tmp_path / "noted.json")
+    assert readme.older({"kernels": now | {"combine": "before"}}, ["combine"])
+    equal_kernels.note({"combine": "before"})
+    assert not readme.older({"kernels": now | {"combine": "before"}}, ["combine"])
+    assert readme.older({"kernels": now | {"combine": "another"}}, ["combine"])
+    assert readme.older({"kernels": now | {"dispatch": "before"}}, ["dispatch"]), "of another part"
+    monkeypatch.setattr(readme, "digests", lambda: now | {"combine": "changed since"})
+    assert readme.older({"kernels": now | {"combine": "before"}}, ["combine"])
+
+
+def test_equality_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import equal_kernels
+
+    monkeypatch.setattr(equal_kernels, "NOTED", tmp_path / "noted.json")
+    for before, now in (("a", "b"), ("b", "c"), ("c", "c")):
+        monkeypatch.setattr(sources, "digests", lambda _, now=now: {"combine": now})
+        equal_kernels.note({"combine": before})
+    assert json.loads(equal_kernels.NOTED.read_text()) == {"c": ["a", "b"]}
+
+
+def test_one_kernel_that_differs_keeps_a_digest_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import equal_kernels
+
+    monkeypatch.setattr(equal_kernels, "NOTED", tmp_path / "noted.json")
+    monkeypatch.setattr(
+        equal_kernels,
+        "codes",
+        lambda tree: {"dispatch, flat": "same", "combine, flat": "same", "combine, batched": str(tree)},
+    )
+    assert equal_kernels.compare("HEAD") == {"dispatch": [], "combine": ["combine, batched"]}
+    noted = json.loads(equal_kernels.NOTED.read_text())
+    assert noted.keys() <= {sources.digests(equal_kernels.ROOT / "csrc")["dispatch"]}
