@@ -27,13 +27,14 @@ _NOISE = 0.03  # relative standard deviation of a measured row around the model
 # copies with 8 warps.  Other layouts, and y outside, are expected to be much as flat is, but for what they copy.
 _EXPECTED = {FEW: (4.0, 3.0, 330.0, 800.0, 40.0, 17.0), MANY: (0.1, 25.0, 330.0, 70.0, 40.0, 17.0)}
 _SPREAD, _SPREAD_LIKE = (0.5, 0.7, 0.1, 0.7, 0.5, 0.5), (0.3, 0.3, 0.1, 0.3, 0.3, 0.5)
+_SPREAD_WORD = 0.7  # wide: the expected time of a tagged word is that of ranks that share a GPU
 _COLD_US = {"dispatch": (1.5, 0.5), "combine": (1.5, 0.5)}  # misses of the first loads; logarithmic deviation
 _HOST_US = 15.0
 
 
 @dataclass(frozen=True)
 class Point:
-    """A load and its measured microseconds, without agreement."""
+    """A load and its measured microseconds."""
 
     load: Load
     us: float
@@ -41,33 +42,44 @@ class Point:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A line, and the number of rows that it was fitted to."""
+    """A line, the number of rows that it was fitted to, and the time of a tagged word in every block."""
 
     line: Line
     rows: int
+    word_ns: float
 
 
 def fit_line(
-    points: list[Point], regime: str, what: str, like: Line | None = None, slopes: Iterable[Slope] = ()
+    points: list[Point],
+    regime: str,
+    what: str,
+    like: Line | None = None,
+    slopes: Iterable[Slope] = (),
+    word_ns: float = 0.0,
+    is_word_known: bool = True,
 ) -> Fitted:
     """Fit a line by least squares of relative errors.
 
     Terms that the points cannot determine stay near those of `like`, the line of `flat`, or near expected values.
-    `slopes` are times of rows in few blocks (`virtual`).
+    `slopes` are times of rows in few blocks (`virtual`). `word_ns` is the time of a tagged word in every block, or what
+    is expected of it.
     """
-    expected = np.array(_EXPECTED[regime] if like is None else [getattr(like, term) for term in TERMS])
-    slopes = list(slopes)
+    slopes, words = list(slopes), () if is_word_known else (word_ns,)
+    expected = (*(_EXPECTED[regime] if like is None else (getattr(like, term) for term in TERMS)), *words)
+    spread = (*(_SPREAD if like is None else _SPREAD_LIKE), *(_SPREAD_WORD for _ in words))
 
-    def line(terms: Array) -> Line:
-        return Line.of(what, terms)
+    def split(terms: Array) -> tuple[Line, float]:
+        count = len(TERMS)
+        return Line.of(what, terms[:count]), word_ns if is_word_known else float(terms[count])
 
     def errors(terms: Array) -> Array:
-        now = line(terms)
-        ratios = [now.us(point.load) / point.us for point in points]
+        now, word = split(terms)
+        ratios = [(now.us(point.load) + point.load.words * word / 1e3) / point.us for point in points]
         ratios += [slope.predicted_us(now) / slope.us for slope in slopes]
         return np.asarray(np.log(np.maximum(ratios, 1e-9)) / _NOISE)
 
-    return Fitted(line(solve(errors, expected, np.array(_SPREAD if like is None else _SPREAD_LIKE))), len(points))
+    line, word = split(solve(errors, np.array(expected), np.array(spread)))
+    return Fitted(line, len(points), word)
 
 
 def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
@@ -85,7 +97,7 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
     rows = [(row, result) for result in results for row in rows_of(result) if row.fits]
     if not rows:
         raise BadInput("results", [str(path) for path in used], "JSON of moecomm bench dispatch-combine or sweep")
-    words = word_ns(used)
+    words = word_ns(used)  # as expected; then as fitted
     warm = [row for row, result in rows if not result.found["case"]["cold"]]
     lines = _lines(warm, words, slopes(used))
     domain = Domain("", {key: one.line for key, one in lines.items()}, 1.0, 1.0, word_ns=words)
@@ -123,20 +135,33 @@ def _origin(path: Path) -> dict[str, str]:
 
 
 def _lines(rows: list[Row], words: dict[str, float], measured: list[Slope]) -> dict[Key, Fitted]:
-    known = Domain("", {}, 1.0, 1.0, word_ns=words)
+    """Return the lines by operation and regime. `words`: see word_ns; by the first line of few tokens."""
     of_key: dict[Key, list[Point]] = {}
     for row in rows:
         (part,) = row.parts
-        us = row.us - known.agreement_us(part.operation, part.load)
-        of_key.setdefault((part.operation, _regime(part)), []).append(Point(part.load, max(us, 0.1)))
+        of_key.setdefault((part.operation, _regime(part)), []).append(Point(part.load, row.us))
     found: dict[Key, Fitted] = {}
-    # y in the window first, then flat, because the other lines are expected to be as those are.
-    for operation, regime in sorted(of_key, key=lambda k: (k[0].layout != "flat", k[0].variant != IN_WINDOW, _text(k))):
+    known: dict[str, float] = {}
+    # Few tokens first, of which the time of words is a part that counts; y in the window first, then flat, because the
+    # other lines are expected to be as those are.
+    for operation, regime in sorted(
+        of_key, key=lambda k: (k[1] != FEW, k[0].layout != "flat", k[0].variant != IN_WINDOW, _text(k))
+    ):
         variant = IN_WINDOW if operation.what == "combine" else ""
         like = found.get((Operation(operation.what, "flat", variant), regime))
         of = [s for s in measured if (s.what, s.layout) == (operation.what, operation.layout) and regime == FEW]
-        line = like.line if like else None
-        found[operation, regime] = fit_line(of_key[operation, regime], regime, operation.what, line, of)
+        name = f"{operation.what} {operation.layout}"
+        found[operation, regime] = fit_line(
+            of_key[operation, regime],
+            regime,
+            operation.what,
+            like.line if like else None,
+            of,
+            known.get(name, words[name]),
+            name in known or regime != FEW,
+        )
+        known[name] = found[operation, regime].word_ns
+    words.update({name: round(word, 4) for name, word in known.items()})
     return found
 
 

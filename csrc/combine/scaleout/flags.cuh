@@ -1,6 +1,7 @@
 // The flag warp of a block, with several domains: raises the flags of reduced chunks, as raise_flags does, and gives the credits for pulled
 // ones. One fence covers all that is complete by then. When pull warps gave credits, each behind up to three fences, a combine of 4096
-// tokens by 32 blocks of 4 H200s, two a domain, took 875 us, and 600 without credits (bench/results/domains-h200-4.json, rings-h200-4.json).
+// tokens by 32 blocks of 4 H200s, two a domain, took 875 us, and 600 without credits (bench/results/domains-h200-4.json,
+// rings-h200-4.json).
 #pragma once
 #include "../pull.cuh"
 #include "../work_list.cuh"
