@@ -55,7 +55,13 @@ PIECES = (
         f"{CASES} --tokens 4096 --layout flat,expert --replays 10 --routing {ZIPF}",
         before=f"{sys.executable} -m moecomm routing synthesize {ZIPF} --model deepseek-v3 --zipf 0.8 --tokens 131072",
     ),
-    # By itself, because another library may hang.
+    # By themselves, because another library may hang.
+    Piece(
+        "peers",
+        300,
+        f"{CASES} --tokens 128,4096 --layout flat,expert,batched --replays 20 --no-ceiling "
+        "--others deep_ep,nccl_ep,flashinfer",
+    ),
     Piece("symm-mem", 60, f"{CASES} --tokens 128,4096 --layout expert --replays 7 --others torch-symm-mem,deep_ep"),
     Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
     Piece("moe-qwen3-235b", 120, f"moe --model qwen3-235b --ranks {GPUS} --tokens 128,1024,8192 --fp8 --replays 7"),
@@ -115,7 +121,8 @@ def main(arguments: Sequence[str]) -> int:
     for piece in set(chosen) - set(left):
         print(f"{piece.name:<16} done before", flush=True)
     if left and not given.miniature:  # all cores at once; ranks that compile wait for each other
-        compiling = [sys.executable, "-m", "tests.gpu.compile_rounds", str(gpus), "lsa"]
+        transports = ["lsa", *["puts"] * any(piece.name == "domains" for piece in left)]
+        compiling = [sys.executable, "-m", "tests.gpu.compile_rounds", str(gpus), *transports]
         _run(compiling, given.out / "compile.log", min(240.0, ends - time.monotonic()))
     failed = later = 0
     for piece in left:
