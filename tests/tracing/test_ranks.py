@@ -10,8 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 import moecomm
+from moecomm.core.spans import CALLS
 from moecomm.tools.cli import app
 from moecomm.tracing import reading
+from moecomm.tracing.reading import RankSpans, Span
+from moecomm.tracing.summary import RoleTimes, summarize
 
 from ..conftest import Ranks
 from . import traces
@@ -170,3 +173,33 @@ def test_a_line_that_is_no_span_is_bad_input(line: str, tmp_path: Path) -> None:
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(moecomm.BadInput, match=r"spans, line \d"):
         reading.read(tmp_path)
+
+
+def test_a_summary_has_the_roles_of_each_operation_in_order(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.start(2, traces.run_traced, str(tmp_path / "trace"))
+    ranks.results(2)
+    rows = summarize(reading.read(tmp_path / "trace"))
+    by_role = {(row.operation, row.role): row for row in rows}
+    assert {role for operation, role in by_role if operation == "dispatch"} >= {"agree", "send", "receive"}
+    assert {role for operation, role in by_role if operation == "combine"} >= {"announce", "reduce", "pull"}
+    assert all(row.rounds == traces.ROUNDS and 0 <= row.begins <= row.usually_ends <= row.ends for row in rows)
+    assert by_role["dispatch", "agree"].begins <= by_role["dispatch", "receive"].begins
+    assert {row.rounds for row in summarize(reading.read(tmp_path / "trace"), skip=1)} == {traces.ROUNDS - 1}
+    said = CliRunner().invoke(app, ["trace", "summary", str(tmp_path / "trace")], env={"COLUMNS": "120"})
+    assert said.exit_code == 0 and "receive" in said.output, said.output
+
+
+def test_a_summary_leaves_out_rounds_that_a_rank_lacks() -> None:
+    def file(rank: int, rounds: int, late_ns: int) -> RankSpans:
+        """Make rounds of 100 us, of which a rank sends for `late_ns`, then 20 us."""
+        spans = []
+        for number in range(1, rounds + 1):
+            begin = 100_000 * number
+            spans.append(Span(f"dispatch round {number}", CALLS, begin, begin + 90_000, {}))
+            spans.append(Span("send", "block 0 send", begin + late_ns, begin + late_ns + 20_000, {"round": number}))
+            spans.append(Span("wait for rank 1: rows", "block 0 send", begin, begin + 90_000, {"round": number}))
+        path, none = Path(f"moecomm-{rank}"), None
+        return RankSpans(path, "a", none, rank, 2, "host", "clock", rank, "lsa", (0, 1), spans)
+
+    rows = summarize([file(0, 5, 1_000), file(1, 3, 4_000)])
+    assert rows == [RoleTimes("dispatch", "send", 3, 0.0, 21.5, 23.0)]

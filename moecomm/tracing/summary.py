@@ -1,0 +1,76 @@
+"""A table of a trace: when each role of a round begins and ends, over all ranks."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moecomm.core.spans import CALLS
+from moecomm.tracing.clocks import offsets
+from moecomm.tracing.reading import RankSpans
+
+_ROUND = re.compile(r"(\w+) round (\d+)")
+_WAIT = "wait for "
+
+
+class RoleTimes(NamedTuple):
+    """Medians over rounds of one role, in us from the moment at which the first rank begins the round's work.
+
+    Attributes:
+        operation: "dispatch", "combine" and so on.
+        role: of warps, or a step of a thread of a CPU rank.
+        rounds: how many have it.
+        begins, ends: the first begin and the last end of any rank.
+        usually_ends: the median end over all ranks, and over blocks or threads.
+    """
+
+    operation: str
+    role: str
+    rounds: int
+    begins: float
+    usually_ends: float
+    ends: float
+
+
+def summarize(files: Sequence[RankSpans], skip: int = 0) -> list[RoleTimes]:
+    """Return the roles of each operation, by begin.  Rounds that a rank's file lacks are left out.
+
+    Args:
+        files: of all ranks.
+        skip: rounds of each Buffer and operation to leave out, from the first on: kernels load in the first one.
+    """
+    aligned = offsets(files, files[0].clock)
+    operations: dict[tuple[str, int], str] = {}
+    work: dict[tuple[str, int], dict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for file in files:
+        offset = aligned[file.clock].offset_ns if file.clock in aligned else 0
+        for span in file.spans:
+            if span.track == CALLS:
+                if found := _ROUND.fullmatch(span.name):
+                    operations[file.buffer, int(found[2])] = found[1]
+            elif isinstance(number := span.args.get("round"), int) and not span.name.startswith(_WAIT):
+                work[file.buffer, number][span.name].append((span.begin_ns - offset, span.end_ns - offset))
+                ranks[file.buffer, number].add(file.rank)
+    sizes = {file.buffer: file.ranks for file in files}
+    seen: dict[tuple[str, str], int] = defaultdict(int)
+    times: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    for key in sorted(work):
+        if key not in operations or len(ranks[key]) < sizes[key[0]]:
+            continue
+        seen[key[0], operations[key]] += 1
+        if seen[key[0], operations[key]] <= skip:
+            continue
+        first = min(begin for spans in work[key].values() for begin, _ in spans)
+        for role, spans in work[key].items():
+            ends = [end - first for _, end in spans]
+            begin = min(begin for begin, _ in spans) - first
+            times[operations[key], role].append((begin / 1e3, statistics.median(ends) / 1e3, max(ends) / 1e3))
+    rows = [
+        RoleTimes(*name, len(of), *(statistics.median(column) for column in zip(*of, strict=True)))
+        for name, of in times.items()
+    ]
+    return sorted(rows, key=lambda row: (row.operation, row.begins, row.ends))
