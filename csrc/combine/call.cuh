@@ -15,7 +15,7 @@ struct Item {
     i32 sources;      // pieces that are added
     i32 column;       // first column of the piece
     i32 token;        // number at its source rank; -1: nothing to store. Reduce: ReduceRing::place
-    i32 ring_column;  // return-forward: of this rank's rings
+    i32 ring_column;  // return-forward: of this rank's rings. Reduce: ReduceRing::hashed
     i32 step;         // return-forward, reduce: the work item of which this is the last piece, else -1
     union {
         u32 singles;  // one domain: one bit for each source, in order, that is a row as the expert left it
@@ -60,7 +60,8 @@ struct ScaleoutShared {
     static constexpr bool kReduces = cfg.reduce_slots > 0, kWeighted = cfg.weighted && cfg.layout != Layout::flat;
     using ReduceRowRing = RowRing<kReduces ? cfg.reduce_slots : 1, cfg.reduce_bytes, kWeighted>;
     ReduceRowRing reduce[kReduces ? cfg.reduce_warps : 1];
-    RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
+    using ReturnRing = RowRing<cfg.pull_slots, cfg.pull_bytes, false, cfg.verifies>;
+    ReturnRing rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
     u64 owners[cfg.pull_warps][kItemsOpen];  // by open item: one bit for each rank that has a part of its token
     u32 headers_seen;                        // 1: the tagged words of all ranks have arrived
 };
@@ -100,6 +101,11 @@ template <CombineConfig config, class T>
 struct CombineCall {
     static constexpr CombineConfig cfg = config;
     using Transport = T;
+    // Verified rounds: words of a token in CombineArgs::added_hashes, one for each rank and, with several domains, two for each domain; and
+    // the words that a forwarder tells beside a sum: the hash of the sum, and that of each rank's row in it.
+    static constexpr i32 kHashWords = align_up(cfg.ranks + (cfg.domains() > 1 ? 2 * cfg.domains() : 0), 2);
+    static constexpr i32 kToldWords = cfg.verifies && cfg.domains() > 1 ? 1 + cfg.scaleup_ranks() : 0;
+    static constexpr i32 kToldBytes = align_up(8 * kToldWords, 16);
     static constexpr i32 kPacketBytes = cfg.packet_lines * kLineBytes, kTokenBytes = cfg.packets_of_row() * kPacketBytes;
 
     const CombineArgs& a;  // in shared memory
@@ -134,7 +140,14 @@ struct CombineCall {
     // Several domains: the sums of a ring in `returned` lie close together, so that those of consecutive tokens leave in one put. All ranks
     // agree on the wire and on whether there are gradients. A round that uses other sizes begins after all ranks have ended this one.
     MOECOMM_FN i64 sum_bytes() const {
-        return a.weight_grads != 0 ? shape().staged_row_bytes : align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16);
+        if (a.weight_grads != 0) return shape().staged_row_bytes;
+        return align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16) + kToldBytes;
+    }
+    // Place of the told words in a sum: before its gradients.
+    MOECOMM_FN i64 told_at() const { return (a.weight_grads != 0 ? grads_at() : sum_bytes()) - kToldBytes; }
+    // Verified rounds: one of the words of CombineArgs::added_hashes for a token of this rank.
+    MOECOMM_FN u64* added_hash(i32 token, i32 word) const {
+        return reinterpret_cast<u64*>(a.added_hashes) + static_cast<i64>(token) * kHashWords + word;
     }
     // Offset, in the source rank's window, of the sum of a token from `domain`. return_sum_at: in a column of the forwarder's, from which
     // it is put.

@@ -24,6 +24,7 @@ namespace moecomm {
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
 //       u64* hash                   kHashes: after open(), to which the hash of this lane's row is added.
+//       void add_sum_hash(const Item&, i32 vectors)   kHashesSums: adds the hash of the stored piece to that of its row.
 //       float factor                kFactors: after open(), what this lane's source is multiplied by before it is added.
 //       kCopies                     An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 template <class Ring, class Role>
@@ -159,6 +160,7 @@ struct Gather {
             const i32 vector = v * kWarp + lane_id();
             if (vector < vectors) role.store(target, item.column + vector * kColumns, held[vector]);
         }
+        if constexpr (Role::kHashesSums) role.add_sum_hash(item, vectors);
         __syncwarp();  // the slot is free
         ++used;
     }
@@ -213,6 +215,7 @@ struct Gather {
                 const i32 vector = v * kWarp + lane_id();
                 if (vector < vectors) role.store(target, item.column + vector * kColumns, sum[v]);
             }
+            if constexpr (Role::kHashesSums) role.add_sum_hash(item, vectors);
         }
     }
 

@@ -82,7 +82,7 @@ struct Pull {
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
     static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false;
-    static constexpr bool kHashes = cfg.verifies;
+    static constexpr bool kHashes = cfg.verifies, kHashesSums = false;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
     static constexpr bool kWholeTokens = cfg.domains() > 1;  // if tokens are many: what a token takes to open is then done once
@@ -262,13 +262,16 @@ struct Pull {
             const u8* const row = row_at(rank, slot);
             source = row + column * bytes_of(single ? cfg.type : kType);
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
-            if constexpr (kHashes)
-                hash = reinterpret_cast<u64*>(c.a.added_hashes) + static_cast<i64>(token()) * align_up(cfg.ranks, 2) + rank;
+            if constexpr (kHashes) hash = c.added_hash(token(), rank);
         } else if constexpr (kSumsInRing) {
             if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
+            if constexpr (kHashes) hash = c.added_hash(token(), scaleout_sums.hash_word_of_lane());
         }
         if constexpr (kWholeTokens) held = source;
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
+        if constexpr (kHashes && cfg.domains() > 1) {
+            if (column == 0) scaleout_sums.take_told(token());
+        }
         out = {0, column, token(), 0, -1, 0};
         advance();
         return Next::item;

@@ -22,6 +22,16 @@ MOECOMM_FN u64 hash_weight(float weight) {
     return hash_word(__float_as_uint(weight), Role::cfg.row_bytes() / 4);
 }
 
+// Hash of columns that this thread has stored in a row, of `bytes`, a multiple of 8, from the `at`-th byte on.
+MOECOMM_FN u64 hash_stored(const u8* row, i32 at, i32 bytes) {
+    u64 found = 0;
+    for (i32 end = at + bytes; at < end; at += 8) {
+        const uint2 words = *reinterpret_cast<const uint2*>(row + at);
+        found += hash_word(words.x, at / 4) + hash_word(words.y, at / 4 + 1);
+    }
+    return found;
+}
+
 // Called by all lanes of a warp together. Adds what they have found to a hash; relaxed.
 MOECOMM_FN void add_hash_of_lanes(u64* hash, u64 found) {
     found = sum_of_warp(found);

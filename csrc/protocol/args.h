@@ -154,9 +154,10 @@ struct CombineArgs {
     // Scratch. Kernels, one domain: address, in this rank's window, of one reduced row for each flat row here, each followed by its
     // gradients. 0: rows go through `staging`, as they do when source ranks give topk_weights.
     u64 reduced_rows;
-    // Kernels, one domain, in verified rounds: hashes (row_hash.cuh) of the rows that this rank stages, u64[ranks][max_tokens] by source
-    // rank and token, and of the rows that it adds up, u64[num_tokens][ranks, rounded up to even]; zero before the launch. staged_hashes: 0
-    // if the round is not verified.
+    // Kernels, in verified rounds: hashes (row_hash.cuh) of the rows that this rank stages, u64[ranks][max_tokens] by source rank and
+    // token, and of the rows that it adds up, or a forwarder has added up, u64[num_tokens][CombineCall::kHashWords] by rank; with
+    // several domains, then by domain of the sums that it adds, and of these as their forwarders tell it. Zero before the launch.
+    // staged_hashes: 0 if the round is not verified.
     u64 staged_hashes, added_hashes;
     // out, plain addresses
     u64 out;               // [num_tokens][hidden] of `type`, rows out_stride bytes apart

@@ -75,8 +75,7 @@ class _Asked(NamedTuple):
         """Return the spec of the kernel for the same call of a rank in another shape."""
         made = replace(self.spec, ranks=shape.ranks, experts=shape.experts, packets=False, **_domains(shape))
         if made.op == "combine":
-            verifies = made.verifies and not is_multi_domain(shape)
-            made = replace(made, wire=_wire(made.layout, self.wire, shape), verifies=verifies)
+            made = replace(made, wire=_wire(made.layout, self.wire, shape))
         return replace(made, packets=self.may_be_few and _fit_packets(made, self.num_tokens, shape))
 
 

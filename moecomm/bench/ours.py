@@ -290,8 +290,8 @@ class Ours:
 def _extra_bytes(settings: Settings, inputs: int) -> int:
     """Return the window bytes for the rows and handles of all inputs but one, beside what a caller needs.
 
-    Also for the rows and reduced rows of an eager pair: the graph that was timed before it keeps its own. A combine that
-    finds no room for reduced rows sends them through a ring, which takes longer.
+    Also for the rows and reduced rows of an eager pair: the graph that was timed before it keeps its own. A combine
+    that finds no room for reduced rows sends them through a ring, which takes longer.
     """
     rows = settings.capacity_rows("flat") * settings.hidden * settings.dtype.itemsize
     tables = settings.max_tokens * settings.tables_bytes + 16 * settings.local_experts() + (1 << 16)

@@ -17,11 +17,11 @@ from typing import Any, Protocol, cast
 import torch
 
 from moecomm.backends.host import HostSession
-from moecomm.backends.lsa_kernels import is_multi_domain, reads_in_place
+from moecomm.backends.lsa_kernels import reads_in_place
 from moecomm.combine.plan import Combining
 from moecomm.core import corruption
 from moecomm.core.rounds import Rounds
-from moecomm.core.sampling import RowTables, words_for_ranks
+from moecomm.core.sampling import RowTables, hash_words
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
 from moecomm.dispatch.verify import Verdict, failed, table_of_rows
@@ -41,15 +41,15 @@ class Check(Protocol):
 def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Check | None:
     """Return the check of a prepared combine that is verified; None for others.
 
-    On GPUs also None in several domains, and for a combine between dispatch_begin and dispatch_end: the dispatches that
-    verify it would take the places of the one that has begun.
+    On GPUs also None for a combine between dispatch_begin and dispatch_end: the dispatches that verify it would take
+    the places of the one that has begun.
     """
     assert rounds.sampling is not None, "rounds are verified"
     if not rounds.sampling.due("combine", rounds.session.capturing()):
         return None
     if rounds.row_tables is not None:
         return HostCheck(rounds, combining, rounds.row_tables)
-    if rounds.on_cpu or rounds.begun is not None or is_multi_domain(rounds.session.context.shape):
+    if rounds.on_cpu or rounds.begun is not None:
         return None
     return DeviceCheck(rounds, combining, handle, y if combining.inputs is None else combining.inputs.y)
 
@@ -79,13 +79,20 @@ class HostCheck:
 
 
 class DeviceCheck:
-    """The check of one combine of GPU ranks in one domain.  Rows are pulled, never pushed in packets."""
+    """The check of one combine of GPU ranks.  Rows are pulled, or put to other domains, never pushed in packets.
+
+    Between domains, a forwarder tells the source rank, beside the sum of a token, what it has found of the rows, which
+    the source rank sends on to those that have them; and the hash of the sum, which the source rank compares.
+    """
 
     def __init__(self, rounds: Rounds, combining: Combining, handle: Handle, y: torch.Tensor) -> None:
         self._rounds, self._combining, self._handle = rounds, combining, handle
         ranks, args, device = rounds.num_ranks, combining.args, rounds.device
         self._staged = torch.zeros(ranks, rounds.max_tokens, dtype=torch.int64, device=device)
-        self._added = torch.zeros(handle.num_tokens, words_for_ranks(ranks), dtype=torch.int64, device=device)
+        shape = rounds.session.context.shape
+        self._size = shape.domain_ranks or ranks
+        words = hash_words(ranks, ranks // self._size)
+        self._added = torch.zeros(handle.num_tokens, words, dtype=torch.int64, device=device)
         self._y = y.flatten(0, -2) if reads_in_place(args) else None  # peers read it where it is
         args.reduced_rows, combining.reduced_rows = 0, None  # through the ring, which has a place for each hash
         args.staged_hashes, args.added_hashes = self._staged.data_ptr(), self._added.data_ptr()
@@ -109,14 +116,42 @@ class DeviceCheck:
             self._small.run(self._args)
 
     def _compare(self) -> None:
-        rounds = self._rounds
-        if failed(rounds) or len(self._arrived) == 0:
+        if failed(self._rounds):
             return
+        found = [*self._differing_sum(), *self._differing_row()]
+        if found:
+            is_bad, row = found[-1]
+            for other, its_row in found[:-1]:
+                is_bad, row = is_bad | other, torch.where(other, its_row, row)
+            self._verdict.say(is_bad, row)
+
+    def _differing_sum(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Compare the sums of other domains with what their forwarders have told: whether one differs, and its bits."""
+        rounds, domains = self._rounds, self._rounds.num_ranks // self._size
+        if domains == 1 or len(self._added) == 0:
+            return []
+        computed = self._added[:, rounds.num_ranks : rounds.num_ranks + domains]
+        bad = computed != self._added[:, rounds.num_ranks + domains : rounds.num_ranks + 2 * domains]
+        place = bad.flatten().int().argmax().view(1)
+        token, domain = place // domains, place % domains
+        forwarder = domain * self._size + rounds.rank % self._size
+        return [(bad.any(), corruption.row_bits(forwarder, rounds.rank * rounds.max_tokens + token))]
+
+    def _differing_row(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Compare this rank's rows with what others have found of them: whether one differs, and its bits."""
+        rounds = self._rounds
+        if len(self._arrived) == 0:
+            return []
         src, in_use = table_of_rows(self._handle)
         source = src[:, 0].long().clamp(0, rounds.num_ranks - 1)
         token = src[:, 1].long().clamp(0, rounds.max_tokens - 1)
         sent = self._staged[source, token] if self._y is None else hash_rows(self._y, None)
         bad = in_use & (source != rounds.rank) & (self._arrived[:, rounds.rank] != sent)
         first = bad.int().argmax().view(1)
-        row = corruption.row_bits(first.new_tensor(rounds.rank), (source * rounds.max_tokens + token)[first])
-        self._verdict.say(bad.any(), row)
+        forwarded = None
+        if self._size < rounds.num_ranks:  # then the forwarder of this domain has told the hash of a sum
+            domains, own = rounds.num_ranks // self._size, rounds.rank // self._size
+            told = self._arrived[:, rounds.num_ranks + domains + own]
+            forwarded = ((source // self._size != own) & (told != 0))[first]
+        flat = (source * rounds.max_tokens + token)[first]
+        return [(bad.any(), corruption.row_bits(first.new_tensor(rounds.rank), flat, forwarded))]

@@ -16,6 +16,7 @@ _OPS = ("dispatch", "combine")
 # Bits of an id, from the lowest: rounds since, source rank, number of the token among those of all ranks, operation.
 # Above them is a pattern that the id of an expert would have by accident only.
 _ROUNDS, _RANK, _TOKEN, _OP = 8, 12, 23, 1
+_FORWARDED = 1 << (_RANK - 1)  # in a source rank, of which there are fewer
 _PATTERN = 0x2C0E7 << (_ROUNDS + _RANK + _TOKEN + _OP)
 _PATHS = {
     "host": ("shared memory", "link between domains"),
@@ -35,8 +36,16 @@ def fixed_bits(op: str, rounds_since: int) -> int:
     return _PATTERN | _OPS.index(op) << (_ROUNDS + _RANK + _TOKEN) | min(rounds_since, (1 << _ROUNDS) - 1)
 
 
-def row_bits(source: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a row: the rank that sent it, and `rank * max_tokens + token` of its token, as int64."""
+def row_bits(source: torch.Tensor, token: torch.Tensor, forwarded: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the bits of a row, as int64.
+
+    Args:
+        source: the rank that sent it.
+        token: `rank * max_tokens + token` of its token.
+        forwarded: True if it went to the forwarder of that rank.
+    """
+    if forwarded is not None:
+        source = source + _FORWARDED * forwarded
     return (source.long() << _ROUNDS) | (token.long() << (_ROUNDS + _RANK))
 
 
@@ -53,12 +62,14 @@ def error_of(record: _native.FailureRecordView, session: Session) -> CorruptRow 
         value, code = code & ((1 << bits) - 1), code >> bits
         return value
 
-    since, source, flat, op = take(_ROUNDS), take(_RANK), take(_TOKEN), take(_OP)
+    since, sent_by, flat, op = take(_ROUNDS), take(_RANK), take(_TOKEN), take(_OP)
+    forwarded, source = divmod(sent_by, _FORWARDED)
     shape = session.context.shape
     token_rank, token = divmod(flat, shape.max_tokens)
     size = shape.domain_ranks or shape.ranks
-    # On GPUs the rank that sent a row of a combine says so: it went to the token's rank.
-    destination = token_rank if record.peer == source else record.peer
+    # On GPUs the rank that sent a row of a combine says so: it went to the token's rank, or to the forwarder of that.
+    receiver = source // size * size + token_rank % size if forwarded else token_rank
+    destination = receiver if record.peer == source else record.peer
     crosses = source // size != destination // size
     return CorruptRow(
         op=_OPS[op],

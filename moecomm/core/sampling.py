@@ -10,9 +10,15 @@ from moecomm import _native
 _SPREAD = 0x9E3779B9  # 2^32 over the golden ratio
 
 
-def words_for_ranks(ranks: int) -> int:
-    """Return the int64 of a row of 16-byte units that has one for each rank."""
-    return ranks + ranks % 2
+def hash_words(ranks: int, domains: int) -> int:
+    """Return the int64 of a token's hashes in a verified combine of GPUs: CombineCall::kHashWords."""
+    words = ranks + (2 * domains if domains > 1 else 0)
+    return words + words % 2
+
+
+def told_bytes(domain_ranks: int) -> int:
+    """Return the bytes of hashes beside a sum of a domain of so many ranks: CombineCall::kToldBytes."""
+    return -(-8 * (1 + domain_ranks) // 16) * 16
 
 
 class RowTables(Protocol):

@@ -16,7 +16,7 @@ from moecomm.core.choices import ON_TIMEOUT, OnTimeout, Wire, is_exact
 from moecomm.core.experts import experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
-from moecomm.core.sampling import words_for_ranks
+from moecomm.core.sampling import hash_words, told_bytes
 from moecomm.core.validation import check_dtype
 from moecomm.errors import BadInput, Mismatch
 
@@ -210,8 +210,9 @@ class Settings:
 
     @property
     def staged_row_bytes(self) -> int:
-        """The widest row that combine stages: a reduced row in float32, and gradients of weights."""
-        return self.hidden * 4 + self.grads_bytes
+        """The widest row that combine stages: a reduced row in float32, gradients of weights, and told hashes."""
+        told = told_bytes(self.domain_ranks or 0) if self.verify_every and self.is_multi_domain else 0
+        return self.hidden * 4 + told + self.grads_bytes
 
     @property
     def grads_bytes(self) -> int:
@@ -280,7 +281,8 @@ class Settings:
             rows = max(rows, batched)
         tables, few = self.tables_bytes, 16 * self.local_experts() + (1 << 16)
         if self.verify_every:  # for each row hashes, and the tables of the round that says what was found
-            hashes = 2 if self.backend == "host" else words_for_ranks(self.ranks)
+            domains = self.ranks // (self.domain_ranks or self.ranks)
+            hashes = 2 if self.backend == "host" else hash_words(self.ranks, domains)
             few += 8 * hashes * rows + self.max_tokens * tables
         round_ = rows * self._output_row_bytes + self.max_tokens * tables + few
         if self.backend == "host":

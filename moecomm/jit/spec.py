@@ -81,7 +81,7 @@ class KernelSpec:
                 "own_weights: want weighted rows of experts",
             )
             staged = self.hidden * TYPE_BYTES[self.type if self.layout == _FLAT else self.wire]
-            _want(not self.verifies or not (self.packets or self.domain_ranks), "verified rows are pulled in a domain")
+            _want(not self.verifies or not self.packets, "verified rows are pulled or put, not in packets")
             _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")
             _want(
                 staged % 16 == 0, f"hidden={self.hidden}: reduced rows of {staged} bytes; want a multiple of 16 bytes"

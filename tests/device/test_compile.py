@@ -99,6 +99,14 @@ SPECS = {
     "combine across domains by weights of the homes, fp16 on the wire": combine(
         own_weights=True, type=FP16, wire=FP16, **ACROSS
     ),
+    "combine across domains verifies, bf16 on the wire": combine(wire=BF16, verifies=True, **ACROSS),
+    "combine across domains verifies, flat": combine(layout=FLAT, verifies=True, **ACROSS),
+    "combine across domains verifies, in place": combine(
+        layout=FLAT, in_place=True, wire=BF16, verifies=True, **ACROSS
+    ),
+    "combine across domains verifies, batched fp32, 64 ranks": combine(
+        verifies=True, layout=BATCHED, type=FP32, ranks=64, domain_ranks=8, transport="puts"
+    ),
     "combine": combine(),
     "combine verifies": combine(verifies=True),
     "combine batched verifies, 3584 columns of fp16": combine(

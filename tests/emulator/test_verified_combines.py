@@ -47,10 +47,10 @@ def by_words(rows: torch.Tensor, scales: None) -> torch.Tensor:
 class Verified:
     """Combines of one case by the machine."""
 
-    def __init__(self, ranks: LocalBuffers, machine: Machine, name: str) -> None:
-        layout, hidden, how = CASES[name]
-        self.ranks, self.machine, self.layout = ranks, machine, layout
-        calls = [self._tokens(rank, layout, hidden, rank == how.get("idle")) for rank in range(RANKS)]
+    def __init__(self, ranks: LocalBuffers, machine: Machine, case: tuple[str, int, dict[str, Any]]) -> None:
+        layout, hidden, how = case
+        self.ranks, self.machine, self.layout, self.count = ranks, machine, layout, len(ranks.buffers)
+        calls = [self._tokens(rank, layout, hidden, rank == how.get("idle")) for rank in range(self.count)]
         routed = ranks.dispatch(calls)
         self.calls = []
         for buffer, call, here in zip(ranks.buffers, calls, routed, strict=True):
@@ -84,16 +84,24 @@ class Verified:
         outs = [combine.finish(buffer.rounds, p) for buffer, p in zip(self.ranks.buffers, pending, strict=True)]
         turn = ctypes.c_long.in_dll(self.machine.scheduler, "emulator_flip_in")
         turn.value = flip_in
-        self.machine.run([Call(p.args, self.machine.sizes) for p in pending], RANKS)
+        self.machine.run([Call(p.args, self.machine.sizes) for p in pending], self.count)
         assert turn.value == 0, "the combine has fewer loads"
         sent: list[Any] = []
-        for check in checks:
-            check._small = SimpleNamespace(run=sent.append)  # a handle of kernels is none of the host executor's
+        for check in checks:  # a handle of kernels is none of the host executor's, nor are signals between domains
+            check._small = check._verdict._small = SimpleNamespace(run=sent.append)
             check._send()
-        self.machine.run([Call(args, self.machine.sizes) for args in sent], RANKS)
-        self.ranks._together([check._compare for check in checks])
-        self.ranks._together([check._verdict.run for check in checks])
+        self.machine.run([Call(args, self.machine.sizes) for args in sent], self.count)
+        sent.clear()
+        for check in checks:
+            check._compare()
+            check._verdict.run()
+        self.machine.run([Call(args, self.machine.sizes) for args in sent], self.count)
         return pending, outs
+
+    @staticmethod
+    def windows(pending: list[Any]) -> list[int]:
+        """Return where the windows are, by rank."""
+        return [made.args.ctx.peers[rank] for rank, made in enumerate(pending)]
 
     def row_at(self, pending: list[Any], address: int) -> tuple[int, int, int]:
         """Return the rank that stored a row, and the rank of its token and the token, by where it lies."""
@@ -103,8 +111,8 @@ class Verified:
                 src, _ = table_of_rows(call["handle"])
                 return owner, *map(int, src[(address - first) // made.args.y_stride])
         context = pending[0].args.ctx
-        windows = context.peers[:RANKS]
-        owner = max(range(RANKS), key=lambda rank: (windows[rank] <= address, windows[rank]))
+        windows = self.windows(pending)
+        owner = max(range(self.count), key=lambda rank: (windows[rank] <= address, windows[rank]))
         place = (address - windows[owner] - context.window.staging) // context.shape.staged_row_bytes
         return owner, *divmod(place, context.shape.ring_tokens)
 
@@ -116,7 +124,7 @@ def verified(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pyte
     monkeypatch.setattr(Sampling, "due", lambda *_: False)  # the checks of CPU ranks
     hidden = CASES[request.param][1]
     with LocalBuffers(RANKS, hidden=hidden, **SIZES, backend="host", verify_every=1) as ranks:
-        yield Verified(ranks, machine, request.param)
+        yield Verified(ranks, machine, CASES[request.param])
         machine.forget()
 
 

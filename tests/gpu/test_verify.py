@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import _native
 from moecomm.combine import verify as combine_verify
 from moecomm.dispatch import outputs, verify
 from moecomm.testing import LocalBuffers, check_case, random_case
@@ -19,7 +20,7 @@ from .. import flips
 pytestmark = [pytest.mark.gpu1, pytest.mark.timeout(300)]
 SIZES: dict[str, Any] = {"hidden": 144, "num_experts": 14, "topk": 6, "max_tokens": 50, "dtype": torch.bfloat16}
 HOW: dict[str, Any] = {"backend": "lsa", "device": 0, "timeout_s": 20, "verify_every": 1}
-CASES, FLIPS = 60, 50
+CASES, FLIPS, TOKENS = 60, 50, 2000
 
 
 @pytest.mark.parametrize("domain_ranks", [2, 4])
@@ -60,14 +61,17 @@ def test_flipped_bits_are_found_and_named(quantize: str | None, domain_ranks: in
 
 @pytest.mark.parametrize(("layout", "wire"), [("flat", None), ("expert", "exact"), ("expert", None), ("batched", None)])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_rows_that_are_not_added_as_they_were_sent_are_named(layout: Any, wire: Any, in_place: bool) -> None:
-    """A hash changes after the kernel: of a row that one rank has stored for another."""
+@pytest.mark.parametrize("domain_ranks", [4, 2])
+def test_rows_that_are_not_added_as_they_were_sent_are_named(
+    layout: Any, wire: Any, in_place: bool, domain_ranks: int
+) -> None:
+    """A hash changes after the kernel: of a row that one rank has stored for another.  Few rows need no forwarder."""
     draw, send = random.Random(2), combine_verify.DeviceCheck._send
     # The flips are of whole rows, because torch loads another kernel for other addresses, and loading one may wait for
     # ranks that wait for each other.
     for dtype in (torch.int16, torch.int64):
         torch.zeros(144, dtype=dtype, device="cuda").bitwise_xor_(torch.zeros(144, dtype=dtype, device="cuda"))
-    with LocalBuffers(4, **SIZES, **HOW) as ranks:
+    with LocalBuffers(4, **SIZES, domain_ranks=domain_ranks, **HOW) as ranks:
         calls = [
             {
                 "x": torch.randn(30, 144, device="cuda").bfloat16(),
@@ -109,6 +113,43 @@ def test_rows_that_are_not_added_as_they_were_sent_are_named(layout: Any, wire: 
                     buffer.check()
                 found = caught.value
                 assert [flips.Row(found.op, found.source, found.destination, found.token_rank, found.token)] == made
+            ranks.combine(ys)
+            ranks.check()
+
+
+def test_sums_of_a_domain_that_are_not_added_as_they_were_sent_are_named() -> None:
+    """A hash changes after the kernel: of a sum that a forwarder has put."""
+    compare, draw = combine_verify.DeviceCheck._compare, random.Random(3)
+    with LocalBuffers(4, **SIZES | {"max_tokens": TOKENS}, domain_ranks=2, **HOW) as ranks:
+        calls = [
+            {
+                "x": torch.randn(TOKENS, 144, device="cuda").bfloat16(),
+                "topk_idx": torch.rand(TOKENS, 14, device="cuda").argsort(dim=1)[:, :6],
+                "layout": "expert",
+                "sync": False,
+            }
+            for _ in ranks.buffers
+        ]
+        assert not _native.goes_direct(ranks.buffers[0].rounds.session.context.shape, TOKENS)
+        for rank in range(4):
+            routed, token, domain = ranks.dispatch(calls), draw.randrange(TOKENS), 1 - rank // 2
+            flip = torch.zeros(TOKENS, 8, dtype=torch.int64, device="cuda")
+            flip[token, 4 + domain] = 1 << draw.randrange(63)
+
+            def change_and_compare(check: combine_verify.DeviceCheck, at: Any = (rank, flip)) -> None:
+                if check._rounds.rank == at[0]:
+                    check._added.bitwise_xor_(at[1])
+                compare(check)
+
+            ys = [{"y": torch.empty_like(here.x).copy_(here.x), "handle": here.handle} for here in routed]
+            with mock.patch.object(combine_verify.DeviceCheck, "_compare", change_and_compare):
+                ranks.combine(ys)
+            for buffer in ranks.buffers:
+                with pytest.raises(moecomm.CorruptRow) as caught:
+                    buffer.check()
+                found, forwarder = caught.value, 2 * domain + rank % 2
+                named = (found.source, found.destination, found.token_rank, found.token)
+                assert named == (forwarder, rank, rank, token)
             ranks.combine(ys)
             ranks.check()
 

@@ -14,8 +14,7 @@ struct FlagWarp {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr i32 kOthers = cfg.domains() - 1;
     // Credits that are given at once: each is a post at the channel of credits, which has room for so many of a block (posters()).
-    static constexpr i32 kCredits = 8;
-    static_assert(kCredits <= 2 * cfg.return_forward_warps);
+    static constexpr i32 kCredits = cfg.return_forward_warps < 4 ? 2 * cfg.return_forward_warps : 8;
 
     const Call& c;
     const WorkList<Call> work_list;

@@ -19,12 +19,13 @@ struct ReduceRing : RowsToReduce<Call> {
     static constexpr Type kType = cfg.type;
     static constexpr i32 kRowBytes = cfg.row_bytes();
     static constexpr bool kCopies = cfg.layout == Layout::flat, kFactors = Rows::kWeighted;
-    static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false;
+    static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.reduce_bytes), kPieceColumns = cfg.reduce_bytes / bytes_of(kType);
 
     const u8* entry = nullptr;  // this lane's entry of the open row, null if none,
     float factor = 0.0f;        // its weight (gather.cuh),
-    i32 place = 0;              // and where it is staged, in steps of 16 bytes from the start of the window
+    i32 place = 0;              // and where it is staged, in steps of 16 bytes from the start of the window,
+    i32 hashed = 0;             // verified rounds: and the place of its hash
 
     MOECOMM_FN explicit ReduceRing(const Call& call) : Rows(call) { pass(now.step - 1); }
 
@@ -35,9 +36,10 @@ struct ReduceRing : RowsToReduce<Call> {
             if (!begin_row(may_wait)) return may_wait ? Next::none : Next::later;
             entry = now.entry >= 0 ? reinterpret_cast<const u8*>(c.a.y) + now.entry * c.a.y_stride : nullptr;
             factor = now.weight;
+            if constexpr (cfg.verifies) hashed = work_list.source_rank(now.step) * c.shape().max_tokens + Rows::row_index();
             place = static_cast<i32>(static_cast<u64>(row - c.transport.template local<u8>(0)) / 16);
         }
-        out = {0, piece * kPieceColumns, place, 0, -1};
+        out = {0, piece * kPieceColumns, place, hashed, -1};
         if (entry != nullptr) source = entry + piece * cfg.reduce_bytes;
         if (piece == kPieces / 2) look_up(next);
         if (++piece < kPieces) return Next::item;
@@ -57,6 +59,14 @@ struct ReduceRing : RowsToReduce<Call> {
     }
     MOECOMM_FN void store(u8* to, i32 column, const uint4& words) const {
         *reinterpret_cast<uint4*>(to + column * bytes_of(kType)) = words;
+    }
+
+    MOECOMM_FN void add_sum_hash(const Item& item, i32 vectors) const {
+        constexpr i32 bytes = columns_in_16(kType) * bytes_of(cfg.staged());
+        u64 found = 0;
+        for (i32 vector = lane_id(); vector < vectors; vector += kWarp)
+            found += hash_stored(target(item), item.column * bytes_of(cfg.staged()) + vector * bytes, bytes);
+        add_hash_of_lanes(reinterpret_cast<u64*>(c.a.staged_hashes) + item.ring_column, found);
     }
 
     // Arrives at the steps of the work items whose last row of this warp is stored.

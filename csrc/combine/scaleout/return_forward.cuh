@@ -13,7 +13,8 @@ struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
-    static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false, kFactors = false, kCopies = false;
+    static constexpr bool kSingles = false, kAddsDomains = false, kNests = false, kFactors = false, kCopies = false;
+    static constexpr bool kHashes = cfg.verifies, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
     static constexpr i32 kOthers = cfg.domains() - 1;
 
@@ -26,6 +27,7 @@ struct ReturnForward {
     i32 slot = -1, next_slot = -1;               // this lane's slots of its next token and of the one after it, loaded ahead
     i32 token = -1;                              // the token being opened,
     const u8* row = nullptr;                     // and this lane's row of it
+    u64* hash = nullptr;                         // see gather.cuh
     bool item_open = false, place_free = false;  // `tokens_left` is known; the places of its sums are free
     i32 seen = -1;                               // the work item for which this lane has acquired the flag of its rank
     bool failed = false;
@@ -158,7 +160,20 @@ struct ReturnForward {
         out.token = token;
         row = slot >= 0 ? row_at(rank, slot, token) : nullptr;
         if (c.a.weight_grads != 0) load_grads(out.ring_column, token);
+        if constexpr (kHashes) {
+            for (i32 i = lane_id(); i < Call::kToldWords; i += kWarp) told(out.ring_column, token)[i] = 0;
+            hash = told(out.ring_column, token) + 1 + lane_id();
+        }
         return Next::item;
+    }
+    // Verified rounds: what is told beside a sum.
+    MOECOMM_FN u64* told(i32 column, i32 token) const { return reinterpret_cast<u64*>(sum_of(column, token) + c.told_at()); }
+    MOECOMM_FN void add_sum_hash(const Item& item, i32 vectors) const {
+        constexpr i32 bytes = columns_in_16(kType) * bytes_of(cfg.wire);
+        u64 found = 0;
+        for (i32 vector = lane_id(); vector < vectors; vector += kWarp)
+            found += hash_stored(sum_of(item.ring_column, item.token), item.column * bytes_of(cfg.wire) + vector * bytes, bytes);
+        add_hash_of_lanes(told(item.ring_column, item.token), found);
     }
 
     // Copies the token's gradients of weights, one in each lane, from the owner of its expert in this domain. Another lane acquired that
@@ -237,7 +252,7 @@ MOECOMM_FN bool return_forward_chunk(const Call& c, i32 warp) {
     if (c.shared.is_invalid != 0) return true;
     if (!put_direct(c, warp)) return false;
     ReturnForward<Call> role(c, warp);
-    Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, ReturnForward<Call>>{c.scaleout().rings[warp], role}.run();
+    Gather<typename ScaleoutShared<Call::cfg>::ReturnRing, ReturnForward<Call>>{c.scaleout().rings[warp], role}.run();
     return !role.failed;
 }
 

@@ -2,8 +2,16 @@
 // WindowLayout::returned, to the sum of this domain.
 #pragma once
 #include "../call.cuh"
+#include "../row_hash.cuh"
 
 namespace moecomm {
+
+// Loads 16 bytes that peers have written in this launch; relaxed, past L1.
+MOECOMM_FN ulonglong2 load_vector(const u8* from) {
+    ulonglong2 words;
+    asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(words.x), "=l"(words.y) : "l"(from) : "memory");
+    return words;
+}
 
 // State of one pull warp. All lanes call all methods together; a method that waits returns false in a lane whose wait failed or would
 // block.
@@ -65,6 +73,24 @@ struct ScaleoutSums {
         return c.transport.template local<u8>(direct_row_at(c.window(), c.shape(), c.round.tag, owner, token));
     }
 
+    // Verified rounds: the word of added_hash for what row_of_lane returns.
+    MOECOMM_FN i32 hash_word_of_lane() const {
+        const i32 domain = max(domain_of_lane(), 0), first = domain * cfg.scaleup_ranks();
+        return direct ? first + __ffsll(static_cast<i64>(owners >> first & kOfDomain)) - 1 : cfg.ranks + domain;
+    }
+    // Verified rounds: copies what forwarders tell of the token being opened. Another lane acquired the signal; __syncwarp passes it on.
+    MOECOMM_FN void take_told(i32 token) const {
+        __syncwarp();
+        if (direct) return;
+        for (i32 domain = 0; domain < cfg.domains(); ++domain) {
+            if (domain == c.domains().own() || !comes_from(domain, owners)) continue;
+            const auto* told = c.transport.template local<const u64>(c.returned_sum_at(domain, token) + c.told_at());
+            for (i32 i = lane_id(); i < Call::kToldWords; i += kWarp)
+                *c.added_hash(token, i == 0 ? cfg.ranks + cfg.domains() + domain : domain * cfg.scaleup_ranks() + i - 1) =
+                    load_relaxed(told + i);
+        }
+    }
+
     // Returns whether other domains' sums of the token have arrived; each lane checks some domains. A forwarder signals only the chunks of
     // which its domain has rows.
     MOECOMM_FN bool await(i32 chunk, bool may_wait) {
@@ -121,7 +147,7 @@ struct ScaleoutSums {
                 add_owners(ranks >> domain * cfg.scaleup_ranks() & kOfDomain, domain * cfg.scaleup_ranks(), token, column, there);
             } else if (!here) {
                 const u64 row = c.returned_sum_at(domain, token) + column * bytes_of(cfg.wire);
-                add_words<cfg.wire>(c.transport.template local<const u32>(row), there);
+                add_words<cfg.wire>(c.transport.template local<const u32>(row), there, token, cfg.ranks + domain, column);
             }
 #pragma unroll
             for (i32 i = 0; i < n; ++i) total[i] = __fadd_rn(total[i], here ? sum[i] : there[i]);
@@ -130,20 +156,27 @@ struct ScaleoutSums {
         for (i32 i = 0; i < n; ++i) sum[i] = total[i];
     }
     // Adds columns of a row in this window. In vectors of 16 bytes where it has such: words alone would fetch each sector several times.
+    // In verified rounds adds their hash to that word of added_hash.
     template <Type type, i32 n>
-    MOECOMM_FN static void add_words(const u32* from, float (&sum)[n]) {
+    MOECOMM_FN void add_words(const u32* from, float (&sum)[n], i32 token, i32 hash_word_of, i32 column) const {
         constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
         u32 loaded[words];
         if constexpr (words % 4 == 0) {
 #pragma unroll
             for (i32 i = 0; i < words; i += 4) {
-                const ulonglong2 line = load_line_words(reinterpret_cast<const u8*>(from + i));
+                const ulonglong2 line = load_vector(reinterpret_cast<const u8*>(from + i));
                 loaded[i] = static_cast<u32>(line.x), loaded[i + 1] = static_cast<u32>(line.x >> 32);
                 loaded[i + 2] = static_cast<u32>(line.y), loaded[i + 3] = static_cast<u32>(line.y >> 32);
             }
         } else {
 #pragma unroll
             for (i32 i = 0; i < words; ++i) loaded[i] = load_relaxed(from + i);
+        }
+        if constexpr (cfg.verifies) {
+            u64 found = 0;
+#pragma unroll
+            for (i32 i = 0; i < words; ++i) found += hash_word(loaded[i], column * bytes_of(type) / 4 + i);
+            atomicAdd(reinterpret_cast<unsigned long long*>(c.added_hash(token, hash_word_of)), static_cast<unsigned long long>(found));
         }
 #pragma unroll
         for (i32 i = 0; i < words; ++i) {
@@ -158,8 +191,9 @@ struct ScaleoutSums {
     MOECOMM_FN void add_owners(u64 owners, i32 first, i32 token, i32 column, float (&sum)[n]) const {
         const u8* rows = c.transport.template local<const u8>(direct_row_at(c.window(), c.shape(), c.round.tag, first, token));
 #pragma unroll 1
-        for (; owners != 0; owners >>= 1, rows += c.shape().packet_bytes)
-            if ((owners & 1) != 0) add_words<cfg.staged()>(reinterpret_cast<const u32*>(rows + column * bytes_of(cfg.staged())), sum);
+        for (; owners != 0; owners >>= 1, rows += c.shape().packet_bytes, ++first)
+            if ((owners & 1) != 0)
+                add_words<cfg.staged()>(reinterpret_cast<const u32*>(rows + column * bytes_of(cfg.staged())), sum, token, first, column);
         constexpr i32 each = 4 / bytes_of(cfg.wire);
 #pragma unroll
         for (i32 i = 0; i < n / each; ++i) widen_word<cfg.wire>(narrow_word<cfg.wire>(sum + i * each), sum + i * each);

@@ -1,0 +1,128 @@
+"""Verified combines of kernels across domains: rows, rows that are put, and sums on their way to another domain."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.backends import host
+from moecomm.combine import verify
+from moecomm.core.sampling import Sampling
+from moecomm.testing import LocalBuffers
+from moecomm.testing import ranks as local
+
+from ..few import few
+from .machine import Machine
+from .test_kernels import pytestmark as pytestmark
+from .test_verified_combines import TOKENS, Verified, by_words
+
+RANKS, SIZE, EXPERTS, TOPK, FLIPS, MANY = 4, 2, 7, 3, 40, 1 << 40
+SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "dtype": torch.bfloat16}
+CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {  # layout, hidden, options of the combine, direct
+    "forwarded": ("expert", 1032, {}, False),
+    "forwarded, exact": ("batched", 200, {"wire": "exact"}, False),
+    "forwarded, flat": ("flat", 1032, {}, False),
+    "forwarded, flat, exact": ("flat", 64, {"wire": "exact"}, False),
+    "forwarded, in place": ("flat", 200, {"in_place": True}, False),
+    "forwarded, gradients beside": ("flat", 64, {"weight_grads": None}, False),
+    "forwarded, a rank without tokens": ("expert", 64, {"idle": 1}, False),
+    "direct": ("expert", 200, {}, True),
+    "direct, in place": ("flat", 64, {"in_place": True}, True),
+}
+
+
+class AcrossDomains(Verified):
+    """Combines of one case by the machine.  `direct`: rows go to source ranks of another domain without a forwarder."""
+
+    direct = False
+
+    def count_loads(self) -> int:
+        """Return the bulk loads of a combine."""
+        turn = ctypes.c_long.in_dll(self.machine.scheduler, "emulator_flip_in")
+        with pytest.raises(AssertionError, match="fewer loads"):
+            self.run(MANY)
+        loads, turn.value = MANY - turn.value, 0
+        self.ranks.check()
+        return loads
+
+    def named(self, pending: list[Any], address: int) -> tuple[int, int, int, int] | None:
+        """Return the source and destination of a row, and its token, by where it lies; None: in memory of one rank."""
+        for made, call in zip(pending, self.calls, strict=True):
+            if made.args.y <= address < made.args.y + call["y"].nbytes:
+                if not verify.reads_in_place(made.args):
+                    return None  # about to be added up
+                return self._of_row(*self.row_at(pending, address))
+        context = pending[0].args.ctx
+        window, shape = context.window, context.shape
+        windows = self.windows(pending)
+        here = max(range(self.count), key=lambda rank: (windows[rank] <= address, windows[rank]))
+        at = address - windows[here]
+        if at >= window.returned:  # a sum, at the rank of its token
+            domain = 1 - here // SIZE
+            return domain * SIZE + here % SIZE, here, here, -1
+        if at < window.staging:  # put directly, likewise
+            owner = (at - window.packets) // shape.packet_bytes % RANKS
+            return owner, here, here, -1
+        return self._of_row(*self.row_at(pending, address))
+
+    def _of_row(self, owner: int, token_rank: int, token: int) -> tuple[int, int, int, int] | None:
+        crosses = owner // SIZE != token_rank // SIZE
+        if not crosses:
+            return None if owner == token_rank else (owner, token_rank, token_rank, token)
+        return owner, token_rank if self.direct else owner // SIZE * SIZE + token_rank % SIZE, token_rank, token
+
+
+@pytest.fixture(params=few(CASES, "forwarded", "forwarded, in place", "direct"))
+def verified(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Verified]:
+    *case, direct = CASES[request.param]
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    monkeypatch.setattr(verify, "hash_rows", by_words)
+    monkeypatch.setattr(Sampling, "due", lambda *_: False)  # the checks of CPU ranks
+    if not direct:
+        monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
+        monkeypatch.setattr(host, "ring_tokens", lambda *_: 32)
+    sizes = {**SIZES, "hidden": case[1], "domain_ranks": SIZE, "backend": "host", "verify_every": 1}
+    with LocalBuffers(RANKS, **sizes) as ranks:
+        made = AcrossDomains(ranks, machine, (case[0], case[1], case[2]))
+        made.direct = direct
+        yield made
+        machine.forget()
+
+
+def test_rows_as_they_were_sent_are_no_error(verified: AcrossDomains) -> None:
+    outs = [verified.run()[1] for _ in range(2)][-1]
+    verified.ranks.check()
+    for rank, (out, want) in enumerate(zip(outs, verified.ranks.combine(verified.calls), strict=True)):
+        pairs = zip(out, want, strict=True) if isinstance(out, tuple) else [(out, want)]
+        assert all(torch.equal(*pair) for pair in pairs), rank
+
+
+def test_flipped_bits_are_found_and_named(verified: AcrossDomains) -> None:
+    flipped = ctypes.c_void_p.in_dll(verified.machine.scheduler, "emulator_flipped")
+    loads, seen = verified.count_loads(), set()
+    for number in range(FLIPS):
+        pending, _ = verified.run(1 + loads * number // FLIPS)
+        assert flipped.value is not None
+        wanted = verified.named(pending, flipped.value)
+        if wanted is None:
+            verified.ranks.check()
+            continue
+        source, destination, token_rank, token = wanted
+        crosses = source // SIZE != destination // SIZE
+        seen.add(crosses)
+        for buffer in verified.ranks.buffers:
+            with pytest.raises(moecomm.CorruptRow) as caught:
+                buffer.check()
+            found = caught.value
+            assert (found.op, found.source, found.destination) == ("combine", source, destination)
+            assert found.token_rank == token_rank and token in (-1, found.token)
+            assert found.path == ("shared memory", "link between domains")[crosses]
+    assert seen, "no row of another rank was flipped"
+    verified.run()
+    verified.ranks.check()
