@@ -1,10 +1,11 @@
-"""python bench/equal_kernels.py COMMIT: are the kernels of a commit the same machine code as those of today?
+"""Compare the machine code of today's kernels with that of a commit: python bench/equal_kernels.py COMMIT.
 
-A digest (moecomm.bench.sources) changes with the text of a kernel's sources, also where the kernel does not.  This
-compiles the kernels of rounds with the sources of both: those of tests/device/test_compile.py but for verified rounds,
-of which no result has times, and those that `moecomm bench dispatch-combine` launches.  Where all instructions of a
-part are equal, equal_kernels.json gets the digest of the commit, as one that is as good as today's.  (Bytes of a cubin
-differ by the name of a constant.)
+A digest (moecomm.bench.sources) changes with the text of a kernel's sources, even if its machine code does not.  This
+script compiles the dispatch and combine kernels of one domain from both source trees: the specs of
+tests/device/test_compile.py, except verified rounds, and the kernels that `moecomm bench dispatch-combine` launches for
+DeepSeek-V3 on 2, 4 and 8 ranks.  Kernels of other models are covered by the test's specs alone.  If all instructions of
+a part ("dispatch" or "combine") are equal, equal_kernels.json lists the commit's digest under today's.  Instructions
+are compared, because the bytes of a cubin contain a constant's name.
 """
 
 from __future__ import annotations
@@ -57,12 +58,17 @@ def compare(commit: str) -> dict[str, list[str]]:
             digests = sources.digests(tree / "csrc")
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
-    differ = {
+    differ = differing(before, now)
+    note({part: digests[part] for part in PARTS if not differ[part]})
+    return differ
+
+
+def differing(before: dict[str, str], now: dict[str, str]) -> dict[str, list[str]]:
+    """Return the names of codes() that differ, by part."""
+    return {
         part: [name for name in sorted({*before, *now}) if name.startswith(part) and before.get(name) != now.get(name)]
         for part in PARTS
     }
-    note({part: digests[part] for part in PARTS if not differ[part]})
-    return differ
 
 
 def note(before: dict[str, str]) -> None:

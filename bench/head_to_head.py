@@ -32,15 +32,27 @@ def front() -> list[str]:
     if not used:
         return []
     head = (
-        "DeepSeek-V3 (hidden 7168, top-8 of 256 experts), all libraries in the same run, each with the fastest of its "
-        "settings. Times are of many calls in a captured graph and, in parentheses, of one call alone with caches "
-        "flushed; medians of the slowest rank:"
+        "DeepSeek-V3 (hidden 7168, top-8 of 256 experts), all libraries in one run. A time is the period of many calls "
+        "in a captured graph; in parentheses, the time of one call alone with caches flushed. Both are medians of the "
+        "slowest rank. The last column divides the graph time of the fastest other library by moecomm's: below 1, that "
+        "library is faster. DeepEP runs with the SMs of its tests and with moecomm's, and the fastest counts. NCCL EP "
+        "and FlashInfer run with their defaults; NCCL EP's high-throughput kernels use 16 SMs. UCCL-EP was not "
+        "measured:"
     )
     notes = (
-        "moecomm and the low-latency modes take bf16 and cast in the dispatch; the others take rows in FP8, and the "
-        "cast is not counted. `batched`: DeepEP V1 low latency and NCCL EP low latency, expert-major. NCCL EP's other "
-        "dispatches make their routing plan in each call, which is counted. FlashInfer's two calls are sure to end in "
-        "turn only, so they are timed as a pair."
+        "- `y in the window`: experts wrote `y` to memory from `buffer.empty()`, so combine does not copy it. `y "
+        "outside`: any other tensor. Other libraries have one time, which stands in both rows. NCCL EP and FlashInfer "
+        "read registered memory: compare them with `y in the window`. DeepEP reads any tensor: compare it with `y "
+        "outside`.\n"
+        "- FP8 dispatch: moecomm, DeepEP V1 low latency and NCCL EP low latency take bf16 and cast. The others take "
+        "rows in FP8, and the cast is not timed.\n"
+        "- `batched` has the low-latency kernels of DeepEP V1 and NCCL EP (expert-major); `flat` and `expert` have "
+        "their high-throughput kernels, with 128 tokens, too. The low-latency kernels return one bf16 row for each "
+        "(token, expert), so they round no partial sum; moecomm returns one rounded sum for each (token, rank) by "
+        "default. `wire='exact'`, which rounds once, is in the next table.\n"
+        "- A dispatch includes its routing plan: `get_dispatch_layout` of DeepEP V1, `ncclEpUpdateHandle` of NCCL EP "
+        "high throughput.\n"
+        "- FlashInfer has one time for dispatch and combine, because its calls must alternate."
     )
     picture = f"![Dispatch and combine of moecomm and other libraries](bench/results/{used}.svg)"
     result = load(used)

@@ -95,7 +95,7 @@ def figure(found: dict[str, Any], **wanted: Any) -> str:
 
 PEERS = "peers-alone-h200"
 WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
-LAYER_COLUMNS = "model | tokens a rank | unfused | fused | of GEMMs | torch's | FP8, fused"
+LAYER_COLUMNS = "model | tokens a rank | unfused | fused | over GEMMs alone | torch's over it | fused, FP8 weights"
 README_LAYERS = {"moe-deepseek-v3-h200-4": (128, 4096), "moe-qwen3-235b-h200-4": (128, 4096)}
 
 
@@ -129,10 +129,11 @@ def layers() -> list[str]:
     if not used:
         return []
     head = (
-        "Whole expert layers (`buffer.moe`) on 4 H200s in bfloat16, in a captured graph, of the slowest rank: unfused "
-        "(dispatch, experts and combine as separate launches) and fused (rows travel while the GEMMs run); the faster "
-        "of the two over our GEMMs alone; the time of torch's all_to_all and grouped GEMMs over it, in the same run; "
-        "and the fused layer with weights in FP8:"
+        "Whole expert layers (`buffer.moe`), 4 H200s, bfloat16, in a captured graph; medians of the slowest rank. "
+        "*Unfused*: dispatch, experts and combine as separate launches. *Fused*: rows travel while the GEMMs run. The "
+        "first ratio divides the faster of the two by our grouped GEMMs alone. The second divides torch's layer "
+        "(all_to_all and grouped GEMMs, same run) by it. The last column is the fused layer with FP8 weights. No fused "
+        "layer of another library (DeepGEMM's Mega MoE, FlashInfer) was measured:"
     )
     rows = [row for name in used for row in layer_rows(name, README_LAYERS[name])]
     return [head, table(LAYER_COLUMNS, rows), source(used)]

@@ -35,10 +35,13 @@ def front() -> list[str]:
     if not tables:
         return []
     head = (
-        "What one call costs, DeepSeek-V3, FP8 dispatch and bf16 combine. Alone: a single call with caches flushed and "
-        "ranks that start within a microsecond. In a graph: the period of many in a row. Eager: the period of calls "
-        "one by one. Host: until a call returns. Medians of the slowest rank; `window` is the memory of a rank. "
-        "Reduced rows travel in bf16 by default, in fp32 with `wire='exact'`:"
+        "What one call costs, DeepSeek-V3, FP8 dispatch, combine of bf16 rows. *Alone*: a single call with caches "
+        "flushed; ranks start within a microsecond. *In a graph*: the period of many calls. *Eager*: the period of "
+        "calls that the host enqueues one by one. These are times of the slowest rank, medians unless the column says "
+        "p99. *Host*: the time until an eager call returns, of the median rank. *SMs*: blocks of the launch, one on "
+        "each SM. *Window*: peer-visible memory of a rank. In `expert` and `batched`, each rank first adds up its rows "
+        "of a token; the sum travels in bf16 by default, or in fp32 with `wire='exact'`. Rows of `batched` take the "
+        "time of `expert` within 2 %, in a graph and alone; they are in [Calls and steps](docs/measured_calls.md):"
     )
     return [head, *tables]
 
@@ -59,6 +62,7 @@ def rows_of(name: str, *, front: bool = False) -> list[str]:
         if ours and (row["payload"] not in ("fp8", "") or row["what"] == "pair"):
             continue
         is_front = ours and name.startswith("times-") and name.endswith(FRONT) and row["tokens"] in FRONT_TOKENS
+        is_front &= row["layout"] != "batched"  # of which rows take the time of expert
         if (is_front and case["model"] == "deepseek-v3") != front:
             continue
         lines.append(line(result, ROUNDS, f"{case['ranks']} {gpu(result)}", *_cells(result, row)))

@@ -81,8 +81,9 @@ class HostCheck:
 class DeviceCheck:
     """The check of one combine of GPU ranks.  Rows are pulled, or put to other domains, never pushed in packets.
 
-    Between domains, a forwarder tells the source rank, beside the sum of a token, what it has found of the rows, which
-    the source rank sends on to those that have them; and the hash of the sum, which the source rank compares.
+    The source rank of a token hashes the rows that it adds, and sends the hashes back to the ranks that stored the
+    rows, which compare.  Between domains, a forwarder puts the hashes of its rows, and a hash of its sum, beside the
+    sum.  The source rank compares the hash of the sum, and sends the hashes of rows back.
     """
 
     def __init__(self, rounds: Rounds, combining: Combining, handle: Handle, y: torch.Tensor) -> None:

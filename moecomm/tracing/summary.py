@@ -21,10 +21,11 @@ class RoleTimes(NamedTuple):
 
     Attributes:
         operation: "dispatch", "combine" and so on.
-        role: of warps, or a step of a thread of a CPU rank.
-        rounds: how many have it.
-        begins, ends: the first begin and the last end of any rank.
-        usually_ends: the median end over all ranks, and over blocks or threads.
+        role: the role of a warp, or on CPU ranks the step of a thread.
+        rounds: the number of rounds in which the role appears.
+        begins: the first begin on any rank.
+        usually_ends: the median end over ranks and their blocks or threads.
+        ends: the last end on any rank.
     """
 
     operation: str

@@ -38,15 +38,10 @@ def test_equality_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(equal_kernels.NOTED.read_text()) == {"c": ["a", "b"]}
 
 
-def test_one_kernel_that_differs_keeps_a_digest_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_differ_or_are_missing_are_named_by_part() -> None:
     import equal_kernels
 
-    monkeypatch.setattr(equal_kernels, "NOTED", tmp_path / "noted.json")
-    monkeypatch.setattr(
-        equal_kernels,
-        "codes",
-        lambda tree: {"dispatch, flat": "same", "combine, flat": "same", "combine, batched": str(tree)},
-    )
-    assert equal_kernels.compare("HEAD") == {"dispatch": [], "combine": ["combine, batched"]}
-    noted = json.loads(equal_kernels.NOTED.read_text())
-    assert noted.keys() <= {sources.digests(equal_kernels.ROOT / "csrc")["dispatch"]}
+    before = {"dispatch, flat": "1", "combine, flat": "2", "combine, batched": "3", "combine, gone": "4"}
+    now = {"dispatch, flat": "1", "combine, flat": "2", "combine, batched": "5", "combine, new": "6"}
+    names = ["combine, batched", "combine, gone", "combine, new"]
+    assert equal_kernels.differing(before, now) == {"dispatch": [], "combine": names}

@@ -43,8 +43,12 @@ RESULTS: dict[str, dict[str, Any]] = {
     "times-few-h200-4": {
         **ABOUT,
         "case": CASE,
-        "memory": [{"tokens": 128, "layout": "batched", "window": 3 << 29, "beyond_outputs": 1}],
+        "memory": [
+            {"tokens": 128, "layout": layout, "window": 3 << 29, "beyond_outputs": 1}
+            for layout in ("expert", "batched")
+        ],
         "rows": [
+            row("moecomm", "dispatch", payload="fp8", layout="expert"),
             row("moecomm", "dispatch", payload="fp8"),
             row("moecomm", "pair", payload="fp8", variant="bf16 wire"),
             row("nccl", "combine", sms=0, eager_us=None),
@@ -75,7 +79,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         ],
     },
 }
-del RESULTS["times-few-h200-4"]["rows"][3]["alone_us"]
+del RESULTS["times-few-h200-4"]["rows"][4]["alone_us"]
 del RESULTS["decode-h100-2"]["rows"][2]["us"]
 
 
@@ -91,12 +95,13 @@ def with_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_have_the_time_alone_in_a_graph_and_eager(with_results: None) -> None:
-    nccl, zipf = cells(times.operations())
+    batched, nccl, zipf = cells(times.operations())
     front = times.front()
     [dispatch] = cells(front[1])
     alone = ["30.0 us", "32.0 us", "10.0 us"]
     window = ["4.6 us", "16", "1.5 GiB"]
-    assert dispatch == ["2 H100s", "128", "moecomm, `batched`", "dispatch, fp8", *alone, "20.0 us", *window]
+    assert dispatch == ["2 H100s", "128", "moecomm, `expert`", "dispatch, fp8", *alone, "20.0 us", *window]
+    assert batched == ["2 H100s", "128", "moecomm, `batched`", "dispatch, fp8", *alone, "20.0 us", *window]
     assert nccl == ["2 H100s", "128", "nccl, `batched`", "combine", *alone, "", "4.6 us", "", ""]
     assert zipf[2] == "x, `batched`, Zipf 0.8"
     assert "times-few-h200-4.json" in front[2]

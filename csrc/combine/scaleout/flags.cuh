@@ -1,7 +1,7 @@
-// The flag warp of a block, with several domains: raises the flags of reduced chunks, as raise_flags does, and gives the credits for pulled
-// ones. One fence covers all that is complete by then. When pull warps gave credits, each behind up to three fences, a combine of 4096
-// tokens by 32 blocks of 4 H200s, two a domain, took 875 us, and 600 without credits (bench/results/domains-h200-4.json,
-// rings-h200-4.json).
+// The flag warp of a block, with several domains. It raises the flags of reduced chunks, as raise_flags does, and gives the credits for
+// pulled chunks. One fence covers all that is complete by then. Earlier, pull warps gave the credits, each behind up to three fences. A
+// flat combine of 4096 tokens, rows in the window, by 32 blocks of 4 H200s, two a domain, then took 875 us, and 600 us with a ring for all
+// tokens, which needs no credits (bench/results/domains-h200-4.json, rings-h200-4.json). The flag warp's credits are not measured yet.
 #pragma once
 #include "../pull.cuh"
 #include "../work_list.cuh"
@@ -13,7 +13,7 @@ template <class Call>
 struct FlagWarp {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr i32 kOthers = cfg.domains() - 1;
-    // Credits that are given at once: each is a post at the channel of credits, which has room for so many of a block (posters()).
+    // Credits given at once, one post a lane. The channel of credits has room for 2 * return_forward_warps posts of a block (posters()).
     static constexpr i32 kCredits = cfg.return_forward_warps < 4 ? 2 * cfg.return_forward_warps : 8;
 
     const Call& c;
@@ -63,16 +63,16 @@ struct FlagWarp {
         __syncwarp();  // passes lane 0's acquire on to all lanes
         return max(at - from, 0);
     }
-    // True if the credit is given that was for the same places before (acquire): see await_earlier_credit. Called by any lane.
+    // Returns true if the chunk that had this chunk's places before has got its credit (acquire): see await_earlier_credit. Any lane may
+    // call it alone.
     MOECOMM_FN bool comes_next(i32 chunk) const {
         const i32 earlier = chunk - ring;
         if (earlier < 0) return true;
         const auto* place = own<const u64>(c.a.ctx, credit_at(c.window(), c.shape(), c.me(), earlier, c.a.chunk_tokens));
         return load_acquire(place) == word_signal(c.round.tag, earlier);
     }
-    // Gives the credits for the next chunks, of which `pulled` are pulled: a lane for each. A chunk whose places no other will take needs
-    // none. Returns the number of chunks that are done, and -1 in all lanes if there was no room for a signal; the failure record is
-    // filled.
+    // Gives credits for up to `pulled` next chunks, one lane a chunk. A chunk whose places are not used again in this round needs no
+    // credit. Returns the number of chunks handled. If a signal finds no room, returns -1 in all lanes and fills the failure record.
     MOECOMM_FN i32 give(i32 pulled) const {
         const i32 chunk = chunk_of(credited + lane_id());
         const bool next = lane_id() < pulled && comes_next(chunk);
