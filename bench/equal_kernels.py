@@ -73,15 +73,14 @@ def differing(before: dict[str, str], now: dict[str, str]) -> dict[str, list[str
 
 def note(before: dict[str, str]) -> None:
     """Note digests of a commit, by part, as those of the same machine code as today's."""
-    noted = _noted()
+    noted, todays = _noted(), sources.digests(ROOT / "csrc")
     for part, digest in before.items():
-        now = sources.digests(ROOT / "csrc")[part]
+        now = todays[part]
         # Equality is transitive: what was equal to the commit's is equal to today's.
-        equal = {digest, *noted.pop(digest, ()), *noted.get(now, ())} - {now}
+        equal = {digest, *noted.get(digest, ()), *noted.get(now, ())} - {now}
         if equal:
             noted[now] = sorted(equal)
-    todays = set(sources.digests(ROOT / "csrc").values())
-    noted = {now: digests for now, digests in noted.items() if now in todays}
+    noted = {now: digests for now, digests in noted.items() if now in todays.values()}
     NOTED.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n")
 
 

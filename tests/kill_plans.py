@@ -227,9 +227,7 @@ def check_events(job: Supervisor, process: int, found: Found, said: str) -> None
 def one_after_the_other(first: int, given: argparse.Namespace) -> Found:
     """Run every `jobs`-th plan from the one with this seed, until time is up."""
     found, begin = Found("GPU" if given.gpus else "CPU"), time.monotonic()
-    gpu = (
-        (first - given.first) * torch.cuda.device_count() // given.jobs
-    )  # plans at a time begin at GPUs that are apart
+    gpu = (first - given.first) * torch.cuda.device_count() // given.jobs  # so that plans at a time share few
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first, given.first + given.plans, given.jobs):
             if time.monotonic() - begin > 60 * given.minutes:

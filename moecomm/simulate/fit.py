@@ -97,9 +97,8 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
     rows = [(row, result) for result in results for row in rows_of(result) if row.fits]
     if not rows:
         raise BadInput("results", [str(path) for path in used], "JSON of moecomm bench dispatch-combine or sweep")
-    words = word_ns(used)  # as expected; then as fitted
     warm = [row for row, result in rows if not result.found["case"]["cold"]]
-    lines = _lines(warm, words, slopes(used))
+    lines, words = _lines(warm, word_ns(used), slopes(used))
     domain = Domain("", {key: one.line for key, one in lines.items()}, 1.0, 1.0, word_ns=words)
     cold = [row for row, result in rows if result.found["case"]["cold"]]
     errors = [_error(row, domain) for row in warm]
@@ -134,8 +133,10 @@ def _origin(path: Path) -> dict[str, str]:
     return {"date": json.loads(data)["date"], "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _lines(rows: list[Row], words: dict[str, float], measured: list[Slope]) -> dict[Key, Fitted]:
-    """Return the lines by operation and regime. `words`: see word_ns; by the first line of few tokens."""
+def _lines(
+    rows: list[Row], expected_word_ns: dict[str, float], measured: list[Slope]
+) -> tuple[dict[Key, Fitted], dict[str, float]]:
+    """Return the lines by operation and regime, and the times of words, which the first lines of few tokens decide."""
     of_key: dict[Key, list[Point]] = {}
     for row in rows:
         (part,) = row.parts
@@ -157,12 +158,11 @@ def _lines(rows: list[Row], words: dict[str, float], measured: list[Slope]) -> d
             operation.what,
             like.line if like else None,
             of,
-            known.get(name, words[name]),
+            known.get(name, expected_word_ns[name]),
             name in known or regime != FEW,
         )
         known[name] = found[operation, regime].word_ns
-    words.update({name: round(word, 4) for name, word in known.items()})
-    return found
+    return found, expected_word_ns | {name: round(word, 4) for name, word in known.items()}
 
 
 def _text(key: Key) -> tuple[str, str, str]:

@@ -7,7 +7,7 @@ import os
 import random
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -93,6 +93,16 @@ class Machine:
     def run_all(self, args: Sequence[Arguments]) -> None:
         """In place of _native.host_run_all: a round of all ranks."""
         self.run([Call(a, self.sizes) for a in args], len(args))
+
+    def in_chunks(self, chunk_tokens: int) -> Callable[[Sequence[Arguments]], None]:
+        """Return run_all for rounds in chunks of so many tokens."""
+
+        def run(args: Sequence[Arguments]) -> None:
+            for one in args:
+                one.chunk_tokens = chunk_tokens
+            self.run_all(args)
+
+        return run
 
     def run(self, calls: Sequence[Call], ranks: int) -> None:
         """Rounds of all ranks: that of a rank begins when the one `ranks` before has ended there, and not elsewhere.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from moecomm.backends import host
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 
@@ -32,17 +30,11 @@ def call(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("in_place", few([*PUBLISH], "some"))
-def test_rings_that_fill_often(in_place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rings_that_fill_often(
+    in_place: str, machine: Machine, forwarded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks that publish their rows need no credits, those that stage them wait for each."""
-
-    def run(args: Sequence[Any]) -> None:
-        for one in args:
-            one.chunk_tokens = CHUNK
-        machine.run_all(args)
-
-    monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
-    monkeypatch.setattr(host, "ring_tokens", lambda *_: 32)
-    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=run))
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.in_chunks(CHUNK)))
     calls = [call(rank) for rank in range(RANKS)]
     with LocalBuffers(RANKS, domain_ranks=2, **SIZES, backend="host") as ranks:
         assert ranks.buffers[0].rounds.session.context.shape.ring_tokens < TOKENS

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.backends import host
 from moecomm.core import settings
 from moecomm.testing import ranks as local
 
@@ -32,10 +31,7 @@ def by_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens need forwarders, too, and rings are shorter than a round."""
-    monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
-    monkeypatch.setattr(host, "ring_tokens", lambda *_: 32)
+def forwarded(forwarded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_TRIPS", 1)
 
 

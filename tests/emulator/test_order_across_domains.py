@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from moecomm.backends import host
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 
@@ -33,21 +31,15 @@ def call(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("weighted", few([True, False], True))
-def test_rows_are_added_in_the_order_of_k(weighted: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_added_in_the_order_of_k(
+    weighted: bool, machine: Machine, forwarded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each product and each sum is rounded.  A row waits until the one that had its place before is pulled."""
-
-    def run(args: Sequence[Any]) -> None:
-        for one in args:
-            one.chunk_tokens = CHUNK
-        machine.run_all(args)
-
-    monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
-    monkeypatch.setattr(host, "ring_tokens", lambda *_: 32)
     calls, scales = [call(rank) for rank in range(RANKS)], torch.rand(2048, 1, generator=torch.Generator())
     outs = []
     for by_kernels in (False, True):  # or by the host executor
         if by_kernels:
-            monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=run))
+            monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.in_chunks(CHUNK)))
         with LocalBuffers(RANKS, domain_ranks=1, hidden=HIDDEN, **SIZES, backend="host") as ranks:
             assert ranks.buffers[0].rounds.session.context.shape.ring_tokens < TOKENS
             try:

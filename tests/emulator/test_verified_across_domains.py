@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import moecomm
-from moecomm.backends import host
 from moecomm.combine import verify
-from moecomm.core.sampling import Sampling
 from moecomm.testing import LocalBuffers
-from moecomm.testing import ranks as local
 
 from ..few import few
 from .machine import Machine
 from .test_kernels import pytestmark as pytestmark
-from .test_verified_combines import TOKENS, Verified, by_words
+from .test_verified_combines import TOKENS, Verified
+from .test_verified_combines import hashing_machine as hashing_machine
 
 RANKS, SIZE, EXPERTS, TOPK, FLIPS, MANY = 4, 2, 7, 3, 40, 1 << 40
 SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "dtype": torch.bfloat16}
@@ -79,28 +76,19 @@ class AcrossDomains(Verified):
 
 
 @pytest.fixture(params=few(CASES, "forwarded", "forwarded, in place", "direct"))
-def verified(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Verified]:
+def verified(request: pytest.FixtureRequest, hashing_machine: Machine) -> Iterator[Verified]:
     *case, direct = CASES[request.param]
-    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
-    monkeypatch.setattr(verify, "hash_rows", by_words)
-    monkeypatch.setattr(Sampling, "due", lambda *_: False)  # the checks of CPU ranks
     if not direct:
-        monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
-        monkeypatch.setattr(host, "ring_tokens", lambda *_: 32)
+        request.getfixturevalue("forwarded")
     sizes = {**SIZES, "hidden": case[1], "domain_ranks": SIZE, "backend": "host", "verify_every": 1}
     with LocalBuffers(RANKS, **sizes) as ranks:
-        made = AcrossDomains(ranks, machine, (case[0], case[1], case[2]))
+        made = AcrossDomains(ranks, hashing_machine, (case[0], case[1], case[2]))
         made.direct = direct
         yield made
-        machine.forget()
 
 
 def test_rows_as_they_were_sent_are_no_error(verified: AcrossDomains) -> None:
-    outs = [verified.run()[1] for _ in range(2)][-1]
-    verified.ranks.check()
-    for rank, (out, want) in enumerate(zip(outs, verified.ranks.combine(verified.calls), strict=True)):
-        pairs = zip(out, want, strict=True) if isinstance(out, tuple) else [(out, want)]
-        assert all(torch.equal(*pair) for pair in pairs), rank
+    verified.check_clean()
 
 
 def test_flipped_bits_are_found_and_named(verified: AcrossDomains) -> None:

@@ -62,7 +62,7 @@ PIECES = (
         f"{CASES} --tokens 128,4096 --layout flat,expert,batched --replays 20 --no-ceiling "
         "--others deep_ep,nccl_ep,flashinfer",
     ),
-    Piece("symm-mem", 60, f"{CASES} --tokens 128,4096 --layout expert --replays 7 --others torch-symm-mem,deep_ep"),
+    Piece("symm-mem", 60, f"{CASES} --tokens 128,4096 --layout expert --replays 7 --others torch-symm-mem"),
     Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
     Piece("moe-qwen3-235b", 120, f"moe --model qwen3-235b --ranks {GPUS} --tokens 128,1024,8192 --fp8 --replays 7"),
     Piece("moe-deepseek-v3", 150, f"moe --model deepseek-v3 --ranks {GPUS} --tokens 128,1024,8192 --fp8 --replays 7"),
