@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import multiprocessing
@@ -89,8 +90,10 @@ def exact_round(buffer: moecomm.Buffer, number: int) -> None:
     ids = torch.rand(len(x), SIZES["num_experts"], generator=torch.Generator().manual_seed(number)).argsort(dim=1)
     routed = buffer.dispatch(x.to(buffer.device), ids[:, : SIZES["topk"]].to(buffer.device), sync=True)
     assert routed.src is not None
-    for row, (rank, token) in zip(routed.x.cpu(), routed.src[:, :2].tolist(), strict=True):
-        assert torch.equal(row, tokens_of(rank, number)[token])
+    sent = [tokens_of(rank, number) for rank in range(buffer.num_ranks)]
+    rank, token = routed.src[:, :2].cpu().long().unbind(dim=1)
+    first = torch.tensor([0, *itertools.accumulate(map(len, sent))])
+    assert torch.equal(routed.x.cpu(), torch.cat(sent)[first[rank] + token])
     out = buffer.combine(routed.x, routed.handle, wire="exact")
     buffer.check()
     assert torch.equal(out.cpu(), SIZES["topk"] * x)
@@ -106,6 +109,7 @@ def count_descriptors(member: Member) -> None:
 def member_of(job: Job, process: int, first_gpu: int = 0) -> Member:
     if gpus := torch.cuda.device_count():
         torch.cuda.set_device((first_gpu + process) % gpus)
+        torch.cuda.synchronize()  # which makes the context
     return Member(job, process, exact_round, count_descriptors)
 
 
@@ -168,7 +172,9 @@ def check(folder: Path, seed: int, kind: str = "CPU", most_ranks: int = MOST_RAN
     """
     plan, draw, found = plan_of(seed, most_ranks), random.Random(seed), Found(kind)
     sizes = {**SIZES, "backend": "host" if kind == "CPU" else "lsa", "timeout_s": TIMEOUT_S}
-    with Supervisor(folder, partial(member_of, first_gpu=first_gpu), plan.ranks, draw) as job:
+    member = partial(member_of, first_gpu=first_gpu)
+    spares = 0 if kind == "CPU" else plan.ranks
+    with Supervisor(folder, member, plan.ranks, draw, spares=spares) as job:
         job.fill(sizes)
         job.wait(lambda: job.full(EXACT))
         for step in plan.steps:

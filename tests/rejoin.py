@@ -22,9 +22,10 @@ import torch.distributed as dist
 import moecomm
 
 NOT_JOINED, EXCLUDED = 3, 4  # exit codes
+NAP_S = 1e-3
 STOP = -1  # in place of an invitation: close, and end
 _COMMON = ("invited", "acts", "act", "stopping")
-_OF_PROCESS = ("died_ns", "waits_for", "life", "number", "ranks", "rounds")
+_OF_PROCESS = ("called", "died_ns", "waits_for", "life", "number", "ranks", "rounds")
 
 
 class Invitation(NamedTuple):
@@ -235,12 +236,15 @@ class Member:
         self._begin(0)
 
 
-def main(job: Job, process: int, number: int, member: Callable[[Job, int], Member]) -> None:
-    """The body of a process."""
+def main(job: Job, process: int, member: Callable[[Job, int], Member]) -> None:
+    """The body of a process.  It is ready, and waits, before the supervisor says by which invitation to join."""
     torch.set_num_threads(1)
     code = 1
     try:
-        member(job, process).run(number)
+        made = member(job, process)
+        while not (number := job.get("called", process)):
+            time.sleep(NAP_S)
+        made.run(number)
         code = 0
     except BaseException as error:  # noqa: BLE001 - the supervisor reports it, whatever it is
         job.note(process, kind="failed", error=f"{error!r}", text=traceback.format_exc())

@@ -7,15 +7,15 @@ import os
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from . import rejoin
-from .rejoin import EXCLUDED, NOT_JOINED, Job, Member
+from .rejoin import EXCLUDED, NAP_S, NOT_JOINED, Job, Member
 
-_NAP_S = 1e-3
 _KILLED = -signal.SIGKILL
 
 
@@ -28,6 +28,7 @@ class Supervisor:
         ranks: how many the job has when all are there.
         draw: of the order of ranks; None: by the age of their processes.
         processes: the most that may be started, one after the other.
+        spares: how many are started before they are wanted, because a process on a GPU takes seconds until it can join.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Supervisor:
         ranks: int,
         draw: random.Random | None,
         processes: int = 256,
+        spares: int = 0,
     ) -> None:
         self.job, self.ranks, self._member, self._draw = Job(folder, processes), ranks, member, draw
+        self._spares, self._waiting = spares, deque[Any]()  # processes that have not been called
         self._context: Any = multiprocessing.get_context("fork")
         self._running: dict[int, Any] = {}
         self.killed: set[int] = set()
@@ -52,8 +55,10 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._running.values():
+        left = (*self._running.values(), *self._waiting)
+        for process in left:
             process.kill()
+        for process in left:
             process.join()
 
     @property
@@ -89,13 +94,22 @@ class Supervisor:
         if self._draw is not None:
             self._draw.shuffle(order)
         made = self.job.invite(order, sizes, reopen)
+        self._start(len(new) - len(self._waiting))
         for process in new:
-            arguments = self.job, process, made.number, self._member
-            self._running[process] = self._context.Process(target=rejoin.main, args=arguments)
-            self._running[process].start()
-            self.pids.add(self._running[process].pid)
+            self._running[process] = self._waiting.popleft()
+            self.job.set("called", made.number, process)
         self.started += len(new)
+        self._start(self._spares - len(self._waiting))
         return new
+
+    def _start(self, count: int) -> None:
+        """Start processes that wait until they are called, in the order of their ids."""
+        for _ in range(count):
+            arguments = self.job, self.started + len(self._waiting), self._member
+            process = self._context.Process(target=rejoin.main, args=arguments)
+            process.start()
+            self.pids.add(process.pid)
+            self._waiting.append(process)
 
     def wait(self, until: Callable[[], bool], timeout_s: float = 60) -> None:
         """Wait for something of the job.
@@ -107,7 +121,7 @@ class Supervisor:
         while not until():
             self._look()
             assert time.monotonic() < deadline, f"nothing after {timeout_s} s: {self._shown()}"
-            time.sleep(_NAP_S)
+            time.sleep(NAP_S)
 
     def made(self, processes: list[int], rounds: int) -> bool:
         """Return whether these processes are the ranks of a Buffer, and have made so many rounds since it is open."""

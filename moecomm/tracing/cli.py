@@ -54,7 +54,7 @@ def summary(
     folder: Annotated[Path, typer.Argument(help="The folder with the files of all ranks.")],
     skip: Annotated[int, typer.Option(callback=whole(0), help="First rounds of each operation to leave out.")] = 0,
 ) -> None:
-    """Show when the roles of rounds begin and end: medians over rounds, in us after the first rank has begun."""
+    """Show when the roles of rounds begin and end: medians over rounds, in us after the last rank has begun."""
     from rich.console import Console
     from rich.table import Table
 

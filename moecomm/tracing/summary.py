@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moecomm.core.spans import CALLS
@@ -16,14 +16,22 @@ _ROUND = re.compile(r"(\w+) round (\d+)")
 _WAIT = "wait for "
 
 
+class _Span(NamedTuple):
+    rank: int
+    begin_ns: int
+    end_ns: int
+
+
 class RoleTimes(NamedTuple):
-    """Medians over rounds of one role, in us from the moment at which the first rank begins the round's work.
+    """Medians over rounds of one role, in us from the moment at which the last rank begins the round's work.
+
+    No round can end before that, however early other ranks have begun to wait.
 
     Attributes:
         operation: "dispatch", "combine" and so on.
         role: the role of a warp, or on CPU ranks the step of a thread.
         rounds: the number of rounds in which the role appears.
-        begins: the first begin on any rank.
+        begins: the first begin on the rank where the role begins last.
         usually_ends: the median end over ranks and their blocks or threads.
         ends: the last end on any rank.
     """
@@ -45,8 +53,7 @@ def summarize(files: Sequence[RankSpans], skip: int = 0) -> list[RoleTimes]:
     """
     aligned = offsets(files, files[0].clock)
     operations: dict[tuple[str, int], str] = {}
-    work: dict[tuple[str, int], dict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
+    work: dict[tuple[str, int], dict[str, list[_Span]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
         offset = aligned[file.clock].offset_ns if file.clock in aligned else 0
         for span in file.spans:
@@ -54,24 +61,33 @@ def summarize(files: Sequence[RankSpans], skip: int = 0) -> list[RoleTimes]:
                 if found := _ROUND.fullmatch(span.name):
                     operations[file.buffer, int(found[2])] = found[1]
             elif isinstance(number := span.args.get("round"), int) and not span.name.startswith(_WAIT):
-                work[file.buffer, number][span.name].append((span.begin_ns - offset, span.end_ns - offset))
-                ranks[file.buffer, number].add(file.rank)
+                begin, end = span.begin_ns - offset, span.end_ns - offset
+                work[file.buffer, number][span.name].append(_Span(file.rank, begin, end))
     sizes = {file.buffer: file.ranks for file in files}
     seen: dict[tuple[str, str], int] = defaultdict(int)
     times: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     for key in sorted(work):
-        if key not in operations or len(ranks[key]) < sizes[key[0]]:
+        begun = _begins(span for spans in work[key].values() for span in spans)
+        if key not in operations or len(begun) < sizes[key[0]]:
             continue
         seen[key[0], operations[key]] += 1
         if seen[key[0], operations[key]] <= skip:
             continue
-        first = min(begin for spans in work[key].values() for begin, _ in spans)
+        zero = max(begun.values())
         for role, spans in work[key].items():
-            ends = [end - first for _, end in spans]
-            begin = min(begin for begin, _ in spans) - first
+            ends = [span.end_ns - zero for span in spans]
+            begin = max(_begins(spans).values()) - zero
             times[operations[key], role].append((begin / 1e3, statistics.median(ends) / 1e3, max(ends) / 1e3))
     rows = [
         RoleTimes(*name, len(of), *(statistics.median(column) for column in zip(*of, strict=True)))
         for name, of in times.items()
     ]
     return sorted(rows, key=lambda row: (row.operation, row.begins, row.ends))
+
+
+def _begins(spans: Iterable[_Span]) -> dict[int, int]:
+    """Return when each rank begins the first of these."""
+    found: dict[int, int] = {}
+    for span in spans:
+        found[span.rank] = min(span.begin_ns, found.get(span.rank, span.begin_ns))
+    return found

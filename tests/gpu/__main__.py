@@ -106,7 +106,11 @@ def measure(name: str, seconds: int, words: str) -> Step:
 
 
 PARTS: dict[str, list[Step]] = {
-    "compile": [compiling("compile"), compiling("compile2", "domains", GPUS)],
+    "compile": [
+        compiling("compile"),
+        compiling("compile2", "domains", GPUS),
+        Step("compile3", 200, gpus=0, command=(sys.executable, "-m", "tests.gpu.compile_verified")),
+    ],
     "virtual": [
         one("virtual", 300, "tests/gpu/test_virtual_ranks.py"),
         one("sequences", 100, "tests/gpu/test_sequences.py", random=False),

@@ -21,9 +21,10 @@ pytestmark = [pytest.mark.gpu1, pytest.mark.timeout(300)]
 SIZES: dict[str, Any] = {"hidden": 144, "num_experts": 14, "topk": 6, "max_tokens": 50, "dtype": torch.bfloat16}
 HOW: dict[str, Any] = {"backend": "lsa", "device": 0, "timeout_s": 20, "verify_every": 1}
 CASES, FLIPS, TOKENS = 60, 50, 2000
+DOMAIN_RANKS = 2, 4
 
 
-@pytest.mark.parametrize("domain_ranks", [2, 4])
+@pytest.mark.parametrize("domain_ranks", DOMAIN_RANKS)
 def test_verified_rounds_match_the_reference(domain_ranks: int) -> None:
     with LocalBuffers(4, **SIZES, domain_ranks=domain_ranks, **HOW) as ranks:
         for seed in range(CASES):
@@ -31,7 +32,7 @@ def test_verified_rounds_match_the_reference(domain_ranks: int) -> None:
         ranks.check()
 
 
-@pytest.mark.parametrize("domain_ranks", [2, 4])
+@pytest.mark.parametrize("domain_ranks", DOMAIN_RANKS)
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 def test_flipped_bits_are_found_and_named(quantize: str | None, domain_ranks: int) -> None:
     draw = random.Random(1)
@@ -61,7 +62,7 @@ def test_flipped_bits_are_found_and_named(quantize: str | None, domain_ranks: in
 
 @pytest.mark.parametrize(("layout", "wire"), [("flat", None), ("expert", "exact"), ("expert", None), ("batched", None)])
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("domain_ranks", [4, 2])
+@pytest.mark.parametrize("domain_ranks", DOMAIN_RANKS)
 def test_rows_that_are_not_added_as_they_were_sent_are_named(
     layout: Any, wire: Any, in_place: bool, domain_ranks: int
 ) -> None:
