@@ -125,16 +125,20 @@ class Clock:
         times = self.host_times(call)
         return statistics.median(times[0]) if times else None
 
-    def host_times(self, *calls: Call) -> list[list[float]]:
+    def host_times(self, *calls: Call, batches: int = _HOST_BATCHES) -> list[list[float]]:
         """Return the microseconds until each of the calls returns to the host, by repetition; empty on CPUs.
 
         Calls alternate, so that they find the host and its queue in the same state.
+
+        Args:
+            calls: what to time.
+            batches: how many times the device is waited for; fewer if calls take long.
         """
         if not self._on_gpu:
             return []
         times: list[list[float]] = [[] for _ in calls]
         started = time.perf_counter()
-        for _ in range(_HOST_BATCHES):
+        for _ in range(batches):
             torch.cuda.synchronize()
             if self._on_any(bool(times[0]) and time.perf_counter() - started > _HOST_S):
                 break

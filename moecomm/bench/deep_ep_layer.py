@@ -29,6 +29,8 @@ from moecomm.routed import Handle
 MOST_LOW_LATENCY = 512  # tokens of a low-latency call: DeepEP's own limit; more would take most of the memory
 ALIGNMENT = 16  # rows of an expert, as grouped GEMMs in FP8 need
 BY = ("native", "compat")
+HOST_BATCHES = 100  # so that 20 of 2000 calls are behind a 99th percentile
+NOT_COPIED = "ids not copied"  # do_handle_copy=False
 _COLUMNS: dict[str, Any] = {
     "quantize": "fp8",
     "scale_layout": "column",
@@ -161,11 +163,14 @@ class Layer:
             routed = buffer.dispatch(x, idx, weights, layout=layout, max_rows=rows, sync=False)
             return (routed.x, routed.row_weights) if expand else (routed.x, routed.topk_idx, routed.topk_weights)
 
-        def by_deep_ep() -> Tensors:
-            recv, ids, recv_weights, _, _ = call()
+        def by_deep_ep(copied: bool) -> Tensors:
+            recv, ids, recv_weights, _, _ = call(do_handle_copy=copied)
             return (recv, recv_weights) if expand else (recv, ids, recv_weights)
 
-        yield Pair("elastic dispatch", "bf16", variant, dispatch, by_deep_ep)
+        name = "elastic dispatch"
+        yield Pair(name, "bf16", variant, dispatch, partial(by_deep_ep, True))
+        uncopied = ", ".join(filter(None, (variant, NOT_COPIED)))
+        yield Pair(name, "bf16", uncopied, dispatch, partial(by_deep_ep, False))
         how: dict[str, Any] = {"weighted": False, "wire": y.dtype if expand else None}
         combine = partial(buffer.combine, y, native, **how)
         yield Pair("elastic combine", "", variant, lambda: (combine(),), lambda: elastic.combine(y, handle)[:1])
@@ -259,7 +264,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     device = device_of(group, case.backend)
     mode = {"graph": case.mode == "graph", "cold": case.cold}
     rows = []
-    with progress(group, sum(16 if tokens <= MOST_LOW_LATENCY else 12 for tokens in case.tokens)) as step:
+    with progress(group, sum(18 if tokens <= MOST_LOW_LATENCY else 14 for tokens in case.tokens)) as step:
         for tokens in case.tokens:
             clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
             with Layer(case, group, device, tokens) as layer:
@@ -279,7 +284,8 @@ def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
         us = clock.alternately(calls, layer.meet)
         host: dict[str, list[float]] = {name: [] for name in BY}
         for order in (BY, BY[::-1]) if not clock.graph else ():
-            for name, times in zip(order, clock.host_times(*(calls[name] for name in order)), strict=False):
+            in_order = (calls[name] for name in order)
+            for name, times in zip(order, clock.host_times(*in_order, batches=HOST_BATCHES), strict=False):
                 host[name] += times
     except BadInput as error:  # no room in the window, on all ranks alike
         return {"why": str(error)}
