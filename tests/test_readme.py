@@ -280,6 +280,31 @@ def test_headlines_have_the_other_libraries_of_the_most_gpus() -> None:
     assert f"(bench/results/{used}.svg)" in head_to_head.front()[0]
 
 
+def test_headlines_have_a_column_for_each_library_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import head_to_head
+
+    used, load, us = head_to_head.found(), head_to_head.load, {"p50": 50.0}
+    about = {"who": "pplx", "what": "pair", "layout": "batched", "payload": "fp8", "variant": "", "tokens": 128}
+    rows = [row for row in load(used)["rows"] if row["who"] != "pplx"]
+
+    def front(more: list[dict]) -> list[str]:
+        result = load(used) | {"rows": [*rows, *more]}
+        monkeypatch.setattr(head_to_head, "found", lambda: used)
+        monkeypatch.setattr(head_to_head, "load", lambda name: result)
+        return head_to_head.front()
+
+    _, _, shown, notes, _ = front([])
+    assert "pplx" not in shown + notes
+    _, _, shown, notes, _ = front([{**about, "us": us, "alone_us": us}])
+    assert "| FlashInfer | pplx-kernels | fastest" in shown.splitlines()[0]
+    (line,) = [line for line in shown.splitlines() if "dispatch and combine, fp8, fp32 wire" in line]
+    ours = next(
+        row["us"]["p50"] for row in rows if {**about, "who": "moecomm", "variant": "fp32 wire"}.items() <= row.items()
+    )
+    assert line.endswith(f"|  |  |  |  | 50.0 us (50.0 us) | {50 / ours:.2f} |")
+    assert notes.splitlines()[-1].startswith("- pplx-kernels")
+
+
 def test_failures_promised_are_errors_that_exist() -> None:
     page = (ROOT / "docs" / "failures.md").read_text()
     promised = set(re.findall(r"^\| `([A-Z]\w+)`", page, re.MULTILINE))

@@ -14,9 +14,11 @@ LIBRARIES = {  # by what their rows are called
     "nccl_ep expert-major": "NCCL EP",
     "nccl_ep low-latency": "NCCL EP",
     "flashinfer": "FlashInfer",
+    "pplx": "pplx-kernels",
 }
 _WHAT = (("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", ""), ("pair", "bf16"), ("pair", "fp8"))
 _OURS = {"flat": ("y in the window", "y outside"), "expert": ("bf16 wire",), "batched": ("bf16 wire",)}  # of combine
+_PAIRS = {"flat": "y in the window", "expert": "fp32 wire", "batched": "fp32 wire"}
 
 
 class Best(NamedTuple):
@@ -54,6 +56,12 @@ def has_peers(result: dict[str, Any]) -> bool:
     )
 
 
+def libraries(result: dict[str, Any]) -> list[str]:
+    """Return the names of the libraries that have times in a result."""
+    there = {LIBRARIES.get(row["who"]) for row in result["rows"] if "us" in row}
+    return [name for name in dict.fromkeys(LIBRARIES.values()) if name in there]
+
+
 def operations(result: dict[str, Any]) -> Iterator[Operation]:
     """Yield the operations that moecomm and another library have."""
     for tokens in result["case"]["tokens"]:
@@ -61,7 +69,7 @@ def operations(result: dict[str, Any]) -> Iterator[Operation]:
             for what, payload in _WHAT:
                 about = {"tokens": tokens, "layout": layout, "what": what, "payload": payload}
                 rows = [row for row in result["rows"] if "us" in row and about.items() <= row.items()]
-                for variant in {"dispatch": ("",), "combine": _OURS[layout], "pair": _OURS[layout][:1]}[what]:
+                for variant in {"dispatch": ("",), "combine": _OURS[layout], "pair": (_PAIRS[layout],)}[what]:
                     best = _best(rows, variant)
                     if len(best) > 1 and "moecomm" in best:
                         yield Operation(**about, variant=variant, best=best)

@@ -21,7 +21,7 @@ from moecomm.router import MODELS, random_routing
 QUANT_GROUP = 128
 PAYLOADS = ("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column")  # fp8: the cast is part of dispatch
 MODES = ("graph", "eager")
-OTHERS = ("deep_ep", "torch-symm-mem", "nccl_ep", "flashinfer")
+OTHERS = ("deep_ep", "torch-symm-mem", "nccl_ep", "flashinfer", "pplx")
 
 
 @dataclass(frozen=True)

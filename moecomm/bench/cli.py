@@ -68,7 +68,8 @@ Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: glo
 Others = Annotated[
     str,
     typer.Option(
-        help="Libraries that are measured or named as absent: deep_ep, torch-symm-mem, nccl_ep; several: a,b."
+        help="Libraries that are measured or named as absent: deep_ep, torch-symm-mem, nccl_ep, flashinfer, pplx; "
+        "several: a,b."
     ),
 ]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]

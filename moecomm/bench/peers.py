@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import deep_ep, flashinfer, nccl_ep, nccl_ep_library, symm_mem
+from moecomm.bench import deep_ep, flashinfer, nccl_ep, nccl_ep_library, pplx, symm_mem
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Call, Clock, Rotation, Timed
 from moecomm.bench.exchange import Collective
@@ -46,6 +46,8 @@ class Peers:
             self._ways |= nccl_ep.NcclEP(case).ways()
         if flashinfer.NAME in case.others:
             self._ways |= flashinfer.FlashInfer(case).ways()
+        if pplx.NAME in case.others:
+            self._ways |= pplx.Pplx(case).ways()
 
     @property
     def count(self) -> int:

@@ -16,6 +16,7 @@ _COLORS = {
     "DeepEP V2": "tab:red",
     "NCCL EP": "tab:green",
     "FlashInfer": "tab:purple",
+    "pplx-kernels": "tab:brown",
 }
 _ROOM = 0.8  # of a group of bars
 
@@ -27,11 +28,13 @@ def draw(axes: Axes, result: dict[str, Any], tokens: int) -> None:
         for one in beside.operations(result)
         if one.tokens == tokens and one.payload != "bf16" and one.variant != "y in the window"
     ]
-    width = _ROOM / len(_COLORS)
-    for nth, (name, color) in enumerate(_COLORS.items()):
+    there = beside.libraries(result)
+    width = _ROOM / len(there)
+    for nth, name in enumerate(there):
+        color = _COLORS[name]
         at = [group for group, one in enumerate(found) if name in one.best]
         heights = [found[group].best[name].us for group in at]
-        places = [group + (nth - (len(_COLORS) - 1) / 2) * width for group in at]
+        places = [group + (nth - (len(there) - 1) / 2) * width for group in at]
         axes.bar(places, heights, width, color=color)
         axes.plot([], [], "s", color=color, label=name)  # of the legend, which is of lines
         for place, height in zip(places, heights, strict=True):

@@ -60,7 +60,7 @@ PIECES = (
         "peers",
         300,
         f"{CASES} --tokens 128,4096 --layout flat,expert,batched --replays 20 --no-ceiling "
-        "--others deep_ep,nccl_ep,flashinfer",
+        "--others deep_ep,nccl_ep,flashinfer,pplx",
     ),
     Piece("symm-mem", 60, f"{CASES} --tokens 128,4096 --layout expert --replays 7 --others torch-symm-mem"),
     Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
