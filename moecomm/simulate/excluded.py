@@ -10,13 +10,11 @@ from moecomm.bench.ours import FP32_WIRE, OUTSIDE
 _BEFORE_COPIES = ("ca1808cf", "4151efa7", "6504ee79", "d34cea2d")  # before d33eebb6
 _BEFORE_PACKETS = ("ca1808cf",)  # before 8 ranks had room for packets of 4-byte rows
 _BEFORE_COUNTS = ("ca1808cf",)  # before counts were read as they are today
-_BEFORE_CREDITS = ("cea8c2a7",)  # before the flag warp gave credits
 _BEFORE_RUNS = ("6504ee79",)  # before 0ecf2e7
 
 COPIED = "y outside, of many tokens: the driver or an earlier kernel copied the rows (before d33eebb6)"
 EXACT = "exact, 128 tokens of 8 ranks: did not travel in packets (before 8 ranks had room for them)"
 COUNTS = "1 token of 8 ranks: a dispatch took 9.0 us, as counts were read then, and takes 7.4 (times-few-h200-8)"
-CREDITS = "2 domains of 2 ranks, expert: a combine took as long without the NIC (before the flag warp gave credits)"
 NO_NIC = "2 domains without a NIC: a copy over NVLink, or a proxy thread"
 KERNELS = "2 domains with an emulated NIC, few tokens: the kernels' steps take longer than the wire that is predicted"
 PUTS = "2 domains: one put a token, and no NIC but a copy over NVLink or a proxy thread (before 0ecf2e7)"
@@ -37,9 +35,7 @@ def why_excluded(commit: str, domains: int, emulated_nic: bool, row: dict[str, A
             return PUTS
         if not emulated_nic:
             return NO_NIC
-        if row["tokens"] <= 128:
-            return KERNELS
-        return CREDITS if commit in _BEFORE_CREDITS and (row["what"], row["layout"]) == ("combine", "expert") else ""
+        return KERNELS if row["tokens"] <= 128 else ""
     if commit in _BEFORE_COPIES and row["variant"] == OUTSIDE and not in_packets:
         return COPIED
     if commit in _BEFORE_PACKETS and row["variant"] == FP32_WIRE and row["tokens"] == 128:

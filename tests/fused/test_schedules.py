@@ -87,6 +87,16 @@ def test_what_is_chosen_of_fp8_was_the_fastest_or_near(name: str, count: int) ->
     assert compared == count
 
 
+def test_what_is_chosen_was_near_the_fastest_that_tune_finds() -> None:
+    """In a later run, of `moecomm tune gemms`."""
+    rows = json.loads((RESULTS / "tune-gemms-h200.json").read_text())["rows"]
+    for row in rows:
+        sizes = row["rows"] // row["experts"], row["experts"], row["columns"]
+        chosen = choose_fp8(*sizes) if row["dtype"] == "fp8" else choose(*sizes, row["depth"])
+        assert row["us"][chosen] <= 1.04 * min(row["us"].values()), row
+    assert len(rows) == 12
+
+
 ACTIVATIONS = ((True, True), (True, False), (False, False))  # SwiGLU, gate and up rows apart
 KINDS = [(dtype, *activation) for activation in ACTIVATIONS for dtype in (torch.bfloat16, torch.float16)]
 
