@@ -422,11 +422,11 @@ TOPICS = (
     Topic(
         "FP8",
         "Grouped GEMMs of a rank's experts, DeepSeek-V3 on 4 ranks, first with SwiGLU, then back.  Dispatches that "
-        "cast are in the tables of rounds.  The other results are what the choice of schedules is fitted to, and a later "
-        "run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 times as long as the fastest.",
+        "cast are in the tables of rounds.  The other results are what the choice of schedules is fitted to, and a "
+        "later run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 times as long as the fastest.",
         (
             *("gemm-fp8-h200", "gemm-h200", "gemm-fp8-rows-h200", "gemm-fp8-schedules-h200"),
-            *("gemm-fp8-clusters-h200", "tune-gemms-h200"),
+            *("gemm-fp8-clusters-h200", "gemm-tune-h200"),
         ),
         fp8,
     ),

@@ -89,7 +89,7 @@ def test_what_is_chosen_of_fp8_was_the_fastest_or_near(name: str, count: int) ->
 
 def test_what_is_chosen_was_near_the_fastest_that_tune_finds() -> None:
     """In a later run, of `moecomm tune gemms`."""
-    rows = json.loads((RESULTS / "tune-gemms-h200.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "gemm-tune-h200.json").read_text())["rows"]
     for row in rows:
         sizes = row["rows"] // row["experts"], row["experts"], row["columns"]
         chosen = choose_fp8(*sizes) if row["dtype"] == "fp8" else choose(*sizes, row["depth"])
