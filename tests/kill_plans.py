@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 24, "topk": 3, "max_tokens
 EXACT = 100  # rounds after each change of ranks
 MOST_RANKS = 6
 TIMEOUT_S = 20
+SPARES = 3  # a host makes one or two CUDA contexts a second, however many processes ask for one
 # Bounds of medians: of a survivor's PeerLost and shrink(), and of ranks that go on with one that joins.  At least four
 # times the medians of bench/results/kill-plans-cpu.json, and twice those of two cores with six busy processes beside.
 SOON_MS = {"noticed": 300, "shrink": 300, "grow": 700, "join": 1500}
@@ -62,6 +63,11 @@ class Plan(NamedTuple):
 
     ranks: int
     steps: list[Step]
+
+    @property
+    def processes(self) -> int:
+        """Return how many the plan takes, each replacement counted."""
+        return self.ranks + sum(sum(step.kills) + bool(step.joining) for step in self.steps)
 
 
 def plan_of(seed: int, most_ranks: int = MOST_RANKS) -> Plan:
@@ -173,8 +179,8 @@ def check(folder: Path, seed: int, kind: str = "CPU", most_ranks: int = MOST_RAN
     plan, draw, found = plan_of(seed, most_ranks), random.Random(seed), Found(kind)
     sizes = {**SIZES, "backend": "host" if kind == "CPU" else "lsa", "timeout_s": TIMEOUT_S}
     member = partial(member_of, first_gpu=first_gpu)
-    spares = 0 if kind == "CPU" else plan.ranks
-    with Supervisor(folder, member, plan.ranks, draw, spares=spares) as job:
+    spares = 0 if kind == "CPU" else SPARES
+    with Supervisor(folder, member, plan.ranks, draw, spares=spares, expected=plan.processes) as job:
         job.fill(sizes)
         job.wait(lambda: job.full(EXACT))
         for step in plan.steps:

@@ -28,7 +28,8 @@ class Supervisor:
         ranks: how many the job has when all are there.
         draw: of the order of ranks; None: by the age of their processes.
         processes: the most that may be started, one after the other.
-        spares: how many are started before they are wanted, because a process on a GPU takes seconds until it can join.
+        spares: how many may wait until they are wanted, because a process on a GPU takes seconds until it can join.
+        expected: processes that the job needs in all, if known: no spare is started beyond.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Supervisor:
         draw: random.Random | None,
         processes: int = 256,
         spares: int = 0,
+        expected: int = 256,
     ) -> None:
         self.job, self.ranks, self._member, self._draw = Job(folder, processes), ranks, member, draw
-        self._spares, self._waiting = spares, deque[Any]()  # processes that have not been called
+        self._spares, self._expected = spares, expected
+        self._waiting = deque[Any]()  # processes that have not been called
         self._context: Any = multiprocessing.get_context("fork")
         self._running: dict[int, Any] = {}
         self.killed: set[int] = set()
@@ -99,7 +102,7 @@ class Supervisor:
             self._running[process] = self._waiting.popleft()
             self.job.set("called", made.number, process)
         self.started += len(new)
-        self._start(self._spares - len(self._waiting))
+        self._start(min(self._spares, self._expected - self.started) - len(self._waiting))
         return new
 
     def _start(self, count: int) -> None:

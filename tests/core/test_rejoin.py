@@ -24,11 +24,15 @@ from .test_membership import SIZES, failure_of, sums, until_it_fails
 
 
 def test_two_ranks_become_four_and_two_again(tmp_path: Path) -> None:
-    """The plan that NIXL has published: 2 ranks, 4, two of which are killed; 0 and 3 are left; then 4 again."""
+    """The plan that NIXL has published: 2 ranks, 4, two of which are killed; 0 and 3 are left; then 4 again.
+
+    Two processes are ready before each is wanted, as kill plans on GPUs have it.
+    """
     sizes = {**kill_plans.SIZES, "backend": "host", "timeout_s": kill_plans.TIMEOUT_S}
-    with Supervisor(tmp_path, kill_plans.member_of, 2, None) as job:
+    with Supervisor(tmp_path, kill_plans.member_of, 2, None, spares=2, expected=6) as job:
         job.fill(sizes)
         job.wait(lambda: job.full(kill_plans.EXACT))
+        assert job.started == 2 and len(job.pids) == 4
         job.ranks = 4
         job.fill(sizes)
         job.wait(lambda: job.full(kill_plans.EXACT))
@@ -38,6 +42,7 @@ def test_two_ranks_become_four_and_two_again(tmp_path: Path) -> None:
         job.fill(sizes)
         job.wait(lambda: job.full(kill_plans.EXACT))
         job.stop()
+    assert job.started == len(job.pids) == 6
     found = kill_plans.Found()
     for process in range(6):
         kill_plans.check_events(job, process, found, f"process {process}")

@@ -35,7 +35,7 @@ def verifying(args: _native.CombineArgs) -> jit.KernelSpec:
 
 
 def of_flips(sizes: dict[str, Any]) -> Iterator[jit.KernelSpec]:
-    """What the tests launch that flip bits."""
+    """Yield what the tests launch that flip bits."""
     hidden, topk, dtype = sizes["hidden"], sizes["topk"], sizes["dtype"]
     with LocalBuffers(**sizes, backend="host") as ranks:
         buffer = ranks.buffers[0]
