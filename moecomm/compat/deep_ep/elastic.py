@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from moecomm.routed import Routed
 
 _TOPK_HINT = 32  # when a caller does not say it: the most there can be
 _FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and alone
+_FLAT, _REPEAT = dispatch.Options("flat"), dispatch.Options()
+_Room = tuple[Buffer, int | None, dispatch.Options]  # for what rows to make room in each dispatch; None: those expected
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
@@ -76,9 +79,7 @@ class ElasticBuffer:
         )
         check_real("num_gpu_timeout_secs", num_gpu_timeout_secs, 1e-3, 1e5)
         self._pool = Pool(group, num_bytes or 0, timeout_s=float(num_gpu_timeout_secs))
-        self._rooms: dict[
-            tuple[Any, ...], tuple[Buffer, int | None]
-        ] = {}  # by sizes of calls, so that one look-up finds them
+        self._rooms: dict[tuple[Any, ...], _Room] = {}  # by sizes of calls, so that one look-up finds them
         self.group = group
         self.rank_idx, self.num_ranks = self._pool.ranks.rank, self._pool.ranks.ranks
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
@@ -136,9 +137,7 @@ class ElasticBuffer:
         """RDMA ranks, 1, and NVLink ranks, all."""
         return 1, self.num_ranks
 
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Scale-out ranks, 1, and scale-up ranks, all."""
-        return 1, self.num_ranks
+    get_logical_domain_size = get_physical_domain_size  # scale-out ranks and scale-up ranks
 
     def get_theoretical_num_sms(
         self,
@@ -197,8 +196,9 @@ class ElasticBuffer:
             check_flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
         if do_cpu_sync is not None:
             check_flag("do_cpu_sync", do_cpu_sync)
-        wait_for(previous_event)
-        wait_for(previous_event_before_epilogue)
+        if previous_event is not None or previous_event_before_epilogue is not None:
+            wait_for(previous_event)
+            wait_for(previous_event_before_epilogue)
         if do_zero_padding and not do_expand:
             raise BadInput("do_zero_padding", True, "do_expand beside it")
         rows, scales = unpack(x)
@@ -213,10 +213,9 @@ class ElasticBuffer:
             if cumulative_local_expert_recv_stats is not None:
                 raise BadInput("cumulative_local_expert_recv_stats", "a tensor", "None beside handle")
             self._check_repeat(handle, given, topk_idx, do_cpu_sync, do_expand)
-            options = dispatch.Options(scale_layout=scale_layout, num_sms=limit)
-            routed = dispatch.dispatch(
-                handle.native.rounds, options, rows, handle=handle.native, scales=scales, sync=False
-            )
+            native = handle.native
+            options = _with(_REPEAT, scale_layout, limit)
+            routed = dispatch.dispatch(native.rounds, options, rows, scales=scales, handle=native, sync=False)
             recv_topk_idx = None if do_expand else handle.recv_topk_idx
             recv_topk_weights = None if topk_weights is None else self._send_weights(handle, topk_weights)
         else:
@@ -229,22 +228,14 @@ class ElasticBuffer:
             if {type(num_experts), type(most), type(align)} != {int}:
                 check_dispatch_sizes(num_experts, most, align, self.num_ranks)
             sizes = (rows.shape[-1], rows.dtype, num_experts, topk_idx.shape[-1], most, align, do_expand, sync)
-            buffer, room = self._rooms.get(sizes) or self._make_room(rows.device, sizes)
+            buffer, room, options = self._rooms.get(sizes) or self._make_room(rows.device, sizes)
             if cumulative_local_expert_recv_stats is not None:
                 check_stats(cumulative_local_expert_recv_stats, num_experts // self.num_ranks, rows.device)
             if rows.shape[0] > most:  # which len() takes longer for
                 raise BadInput("x", f"{len(rows)} tokens", f"at most num_max_tokens_per_rank = {most}")
-            routed = buffer.dispatch(
-                rows,
-                topk_idx,
-                topk_weights,
-                layout="expert" if do_expand else "flat",
-                expert_alignment=align if do_expand else 1,
-                scales=scales,
-                scale_layout=scale_layout,
-                max_rows=room,
-                sync=sync,
-                num_sms=limit,
+            options = _with(options, scale_layout, limit)
+            routed = dispatch.dispatch(
+                buffer.rounds, options, rows, topk_idx, topk_weights, scales=scales, max_rows=room, sync=sync
             )
             ids = topk_idx.clone() if do_handle_copy else topk_idx
             handle = EPHandle(routed.handle, num_experts, align, most, num_sms, ids, sync)
@@ -285,23 +276,23 @@ class ElasticBuffer:
 
         Two biases are added up first, in float32, by a few kernels of their own.
         """
-        wait_for(previous_event)
-        wait_for(previous_event_before_epilogue)
+        if previous_event is not None or previous_event_before_epilogue is not None:
+            wait_for(previous_event)
+            wait_for(previous_event_before_epilogue)
         if async_with_compute_stream is not False:
             check_flag("async_with_compute_stream", async_with_compute_stream)
         check_dimensions("x", x, "rows", "hidden")
         check_integer("num_sms", num_sms, 0)
         self._check_handle(handle)
         wire: Wire = x.dtype if handle.do_expand and self.allow_multiple_reduction else "exact"
-        options = combining.Options(False, wire, limit_of(x, num_sms or handle.num_sms))
-        out = combining.combine(
-            handle.native.rounds, options, x, handle.native, bias=one_bias(bias), weight_grads=topk_weights
-        )
+        options = _sums(wire, limit_of(x, num_sms or handle.num_sms))
+        native, total = handle.native, one_bias(bias)
+        out = combining.combine(native.rounds, options, x, native, bias=total, weight_grads=topk_weights)
         combined, weights = out if isinstance(out, tuple) else (out, None)
         return combined, weights, finished(async_with_compute_stream)
 
-    def _make_room(self, device: torch.device, sizes: tuple[Any, ...]) -> tuple[Buffer, int | None]:
-        """The Buffer for dispatches of these sizes, and the rows to make room for in each; None: as are expected."""
+    def _make_room(self, device: torch.device, sizes: tuple[Any, ...]) -> _Room:
+        """Open the Buffer for dispatches of these sizes."""
         hidden, dtype, num_experts, topk, most, align, expand, waits = sizes
         self._pool.require_open()
         check_dispatch_sizes(num_experts, most, align, self.num_ranks)
@@ -310,8 +301,8 @@ class ElasticBuffer:
         ranks, room = self.num_ranks, None
         if not waits:
             room = expanded_rows(ranks, most, topk, num_experts // ranks, align) if expand else ranks * most
-        self._rooms[sizes] = buffer, room
-        return buffer, room
+        found = self._rooms[sizes] = buffer, room, dispatch.Options("expert", align) if expand else _FLAT
+        return found
 
     def _received(
         self, routed: Routed, x: torch.Tensor, scales: torch.Tensor | None, zero_padding: bool
@@ -380,6 +371,15 @@ class ElasticBuffer:
                 raise BadInput(name, given, f"{getattr(handle, name)}, which the handle has")
         if do_expand != handle.do_expand:
             raise Unsupported(f"do_expand={do_expand} with a handle of do_expand={handle.do_expand}")
+
+
+def _with(options: dispatch.Options, scales: ScaleLayout, limit: int | None) -> dispatch.Options:
+    return options if limit is None and scales == "row" else options._replace(scale_layout=scales, num_sms=limit)
+
+
+@lru_cache(maxsize=64)
+def _sums(wire: Wire, limit: int | None) -> combining.Options:
+    return combining.Options(weighted=False, wire=wire, num_sms=limit)
 
 
 def _not_here(name: str) -> Callable[..., Any]:
