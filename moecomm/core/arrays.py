@@ -97,9 +97,12 @@ def check_memory(argument: str, tensor: torch.Tensor) -> None:
     """
     if tensor.is_neg():
         raise BadInput(argument, "a view with the negative bit", "its resolve_neg()")
-    if tensor.numel() == 0:
+    if (entries := tensor.numel()) == 0:
         return
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():  # the most common case, and the sum takes longer
+        last = entries - 1
+    else:
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     if end > (held := tensor.untyped_storage().nbytes()):
         raise BadInput(argument, f"a storage of {held} bytes", f"the {end} bytes that its shape and strides ask for")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import torch
 
@@ -15,6 +16,7 @@ IDS = {torch.int64: "i64", torch.int32: "i32"}  # as kernels name the types of i
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # and those of rows
 
 
+@cache
 def kernel(header: str, entry: str, args: str) -> plain_kernel.PlainKernel:
     """`entry(args)` of a header below csrc."""
     return plain_kernel.PlainKernel(header, entry, args, PASS_THREADS)
