@@ -106,10 +106,12 @@ def exact_round(buffer: moecomm.Buffer, number: int) -> None:
 
 
 def count_descriptors(member: Member) -> None:
+    """Note how many this process has, if all ranks live: it closes that of a process which has ended."""
     if member.number == EXACT // 2:
         gc.collect()  # errors refer to frames, which refer to errors
         count = len(os.listdir("/proc/self/fd"))
-        member.job.note(member.process, kind="rest", ranks=len(member.members), descriptors=count)
+        if not any(member.job.get("died_ns", other) for other in member.members):
+            member.job.note(member.process, kind="rest", ranks=len(member.members), descriptors=count)
 
 
 def member_of(job: Job, process: int, first_gpu: int = 0) -> Member:
