@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 24, "topk": 3, "max_tokens
 EXACT = 100  # rounds after each change of ranks
 MOST_RANKS = 6
 TIMEOUT_S = 20
-SPARES = 3  # a host makes one or two CUDA contexts a second, however many processes ask for one
+SPARES = 3  # of a plan on GPUs; more delay each other: the driver of a host makes contexts one after the other
 # Bounds of medians: of a survivor's PeerLost and shrink(), and of ranks that go on with one that joins.  At least four
 # times the medians of bench/results/kill-plans-cpu.json, and twice those of two cores with six busy processes beside.
 SOON_MS = {"noticed": 300, "shrink": 300, "grow": 700, "join": 1500}
