@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <vector>
 
 #include "../protocol/stand_ins.h"
 #include "module.h"
@@ -103,6 +104,15 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
           "Return whether rows of a rank with so many tokens reach other domains without a forwarder.");
     m.def("most_chunk_tokens", &most_chunk_tokens, py::arg("shape"),
           "Return the most tokens of a chunk, such that rings have room for one whoever is masked.");
+    m.def(
+        "stand_in",
+        [](const Shape& shape, const std::vector<i32>& masked, i32 forwarder) {
+            std::vector<u64> words(ceil_div(shape.ranks, 64));
+            for (const i32 rank : masked) words.at(rank / 64) |= u64{1} << rank % 64;
+            return stand_in(shape, static_cast<const u64*>(words.data()), forwarder).rank;
+        },
+        py::arg("shape"), py::arg("masked"), py::arg("forwarder"),
+        "Return who forwards in the place of a rank while these are masked: itself if it is not; -1: nobody is left.");
     m.def("received_token_bytes", &received_token_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"),
           "Bytes of a token in the receive buffer of another domain.");
 }

@@ -6,6 +6,8 @@ dispatch is invalid on every rank, and leaves the id, and the rank that passed i
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from moecomm import _native
@@ -49,8 +51,11 @@ def row_bits(source: torch.Tensor, token: torch.Tensor, forwarded: torch.Tensor 
     return (source.long() << _ROUNDS) | (token.long() << (_ROUNDS + _RANK))
 
 
-def error_of(record: _native.FailureRecordView, session: Session) -> CorruptRow | None:
-    """Return the error of a record that names a corrupt row; None for other records."""
+def error_of(record: _native.FailureRecordView, session: Session, masked: Collection[int] = ()) -> CorruptRow | None:
+    """Return the error of a record that names a corrupt row; None for other records.
+
+    `masked`: ranks that take no part.  Rows name a forwarder whether it does or not; the error names who stood in.
+    """
     code = record.seen
     if record.code != _native.Failure.bad_input or record.argument != _native.Argument.topk_idx:
         return None
@@ -70,6 +75,7 @@ def error_of(record: _native.FailureRecordView, session: Session) -> CorruptRow 
     # On GPUs the rank that sent a row of a combine says so: it went to the token's rank, or to the forwarder of that.
     receiver = source // size * size + token_rank % size if forwarded else token_rank
     destination = receiver if record.peer == source else record.peer
+    source, destination = (_native.stand_in(shape, sorted(masked), rank) for rank in (source, destination))
     crosses = source // size != destination // size
     return CorruptRow(
         op=_OPS[op],

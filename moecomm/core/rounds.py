@@ -64,7 +64,6 @@ class Rounds(RoundState):
         self.sampling = Sampling(settings.verify_every) if settings.verify_every else None
         self.row_tables = row_tables
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
-        self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.core.masking
         self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
         self.live = LiveExperts(self.num_experts, self.device) if settings.on_timeout == "mask" else None
 

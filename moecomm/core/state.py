@@ -48,6 +48,7 @@ class RoundState:
         self._running = False  # a call that is not made up of others
         self._closing = False  # when that call ends
         self.calls = 0  # with rounds, since ranks last agreed on a mask
+        self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.core.masking
         self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
 
@@ -232,7 +233,7 @@ class RoundState:
         return self.flight.failure_of(error, failures.fields(record))
 
     def _error_of(self, record: _native.FailureRecordView) -> MoecommError:
-        found = corruption.error_of(record, self._session)
+        found = corruption.error_of(record, self._session, self.masked)
         return failures.error_of(record, self._session.dead_peers()) if found is None else found
 
     def failure(self) -> MoecommError | None:
