@@ -15,7 +15,7 @@ from moecomm.bench import beside
 _WORDS = {"pair": "dispatch and combine"}
 _PPLX = (
     "- pplx-kernels runs with its defaults, too, and has one time, because its calls must alternate. Its published "
-    "times are of up to 128 tokens, and so is this one. It returns one bf16 row for each (token, expert) and rounds "
+    "times cover at most 128 tokens, as here. It returns one bf16 row for each (token, expert) and rounds "
     "once: compare it with moecomm's pair, whose `fp32 wire` rounds once as well."
 )
 

@@ -909,7 +909,11 @@ def split_sums_bytes(most_rows: int) -> int:
     """Dynamic shared memory for the sums of a block of split products."""
 
 def stand_in(shape: Shape, masked: collections.abc.Sequence[int], forwarder: int) -> int:
-    """Return who forwards in the place of a rank while these are masked: itself if it is not; -1: nobody is left."""
+    """
+    Return who forwards in the place of a rank while these are masked: itself if it is not; -1: nobody is left.
+
+    ValueError: no such rank.
+    """
 
 def store_word(address: int, value: int) -> None:
     """Store a u32, after all earlier writes of this thread."""

@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """Return how many the plan takes, each replacement counted."""
+        """Return how many the plan takes at least, each replacement counted."""
         return self.ranks + sum(sum(step.kills) + bool(step.joining) for step in self.steps)
 
 

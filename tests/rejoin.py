@@ -1,8 +1,9 @@
 """A job of CPU ranks that are killed and replaced: memory shared with its supervisor, and a process of the job.
 
 No process group exists.  The supervisor invites: it writes the ids of the processes that are to be the ranks, by rank,
-and starts those that are new.  Ranks make rounds until rank 0 finds that all new processes wait; it then names the
-round after which all ranks call grow().  A store in a file, one for each invitation, is what they meet over.
+and calls those that are new, which may have waited for that.  Ranks make rounds until rank 0 finds that all new
+processes wait to join; it then names the round after which all ranks call grow().  A store in a file, one for each
+invitation, is what they meet over.
 """
 
 from __future__ import annotations
@@ -242,7 +243,10 @@ def main(job: Job, process: int, member: Callable[[Job, int], Member]) -> None:
     code = 1
     try:
         made = member(job, process)
+        parent = os.getppid()
         while not (number := job.get("called", process)):
+            if os.getppid() != parent:
+                os._exit(0)
             time.sleep(NAP_S)
         made.run(number)
         code = 0

@@ -143,6 +143,7 @@ class Supervisor:
         self.wait(lambda: not self._running)
 
     def _look(self) -> None:
+        assert all(process.is_alive() for process in self._waiting), "a spare process has ended"
         for number, process in list(self._running.items()):
             if process.is_alive():
                 continue

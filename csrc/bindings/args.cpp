@@ -107,12 +107,21 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
     m.def(
         "stand_in",
         [](const Shape& shape, const std::vector<i32>& masked, i32 forwarder) {
+            const auto check = [&](i32 rank) {
+                if (rank < 0 || rank >= shape.ranks) throw std::invalid_argument("stand_in: no such rank: " + std::to_string(rank));
+            };
+            check(forwarder);
             std::vector<u64> words(ceil_div(shape.ranks, 64));
-            for (const i32 rank : masked) words.at(rank / 64) |= u64{1} << rank % 64;
+            for (const i32 rank : masked) {
+                check(rank);
+                words[rank / 64] |= u64{1} << rank % 64;
+            }
             return stand_in(shape, static_cast<const u64*>(words.data()), forwarder).rank;
         },
         py::arg("shape"), py::arg("masked"), py::arg("forwarder"),
-        "Return who forwards in the place of a rank while these are masked: itself if it is not; -1: nobody is left.");
+        R"(Return who forwards in the place of a rank while these are masked: itself if it is not; -1: nobody is left.
+
+ValueError: no such rank.)");
     m.def("received_token_bytes", &received_token_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"),
           "Bytes of a token in the receive buffer of another domain.");
 }

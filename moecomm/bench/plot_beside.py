@@ -28,7 +28,7 @@ def draw(axes: Axes, result: dict[str, Any], tokens: int) -> None:
         for one in beside.operations(result)
         if one.tokens == tokens and one.payload != "bf16" and one.variant != "y in the window"
     ]
-    there = beside.libraries(result)
+    there = [name for name in beside.libraries(result) if any(name in one.best for one in found)]
     width = _ROOM / len(there)
     for nth, name in enumerate(there):
         color = _COLORS[name]

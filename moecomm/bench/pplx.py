@@ -22,7 +22,7 @@ from moecomm.errors import Unsupported
 
 NAME = "pplx"
 # Its published times have no more. A block that sends a second token overwrites the first in shared memory without a
-# barrier, so there must not be more tokens than SMs.
+# barrier, so there must not be more tokens than SMs, either.
 _MOST_TOKENS = 128
 _COLUMNS = 16  # of a multiple: rows travel in words of 16 bytes
 _SCALES = 4  # of a multiple, likewise
@@ -46,7 +46,7 @@ class Pplx:
     def _calls(self, ours: Ours) -> list[Timed]:
         kind = self._kind()
         self._close(ours.buffer.device)
-        if ours.tokens > _MOST_TOKENS:
+        if ours.tokens > _most_tokens(ours.buffer.device):
             return []
         about = {"what": "pair", "layout": "batched", "sms": 0, "version": self.version}
         found = []
@@ -82,6 +82,11 @@ class Pplx:
         for exchange in self._open:
             exchange.all_to_all.destroy()
         self._open = []
+
+
+def _most_tokens(device: torch.device) -> int:
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MOST_TOKENS
+    return min(_MOST_TOKENS, sms)
 
 
 class Exchange:

@@ -54,7 +54,7 @@ def row_bits(source: torch.Tensor, token: torch.Tensor, forwarded: torch.Tensor 
 def error_of(record: _native.FailureRecordView, session: Session, masked: Collection[int] = ()) -> CorruptRow | None:
     """Return the error of a record that names a corrupt row; None for other records.
 
-    `masked`: ranks that take no part.  Rows name a forwarder whether it does or not; the error names who stood in.
+    `masked`: ranks that take no part.  Bits name a forwarder whether it does or not; the error names who stood in.
     """
     code = record.seen
     if record.code != _native.Failure.bad_input or record.argument != _native.Argument.topk_idx:
@@ -71,11 +71,16 @@ def error_of(record: _native.FailureRecordView, session: Session, masked: Collec
     forwarded, source = divmod(sent_by, _FORWARDED)
     shape = session.context.shape
     token_rank, token = divmod(flat, shape.max_tokens)
+    if max(source, token_rank) >= shape.ranks:
+        return None
     size = shape.domain_ranks or shape.ranks
     # On GPUs the rank that sent a row of a combine says so: it went to the token's rank, or to the forwarder of that.
     receiver = source // size * size + token_rank % size if forwarded else token_rank
     destination = receiver if record.peer == source else record.peer
-    source, destination = (_native.stand_in(shape, sorted(masked), rank) for rank in (source, destination))
+    if forwarded:
+        destination = _native.stand_in(shape, sorted(masked), destination)
+    elif source != record.peer and _OPS[op] == "combine":  # a sum
+        source = _native.stand_in(shape, sorted(masked), source)
     crosses = source // size != destination // size
     return CorruptRow(
         op=_OPS[op],

@@ -31,7 +31,7 @@ class RoleTimes(NamedTuple):
         operation: "dispatch", "combine" and so on.
         role: the role of a warp, or on CPU ranks the step of a thread.
         rounds: the number of rounds in which the role appears.
-        begins: the first begin on the rank where the role begins last.
+        begins: when the last rank begins the role.
         usually_ends: the median end over ranks and their blocks or threads.
         ends: the last end on any rank.
     """

@@ -44,6 +44,18 @@ def test_a_row_that_went_to_a_forwarder_names_the_rank_that_stood_in(masked: set
     assert found(5, 1, 5, masked, forwarded=True) == (5, forwarder, 1, TOKEN)
 
 
+def test_a_row_that_went_straight_to_its_rank_names_it_whoever_is_masked() -> None:
+    assert found(5, 4, 5, {4}) == (5, 4, 4, TOKEN)
+
+
+def test_bits_that_name_no_rank_are_of_another_error() -> None:
+    with pytest.raises(AssertionError):
+        found(SHAPE.ranks, 1, 1, set())
+
+
 def test_nobody_stands_in_for_a_domain_without_living_ranks() -> None:
     assert _native.stand_in(SHAPE, [3, 4, 5], 4) == -1
     assert _native.stand_in(SHAPE, [], 4) == 4
+    for masked, forwarder in (([], 6), ([], -1), ([6], 4), ([-1], 4)):
+        with pytest.raises(ValueError, match="no such rank"):
+            _native.stand_in(SHAPE, masked, forwarder)

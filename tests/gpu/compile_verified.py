@@ -1,4 +1,4 @@
-"""python -m tests.gpu.compile_verified: what test_verify.py launches, by all cores at once.
+"""python -m tests.gpu.compile_verified: compile the kernels that test_verify.py launches, on all cores.
 
 Ranks that compile while they run wait for each other's compilers, one kernel after the other.
 """
@@ -35,7 +35,7 @@ def verifying(args: _native.CombineArgs) -> jit.KernelSpec:
 
 
 def of_flips(sizes: dict[str, Any]) -> Iterator[jit.KernelSpec]:
-    """Yield what the tests launch that flip bits."""
+    """Yield the kernels of the tests that flip bits."""
     hidden, topk, dtype = sizes["hidden"], sizes["topk"], sizes["dtype"]
     with LocalBuffers(**sizes, backend="host") as ranks:
         buffer = ranks.buffers[0]
@@ -54,8 +54,8 @@ def of_flips(sizes: dict[str, Any]) -> Iterator[jit.KernelSpec]:
 def main() -> None:
     """Compile all, and print their number and the time."""
     begin, found = time.monotonic(), set[jit.KernelSpec]()
-    torch.randn = lambda *shape, generator: torch.zeros(shape)  # type: ignore[assignment]
-    with patch.object(kernels, "combine_spec", verifying):
+    no_numbers = patch.object(torch, "randn", lambda *shape, generator: torch.zeros(shape))  # no kernel depends on them
+    with no_numbers, patch.object(kernels, "combine_spec", verifying):
         for domain_ranks in test_verify.DOMAIN_RANKS:
             sizes = {"ranks": 4, "domain_ranks": domain_ranks, **test_verify.SIZES}
             found |= {*kernels.kernels_of(sizes, range(test_verify.CASES)), *of_flips(sizes)}

@@ -137,7 +137,9 @@ class ElasticBuffer:
         """RDMA ranks, 1, and NVLink ranks, all."""
         return 1, self.num_ranks
 
-    get_logical_domain_size = get_physical_domain_size  # scale-out ranks and scale-up ranks
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Scale-out ranks, 1, and scale-up ranks, all."""
+        return 1, self.num_ranks
 
     def get_theoretical_num_sms(
         self,
@@ -196,9 +198,8 @@ class ElasticBuffer:
             check_flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
         if do_cpu_sync is not None:
             check_flag("do_cpu_sync", do_cpu_sync)
-        if previous_event is not None or previous_event_before_epilogue is not None:
-            wait_for(previous_event)
-            wait_for(previous_event_before_epilogue)
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
         if do_zero_padding and not do_expand:
             raise BadInput("do_zero_padding", True, "do_expand beside it")
         rows, scales = unpack(x)
@@ -214,7 +215,7 @@ class ElasticBuffer:
                 raise BadInput("cumulative_local_expert_recv_stats", "a tensor", "None beside handle")
             self._check_repeat(handle, given, topk_idx, do_cpu_sync, do_expand)
             native = handle.native
-            options = _with(_REPEAT, scale_layout, limit)
+            options = _overridden(_REPEAT, scale_layout, limit)
             routed = dispatch.dispatch(native.rounds, options, rows, scales=scales, handle=native, sync=False)
             recv_topk_idx = None if do_expand else handle.recv_topk_idx
             recv_topk_weights = None if topk_weights is None else self._send_weights(handle, topk_weights)
@@ -233,7 +234,7 @@ class ElasticBuffer:
                 check_stats(cumulative_local_expert_recv_stats, num_experts // self.num_ranks, rows.device)
             if rows.shape[0] > most:  # which len() takes longer for
                 raise BadInput("x", f"{len(rows)} tokens", f"at most num_max_tokens_per_rank = {most}")
-            options = _with(options, scale_layout, limit)
+            options = _overridden(options, scale_layout, limit)
             routed = dispatch.dispatch(
                 buffer.rounds, options, rows, topk_idx, topk_weights, scales=scales, max_rows=room, sync=sync
             )
@@ -276,16 +277,15 @@ class ElasticBuffer:
 
         Two biases are added up first, in float32, by a few kernels of their own.
         """
-        if previous_event is not None or previous_event_before_epilogue is not None:
-            wait_for(previous_event)
-            wait_for(previous_event_before_epilogue)
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
         if async_with_compute_stream is not False:
             check_flag("async_with_compute_stream", async_with_compute_stream)
         check_dimensions("x", x, "rows", "hidden")
         check_integer("num_sms", num_sms, 0)
         self._check_handle(handle)
         wire: Wire = x.dtype if handle.do_expand and self.allow_multiple_reduction else "exact"
-        options = _sums(wire, limit_of(x, num_sms or handle.num_sms))
+        options = _combine_options(wire, limit_of(x, num_sms or handle.num_sms))
         native, total = handle.native, one_bias(bias)
         out = combining.combine(native.rounds, options, x, native, bias=total, weight_grads=topk_weights)
         combined, weights = out if isinstance(out, tuple) else (out, None)
@@ -373,12 +373,12 @@ class ElasticBuffer:
             raise Unsupported(f"do_expand={do_expand} with a handle of do_expand={handle.do_expand}")
 
 
-def _with(options: dispatch.Options, scales: ScaleLayout, limit: int | None) -> dispatch.Options:
+def _overridden(options: dispatch.Options, scales: ScaleLayout, limit: int | None) -> dispatch.Options:
     return options if limit is None and scales == "row" else options._replace(scale_layout=scales, num_sms=limit)
 
 
 @lru_cache(maxsize=64)
-def _sums(wire: Wire, limit: int | None) -> combining.Options:
+def _combine_options(wire: Wire, limit: int | None) -> combining.Options:
     return combining.Options(weighted=False, wire=wire, num_sms=limit)
 
 
