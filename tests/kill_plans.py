@@ -106,7 +106,7 @@ def exact_round(buffer: moecomm.Buffer, number: int) -> None:
 
 
 def count_descriptors(member: Member) -> None:
-    """Note how many this process has, if all ranks live: it closes that of a process which has ended."""
+    """Note how many this process has, if all ranks live: it closes the descriptor of a process that has ended."""
     if member.number == EXACT // 2:
         gc.collect()  # errors refer to frames, which refer to errors
         count = len(os.listdir("/proc/self/fd"))

@@ -88,6 +88,17 @@ def test_kernels_of_layers_of_models_are_known_without_a_gpu() -> None:
         assert sorted(spec.op for spec in rounds) == ["combine", *["dispatch"] * 3]
 
 
+@pytest.mark.long
+def test_kernels_of_verified_rounds_are_known_without_a_gpu() -> None:
+    pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    from .gpu import compile_verified
+
+    found = compile_verified.launched()
+    assert {spec.transport for spec in found} == {"lsa", "puts"}
+    combines = [spec for spec in found if spec.op == "combine"]
+    assert 0 < len(combines) < len(found) and all(spec.verifies and not spec.packets for spec in combines)
+
+
 def program(name: str, text: str, *, gpus: int = 4, seconds: int = 60) -> Step:
     return Step(name, seconds, gpus=gpus, command=(sys.executable, "-c", text))
 

@@ -29,9 +29,8 @@ def draw(axes: Axes, result: dict[str, Any], tokens: int) -> None:
         if one.tokens == tokens and one.payload != "bf16" and one.variant != "y in the window"
     ]
     there = [name for name in beside.libraries(result) if any(name in one.best for one in found)]
-    width = _ROOM / len(there)
     for nth, name in enumerate(there):
-        color = _COLORS[name]
+        color, width = _COLORS[name], _ROOM / len(there)
         at = [group for group, one in enumerate(found) if name in one.best]
         heights = [found[group].best[name].us for group in at]
         places = [group + (nth - (len(there) - 1) / 2) * width for group in at]

@@ -10,6 +10,7 @@ import pytest
 
 from moecomm.bench import (
     plot,
+    plot_beside,
     plot_domains,
     plot_gemms,
     plot_layers,
@@ -97,6 +98,22 @@ def layers() -> dict[str, Any]:
             rows.append({**about, "who": "torch", "what": "layer", "variant": "", "why": "not here"})
     case = {"ranks": 4, "backend": "host", "tokens": [4, 16]}
     return {"benchmark": "moe", "case": case, "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
+
+
+def test_other_libraries_have_a_bar_where_they_have_a_time() -> None:
+    """A library of pairs of few tokens leaves a panel empty."""
+    from matplotlib.figure import Figure
+
+    us = {"p50": 40.0, "p99": 41.0}
+    about = {"tokens": 128, "layout": "batched", "what": "pair", "payload": "fp8", "us": us, "alone_us": us}
+    case = {**result()["case"], "tokens": [128, 4096], "layouts": ["batched"]}
+    rows = [{**about, "who": "pplx", "variant": ""}, {**about, "who": "moecomm", "variant": "fp32 wire"}]
+    axes = Figure().subplots(1, 2)
+    for panel, tokens in zip(axes, case["tokens"], strict=True):
+        plot_beside.draw(panel, {**result(), "case": case, "rows": rows}, tokens)
+    assert [line.get_label() for line in axes[0].get_lines()] == ["moecomm", "pplx-kernels"]
+    assert [bar.get_height() for bar in axes[0].patches] == [40, 40]
+    assert not axes[1].patches and not axes[1].get_lines()
 
 
 def test_layers_are_drawn_by_model(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import moecomm
 from moecomm import _native
 from moecomm.core import corruption
 
@@ -16,8 +17,10 @@ SESSION: Any = SimpleNamespace(context=SimpleNamespace(shape=SHAPE), name="lsa/v
 TOKEN = 17
 
 
-def found(source: int, token_rank: int, peer: int, masked: set[int], forwarded: bool = False) -> tuple[int, ...]:
-    """Return source, destination, the token's rank and the token of the error of a combine."""
+def error_of(
+    source: int, token_rank: int, peer: int, masked: set[int], forwarded: bool = False
+) -> moecomm.CorruptRow | None:
+    """Return the error of a combine that `peer` has said to be wrong."""
     flat = torch.tensor(token_rank * SHAPE.max_tokens + TOKEN)
     row = corruption.row_bits(torch.tensor(source), flat, torch.tensor(forwarded) if forwarded else None)
     record: Any = SimpleNamespace(
@@ -27,7 +30,12 @@ def found(source: int, token_rank: int, peer: int, masked: set[int], forwarded: 
         peer=peer,
         round=9,
     )
-    error = corruption.error_of(record, SESSION, masked)
+    return corruption.error_of(record, SESSION, masked)
+
+
+def found(*row: Any, **named: Any) -> tuple[int, ...]:
+    """Return source, destination, the token's rank and the token of error_of()."""
+    error = error_of(*row, **named)
     assert error is not None and error.op == "combine" and error.round == 9
     return error.source, error.destination, error.token_rank, error.token
 
@@ -49,8 +57,9 @@ def test_a_row_that_went_straight_to_its_rank_names_it_whoever_is_masked() -> No
 
 
 def test_bits_that_name_no_rank_are_of_another_error() -> None:
-    with pytest.raises(AssertionError):
-        found(SHAPE.ranks, 1, 1, set())
+    assert error_of(SHAPE.ranks - 1, 1, 1, set()) is not None
+    assert error_of(SHAPE.ranks, 1, 1, set()) is None
+    assert error_of(1, SHAPE.ranks, 1, set()) is None
 
 
 def test_nobody_stands_in_for_a_domain_without_living_ranks() -> None:

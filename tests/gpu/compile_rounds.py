@@ -9,15 +9,16 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
 
-from moecomm import jit
+from moecomm import _native, jit
 from moecomm.backends.lsa_kernels import combine_spec
+from moecomm.buffer import Buffer
 from moecomm.router import MODELS
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from tests.device.test_kernels_of_gpu_tests import on_a_gpu
@@ -29,32 +30,39 @@ LAYOUTS, PAYLOADS, WIRES = ("flat", "expert", "batched"), ({}, {"quantize": "fp8
 
 def kernels(ranks: int, transport: str, tokens: int) -> Iterator[jit.KernelSpec]:
     """Dispatches and combines of DeepSeek-V3, as ranks of GPUs prepare them."""
-    model = MODELS["deepseek-v3"]
     where = {} if transport == "lsa" else {"domain_ranks": ranks // 2}
-    with opened(model, ranks, tokens, **where) as buffer:
-        ids, weights = torch.full((tokens, model.topk), -1), torch.zeros(tokens, model.topk)
-        x = torch.zeros(tokens, model.hidden, dtype=torch.bfloat16)
-        for layout, payload in itertools.product(LAYOUTS, PAYLOADS):
-            routed = prepare_dispatch(buffer, x, ids, weights, layout=layout, max_rows=64, **payload)
-            yield _through(on_a_gpu(routed.args, layout), transport)
-            if payload:
-                continue
-            ys = torch.empty(routed.handle.y_shape, dtype=torch.bfloat16), buffer.empty(routed.handle)
-            for y, wire in itertools.product(ys, WIRES):
-                yield _through(combine_spec(prepare_combine(buffer, y, routed.handle, wire=wire).args), transport)
+    with opened(MODELS["deepseek-v3"], ranks, tokens, **where) as buffer:
+        for spec in of_rounds(buffer, tokens):
+            yield spec if spec.transport == "lsa" else replace(spec, transport=transport)
 
 
-def _through(spec: jit.KernelSpec, transport: str) -> jit.KernelSpec:
-    return spec if spec.transport == "lsa" else replace(spec, transport=transport)
+def of_rounds(
+    buffer: Buffer, tokens: int, combined: Callable[[_native.CombineArgs], jit.KernelSpec] = combine_spec
+) -> Iterator[jit.KernelSpec]:
+    """Yield the kernels of a Buffer's rounds of every layout.  `combined` returns that of a combine."""
+    ids, weights = torch.full((tokens, buffer.topk), -1), torch.zeros(tokens, buffer.topk)
+    x = torch.zeros(tokens, buffer.hidden, dtype=torch.bfloat16)
+    for layout, payload in itertools.product(LAYOUTS, PAYLOADS):
+        routed = prepare_dispatch(buffer, x, ids, weights, layout=layout, max_rows=64, **payload)
+        yield on_a_gpu(routed.args, layout)
+        if payload:
+            continue
+        ys = torch.empty(routed.handle.y_shape, dtype=torch.bfloat16), buffer.empty(routed.handle)
+        for y, wire in itertools.product(ys, WIRES):
+            yield combined(prepare_combine(buffer, y, routed.handle, wire=wire).args)
 
 
-def main(ranks: int, transports: Iterable[str]) -> None:
-    """Compile all, and print their number and the time."""
+def compile_all(found: Collection[jit.KernelSpec]) -> None:
+    """Compile kernels into the cache, and print their number and the time."""
     begin = time.monotonic()
-    found = {spec for way, tokens in itertools.product(transports, TOKENS) for spec in kernels(ranks, way, tokens)}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(jit.compile, found))
     print(f"{len(found)} kernels in {time.monotonic() - begin:.0f} s")
+
+
+def main(ranks: int, transports: Iterable[str]) -> None:
+    """Compile all."""
+    compile_all({spec for way, tokens in itertools.product(transports, TOKENS) for spec in kernels(ranks, way, tokens)})
 
 
 if __name__ == "__main__":
