@@ -10,13 +10,13 @@
 
 namespace moecomm {
 
-// A piece of a row, the sum of the same piece of several source rows (gather.cuh).
+// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (gather.cuh).
 struct Item {
-    i32 sources;      // pieces that are added
-    i32 column;       // first column of the piece
-    i32 token;        // number at its source rank; -1: nothing to store. Reduce: ReduceRing::place
-    i32 ring_column;  // return-forward: of this rank's rings. Reduce: ReduceRing::hashed
-    i32 step;         // return-forward, reduce: the work item of which this is the last piece, else -1
+    i32 sources;      // rows that are added
+    i32 column;       // first column of the first piece
+    i32 token;        // number at its source rank; -1: nothing to store. Reduce: where it is staged, in steps of 16 bytes of the window
+    i32 ring_column;  // return-forward: of this rank's rings. Reduce, verified rounds: the place of its hash
+    i32 step;         // return-forward, reduce: the work item of which this is the last item, else -1
     union {
         u32 singles;  // one domain: one bit for each source, in order, that is a row as the expert left it
         struct {

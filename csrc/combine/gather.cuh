@@ -13,20 +13,12 @@ namespace moecomm {
 //                                    it has none. Next::none: no further item, or a wait failed. A role blocks only when may_wait, that is
 //                                    when this warp holds no open item; this rules out circular waits.
 //       auto target(const Item&)    Destination of the sum, looked up once for all columns; false: nothing to store.
-//       u32 inner_lanes()            kNests: the lanes whose sources are added to each other before they are added to those of lower lanes.
-//       void keep_owners(i32 place)   kAddsDomains: stores, for the item just opened, what add_domains needs. An open item keeps its place.
-//       void add_domains(i32 place, target, i32 column, float (&)[n])   kAddsDomains: adds the sums of other domains to this lane's n
-//                                    columns. Called for all columns before the first is stored, so that all its loads are in flight
-//                                    together.
 //       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
 //       void close(const Item&)     Called by all lanes after the sum is stored.
 //       kType, kRowBytes            Type and bytes of a source row.
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
 //       u64* hash                   kHashes: after open(), to which the hash of this lane's row is added.
-//       void add_sum_hash(const Item&, i32 vectors)   kHashesSums: adds the hash of the stored piece to that of its row.
-//       float factor                kFactors: after open(), what this lane's source is multiplied by before it is added.
-//       kCopies                     An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;
@@ -83,22 +75,27 @@ struct Gather {
                 if (!open_item()) return;
                 continue;
             }
-            const i32 fit = min(Ring::kSlots - static_cast<i32>(issued - used), left);
-            if (fit == 0) return;
-            if (order >= 0 && order < fit) {
-                const i32 slot = (issued + order) % Ring::kSlots;
-                if constexpr (Role::kFactors) ring.weights[slot][0] = factor;  // the mbarrier orders it before add()
-                if constexpr (Role::kHashes) ring.hashes[slot] = hash;         // likewise
-                if (Role::kSingles && weight != nullptr) {
-                    bulk_load_both(ring.data[slot], source, bytes / 2, ring.weights[slot], weight, 16, &ring.full[slot]);
-                } else {
-                    bulk_load(ring.data[slot], source, bytes, &ring.full[slot]);
-                }
-            }
-            issued += fit;
-            order -= fit;  // negative: this lane's load is issued, or it has none
-            left -= fit;
+            if (!issue()) return;
         }
+    }
+    // Issues bulk loads of the sources that are left, as many as the ring has room for. Returns false if it has none.
+    MOECOMM_FN bool issue() {
+        const i32 fit = min(Ring::kSlots - static_cast<i32>(issued - used), left);
+        if (fit == 0) return false;
+        if (order >= 0 && order < fit) {
+            const i32 slot = (issued + order) % Ring::kSlots;
+            if constexpr (Role::kFactors) ring.weights[slot][0] = factor;  // the mbarrier orders it before add()
+            if constexpr (Role::kHashes) ring.hashes[slot] = hash;         // likewise
+            if (Role::kSingles && weight != nullptr) {
+                bulk_load_both(ring.data[slot], source, bytes / 2, ring.weights[slot], weight, 16, &ring.full[slot]);
+            } else {
+                bulk_load(ring.data[slot], source, bytes, &ring.full[slot]);
+            }
+        }
+        issued += fit;
+        order -= fit;  // negative: this lane's load is issued, or it has none
+        left -= fit;
+        return true;
     }
 
     // Waits for the oldest piece in the ring and adds it.
@@ -107,8 +104,6 @@ struct Gather {
         copy_wait(&ring.full[slot], used / Ring::kSlots & 1);
         if constexpr (Role::kHashes) add_hash(item, slot, vectors, single);
         const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
-        float times = 1.0f;
-        if constexpr (Role::kFactors) times = ring.weights[slot][0];
 #pragma unroll
         for (i32 v = 0; v < kVectors; ++v) {
             if (v * kWarp + lane_id() >= vectors) continue;
@@ -117,10 +112,6 @@ struct Gather {
                 load_single(columns, slot, v * kWarp + lane_id());
             } else {
                 widen<kType>(held[v * kWarp + lane_id()], columns);
-            }
-            if constexpr (Role::kFactors) {  // multiplied, then added, each rounded: not a fused multiply-add
-#pragma unroll
-                for (i32 i = 0; i < kColumns; ++i) columns[i] = __fmul_rn(times, columns[i]);
             }
 #pragma unroll
             for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(sum[v][i], columns[i]);
@@ -149,22 +140,6 @@ struct Gather {
         add_hash_of_lanes(ring.hashes[slot], found);
     }
 
-    // kCopies: waits for the oldest piece in the ring and stores it.
-    MOECOMM_FN void copy(const Item& item, i32 vectors) {
-        const i32 slot = used % Ring::kSlots;
-        copy_wait(&ring.full[slot], used / Ring::kSlots & 1);
-        const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
-        const auto target = role.target(item);
-#pragma unroll
-        for (i32 v = 0; v < kVectors; ++v) {
-            const i32 vector = v * kWarp + lane_id();
-            if (vector < vectors) role.store(target, item.column + vector * kColumns, held[vector]);
-        }
-        if constexpr (Role::kHashesSums) role.add_sum_hash(item, vectors);
-        __syncwarp();  // the slot is free
-        ++used;
-    }
-
     // Loads columns of a single row, as many as a vector of a sum has, and multiplies them by its weight.
     MOECOMM_FN void load_single(float (&columns)[kColumns], i32 slot, i32 vector) const {
         if constexpr (Role::kSingles) {
@@ -176,46 +151,19 @@ struct Gather {
         }
     }
 
-    MOECOMM_FN static void set_aside(float (&sum)[kVectors][kColumns], float (&outer)[kVectors][kColumns]) {
-#pragma unroll
-        for (i32 v = 0; v < kVectors; ++v)
-#pragma unroll
-            for (i32 i = 0; i < kColumns; ++i) outer[v][i] = sum[v][i], sum[v][i] = 0.0f;
-    }
-    MOECOMM_FN static void add_outer(float (&sum)[kVectors][kColumns], const float (&outer)[kVectors][kColumns]) {
-#pragma unroll
-        for (i32 v = 0; v < kVectors; ++v)
-#pragma unroll
-            for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(outer[v][i], sum[v][i]);
-    }
-
     // Adds up the pieces of the oldest open item, and stores the sum.
     MOECOMM_FN void add_up(const Item& item, i32 vectors) {
-        float sum[kVectors][kColumns] = {}, outer[Role::kNests ? kVectors : 1][kColumns];
+        float sum[kVectors][kColumns] = {};
         for (i32 added = 0; added < item.sources; ++added) {
             if (added > 0) fill();
-            if constexpr (Role::kNests) {
-                if (added > 0 && added == item.inner.at) set_aside(sum, outer);
-            }
             add(sum, item, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
-            if constexpr (Role::kNests) {
-                if (item.inner.at > 0 && added + 1 == item.inner.end) add_outer(sum, outer);
-            }
         }
         if (const auto target = role.target(item)) {
-            if constexpr (Role::kAddsDomains) {
-#pragma unroll
-                for (i32 v = 0; v < kVectors; ++v) {
-                    const i32 vector = v * kWarp + lane_id();
-                    if (vector < vectors) role.add_domains(closed % kItemsOpen, target, item.column + vector * kColumns, sum[v]);
-                }
-            }
 #pragma unroll
             for (i32 v = 0; v < kVectors; ++v) {
                 const i32 vector = v * kWarp + lane_id();
                 if (vector < vectors) role.store(target, item.column + vector * kColumns, sum[v]);
             }
-            if constexpr (Role::kHashesSums) role.add_sum_hash(item, vectors);
         }
     }
 
@@ -224,12 +172,7 @@ struct Gather {
             fill();
             if (closed == opened) return;
             const Item item = ring.items[closed % kItemsOpen];
-            const i32 vectors = bytes_from(item.column) / 16;
-            if constexpr (Role::kCopies) {
-                copy(item, vectors);
-            } else {
-                add_up(item, vectors);
-            }
+            add_up(item, bytes_from(item.column) / 16);
             role.close(item);
             __syncwarp();  // all lanes have read the item
             ++closed;

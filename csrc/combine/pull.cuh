@@ -6,6 +6,7 @@
 #pragma once
 #include "collect.cuh"
 #include "gather.cuh"
+#include "scaleout/gather_rows.cuh"
 #include "scaleout/source_rank.cuh"
 
 namespace moecomm {
@@ -85,14 +86,13 @@ struct Pull {
     static constexpr bool kHashes = cfg.verifies, kHashesSums = false;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
-    static constexpr bool kWholeTokens = cfg.domains() > 1;  // if tokens are many: what a token takes to open is then done once
     static constexpr Type kSingleType = cfg.type;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
     const Call& c;
     const i32 warp;
     const i32 shift;             // a chunk is 1 << shift tokens
-    const bool whole_tokens;     // a warp pulls all pieces of its tokens; of few tokens every warp pulls some pieces
+    const bool whole_tokens;     // several domains: an item is a token; of few tokens, whose pieces all warps divide, a piece
     const bool gives_credit;     // peers stage rows, and not all of this rank's tokens fit their rings
     const i32 pieces_per_claim;  // pieces that a warp claims at once
     const i32 chunks_here;       // chunks of the block, where chunks belong to blocks
@@ -103,7 +103,6 @@ struct Pull {
     i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
     const u8* weight = nullptr;  // see gather.cuh
     u64* hash = nullptr;         // likewise
-    const u8* held = nullptr;    // kWholeTokens: the row of this lane, of the token being opened
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
     i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
     bool failed = false;
@@ -113,12 +112,12 @@ struct Pull {
         : c(call),
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
-          whole_tokens(kWholeTokens && !call.direct()),
+          whole_tokens(cfg.domains() > 1 && !call.direct()),
           gives_credit((cfg.domains() > 1 || some(call, [](const RoundHeader& n) { return n.combine.rows == 0; })) &&
                        call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
           pieces_per_claim(some(call, [](const RoundHeader& n) { return n.combine.rows == 0 || n.combine.is_reduced != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(by_chunks() ? this_warp * (whole_tokens ? kPieces : 1) : (this_warp * pullers() + blockIdx.x) * pieces_per_claim),
+          nth(by_chunks() ? this_warp * pieces() : (this_warp * pullers() + blockIdx.x) * pieces_per_claim),
           scaleout_sums{call, this_warp, cfg.domains() > 1 && call.direct()} {
         skip_ends(nth);
         closing = nth;
@@ -135,6 +134,7 @@ struct Pull {
     }
 
     MOECOMM_FN bool by_chunks() const { return cfg.domains() > 1 || gives_credit; }
+    MOECOMM_FN i32 pieces() const { return whole_tokens ? kPieces : 1; }  // of an item
     // Blocks that pull: where warps claim pieces, the others may only reduce.
     MOECOMM_FN i32 pullers() const { return by_chunks() ? static_cast<i32>(gridDim.x) : min(static_cast<i32>(gridDim.x), cfg.pull_blocks); }
     MOECOMM_FN bool pulls() const { return static_cast<i32>(blockIdx.x) < pullers(); }
@@ -149,17 +149,11 @@ struct Pull {
     MOECOMM_FN bool at_end() const { return by_chunks() ? nth_chunk(nth) >= chunks_here : token() >= c.a.num_tokens; }
     // Skips tokens that the last, shorter chunk does not have.
     MOECOMM_FN void skip_ends(i32& at) const {
-        while (by_chunks() && nth_chunk(at) < chunks_here && token_of(at) >= c.a.num_tokens)
-            at += cfg.pull_warps * (whole_tokens ? kPieces : 1);
+        while (by_chunks() && nth_chunk(at) < chunks_here && token_of(at) >= c.a.num_tokens) at += cfg.pull_warps * pieces();
     }
-    // by_chunks(): advances to this warp's next piece.
+    // by_chunks(): advances to this warp's next item.
     MOECOMM_FN void step(i32& at) const {
-        if (kWholeTokens && whole_tokens) {
-            if (++at % kPieces != 0) return;
-            at += kPieces * (cfg.pull_warps - 1);
-        } else {
-            at += cfg.pull_warps;
-        }
+        at += cfg.pull_warps * pieces();
         skip_ends(at);
     }
     // Claims the next piece or token. The first one of each warp of the grid is fixed.
@@ -169,7 +163,6 @@ struct Pull {
     MOECOMM_FN void advance() {
         if (by_chunks()) {
             step(nth);
-            if (kWholeTokens && whole_tokens && nth % kPieces != 0) return;
         } else if (pieces_per_claim > 1 && (nth + 1) % kPieces != 0) {
             ++nth;
             return;
@@ -244,9 +237,6 @@ struct Pull {
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
         if (may_wait && gives_credit) signal_pulled(min(nth_chunk(nth), chunks_here));  // chunks in which it has no piece
         if (failed || at_end()) return Next::none;
-        if constexpr (kWholeTokens) {
-            if (whole_tokens && nth % kPieces != 0) return open_piece(source, out);
-        }
         i32 rank;
         const i32 slot = slot_of_lane(rank);
         bool missing = slot >= 0 && !await_row(rank, may_wait);
@@ -267,19 +257,11 @@ struct Pull {
             if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
             if constexpr (kHashes) hash = c.added_hash(token(), scaleout_sums.hash_word_of_lane());
         }
-        if constexpr (kWholeTokens) held = source;
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
         if constexpr (kHashes && cfg.domains() > 1) {
             if (column == 0) scaleout_sums.take_told(token());
         }
         out = {0, column, token(), 0, -1, 0};
-        advance();
-        return Next::item;
-    }
-    // Opens the next piece of a token whose first piece was opened before.
-    MOECOMM_FN Next open_piece(const u8*& source, Item& out) {
-        out = {0, nth % kPieces * kPieceColumns, token(), 0, -1, 0};
-        if (held != nullptr) source = held + out.column * bytes_of(kType);
         advance();
         return Next::item;
     }
@@ -365,7 +347,12 @@ MOECOMM_FN bool pull(const Call& c) {
         if (c.shared.is_invalid != 0) return true;
         Pull<Call> role(c, warp);
         if (!role.pulls()) return true;
-        Gather<typename CombineShared<Call::cfg>::PullRing, Pull<Call>>{c.shared.pull[warp], role}.run();
+        using Ring = typename CombineShared<Call::cfg>::PullRing;
+        if constexpr (Call::cfg.domains() > 1) {
+            GatherRows<Ring, Pull<Call>>(c.shared.pull[warp], role).run();
+        } else {
+            Gather<Ring, Pull<Call>>{c.shared.pull[warp], role}.run();
+        }
         return !role.failed;
     }
 }

@@ -166,9 +166,13 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
+    most_slots = _MOST_SLOTS
     if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
         several = spec.ranks > 2 * spec.domain_ranks
         summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 1536} if several else {2: 1536, 4: 2560}
+        spills = several or spec.layout == _FLAT or spec.own_weights or spec.wire != spec.type
+        if not (spec.in_place or spills):  # reduce warps, which have most to load, get what four slots leave
+            summed[2], most_slots = 2048, 4
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
     rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
@@ -180,7 +184,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16
-    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // (rings * pull_bytes))
+    pull_slots = 1 if spec.packets else min(most_slots, left // (rings * pull_bytes))
     used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
     reduce_bytes, reduce_slots = 16, 0
     if spec.domain_ranks and not spec.in_place:  # pieces of 32 fp32 columns a lane; the rings get what the others leave

@@ -1,54 +1,47 @@
 // Step 2 with several domains: as reduce.cuh, but pieces of rows pass through a ring of bulk copies. Loads into registers keep only 4 KB
 // of a warp in flight, and other roles leave too few warps for that: a row of 14 KiB took a warp 6.6 us, and reduce was the slowest role.
 #pragma once
-#include "../gather.cuh"
 #include "../reduce_rows.cuh"
 #include "direct.cuh"
+#include "gather_rows.cuh"
 
 namespace moecomm {
 
-// The role of a reduce warp. An item is a piece of a reduced row, its sources are the same pieces of the row's entries: lane k serves the
-// k-th. A flat row is copied. The entries of a row are loaded a row ahead, and what depends on them half a row ahead, because each of these
-// loads waits for memory. All lanes call all methods together.
+// The role of a reduce warp. An item is a reduced row, its sources are the row's entries: lane k serves the k-th. A flat row is copied. The
+// entries of a row are loaded two rows ahead, and what depends on them one row ahead, because each of these loads waits for memory. All
+// lanes call all methods together.
 template <class Call>
 struct ReduceRing : RowsToReduce<Call> {
     using Rows = RowsToReduce<Call>;
-    using Rows::c, Rows::work_list, Rows::now, Rows::next, Rows::piece, Rows::row, Rows::failed;
+    using Rows::c, Rows::work_list, Rows::now, Rows::next, Rows::row, Rows::failed;
     using Rows::find, Rows::look_up, Rows::begin_row, Rows::pass;
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.type;
     static constexpr i32 kRowBytes = cfg.row_bytes();
     static constexpr bool kCopies = cfg.layout == Layout::flat, kFactors = Rows::kWeighted;
     static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false, kHashesSums = cfg.verifies;
-    static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.reduce_bytes), kPieceColumns = cfg.reduce_bytes / bytes_of(kType);
+    static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.reduce_bytes);
 
-    const u8* entry = nullptr;  // this lane's entry of the open row, null if none,
-    float factor = 0.0f;        // its weight (gather.cuh),
-    i32 place = 0;              // and where it is staged, in steps of 16 bytes from the start of the window,
-    i32 hashed = 0;             // verified rounds: and the place of its hash
+    float factor = 0.0f;  // see gather.cuh
 
     MOECOMM_FN explicit ReduceRing(const Call& call) : Rows(call) { pass(now.step - 1); }
 
     // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
-        if (piece == 0) {  // the row is not open
-            if (failed || now.step == work_list.steps) return Next::none;
-            if (!begin_row(may_wait)) return may_wait ? Next::none : Next::later;
-            entry = now.entry >= 0 ? reinterpret_cast<const u8*>(c.a.y) + now.entry * c.a.y_stride : nullptr;
-            factor = now.weight;
-            if constexpr (cfg.verifies) hashed = work_list.source_rank(now.step) * c.shape().max_tokens + Rows::row_index();
-            place = static_cast<i32>(static_cast<u64>(row - c.transport.template local<u8>(0)) / 16);
-        }
-        out = {0, piece * kPieceColumns, place, hashed, -1};
-        if (entry != nullptr) source = entry + piece * cfg.reduce_bytes;
-        if (piece == kPieces / 2) look_up(next);
-        if (++piece < kPieces) return Next::item;
-        piece = 0;
-        if (next.step > now.step) out.step = next.step - 1;
+        if (failed || now.step == work_list.steps) return Next::none;
+        if (!begin_row(may_wait)) return may_wait ? Next::none : Next::later;
+        if (now.entry >= 0) source = reinterpret_cast<const u8*>(c.a.y) + now.entry * c.a.y_stride;
+        factor = now.weight;
+        i32 hashed = 0;
+        if constexpr (cfg.verifies) hashed = work_list.source_rank(now.step) * c.shape().max_tokens + Rows::row_index();
+        const i32 place = static_cast<i32>(static_cast<u64>(row - c.transport.template local<u8>(0)) / 16);
+        out = {0, 0, place, hashed, next.step > now.step ? next.step - 1 : -1};
         now = next;
+        look_up(now);
         next = find();
         return Next::item;
     }
+    MOECOMM_FN static i32 pieces() { return kPieces; }
 
     MOECOMM_FN u8* target(const Item& item) const {
         return c.transport.template local<u8>(static_cast<u64>(static_cast<u32>(item.token)) * 16);
@@ -79,7 +72,7 @@ MOECOMM_FN bool reduce_through_ring(const Call& c) {
     if (!await_headers_seen(c)) return false;
     fence_async();  // bulk loads of y come after the kernel that wrote it
     ReduceRing<Call> role(c);
-    Gather<typename ScaleoutShared<Call::cfg>::ReduceRowRing, ReduceRing<Call>>{c.scaleout().reduce[warp_id()], role}.run();
+    GatherRows<typename ScaleoutShared<Call::cfg>::ReduceRowRing, ReduceRing<Call>>(c.scaleout().reduce[warp_id()], role).run();
     return !role.failed;
 }
 

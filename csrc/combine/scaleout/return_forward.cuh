@@ -2,6 +2,7 @@
 #pragma once
 #include "../pull.cuh"
 #include "direct.cuh"
+#include "gather_rows.cuh"
 
 namespace moecomm {
 
@@ -15,18 +16,15 @@ struct ReturnForward {
     static constexpr i32 kRowBytes = cfg.staged_bytes();
     static constexpr bool kSingles = false, kAddsDomains = false, kNests = false, kFactors = false, kCopies = false;
     static constexpr bool kHashes = cfg.verifies, kHashesSums = cfg.verifies;
-    static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
+    static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes);
     static constexpr i32 kOthers = cfg.domains() - 1;
 
     const Call& c;
     const i32 warp;                              // among those of the block
     const i32 work_list;                         // number of work items of all return-forward warps
     i32 nth;                                     // this warp's next work item
-    i32 at = 0;                                  // next piece of the row of its next token
     u32 tokens_left = 0;                         // one bit for each of its remaining tokens that this domain has rows of
     i32 slot = -1, next_slot = -1;               // this lane's slots of its next token and of the one after it, loaded ahead
-    i32 token = -1;                              // the token being opened,
-    const u8* row = nullptr;                     // and this lane's row of it
     u64* hash = nullptr;                         // see gather.cuh
     bool item_open = false, place_free = false;  // `tokens_left` is known; the places of its sums are free
     i32 seen = -1;                               // the work item for which this lane has acquired the flag of its rank
@@ -81,7 +79,6 @@ struct ReturnForward {
         tokens_left = tokens_of(nth);
         slot = slot_of_first(tokens_left);
         next_slot = slot_of_first(tokens_left & (tokens_left - 1));
-        at = 0;
         item_open = true;
         place_free = tokens_left == 0 || chunk_of(nth) < ring_of(nth);
     }
@@ -121,27 +118,8 @@ struct ReturnForward {
     // Address of this domain's sum of a token, from which it is put.
     MOECOMM_FN u8* sum_of(i32 column, i32 token) const { return c.transport.template local<u8>(c.return_sum_at(column, token)); }
 
-    // See gather.cuh. Sets `failed` if a wait failed.
+    // See gather.cuh. An item without a token ends a chunk without rows. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
-        if (at == 0) {
-            const Next next = open_token(out, may_wait);
-            if (next != Next::item || out.token < 0) return next;
-        }
-        out = {0, at * kPieceColumns, token, column_of_work(nth), -1};
-        if (row != nullptr) source = row + out.column * bytes_of(kType);
-        if (++at < kPieces) return Next::item;
-        at = 0;
-        tokens_left &= tokens_left - 1;
-        slot = next_slot;
-        next_slot = slot_of_first(tokens_left & (tokens_left - 1));
-        if (tokens_left == 0) {
-            out.step = nth;
-            end_work();
-        }
-        return Next::item;
-    }
-    // Opens the first piece of the next token. An item without a token ends a chunk without rows.
-    MOECOMM_FN Next open_token(Item& out, bool may_wait) {
         while (!failed && nth < work_list && chunk_of(nth) >= forwarded(c, source_rank_of(nth))) end_work();
         if (failed || nth >= work_list) return Next::none;
         if (!item_open) begin_work();
@@ -150,22 +128,30 @@ struct ReturnForward {
             end_work();
             return Next::item;
         }
-        token = first_token(tokens_left);
-        const i32 rank = c.domains().first() + lane_id();
+        const i32 token = first_token(tokens_left), rank = c.domains().first() + lane_id();
         const bool missing = !await_place(may_wait) || (slot >= 0 && !await_row(rank, may_wait));
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
             return may_wait ? Next::none : Next::later;
         }
         out.token = token;
-        row = slot >= 0 ? row_at(rank, slot, token) : nullptr;
+        if (slot >= 0) source = row_at(rank, slot, token);
         if (c.a.weight_grads != 0) load_grads(out.ring_column, token);
         if constexpr (kHashes) {
             for (i32 i = lane_id(); i < Call::kToldWords; i += kWarp) told(out.ring_column, token)[i] = 0;
             hash = told(out.ring_column, token) + 1 + lane_id();
         }
+        tokens_left &= tokens_left - 1;
+        slot = next_slot;
+        next_slot = slot_of_first(tokens_left & (tokens_left - 1));
+        if (tokens_left == 0) {
+            end_work();
+        } else {
+            out.step = -1;
+        }
         return Next::item;
     }
+    MOECOMM_FN static i32 pieces() { return kPieces; }
     // Verified rounds: what is told beside a sum.
     MOECOMM_FN u64* told(i32 column, i32 token) const { return reinterpret_cast<u64*>(sum_of(column, token) + c.told_at()); }
     MOECOMM_FN void add_sum_hash(const Item& item, i32 vectors) const {
@@ -252,7 +238,7 @@ MOECOMM_FN bool return_forward_chunk(const Call& c, i32 warp) {
     if (c.shared.is_invalid != 0) return true;
     if (!put_direct(c, warp)) return false;
     ReturnForward<Call> role(c, warp);
-    Gather<typename ScaleoutShared<Call::cfg>::ReturnRing, ReturnForward<Call>>{c.scaleout().rings[warp], role}.run();
+    GatherRows<typename ScaleoutShared<Call::cfg>::ReturnRing, ReturnForward<Call>>(c.scaleout().rings[warp], role).run();
     return !role.failed;
 }
 
