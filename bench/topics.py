@@ -346,6 +346,7 @@ def correctness() -> str:
         ("random-rounds-cpu", ("host",), "random_cases"),
         ("random-cases-cpu", ("host",), "random_cases"),
         ("kill-plans-cpu", ("host",), "kills"),
+        ("kill-plans-gpus-h200-4", ROUNDS, "kills"),
         ("kill-plans-gpus-h200-8", ROUNDS, "kills"),
         ("kill-plans-gpus-h100-2", ROUNDS, "kills"),
         ("kill-plans-h100-2", ROUNDS, "kills"),
@@ -550,7 +551,7 @@ CHECKS = (
         "Correctness runs",
         "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
         "against their parts one after the other.  Killed ranks: the others shrink, and new ones join; all ranks make "
-        "exact rounds.  In `kill-plans-gpus-h200-8` four plans at a time share the GPUs.",
+        "exact rounds.  In `kill-plans-gpus-h200-4` and `-8` three and four plans at a time share the GPUs.",
         (
             "random-cases-h200-4",
             "random-cases-h200-2",
@@ -560,6 +561,7 @@ CHECKS = (
             "random-cases-cpu",
             "random-operators-cpu",
             "kill-plans-cpu",
+            "kill-plans-gpus-h200-4",
             "kill-plans-gpus-h200-8",
             "kill-plans-gpus-h100-2",
             "kill-plans-h100-2",

@@ -26,7 +26,7 @@ NOT_JOINED, EXCLUDED = 3, 4  # exit codes
 NAP_S = 1e-3
 STOP = -1  # in place of an invitation: close, and end
 _COMMON = ("invited", "acts", "act", "stopping")
-_OF_PROCESS = ("called", "died_ns", "waits_for", "life", "number", "ranks", "rounds")
+_OF_PROCESS = ("called", "died_ns", "waits_for", "waits_ns", "life", "number", "ranks", "rounds")
 
 
 class Invitation(NamedTuple):
@@ -124,8 +124,9 @@ class Member:
     def run(self, number: int) -> None:
         """Join by that invitation, and make rounds."""
         made = self.job.invitation(number)
-        self.job.set("waits_for", number, self.process)
         self._begun = time.monotonic()
+        self.job.set("waits_ns", time.monotonic_ns(), self.process)
+        self.job.set("waits_for", number, self.process)
         try:
             self.buffer = moecomm.Buffer(self.job.group(made, self.process), **made.sizes)
         except moecomm.RoundFailed as error:
@@ -135,6 +136,12 @@ class Member:
         while self._go_on():
             pass
         self.buffer.close()
+
+    def _since(self) -> float:
+        """When it could go on: nobody joins before the last of those that join together is there."""
+        new = (one for one in self.members if self.job.get("waits_for", one) == self._tried)
+        last = max((self.job.get("waits_ns", one) for one in new), default=0) / 1e9
+        return max(self._begun, last) if self._kind == "join" else self._begun
 
     @property
     def life(self) -> int:
@@ -159,7 +166,7 @@ class Member:
             self._shrink(error)
             return True
         if self._begun:
-            self.job.note(self.process, kind=self._kind, ms=1e3 * (time.monotonic() - self._begun))
+            self.job.note(self.process, kind=self._kind, ms=1e3 * (time.monotonic() - self._since()))
             self._begun = 0.0
         done, self.number, self.rounds = self.number, self.number + 1, self.rounds + 1
         self.job.set("number", self.number, self.process)

@@ -19,6 +19,7 @@ from moecomm.testing import LocalBuffers
 from .. import kill_plans
 from ..conftest import Ranks
 from ..few import few
+from ..rejoin import Job, Member
 from ..supervisor import Supervisor
 from .test_membership import SIZES, failure_of, sums, until_it_fails
 
@@ -48,6 +49,22 @@ def test_two_ranks_become_four_and_two_again(tmp_path: Path) -> None:
         kill_plans.check_events(job, process, found, f"process {process}")
     assert len(found.ms["join"]) == 6 and len(found.ms["grow"]) == 4
     found.check_soon()
+
+
+def test_the_time_of_a_join_begins_when_the_last_that_joins_is_there(tmp_path: Path) -> None:
+    """Processes on GPUs start one after the other, seconds apart."""
+    late_s = 2.0
+
+    def member(job: Job, process: int) -> Member:
+        time.sleep(late_s * process)
+        return kill_plans.member_of(job, process)
+
+    with Supervisor(tmp_path, member, 2, None, expected=2) as job:
+        job.fill({**kill_plans.SIZES, "backend": "host", "timeout_s": kill_plans.TIMEOUT_S})
+        job.wait(lambda: job.full(1))
+        job.stop()
+        joined = [event["ms"] for process in (0, 1) for event in job.job.events(process) if event["kind"] == "join"]
+    assert len(joined) == 2 and max(joined) < 1e3 * late_s
 
 
 def test_ranks_make_rounds_until_they_see_that_a_rank_waits() -> None:

@@ -40,17 +40,20 @@ CASES = 10
 BEHIND = 1 << 16  # bytes that nobody may write
 
 
-def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, direct: str, cases: int) -> None:
+def random_cases(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, direct: str, cases: int, hidden: int = SIZES["hidden"]
+) -> None:
     """Rounds of CPU ranks by the machine; rows go straight to ranks of other domains, those of some do, or none."""
+    sizes = {**UNEVEN, "hidden": hidden}
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     room = host.direct_bytes
     if direct != "all":
         monkeypatch.setattr(host, "direct_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (direct == "some"))
-    with LocalBuffers(**DOMAINS, **UNEVEN, backend="host") as ranks:
+    with LocalBuffers(**DOMAINS, **sizes, backend="host") as ranks:
         wrap_after(ranks, cases, kernels=True)
         try:
             for seed in range(cases):
-                check_case(ranks, random_case(seed, ranks=DOMAINS["ranks"], **UNEVEN, few_kernels=True))
+                check_case(ranks, random_case(seed, ranks=DOMAINS["ranks"], **sizes, few_kernels=True))
             assert min(rounds_since_wrap(ranks)) >= 0
         finally:
             machine.forget()
@@ -99,12 +102,18 @@ def tokens(rank: int, layout: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("direct", "cases"), few([("some", 2), ("all", CASES), ("some", CASES), ("none", CASES)], ("some", 2))
+    ("direct", "cases", "hidden"),
+    few(
+        # 2568 and 4096 columns: rows of several pieces, of which the last is shorter, or none
+        [("some", 2, 64), ("none", 3, 2568), *((way, CASES, 64) for way in ("all", "some", "none")), ("none", 6, 4096)],
+        ("some", 2, 64),
+        ("none", 3, 2568),
+    ),
 )
 def test_random_cases_across_domains(
-    direct: str, cases: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    direct: str, cases: int, hidden: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_cases(machine, monkeypatch, direct, cases)
+    random_cases(machine, monkeypatch, direct, cases, hidden)
 
 
 @pytest.mark.parametrize("sizes", few([DOMAINS, {"ranks": 4}], {"ranks": 4}), ids=["domains", "heap"])
