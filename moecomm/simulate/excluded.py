@@ -7,7 +7,7 @@ from typing import Any
 from moecomm.bench.ours import FP32_WIRE, OUTSIDE
 
 # Commits of results in bench/results.
-_BEFORE_COPIES = ("ca1808cf", "4151efa7", "6504ee79", "d34cea2d")  # before d33eebb6
+_BEFORE_COPIES = ("ca1808cf", "4151efa7", "6504ee79")  # before d33eebb6
 _BEFORE_PACKETS = ("ca1808cf",)  # before 8 ranks had room for packets of 4-byte rows
 _BEFORE_COUNTS = ("ca1808cf",)  # before counts were read as they are today
 _BEFORE_RUNS = ("6504ee79",)  # before 0ecf2e7

@@ -24,9 +24,9 @@ from moecomm.simulate.virtual import Slope, slopes, word_ns
 
 _NOISE = 0.03  # relative standard deviation of a measured row around the model
 # Expected terms, and the standard deviations of their logarithms.  Links: the all-to-all ceiling.  Blocks: what a block
-# copies with 8 warps.  Other layouts, and y outside, are expected to be much as flat is, but for what they copy.
+# copies with 8 warps.  Other layouts, and y outside, are expected to be much as flat is.
 _EXPECTED = {FEW: (4.0, 3.0, 330.0, 800.0, 40.0, 17.0), MANY: (0.1, 25.0, 330.0, 70.0, 40.0, 17.0)}
-_SPREAD, _SPREAD_LIKE = (0.5, 0.7, 0.1, 0.7, 0.5, 0.5), (0.3, 0.3, 0.1, 0.3, 0.3, 0.5)
+_SPREAD, _SPREAD_LIKE = (0.5, 0.7, 0.1, 0.7, 0.5, 0.5), (0.3, 0.3, 0.1, 0.3, 0.3, 0.3)
 _SPREAD_WORD = 0.7  # wide: the expected time of a tagged word is that of ranks that share a GPU
 _COLD_US = {"dispatch": (1.5, 0.5), "combine": (1.5, 0.5)}  # misses of the first loads; logarithmic deviation
 _HOST_US = 15.0
