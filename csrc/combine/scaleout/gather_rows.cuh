@@ -29,8 +29,8 @@ struct GatherRows : Gather<Ring, Role> {
     // At least two pieces are then in the ring whenever two are to be added; 4-byte columns would spill.
     static constexpr bool kPairs = kRefill > 0 && bytes_of(kType) == 2;
 
-    // Of the item whose loads are being issued: pieces after this one, and its first column; of each piece, its sources and this lane's
-    // position among them.
+    // The item whose loads are being issued: pieces after this one, and its first column; of each piece, its sources and this lane's position
+    // among them.
     i32 pieces_left = 0, column = 0, sources = 0, position = -1;
 
     MOECOMM_FN GatherRows(Ring& of_warp, Role& of_role) : Gather{of_warp, of_role} {}
