@@ -1,7 +1,7 @@
 // The flag warp of a block, with several domains. It raises the flags of reduced chunks, as raise_flags does, and gives the credits for
-// pulled chunks. One fence covers all that is complete by then. Earlier, pull warps gave the credits, each behind up to three fences: a flat
-// combine of 4096 tokens, rows in the window, by 32 blocks of 4 H200s, two a domain, took 875 us, and 600 us with a ring for all tokens,
-// which needs no credits; then it took 705 us (bench/results: domains-h200-4.json at cea8c2a7 and at b156cddd, rings-h200-4.json).
+// pulled chunks. One fence covers all that is complete by then. Earlier, pull warps gave the credits, each behind up to three fences: a
+// flat combine of 4096 tokens, rows in the window, by 32 blocks of 4 H200s, two a domain, took 875 us, and 600 us with a ring for all
+// tokens, which needs no credits; then it took 705 us (bench/results: domains-h200-4.json at cea8c2a7 and at b156cddd, rings-h200-4.json).
 #pragma once
 #include "../pull.cuh"
 #include "../work_list.cuh"

@@ -1,6 +1,7 @@
-// Adds up rows with several domains: as ../gather.cuh, but an item is a row of pieces. What an item takes is then done once, not for each of
-// its pieces, and loads are issued some at a time. With few blocks a warp spent most of its time on that: an `expert` combine of 4096 tokens
-// by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json at b156cddd, and today's).
+// Adds up rows with several domains: as ../gather.cuh, but an item is a row of pieces. What an item takes is then done once, not for each
+// of its pieces, and loads are issued some at a time. With few blocks a warp spent most of its time on that: an `expert` combine of 4096
+// tokens by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json at b156cddd, and
+// today's).
 #pragma once
 #include "../gather.cuh"
 
@@ -29,8 +30,8 @@ struct GatherRows : Gather<Ring, Role> {
     // At least two pieces are then in the ring whenever two are to be added; 4-byte columns would spill.
     static constexpr bool kPairs = kRefill > 0 && bytes_of(kType) == 2;
 
-    // The item whose loads are being issued: pieces after this one, and its first column; of each piece, its sources and this lane's position
-    // among them.
+    // The item whose loads are being issued: pieces after this one, and its first column; of each piece, its sources and this lane's
+    // position among them.
     i32 pieces_left = 0, column = 0, sources = 0, position = -1;
 
     MOECOMM_FN GatherRows(Ring& of_warp, Role& of_role) : Gather{of_warp, of_role} {}
