@@ -1,7 +1,7 @@
 // Step 3: the source rank pulls the rows of its tokens, at most one from each rank, and adds them in rank order.
 //
 // Rows are pulled, not pushed: rows in the window are read in place and need no receive buffer at the source rank. 16 blocks read at 0.97
-// of the wire; more blocks are slower: 24 read at 0.93, 64 at 0.89 (bench/results/few-sms-h200-4.json; reads alone:
+// of the wire; more blocks are slower: 24 read at 0.94, 64 at 0.89 (bench/results/few-sms-h200-4.json; reads alone:
 // all-to-all-h200-4.json).
 #pragma once
 #include "collect.cuh"

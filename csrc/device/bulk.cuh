@@ -6,8 +6,8 @@
 //   bulk stores -> a flag of this rank         after bulk_wait() by the thread that issued them.
 // Addresses and sizes are multiples of 16 bytes. One thread calls each function; none of them can fail.
 //
-// Payload travels by bulk copy because 8 blocks then fill the links: 328 GB/s written and 322 read, where 16-byte stores and loads of
-// threads reach 283 and 262, and less with more blocks (bench/results/all-to-all-h200-4.json).
+// Payload travels by bulk copy because 8 blocks then fill the links: 330 GB/s written and 323 read, where 16-byte stores and loads of
+// threads reach 308 and 221, and hardly more with more blocks (bench/results/all-to-all-h200-4.json).
 #pragma once
 #include "config.cuh"
 

@@ -179,7 +179,7 @@ def cluster(blocks: int, sms: int) -> int:
     """Return the number of blocks of a cluster of a launch.
 
     A GEMM that runs concurrently with a round on few multiprocessors may need clusters of them, so the round occupies
-    complete ones.  The round gets faster by it, too: on 16 blocks a bf16 dispatch of 4096 tokens takes 480 us, and took
+    complete ones.  The round gets faster by it, too: on 16 blocks a bf16 dispatch of 4096 tokens takes 481 us, and took
     496 without clusters (bench/results/ht-h200-4.json, and before).
     """
     few = 2 * blocks <= sms  # more do not fit in clusters whatever the GPU's
