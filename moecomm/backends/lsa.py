@@ -19,7 +19,7 @@ from moecomm import _native, tuning
 from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_masks, gpu_peers, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
-from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain
+from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain, scaleout_blocks
 from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
@@ -39,8 +39,6 @@ _ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets
 _STAGING_BYTES = 62 << 20
 _DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put directly, of 64 ranks
 
-# At least, between domains: a combine takes 398 us, and 716 by the table's 24 (bench/results/domains-h100-2.json).
-_SCALEOUT_BLOCKS = 64
 _SCALEOUT_CHUNK = 4  # most tokens of a chunk between domains, where one warp forwards a chunk token by token
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device polls for a while, then naps between polls
@@ -197,7 +195,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         choice = tuning.choose(self._gpu, self._ranks, op, layout, num_tokens)
         blocks, chunk = num_sms or choice.blocks, choice.chunk_tokens
         if is_multi_domain(self.context.shape):
-            blocks = num_sms or max(blocks, _SCALEOUT_BLOCKS)
+            blocks = num_sms or scaleout_blocks(op, blocks, num_tokens, self.context.shape.ring_tokens)
             chunk = min(chunk, _SCALEOUT_CHUNK, _native.most_chunk_tokens(self.context.shape))
             chunk = max([chunk, *(size for tokens, size in self.reach.least_chunks if num_tokens >= tokens)])
         return Schedule(max(1, min(blocks, self._most_blocks)), chunk)

@@ -174,6 +174,20 @@ def reads_in_place(args: _native.CombineArgs) -> bool:
     return args.layout == _FLAT and args.weight_grads == 0 and args.ctx.in_heap(args.y)
 
 
+def scaleout_blocks(op: str, blocks: int, num_tokens: int, ring_tokens: int) -> int:
+    """Return the blocks of a launch with several domains, where the table of one domain says `blocks`.
+
+    At least 64: a combine takes 398 us, and 716 by the table's 24 (bench/results/domains-h100-2.json).  Of tokens that
+    take the places of rings in turns, a block with few places waits for credits: with 768 places, 32 blocks dispatch in
+    592 us, 64 in 677, and 64 blocks combine in 807 us, 128 in 847 (domains-h200-4.json).
+    """
+    blocks = max(blocks, 64)
+    if num_tokens <= ring_tokens:
+        return blocks
+    least, places = (32, 24) if op == "dispatch" else (64, 12)
+    return max(least, min(blocks, ring_tokens // places))
+
+
 @lru_cache(maxsize=64)
 def cluster(blocks: int, sms: int) -> int:
     """Return the number of blocks of a cluster of a launch.

@@ -274,6 +274,30 @@ def test_blocks_and_chunks_come_from_the_table(monkeypatch: pytest.MonkeyPatch) 
     assert session.schedule("dispatch", num_tokens=1, layout="flat", num_sms=None) == (16, 4)
 
 
+@pytest.mark.parametrize(
+    ("op", "tokens", "ring", "by_table", "blocks"),
+    [
+        ("dispatch", 4096, 2496, 64, 64),
+        ("dispatch", 4096, 768, 64, 32),
+        ("dispatch", 4096, 192, 128, 32),
+        ("dispatch", 768, 768, 128, 128),  # all tokens have places of their own
+        ("combine", 4096, 2496, 24, 64),
+        ("combine", 4096, 2496, 128, 128),
+        ("combine", 4096, 768, 128, 64),
+        ("combine", 4096, 192, 24, 64),
+    ],
+)
+def test_blocks_between_domains_have_places_in_the_rings(
+    op: str, tokens: int, ring: int, by_table: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Choice(blocks=by_table, chunk_tokens=4))
+    context = SimpleNamespace(shape=shape_of(4, domain_ranks=2, max_tokens=4096, ring_tokens=ring))
+    reach = SimpleNamespace(least_chunks=())
+    session = session_of(_gpu="NVIDIA H200", _ranks=4, _most_blocks=132, context=context, reach=reach)
+    assert session.schedule(op, num_tokens=tokens, layout="expert", num_sms=None)[0] == blocks
+    assert session.schedule(op, num_tokens=tokens, layout="expert", num_sms=48)[0] == 48
+
+
 @pytest.mark.parametrize(("ranks", "most"), [(4, 64), (8, 96), (64, 320)])
 def test_the_memory_besides_outputs(ranks: int, most: int) -> None:
     settings = Settings(ranks, 7168, 256, 8, 4096, torch.bfloat16, "lsa", None)
