@@ -1,0 +1,124 @@
+"""Every seeded bug of a kernel must make rounds end with other bits, or not at all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from moecomm.backends import host
+from moecomm.core import packets
+from moecomm.testing import LocalBuffers, check_case, random_case
+from moecomm.testing import ranks as local
+
+from . import machine as machines
+from . import plain
+from .device_mutants import MUTANTS, Mutant
+from .machine import Machine, units
+from .test_kernels import DOMAINS
+from .test_kernels import pytestmark as of_emulator
+from .units import Units
+
+pytestmark = [*of_emulator, pytest.mark.long]
+# Rows have several pieces, and more tokens than there are places in a ring.
+SIZES: dict[str, Any] = {"hidden": 2568, "num_experts": 10, "topk": 3, "max_tokens": 80, "dtype": torch.bfloat16}
+PLAIN: dict[str, Any] = {
+    **dict.fromkeys(("quantize", "begin", "weight_grads", "in_window", "again"), False),
+    **dict.fromkeys(("scales", "wire", "own_weights", "max_rows")),
+    "layout": "expert",
+    "alignment": 1,
+    "weighted": True,
+}
+WAYS: dict[str, dict[str, Any]] = {  # how many bytes there are for packets and for direct rows
+    "packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20},
+    "rows": {"ranks": 4, "packet_bytes": lambda *_: 0},
+    "relays": {**DOMAINS, "direct_bytes": lambda *_: 0},
+    "straight": {**DOMAINS, "max_tokens": 20},
+}
+SEEDS = 3
+LIMIT_S = 240
+NOT_COMPILED = 3
+
+
+def rounds(way: str, machine: Machine) -> None:
+    """Compare rounds by the machine with the reference."""
+    sizes = {**SIZES, **WAYS[way]}
+    rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
+    of_case = {name: size for name, size in sizes.items() if name != "domain_ranks"}
+    with (
+        mock.patch.multiple(host, ring_tokens=lambda *_: 32, **rooms),
+        mock.patch.object(local, "_native", SimpleNamespace(host_run_all=machine.run_all)),
+        LocalBuffers(**sizes, backend="host") as ranks,
+    ):
+        for buffer in ranks.buffers:
+            buffer.rounds.session.reduced_rows_in_heap = False
+        try:
+            for seed in range(SEEDS):
+                check_case(ranks, replace(random_case(seed, **of_case, few_kernels=True), **PLAIN))
+        finally:
+            machine.forget()
+
+
+def library(mutant: Mutant) -> Callable[[str], Any]:
+    """Return what loads units, those of the mutant's kernel with its edit."""
+
+    def write(csrc: Path, into: Path) -> None:
+        plain.write(csrc, into)
+        text = (into / mutant.file).read_text()
+        assert text.count(mutant.old) == 1, mutant
+        (into / mutant.file).write_text(text.replace(mutant.old, mutant.new))
+
+    edited, kernel = Units(write, "cuda.h"), mutant.file.partition("/")[0]
+    return lambda unit: (edited if f'"{kernel}/' in unit else units()).library(unit)
+
+
+def with_an_edit(mutant: Mutant) -> None:
+    """Run a mutant's rounds in a process of its own, which may end in any way."""
+    machine = Machine()
+    machine.library = library(mutant)
+    try:
+        rounds(mutant.way, machine)
+    except subprocess.CalledProcessError:  # of the compiler
+        os._exit(NOT_COMPILED)
+
+
+@pytest.fixture(scope="module")
+def intact() -> None:
+    """Rounds of every way by intact kernels, which are then compiled."""
+    for way in WAYS:
+        rounds(way, Machine())
+
+
+@pytest.fixture(scope="module")
+def ended(intact: None) -> dict[str, int | None]:
+    """The exit code of each mutant's process; None: it had to be killed."""
+    context = multiprocessing.get_context("fork")
+
+    def end_of(mutant: Mutant) -> int | None:
+        process = context.Process(target=partial(with_an_edit, mutant))
+        process.start()
+        process.join(LIMIT_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            return None
+        return process.exitcode
+
+    with mock.patch.object(machines, "LIMIT", 20_000), ThreadPoolExecutor(2) as pool:
+        return dict(zip((mutant.name for mutant in MUTANTS), pool.map(end_of, MUTANTS), strict=True))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_mutant_is_caught(mutant: Mutant, ended: dict[str, int | None]) -> None:
+    assert ended[mutant.name] not in (0, NOT_COMPILED, None)
