@@ -42,9 +42,9 @@ def front() -> list[str]:
     )
     notes = (
         "- `y in the window`: experts wrote `y` to memory from `buffer.empty()`, so combine does not copy it. `y "
-        "outside`: any other tensor. Other libraries have one time, which stands in both rows. NCCL EP and FlashInfer "
-        "read registered memory: compare them with `y in the window`. DeepEP reads any tensor: compare it with `y "
-        "outside`.\n"
+        "outside`: any other tensor. Other libraries have one time, which stands and counts in both rows. NCCL EP and "
+        "FlashInfer read registered memory: compare them with `y in the window`. DeepEP reads any tensor: compare it "
+        "with `y outside`.\n"
         "- FP8 dispatch: moecomm, DeepEP V1 low latency and NCCL EP low latency take bf16 and cast. The others take "
         "rows in FP8, and the cast is not timed.\n"
         "- `batched` has the low-latency kernels of DeepEP V1 and NCCL EP (expert-major); `flat` and `expert` have "

@@ -131,9 +131,10 @@ def layers() -> list[str]:
     head = (
         "Whole expert layers (`buffer.moe`), 4 H200s, bfloat16, in a captured graph; medians of the slowest rank. "
         "*Unfused*: dispatch, experts and combine as separate launches. *Fused*: rows travel while the GEMMs run. The "
-        "first ratio divides the faster of the two by our grouped GEMMs alone. The second divides torch's layer "
-        "(all_to_all and grouped GEMMs, same run) by it. The last column is the fused layer with FP8 weights. No fused "
-        "layer of another library (DeepGEMM's Mega MoE, FlashInfer) was measured:"
+        "first ratio divides the faster of these two layers by our two grouped GEMMs alone, which are separate "
+        "launches: a fused layer can take a little less. The second divides torch's layer (all_to_all and grouped "
+        "GEMMs, same run) by the faster of ours. The last column is the fused layer with FP8 weights. No fused layer "
+        "of another library (DeepGEMM's Mega MoE, FlashInfer) was measured:"
     )
     rows = [row for name in used for row in layer_rows(name, README_LAYERS[name])]
     return [head, table(LAYER_COLUMNS, rows), source(used)]

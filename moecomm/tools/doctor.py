@@ -171,7 +171,7 @@ def _between_domains(name: str) -> str:
         return "between domains through the NIC; we have not run it"
     if name == "gin":
         return "between domains through moecomm's RMA plugin, because there is no RDMA NIC here"
-    return "inside one NVLink domain, because there is no RDMA NIC here"
+    return "between domains of this host alone, over NVLink, because there is no RDMA NIC here"
 
 
 def _versions() -> dict[str, str | None]:

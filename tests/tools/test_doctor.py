@@ -73,7 +73,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch, *, rdma: bool, shim: str = "", lac
 
 NIC = "can run: between domains through the NIC; we have not run it"
 PROXY = "can run: between domains through moecomm's RMA plugin, because there is no RDMA NIC here"
-INSIDE = "can run: inside one NVLink domain, because there is no RDMA NIC here"
+INSIDE = "can run: between domains of this host alone, over NVLink, because there is no RDMA NIC here"
 
 
 def test_one_true_sentence_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:

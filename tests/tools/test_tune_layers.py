@@ -103,10 +103,10 @@ def kept(ranks: int) -> list[list[dict[str, Any]]]:
     return [json.loads((RESULTS / name).read_text())["rows"] for name in names]
 
 
-# Where the shipped bounds, made by hand before there was the rule, differ from what it derives.  On 4 ranks one layer
-# of 32 rows a rank gains 0.41 %, little more than the tolerance.  The table keeps the 256 rows from which on layers
-# gain 1.9 % and more.
-DERIVED = {("bf16", 4): Bounds("bf16", 4, 16, 32)}
+# Where the shipped bounds differ from what the rule derives.  On 4 ranks, 16 tokens of GPT-OSS, 64 rows a rank, gain
+# 3.3 %.  In earlier versions of the results as few tokens of DeepSeek-V3 and Qwen3-235B gained nothing
+# (docs/decisions.md), so the table keeps the 256 rows from which on all layers gain.
+DERIVED = {("bf16", 4): Bounds("bf16", 4, 2, 64)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
