@@ -24,8 +24,8 @@ from moecomm.tuning.layers import Bounds
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100 = "NVIDIA H100 80GB HBM3"  # has no table of its own
 VARIANTS = {BF16: ("sequential", moe.FUSED), FP8: ("fp8", f"fp8, {moe.FUSED}")}
-# Layers that are faster fused outside of the bounds: in bfloat16 the bounds are careful (tests/tools/test_tune_layers.py),
-# and in FP8 none have 2 rows an expert that do not have layers of Mixtral, which lose.
+# Layers that are faster fused outside of the bounds.  In bfloat16 the bounds are careful, see
+# tests/tools/test_tune_layers.py; in FP8 none have 2 rows an expert that do not have layers of Mixtral, which lose.
 OUTSIDE = {("moe-gpt-oss-120b-h200-4", 16)}
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("moe-*-h200-[24].json"))
 
