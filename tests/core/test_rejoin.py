@@ -53,7 +53,7 @@ def test_two_ranks_become_four_and_two_again(tmp_path: Path) -> None:
 
 def test_the_time_of_a_join_begins_when_the_last_that_joins_is_there(tmp_path: Path) -> None:
     """Processes on GPUs start one after the other, seconds apart."""
-    late_s = 2.0
+    late_s = 1.0
 
     def member(job: Job, process: int) -> Member:
         time.sleep(late_s * process)

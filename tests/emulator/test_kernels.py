@@ -107,7 +107,6 @@ def tokens(rank: int, layout: str) -> dict[str, Any]:
         # 2568 and 4096 columns: rows of several pieces, of which the last is shorter, or none
         [("some", 2, 64), ("none", 3, 2568), *((way, CASES, 64) for way in ("all", "some", "none")), ("none", 6, 4096)],
         ("some", 2, 64),
-        ("none", 3, 2568),
     ),
 )
 def test_random_cases_across_domains(
