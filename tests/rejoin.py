@@ -119,12 +119,11 @@ class Member:
         self.members: list[int] = []
         self.number = self.rounds = self._shrinks = self._tried = self._failed = 0
         self.buffer: moecomm.Buffer
-        self._begun = 0.0  # when this process began to open or to grow the Buffer that has not made a round yet
+        self._begun = 0.0  # when the Buffer that has not made a round yet began to grow, or all that join it were there
 
     def run(self, number: int) -> None:
         """Join by that invitation, and make rounds."""
         made = self.job.invitation(number)
-        self._begun = time.monotonic()
         self.job.set("waits_ns", time.monotonic_ns(), self.process)
         self.job.set("waits_for", number, self.process)
         try:
@@ -133,15 +132,12 @@ class Member:
             self.job.note(self.process, kind="not joined", error=type(error).__name__)
             os._exit(NOT_JOINED)
         self._take(made, "join")
+        # Nobody joins before the last of those that join together is there.
+        new = (one for one in self.members if self.job.get("waits_for", one) == number)
+        self._begun = max(self.job.get("waits_ns", one) for one in new) / 1e9
         while self._go_on():
             pass
         self.buffer.close()
-
-    def _since(self) -> float:
-        """When it could go on: nobody joins before the last of those that join together is there."""
-        new = (one for one in self.members if self.job.get("waits_for", one) == self._tried)
-        last = max((self.job.get("waits_ns", one) for one in new), default=0) / 1e9
-        return max(self._begun, last) if self._kind == "join" else self._begun
 
     @property
     def life(self) -> int:
@@ -166,7 +162,7 @@ class Member:
             self._shrink(error)
             return True
         if self._begun:
-            self.job.note(self.process, kind=self._kind, ms=1e3 * (time.monotonic() - self._since()))
+            self.job.note(self.process, kind=self._kind, ms=1e3 * (time.monotonic() - self._begun))
             self._begun = 0.0
         done, self.number, self.rounds = self.number, self.number + 1, self.rounds + 1
         self.job.set("number", self.number, self.process)

@@ -10,7 +10,7 @@
 
 namespace moecomm {
 
-// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (gather.cuh).
+// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (scaleout/gather_rows.cuh).
 struct Item {
     i32 sources;      // rows that are added
     i32 column;       // first column of the first piece

@@ -40,9 +40,7 @@ CASES = 10
 BEHIND = 1 << 16  # bytes that nobody may write
 
 
-def random_cases(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, direct: str, cases: int, hidden: int = SIZES["hidden"]
-) -> None:
+def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, direct: str, cases: int, hidden: int) -> None:
     """Rounds of CPU ranks by the machine; rows go straight to ranks of other domains, those of some do, or none."""
     sizes = {**UNEVEN, "hidden": hidden}
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +21,10 @@ from moecomm.core import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 
+from ..native.mutants import Mutant
 from . import machine as machines
 from . import plain
-from .device_mutants import MUTANTS, Mutant
+from .device_mutants import MUTANTS
 from .machine import Machine, units
 from .test_kernels import DOMAINS
 from .test_kernels import pytestmark as of_emulator
@@ -88,7 +88,7 @@ def with_an_edit(mutant: Mutant) -> None:
     machine = Machine()
     machine.library = library(mutant)
     try:
-        rounds(mutant.way, machine)
+        rounds(mutant.caught_by, machine)
     except subprocess.CalledProcessError:  # of the compiler
         os._exit(NOT_COMPILED)
 
@@ -106,7 +106,7 @@ def ended(intact: None) -> dict[str, int | None]:
     context = multiprocessing.get_context("fork")
 
     def end_of(mutant: Mutant) -> int | None:
-        process = context.Process(target=partial(with_an_edit, mutant))
+        process = context.Process(target=with_an_edit, args=(mutant,))
         process.start()
         process.join(LIMIT_S)
         if process.exitcode is None:

@@ -12,6 +12,7 @@ class Mutant:
     old: str  # occurs there exactly once
     new: str
     # "plain", "tsan", "asan": random rounds; "failures": the failing rounds.  With "domains " before: several domains.
+    # Of kernels: see tests/emulator/device_mutants.py.
     caught_by: str
 
 
