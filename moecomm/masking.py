@@ -26,8 +26,9 @@ class MaskableRanks:
         of the sums is missing.  Numbers of ranks and experts, shapes and addresses stay as they are.  Handles of
         earlier dispatches can't be used any more, and a dispatch_begin() without its end is forgotten.
 
-        The masked rank raises Excluded at its next call.  One that was taken for lost and is still in a round may write
-        to the windows until it notices; shrink(), which opens others, is the way without that risk.
+        The masked rank raises Excluded at its next call; over a network, if no rank of its domain stays, its next round
+        ends by its deadline.  One that was taken for lost and is still in a round may write to the windows until it
+        notices; shrink(), which opens others, is the way without that risk.
 
         Args:
             ranks: to mask, beside those that are masked already.  None: after PeerLost or Timeout, agree on who is lost
@@ -41,7 +42,6 @@ class MaskableRanks:
         Raises:
             Excluded: the others go on without this rank.
             BadInput: a call during a capture; ranks or replicas that can't be used.
-            Unsupported: ranks in several domains, between which NCCL GIN or NVSHMEM puts.
             Timeout, PeerLost: there is nothing over which the ranks could agree.
             Closed, ConcurrentCall: as everywhere.
         """
@@ -72,7 +72,7 @@ class MaskableRanks:
         Raises:
             PeerLost, Timeout: one of the ranks did not come, and stays masked; the Buffer can be used.  On a masked
                 rank: no other one called unmask().
-            Excluded, BadInput, Unsupported, Closed, ConcurrentCall: see mask().
+            Excluded, BadInput, Closed, ConcurrentCall: see mask().
         """
         rounds = self.rounds
         joining = _checked(rounds, ranks)

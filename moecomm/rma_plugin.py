@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import secrets
 from pathlib import Path
 
@@ -105,18 +106,31 @@ def take_times() -> dict[str, int] | None:
 
 
 def watch(secret: str, abort_word: int) -> None:
-    """From now on the first peer that a communicator with this secret loses ends the waits of kernels that look at the
-    32-bit word at `abort_word`, an address; 0: nobody does any more.  NCCL tells its log, and no kernel.
+    """From now on a peer that a communicator with this secret loses ends the waits of kernels that look at the 32-bit
+    word at `abort_word`, an address; 0: nobody does any more.  NCCL tells its log, and no kernel.
+
+    Where somebody watches, puts to a lost peer are dropped, and NCCL's thread goes on for the others.
     """
     if _library().moecomm_rma_watch(secret.encode(), ctypes.c_void_p(abort_word or None)) != 0:
         raise MemoryError
 
 
-def first_loss(secret: str) -> tuple[int, str] | None:
-    """Return the lost peer, and the report; None: none is lost, or nobody watches.  This rank: a local failure."""
+def ignore(secret: str, rank: int, ignored: bool) -> None:
+    """From now on, do not end waits when this peer is lost, or end them again."""
+    if _library().moecomm_rma_ignore(secret.encode(), rank, int(ignored)) != 0:
+        raise MemoryError
+
+
+def losses(secret: str) -> dict[int, str]:
+    """Return the peers that were lost since watch(), and the reports.  This rank: a local failure."""
     text = ctypes.create_string_buffer(512)
-    rank = int(_library().moecomm_rma_first_loss(secret.encode(), text, ctypes.c_size_t(len(text))))
-    return None if rank < 0 else (rank, text.value.decode(errors="replace"))
+    found: dict[int, str] = {}
+    for number in itertools.count():
+        rank = int(_library().moecomm_rma_loss(secret.encode(), number, text, ctypes.c_size_t(len(text))))
+        if rank < 0:
+            return found
+        found[rank] = text.value.decode(errors="replace")
+    raise AssertionError
 
 
 def _library() -> ctypes.CDLL:

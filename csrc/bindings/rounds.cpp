@@ -115,7 +115,7 @@ py::bytes bytes_of(const T& words) {
 
 py::bytes resumed_signals(const Shape& shape, u32 round) {
     std::vector<u64> words;
-    for (u64 which = 0; which < static_cast<u64>(shape.ranks); ++which) words.push_back(resumed_signal(shape, round, which));
+    for (u64 which = 0; which < static_cast<u64>(shape.ranks); ++which) words.push_back(resumed_signal(shape.ranks, round, which));
     return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(u64)};
 }
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "../device/leave_args.h"
+#include "../device/between_rounds_args.h"
 #include "../elementwise/args.h"
 #include "../fused/layer_args.h"
 #include "../overlap/args.h"
@@ -96,8 +96,8 @@ Structs structs() {
     STRUCT(SwigluArgs, FIELD(both), FIELD(inner), FIELD(weights), FIELD(to_both), FIELD(to_inner), FIELD(to_weights), FIELD(end),
            FIELD(count), FIELD(columns), FIELD(width), FIELD(pad))
     STRUCT(GradientArgs, FIELD(rows), FIELD(y), FIELD(weights), FIELD(to_y), FIELD(to_weights), FIELD(count), FIELD(hidden))
-    STRUCT(LeaveArgs, FIELD(window), FIELD(link), FIELD(signals), FIELD(tagged_words), FIELD(bytes), FIELD(abort_here), FIELD(abort_host),
-           FIELD(timeout_ns), FIELD(rank), FIELD(ranks), FIELD(domain_ranks), FIELD(pad))
+    STRUCT(LeaveArgs, FIELD(ctx), FIELD(tagged_words), FIELD(bytes), FIELD(members))
+    STRUCT(QuiesceArgs, FIELD(ctx), FIELD(members), FIELD(agreement), FIELD(last_round), FIELD(missing))
     STRUCT(Window, FIELD(peers), FIELD(control), FIELD(record), FIELD(abort_host), FIELD(timeout_ns), FIELD(nbytes), FIELD(abort),
            FIELD(state), FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals),
            FIELD(pad))

@@ -20,7 +20,7 @@ void resume(const Context& ctx, u32 round, const u64* mask) {
     *at<Resumed>(ctx, ctx.rank, ctx.window.state) = resumed(round, mask);
     if (ctx.link != 0) {
         for (u64 which = 0; which < signals(ctx.shape); ++which) {
-            *at<u64>(ctx, ctx.rank, signal_at(ctx.window, which)) = resumed_signal(ctx.shape, round, which);
+            *at<u64>(ctx, ctx.rank, signal_at(ctx.window, which)) = resumed_signal(ctx.shape.ranks, round, which);
             *at<u64>(ctx, ctx.rank, signal_value_at(ctx.window, which)) = 0;
         }
         link_of(ctx).begin_anew(ctx.rank, round);

@@ -74,7 +74,7 @@ struct WindowLayout {
     u64 packets;
     u64 split_headers;   // RoundHeader[ranks]: scratch: headers in the dispatch that was begun last (CPU ranks: of this domain); several
                          // domains
-    u64 signals;         // u64[2][signals()]: signals that only links write (domains.h), then, from second_half on, the last values of
+    u64 signals;         // u64[2][all_signals()]: signals that only links write (domains.h), then, from second_half on, the last values of
                          // this rank's signals at other ranks (kernels); several domains
     u64 counters;        // u64[counter_words()]: what this rank has counted (counters.h)
     u64 staging;         // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
@@ -94,6 +94,8 @@ constexpr u64 kSignalsOfPlace = 4;
 MOECOMM_BOTH constexpr u64 signals(const Shape& s) {
     return domains(s) > 1 ? 3 * s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens : 0;
 }
+// With those of agreements on who takes part, by rank, which no round uses.
+MOECOMM_BOTH constexpr u64 all_signals(const Shape& s) { return domains(s) > 1 ? signals(s) + s.ranks : 0; }
 
 // Words of `counters`: scalars, seven for each peer, and one for each expert of the rank that has most.
 constexpr u64 kScalarCounters = 2, kPeerCounters = 7;
@@ -134,7 +136,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.summed = take((kMaxBlocks * (columns + 1) + (shares_columns(s.ranks) ? 4 * columns : 0)) * sizeof(u64));
     w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes) + (takes_weights(s) ? 2 * ranks * tokens * s.topk * sizeof(u64) : 0));
     w.split_headers = take(domains(s) > 1 ? ranks * sizeof(RoundHeader) : 0);
-    w.signals = take(2 * align_up(signals(s) * sizeof(u64), line));
+    w.signals = take(2 * align_up(all_signals(s) * sizeof(u64), line));
     w.counters = take(counter_words(s) * sizeof(u64));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
     const u64 scaleout = domains(s) > 1 ? domains(s) * ring : 0;

@@ -13,7 +13,7 @@ static_assert(sizeof(Resumed) == sizeof(State) + sizeof(Mask), "the mask lies be
 
 // Go on after `round` without the ranks of `mask`, u64[kMaskWords]. Nobody reads rows that earlier rounds have staged, no dispatch has
 // begun, and no block of a kernel counts.
-inline Resumed resumed(u32 round, const u64* mask) {
+MOECOMM_BOTH Resumed resumed(u32 round, const u64* mask) {
     Resumed r{};
     r.state.round = round;
     r.mask.since = round_tag(round + 1);
@@ -22,8 +22,8 @@ inline Resumed resumed(u32 round, const u64* mask) {
 }
 
 // The word of `signals` that goes with it: forwarders, and so the writers of signals, may be others than before.
-inline u64 resumed_signal(const Shape& s, u32 round, u64 which) {
-    return which < static_cast<u64>(s.ranks) ? tagged_words_value(round_tag(round)) : 0;
+MOECOMM_BOTH constexpr u64 resumed_signal(i32 ranks, u32 round, u64 which) {
+    return which < static_cast<u64>(ranks) ? tagged_words_value(round_tag(round)) : 0;
 }
 
 }  // namespace moecomm

@@ -69,6 +69,7 @@ class Comm {
         std::unique_ptr<Mailbox> to, from;
         std::vector<Lane*> lanes;  // those with requests
         std::optional<Failure> failure;
+        bool dropped = false;                         // it has failed, somebody has been told, and puts to it end without effect
         std::optional<Clock::time_point> full_since;  // since when the mailbox `to` is full
         size_t open = 0;                              // open requests
         bool watched = false;                         // by epoll_
@@ -105,6 +106,7 @@ class Comm {
     std::vector<std::shared_ptr<Region>> retired_regions_;  // mappings that may still be in use
     std::deque<Request> requests_;
     std::vector<Request*> free_, released_;
+    Request dropped_;            // stands for every put to a dropped peer
     std::deque<Request*> gets_;  // in order, until they have ended
     uint64_t gets_issued_ = 0, gets_ended_ = 0;
     std::optional<Failure> first_failure_;

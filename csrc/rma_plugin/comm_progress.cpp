@@ -50,6 +50,7 @@ Request* Comm::put(Context& context, int number, int peer, const Move& move, con
     times::Post post;
     const std::lock_guard<std::mutex> lock(mutex_);
     const InContext in_context(gpu_.get());
+    if (peer >= 0 && peer < static_cast<int>(peers_.size()) && peers_[peer].dropped) return &dropped_;
     check_peer(peer);
     std::shared_ptr<Region> signal;
     if (raise != nullptr) {
@@ -116,6 +117,7 @@ void Comm::submit(Request& request, Context& context, int number) try {
 
 bool Comm::test(Request* request) {
     times::Poll poll;
+    if (request == &dropped_) return true;
     const std::lock_guard<std::mutex> lock(mutex_);
     const bool flush = request->kind == Request::Kind::kFlush;
     const auto done = [&] { return flush ? gets_ended_ >= request->gets_before : request->done(); };
@@ -125,6 +127,8 @@ bool Comm::test(Request* request) {
         close_request(*request);
         return true;
     }
+    if (request->kind == Request::Kind::kPut && peers_[request->peer].dropped)
+        return true;  // queues point to it as long as this object lives
     const std::optional<Failure>& failure = flush ? first_failure_ : peers_[request->peer].failure;
     if (failure.has_value()) throw *failure;
     return false;
@@ -254,8 +258,8 @@ void Comm::fail(int rank, Failure failure) {
     warn(failure.what());
     failure.told = true;
     peer.failure = failure;
-    if (!first_failure_.has_value()) first_failure_ = failure;
-    losses::tell(settings_.secret, me_, rank, failure.what());
+    peer.dropped = losses::tell(settings_.secret, me_, rank, failure.what()) && rank != me_;
+    if (!peer.dropped && !first_failure_.has_value()) first_failure_ = failure;
     unwatch(peer);
     if (peer.link != nullptr) peer.link->shut();
 }

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
+#include <vector>
 
 #include "../protocol/order.h"
 #include "../protocol/record.h"
@@ -11,10 +13,14 @@
 namespace moecomm::rma::losses {
 namespace {
 
+struct Loss {
+    int rank;
+    std::string text;
+};
 struct Job {
     uint32_t* word;
-    int rank = -1;
-    std::string text;
+    std::vector<Loss> losses;
+    std::set<int> ignored;
 };
 std::mutex mutex;
 
@@ -28,31 +34,43 @@ std::map<std::string, Job>& jobs() {
 void watch(const std::string& secret, uint32_t* word) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (word != nullptr) {
-        jobs()[secret] = {word, -1, ""};
+        jobs()[secret] = {word, {}, {}};
     } else {
         jobs().erase(secret);
     }
 }
 
-void tell(const std::string& secret, int own_rank, int rank, const std::string& what) {
+void ignore(const std::string& secret, int rank, bool ignored) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = jobs().find(secret);
-    if (found == jobs().end() || found->second.rank >= 0) return;
-    found->second.rank = rank;
-    found->second.text = what;
-    const auto cause = rank == own_rank ? moecomm::Failure::aborted : moecomm::Failure::peer_lost;
-    compare_exchange(found->second.word, 0, abort_word(cause, rank));
+    if (found == jobs().end()) return;
+    if (ignored) {
+        found->second.ignored.insert(rank);
+    } else {
+        found->second.ignored.erase(rank);
+    }
 }
 
-int first(const std::string& secret, char* text, size_t bytes) {
+bool tell(const std::string& secret, int own_rank, int rank, const std::string& what) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = jobs().find(secret);
-    if (found == jobs().end() || found->second.rank < 0 || bytes == 0) return -1;
-    const std::string& what = found->second.text;
-    const size_t length = std::min(what.size(), bytes - 1);
-    std::memcpy(text, what.data(), length);
+    if (found == jobs().end()) return false;
+    Job& job = found->second;
+    job.losses.push_back({rank, what});
+    const auto cause = rank == own_rank ? moecomm::Failure::aborted : moecomm::Failure::peer_lost;
+    if (job.ignored.count(rank) == 0) compare_exchange(job.word, 0, abort_word(cause, rank));
+    return true;
+}
+
+int nth(const std::string& secret, int number, char* text, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = jobs().find(secret);
+    if (found == jobs().end() || number < 0 || static_cast<size_t>(number) >= found->second.losses.size() || bytes == 0) return -1;
+    const Loss& loss = found->second.losses[static_cast<size_t>(number)];
+    const size_t length = std::min(loss.text.size(), bytes - 1);
+    std::memcpy(text, loss.text.data(), length);
     text[length] = 0;
-    return found->second.rank;
+    return loss.rank;
 }
 
 }  // namespace moecomm::rma::losses

@@ -6,12 +6,15 @@
 
 namespace moecomm::rma::losses {
 
-// Watch communicators with this secret: the first loss stores its abort_word (csrc/protocol/record.h) in `word`, unless `word` is not 0.
-// `word` must live until watch(secret, nullptr), which ends the watch.
+// Watch communicators with this secret: a loss stores its abort_word (csrc/protocol/record.h) in `word`, unless `word` is not 0. `word`
+// must live until watch(secret, nullptr), which ends the watch.
 void watch(const std::string& secret, uint32_t* word);
-// Called on NCCL's thread; takes a lock that no thread holds while it waits. `rank` is `own_rank` if the fault is on this rank.
-void tell(const std::string& secret, int own_rank, int rank, const std::string& what);
-// The first loss since watch(): returns the rank, or -1 for none; `text` gets its description, cut to `bytes`.
-int first(const std::string& secret, char* text, size_t bytes);
+// From now on, losses of this rank store nothing, or do so again.
+void ignore(const std::string& secret, int rank, bool ignored);
+// Called on NCCL's thread; takes a lock that no thread holds while it waits. `rank` is `own_rank` if the fault is on this rank. Returns
+// whether somebody watches.
+bool tell(const std::string& secret, int own_rank, int rank, const std::string& what);
+// The loss of that number since watch(), from 0 on: returns the rank, or -1 for none; `text` gets its description, cut to `bytes`.
+int nth(const std::string& secret, int number, char* text, size_t bytes);
 
 }  // namespace moecomm::rma::losses

@@ -195,8 +195,15 @@ int moecomm_rma_watch(const char* secret, uint32_t* word) {
     return moecomm::rma::guarded([&] { moecomm::rma::losses::watch(secret, word); });
 }
 
-MOECOMM_EXPORT int moecomm_rma_first_loss(const char* secret, char* text, size_t bytes);
-int moecomm_rma_first_loss(const char* secret, char* text, size_t bytes) { return moecomm::rma::losses::first(secret, text, bytes); }
+MOECOMM_EXPORT int moecomm_rma_ignore(const char* secret, int rank, int ignored);
+int moecomm_rma_ignore(const char* secret, int rank, int ignored) {
+    return moecomm::rma::guarded([&] { moecomm::rma::losses::ignore(secret, rank, ignored != 0); });
+}
+
+MOECOMM_EXPORT int moecomm_rma_loss(const char* secret, int number, char* text, size_t bytes);
+int moecomm_rma_loss(const char* secret, int number, char* text, size_t bytes) {
+    return moecomm::rma::losses::nth(secret, number, text, bytes);
+}
 
 // regMrSymDmaBuf is null: NCCL calls it only for multi-segment windows with a dma-buf, which properties() does not offer.
 MOECOMM_EXPORT const moecomm::rma::abi::RmaV14 ncclRmaPlugin_v14;

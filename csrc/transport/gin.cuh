@@ -4,7 +4,9 @@
 // A channel is a GIN context, with queues and signals of its own. Contexts are not ordered among each other, and the reader does not know
 // through which one a signal arrives, so the value of a signal is the sum over all contexts. Each signal has one writer, which adds to it
 // again only through the same channel, or after the reader has answered the previous value; so the sum never takes an unintended value.
+// NCCL's own words only grow: the word in the window that other transports add to holds the difference, which set_signal changes.
 #pragma once
+#include "../protocol/domains.h"
 #include "../shims/shims.h"
 #include "transport.cuh"
 
@@ -37,8 +39,12 @@ struct Gin : Lsa {
     MOECOMM_FN void put_add(i32 peer, u64 to, u64 from, u64 bytes, u64 which, u64 amount) const {
         moecomm_gin_put_signal_warp(comm(), context, peer, handle(), to, handle(), from, bytes, static_cast<u32>(which), amount);
     }
+    MOECOMM_FN u64* difference(u64 which) const { return local<u64>(signal_at(ctx.window, which)); }
+    MOECOMM_FN void set_signal(u64 which, u64 value) const {
+        store_relaxed(difference(which), load_relaxed(difference(which)) + value - signal_value(which));
+    }
     MOECOMM_FN u64 signal_value(u64 which) const {
-        u64 value = 0;
+        u64 value = load_relaxed(difference(which));
         for (i32 c = channels(); c-- > 0;) value += moecomm_gin_read_signal(comm(), c, static_cast<u32>(which));
         return value;
     }

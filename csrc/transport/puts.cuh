@@ -109,6 +109,7 @@ struct Puts : Lsa {
         if (threadIdx.x % kWarp == 0) add(peer, which, amount);
     }
     MOECOMM_FN u64 signal_value(u64 which) const { return load_acquire(local<const u64>(signal_at(ctx.window, which))); }
+    MOECOMM_FN void set_signal(u64 which, u64 value) const { store_relaxed(local<u64>(signal_at(ctx.window, which)), value); }
     MOECOMM_FN i32 has_room(i32, i32) const { return 1; }
     MOECOMM_FN void sent_begin(i32, u64*) const {}
     MOECOMM_FN i32 sent_ended(i32, const u64*) const { return 1; }  // put has read the source

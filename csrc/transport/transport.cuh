@@ -23,6 +23,7 @@
 //                                     library has such. Needs room for both
 //   i64  worth_a_message              constexpr: so many unused bytes cost less than a message
 //   u64  signal_value(which)          by one thread: acquire a signal of this rank, whichever channel it came through
+//   void set_signal(which, value)     by one thread, while no peer adds to it: make a signal of this rank have this value
 //   i32  has_room(peer, posts)        by one thread: 1: the next `posts` puts and adds of the channel to the peer do not block;
 //                                     0: they would; -1: the path is broken
 //   void sent_begin(peer, ticket)     by one thread: record in `ticket` what has been put to the peer

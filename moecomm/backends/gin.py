@@ -167,10 +167,14 @@ class GinReach(Reach):
         if self._watched is not None:
             rma_plugin.watch(self._watched, abort_word)
 
+    def ignore(self, rank: int, ignored: bool) -> None:
+        """See Reach."""
+        if self._watched is not None:
+            rma_plugin.ignore(self._watched, rank, ignored)
+
     def losses(self) -> dict[int, str]:
         """See Reach."""
-        lost = None if self._watched is None else rma_plugin.first_loss(self._watched)
-        return {} if lost is None else dict([lost])
+        return {} if self._watched is None else rma_plugin.losses(self._watched)
 
     def open_window(self, layout: Layout) -> windows.Window:
         """See Reach.  There is a signal a word of `layout.signals`, and one more, which rounds do not use."""

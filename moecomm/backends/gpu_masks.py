@@ -7,12 +7,11 @@ from collections.abc import Collection
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver, windows
+from moecomm.backends import cuda_driver, quiesce, windows
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.backends.lsa_kernels import is_multi_domain
 from moecomm.core import failures
 from moecomm.core.session import Maskable
-from moecomm.errors import Unsupported
 
 _WORDS = CONTROL + 128  # offset in the control memory, behind what peeks and leaving use at the same time
 
@@ -27,11 +26,10 @@ class Masks:
     context: _native.Context
     _window: windows.Window | None
     _peers: GpuPeers
+    _masked: Collection[int]
 
     def maskable(self) -> Maskable:
         """See Session."""
-        if is_multi_domain(self.context.shape) and self._peers.reach.puts:
-            raise Unsupported("ranks that a network library connects can't be masked: the host can't reset its signals")
         return self
 
     def last_round(self) -> int:
@@ -45,22 +43,30 @@ class Masks:
 
     def exclude(self, rank: int) -> None:
         """See Maskable."""
-        self._write(self._own_window().peers[rank] + self.context.window.abort, _native.excluded_word(rank))
+        if peer := self._own_window().peers[rank]:  # otherwise ranks of its domain do that
+            self._write(peer + self.context.window.abort, _native.excluded_word(rank))
 
-    def resume(self, last_round: int, masked: Collection[int]) -> None:
+    def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
         """See Maskable."""
-        own, layout, presence = self._own_window().address, self.context.window, self._peers.presence
-        if presence is not None:
-            for rank in range(self.context.shape.ranks):
-                presence.ignore(rank, rank in masked)
+        own, layout, peers = self._own_window().address, self.context.window, self._peers
+        for rank in range(self.context.shape.ranks):
+            peers.ignore(rank, rank in masked)
+        self._masked = masked
         self._write(own + layout.state, _native.resumed_state(last_round, sorted(masked)))
-        if is_multi_domain(self.context.shape):
-            self._peers.copies.zero(own + layout.signals, layout.counters - layout.signals)
+        if is_multi_domain(self.context.shape) and not peers.reach.puts:
+            peers.copies.zero(own + layout.signals, layout.counters - layout.signals)
             self._write(own + layout.signals, _native.resumed_signals(self.context.shape, last_round))
         self._write(own + layout.abort, bytes(4))
         _native.forget_failure(self.context)
-        for rank in self._peers.dead_peers().keys() - set(masked):  # whose word has been cleared
-            self._peers.abort(failures.Failure.peer_lost, rank)
+        dead = peers.dead_peers().keys() - set(masked)
+        for rank in dead:  # whose word has been cleared
+            peers.abort(failures.Failure.peer_lost, rank)
+        if dead or not peers.reach.puts or not is_multi_domain(self.context.shape):
+            return set(dead)
+        with torch.cuda.device(self.device):
+            how = peers.reach.transport, self.context, masked, agreement, last_round, peers.control, _WORDS
+            missing = quiesce.wait(*how)
+        return missing & peers.dead_peers().keys() or missing
 
     def _read(self, offset: int) -> bytes:
         """Return a word of this rank's window."""

@@ -120,6 +120,12 @@ class GpuPeers:
         """See Peers; with this rank's number, why its own rounds can't run."""
         return self.reach.losses() | ({} if self.presence is None else self.presence.dead_peers())
 
+    def ignore(self, rank: int, ignored: bool) -> None:
+        """From now on, do not end waits when a rank is lost, or end them again."""
+        self.reach.ignore(rank, ignored)
+        if self.presence is not None:
+            self.presence.ignore(rank, ignored)
+
     def close(self) -> None:
         """See Peers.  No kernel of ours may be running."""
         try:

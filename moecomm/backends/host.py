@@ -179,12 +179,14 @@ class HostSession:
     def exclude(self, rank: int) -> None:
         _native.exclude(self.context, rank)
 
-    def resume(self, last_round: int, masked: Collection[int]) -> None:
+    def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
         for rank in range(self.context.shape.ranks):
             self._peers.ignore(rank, rank in masked)
         _native.resume(self.context, last_round, sorted(masked))
-        for rank in self.dead_peers().keys() - set(masked):  # whose word has been cleared
+        dead = self.dead_peers().keys() - set(masked)
+        for rank in dead:  # whose word has been cleared
             self.abort(failures.Failure.peer_lost, rank)
+        return dead
 
     def require_releasable(self) -> None:
         """Do nothing: memory of every window can be released."""

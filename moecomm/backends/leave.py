@@ -5,7 +5,9 @@ The host copies it into the windows of peers that load and store reach; a kernel
 
 from __future__ import annotations
 
+import copy
 import ctypes
+from collections.abc import Collection
 
 import torch
 
@@ -40,9 +42,21 @@ _PUT_TIMEOUT_NS = 1_000_000_000  # a peer that is gone must not delay close()
 
 
 class PutArgs(ctypes.Structure):
-    """LeaveArgs of csrc/device/leave_args.h."""
+    """LeaveArgs of csrc/device/between_rounds_args.h."""
 
     _fields_ = fields_of("LeaveArgs")
+
+
+def members(context: _native.Context, masked: Collection[int]) -> int:
+    """Return the ranks that take part, as bits."""
+    return sum(1 << rank for rank in range(context.shape.ranks) if rank not in masked)
+
+
+def set_context(args: ctypes.Structure, context: _native.Context, most_ns: int) -> None:
+    """Copy a rank's context into the arguments of a kernel between rounds, whose waits end after `most_ns`."""
+    own = copy.copy(context)
+    own.timeout_ns = min(context.timeout_ns, most_ns)
+    ctypes.memmove(args.ctx, own.address, own.nbytes)
 
 
 def putter(transport: str) -> plain_kernel.PlainKernel:
@@ -52,24 +66,12 @@ def putter(transport: str) -> plain_kernel.PlainKernel:
     )
 
 
-def put(transport: str, context: _native.Context, offset: int, nbytes: int) -> None:
-    """Put the words at `offset` of this rank's window to all ranks of other domains.
+def put(transport: str, context: _native.Context, masked: Collection[int], offset: int, nbytes: int) -> None:
+    """Put the words at `offset` of this rank's window to all ranks of other domains but the masked ones.
 
     Returns when they are on their way, or can't be sent.  Runs on the current stream of the current device.
     """
-    shape, own = context.shape, context.peers[context.rank]
-    args = PutArgs(
-        window=own,
-        link=context.link,
-        signals=context.window.signals,
-        tagged_words=offset,
-        bytes=nbytes,
-        abort_here=own + context.window.abort,
-        abort_host=context.abort_host,
-        timeout_ns=min(context.timeout_ns, _PUT_TIMEOUT_NS),
-        rank=context.rank,
-        ranks=shape.ranks,
-        domain_ranks=shape.domain_ranks,
-    )
+    args = PutArgs(tagged_words=offset, bytes=nbytes, members=members(context, masked))
+    set_context(args, context, _PUT_TIMEOUT_NS)
     plain_kernel.launch(putter(transport), 1, args)
     torch.cuda.current_stream().synchronize()

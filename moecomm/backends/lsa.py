@@ -9,14 +9,14 @@ import contextlib
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_masks, gpu_peers, leave, windows
+from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_masks, gpu_peers, leave, quiesce, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
 from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain, scaleout_blocks
@@ -126,6 +126,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
     ) -> None:
         self.device = device
         self._closed = False
+        self._masked: Collection[int] = ()
         self._cuda_context = _native.cuda_context()
         self._last: torch.cuda.Stream | None = None  # of the last round
         self._last_stream = 0  # its cudaStream_t
@@ -164,9 +165,10 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
 
     def _prepare(self) -> None:
-        """Load the kernel with which this rank leaves."""
+        """Load the kernels that put between rounds."""
         if self.reach.puts:
-            plain_kernel.load(leave.putter(self.reach.shim), self.device.index)
+            for kernel in (leave.putter(self.reach.shim), quiesce.kernel(self.reach.shim)):
+                plain_kernel.load(kernel, self.device.index)
 
     def _make_context(self, rank: int, shape: _native.Shape, peers: list[int]) -> _native.Context:
         context = _native.Context()
@@ -349,7 +351,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
             copies.to_device(window.address + offset, at + _TAGGED_WORDS, len(tagged_words))
         copies.wait()
         if self.reach.puts:
-            leave.put(self.reach.shim, self.context, offset, len(tagged_words))
+            leave.put(self.reach.shim, self.context, self._masked, offset, len(tagged_words))
         if self._peers.presence is None:
             self._linger(last_round)
 

@@ -83,6 +83,9 @@ class Reach:
     def watch(self, abort_word: int) -> None:
         """End the waits of a session when the library reports a peer as lost; 0: stop that."""
 
+    def ignore(self, rank: int, ignored: bool) -> None:
+        """Do not end waits when the library reports this peer as lost, or end them again."""
+
     def losses(self) -> dict[int, str]:
         """Return the peers that the library has reported as lost, and why; this rank's number: a local failure."""
         return {}

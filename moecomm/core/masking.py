@@ -70,7 +70,6 @@ class Masking(Meeting):
 
     Raises:
         Closed, BadInput: as Meeting.
-        Unsupported: ranks of this Buffer can't be masked.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Masking(Meeting):
     ) -> None:
         super().__init__(rounds, members, call)
         self._maskable = rounds.session.maskable()
-        self._named, self._joining = sorted(named), sorted(joining)
+        self._named, self._joining = set(named), sorted(joining)
         self._joins = rounds.rank in joining
 
     def hold(self) -> Decision:
@@ -108,6 +107,8 @@ class Masking(Meeting):
             if not lost:
                 self._settle(decision)
                 return decision
+            # A rank that has come all the same, and is lost again, may be one that this rank does not hear.
+            self._named |= lost & self._suspects
             self._suspects |= lost
 
     def _decision(self, board: Board) -> Decision | None:
@@ -144,7 +145,7 @@ class Masking(Meeting):
         rounds = self._rounds
         call = rounds.calls if rounds.repeatable else 0
         suspects = sorted(self._suspects - {rounds.rank})
-        return Coming(self._maskable.last_round(), call, suspects, self._named, self._joining)
+        return Coming(self._maskable.last_round(), call, suspects, sorted(self._named), self._joining)
 
     def _begin_anew(self, board: Board, decision: Decision) -> set[int]:
         """Reset this rank's window and wait for the others; return the ranks that are lost before all have done so.
@@ -155,8 +156,10 @@ class Masking(Meeting):
         masked = set(range(self._rounds.num_ranks)) - members
         for rank in masked:
             self._maskable.exclude(rank)
-        self._maskable.resume(decision.round, masked)
-        board.write(f"ready/{self._rounds.rank}", b"1")
+        if lost := self._maskable.resume(decision.round, masked, self._rounds.attempts):
+            board.decide("members", packed(lost))
+        else:
+            board.write(f"ready/{self._rounds.rank}", b"1")
         begin = time.monotonic()
         while (went := board.read(["members"])) is None:
             missing = {rank for rank in members if board.read([f"ready/{rank}"]) is None}

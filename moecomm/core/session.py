@@ -40,10 +40,18 @@ class Maskable(Protocol):
         """Let a rank's waits end, and its rounds fail, until it resumes; it passes that on to nobody."""
         ...
 
-    def resume(self, last_round: int, masked: Collection[int]) -> None:
+    def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
         """Go on after this round without the masked ranks.  Forget the failure, and what failed rounds have left.
 
         Called when no rank that goes on is in a round.
+
+        Args:
+            last_round: its number.
+            masked: ranks that take no part.
+            agreement: its number, the same on all ranks that go on.
+
+        Returns:
+            Ranks that are lost meanwhile, or of which rows may still arrive; then all agree anew.
         """
         ...
 
@@ -134,7 +142,7 @@ class Session(Protocol):
         ...
 
     def maskable(self) -> Maskable:
-        """Return what masks ranks.  Raises Unsupported, on every rank alike, where they can't be masked."""
+        """Return what masks ranks."""
         ...
 
     def require_releasable(self) -> None:

@@ -215,18 +215,23 @@ def test_what_the_plugin_loses_is_told_to_the_session(monkeypatch: pytest.Monkey
     """Under the secret of its own communicator; not where the user has set one, which is that of others as well."""
     nccl, watched = Nccl().install(monkeypatch), {}
     monkeypatch.setattr(rma_plugin, "watch", watched.__setitem__)
-    monkeypatch.setattr(rma_plugin, "first_loss", {}.get)
+    monkeypatch.setattr(rma_plugin, "losses", lambda _: {})
+    ignored: list[tuple[str, int, bool]] = []
+    monkeypatch.setattr(rma_plugin, "ignore", lambda *how: ignored.append(how))
     found = reach()
     assert found.losses() == {}
     found.watch(0x1234)
     secret = nccl.environments[0]["MOECOMM_JOB_SECRET"]
     assert watched == {secret: 0x1234}
-    monkeypatch.setattr(rma_plugin, "first_loss", {secret: (3, "PeerLost: the connection was closed")}.get)
-    assert found.losses() == {3: "PeerLost: the connection was closed"}
+    lost = {3: "PeerLost: the connection was closed"}
+    monkeypatch.setattr(rma_plugin, "losses", {secret: lost}.__getitem__)
+    found.ignore(3, True)
+    assert found.losses() == lost and ignored == [(secret, 3, True)]
     monkeypatch.setenv("MOECOMM_JOB_SECRET", "the user's own secret")
     for other in (reach(), reach(Echo(ranks=1))):
         other.watch(0x5678)
-        assert other.losses() == {} and watched == {secret: 0x1234}
+        other.ignore(3, True)
+        assert len(ignored) == 1 and other.losses() == {} and watched == {secret: 0x1234}
     Nccl(gin_type=3).install(monkeypatch, rdma=True)
     monkeypatch.delenv("MOECOMM_JOB_SECRET")
     reach().watch(0x5678)

@@ -278,6 +278,34 @@ def test_ranks_that_suspect_others_agree() -> None:
     assert over_threads(call, ranks=4) == [(1, 2), None, None, (1, 2)]
 
 
+def test_a_rank_whose_rows_do_not_come_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 never has all that rank 2 has put.  Rank 2 comes, and is left out all the same the second time."""
+    late, resume, tries = threading.Event(), host.HostSession.resume, []
+
+    def hears_all_but_one(session: Any, last_round: int, masked: set[int], agreement: int) -> set[int]:
+        lost = resume(session, last_round, masked, agreement)
+        if session.context.rank == 0 and 2 not in masked:
+            tries.append(agreement)
+            return lost | {2}
+        return lost
+
+    monkeypatch.setattr(host.HostSession, "resume", hears_all_but_one)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        rounds(buffer, 3)
+        if buffer.rank == 2:
+            with pytest.raises(moecomm.Excluded):
+                buffer.mask()
+            assert late.wait(20)
+            return None
+        assert buffer.mask() == (2,)
+        rounds(buffer, 30)
+        late.set()
+        return buffer.masked
+
+    assert over_threads(call) == [(2,), (2,), None] and len(tries) == 2
+
+
 def test_all_ranks_that_come_stay() -> None:
     """A rank that was slow, but comes when the others agree, is not masked."""
     made = threading.Barrier(3)

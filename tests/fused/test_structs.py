@@ -9,7 +9,7 @@ import re
 import pytest
 
 from moecomm import _native
-from moecomm.backends import leave
+from moecomm.backends import leave, quiesce
 from moecomm.core.protocol import DESCRIPTOR_BYTES
 from moecomm.fused import structs
 from moecomm.jit import loader, plain_kernel
@@ -32,6 +32,7 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
         "TidyArgs": tidy._Args,
     }
     found |= {"SwigluArgs": swiglu._Args, "GradientArgs": combine_gradients._Args, "LeaveArgs": leave.PutArgs}
+    found |= {"QuiesceArgs": quiesce.Args}
     found |= {"Window": gpu_calls.Handle, "WindowCallArgs": gpu_calls.CallArgs}
     of_operators = inspect.getmembers(kernels_structs, inspect.isclass)
     found |= {name: one for name, one in of_operators if one.__module__ == kernels_structs.__name__}
@@ -46,7 +47,7 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
 
 def test_kernels_lay_them_out_so_too() -> None:
     core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    included = ("device/leave_args.h", "elementwise/args.h", "window/call_args.h", "overlap/args.h")
+    included = ("device/between_rounds_args.h", "elementwise/args.h", "window/call_args.h", "overlap/args.h")
     checked = "".join(f'#include "{header}"\n' for header in included) + "using namespace moecomm;\n"
     checked += f"static_assert(sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
     for name, (size, fields) in TABLE.items():

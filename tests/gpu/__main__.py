@@ -171,6 +171,7 @@ PARTS: dict[str, list[Step]] = {
     "nvshmem": [
         *nvlink("nvshmem", "nvshmem"),
         *nvlink("nvshmem2", "nvshmem, 2 domains"),
+        Step("nvshmem.masks", 200, ("tests/gpu/test_masks_over_networks.py", "-k", "nvshmem")),
         Step("nvshmem.torch", 300, (f"{TORCH}_nvshmem_that_torch_has_initialised_is_joined",)),
     ],
     "gin": [
@@ -179,6 +180,7 @@ PARTS: dict[str, list[Step]] = {
         *nvlink("gin2", "gin, 2 domains"),
         *nvlink("gin4", "gin, 4 domains"),
         *nvlink("gin-tcp", "gin tcp, 2 domains"),
+        Step("gin.masks", 200, ("tests/gpu/test_masks_over_networks.py", "-k", "gin")),
         Step("gin.apart", 300, ("tests/gpu/test_between_hosts.py",)),
         Step("gin.torch", 300, (f"{TORCH}_all_reduce_of_torch_is_right_beside_gin",)),
     ],

@@ -35,14 +35,14 @@ class Watching {
 
   private:
     using Watch = int (*)(const char*, uint32_t*);
-    using FirstLoss = int (*)(const char*, char*, size_t);
+    using Loss = int (*)(const char*, int, char*, size_t);
     template <class Function>
     Function function(const char* name) const {
         return reinterpret_cast<Function>(::dlsym(library_, name));
     }
     std::string first() const {
         char text[200] = "";
-        const int rank = function<FirstLoss>("moecomm_rma_first_loss")(secret_.c_str(), text, sizeof text);
+        const int rank = function<Loss>("moecomm_rma_loss")(secret_.c_str(), 0, text, sizeof text);
         return std::to_string(rank) + " " + text;
     }
 
@@ -59,9 +59,37 @@ bool put_until_failure(Open& open, uint64_t bytes) {
            open.proxy.longest_call() < kBlocked;
 }
 
+// Puts to rank 1 until a watcher has been told of its loss. Then puts to it end, and so do those to others.
+bool put_until_lost(Open& open, const Watching& watching, uint64_t bytes, const std::vector<int>& others = {}) {
+    const auto deadline = Clock::now() + kLong;
+    while (watching.quiet() && Clock::now() < deadline) open.proxy.post(0, 1, open.put(bytes));
+    for (int i = 0; i < 300; ++i) {
+        open.proxy.post(0, 1, open.put(bytes));
+        for (const int other : others) open.proxy.post(0, other, open.put(bytes));
+    }
+    return open.proxy.wait_all() && open.proxy.result() == abi::kSuccess && !open.proxy.last_error() &&
+           open.proxy.longest_call() < kBlocked;
+}
+
 }  // namespace
 
 bool killed(const Options& options, World& world, int rank) {
+    use_cuda_on_this_thread(options);
+    Open open(options, world, rank);
+    open.proxy.start();
+    world.barrier();
+    if (rank == 1) {
+        for (int i = 0; i < 50; ++i) open.proxy.post(0, 0, open.put(20000));
+        ::raise(SIGKILL);
+    }
+    const bool good = put_until_failure(open, 30000) && names("PeerLost: ");
+    const auto begin = Clock::now();
+    open.proxy.close();
+    return good && Clock::now() - begin < std::chrono::seconds(5);
+}
+
+// Rank 1 dies while somebody watches, and the others go on.
+bool killed_while_watched(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
     const Watching watching(options);
     Open open(options, world, rank);
@@ -72,7 +100,10 @@ bool killed(const Options& options, World& world, int rank) {
         for (int i = 0; i < 50; ++i) open.proxy.post(0, 0, open.put(20000));
         ::raise(SIGKILL);
     }
-    const bool good = put_until_failure(open, 30000) && names("PeerLost: ") && watching.lost(1, "PeerLost");
+    std::vector<int> others;
+    for (int other = 0; other < options.ranks; ++other)
+        if (other != 1 && other != rank) others.push_back(other);
+    const bool good = put_until_lost(open, watching, 30000, others) && watching.lost(1, "PeerLost");
     const auto begin = Clock::now();
     open.proxy.close();
     return good && Clock::now() - begin < std::chrono::seconds(5);
@@ -86,7 +117,7 @@ bool silent(const Options& options, World& world, int rank) {
     bool good = true;
     if (rank == 0) {
         open.proxy.start();
-        good = put_until_failure(open, 100) && names("PeerSilent: rank 1") && watching.lost(1, "PeerSilent");
+        good = put_until_lost(open, watching, 100) && names("PeerSilent: rank 1") && watching.lost(1, "PeerSilent");
     }
     world.barrier();  // rank 1 never polls
     return good;
@@ -124,7 +155,7 @@ bool left(const Options& options, World& world, int rank) {
     world.barrier();
     require(open.proxy.result() == abi::kSuccess && !open.proxy.last_error(), "a peer that left in good order is no error: " + logged());
     require(watching.quiet(), "nor a loss");
-    return put_until_failure(open, 100) && names("PeerClosed: rank 1 has closed the communicator") && watching.lost(1, "PeerClosed");
+    return put_until_lost(open, watching, 100) && names("PeerClosed: rank 1 has closed the communicator") && watching.lost(1, "PeerClosed");
 }
 
 // Communicators after and beside each other, contexts made anew, memory given back and registered again.

@@ -90,6 +90,7 @@ int main(int count, char** words) {
     const auto body = [&](int rank) -> bool {
         if (scenario == "random") return random_case(options, world, rank);
         if (scenario == "killed") return killed(options, world, rank);
+        if (scenario == "killed_while_watched") return killed_while_watched(options, world, rank);
         if (scenario == "silent") return silent(options, world, rank);
         if (scenario == "wrong_secret") return wrong_secret(options, world, rank);
         if (scenario == "absent") return absent(options, world, rank);
@@ -109,6 +110,6 @@ int main(int count, char** words) {
         if (scenario.compare(0, 5, "liar-") == 0) return liar(options, world, rank, scenario.substr(5));
         give_up("unknown scenario " + scenario);
     };
-    if (scenario == "killed") dies = 1;
+    if (scenario.compare(0, 6, "killed") == 0) dies = 1;
     return world.run(body, dies) ? 0 : 1;
 }

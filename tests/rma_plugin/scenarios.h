@@ -4,6 +4,7 @@
 
 bool random_case(const Options& options, World& world, int rank);
 bool killed(const Options& options, World& world, int rank);
+bool killed_while_watched(const Options& options, World& world, int rank);
 bool silent(const Options& options, World& world, int rank);
 bool wrong_secret(const Options& options, World& world, int rank);
 bool absent(const Options& options, World& world, int rank);

@@ -68,18 +68,20 @@ def test_the_library_has_both_tables_its_own_functions_and_nothing_else() -> Non
     if shown.returncode == 0:
         assert {line.split()[-1] for line in shown.stdout.splitlines()} == {
             *("ncclRmaPlugin_v14", "ncclRmaPlugin_v16"),
-            *("moecomm_rma_take_times", "moecomm_rma_watch", "moecomm_rma_first_loss"),
+            *("moecomm_rma_take_times", "moecomm_rma_watch", "moecomm_rma_ignore", "moecomm_rma_loss"),
         }
 
 
 def test_nobody_is_lost_where_nobody_watches_or_all_are_there() -> None:
     """The failures of peers show what is told when somebody is lost."""
     word = ctypes.c_uint32(0)
-    assert rma_plugin.first_loss("a job") is None
+    assert rma_plugin.losses("a job") == {}
     rma_plugin.watch("a job", ctypes.addressof(word))
-    assert rma_plugin.first_loss("a job") is None and word.value == 0
+    rma_plugin.ignore("a job", 1, True)
+    assert rma_plugin.losses("a job") == {} and word.value == 0
     rma_plugin.watch("a job", 0)
-    assert rma_plugin.first_loss("a job") is None
+    rma_plugin.ignore("a job", 1, False)
+    assert rma_plugin.losses("a job") == {}
 
 
 def nccl_include() -> Path | None:

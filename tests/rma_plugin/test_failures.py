@@ -53,6 +53,13 @@ def test_all_survivors_of_a_killed_peer_say_so(drive: Drive) -> None:
 
 @pytest.mark.parametrize("memory", few(["host", "cuda"], "host"))
 @pytest.mark.parametrize("way", WAYS)
+def test_the_others_go_on_where_somebody_watches(drive: Drive, way: str, memory: str) -> None:
+    """Puts to the lost peer end without effect: NCCL's thread would stop for all at the first error."""
+    drive("killed_while_watched", way=way, memory=memory, ranks=4)
+
+
+@pytest.mark.parametrize("memory", few(["host", "cuda"], "host"))
+@pytest.mark.parametrize("way", WAYS)
 def test_a_peer_that_never_polls_is_silent(drive: Drive, way: str, memory: str) -> None:
     drive("silent", way=way, memory=memory, timeout_ms=700)
 

@@ -54,7 +54,7 @@ def test_ranks_of_one_process(drive: Drive) -> None:
 
 @pytest.mark.parametrize("memory", ["host", "cuda"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scenario", ["again", "killed", "left"])
+@pytest.mark.parametrize("scenario", ["again", "killed", "killed_while_watched", "left"])
 def test_what_comes_and_goes(drive: Drive, scenario: str, way: str, memory: str) -> None:
     drive(scenario, way=way, memory=memory)
 
