@@ -65,8 +65,6 @@ def open_rounds(
     session, buffer.why = backends.open_session(*how, ranks, shape, device, timeout_s)
     with ExitStack() as undo:
         undo.callback(session.close)
-        if settings.on_timeout == "mask":
-            session.maskable()
         fused = forms.agree(ranks, settings, session.device)
         tables = RowTables(ranks, shape, timeout_s) if settings.verify_every and session.device.type == "cpu" else None
         came_ns = now_ns()

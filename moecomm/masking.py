@@ -9,7 +9,7 @@ from moecomm.core.integers import is_integer
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import CollectiveCall
 from moecomm.core.suspension import Members
-from moecomm.errors import BadInput, RoundFailed, Unsupported
+from moecomm.errors import BadInput, RoundFailed
 from moecomm.routed import Handle
 
 
@@ -93,10 +93,7 @@ def is_masked(buffer: MaskableRanks, rank: int) -> bool:
     """
     if rank != buffer.rounds.rank:
         return rank in buffer.rounds.masked
-    try:
-        return buffer.rounds.session.maskable().excluded()
-    except Unsupported:  # no rank is
-        return False
+    return buffer.rounds.session.excluded()
 
 
 def require_repeats(error: RoundFailed, handle: Handle | None = None) -> None:

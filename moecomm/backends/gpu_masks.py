@@ -11,7 +11,6 @@ from moecomm.backends import cuda_driver, quiesce, windows
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.backends.lsa_kernels import is_multi_domain
 from moecomm.core import failures
-from moecomm.core.session import Maskable
 
 _WORDS = CONTROL + 128  # offset in the control memory, behind what peeks and leaving use at the same time
 
@@ -27,10 +26,6 @@ class Masks:
     _window: windows.Window | None
     _peers: GpuPeers
     _masked: Collection[int]
-
-    def maskable(self) -> Maskable:
-        """See Session."""
-        return self
 
     def last_round(self) -> int:
         """Return the number of the last round that has begun, once it has ended."""

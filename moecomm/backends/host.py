@@ -22,7 +22,7 @@ from moecomm.backends.host_peers import HostPeers
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
-from moecomm.core.session import Maskable, Schedule
+from moecomm.core.session import Schedule
 from moecomm.errors import BadInput, Closed
 
 _RING_BYTES = 64 << 20  # of a window, for the staging ring
@@ -163,10 +163,6 @@ class HostSession:
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended."""
         return self._peers.dead_peers()
-
-    def maskable(self) -> Maskable:
-        """See Session."""
-        return self
 
     def last_round(self) -> int:
         return _native.host_round(self.context)

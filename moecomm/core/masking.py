@@ -18,6 +18,7 @@ from moecomm.core.experts import LiveExperts, experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.membership import GRACE_S, Meeting, packed, unpacked
 from moecomm.core.rounds import Rounds
+from moecomm.core.session import Maskable
 from moecomm.core.suspension import Members
 from moecomm.errors import BadInput, Excluded, MoecommError, PeerLost, RoundFailed, Timeout
 
@@ -76,7 +77,7 @@ class Masking(Meeting):
         self, rounds: Rounds, members: Members, call: str, named: Collection[int] = (), joining: Collection[int] = ()
     ) -> None:
         super().__init__(rounds, members, call)
-        self._maskable = rounds.session.maskable()
+        self._session: Maskable = rounds.session
         self._named, self._joining = set(named), sorted(joining)
         self._joins = rounds.rank in joining
 
@@ -145,7 +146,7 @@ class Masking(Meeting):
         rounds = self._rounds
         call = rounds.calls if rounds.repeatable else 0
         suspects = sorted(self._suspects - {rounds.rank})
-        return Coming(self._maskable.last_round(), call, suspects, sorted(self._named), self._joining)
+        return Coming(self._session.last_round(), call, suspects, sorted(self._named), self._joining)
 
     def _begin_anew(self, board: Board, decision: Decision) -> set[int]:
         """Reset this rank's window and wait for the others; return the ranks that are lost before all have done so.
@@ -155,8 +156,8 @@ class Masking(Meeting):
         members = set(decision.members)
         masked = set(range(self._rounds.num_ranks)) - members
         for rank in masked:
-            self._maskable.exclude(rank)
-        if lost := self._maskable.resume(decision.round, masked, self._rounds.attempts):
+            self._session.exclude(rank)
+        if lost := self._session.resume(decision.round, masked, self._rounds.attempts):
             board.decide("members", packed(lost))
         else:
             board.write(f"ready/{self._rounds.rank}", b"1")

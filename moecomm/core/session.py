@@ -56,7 +56,7 @@ class Maskable(Protocol):
         ...
 
 
-class Session(Protocol):
+class Session(Maskable, Protocol):
     """One rank's open windows and executor.  Made by Backend.open, collectively."""
 
     name: str  # of the backend, with the kind of window where there are several: "host", "lsa/vmm"
@@ -139,10 +139,6 @@ class Session(Protocol):
 
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
-        ...
-
-    def maskable(self) -> Maskable:
-        """Return what masks ranks."""
         ...
 
     def require_releasable(self) -> None:
