@@ -130,11 +130,7 @@ struct Reduce : RowsToReduce<Call> {
 #pragma unroll
         for (i32 v = 0; v < Step::kVectors; ++v) {
             if ((s.has >> v & 1) == 0) continue;
-            for (i32 at = v * kWarp * bytes; at < v * kWarp * bytes + bytes; at += 8) {
-                const uint2 words = *reinterpret_cast<const uint2*>(s.to + at);
-                const i32 place = (s.column * of_column + at) / 4;
-                found += hash_word(words.x, place) + hash_word(words.y, place + 1);
-            }
+            found += hash_stored(s.to - s.column * of_column, s.column * of_column + v * kWarp * bytes, bytes);
         }
         if (kSingles && s.single && s.column == 0) found += kPulled * hash_weight<Reduce>(kWeighted ? s.weight[0] : 1.0f);
         add_hash_of_lanes(s.hash, found);
