@@ -98,7 +98,7 @@ def _rounds(name: str, layout: str, sizes: Iterable[int]) -> list[str]:
 
 def fp8() -> str:
     """Grouped GEMMs in bf16 and FP8."""
-    found, rows = load("gemm-fp8-h200"), []
+    found, rows = load("gemm-fp8-h100"), []
     for row in found["rows"]:
         if row["dtype"] != "fp8" or (row["gemm"] == 1 and not row["activation"]):
             continue
@@ -151,7 +151,7 @@ def expert_layers() -> str:
     """Complete layers on 4 ranks, and sustained layers."""
     four = table(LAYER_COLUMNS, (row for name in FOUR for row in layer_rows(name, LAYER_SIZES[name])))
     rows = []
-    for name in ("at-work-h200-4", "at-work-fp8-h200-4"):
+    for name in ("at-work-h100-4", "at-work-fp8-h100-4"):
         found = load(name)
         for model in dict.fromkeys(row["model"] for row in found["rows"] if row["tokens"] == 8192):
             of_model = {r["what"]: r for r in found["rows"] if (r["model"], r["tokens"]) == (model, 8192)}
@@ -160,7 +160,7 @@ def expert_layers() -> str:
             cells = [time_of(r["at_work_us"]) for r in ways]
             power = f"{turns['mhz']} MHz, {turns['watts']} W"
             rows.append(line(found, LAYER, model, turns["dtype"], *cells, power))
-    heads = "model, 4 H200s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
+    heads = "model, 4 H100s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
     return f"{four}\n\n{table(heads, rows)}"
 
 
@@ -169,6 +169,7 @@ def backends() -> str:
     rows = []
     for name in (
         "domains-h200-4",
+        "domains-h100-4",
         "domains-h200-2",
         "domains-nvshmem-h100-2",
         "nic-h200-4",
@@ -188,7 +189,7 @@ def backends() -> str:
         ranks, gpu = found["case"]["ranks"] // 2, times.gpu(found)
         each = f"{ranks} {gpu}" if ranks > 1 else f"one {gpu[:-1]}"
         rows.append(line(found, DOMAINS, f"`{through}`{nic}", f"2, {each} each, 32 SMs", *cells))
-    for name in ("backends-h200-4", "backends-domains-h200-4"):
+    for name in ("backends-h100-4", "backends-domains-h100-4"):
         found = load(name)
         for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
             backend, through, ranks = way
@@ -204,10 +205,11 @@ def backends() -> str:
             domains = found["case"]["ranks"] // (ranks or found["case"]["ranks"])
             library = (backend,) if backend in sources.PARTS else ()
             rounds_of = ROUNDS if domains == 1 else DOMAINS
-            rows.append(line(found, (*rounds_of, *library), f"`{through}`", str(domains), *cells))
+            where = f"{domains}, {found['case']['ranks'] // domains} {times.gpu(found)}{' each' * (domains > 1)}"
+            rows.append(line(found, (*rounds_of, *library), f"`{through}`", where, *cells))
     heads = "through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096"
     rounds = table(heads, rows)
-    found, tcp = load("latency-backends-h200-4"), load("latency-gin-tcp-h200-2")
+    found, tcp = load("latency-backends-h100-4"), load("latency-gin-tcp-h200-2")
     longer = load("latency-gin-tcp-h100-2")
     rows = []
     for size in (4, 4096, 65536, 4194304):
@@ -264,21 +266,21 @@ def peers() -> str:
                 figure(found, **same, what="combine", variant=variant),
                 figure(found, **same, what="combine", who="nccl"),
             ]
-            times = [cell.partition(" (")[0] for cell in cells]
-            rows.append(line(found, ROUNDS, f"`{layout}`, {variant}", str(tokens), *times))
+            cells = [cell.partition(" (")[0] for cell in cells]
+            rows.append(line(found, ROUNDS, f"`{layout}`, {variant}", str(tokens), *cells))
     nccl = table("layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL", rows)
     alone = table(
         "H200s | tokens a rank | library, layout | dispatch, FP8 | combine",
         (row for tokens in (128, 4096) for row in peer_rows(8, tokens)),
     )
     rows = []
-    for name in ("deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-4", "deep-ep-layer-eager-h200-2"):
+    for name in ("deep-ep-layer-h100-4", "deep-ep-layer-eager-h200-4", "deep-ep-layer-eager-h200-2"):
         found = load(name)
         ratios = sorted(row["of_native"] for row in found["rows"] if "us" in row)
         case = found["case"]
         cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
-        rows.append(line(found, ROUNDS, str(case["ranks"]), *cells))
-    heads = "`moecomm.compat.deep_ep` over our own calls, H200s | mode | operations | median ratio | largest"
+        rows.append(line(found, ROUNDS, f"{case['ranks']} {times.gpu(found)}", *cells))
+    heads = "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
     passes = load("passes-h200")
     own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
     return f"{nccl}\n\n{alone}\n\n{table(heads, rows)}\n\n{table('pass, one H200 | ours | torch operations', own)}"
@@ -322,6 +324,15 @@ def checks() -> str:
     return table("tokens | layout | dispatch: before, with checks | dispatch and combine", rows)
 
 
+def recorder() -> str:
+    """Return the table of rounds with the flight recorder and without."""
+    found, rows = load("recorder-host-time-h100-4"), []
+    for row in found["rows"]:
+        cells = [f"{row[us][part]:.1f} us" for us in ("us", "us_off") for part in ("p50", "p99")]
+        rows.append(line(found, (), str(row["tokens"]), *cells, f"{row['a_call_us']:.1f} us"))
+    return table("tokens | recorded, p50 | p99 | without, p50 | p99 | a call takes more", rows)
+
+
 def instructions() -> str:
     """Basic blocks of a round of one token, by number of ranks."""
     found, rows = load("instructions-cpu"), []
@@ -349,6 +360,7 @@ def correctness() -> str:
         ("kill-plans-gpus-h200-4", ROUNDS, "kills"),
         ("kill-plans-gpus-h200-8", ROUNDS, "kills"),
         ("kill-plans-gpus-h100-2", ROUNDS, "kills"),
+        ("kill-plans-gpus-h100", ROUNDS, "kills"),
         ("kill-plans-h100-2", ROUNDS, "kills"),
         ("soak-cpu", ("host",), "rounds"),
         ("repeated-failures-cpu", ("host",), "repeats"),
@@ -423,11 +435,13 @@ TOPICS = (
     ),
     Topic(
         "FP8",
-        "Grouped GEMMs of a rank's experts, DeepSeek-V3 on 4 ranks, first with SwiGLU, then back.  Dispatches that "
-        "cast are in the tables of rounds.  The other results are what the choice of schedules is fitted to, and a "
-        "later run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 times as long as the fastest.",
+        "Grouped GEMMs of a rank's experts on an H100, DeepSeek-V3 on 4 ranks, first with SwiGLU, then back.  "
+        "Dispatches that cast are in the tables of rounds.  Those of H200s are what the choice of schedules is fitted "
+        "to, and a later run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 times as long as the "
+        "fastest.",
         (
-            *("gemm-fp8-h200", "gemm-h200", "gemm-fp8-rows-h200", "gemm-fp8-schedules-h200"),
+            *("gemm-fp8-h100", "gemm-h100", "gemm-fp8-h200", "gemm-h200", "gemm-fp8-rows-h200"),
+            "gemm-fp8-schedules-h200",
             *("gemm-fp8-clusters-h200", "gemm-tune-h200"),
         ),
         fp8,
@@ -447,6 +461,8 @@ TOPICS = (
         (
             *FOUR,
             *TWO,
+            "at-work-h100-4",
+            "at-work-fp8-h100-4",
             "at-work-h200-4",
             "at-work-fp8-h200-4",
             "layers-h200-2",
@@ -458,12 +474,15 @@ TOPICS = (
     Topic(
         "Backends and domains",
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
-        "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Put + signal: half a round trip between two "
-        "ranks (4 MiB over TCP: of H100s).",
+        "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
+        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).",
         (
+            "backends-h100-4",
+            "backends-domains-h100-4",
             "backends-h200-4",
             "backends-domains-h200-4",
             "domains-h200-4",
+            "domains-h100-4",
             "domains-h200-2",
             "domains-h100-2",
             "domains-nvshmem-h100-2",
@@ -473,6 +492,7 @@ TOPICS = (
             "gin-domains-h100-2",
             "rings-h200-4",
             "rings-h100-2",
+            "latency-backends-h100-4",
             "latency-backends-h200-4",
             "latency-gin-tcp-h200-2",
             "latency-gin-tcp-h100-2",
@@ -501,7 +521,7 @@ TOPICS = (
             "peers-h200-2",
             "peers-h100-2",
             PEERS,
-            "deep-ep-layer-h200-4",
+            "deep-ep-layer-h100-4",
             "deep-ep-layer-eager-h200-4",
             "deep-ep-layer-eager-h200-2",
             "passes-h200",
@@ -539,6 +559,13 @@ CHECKS = (
         checks,
     ),
     Topic(
+        "What the flight recorder takes",
+        "Host time of an eager dispatch and its combine on 4 H100s, DeepSeek-V3, `flat`, over the rounds of all ranks; "
+        "rounds with and without the recorder alternate.  A call takes more: half of the median difference.",
+        ("recorder-host-time-h100-4",),
+        recorder,
+    ),
+    Topic(
         "Work of a block, by number of ranks",
         "Basic blocks of code that the busiest thread runs, and all threads of a block, in a round of one token a rank "
         "with 256 experts and 32 blocks a rank: emulated kernels, without polls in vain.  Ranks tell each other counts "
@@ -551,7 +578,8 @@ CHECKS = (
         "Correctness runs",
         "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
         "against their parts one after the other.  Killed ranks: the others shrink, and new ones join; all ranks make "
-        "exact rounds.  In `kill-plans-gpus-h200-4` and `-8` three and four plans at a time share the GPUs.",
+        "exact rounds.  In `kill-plans-gpus-h200-4` and `-8` three and four plans at a time share the GPUs, "
+        "in `kill-plans-gpus-h100` two to eight share one.",
         (
             "random-cases-h200-4",
             "random-cases-h200-2",
@@ -564,6 +592,7 @@ CHECKS = (
             "kill-plans-gpus-h200-4",
             "kill-plans-gpus-h200-8",
             "kill-plans-gpus-h100-2",
+            "kill-plans-gpus-h100",
             "kill-plans-h100-2",
             "soak-cpu",
             "repeated-failures-cpu",

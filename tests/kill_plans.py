@@ -7,7 +7,8 @@ the new ones join: one of them, or of the others.
 
 Survivors must raise PeerLost, shrink, and make 100 rounds, whose rows and sums they compare with those of the tokens;
 so must all ranks after others have joined.  How soon is measured: no time may be near the deadline, and on CPUs medians
-have bounds of their own (SOON_MS).  GPUs are shared by ranks if there are few.
+have bounds of their own (SOON_MS).  GPUs are shared by ranks if there are few.  With CUDA_DEVICE_MAX_CONNECTIONS=32
+one GPU has no room for the contexts of four plans.
 """
 
 from __future__ import annotations

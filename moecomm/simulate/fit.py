@@ -105,7 +105,7 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
     names = {row.file for row, _ in rows} | {result.path.name for result in results if result.overlaps()}
     sources = [path for path in used if path.name in names or slopes([path])]
     return {
-        "domain": results[0].machine,
+        "domain": rows[0][1].machine,
         "ranks": sorted({result.ranks for _, result in rows}),
         "fitted_to": [{"file": path.name, **_origin(path)} for path in sources],
         "gemm": _gemm([overlap for result in results for overlap in result.overlaps()]),
