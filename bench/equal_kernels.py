@@ -1,11 +1,17 @@
-"""Compare the machine code of today's kernels with that of a commit: python bench/equal_kernels.py COMMIT [domains].
+"""Compare the machine code of today's kernels with that of a commit: python bench/equal_kernels.py COMMIT [SET].
 
 A digest (moecomm.bench.sources) changes with the text of a kernel's sources, even if its machine code does not.  This
-script compiles dispatch and combine kernels from both source trees: the specs of tests/device/test_compile.py, except
-verified rounds, and the kernels that `moecomm bench dispatch-combine` launches for DeepSeek-V3: those of one domain on
-2, 4 and 8 ranks, or with `domains` those of two domains on 2 and 4, as lsa and an emulated NIC have them.  Kernels of
-other models are covered by the test's specs alone.  If all instructions of a part are equal, equal_kernels.json lists
-the commit's digest under today's.  Instructions are compared, because the bytes of a cubin contain a constant's name.
+script compiles kernels from both source trees.  If all instructions of a part are equal, equal_kernels.json lists the
+commit's digest under today's.  Instructions are compared, because the bytes of a cubin contain a constant's name.
+
+| set | kernels |
+| --- | --- |
+| rounds (default) | dispatch and combine in one domain: the specs of tests/device/test_compile.py, except verified \
+rounds, and those that `moecomm bench dispatch-combine` launches for DeepSeek-V3 on 2, 4 and 8 ranks |
+| domains | likewise in two domains, on 2 and 4 ranks, as lsa and an emulated NIC have them |
+| others | GEMMs, fused layers, passes, overlapped operators, benchmarks: those that the tests compile |
+
+Kernels of other models are covered by the tests' kernels alone.
 """
 
 from __future__ import annotations
@@ -24,40 +30,59 @@ from moecomm.bench import sources
 
 ROOT = Path(__file__).parent.parent
 NOTED = Path(__file__).with_suffix(".json")  # {digest of today: [digests of earlier sources]}
-PARTS = ("dispatch", "combine")
-OF_DOMAINS = tuple(f"{part} between domains" for part in PARTS)
-_PROGRAM = """
-import hashlib, json, sys
-from tests.compiled import compile_kernel
+SETS = {
+    "rounds": ("dispatch", "combine"),
+    "domains": ("dispatch between domains", "combine between domains"),
+    "others": ("GEMM", "fused layer", "passes", "overlap", "all-to-all", "put + signal"),
+}
+_ROUNDS = """
+import sys
 from tests.device.test_compile import SPECS
 from tests.gpu.compile_rounds import TOKENS, kernels
-domains = sys.argv[1:] == ["domains"]
-found = {name: spec for name, spec in SPECS.items() if bool(spec.domain_ranks) == domains and not spec.verifies}
+domains = sys.argv[1] == "domains"
+specs = {name: spec for name, spec in SPECS.items() if bool(spec.domain_ranks) == domains and not spec.verifies}
 for ranks in (2, 4) if domains else (2, 4, 8):
     for way in ("puts", "nic") if domains else ("lsa",):
         for tokens in TOKENS[domains:]:  # one token between domains is no case of its own
-            specs = enumerate(kernels(ranks, way, tokens))
-            found |= {f"{ranks} ranks, {way}, {tokens} tokens, {n}": spec for n, spec in specs}
-texts = {spec: "".join(compile_kernel(spec).functions) for spec in {*found.values()}}
-codes = {spec: hashlib.sha256(text.encode()).hexdigest() for spec, text in texts.items()}
-between = " between domains" * domains
-json.dump({f"{spec.op}{between}, {name}": codes[spec] for name, spec in found.items()}, sys.stdout)
+            numbered = enumerate(kernels(ranks, way, tokens))
+            specs |= {f"{ranks} ranks, {way}, {tokens} tokens, {n}": spec for n, spec in numbered}
+found = {f"{spec.op}{' between domains' * domains}, {name}": spec for name, spec in specs.items()}
+"""
+_OTHERS = """
+from tests.bench import test_kernels
+from tests.device import test_overlap_kernels, test_plain_kernels
+from tests.fused import test_compute, test_pipeline, test_schedules
+PARTS = {
+    "gemm/": "GEMM", "fused/": "fused layer", "elementwise/": "passes", "overlap/": "overlap",
+    "bench/all_to_all": "all-to-all", "bench/ping_pong": "put + signal",
+}
+lists = (test_schedules.KERNELS, test_pipeline.KERNELS, test_compute.KERNELS, test_plain_kernels.KERNELS)
+found = {}
+for kernels in (*lists, test_overlap_kernels.ALL, test_kernels.ALL):
+    for name, kernel in kernels.items():
+        parts = [part for begin, part in PARTS.items() if kernel.header.startswith(begin)]
+        found |= {f"{part}, {kernel.header}, {name}": kernel for part in parts}
+"""
+_COMPILE = """
+import hashlib, json, sys
+from tests.compiled import compile_kernel
+texts = {kernel: "".join(compile_kernel(kernel).functions) for kernel in {*found.values()}}
+codes = {kernel: hashlib.sha256(text.encode()).hexdigest() for kernel, text in texts.items()}
+json.dump({name: codes[kernel] for name, kernel in found.items()}, sys.stdout)
 """
 
 
-def codes(tree: Path, of: Sequence[str]) -> dict[str, str]:
-    """Return digests of the instructions of a working tree's kernels, by part and name.  Needs nvdisasm.
-
-    `of`: nothing, or "domains".
-    """
+def codes(tree: Path, of: str) -> dict[str, str]:
+    """Return digests of the instructions of a working tree's kernels, by part and name.  Needs nvdisasm."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    command = [sys.executable, "-c", _PROGRAM, *of]
+    program = (_OTHERS if of == "others" else _ROUNDS) + _COMPILE
+    command = [sys.executable, "-c", program, of]
     found = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(found.stdout))
 
 
-def compare(commit: str, of: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the kernels that differ, by part.  `of`: see codes()."""
+def compare(commit: str, of: str = "rounds") -> dict[str, list[str]]:
+    """Return the kernels of a set that differ, by part."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", str(tree), commit], check=True)
@@ -69,12 +94,12 @@ def compare(commit: str, of: Sequence[str] = ()) -> dict[str, list[str]]:
             digests = sources.digests(tree / "csrc")
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
-    differ = differing(before, now, OF_DOMAINS if of else PARTS)
+    differ = differing(before, now, SETS[of])
     note({part: digests[part] for part, names in differ.items() if not names})
     return differ
 
 
-def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str] = PARTS) -> dict[str, list[str]]:
+def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str]) -> dict[str, list[str]]:
     """Return the names of codes() that differ, by part."""
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     return {part: [name for name in names if name.startswith(f"{part}, ")] for part in parts}
@@ -103,5 +128,5 @@ def _noted() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for part, names in compare(sys.argv[1], sys.argv[2:]).items():
+    for part, names in compare(*sys.argv[1:]).items():
         print(f"{part}: {'the same machine code' if not names else f'{len(names)} kernels differ: {names}'}")

@@ -436,9 +436,9 @@ TOPICS = (
     Topic(
         "FP8",
         "Grouped GEMMs of a rank's experts on an H100, DeepSeek-V3 on 4 ranks, first with SwiGLU, then back.  "
-        "Dispatches that cast are in the tables of rounds.  Those of H200s are what the choice of schedules is fitted "
-        "to, and a later run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 times as long as the "
-        "fastest.",
+        "Dispatches that cast are in the tables of rounds.  The results of H200s are those that the choice of "
+        "schedules is fitted to, and a later run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 "
+        "times as long as the fastest.",
         (
             *("gemm-fp8-h100", "gemm-h100", "gemm-fp8-h200", "gemm-h200", "gemm-fp8-rows-h200"),
             "gemm-fp8-schedules-h200",
@@ -561,7 +561,8 @@ CHECKS = (
     Topic(
         "What the flight recorder takes",
         "Host time of an eager dispatch and its combine on 4 H100s, DeepSeek-V3, `flat`, over the rounds of all ranks; "
-        "rounds with and without the recorder alternate.  A call takes more: half of the median difference.",
+        "rounds with and without the recorder alternate.  The last column is what the recorder adds to a "
+        "call: half of the median difference.",
         ("recorder-host-time-h100-4",),
         recorder,
     ),

@@ -26,9 +26,9 @@ class MaskableRanks:
         of the sums is missing.  Numbers of ranks and experts, shapes and addresses stay as they are.  Handles of
         earlier dispatches can't be used any more, and a dispatch_begin() without its end is forgotten.
 
-        The masked rank raises Excluded at its next call; over a network, if no rank of its domain stays, its next round
-        ends by its deadline.  One that was taken for lost and is still in a round may write to the windows until it
-        notices; shrink(), which opens others, is the way without that risk.
+        The masked rank raises Excluded at its next call.  If it and its whole domain are masked over a network, nobody
+        can tell it: its next round raises Timeout.  A rank that is masked while it is in a round may write to the
+        windows until it notices; shrink(), which opens others, has no such risk.
 
         Args:
             ranks: to mask, beside those that are masked already.  None: after PeerLost or Timeout, agree on who is lost

@@ -106,31 +106,28 @@ def take_times() -> dict[str, int] | None:
 
 
 def watch(secret: str, abort_word: int) -> None:
-    """From now on a peer that a communicator with this secret loses ends the waits of kernels that look at the 32-bit
-    word at `abort_word`, an address; 0: nobody does any more.  NCCL tells its log, and no kernel.
+    """Store the abort word of a lost peer at an address, so that kernels that look there end their waits.  0: stop.
 
-    Where somebody watches, puts to a lost peer are dropped, and NCCL's thread goes on for the others.
+    Applies to communicators with this secret.  While watched, puts to a lost peer are dropped, and NCCL's thread goes
+    on for the others.
     """
     if _library().moecomm_rma_watch(secret.encode(), ctypes.c_void_p(abort_word or None)) != 0:
         raise MemoryError
 
 
 def ignore(secret: str, rank: int, ignored: bool) -> None:
-    """From now on, do not end waits when this peer is lost, or end them again."""
+    """Stop ending waits when this peer is lost; False: end them again."""
     if _library().moecomm_rma_ignore(secret.encode(), rank, int(ignored)) != 0:
         raise MemoryError
 
 
 def losses(secret: str) -> dict[int, str]:
-    """Return the peers that were lost since watch(), and the reports.  This rank: a local failure."""
-    text = ctypes.create_string_buffer(512)
-    found: dict[int, str] = {}
-    for number in itertools.count():
-        rank = int(_library().moecomm_rma_loss(secret.encode(), number, text, ctypes.c_size_t(len(text))))
-        if rank < 0:
-            return found
-        found[rank] = text.value.decode(errors="replace")
-    raise AssertionError
+    """Return the peers lost since watch(), with the plugin's reports.  This rank's number: a local failure."""
+    text, found, numbers = ctypes.create_string_buffer(512), dict[int, str](), itertools.count()
+    loss, size = _library().moecomm_rma_loss, ctypes.c_size_t(len(text))
+    while (rank := int(loss(secret.encode(), next(numbers), text, size))) >= 0:
+        found.setdefault(rank, text.value.decode(errors="replace"))  # the first report is the cause
+    return found
 
 
 def _library() -> ctypes.CDLL:

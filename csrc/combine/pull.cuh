@@ -71,19 +71,6 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, 
     return __all_sync(kAllLanes, in_time);  // before any lane leaves the next credit there
 }
 
-// Called by all lanes of a warp. Gives the ranks of this domain the credit for a chunk of `source_rank` (release), behind the earlier one.
-// Returns false in all lanes if the wait for that failed; the failure record is filled.
-template <class Call>
-MOECOMM_FN bool give_credit(const Call& c, i32 source_rank, i32 chunk, i32 chunk_tokens) {
-    if (!await_earlier_credit(c, source_rank, chunk, chunk_tokens)) return false;
-    const u64 place = credit_at(c.window(), c.shape(), source_rank, chunk, chunk_tokens);
-    for (i32 step = lane_id(); step < Call::cfg.scaleup_ranks() - 1; step += kWarp)
-        c.transport.signal(c.domains().neighbor(step), place, word_signal(c.round.tag, chunk));
-    __syncwarp();  // own credit last: a warp that sees it may give this place's next credit, which must not overtake these
-    if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
-    return true;
-}
-
 // The role of a pull warp. Lane i serves the i-th rank that holds a part of the token (several domains: ScaleoutSums::kInRing). All lanes
 // call all methods together. Warps divide the work in one of two ways:
 // - Where credits are needed, and with several domains, a chunk belongs to a block, which gives the credit; each warp of the block pulls
@@ -337,7 +324,12 @@ struct Pull {
                 continue;
             }
             const i32 chunk = blockIdx.x + gridDim.x * signaled;
-            if (complete_step(c.shared.pulled, c.round, signaled)) give_credit(c, c.me(), chunk, c.a.chunk_tokens);
+            if (!complete_step(c.shared.pulled, c.round, signaled) || !await_earlier_credit(c, c.me(), chunk, c.a.chunk_tokens)) continue;
+            const u64 place = credit_at(c.window(), c.shape(), c.me(), chunk, c.a.chunk_tokens);
+            for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
+                c.transport.signal(c.domains().neighbor(step), place, word_signal(c.round.tag, chunk));
+            __syncwarp();  // own credit last: a warp that sees it may give this place's next credit, which must not overtake these
+            if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
         }
     }
 };

@@ -1,16 +1,9 @@
-// Waits of kernels between rounds, on transports that put.
+// Helpers of kernels that put between rounds.
 #pragma once
-#include "../protocol/deadline.h"
 #include "../protocol/domains.h"
-#include "../transport/transport.cuh"
+#include "wait.cuh"
 
 namespace moecomm {
-
-// The abort words and the time of a rank's waits.
-MOECOMM_FN Deadline deadline_between_rounds(const Context& ctx) {
-    return {ctx.timeout_ns, reinterpret_cast<const u32*>(ctx.peers[ctx.rank] + ctx.window.abort),
-            reinterpret_cast<const u32*>(ctx.abort_host)};
-}
 
 // Poll until poll() returns 1 (done), as opposed to 0 (not yet) or -1 (failed). Called by one thread; false on failure, timeout or abort.
 template <class Poll>
@@ -20,9 +13,9 @@ MOECOMM_FN bool await_poll(const Deadline& deadline, Poll poll) {
     return ended && found > 0;
 }
 
-// True if a kernel between rounds puts to `peer`: it is in another domain, and `ranks` (bits) has it.
+// True if `peer` is in another domain and among `ranks` (bits).
 MOECOMM_FN bool puts_to(const Context& ctx, u64 ranks, i32 peer) {
-    return domain_of(ctx.shape, peer) != domain_of(ctx.shape, ctx.rank) && (ranks >> peer & 1) != 0;
+    return domain_of(ctx.shape, peer) != domain_of(ctx.shape, ctx.rank) && is_in(ranks, peer);
 }
 
 }  // namespace moecomm

@@ -15,7 +15,7 @@ struct QuiesceArgs {
     u64 members;     // bits of the ranks that go on
     u64 agreement;   // its number, larger than those before
     u64 last_round;  // after which they go on
-    u64 missing;     // u32[2], host-visible: bits of the ranks of which nothing has come
+    u64 missing;     // u32[2], host-visible: bits of the ranks whose adds have not all arrived
 };
 
 }  // namespace moecomm

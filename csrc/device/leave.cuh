@@ -11,7 +11,7 @@ template <class Transport>
 MOECOMM_FN void leave(const LeaveArgs& a) {
     const bool is_leader = threadIdx.x == 0;
     const Transport transport(a.ctx);
-    const Deadline deadline = deadline_between_rounds(a.ctx);
+    const Deadline deadline = deadline_of(a.ctx);
     for (i32 peer = 0; peer < a.ctx.shape.ranks; ++peer) {
         if (!puts_to(a.ctx, a.members, peer)) continue;
         bool goes = true;

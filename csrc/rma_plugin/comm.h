@@ -69,7 +69,7 @@ class Comm {
         std::unique_ptr<Mailbox> to, from;
         std::vector<Lane*> lanes;  // those with requests
         std::optional<Failure> failure;
-        bool dropped = false;                         // it has failed, somebody has been told, and puts to it end without effect
+        bool dropped = false;                         // failed while watched: puts to it complete without effect
         std::optional<Clock::time_point> full_since;  // since when the mailbox `to` is full
         size_t open = 0;                              // open requests
         bool watched = false;                         // by epoll_

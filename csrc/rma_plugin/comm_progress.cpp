@@ -1,5 +1,7 @@
 #include <sys/epoll.h>
 
+#include <algorithm>
+
 #include "comm.h"
 #include "log.h"
 #include "losses.h"
@@ -127,8 +129,10 @@ bool Comm::test(Request* request) {
         close_request(*request);
         return true;
     }
-    if (request->kind == Request::Kind::kPut && peers_[request->peer].dropped)
-        return true;  // queues point to it as long as this object lives
+    if (request->kind == Request::Kind::kPut && peers_[request->peer].dropped) {
+        if (request->mark.open != nullptr) request->mark.end();
+        return true;  // not closed: queues may point to it as long as this object lives
+    }
     const std::optional<Failure>& failure = flush ? first_failure_ : peers_[request->peer].failure;
     if (failure.has_value()) throw *failure;
     return false;
@@ -258,7 +262,10 @@ void Comm::fail(int rank, Failure failure) {
     warn(failure.what());
     failure.told = true;
     peer.failure = failure;
-    peer.dropped = losses::tell(settings_.secret, me_, rank, failure.what()) && rank != me_;
+    // A CUDA error is of this rank, whichever peer it came up with. A get can't be dropped: its reader would take what was there before.
+    const bool own = rank == me_ || failure.fault() == Fault::kCuda;
+    const bool gets = std::any_of(gets_.begin(), gets_.end(), [&](const Request* get) { return get->peer == rank && !get->moved; });
+    peer.dropped = losses::tell(settings_.secret, me_, own ? me_ : rank, failure.what()) && !own && !gets;
     if (!peer.dropped && !first_failure_.has_value()) first_failure_ = failure;
     unwatch(peer);
     if (peer.link != nullptr) peer.link->shut();

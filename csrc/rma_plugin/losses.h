@@ -9,12 +9,12 @@ namespace moecomm::rma::losses {
 // Watch communicators with this secret: a loss stores its abort_word (csrc/protocol/record.h) in `word`, unless `word` is not 0. `word`
 // must live until watch(secret, nullptr), which ends the watch.
 void watch(const std::string& secret, uint32_t* word);
-// From now on, losses of this rank store nothing, or do so again.
+// Do not store losses of `rank`, or store them again. nth() has them all the same.
 void ignore(const std::string& secret, int rank, bool ignored);
 // Called on NCCL's thread; takes a lock that no thread holds while it waits. `rank` is `own_rank` if the fault is on this rank. Returns
-// whether somebody watches.
+// true if the secret is watched.
 bool tell(const std::string& secret, int own_rank, int rank, const std::string& what);
-// The loss of that number since watch(), from 0 on: returns the rank, or -1 for none; `text` gets its description, cut to `bytes`.
+// Loss `number` since watch(), from 0: return its rank, or -1 if there are no more. `text` gets its description, cut to `bytes`.
 int nth(const std::string& secret, int number, char* text, size_t bytes);
 
 }  // namespace moecomm::rma::losses

@@ -25,7 +25,7 @@ class Masks:
     context: _native.Context
     _window: windows.Window | None
     _peers: GpuPeers
-    _masked: Collection[int]
+    _masked: Collection[int] = ()
 
     def last_round(self) -> int:
         """Return the number of the last round that has begun, once it has ended."""
@@ -38,7 +38,7 @@ class Masks:
 
     def exclude(self, rank: int) -> None:
         """See Maskable."""
-        if peer := self._own_window().peers[rank]:  # otherwise ranks of its domain do that
+        if peer := self._own_window().peers[rank]:  # 0: another domain, where its neighbors write the word
             self._write(peer + self.context.window.abort, _native.excluded_word(rank))
 
     def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
@@ -56,12 +56,15 @@ class Masks:
         dead = peers.dead_peers().keys() - set(masked)
         for rank in dead:  # whose word has been cleared
             peers.abort(failures.Failure.peer_lost, rank)
-        if dead or not peers.reach.puts or not is_multi_domain(self.context.shape):
-            return set(dead)
+        if dead or not peers.reach.puts:
+            return dead
         with torch.cuda.device(self.device):
-            how = peers.reach.transport, self.context, masked, agreement, last_round, peers.control, _WORDS
-            missing = quiesce.wait(*how)
-        return missing & peers.dead_peers().keys() or missing
+            how = self.context, masked, agreement, last_round, peers.control, _WORDS
+            missing = quiesce.wait(peers.reach.shim, *how)
+        if not missing:
+            return set()
+        # A loss ends the waits for all ranks: name only those that are lost.
+        return peers.dead_peers().keys() - set(masked) or missing
 
     def _read(self, offset: int) -> bytes:
         """Return a word of this rank's window."""

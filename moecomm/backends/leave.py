@@ -5,13 +5,13 @@ The host copies it into the windows of peers that load and store reach; a kernel
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Collection
 
 import torch
 
 from moecomm import _native
+from moecomm.backends.between_rounds import members, set_context
 from moecomm.core.protocol import ROUND_HEADER_BYTES
 from moecomm.jit import linking, plain_kernel
 from moecomm.jit.structs import fields_of
@@ -41,22 +41,10 @@ _HEADER_WORDS = ROUND_HEADER_BYTES // 4
 _PUT_TIMEOUT_NS = 1_000_000_000  # a peer that is gone must not delay close()
 
 
-class PutArgs(ctypes.Structure):
+class LeaveArgs(ctypes.Structure):
     """LeaveArgs of csrc/device/between_rounds_args.h."""
 
     _fields_ = fields_of("LeaveArgs")
-
-
-def members(context: _native.Context, masked: Collection[int]) -> int:
-    """Return the ranks that take part, as bits."""
-    return sum(1 << rank for rank in range(context.shape.ranks) if rank not in masked)
-
-
-def set_context(args: ctypes.Structure, context: _native.Context, most_ns: int) -> None:
-    """Copy a rank's context into the arguments of a kernel between rounds, whose waits end after `most_ns`."""
-    own = copy.copy(context)
-    own.timeout_ns = min(context.timeout_ns, most_ns)
-    ctypes.memmove(args.ctx, own.address, own.nbytes)
 
 
 def putter(transport: str) -> plain_kernel.PlainKernel:
@@ -71,7 +59,7 @@ def put(transport: str, context: _native.Context, masked: Collection[int], offse
 
     Returns when they are on their way, or can't be sent.  Runs on the current stream of the current device.
     """
-    args = PutArgs(tagged_words=offset, bytes=nbytes, members=members(context, masked))
+    args = LeaveArgs(tagged_words=offset, bytes=nbytes, members=members(context, masked))
     set_context(args, context, _PUT_TIMEOUT_NS)
     plain_kernel.launch(putter(transport), 1, args)
     torch.cuda.current_stream().synchronize()

@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -126,7 +126,6 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
     ) -> None:
         self.device = device
         self._closed = False
-        self._masked: Collection[int] = ()
         self._cuda_context = _native.cuda_context()
         self._last: torch.cuda.Stream | None = None  # of the last round
         self._last_stream = 0  # its cudaStream_t
@@ -333,6 +332,8 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         if window is None or failures.round_failed(self.context):
             return
         cuda_driver.bind_thread(self.device.index)
+        if self.excluded():  # the others answer for this rank
+            return
         at, copies = self._control.address, self._copies
         copies.to_host(at + _ROUND, window.address + layout.state, 4)
         copies.wait()
@@ -360,7 +361,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         window, at = self._window, self._control.address + _TAGGED_WORDS
         assert window is not None
         deadline = time.monotonic() + self.reach.linger_s
-        waiting = [rank for rank in range(len(window.peers)) if rank != self.context.rank]
+        waiting = [rank for rank in range(len(window.peers)) if rank not in {self.context.rank, *self._masked}]
         while waiting and time.monotonic() < deadline:
             offset = _native.leave_offset(self.context.window, len(window.peers), last_round, waiting[-1])
             self._copies.to_host(at, window.address + offset, leave.WORD)

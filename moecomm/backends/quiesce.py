@@ -1,23 +1,25 @@
-"""Quiet between rounds on a transport that puts, before ranks go on without others: csrc/device/quiesce.cuh."""
+"""Quiesce a transport that puts, before ranks go on without others: csrc/device/quiesce.cuh."""
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Collection
 
 import torch
 
 from moecomm import _native
 from moecomm.backends import cuda_driver
-from moecomm.backends.leave import members, set_context
+from moecomm.backends.between_rounds import members, set_context
 from moecomm.jit import linking, plain_kernel
 from moecomm.jit.structs import fields_of
 
 NBYTES = 8  # of what the kernel reports
 _THREADS = 512  # at least one a rank
+_NAP_S = 1e-4
 
 
-class Args(ctypes.Structure):
+class QuiesceArgs(ctypes.Structure):
     """QuiesceArgs of csrc/device/between_rounds_args.h."""
 
     _fields_ = fields_of("QuiesceArgs")
@@ -29,10 +31,12 @@ def kernel(transport: str) -> plain_kernel.PlainKernel:
     return plain_kernel.PlainKernel("device/quiesce", entry, "QuiesceArgs", _THREADS, transport)
 
 
-def arguments(context: _native.Context, masked: Collection[int], agreement: int, last_round: int, missing: int) -> Args:
+def arguments(
+    context: _native.Context, masked: Collection[int], agreement: int, last_round: int, missing: int
+) -> QuiesceArgs:
     """Return the arguments of the kernel; see wait().  `missing`: address of NBYTES for its report."""
-    args = Args(agreement=agreement, last_round=last_round, members=members(context, masked), missing=missing)
-    set_context(args, context, context.timeout_ns // 2)  # so that the rank that misses another one says so first
+    args = QuiesceArgs(agreement=agreement, last_round=last_round, members=members(context, masked), missing=missing)
+    set_context(args, context, context.timeout_ns // 2)  # shorter than the wait for ready words
     return args
 
 
@@ -45,7 +49,7 @@ def wait(
     control: cuda_driver.PinnedMemory,
     offset: int,
 ) -> set[int]:
-    """Wait until all that ranks of other domains have put has arrived, and let signals begin anew after `last_round`.
+    """Wait until all puts of ranks of other domains have arrived, then reset the signals for rounds after `last_round`.
 
     Runs on the current stream of the current device.
 
@@ -59,12 +63,14 @@ def wait(
         offset: see `control`.
 
     Returns:
-        The ranks of which not all has come within half of the deadline, or until a peer was lost; if there are any,
-        signals are as they were.
+        Ranks whose puts have not all arrived within half of the deadline, or before a loss ended the wait.  If there
+        are any, signals are unchanged.
     """
     args = arguments(context, masked, agreement, last_round, control.address + offset)
     plain_kernel.launch(kernel(transport), 1, args)
-    torch.cuda.current_stream().synchronize()
+    ended = torch.cuda.current_stream().record_event()
+    while not ended.query():  # in which Ctrl-C ends it
+        time.sleep(_NAP_S)
     return ranks_of(control.read(offset, NBYTES))
 
 

@@ -18,7 +18,6 @@ from moecomm.core.experts import LiveExperts, experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.membership import GRACE_S, Meeting, packed, unpacked
 from moecomm.core.rounds import Rounds
-from moecomm.core.session import Maskable
 from moecomm.core.suspension import Members
 from moecomm.errors import BadInput, Excluded, MoecommError, PeerLost, RoundFailed, Timeout
 
@@ -77,8 +76,8 @@ class Masking(Meeting):
         self, rounds: Rounds, members: Members, call: str, named: Collection[int] = (), joining: Collection[int] = ()
     ) -> None:
         super().__init__(rounds, members, call)
-        self._session: Maskable = rounds.session
         self._named, self._joining = set(named), sorted(joining)
+        self._missed: set[int] = set()
         self._joins = rounds.rank in joining
 
     def hold(self) -> Decision:
@@ -108,8 +107,9 @@ class Masking(Meeting):
             if not lost:
                 self._settle(decision)
                 return decision
-            # A rank that has come all the same, and is lost again, may be one that this rank does not hear.
-            self._named |= lost & self._suspects
+            # A rank that is missed in two attempts may live and only be unreachable.
+            self._named |= lost & self._missed
+            self._missed |= lost
             self._suspects |= lost
 
     def _decision(self, board: Board) -> Decision | None:
@@ -146,7 +146,7 @@ class Masking(Meeting):
         rounds = self._rounds
         call = rounds.calls if rounds.repeatable else 0
         suspects = sorted(self._suspects - {rounds.rank})
-        return Coming(self._session.last_round(), call, suspects, sorted(self._named), self._joining)
+        return Coming(self._rounds.session.last_round(), call, suspects, sorted(self._named), self._joining)
 
     def _begin_anew(self, board: Board, decision: Decision) -> set[int]:
         """Reset this rank's window and wait for the others; return the ranks that are lost before all have done so.
@@ -156,8 +156,8 @@ class Masking(Meeting):
         members = set(decision.members)
         masked = set(range(self._rounds.num_ranks)) - members
         for rank in masked:
-            self._session.exclude(rank)
-        if lost := self._session.resume(decision.round, masked, self._rounds.attempts):
+            self._rounds.session.exclude(rank)
+        if lost := self._rounds.session.resume(decision.round, masked, self._rounds.attempts):
             board.decide("members", packed(lost))
         else:
             board.write(f"ready/{self._rounds.rank}", b"1")
@@ -293,4 +293,5 @@ def _wanted(rounds: Rounds, said: Mapping[int, Coming]) -> set[int]:
 def _decided(here: Mapping[int, Coming]) -> Decision:
     calls = {coming.call for coming in here.values()}
     # A round may have begun after the last that has ended; no rank has seen the one after that.
-    return Decision(list(here), max(coming.round for coming in here.values()) + 2, len(calls) == 1 and 0 not in calls)
+    last = max((coming.round for coming in here.values()), default=0)  # nobody is left if this rank has named itself
+    return Decision(list(here), last + 2, len(calls) == 1 and 0 not in calls)

@@ -48,10 +48,10 @@ class Maskable(Protocol):
         Args:
             last_round: its number.
             masked: ranks that take no part.
-            agreement: its number, the same on all ranks that go on.
+            agreement: its number, the same on all ranks that go on, and larger than before.
 
         Returns:
-            Ranks that are lost meanwhile, or of which rows may still arrive; then all agree anew.
+            Ranks that are lost, or whose puts may still arrive.  If there are any, all ranks agree again.
         """
         ...
 

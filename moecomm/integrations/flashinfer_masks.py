@@ -26,7 +26,7 @@ class MaskedRanks(ABC):
 
     @property
     def supports_fault_tolerance(self) -> bool:
-        """True: ranks can be masked everywhere."""
+        """True: every backend can mask ranks."""
         return True
 
     @property

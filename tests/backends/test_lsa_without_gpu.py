@@ -6,7 +6,7 @@ import ctypes
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ import torch
 
 import moecomm
 from moecomm import _native, backends, tuning
-from moecomm.backends import cuda_driver, leave, lsa, lsa_kernels
+from moecomm.backends import cuda_driver, gpu_masks, leave, lsa, lsa_kernels
 from moecomm.backends.collective import NoRoom
 from moecomm.backends.gpu_peers import GpuPeers
 from moecomm.core.group import Rendezvous
@@ -243,6 +243,51 @@ def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -
     begin = time.monotonic()
     session._linger(last_round)
     assert 0.2 <= time.monotonic() - begin < 5
+    session.reach.linger_s, session._masked = 20.0, {1}
+    session._linger(last_round)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_loss_that_ends_the_wait_for_puts_names_only_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead: dict[int, str] = {}
+    told: list[int] = []
+    session = session_of(
+        device=torch.device("cuda", 0),
+        context=SimpleNamespace(shape=shape_of(6, domain_ranks=2), window=_native.window_layout(shape_of(6))),
+        _window=SimpleNamespace(address=0),
+        _write=lambda *about: None,
+        _peers=SimpleNamespace(
+            ignore=lambda *about: None,
+            abort=lambda cause, rank: told.append(rank),
+            dead_peers=lambda: dead,
+            reach=SimpleNamespace(puts=True, shim="gin"),
+            control=None,
+        ),
+    )
+    monkeypatch.setattr(gpu_masks, "_native", Mock())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    reports: list[tuple[set[int], dict[int, str]]] = [
+        (set(), {}),
+        ({2, 3}, {}),  # by the deadline
+        ({2, 3, 4}, {1: "its process has ended"}),  # a neighbor, of whom no puts are awaited
+        ({2, 4}, {1: "its process has ended", 4: "its process has ended"}),
+    ]
+
+    def wait(*about: Any) -> set[int]:
+        missing, found = reports[0]
+        dead.update(found)
+        return missing
+
+    monkeypatch.setattr(gpu_masks.quiesce, "wait", wait)
+    found = []
+    while reports:
+        dead.clear()
+        found.append(session.resume(7, {5}, 2))
+        reports.pop(0)
+    assert found == [set(), {2, 3}, {1}, {1, 4}]
+    dead.clear()
+    dead.update({3: "its process has ended", 5: "masked"})
+    assert session.resume(7, {5}, 4) == {3} and told == [3]
 
 
 def session_of(**attributes: object) -> lsa.LsaSession:

@@ -279,7 +279,7 @@ def test_ranks_that_suspect_others_agree() -> None:
 
 
 def test_a_rank_whose_rows_do_not_come_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 never has all that rank 2 has put.  Rank 2 comes, and is left out all the same the second time."""
+    """Rank 0 never receives all puts of rank 2, which comes to both attempts and is masked at the second."""
     late, resume, tries = threading.Event(), host.HostSession.resume, []
 
     def hears_all_but_one(session: Any, last_round: int, masked: set[int], agreement: int) -> set[int]:
@@ -304,6 +304,16 @@ def test_a_rank_whose_rows_do_not_come_is_masked(monkeypatch: pytest.MonkeyPatch
         return buffer.masked
 
     assert over_threads(call) == [(2,), (2,), None] and len(tries) == 2
+
+
+def test_a_rank_that_cannot_go_on_leaves_itself_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.HostSession, "resume", lambda session, *about: {session.context.rank})
+
+    def call(buffer: moecomm.Buffer) -> None:
+        with pytest.raises(moecomm.Excluded):
+            buffer.mask()
+
+    over_threads(call, ranks=1)
 
 
 def test_all_ranks_that_come_stay() -> None:

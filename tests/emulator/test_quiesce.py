@@ -1,4 +1,4 @@
-"""Quiet between rounds: what has been put before it has arrived, and signals begin anew."""
+"""Quiesce between rounds: earlier puts have arrived, and signals are reset."""
 
 from __future__ import annotations
 

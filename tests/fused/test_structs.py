@@ -31,8 +31,8 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
         "BudgetArgs": budgets._Args,
         "TidyArgs": tidy._Args,
     }
-    found |= {"SwigluArgs": swiglu._Args, "GradientArgs": combine_gradients._Args, "LeaveArgs": leave.PutArgs}
-    found |= {"QuiesceArgs": quiesce.Args}
+    found |= {"SwigluArgs": swiglu._Args, "GradientArgs": combine_gradients._Args, "LeaveArgs": leave.LeaveArgs}
+    found |= {"QuiesceArgs": quiesce.QuiesceArgs}
     found |= {"Window": gpu_calls.Handle, "WindowCallArgs": gpu_calls.CallArgs}
     of_operators = inspect.getmembers(kernels_structs, inspect.isclass)
     found |= {name: one for name, one in of_operators if one.__module__ == kernels_structs.__name__}

@@ -26,7 +26,7 @@ EXACT = 50  # rounds after each step
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """One that can run here."""
+    """Return a kind that can run here, or skip."""
     if reason := moecomm.backends.missing(request.param.split(",")[0].split()[0]):
         pytest.skip(f"{request.param}: {reason}")
     return str(request.param)

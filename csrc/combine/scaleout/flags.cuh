@@ -92,7 +92,7 @@ struct FlagWarp {
             const i32 rank = c.domains().neighbor(step);
             if (gives && c.shared.headers[rank].combine.rows == 0) c.transport.signal(rank, place, word_signal(c.round.tag, chunk));
         }
-        __syncwarp();  // own credit last, as in give_credit
+        __syncwarp();  // own credit last, as in Pull
         if (gives) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
         return done;
     }

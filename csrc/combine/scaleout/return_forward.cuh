@@ -220,7 +220,13 @@ struct ReturnForward {
     MOECOMM_FN bool finish_work(i32 work) const {
         const i32 source_rank = source_rank_of(work), chunk = chunk_of(work), chunk_tokens = sent_by(work).chunk_tokens;
         if (chunk + ring_of(work) >= c.chunks_of(source_rank) || !Pull<Call>::some(c, &is_staged)) return true;
-        return give_credit(c, source_rank, chunk, chunk_tokens);
+        if (!await_earlier_credit(c, source_rank, chunk, chunk_tokens)) return false;
+        const u64 place = credit_at(c.window(), c.shape(), source_rank, chunk, chunk_tokens);
+        for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
+            c.transport.signal(c.domains().neighbor(step), place, word_signal(c.round.tag, chunk));
+        __syncwarp();  // own credit last, as in Pull
+        if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
+        return true;
     }
 };
 
