@@ -40,7 +40,7 @@ def _how(kind: str) -> str:
     return kind.partition(",")[0].split()[0]
 
 
-def _backend(kind: str) -> str:
+def backend_of(kind: str) -> str:
     how = _how(kind)
     return how if how in moecomm.backends.NAMES else "lsa"
 
@@ -52,7 +52,7 @@ def open_kind(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     near = max(1, group.size() // int(domains.split()[0])) if domains else group.size()
     if way:
         os.environ.update(MOECOMM_RMA=way, MOECOMM_RMA_ADDRESS="127.0.0.1")
-    backend = _backend(kind)
+    backend = backend_of(kind)
     if backend == "lsa":
         os.environ["MOECOMM_WINDOW"] = how
     buffer = moecomm.Buffer(group, **sizes, backend=backend, domain_ranks=near)
@@ -61,18 +61,23 @@ def open_kind(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     return buffer
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    """One that can run here."""
-    how = _how(request.param)
+def require(kind: str) -> str:
+    """Return a kind that can run here, or skip."""
+    how = _how(kind)
     reason = nccl.missing() if how == "nccl" else ""
     if how in moecomm.backends.NAMES:
         reason = moecomm.backends.missing(how)
-    if not reason and "tcp" in request.param and nic.has_rdma():
+    if not reason and "tcp" in kind and nic.has_rdma():
         reason = "NCCL takes the NIC, and not our plugin"
     if reason:
-        pytest.skip(f"{request.param}: {reason}")
-    return str(request.param)
+        pytest.skip(f"{kind}: {reason}")
+    return kind
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """One that can run here."""
+    return require(request.param)
 
 
 def random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
@@ -80,7 +85,7 @@ def random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str
     share_cores(group.size())
     for sizes in SIZES[:2] if "domains" in kind else SIZES:
         if "domains" in kind and sizes is SIZES[1]:
-            moecomm.backends.load(_backend(kind)).direct_bytes = direct_bytes  # type: ignore[method-assign]
+            moecomm.backends.load(backend_of(kind)).direct_bytes = direct_bytes  # type: ignore[method-assign]
         with open_kind(rank, group, kind, **sizes, timeout_s=60) as buffer:
             for done, number in enumerate(random_seeds(sizes, cases, seed * 1_000_000)):
                 if rank == 0 and done and done % 1000 == 0:  # pytest -s shows how far a long run has come
