@@ -15,7 +15,7 @@ import torch
 from moecomm import backends, flight, tracing
 from moecomm.backends.row_tables import RowTables
 from moecomm.core import masking, membership, names
-from moecomm.core.experts import ExpertIds
+from moecomm.core.expert_tables import ExpertIds
 from moecomm.core.group import Group
 from moecomm.core.integers import check_integer
 from moecomm.core.membership import Meeting, Shrunk, counts_of, ids_of, members_of, require_idle

@@ -41,6 +41,7 @@ class Twins:
         given = [self._call(rank, number, tokens, **options) for rank in range(self._settings["ranks"])]
         there = [buffer.rank for buffer in self.masked.buffers]
         plain = [self._without_mask(rank, call, rank in there) for rank, call in enumerate(given)]
+        before = [buffer.stats().masked for buffer in self.masked.buffers]
         routed = self.masked.dispatch([given[rank] for rank in there])
         wanted = self.plain.dispatch(plain)
         self._compare(routed, [wanted[rank] for rank in there])
@@ -58,6 +59,8 @@ class Twins:
         self.plain.check()
         for rank, here in zip(there, combined, strict=True):
             assert torch.equal(here, expected[rank]), f"sums of rank {rank}"
+        for buffer, earlier in zip(self.masked.buffers, before, strict=True):
+            assert buffer.stats().masked - earlier == (plain[buffer.rank]["topk_idx"] < 0).sum()
 
     def rounds_while_masked(self, tokens: int, layout: str, replicas: dict[int, int]) -> None:
         """Compare rounds before a mask, without rank 2, without rank 0 as well, and with all ranks again."""

@@ -91,6 +91,7 @@ Structs structs() {
     STRUCT(MapArgs, FIELD(map), FIELD(dense), FIELD(ids), FIELD(weights), FIELD(tokens), FIELD(experts), FIELD(topk), FIELD(pad))
     STRUCT(BudgetArgs, FIELD(ids), FIELD(kept), FIELD(table), FIELD(parts), FIELD(to), FIELD(overflow), FIELD(needed), FIELD(entries),
            FIELD(experts), FIELD(ranks), FIELD(rank), FIELD(alignment), FIELD(budget), FIELD(pitch), FIELD(segments))
+    STRUCT(ExpertTableArgs, FIELD(ids), FIELD(meant), FIELD(table), FIELD(absent), FIELD(entries), FIELD(experts), FIELD(id_bytes))
     STRUCT(TidyArgs, FIELD(of), FIELD(weights), FIELD(ids), FIELD(src), FIELD(counts), FIELD(num_rows), FIELD(to_weights), FIELD(to_ids),
            FIELD(to_src), FIELD(to_counts), FIELD(to_num_rows), FIELD(each), FIELD(experts))
     STRUCT(SwigluArgs, FIELD(both), FIELD(inner), FIELD(weights), FIELD(to_both), FIELD(to_inner), FIELD(to_weights), FIELD(end),

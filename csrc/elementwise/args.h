@@ -31,6 +31,15 @@ struct BudgetArgs {
     i32 entries, experts, ranks, rank, alignment, budget, pitch, segments;
 };
 
+// expert_table.cuh
+struct ExpertTableArgs {
+    u64 ids, meant;  // [entries], of the same type
+    u64 table;       // [experts], of that type: what each id means; -1: no expert
+    u64 absent;      // u64: gets the number of entries that mean no expert added
+    i64 entries;
+    i32 experts, id_bytes;
+};
+
 // tidy.cuh
 struct TidyArgs {
     PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are unused

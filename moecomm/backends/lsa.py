@@ -26,6 +26,7 @@ from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
 from moecomm.core.session import Schedule
 from moecomm.jit import plain_kernel
+from moecomm.kernels import expert_table
 
 if TYPE_CHECKING:
     from moecomm import jit
@@ -125,11 +126,10 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         reach: type[Reach] = Reach,
     ) -> None:
         self.device = device
-        self._closed = False
+        self._closed = self._captured = False
         self._cuda_context = _native.cuda_context()
         self._last: torch.cuda.Stream | None = None  # of the last round
         self._last_stream = 0  # its cudaStream_t
-        self._captured = False
         layout = _native.window_layout(shape)
         self._counters_at = _TAGGED_WORDS + layout.num_tagged_words * 8
         room = self._counters_at + gpu_counters.nbytes(layout) - CONTROL
@@ -164,10 +164,10 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
 
     def _prepare(self) -> None:
-        """Load the kernels that put between rounds."""
-        if self.reach.puts:
-            for kernel in (leave.putter(self.reach.shim), quiesce.kernel(self.reach.shim)):
-                plain_kernel.load(kernel, self.device.index)
+        """Load the kernels that a mask needs at once, and those that put between rounds."""
+        between = (leave.putter(self.reach.shim), quiesce.kernel(self.reach.shim)) if self.reach.puts else ()
+        for kernel in (expert_table.kernel(), *between):
+            plain_kernel.load(kernel, self.device.index)
 
     def _make_context(self, rank: int, shape: _native.Shape, peers: list[int]) -> _native.Context:
         context = _native.Context()

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from moecomm.core.board import Board, Part
-from moecomm.core.experts import LiveExperts, experts_of
+from moecomm.core.expert_tables import LiveExperts
+from moecomm.core.experts import experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.membership import GRACE_S, Meeting, packed, unpacked
 from moecomm.core.rounds import Rounds

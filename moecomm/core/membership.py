@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from moecomm.core.board import Board, Part
-from moecomm.core.experts import ExpertIds, experts_of
+from moecomm.core.expert_tables import ExpertIds
+from moecomm.core.experts import experts_of
 from moecomm.core.group import Group
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous

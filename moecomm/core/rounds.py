@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from moecomm.core.experts import ExpertIds, LiveExperts, experts_of
+from moecomm.core.expert_tables import AbsentEntries, ExpertIds, LiveExperts
+from moecomm.core.experts import experts_of
 from moecomm.core.memory import WindowMemory
 from moecomm.core.plans import PlanCache
 from moecomm.core.sampling import RowTables, Sampling
@@ -58,6 +59,7 @@ class Rounds(RoundState):
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.core.membership
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
+        self.absent = AbsentEntries(self.device)
         self.retries = 0  # rounds of dispatches that had no room for their rows in one
         # When this rank came to the barrier that ends an opening, and when it left: CLOCK_MONOTONIC, in ns.
         self.barrier = (0, 0)
@@ -72,8 +74,8 @@ class Rounds(RoundState):
         if topk_idx is None or not self.translates:
             return topk_idx
         if self.ids is not None:
-            topk_idx = self.ids.translate(topk_idx)
-        return topk_idx if self.live is None else self.live.translate(topk_idx)
+            topk_idx = self.ids.translate(topk_idx, self.absent)
+        return topk_idx if self.live is None else self.live.translate(topk_idx, self.absent)
 
     @property
     def translates(self) -> bool:

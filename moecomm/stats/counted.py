@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Literal, overload
 
 from moecomm.core.experts import experts_of
@@ -10,9 +11,9 @@ from moecomm.core.state import collective
 from moecomm.core.suspension import Members, agreement, refuse_capture
 from moecomm.core.validation import check_flag
 from moecomm.errors import Closed, Timeout
-from moecomm.stats.counters import JobStats, Stats
+from moecomm.stats.counters import Beside, JobStats, Stats
 
-_WORD = 8  # bytes of a counter
+_BESIDE = struct.Struct("<qq")
 
 
 class Counted:
@@ -63,35 +64,36 @@ def _own(rounds: Rounds, reset: bool) -> Stats:
 @collective(rounds=0)
 def _gathered(rounds: Rounds, members: Members, reset: bool) -> JobStats:
     refuse_capture(rounds, "stats")
-    words, retries = _read(rounds, reset)
+    words, beside = _read(rounds, reset)
     with agreement(rounds, members, "stats") as ranks:
-        everybody = ranks.all_gather(retries.to_bytes(_WORD, "little") + words)
+        everybody = ranks.all_gather(_BESIDE.pack(*beside) + words)
         ranks.settle()
     return JobStats.of_ranks(
         [
-            _stats(rounds, rank, data[_WORD:], int.from_bytes(data[:_WORD], "little"))
+            _stats(rounds, rank, data[_BESIDE.size :], Beside(*_BESIDE.unpack_from(data)))
             for rank, data in enumerate(everybody)
         ]
     )
 
 
-def _read(rounds: Rounds, reset: bool) -> tuple[bytes, int]:
-    """Return the words of this rank's counters, and its retries."""
+def _read(rounds: Rounds, reset: bool) -> tuple[bytes, Beside]:
+    """Return the words of this rank's counters, and the counters beside them."""
     if rounds.closed:
         raise Closed
-    session, retries = rounds.session, rounds.retries
+    session = rounds.session
     session.synchronize()
     words = session.read_counters()
     if words is None:
         text = f"rank {rounds.rank} could not read its counters: the device does not answer"
         raise Timeout(text, rank=rounds.rank, peer=rounds.rank, phase="counters", op="stats", round=0)
+    beside = Beside(rounds.retries, rounds.absent.read(reset=reset))
     if reset:
         session.order()
         session.counters().zero_()
         rounds.retries = 0
-    return words, retries
+    return words, beside
 
 
-def _stats(rounds: Rounds, rank: int, words: bytes, retries: int) -> Stats:
+def _stats(rounds: Rounds, rank: int, words: bytes, beside: Beside) -> Stats:
     experts = experts_of(rank, rounds.num_experts, rounds.num_ranks)
-    return Stats.of_words(words, rounds.num_ranks, len(experts), retries)
+    return Stats.of_words(words, rounds.num_ranks, len(experts), beside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,14 @@ from moecomm.core.protocol import DROPPED, PEER_COUNTERS, ROUNDS, SCALAR_COUNTER
 
 WAITS = ("header", "dispatch", "combine")  # phases of `wait_ns`
 _PEERS = ("rows_from", "rows_to", "bytes_from", "bytes_to")  # before the waits
+_NUMBERS = ("rounds", "retries", "dropped", "masked")
+
+
+class Beside(NamedTuple):
+    """Counters of a rank that are not in its window; see Stats."""
+
+    retries: int
+    masked: int
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,8 @@ class Stats:
         rounds: dispatches and combines that this rank has begun, replays of graphs included.
         retries: rounds of dispatches whose rows had no room in one round and went in several.
         dropped: entries of `topk_idx` that `overflow="drop"` left out.
+        masked: entries of `topk_idx` without an expert, because its rank is masked and it has no replica, or is lost
+            (`shrink(keep_ids=True)`).  A call that is made again counts them again.
         rows_from: `[R]`: rows of dispatches that came from each rank, this one included: one for each of its tokens
             with an expert here.
         rows_to: `[R]`: rows that this rank sent to each rank.
@@ -36,6 +46,7 @@ class Stats:
     rounds: int
     retries: int
     dropped: int
+    masked: int
     rows_from: torch.Tensor
     rows_to: torch.Tensor
     bytes_from: torch.Tensor
@@ -44,21 +55,21 @@ class Stats:
     wait_ns: torch.Tensor
 
     @classmethod
-    def of_words(cls, words: bytes, ranks: int, experts: int, retries: int) -> Stats:
+    def of_words(cls, words: bytes, ranks: int, experts: int, beside: Beside) -> Stats:
         """Read a rank's counters.
 
         Args:
             words: as Session.read_counters() returns them.
             ranks: of the Buffer.
             experts: of this rank.
-            retries: counted on the host.
+            beside: counters that are not in the window.
         """
         found = torch.frombuffer(bytearray(words), dtype=torch.int64)
         at_experts = SCALAR_COUNTERS + PEER_COUNTERS * ranks
         peers = found[SCALAR_COUNTERS:at_experts].view(PEER_COUNTERS, ranks)
         counts: dict[str, Any] = dict(zip(_PEERS, peers, strict=False))
         counts |= {"rows_per_expert": found[at_experts : at_experts + experts], "wait_ns": peers[len(_PEERS) :]}
-        return cls(rounds=int(found[ROUNDS]), retries=retries, dropped=int(found[DROPPED]), **counts)
+        return cls(rounds=int(found[ROUNDS]), dropped=int(found[DROPPED]), **beside._asdict(), **counts)
 
     @classmethod
     def of_lists(cls, found: Any, ranks: int) -> Stats:
@@ -70,7 +81,7 @@ class Stats:
         values: dict[str, Any] = {}
         for field in fields(cls):
             value = found[field.name]
-            if field.name in ("rounds", "retries", "dropped"):
+            if field.name in _NUMBERS:
                 if type(value) is not int:
                     raise ValueError(f"{field.name} is no integer")
                 values[field.name] = value
@@ -102,7 +113,7 @@ class JobStats:
     """The counters of all ranks of a Buffer.  Tensors are int64 on the CPU.
 
     Attributes:
-        rounds, retries, dropped: `[R]`, by rank.
+        rounds, retries, dropped, masked: `[R]`, by rank.
         rows: `[R, R]`: rows from a source rank (first) to a destination.
         nbytes: `[R, R]`: bytes of these rows.
         rows_per_expert: `[E]`.
@@ -113,6 +124,7 @@ class JobStats:
     rounds: torch.Tensor
     retries: torch.Tensor
     dropped: torch.Tensor
+    masked: torch.Tensor
     rows: torch.Tensor
     nbytes: torch.Tensor
     rows_per_expert: torch.Tensor
@@ -123,12 +135,10 @@ class JobStats:
     def of_ranks(cls, ranks: Sequence[Stats]) -> JobStats:
         """Put the counters of all ranks side by side, in order of ranks."""
         return cls(
-            torch.tensor([stats.rounds for stats in ranks]),
-            torch.tensor([stats.retries for stats in ranks]),
-            torch.tensor([stats.dropped for stats in ranks]),
-            torch.stack([stats.rows_to for stats in ranks]),
-            torch.stack([stats.bytes_to for stats in ranks]),
-            torch.cat([stats.rows_per_expert for stats in ranks]),
-            torch.stack([stats.wait_ns for stats in ranks], dim=1),
-            tuple(ranks),
+            **{name: torch.tensor([getattr(stats, name) for stats in ranks]) for name in _NUMBERS},
+            rows=torch.stack([stats.rows_to for stats in ranks]),
+            nbytes=torch.stack([stats.bytes_to for stats in ranks]),
+            rows_per_expert=torch.cat([stats.rows_per_expert for stats in ranks]),
+            wait_ns=torch.stack([stats.wait_ns for stats in ranks], dim=1),
+            by_rank=tuple(ranks),
         )

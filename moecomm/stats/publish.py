@@ -22,7 +22,7 @@ from moecomm.core import names
 from moecomm.core.rounds import Rounds
 from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
-from moecomm.stats.counters import Stats
+from moecomm.stats.counters import Beside, Stats
 
 log = logging.getLogger("moecomm")
 
@@ -71,7 +71,10 @@ def own_stats(rounds: Rounds) -> Stats | None:
         words = rounds.session.read_counters()
     except RuntimeError:  # of a broken CUDA context
         return None
-    return None if words is None else Stats.of_words(words, rounds.num_ranks, len(rounds.local_experts), rounds.retries)
+    if words is None:
+        return None
+    beside = Beside(rounds.retries, rounds.absent.read())
+    return Stats.of_words(words, rounds.num_ranks, len(rounds.local_experts), beside)
 
 
 def publish() -> None:

@@ -149,12 +149,16 @@ def test_a_failure_of_one_rank_closes_the_windows_of_all() -> None:
     assert run_ranks(2, body) == [True, True]
 
 
-def test_a_session_of_a_buffer_stands_on_it() -> None:
+def test_a_session_of_a_buffer_stands_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that a mask needs at once is loaded as well."""
+    loaded: list[str] = []
+    monkeypatch.setattr(lsa.plain_kernel, "load", lambda kernel, index: loaded.append(kernel.entry))
     shape = shape_of(1)
     layout = _native.window_layout(shape)
     session = lsa.LsaSession(Alone(), shape, DEVICE, 5.0, FakeReach)
     window: Any = session.reach.opened  # type: ignore[attr-defined]
     assert ctypes.string_at(window.address, layout.staging) == bytes(layout.staging)
+    assert loaded == ["look_up_experts"]
     assert session.name == "lsa/local" and session.nbytes == layout.bytes and session.owner is window.owner
     assert session.context.peers[0] == window.address and session.context.rank == 0
     assert session.context.record == session._control.address

@@ -12,6 +12,7 @@ import torch
 import moecomm
 from moecomm.compat.deep_ep import Buffer
 from moecomm.stats import Stats
+from moecomm.stats.counters import Beside
 
 from .together import together
 
@@ -58,7 +59,7 @@ def test_the_waits_of_a_call_are_added(hook: bool) -> None:
         buffer.low_latency_combine(recv_x, IDX, WEIGHTS, handle, combine_wait_recv_cost_stats=combined)
         words = own.session.read_counters()
         assert words is not None
-        counted = Stats.of_words(words, RANKS, EXPERTS // RANKS, 0).wait_ns
+        counted = Stats.of_words(words, RANKS, EXPERTS // RANKS, Beside(0, 0)).wait_ns
         assert torch.all(dispatched - 5 <= counted[0] + counted[1])
         assert torch.all(combined - 7 <= counted[0] + counted[2])
         buffer.destroy()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import moecomm
 from moecomm import _native
 from moecomm.core import membership
-from moecomm.core.experts import ExpertIds
+from moecomm.core.expert_tables import AbsentEntries, ExpertIds
 from moecomm.core.pages import PAGE_BYTES, Pages
 from moecomm.testing import LocalBuffers
 
@@ -111,9 +111,12 @@ def test_experts_keep_their_ids(ranks: Ranks) -> None:
 
 
 def test_ids_of_lost_experts_count_as_none() -> None:
-    ids = ExpertIds([0, 1, 6, 7], 8, torch.device("cpu"))
-    assert ids.translate(torch.tensor([[0, 6, 3, -1, 8, -2]])).tolist() == [[0, 2, -1, -1, 8, -2]]
-    assert ids.translate(torch.tensor([7], dtype=torch.int32)).dtype == torch.int32
+    ids, absent = ExpertIds([0, 1, 6, 7], 8, torch.device("cpu")), AbsentEntries(torch.device("cpu"))
+    assert ids.translate(torch.tensor([[0, 6, 3, -1, 8, -2]]), absent).tolist() == [[0, 2, -1, -1, 8, -2]]
+    assert ids.translate(torch.tensor([7], dtype=torch.int32), absent).dtype == torch.int32
+    assert absent.read() == 1
+    elsewhere = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    assert ids.translate(elsewhere, absent) is elsewhere
     assert ids.range_of(range(2, 4)) == range(6, 8)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moecomm.core.protocol import DTYPES
-from moecomm.kernels import budgets, padding, routing_map
+from moecomm.kernels import budgets, expert_table, padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 
 from ..compiled import check_kernel
@@ -20,6 +20,7 @@ KERNELS = (
     | {f"SwiGLU, {dtype}": swiglu.kernel(dtype) for dtype in DTYPES}
     | {entry: routing_map.kernel(entry) for entry in MAPS}
     | {entry: budgets.kernel(entry) for entry in BUDGETS}
+    | {"table of experts": expert_table.kernel()}
 )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from moecomm.core.protocol import DTYPES
 from moecomm.jit import plain_kernel
-from moecomm.kernels import budgets, padding, routing_map
+from moecomm.kernels import budgets, expert_table, padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 from tests.gpu import test_plain_kernels as cases
 
@@ -65,6 +65,15 @@ def test_budgets(dtype: torch.dtype) -> None:
         kept = budgets.kept_by_kernel(ids, table, rule, counted.parts)
         for mine, other in zip(kept, budgets.kept(ids, table, rule), strict=True):
             assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tables(dtype: torch.dtype) -> None:
+    for ids, table in cases.tables(dtype, most=20):
+        absent, wanted = (torch.ones(1, dtype=torch.int64) for _ in range(2))
+        meant = expert_table.by_kernel(ids, table, absent)
+        assert torch.equal(meant, expert_table.looked_up(ids, table, wanted))
+        assert torch.equal(absent, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

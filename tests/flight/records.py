@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moecomm.core import signature
+from moecomm.core.expert_tables import AbsentEntries
 from moecomm.core.flight import FlightRecorder
 from moecomm.errors import Aborted, BadInput, MoecommError, PeerLost, Timeout
 from moecomm.flight.record import flight_record
@@ -42,6 +43,7 @@ class FakeRank:
             masked=frozenset(),
             local_experts=range(2),
             retries=0,
+            absent=AbsentEntries(torch.device("cpu")),
             hidden=64,
             on_cpu=on_host,
             global_ranks=[],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moecomm.core.protocol import DTYPES
-from moecomm.kernels import budgets, padding, routing_map
+from moecomm.kernels import budgets, expert_table, padding, routing_map
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
@@ -64,6 +64,15 @@ def weighted(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torc
     for tokens, experts, topk in ((1, 8, 2), (most, 100, 8), (7, 256, 32), (0, 4, 4)):
         ids = torch.randint(-1, experts + 1, (tokens, topk), generator=g).to(dtype)  # one more than there are
         yield ids, torch.randint(1, 100, (tokens, topk), generator=g) / 64, experts
+
+
+def tables(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids, some outside of the table, and a table of what they mean; some mean no expert."""
+    g = torch.Generator().manual_seed(7)
+    for shape, experts in (((1, 8), 2), ((most, 4), 100), ((0, 8), 3), ((33,), 1)):
+        ids = torch.randint(-2, experts + 2, shape, generator=g).to(dtype)
+        yield ids, torch.randint(-1, experts, (experts,), generator=g).to(dtype)
+        yield torch.cat((ids.new_zeros(1), ids.flatten()))[1:].view(shape), torch.full((experts,), -1, dtype=dtype)
 
 
 def check_ids(got: tuple[Any, Any], wanted: tuple[Any, Any], experts: int) -> None:
@@ -132,6 +141,16 @@ def test_budgets(dtype: torch.dtype) -> None:
             budgets.kept(ids.cuda(), table.cuda(), rule, counted.parts), budgets.kept(ids, table, rule), strict=True
         ):
             assert mine.dtype == other.dtype and torch.equal(mine.cpu(), other)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_tables(dtype: torch.dtype) -> None:
+    for ids, table in tables(dtype, most=50_000):
+        absent, wanted = (torch.ones(1, dtype=torch.int64, pin_memory=pinned) for pinned in (True, False))
+        meant = expert_table.looked_up(ids.cuda(), table.cuda(), absent)
+        assert torch.equal(meant.cpu(), expert_table.looked_up(ids, table, wanted))
+        assert torch.equal(absent, wanted)
 
 
 @pytest.mark.gpu1

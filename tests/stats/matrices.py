@@ -17,7 +17,7 @@ def job(
     of_rank = experts.chunk(ranks)
     return JobStats.of_ranks(
         [
-            Stats(rounds, 0, 0, rows[:, r], rows[r], rows[:, r] * 256, rows[r] * 256, of_rank[r], wait_ns[:, r])
+            Stats(rounds, 0, 0, 0, rows[:, r], rows[r], rows[:, r] * 256, rows[r] * 256, of_rank[r], wait_ns[:, r])
             for r in range(ranks)
         ]
     )

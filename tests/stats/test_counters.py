@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import ops
 from moecomm.core.experts import experts_of, owners_of
 from moecomm.errors import BadInput, Closed
 from moecomm.stats import WAITS, JobStats, Stats
+from moecomm.stats.counters import Beside
 from moecomm.testing import LocalBuffers
 
 RANKS, EXPERTS, TOPK, TOKENS, HIDDEN = 4, 10, 3, 24, 128
@@ -136,6 +138,32 @@ def test_dropped_entries_and_rounds_in_chunks_are_counted() -> None:
         assert torch.equal(job.rows[:, 0], torch.full((RANKS,), TOKENS))
 
 
+@pytest.mark.parametrize("call", [moecomm.Buffer.dispatch, ops.dispatch])
+@pytest.mark.parametrize("overflow", [None, "drop"])
+def test_entries_without_an_expert_are_counted(call: Any, overflow: Any) -> None:
+    """Experts of rank 1 are 3 to 5, and 4 has a replica.  What a mask leaves out is not counted as dropped."""
+    ids = [torch.tensor([[3, 4, 0], [5, 3, -1]][: 1 + rank % 2]) for rank in range(RANKS)]
+    there = [0, 2, 3]
+    with opened() as run:
+
+        def round_of(buffer: moecomm.Buffer) -> Any:
+            own = ids[buffer.rank]
+            call(buffer, x_of(own), own, overflow=overflow)
+            return buffer.stats(gather=True)
+
+        def others(body: Callable[[moecomm.Buffer], Any]) -> list[Any]:
+            return [one for one in run(lambda b: body(b) if b.rank in there else None) if one is not None]
+
+        assert run(round_of)[0].masked.tolist() == [0] * RANKS
+        others(lambda buffer: buffer.mask([1], replicas={4: 9}))
+        found = others(lambda buffer: (call(buffer, x_of(ids[buffer.rank]), ids[buffer.rank], overflow=overflow), 0)[1])
+        assert found == [0] * 3
+        stats = others(lambda buffer: buffer.stats(reset=True))
+        assert [one.masked for one in stats] == [1, 1, 3]
+        assert [one.dropped for one in stats] == [0] * 3
+        assert [one.masked for one in others(lambda buffer: buffer.stats())] == [0] * 3
+
+
 def test_an_invalid_round_moves_no_rows() -> None:
     with opened() as run:
 
@@ -184,7 +212,7 @@ def rounds_begun(buffer: moecomm.Buffer) -> bool:
     """Return whether a rank has begun a round since its counters were reset; read beside that round."""
     words = buffer.rounds.session.read_counters()
     assert words is not None
-    return Stats.of_words(words, RANKS, 1, 0).rounds > 0
+    return Stats.of_words(words, RANKS, 1, Beside(0, 0)).rounds > 0
 
 
 def test_counters_begin_anew_after_a_reset() -> None:
