@@ -29,24 +29,26 @@ def open_buffer(store: Any, rank: int, timeout_ms: int = 20_000) -> nixl_ep.Buff
     return buffer
 
 
-def exact_round(buffer: nixl_ep.Buffer, zero_copy: bool = False) -> None:
+def exact_round(buffer: nixl_ep.Buffer, zero_copy: bool = False, device: str = "cpu") -> None:
     """Experts give their rows back: a token's sum is itself by the weights of the experts that are there."""
     g = torch.Generator().manual_seed(buffer.rank)
-    x = torch.randint(-8, 9, (TOKENS, HIDDEN), generator=g).bfloat16()
-    ids = torch.rand(TOKENS, MOST * EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
+    x = torch.randint(-8, 9, (TOKENS, HIDDEN), generator=g).bfloat16().to(device)
+    ids = torch.rand(TOKENS, MOST * EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous().to(device)
     ids[0, 0] = -1
     ids[ids >= EXPERTS * (max(buffer._connected) + 1)] = -1  # as routing does: no such expert
-    stats = torch.zeros(EXPERTS, dtype=torch.int32)
+    stats = torch.zeros(EXPERTS, dtype=torch.int32, device=device)
     recv_x, count, handle, event, _ = buffer.dispatch(
         x, ids, TOKENS, cumulative_local_expert_recv_stats=stats, use_fp8=False, async_finish=True
     )
     event.current_stream_wait()
-    assert torch.equal(stats, count)
-    weights = torch.randint(1, 4, (TOKENS, TOPK), generator=g).float()
+    weights = torch.randint(1, 4, (TOKENS, TOPK), generator=g).float().to(device)
     if zero_copy:
         buffer.get_next_combine_buffer(handle).copy_(recv_x)
     out, *_ = buffer.combine(recv_x, ids, weights, handle, zero_copy=zero_copy)
-    status = torch.full((MOST,), 7, dtype=torch.int32)
+    for one in buffer._met.buffers():
+        one.check()  # of GPU ranks: the round may have failed
+    assert torch.equal(stats, count)
+    status = torch.full((MOST,), 7, dtype=torch.int32, device=device)
     buffer.query_mask_buffer(status)  # behind the round, which may have masked a rank
     there = (ids >= 0) & (status[ids.clamp(min=0) // EXPERTS] == 0)
     assert torch.equal(out, (x.float() * (weights * there).sum(dim=1, keepdim=True)).bfloat16())
@@ -190,6 +192,55 @@ def test_a_killed_rank_is_masked_and_replaced(ranks: Ranks, tmp_path: Path) -> N
     ranks.kill(1)
     (tmp_path / "killed").touch()
     assert ranks.results(3) == {0: 0, 2: 2, 3: 1}
+
+
+def planned(process: int, _: Any, directory: Path, device: str) -> list[int]:
+    """NIXL's plan: two ranks, then four, of which two are killed; 0 and 3 are left.  Returns the mask."""
+    if device == "cuda":
+        torch.cuda.set_device(process % torch.cuda.device_count())
+    buffer = open_buffer(dist.FileStore(str(directory / "elastic"), -1), process, timeout_ms=60_000)
+
+    def rounds() -> None:
+        for number in range(20):
+            exact_round(buffer, zero_copy=number % 2 == 1, device=device)
+
+    if process < 2:
+        buffer.connect_ranks([0, 1])
+        rounds()
+        (directory / f"two{process}").touch()
+        buffer.connect_ranks([2, 3])
+    else:
+        until_there(directory / "two0", directory / "two1")
+        buffer.connect_ranks(range(MOST))
+    rounds()
+    (directory / f"four{process}").touch()
+    status = torch.zeros(MOST, dtype=torch.int32, device=device)
+    while status.sum() < 2:
+        with contextlib.suppress(moecomm.RoundFailed):
+            exact_round(buffer, device=device)
+        buffer.query_mask_buffer(status)
+    masked = status.tolist()
+    rounds()
+    buffer.disconnect_ranks([1, 2])
+    rounds()
+    buffer.connect_ranks([])  # in windows without the others
+    rounds()
+    buffer.barrier()
+    buffer.destroy()
+    return masked
+
+
+def follow_the_plan(ranks: Ranks, directory: Path, device: str) -> None:
+    ranks.start(4, planned, directory, device)
+    until_there(*(directory / f"four{process}" for process in range(4)))
+    for rank in (1, 2):
+        ranks.kill(rank)
+    assert ranks.results(2, timeout_s=120) == {0: [0, 1, 1, 0], 3: [0, 1, 1, 0]}
+
+
+@pytest.mark.timeout(150)
+def test_the_published_plan(ranks: Ranks, tmp_path: Path) -> None:
+    follow_the_plan(ranks, tmp_path, "cpu")
 
 
 def test_a_meeting_forgets_who_left_a_ticket_and_went() -> None:

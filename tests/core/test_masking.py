@@ -333,7 +333,7 @@ def test_all_ranks_that_come_stay() -> None:
     assert over_threads(call) == [False] * 3
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     return pid != 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
@@ -348,7 +348,7 @@ def paused(rank: int, group: Any, pids: Any) -> Any:
             rounds(buffer, 1)
         assert buffer.failed
     else:
-        while not _is_stopped(pids[1]):
+        while not is_stopped(pids[1]):
             time.sleep(1e-3)
         buffer.mask([1])
         rounds(buffer, 30)

@@ -119,6 +119,7 @@ PARTS: dict[str, list[Step]] = {
         one("flight", 100, "tests/gpu/test_flight_record.py", random=False),
         one("routing", 60, "tests/gpu/test_routing.py", random=False),
         one("masks", 200, "tests/gpu/test_masks.py", random=False),
+        one("membership", 200, "tests/gpu/test_membership.py", random=False),
         one("verify", 200, "tests/gpu/test_verify.py", random=False),
     ],
     "moe": [
