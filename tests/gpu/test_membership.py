@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moecomm
 from moecomm.core.experts import experts_of
@@ -74,6 +75,7 @@ def stopped(rank: int, group: Any, pids: Any, after_s: float) -> tuple[str, tupl
     with Member(rank, group, 60).buffer as first:  # compiles, which takes longer than the deadline
         if rank == 0:
             first.compile_for(RANKS - 1)
+        dist.barrier(group)
     member = Member(rank, group, 3)
     buffer = member.buffer
     pids[rank] = os.getpid()
