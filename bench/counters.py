@@ -86,17 +86,18 @@ def run_rank(group: dist.ProcessGroup, replays: int) -> list[dict[str, list[floa
     """Run one rank; microseconds of each replay, by case and by kernels."""
     device, model, found = device_of(group, "lsa"), MODELS["deepseek-v3"], []
     sizes: dict[str, Any] = {"hidden": model.hidden, "num_experts": model.num_experts, "topk": model.topk}
+    sizes["window_bytes"] = 4 << 30  # a graph keeps its outputs
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         without = Path(folder) / "csrc"
         copy_without_counting(without)
         for tokens in TOKENS:
             routing = random_routing(tokens, model.num_experts, model.topk)
             inputs = [tensor.to(device) for tensor in (torch.zeros(tokens, model.hidden).bfloat16(), *routing)]
-            on, off, mask = (
-                opened.enter_context(moecomm.Buffer(group, **sizes, max_tokens=tokens, on_timeout=how))
-                for how in ("raise", "raise", "mask")
-            )
             for layout in LAYOUTS:
+                on, off, mask = (
+                    opened.enter_context(moecomm.Buffer(group, **sizes, max_tokens=tokens, on_timeout=how))
+                    for how in ("raise", "raise", "mask")
+                )
 
                 def pair(buffer: moecomm.Buffer, inputs: Any = inputs, layout: Any = layout) -> None:
                     routed = buffer.dispatch(*inputs, layout=layout, sync=False)
@@ -107,10 +108,10 @@ def run_rank(group: dist.ProcessGroup, replays: int) -> list[dict[str, list[floa
                 clock = Clock(group, device, graph=True, cold=False, chain=CHAINS[tokens], replays=replays)
                 calls = {name: partial(pair, one) for name, one in (("on", on), ("off", off), ("mask", mask))}
                 found.append(clock.alternately(calls, calls["on"]))
-            counted, silent = on.stats(), off.stats()
-            if not counted.rounds or silent.rounds or silent.rows_to.any() or silent.wait_ns.any():
-                raise RuntimeError("kernels without counters count, or those with them do not")
-            opened.close()
+                counted, silent = on.stats(), off.stats()
+                if not counted.rounds or silent.rounds or silent.rows_to.any() or silent.wait_ns.any():
+                    raise RuntimeError("kernels without counters count, or those with them do not")
+                opened.close()
     return found
 
 
