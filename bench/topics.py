@@ -333,6 +333,18 @@ def recorder() -> str:
     return table("tokens | recorded, p50 | p99 | without, p50 | p99 | a call takes more", rows)
 
 
+def counters() -> str:
+    """Return the table of pairs with counters, without, and of Buffers that mask ranks."""
+    found, rows = load("counters-h100-2"), []
+    for row in found["rows"]:
+        cells = [f"{row[which]['p50']:.1f} us" for which in ("off", "on", "mask")]
+        ratios = (f"{row['on_by_off']:.3f}", f"{row['mask_by_on']:.3f}")
+        rows.append(line(found, ROUNDS, str(row["tokens"]), f"`{row['layout']}`", *cells, *ratios))
+    return table(
+        "tokens | layout | without counters | with | and a table of experts | with / without | table / with", rows
+    )
+
+
 def instructions() -> str:
     """Basic blocks of a round of one token, by number of ranks."""
     found, rows = load("instructions-cpu"), []
@@ -565,6 +577,15 @@ CHECKS = (
         "call: half of the median difference.",
         ("recorder-host-time-h100-4",),
         recorder,
+    ),
+    Topic(
+        "What the counters take",
+        "A dispatch and its combine in a captured graph on 2 H100s, DeepSeek-V3, bf16, y in the window, medians.  "
+        "Kernels without counters are of the same sources, with all taken out that counts.  The last Buffer is opened "
+        'with `on_timeout="mask"`, and looks each routing up in a table of experts, by a kernel of its own.  The three '
+        "alternate in one run.",
+        ("counters-h100-2",),
+        counters,
     ),
     Topic(
         "Work of a block, by number of ranks",
