@@ -59,7 +59,7 @@ def whole_operations() -> str:
 def few_tokens() -> str:
     """Dispatch and combine of few tokens."""
     ways = [(f"times-few-h200-{ranks}", layout) for ranks in (4, 8) for layout in ("flat", "expert")]
-    later = (("rounds-h100-2", "flat"), ("rounds-h100-2", "expert"), ("batched-h100-2", "batched"))
+    later = [("rounds-h100-2", layout) for layout in ("flat", "expert", "batched")]
     heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
     rounds = table(
         heads,
@@ -281,9 +281,9 @@ def peers() -> str:
         cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
         rows.append(line(found, ROUNDS, f"{case['ranks']} {times.gpu(found)}", *cells))
     heads = "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
-    passes = load("passes-h200")
+    passes = load("passes-h100")
     own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
-    return f"{nccl}\n\n{alone}\n\n{table(heads, rows)}\n\n{table('pass, one H200 | ours | torch operations', own)}"
+    return f"{nccl}\n\n{alone}\n\n{table(heads, rows)}\n\n{table('pass, one H100 | ours | torch operations', own)}"
 
 
 def verified() -> str:
@@ -440,7 +440,6 @@ TOPICS = (
             "ll-h200-2",
             "ll-handles-h200-4",
             "rounds-h100-2",
-            "batched-h100-2",
             "virtual-ranks-h200",
         ),
         few_tokens,
@@ -536,7 +535,7 @@ TOPICS = (
             "deep-ep-layer-h100-4",
             "deep-ep-layer-eager-h200-4",
             "deep-ep-layer-eager-h200-2",
-            "passes-h200",
+            "passes-h100",
         ),
         peers,
     ),

@@ -31,8 +31,8 @@ _PACKED = "<13q16s8s"
 _MAGIC = 0x6D6F65636F6D6D
 _WIRES = (None, "exact")
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
-# between two H100s takes 606 us and a combine 1279 (bench/results/rings-h100-2.json), with 2496 places 297 and 582
-# (domains-h100-2.json).
+# between two H100s took 606 us and a combine 1279 (bench/results/rings-h100-2.json), with 2496 places 297 and 582
+# (domains-h100-2.json at commit c5dad89a).
 _TRIPS = 3
 
 CAPACITY_FACTOR = 1.5
