@@ -1,4 +1,4 @@
-"""What the counters take, and what a Buffer that masks ranks takes beside them.
+"""Time that the counters take, and that a Buffer which masks ranks takes beside them.
 
     python bench/counters.py --ranks 2 --json counters.json
 

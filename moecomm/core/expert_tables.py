@@ -1,4 +1,4 @@
-"""Which expert each id of a routing means, where experts are lost, or ranks are masked."""
+"""Tables of the experts that ids mean, where experts are lost or ranks are masked."""
 
 from __future__ import annotations
 
