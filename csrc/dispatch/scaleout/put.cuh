@@ -43,8 +43,8 @@ MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
     return scaleout_tokens(c, domain, chunk * c.a.chunk_tokens, c.chunk_end(chunk));
 }
 
-// What is added to a place in the route to make it that of a head. Rows that go direct, unless they repeat, have their place among this
-// rank's entries of an expert, or its tokens for a rank, which is known before the ranks agree; others their final row.
+// Returns the difference between a place in a head and in the route. Heads of direct tokens, unless these repeat, have the place among this
+// rank's entries of an expert, or its tokens for a rank, which is known before the ranks agree; other heads have the final row.
 template <class Call>
 MOECOMM_FN i32 shift_of_head(const Call& c, i32 column, bool early) {
     if (Call::cfg.repeat || !c.direct()) return 0;
