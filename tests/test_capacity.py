@@ -16,9 +16,11 @@ from moecomm import _native, backends
 from moecomm.compat.deep_ep.pool import _MORE_TOKENS
 from moecomm.compat.deep_ep.room import room_for
 from moecomm.core.settings import Settings
+from moecomm.dispatch import finish, run
 from moecomm.errors import TooManyRows
 from moecomm.fused.publish import row_pitch
 from moecomm.routed import ChunkedHandle
+from moecomm.testing.prepare import prepare_dispatch
 
 from .backends.conftest import run_ranks
 from .few import few
@@ -262,6 +264,18 @@ def test_drop_keeps_the_largest_weights(layout: str, max_rows: int | None) -> No
 
     found = run_ranks(RANKS, body)
     assert sum(dropped for dropped, _ in found) > 0
+
+
+def test_ids_without_dropped_entries_live_until_the_round_has_run() -> None:
+    """Also where a plan is used again."""
+    sizes: dict[str, Any] = {"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8}
+    with moecomm.Buffer("self", **sizes, backend="host") as buffer:
+        x, ids = torch.zeros(8, 64).bfloat16(), torch.zeros(8, 2, dtype=torch.int64)
+        for _ in range(3):
+            pending = prepare_dispatch(buffer, x, ids, overflow="drop")
+            assert pending.inputs[1].data_ptr() == pending.args.topk_idx != ids.data_ptr()
+            run(pending)
+            assert finish(buffer.rounds, pending).inputs is None
 
 
 def test_drop_and_handles_exclude_each_other() -> None:

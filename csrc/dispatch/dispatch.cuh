@@ -10,7 +10,6 @@
 #include "outputs.cuh"
 #include "place.cuh"
 #include "receive.cuh"
-#include "scaleout/early.cuh"
 #include "scaleout/forward.cuh"
 #include "send.cuh"
 #include "unpack.cuh"
@@ -71,7 +70,7 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
         MOECOMM_SPAN(flags, c.round, threadIdx.x == first_flag_warp * kWarp);
         raise_flags(c);
     } else if constexpr (cfg.domains() > 1) {
-        MOECOMM_SPAN(put, c.round, threadIdx.x == first_put_warp * kWarp && !c.leaves_early());
+        MOECOMM_SPAN(put, c.round, threadIdx.x == first_put_warp * kWarp);
         MOECOMM_SPAN(forward, c.round, threadIdx.x == first_forward_warp * kWarp);
         warp_id() < first_forward_warp ? put_send_slots(c, warp_id() - first_put_warp) : forwarder(c, warp_id() - first_forward_warp);
     }
@@ -93,10 +92,7 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     announce(c);
     if constexpr (cfg.domains() > 1) send_tagged_words(c, kHeaderWords + (cfg.repeat ? 0 : cfg.columns()));
     place_share(c);
-    if constexpr (cfg.domains() > 1 && cfg.part == Part::whole && cfg.send_warps > 0) {
-        if (c.leaves_early()) leave_early(c, sender);
-    }
-    if (!c.leaves_early()) sender.cast_ahead(sender.kPieces);
+    sender.cast_ahead(sender.kPieces);
     if (!agree(c)) return;
     if (!is_valid_round(c)) {
         clear_route(c);

@@ -24,7 +24,7 @@
 // determine the place of a row, as with packets.
 //
 //   dispatch      s -> owners          one put for each (token, rank) into `packets`; after all puts, one signal for each rank. The
-//                                      head says where the token comes among those of s; the owner finds its rows, and stores them.
+//                                      owner stores the rows of its experts itself.
 //   combine       owners -> s          one put for each token, of the row that the owner would have staged; then the signal
 //                 s                    adds up each domain as its forwarder would have, so that the result has the same bits.
 //
@@ -101,7 +101,7 @@ MOECOMM_BOTH constexpr u64 reduced_for(const WindowLayout& w, const Shape& s, i3
 // Entry for the k-th expert of a token, as it travels.
 struct Entry {
     i32 owner;  // -1: no expert
-    i32 row;    // at the owner; kernels, if the token goes direct and is no repeat: its place among the sender's entries of the expert
+    i32 row;    // at the owner
     i32 local;  // the expert's index at its owner; unset in a repeat
     float weight;
 };

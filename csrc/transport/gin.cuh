@@ -20,7 +20,6 @@ struct GinLink {
 
 struct Gin : Lsa {
     static constexpr bool all_reachable = false;
-    static constexpr bool reads_at_once = false;
     static constexpr i64 worth_a_message = 1024;
     u32 context;
 

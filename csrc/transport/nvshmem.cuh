@@ -12,7 +12,6 @@ namespace moecomm {
 
 struct Nvshmem : Lsa {
     static constexpr bool all_reachable = false;
-    static constexpr bool reads_at_once = false;
     static constexpr i64 worth_a_message = 1024;
 
     // A fence covers this GPU's puts in all queues, so one channel is enough.

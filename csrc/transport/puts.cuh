@@ -21,7 +21,6 @@ struct PutRing {
 // who calls each method and what it orders.
 struct Puts : Lsa {
     static constexpr bool all_reachable = false;
-    static constexpr bool reads_at_once = true;
     static constexpr i64 worth_a_message = 1024;
     using Ring = PutRing;
     PutRing* ring = nullptr;

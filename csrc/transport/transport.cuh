@@ -17,7 +17,6 @@
 //   void put_ahead(peer, to, from, bytes)   by a whole warp: a put that may still read its source when it returns; the next one does not
 //                                     wait for it
 //   void settle()                     by a whole warp: end its puts ahead. Comes before an add, and before the warp returns
-//   constexpr bool reads_at_once      true if puts have read their sources when it returns
 //   void add(peer, which, amount)     by one thread: add to a signal of the peer (csrc/protocol/domains.h). A reader that acquires the new
 //                                     value sees all earlier puts of the channel to the peer. Needs room
 //   void put_add(peer, to, from, bytes, which, amount)   by a whole warp: a put, then an add by its first lane; one message where the

@@ -174,7 +174,9 @@ def prepare(
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
     routed.sync = rounds.on_cpu if sync is None else sync
-    routed.dropped = dropped
+    if dropped is not None:
+        routed.dropped = dropped
+        routed.inputs = routed.inputs, topk_idx  # ids that nobody else keeps
     if options.overflow == "chunks" and not routed.sync:
         raise BadInput("overflow", "'chunks' without sync=True", "sync=True, or another word")
     if max_rows is not None and not routed.sync and handle is None and layout == "flat":

@@ -178,32 +178,4 @@ MUTANTS = [
         "chunk == first + 1);",
         "straight",
     ),
-    Mutant(
-        "rows of earlier sources are not counted",
-        "dispatch/scaleout/forward.cuh",
-        "for (i32 s = lane_id(); s < source; s += kWarp)",
-        "for (i32 s = lane_id(); s < 0; s += kWarp)",
-        "straight",
-    ),
-    Mutant(
-        "heads leave out the tokens of earlier blocks",
-        "dispatch/scaleout/put.cuh",
-        "return c.shared.before[column] - (early ? 0 : c.shared.base[column]);",
-        "return 0;",
-        "straight",
-    ),
-    Mutant(
-        "send slots are put before they are written",
-        "dispatch/scaleout/early.cuh",
-        "    }\n    __syncthreads();\n    if (warp_id() >= put_warp",
-        "    }\n    if (warp_id() >= put_warp",
-        "straight",
-    ),
-    Mutant(
-        "direct rows are put before they are staged",
-        "combine/scaleout/direct.cuh",
-        "const u64 staged = word_signal(c.round.tag, chunk);",
-        "const u64 staged = load_acquire(flag);",
-        "straight",
-    ),
 ]
