@@ -112,7 +112,8 @@ struct CombineCall {
     Transport transport;
     Round round;
     CombineShared<config>& shared;
-    bool all_in_packets;  // the rows of every source rank travel in packets
+    bool all_in_packets;        // the rows of every source rank travel in packets
+    bool leaves_early = false;  // several domains: direct rows do (scaleout/direct.cuh)
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
@@ -133,6 +134,14 @@ struct CombineCall {
     MOECOMM_FN i64 grads_at() const { return shape().staged_row_bytes - cfg.grads_bytes(); }  // in a staged row
     MOECOMM_FN u8* staged_row(i32 rank, i32 source_rank, i32 token) const {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), source_rank, token));
+    }
+    // Offset of the place where this rank reduces its row of a token of `source_rank`.
+    MOECOMM_FN u64 reduced_row_at(i32 source_rank, i32 token) const {
+        if (cfg.domains() > 1 && leaves_early && direct_to(source_rank)) {
+            const i32 nth = source_rank % cfg.scaleup_ranks();
+            return direct_source_at(window(), shape(), round.tag, domains().first(), nth, token) + sizeof(ReceivedHead);
+        }
+        return staged_at(window(), shape(), source_rank, token);
     }
     // True if each row reduced here has a place of its own (CombineArgs::reduced_rows).
     MOECOMM_FN bool has_reduced_rows() const { return cfg.domains() == 1 && !cfg.own_weights && a.reduced_rows != 0; }

@@ -198,6 +198,7 @@ MOECOMM_FN void combine(const CombineArgs& args) {
             send_tagged_words(c, kHeaderWords);
         }
     }
+    if constexpr (cfg.domains() > 1) c.leaves_early = leaves_early(c);
     if (__syncthreads_or(!reduce_or_pull(c))) return;
     finish(c);
 }

@@ -90,7 +90,7 @@ struct DispatchShared {
     i32 slots_before[cfg.ranks + 1];                        // packets: flat rows of earlier sources
     u32 arriving[cfg.ranks][kWantedWords];                  // packets: by source, one bit for each of its tokens that arrives here
     u32 wanted[cfg.ranks][kWantedWords];                    // packets: by rank, one bit for each token of this rank that goes there
-    bool agreed;                                            // packets: all tagged words arrived
+    bool agreed;                                            // what the team found, for the other warps
     Forwarders<cfg.ranks, cfg.scaleup_ranks()> forwarders;  // several domains
     Begin begin;
     u64 masked;                                                 // the ranks that take no part: see Mask
@@ -120,12 +120,13 @@ struct DispatchCall {
     i32 senders;
 
     // The team: the threads of a block that announce and agree. These are all threads; with packets, all but the send warps, which full
-    // links delay.
-    static constexpr i32 kTeamFirst = cfg.packets ? cfg.send_warps * kWarp : 0, kTeam = cfg.threads() - kTeamFirst;
+    // links delay, and with several domains, all but the put warps, which come last and may still put.
+    static constexpr i32 kTeamFirst = cfg.packets ? cfg.send_warps * kWarp : 0, kTeam = cfg.threads() - kTeamFirst - cfg.put_warps * kWarp;
     static constexpr i32 kTeamWarps = kTeam / kWarp;
     MOECOMM_FN static i32 team_thread() { return threadIdx.x - kTeamFirst; }
     MOECOMM_FN static i32 team_warp() { return warp_id() - kTeamFirst / kWarp; }
-    MOECOMM_FN static bool team_any(bool here) { return cfg.packets ? barrier_sync_any(1, kTeam, here) : __syncthreads_or(here); }
+    MOECOMM_FN static bool in_team() { return kTeam == cfg.threads() || (team_thread() >= 0 && team_thread() < kTeam); }
+    MOECOMM_FN static bool team_any(bool here) { return kTeam < cfg.threads() ? barrier_sync_any(1, kTeam, here) : __syncthreads_or(here); }
 
     MOECOMM_FN i32 first_unpacker() const { return senders < static_cast<i32>(gridDim.x) ? senders : 0; }
     MOECOMM_FN i32 unpackers() const { return gridDim.x - first_unpacker(); }
@@ -144,6 +145,8 @@ struct DispatchCall {
     MOECOMM_FN i32 posters() const { return blocks_of_channel(transport) * max(2 * cfg.put_warps, cfg.forward_warps); }
     // True if rows of this rank (direct_from: of a source rank in another domain) go to owners in other domains without a forwarder.
     MOECOMM_FN bool direct() const { return cfg.part == Part::whole && goes_direct(shape(), a.num_tokens); }
+    // True if these rows leave before the ranks agree (scaleout/early.cuh).
+    MOECOMM_FN bool leaves_early() const { return cfg.domains() > 1 && cfg.domains() - 1 <= cfg.scaleup_ranks() && direct(); }
     MOECOMM_FN bool direct_from(i32 source) const {
         return cfg.part == Part::whole && goes_direct(shape(), shared.sources[source].num_tokens);
     }

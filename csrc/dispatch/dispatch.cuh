@@ -10,6 +10,7 @@
 #include "outputs.cuh"
 #include "place.cuh"
 #include "receive.cuh"
+#include "scaleout/early.cuh"
 #include "scaleout/forward.cuh"
 #include "send.cuh"
 #include "unpack.cuh"
@@ -49,8 +50,8 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 first_receive_warp = cfg.send_warps, first_metadata_warp = first_receive_warp + cfg.receive_warps,
                   first_flag_warp = first_metadata_warp + cfg.metadata_warps;
-    constexpr i32 first_put_warp = first_flag_warp + cfg.flag_warps, first_forward_warp = first_put_warp + cfg.put_warps;
-    finalize_share(c);
+    constexpr i32 first_forward_warp = first_flag_warp + cfg.flag_warps, first_put_warp = first_forward_warp + cfg.forward_warps;
+    if (c.in_team()) finalize_share(c);
     if constexpr (cfg.domains() > 1 && cfg.part == Part::begin) {
         if (blockIdx.x == 0) save_headers(c);
     }
@@ -66,18 +67,33 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
         MOECOMM_SPAN(metadata, c.round, threadIdx.x == first_metadata_warp * kWarp);
         if constexpr (cfg.metadata_warps > 0) write_metadata(c);
         clear_unused(c, c.shared.needed[c.me()], blockIdx.x * kWarp + lane_id(), gridDim.x * kWarp);  // rows are still in flight
-    } else if (cfg.domains() == 1 || warp_id() < first_put_warp) {
+    } else if (cfg.domains() == 1 || warp_id() < first_forward_warp) {
         MOECOMM_SPAN(flags, c.round, threadIdx.x == first_flag_warp * kWarp);
         raise_flags(c);
     } else if constexpr (cfg.domains() > 1) {
-        MOECOMM_SPAN(put, c.round, threadIdx.x == first_put_warp * kWarp);
+        MOECOMM_SPAN(put, c.round, threadIdx.x == first_put_warp * kWarp && !c.leaves_early());
         MOECOMM_SPAN(forward, c.round, threadIdx.x == first_forward_warp * kWarp);
-        warp_id() < first_forward_warp ? put_send_slots(c, warp_id() - first_put_warp) : forwarder(c, warp_id() - first_forward_warp);
+        warp_id() < first_put_warp ? forwarder(c, warp_id() - first_forward_warp) : put_send_slots(c, warp_id() - first_put_warp);
     }
     if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) {
         MOECOMM_SPAN(receive, c.round, threadIdx.x == 0);
         await_all(c);
     }
+}
+
+// agree(), called by all threads. The others learn what the team found, without delaying it.
+template <class Call>
+MOECOMM_FN bool agree_in_team(const Call& c) {
+    constexpr i32 threads = Call::cfg.threads();
+    if (Call::kTeam == threads) return agree(c);
+    if (!c.in_team()) {
+        barrier_sync(4, threads);
+        return c.shared.agreed;
+    }
+    const bool agreed = agree(c);
+    if (c.team_thread() == 0) c.shared.agreed = agreed;
+    barrier_arrive(4, threads);
+    return agreed;
 }
 
 // Called by every thread of every block. If a wait fails, the failure record is filled, all blocks return, and this rank begins no further
@@ -89,11 +105,14 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     if constexpr (!cfg.repeat) {
         if (!c.counts_all && !sum_blocks(c, [&] { sender.cast_ahead(1); })) return;
     }
-    announce(c);
+    if (c.in_team()) announce(c);
     if constexpr (cfg.domains() > 1) send_tagged_words(c, kHeaderWords + (cfg.repeat ? 0 : cfg.columns()));
     place_share(c);
-    sender.cast_ahead(sender.kPieces);
-    if (!agree(c)) return;
+    if constexpr (cfg.domains() > 1 && cfg.part == Part::whole && cfg.send_warps > 0) {
+        if (c.leaves_early()) leave_early(c, sender);
+    }
+    if (!c.leaves_early()) sender.cast_ahead(sender.kPieces);
+    if (!agree_in_team(c)) return;
     if (!is_valid_round(c)) {
         clear_route(c);
         return;
@@ -112,6 +131,8 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     if (sends) {
         MOECOMM_SPAN(send, c.round, threadIdx.x == 0);
         packets.send_all();
+        if (blockIdx.x == 0 && warp_id() == cfg.send_warps - 1)
+            for (i32 peer = lane_id(); peer < cfg.ranks; peer += kWarp) time_header(c.round, peer);
         barrier_sync(2, cfg.threads());
         agreed = c.shared.agreed;
     } else {
@@ -128,7 +149,7 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     }
     if (sends) {
         if (warp_id() == 0) place_all_tokens(c);
-        if (blockIdx.x == gridDim.x - 1) write_counts(c);
+        if (blockIdx.x == 0) write_counts(c);  // does not unpack, unless it is the only block
         clear_padding(c);
     } else if (some_chunks(c) && !receive(c)) {
         return;

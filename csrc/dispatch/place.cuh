@@ -130,7 +130,8 @@ MOECOMM_FN void place_share(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i32 warp = warp_id();
     if constexpr (cfg.repeat) {
-        for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.warps()) range_chunk(c, chunk);
+        if (!c.in_team()) return;
+        for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += Call::kTeamWarps) range_chunk(c, chunk);
     } else if (warp < c.count_warps()) {
         place_tokens<false>(c, c.counted_from(warp), c.counted_from(warp + 1), c.counters(warp));
     }
@@ -154,14 +155,14 @@ MOECOMM_FN void map_words(i32 from, i32 warps, i32 first, i32 end, Load load, St
     }
 }
 
-// Called by all threads after the round was found valid. Turns places into rows by adding the final offsets. Entries, slots and ranges are
-// processed at once by separate warps: no row moves before all of them are done, and nothing hides their loads. Ends in a __syncthreads.
-// Cannot fail.
+// Called by the team after the round was found valid. Turns places into rows by adding the final offsets. Entries, slots and ranges are
+// processed at once by separate warps: no row moves before all of them are done, and nothing hides their loads. Ends in a barrier of the
+// team. Cannot fail.
 template <class Call>
 MOECOMM_FN void finalize_share(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     if constexpr (!cfg.repeat) {
-        constexpr i32 of_slots = cfg.warps() > 3 ? cfg.warps() * 3 / 10 : 1, of_entries = cfg.warps() - of_slots - 1;
+        constexpr i32 warps = Call::kTeamWarps, of_slots = warps > 3 ? warps * 3 / 10 : 1, of_entries = warps - of_slots - 1;
         static_assert(of_entries > 0, "warps for each of them");
         auto* rows = reinterpret_cast<i32*>(c.a.route.token_rows);
         auto* slots = reinterpret_cast<i32*>(c.a.route.token_slot);
@@ -194,7 +195,7 @@ MOECOMM_FN void finalize_share(const Call& c) {
             });
     }
     fence_async_shared();  // bulk loads overwrite the counters
-    __syncthreads();
+    c.team_any(false);
 }
 
 }  // namespace moecomm

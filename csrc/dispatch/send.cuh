@@ -36,11 +36,15 @@ struct Sender {
     const Call& c;
     i32 loaded = 0, used = 0;   // pieces of this warp
     i32 done = 0, flagged = 0;  // rows of this warp; chunks that this warp has finished
+    i32 early = 0;              // several domains: rows of a first pass over the tokens (scaleout/early.cuh)
 
     MOECOMM_FN explicit Sender(const Call& call) : c(call) {}
 
     // The n-th token of this warp, and the number of its tokens before token `end` of the block.
-    MOECOMM_FN i32 token_of(i32 n) const { return c.share.first + warp_id() + n * cfg.send_warps; }
+    MOECOMM_FN i32 token_of(i32 n) const {
+        if constexpr (cfg.domains() > 1) return c.share.first + warp_id() + (n - early) * cfg.send_warps;
+        return c.share.first + warp_id() + n * cfg.send_warps;
+    }
     MOECOMM_FN static i32 tokens_before(i32 end) { return end > warp_id() ? ceil_div(end - warp_id(), cfg.send_warps) : 0; }
     MOECOMM_FN bool has(i32 n) const { return token_of(n) < c.share.end; }
 
@@ -158,7 +162,7 @@ struct Sender {
     MOECOMM_FN void finish_chunks() {
         while (flagged < c.steps()) {
             const i32 end = min((flagged + 1) * c.a.chunk_tokens, c.share.end - c.share.first);
-            if (!all && tokens_before(end) + open > done) return;
+            if (!all && tokens_before(end) + open > done - (cfg.domains() > 1 ? early : 0)) return;
             bulk_wait<open * kGroups>();
             __syncwarp();  // all lanes' stores come before lane 0's release
             if (lane_id() == 0) c.shared.chunk_steps.arrive(c.round, flagged);
@@ -178,8 +182,10 @@ MOECOMM_FN void write_metadata(const Call& c) {
         const i32 first = chunk * c.a.chunk_tokens, end = c.chunk_end(next - 1);
         if constexpr (!Call::cfg.repeat) write_metadata_of(c, first, end);
         if constexpr (Call::cfg.domains() > 1) {
-            if (!await_send_slots(c, next - 1)) return;
-            write_heads(c, first, end);
+            if (!c.leaves_early()) {
+                if (!await_send_slots(c, next - 1)) return;
+                write_heads(c, first, end, false);
+            }
         }
         for (i32 done = chunk; done < next; ++done)
             if (lane_id() == 0 && (Call::cfg.signals_early() || done + 1 == c.share.end_chunk))
@@ -218,14 +224,16 @@ MOECOMM_FN void send_scales(const Call& c, const Token<Call>& token, const Place
                        Call::cfg.scale_bytes);
 }
 
-// Called by a send warp. Returns the addresses at which the token's row and scales are written.
+// Called by a send warp. Returns the addresses at which the token's row and scales are written: at ranks of this domain (`near`), and in
+// send slots for others (`far`).
 template <class Call>
-MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
+MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token, bool near, bool far) {
     constexpr DispatchConfig cfg = Call::cfg;
     Places<Call> to{};
     u64 scaleout = 0;  // one bit for each domain
     for_ranks(c, token, [&](i32 rank, i32 slot, i32 row, i32 lane, i32 place) {
         if constexpr (Call::cfg.domains() > 1) {
+            if (c.domains().reaches(rank) ? !near : !far) return;
             if (!c.domains().reaches(rank)) {  // one send slot for each domain, written by the lane of the first rank there
                 const u64 bit = 1ull << rank / cfg.scaleup_ranks();
                 if ((scaleout & bit) == 0 && lane_id() == lane) {
@@ -249,11 +257,10 @@ MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
     return to;
 }
 
-// Called by a send warp. Sends the next row and the scales that were passed with it.
+// Called by a send warp. Sends the next row, and the scales that were passed with it, to these places.
 template <class Call>
-MOECOMM_FN void send_row(const Call& c, Sender<Call>& sender, const Token<Call>& token) {
+MOECOMM_FN void send_row(const Call& c, Sender<Call>& sender, const Token<Call>& token, const Places<Call>& to) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const Places<Call> to = places_of(c, token);
     if constexpr (cfg.quantize) {
         sender.cast_and_store_row(to);
     } else {
@@ -266,15 +273,17 @@ MOECOMM_FN void send_row(const Call& c, Sender<Call>& sender, const Token<Call>&
 template <class Call>
 MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
     const auto load = [&](i32 n) { return load_token(c, sender.token_of(n)); };
+    const i32 first = Call::cfg.domains() > 1 ? sender.early : 0;
+    const bool far = !c.leaves_early();
     Token<Call> next{};  // loaded while the current row travels
-    if (sender.has(0)) next = load(0);
-    for (i32 n = 0; sender.has(n); ++n) {
+    if (sender.has(first)) next = load(first);
+    for (i32 n = first; sender.has(n); ++n) {
         const Token<Call> token = next;
         if (sender.has(n + 1)) next = load(n + 1);
         if constexpr (Call::cfg.domains() > 1) {
-            if (!sender.await_send_slots(token.index / c.a.chunk_tokens)) return;
+            if (far && !sender.await_send_slots(token.index / c.a.chunk_tokens)) return;
         }
-        send_row(c, sender, token);
+        send_row(c, sender, token, places_of(c, token, true, far));
         if constexpr (Call::cfg.signals_early()) sender.template finish_chunks<Sender<Call>::kOpen>();
     }
     sender.template finish_chunks<0>();

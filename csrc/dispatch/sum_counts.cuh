@@ -8,9 +8,12 @@ namespace moecomm {
 // Up to this many ranks, the wait for a header is timed once a poll for counts has been in vain. Beyond, the registers of those polls are
 // all in use, and one more load ahead of the many is not noticed.
 constexpr i32 kTimedInPolls = 8;
-// Not where a cast and packets take all registers: the combine that follows times the same ranks.
+// Not in kernels that send packets, where a send warp does it (dispatch.cuh): a thread that looks for a header first, and then for the
+// counts that came with it, is late by a load. Not where a cast and packets of other ranks take all registers: the combine that follows
+// times the same ranks.
 MOECOMM_BOTH constexpr bool times_headers(const DispatchConfig& cfg) {
-    return !(cfg.packet_lines > 0 && cfg.quantize && (cfg.scale_format == ScaleFormat::ue8m0 || cfg.hidden % kQuantGroup != 0));
+    return !cfg.packets &&
+           !(cfg.packet_lines > 0 && cfg.quantize && (cfg.scale_format == ScaleFormat::ue8m0 || cfg.hidden % kQuantGroup != 0));
 }
 
 // Each block adds up every column, a thread for each. The work of a word is a few instructions, because there are ranks * columns of them.

@@ -24,12 +24,13 @@
 // determine the place of a row, as with packets.
 //
 //   dispatch      s -> owners          one put for each (token, rank) into `packets`; after all puts, one signal for each rank. The
-//                                      owner stores the rows of its experts itself.
+//                                      head says where the token comes among those of s; the owner finds its rows, and stores them.
 //   combine       owners -> s          one put for each token, of the row that the owner would have staged; then the signal
 //                 s                    adds up each domain as its forwarder would have, so that the result has the same bits.
 //
 // Two parities are enough: a sender of round n + 2 has received the tagged words of round n + 1 from all ranks, and a rank sends those
-// after it has finished round n. A dispatch_begin would break that, so it uses forwarders.
+// after it has finished round n. A dispatch_begin would break that, so it uses forwarders. The same holds for the source of a put, if it
+// has a place for each parity, too: kernels write rows to direct_source_at before the tagged words of their own round have come.
 //
 // Error bound. The sum of a token over n ranks of D' domains is a sum of sums. Let u = 2^-24, g(n) = n u / (1 - n u), and A = the sum of
 // the magnitudes of the ranks' rows. Each order has an error of at most g(m) A if no row goes through more than m rounding additions. In
@@ -101,7 +102,7 @@ MOECOMM_BOTH constexpr u64 reduced_for(const WindowLayout& w, const Shape& s, i3
 // Entry for the k-th expert of a token, as it travels.
 struct Entry {
     i32 owner;  // -1: no expert
-    i32 row;    // at the owner
+    i32 row;    // at the owner; kernels, if the token goes direct and is no repeat: its place among the sender's entries of the expert
     i32 local;  // the expert's index at its owner; unset in a repeat
     float weight;
 };
@@ -138,6 +139,11 @@ MOECOMM_BOTH constexpr bool goes_direct(const Shape& s, i32 num_tokens) {
 }
 MOECOMM_BOTH constexpr u64 direct_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
     return packets_at(w, s, tag, from) + static_cast<u64>(token * direct_bytes(s));
+}
+// Where a rank puts a direct token from, in its own window: nobody sends direct rows within a domain, so the places of its ranks are free.
+// `first`: the domain's first rank; `nth`: less than domain_ranks.
+MOECOMM_BOTH constexpr u64 direct_source_at(const WindowLayout& w, const Shape& s, u32 tag, i32 first, i32 nth, i32 token) {
+    return direct_at(w, s, tag, first + nth, token);
 }
 MOECOMM_BOTH constexpr u64 direct_row_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
     return direct_at(w, s, tag, from, token) + sizeof(ReceivedHead);

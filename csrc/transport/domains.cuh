@@ -17,6 +17,7 @@ struct Domains {
     MOECOMM_FN i32 first() const { return own() * scaleup_ranks; }
     // The n-th other domain, beginning with the one after this rank's.
     MOECOMM_FN i32 other(i32 n) const { return (own() + 1 + n) % kCount; }
+    MOECOMM_FN i32 nth(i32 domain) const { return (domain - own() - 1 + kCount) % kCount; }  // other(nth(domain)) == domain
     // The rank with this rank's index in `domain`: it forwards for this rank there, and this rank forwards for it here, unless masked.
     MOECOMM_FN i32 counterpart(i32 domain) const { return domain * scaleup_ranks + me % scaleup_ranks; }
     // The rank of this domain with the index of `rank`: `rank` itself, or its forwarder unless masked.

@@ -4,15 +4,30 @@
 
 namespace moecomm {
 
-// Called by each reduce warp. Waits until pull and return-forward warps of the block have received all tagged words; no rank waits for
-// a peer before it sends these. Needed before direct rows are staged, because puts of the previous combine from the same places have then
-// completed, and before weights are read that other domains put ahead of their tagged words. Returns false in all lanes on failure; the
-// failure record is filled.
+// Called by all lanes of a warp once source ranks have been looked up. True if direct rows leave before the headers of other ranks have
+// come, as in a dispatch (csrc/dispatch/scaleout/early.cuh), from places of their own; two domains have enough. Not if weights come with
+// the headers, or if a chunk of any source rank has to wait for a place among staged rows: that rank gives it when its pull warps have the
+// headers, which may wait for return-forward warps.
+template <class Call>
+MOECOMM_FN bool leaves_early(const Call& c) {
+    if (Call::cfg.domains() != 2 || Call::cfg.own_weights || c.shared.mine.status != static_cast<u32>(Argument::none)) return false;
+    bool waits = false;
+    if constexpr (!Call::cfg.in_place) {
+        for (i32 p = lane_id(); p < Call::cfg.ranks; p += kWarp)
+            waits = waits || c.chunks_of(p) > ring_chunks(c.shape(), c.shared.sent[p].chunk_tokens);
+    }
+    return !__any_sync(kAllLanes, waits);
+}
+
+// Called by each reduce warp. Unless rows leave early, waits until pull and return-forward warps of the block have received all tagged
+// words; no rank waits for a peer before it sends these. Needed before direct rows are staged, because puts of the previous combine from
+// the same places have then completed, and before weights are read that other domains put ahead of their tagged words. Returns false in all
+// lanes on failure; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_headers_seen(const Call& c) {
     bool wanted = Call::cfg.own_weights;
     for (i32 source_rank = 0; source_rank < Call::cfg.ranks; ++source_rank) wanted = wanted || c.direct_to(source_rank);
-    if (!wanted) return true;
+    if (!wanted || c.leaves_early) return true;
     const volatile u32& headers_seen = c.scaleout().headers_seen;
     bool in_time = true;
     if (lane_id() == 0) in_time = wait_for(c.round, Phase::grid, c.me(), 1, [&] { return headers_seen != 0; }, [] { return 0ll; });
@@ -49,7 +64,7 @@ MOECOMM_FN bool put_chunk(const Call& c, i32 warp, i32 source_rank, i32 chunk) {
             row = __shfl_sync(kAllLanes, mine, __ffs(__ballot_sync(kAllLanes, mine >= 0)) - 1);
         }
         const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[row].y;
-        u64 from = staged_at(c.window(), c.shape(), source_rank, token);
+        u64 from = c.reduced_row_at(source_rank, token);
         if constexpr (cfg.in_place) from = c.a.y - c.a.ctx.peers[c.me()] + slot * static_cast<u64>(c.a.y_stride);
         const u64 to = direct_row_at(c.window(), c.shape(), c.round.tag, c.me(), token);
         if (!put_ahead(c, channel, Phase::reduced, source_rank, to, from, bytes)) return false;

@@ -234,9 +234,10 @@ struct ReturnForward {
 // record is filled.
 template <class Call>
 MOECOMM_FN bool return_forward_chunk(const Call& c, i32 warp) {
-    if (!await_all_headers(c)) return false;
+    const bool left = !c.leaves_early || put_direct(c, warp);
+    if (!await_all_headers(c) || !left) return false;  // all these warps meet in the former
     if (c.shared.is_invalid != 0) return true;
-    if (!put_direct(c, warp)) return false;
+    if (!c.leaves_early && !put_direct(c, warp)) return false;
     ReturnForward<Call> role(c, warp);
     GatherRows<typename ScaleoutShared<Call::cfg>::ReturnRing, ReturnForward<Call>>(c.scaleout().rings[warp], role).run();
     return !role.failed;

@@ -2,6 +2,7 @@
 // warp waits only for arrivals and for room in the transport, never for credits, which rules out circular waits (csrc/protocol/layout.h).
 #pragma once
 #include "../metadata.cuh"
+#include "../place.cuh"
 
 namespace moecomm {
 
@@ -61,6 +62,28 @@ struct Forward {
         return t;
     }
 
+    // Returns how many of a column earlier source ranks than `source` have, by their tagged words, which have arrived.
+    MOECOMM_FN i32 before_source(i32 source, i32 column) const {
+        i32 sum = 0;
+        for (i32 s = lane_id(); s < source; s += kWarp)
+            sum += static_cast<i32>(signal_word(load_relaxed(own<const u64>(c.a.ctx, tagged_word(c.round, s, kHeaderWords + column)))));
+        return static_cast<i32>(__reduce_add_sync(kAllLanes, static_cast<u32>(sum)));
+    }
+    // Turns the places among the source's entries that a direct head has into rows of this rank. Other ranks' entries lose their owner.
+    MOECOMM_FN void find_rows(Token& t, i32 source) const {
+        if (t.entry.owner != c.me()) t.entry.owner = -1;
+        if constexpr (!cfg.repeat && cfg.layout != Layout::flat) {
+            const i32 local = min(max(t.entry.local, 0), c.experts_here() - 1);
+            i32 before = 0;
+            for (u32 left = __ballot_sync(kAllLanes, t.entry.owner >= 0); left != 0; left &= left - 1) {
+                const i32 k = __ffs(left) - 1, sum = before_source(source, c.first_expert() + __shfl_sync(kAllLanes, local, k));
+                if (lane_id() == k) before = sum;
+            }
+            const i32 start = c.shared.filled[local] - c.shared.total[c.first_expert() + local];
+            if (t.entry.owner >= 0) t.entry.row = row_inside(c, c.me(), start + before + t.entry.row);
+        }
+    }
+
     // Finds the addresses of a token's row and scales at the ranks of this domain.
     MOECOMM_FN void find_places(Token& t) const {
         for (u32 wanted = __ballot_sync(kAllLanes, t.slot >= 0); wanted != 0; wanted &= wanted - 1) {
@@ -117,18 +140,21 @@ struct Forward {
         if (lane_id() < cfg.scaleup_ranks()) kept[2 * cfg.topk + lane_id()] = t.slot;
     }
 
-    // A source of metadata, like Ours in metadata.cuh, for a token in the receive buffer.
+    // Sources of metadata, like Ours in metadata.cuh: for a token in the receive buffer, and for one that came direct.
     struct From {
         i32 rank;
         const i32* slots;  // by rank of this domain
-        i32 only_rank;     // deliver to this rank only; -1: to all of the domain
         MOECOMM_FN i32 source() const { return rank; }
-        MOECOMM_FN i32 slot_at(i32, i32 of) const { return only_rank < 0 || of == only_rank ? load_fresh(slots + of) : -1; }
+        MOECOMM_FN i32 slot_at(i32, i32 of) const { return load_fresh(slots + of); }
     };
-    MOECOMM_FN void write_metadata(i32 source, const Token& t, i32 only_rank) const {
+    struct FromDirect {
+        i32 rank, to, slot;  // at the rank `to` alone
+        MOECOMM_FN i32 source() const { return rank; }
+        MOECOMM_FN i32 slot_at(i32, i32 of) const { return of == to ? slot : -1; }
+    };
+    template <class Source>
+    MOECOMM_FN void write_metadata(const Source& from, const Token& t) const {
         if (lane_id() >= cfg.topk) return;
-        const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(ReceivedHead) + cfg.topk * sizeof(Entry)) - c.domains().first(),
-                        only_rank};
         const Metadata e{t.number, lane_id(), t.entry.row, t.entry.owner, t.entry.weight};
         if constexpr (cfg.layout == Layout::flat) {
             write_flat_metadata(c, from, e, t.entry.local);
@@ -146,17 +172,19 @@ struct Forward {
         if (!__all_sync(kAllLanes, in_time)) return false;
         fence_async();  // reads of rows come after the signal
         __syncwarp();
-        const bool ours = lane_id() == c.me() - c.domains().first();
+        const i32 lane = c.me() - c.domains().first(), before = cfg.repeat ? 0 : before_source(source, cfg.experts + c.me());
+        const bool ours = lane_id() == lane;
         i32 first = 0, count = 0;  // flat rows of the chunk here
         for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
             Token t = read(direct_at(c.window(), c.shape(), c.round.tag, source, number), number);
             if (!t.comes) continue;
+            if (ours && t.slot >= 0) t.slot = row_inside(c, c.me(), before + t.slot);
             if (!ours) t.slot = -1;
-            if (t.entry.owner != c.me()) t.entry.owner = -1;
             if (t.slot >= 0 && count++ == 0) first = t.slot;
             load_row(t);
+            find_rows(t, source);
             find_places(t);
-            if constexpr (!cfg.repeat) write_metadata(source, t, c.me());
+            if constexpr (!cfg.repeat) write_metadata(FromDirect{source, c.me(), __shfl_sync(kAllLanes, t.slot, lane)}, t);
             store_row(t);
             if constexpr (cfg.scale_bytes > 0) store_scales(t);
         }
@@ -186,7 +214,8 @@ struct Forward {
             find_places(t);
             store_row(t);
             if constexpr (cfg.scale_bytes > 0) store_scales(t);
-            if constexpr (!cfg.repeat) write_metadata(source, t, -1);
+            const auto* slots = reinterpret_cast<const i32*>(t.at + sizeof(ReceivedHead) + cfg.topk * sizeof(Entry));
+            if constexpr (!cfg.repeat) write_metadata(From{source, slots - c.domains().first()}, t);
         }
         bulk_wait<0>();
         __syncwarp();

@@ -5,10 +5,19 @@
 
 namespace moecomm {
 
-// Address of the send slot of a token for a domain: ReceivedHead, entries, flat rows, row, scales, as they will be stored at the forwarder.
+// Offset and address of the send slot of a token for a domain: ReceivedHead, entries, flat rows, row, scales, as they will be stored at the
+// receiver. Those that leave early have places of their own.
+template <class Call>
+MOECOMM_FN u64 send_slot_offset(const Call& c, i32 domain, i32 token) {
+    if (c.leaves_early()) {
+        const i32 nth = c.domains().nth(domain);
+        return direct_source_at(c.window(), c.shape(), c.round.tag, c.domains().first(), nth, token);
+    }
+    return send_slot_at(c.window(), c.shape(), domain, c.place_of(token));
+}
 template <class Call>
 MOECOMM_FN u8* send_slot(const Call& c, i32 domain, i32 token) {
-    return c.transport.template local<u8>(send_slot_at(c.window(), c.shape(), domain, c.place_of(token)));
+    return c.transport.template local<u8>(send_slot_offset(c, domain, token));
 }
 
 // Called by a warp before it writes to a send slot of the chunk. Waits for the credits of all forwarders for the chunk that held the slots
@@ -43,11 +52,19 @@ MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
     return scaleout_tokens(c, domain, chunk * c.a.chunk_tokens, c.chunk_end(chunk));
 }
 
-// Called by the metadata warp. Writes the heads (all that precedes the row) of the send slots of the tokens [first, end), at most 32, all
-// at once: the loads of one token after another would take longer than its row. The last __syncwarp orders the stores for a release by any
-// lane. Cannot fail.
+// Returns the difference between a place in a head and in the route. Heads of direct tokens, unless these repeat, have the place among this
+// rank's entries of an expert, or its tokens for a rank, which is known before the ranks agree; other heads have the final row.
 template <class Call>
-MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end) {
+MOECOMM_FN i32 shift_of_head(const Call& c, i32 column, bool early) {
+    if (Call::cfg.repeat || !c.direct()) return 0;
+    return c.shared.before[column] - (early ? 0 : c.shared.base[column]);
+}
+
+// Called by the metadata warp. Writes the heads (all that precedes the row) of the send slots of the tokens [first, end), at most 32, all
+// at once: the loads of one token after another would take longer than its row. `early`: before ranks agree (early.cuh). The last
+// __syncwarp orders the stores for a release by any lane. Cannot fail.
+template <class Call>
+MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end, bool early) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i32 tokens = end - first;
     const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(first) * cfg.ranks;
@@ -65,32 +82,42 @@ MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end) {
             const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry],
                       row = reinterpret_cast<const i32*>(c.a.route.token_rows)[entry];
             const i32 local = !cfg.repeat && owner >= 0 ? c.local_at(entry, owner) : -1;
+            const i32 column = cfg.layout == Layout::flat ? cfg.experts + owner : cfg.ranges().first(owner) + local;
+            const i32 place = owner >= 0 ? row + shift_of_head(c, column, early) : row;
             const float weight = c.weight_at(entry);
-            if (Entry* const entries = entries_of(i / cfg.topk)) entries[i % cfg.topk] = {owner, row, local, weight};
+            if (Entry* const entries = entries_of(i / cfg.topk)) entries[i % cfg.topk] = {owner, place, local, weight};
         }
 #pragma unroll 2
         for (i32 i = lane_id(); i < tokens * cfg.scaleup_ranks(); i += kWarp) {
             const i32 nth = i / cfg.scaleup_ranks(), at = i % cfg.scaleup_ranks();
-            const i32 slot = slots[static_cast<i64>(nth) * cfg.ranks + domain * cfg.scaleup_ranks() + at];
-            if (Entry* const entries = entries_of(nth)) reinterpret_cast<i32*>(entries + cfg.topk)[at] = slot;
+            const i32 rank = domain * cfg.scaleup_ranks() + at, slot = slots[static_cast<i64>(nth) * cfg.ranks + rank];
+            const i32 place = slot >= 0 ? slot + shift_of_head(c, cfg.experts + rank, early) : slot;
+            if (Entry* const entries = entries_of(nth)) reinterpret_cast<i32*>(entries + cfg.topk)[at] = place;
         }
     }
     __syncwarp();
 }
 
-// Called by a put warp. Puts each token of a chunk to each rank of a domain that wants it. Returns false in all lanes if a put found no
-// room in time; the failure record is filled.
+// Called by a put warp. Puts each token of a chunk to each rank of other domains that wants it. Of slots that are turned into rows
+// meanwhile (finalize_share) only the sign counts, which stays. Returns false in all lanes if a put found no room in time; the failure
+// record is filled.
 template <class Call, class Transport>
-MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 domain, i32 chunk, u64 bytes) {
+MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 chunk) {
     constexpr DispatchConfig cfg = Call::cfg;
-    for (u32 left = scaleout_tokens(c, domain, chunk); left != 0; left &= left - 1) {
-        const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
-        const i32 first = domain * cfg.scaleup_ranks(), from = lane_id() < cfg.scaleup_ranks() ? first + lane_id() : first;
-        const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + from];
-        const u64 send_slot = send_slot_at(c.window(), c.shape(), domain, c.place_of(token));
-        const u64 there = direct_at(c.window(), c.shape(), c.round.tag, c.me(), token);
-        for (u32 wanted = __ballot_sync(kAllLanes, lane_id() < cfg.scaleup_ranks() && slot >= 0); wanted != 0; wanted &= wanted - 1)
-            if (!put_ahead(c, channel, Phase::payload, first + __ffs(wanted) - 1, there, send_slot, bytes)) return false;
+    const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
+    for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
+        const i32 domain = c.domains().other(n), first = domain * cfg.scaleup_ranks();
+        for (u32 left = scaleout_tokens(c, domain, chunk); left != 0; left &= left - 1) {
+            const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1,
+                      from = lane_id() < cfg.scaleup_ranks() ? first + lane_id() : first;
+            const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + from];
+            const u64 send_slot = send_slot_offset(c, domain, token);
+            const u64 there = direct_at(c.window(), c.shape(), c.round.tag, c.me(), token);
+            const bool goes =
+                lane_id() < cfg.scaleup_ranks() && slot >= 0 && !is_in(c.shared.masked, from);  // a stale repeat has such slots
+            for (u32 wanted = __ballot_sync(kAllLanes, goes); wanted != 0; wanted &= wanted - 1)
+                if (!put_ahead(c, channel, Phase::payload, first + __ffs(wanted) - 1, there, send_slot, bytes)) return false;
+        }
     }
     return true;
 }
@@ -109,6 +136,17 @@ MOECOMM_FN void signal_owners(const Call& c, const Transport& channel, i32 warp)
     }
 }
 
+// Called by each put warp, which handles every put_warps-th chunk of the block, once the block has written its send slots. Puts and signals
+// rows that go direct. Returns early if there is no room; the failure record is filled.
+template <class Call>
+MOECOMM_FN void put_all_direct(const Call& c, i32 warp) {
+    const auto channel = c.put_channel(warp);
+    for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += Call::cfg.put_warps)
+        if (!put_direct(c, channel, chunk)) return;
+    channel.settle();
+    if (c.share.first_chunk + warp < c.share.end_chunk) signal_owners(c, channel, warp);
+}
+
 // Called by each put warp, which handles every put_warps-th chunk of the block. Waits until all warps have written the chunk's send slots
 // (acquire), puts the slots, then signals the chunk to the forwarders. One signal of the warp covers all its direct puts. Returns early if
 // a wait failed; the failure record is filled.
@@ -116,6 +154,7 @@ template <class Call>
 MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
     using Transport = typename Call::Transport;
+    if (c.leaves_early()) return;
     const Transport channel = c.put_channel(warp);
     const bool direct = c.direct();
     const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
@@ -124,15 +163,15 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
             channel.settle();
             return;
         }
+        if (direct) {
+            if (!put_direct(c, channel, chunk)) return;
+            continue;
+        }
         const i32 turn = c.turn_of(chunk);
         for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
             const i32 domain = c.domains().other(n);
             const PeerRing ring = c.shared.forwarders.ring_to(c.domains(), domain);
             if (ring.peer < 0) continue;
-            if (direct) {
-                if (!put_direct(c, channel, domain, chunk, bytes)) return;
-                continue;
-            }
             bool signaled = false;
             for (Runs runs{scaleout_tokens(c, domain, chunk)}; runs.next();) {
                 const i32 step = joins_tokens(c.shape(), bytes, Transport::worth_a_message) ? runs.count : 1;
