@@ -121,25 +121,28 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     if constexpr (cfg.packet_lines > 0) unpack_apart(c);
 }
 
-// Few tokens: send warps send packets at once, while the team (all other warps) agrees. Named barrier 2 then joins both.
+// Few tokens: send warps send packets at once, while the team (all other warps) agrees. Named barrier 2 then joins them. The last send
+// warp, which has fewest packets, joins by barrier 3, so that nobody waits for it: in block 0 it times the headers.
 template <class Call>
 MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     constexpr DispatchConfig cfg = Call::cfg;
     if (!begin_round(c.round, c.shared.begin, cfg.threads())) return;
+    constexpr i32 last = cfg.send_warps - 1, joined = cfg.threads() - kWarp, joined_late = Call::kTeam + kWarp;
     const bool sends = warp_id() < cfg.send_warps;
     bool agreed;
     if (sends) {
         MOECOMM_SPAN(send, c.round, threadIdx.x == 0);
         packets.send_all();
-        if (blockIdx.x == 0 && warp_id() == cfg.send_warps - 1)
+        if (blockIdx.x == 0 && warp_id() == last)
             for (i32 peer = lane_id(); peer < cfg.ranks; peer += kWarp) time_header(c.round, peer);
-        barrier_sync(2, cfg.threads());
+        warp_id() == last ? barrier_sync(3, joined_late) : barrier_sync(2, joined);
         agreed = c.shared.agreed;
     } else {
         announce(c);
         agreed = agree(c);
         if (c.team_thread() == 0) c.shared.agreed = agreed;
-        barrier_arrive(2, cfg.threads());
+        if (last > 0) barrier_arrive(2, joined);
+        barrier_arrive(3, joined_late);
     }
     launch_dependents();
     if (!agreed) return;
