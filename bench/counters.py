@@ -2,10 +2,11 @@
 
     python bench/counters.py --ranks 2 --json counters.json
 
-Three Buffers of the same ranks run DeepSeek-V3's dispatch and combine in captured graphs, in turn; y lies in the
-window.  Kernels of `off` are compiled from a copy of csrc without all that counts.  `mask` is opened with
-on_timeout="mask": each dispatch looks its routing up in a table.  Times are of one pair on the slowest rank, in
-microseconds.  Keys of a row: percentiles of `on`, `off` and `mask`; `on_by_off` and `mask_by_on`, medians over replays.
+Four Buffers of the same ranks run DeepSeek-V3's dispatch and combine in captured graphs, in turn; y lies in the window.
+Kernels of `off` are compiled from a copy of csrc without all that counts.  `again` is like `on`: what the two differ by
+is noise.  `mask` is opened with on_timeout="mask": each dispatch looks its routing up in a table.  Times are of one
+pair on the slowest rank, in microseconds.  Keys of a row: percentiles of `on`, `off`, `again` and `mask`; `on_by_off`,
+`again_by_on` and `mask_by_on`, medians over replays.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def run_rank(group: dist.ProcessGroup, replays: int) -> list[dict[str, list[floa
             routing = random_routing(tokens, model.num_experts, model.topk)
             inputs = [tensor.to(device) for tensor in (torch.zeros(tokens, model.hidden).bfloat16(), *routing)]
             for layout in LAYOUTS:
-                on, off, mask = (
+                on, off, again, mask = (
                     opened.enter_context(moecomm.Buffer(group, **sizes, max_tokens=tokens, on_timeout=how))
-                    for how in ("raise", "raise", "mask")
+                    for how in ("raise", "raise", "raise", "mask")
                 )
 
                 def pair(buffer: moecomm.Buffer, inputs: Any = inputs, layout: Any = layout) -> None:
@@ -106,7 +107,8 @@ def run_rank(group: dist.ProcessGroup, replays: int) -> list[dict[str, list[floa
                 with kernels_of(without):
                     pair(off)
                 clock = Clock(group, device, graph=True, cold=False, chain=CHAINS[tokens], replays=replays)
-                calls = {name: partial(pair, one) for name, one in (("on", on), ("off", off), ("mask", mask))}
+                buffers = {"on": on, "off": off, "again": again, "mask": mask}
+                calls = {name: partial(pair, buffer) for name, buffer in buffers.items()}
                 found.append(clock.alternately(calls, calls["on"]))
                 counted, silent = on.stats(), off.stats()
                 if not counted.rounds or silent.rounds or silent.rows_to.any() or silent.wait_ns.any():
@@ -131,7 +133,7 @@ def main() -> None:
         row: dict[str, Any] = {"tokens": tokens, "layout": layout}
         slowest = {which: [max(us) for us in zip(*(rank[which] for rank in ranks), strict=True)] for which in ranks[0]}
         row |= {which: percentiles([us]) for which, us in slowest.items()}
-        for of, by in (("on", "off"), ("mask", "on")):
+        for of, by in (("on", "off"), ("again", "on"), ("mask", "on")):
             ratios = (a / b for a, b in zip(slowest[of], slowest[by], strict=True))
             row[f"{of}_by_{by}"] = round(statistics.median(ratios), 4)
         rows.append(row)

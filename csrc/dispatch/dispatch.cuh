@@ -152,10 +152,12 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     }
     if (sends) {
         if (warp_id() == 0) place_all_tokens(c);
-        if (blockIdx.x == 0) write_counts(c);  // does not unpack, unless it is the only block
+        if (blockIdx.x == 0) write_counts<false>(c);
         clear_padding(c);
-    } else if (some_chunks(c) && !receive(c)) {
-        return;
+    } else {
+        // block 0 does not unpack, unless it is the only one, and then this warp begins to unpack last
+        if (blockIdx.x == 0 && c.team_warp() == Call::kTeamWarps - 1) count_rows(c);
+        if (some_chunks(c) && !receive(c)) return;
     }
     unpack(c);
     // by the blocks that sent and do not unpack

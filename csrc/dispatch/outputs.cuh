@@ -5,13 +5,14 @@
 namespace moecomm {
 
 // Called by the send warps of one block after the round was found valid. Writes the counts for the caller, the tokens that each source
-// sent, and what the second kernel of a split dispatch waits for; seals the route. Cannot fail.
-template <class Call>
+// sent, and what the second kernel of a split dispatch waits for; seals the route. With `counts`, the last of these warps counts rows.
+// Cannot fail.
+template <bool counts = true, class Call>
 MOECOMM_FN void write_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     State* state = own_state(c.a.ctx);
     if (threadIdx.x == 0) state->last_dispatch = c.round.tag;
-    if (warp_id() == cfg.send_warps - 1) count_rows(c);
+    if (counts && warp_id() == cfg.send_warps - 1) count_rows(c);
     if constexpr (cfg.repeat) return;
     if (threadIdx.x == 0) {
         round_of(c.a.route, cfg.ranks) = c.round.tag;
