@@ -3,6 +3,7 @@
 A digest (moecomm.bench.sources) changes with the text of a kernel's sources, even if its machine code does not.  This
 script compiles kernels from both source trees.  If all instructions of a part are equal, equal_kernels.json lists the
 commit's digest under today's.  Instructions are compared, because the bytes of a cubin contain a constant's name.
+Kernels that send few tokens in packets are parts of their own, with the sources of the part that they are named after.
 
 | set | kernels |
 | --- | --- |
@@ -29,9 +30,10 @@ from pathlib import Path
 from moecomm.bench import sources
 
 ROOT = Path(__file__).parent.parent
-NOTED = Path(__file__).with_suffix(".json")  # {digest of today: [digests of earlier sources]}
+NOTED = Path(__file__).with_suffix(".json")  # {digest of today, FEW behind it or not: [digests of earlier sources]}
+FEW = " of few tokens"
 SETS = {
-    "rounds": ("dispatch", "combine"),
+    "rounds": ("dispatch", "combine", f"dispatch{FEW}", f"combine{FEW}"),
     "domains": ("dispatch between domains", "combine between domains"),
     "others": ("GEMM", "fused layer", "passes", "overlap", "all-to-all", "put + signal"),
 }
@@ -46,7 +48,8 @@ for ranks in (2, 4) if domains else (2, 4, 8):
         for tokens in TOKENS[domains:]:  # one token between domains is no case of its own
             numbered = enumerate(kernels(ranks, way, tokens))
             specs |= {f"{ranks} ranks, {way}, {tokens} tokens, {n}": spec for n, spec in numbered}
-found = {f"{spec.op}{' between domains' * domains}, {name}": spec for name, spec in specs.items()}
+few, between = " of few tokens", " between domains" * domains
+found = {f"{spec.op}{between}{few * spec.packets}, {name}": spec for name, spec in specs.items()}
 """
 _OTHERS = """
 from tests.bench import test_kernels
@@ -95,7 +98,7 @@ def compare(commit: str, of: str = "rounds") -> dict[str, list[str]]:
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
     differ = differing(before, now, SETS[of])
-    note({part: digests[part] for part, names in differ.items() if not names})
+    note({part: digests[source_of(part)] for part, names in differ.items() if not names})
     return differ
 
 
@@ -105,22 +108,33 @@ def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str])
     return {part: [name for name in names if name.startswith(f"{part}, ")] for part in parts}
 
 
+def source_of(part: str) -> str:
+    """Return the part of moecomm.bench.sources with the sources of a part."""
+    return part.removesuffix(FEW)
+
+
+def key(part: str, digest: str) -> str:
+    """Return the key of a part with this digest in equal_kernels.json."""
+    return digest + part[len(source_of(part)) :]
+
+
 def note(before: dict[str, str]) -> None:
     """Note digests of a commit, by part, as those of the same machine code as today's."""
     noted, todays = _noted(), sources.digests(ROOT / "csrc")
     for part, digest in before.items():
-        now = todays[part]
+        now = todays[source_of(part)]
         # Equality is transitive: what was equal to the commit's is equal to today's.
-        equal = {digest, *noted.get(digest, ()), *noted.get(now, ())} - {now}
+        of_commit, of_today = (noted.get(key(part, one), ()) for one in (digest, now))
+        equal = {digest, *of_commit, *of_today} - {now}
         if equal:
-            noted[now] = sorted(equal)
-    noted = {now: digests for now, digests in noted.items() if now in todays.values()}
+            noted[key(part, now)] = sorted(equal)
+    noted = {now: digests for now, digests in noted.items() if now.removesuffix(FEW) in todays.values()}
     NOTED.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n")
 
 
-def equal(now: str) -> tuple[str, ...]:
-    """Return the digests of earlier sources of the same machine code as those with this digest."""
-    return tuple(_noted().get(now, ()))
+def equal(part: str, now: str) -> tuple[str, ...]:
+    """Return the digests of earlier sources from which this part has the same machine code as from those of today."""
+    return tuple(_noted().get(key(part, now), ()))
 
 
 def _noted() -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from readme import ROUNDS, line, load, names, source, table, time_of
+from readme import line, load, names, round_parts, source, table, time_of
 from times import gpu
 
 from moecomm.bench import beside
@@ -71,7 +71,8 @@ def _rows(result: dict[str, Any], others: list[str]) -> list[str]:
         what = ", ".join(filter(None, (_WORDS.get(one.what, one.what), one.payload, one.variant)))
         times = [_time(one.best.get(name)) for name in ("moecomm", *others)]
         where = f"{result['case']['ranks']} {gpu(result)}"
-        lines.append(line(result, ROUNDS, where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}"))
+        cells = (where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}")
+        lines.append(line(result, round_parts(one.tokens), *cells))
     return lines
 
 

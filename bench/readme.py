@@ -21,7 +21,9 @@ CSRC = ROOT / "csrc"
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
 OLDER = "†"
 LEGEND = f"{OLDER}: measured before later changes to the kernels."
-ROUNDS = ("dispatch", "combine")  # of one domain
+MANY = ("dispatch", "combine")  # of one domain
+FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
+ROUNDS = (*MANY, *FEW)
 DOMAINS = ("dispatch between domains", "combine between domains")
 LAYER = (*ROUNDS, "GEMM", "fused layer")
 OPERATORS = (
@@ -50,7 +52,19 @@ def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
     A part has changed if its source has, unless bench/equal_kernels.py has found the machine code to be the same.
     """
     now = digests()
-    return any(found["kernels"].get(part) not in (now[part], *equal_kernels.equal(now[part])) for part in parts)
+    of_parts = ((part, equal_kernels.source_of(part)) for part in parts)
+    return any(
+        found["kernels"].get(source) not in (now[source], *equal_kernels.equal(part, now[source]))
+        for part, source in of_parts
+    )
+
+
+def round_parts(tokens: int) -> tuple[str, ...]:
+    """Return the parts behind rounds of so many tokens a rank.
+
+    128 tokens of 16-bit rows always go in packets (moecomm/core/packets.py), more than 512 never.
+    """
+    return FEW if tokens <= 128 else MANY if tokens > 512 else ROUNDS
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from readme import LAYER, ROUNDS, line, load, names, source, table, time_of
+from readme import LAYER, line, load, names, round_parts, source, table, time_of
 
 OPERATIONS = ("times", "zipf", "symm-mem")
 FRONT = ("h200-4", "h200-8")  # ends of names: machines of the main README, each with a table
@@ -65,7 +65,8 @@ def rows_of(name: str, *, front: bool = False) -> list[str]:
         is_front &= row["layout"] != "batched"  # of which rows take the time of expert
         if (is_front and case["model"] == "deepseek-v3") != front:
             continue
-        lines.append(line(result, ROUNDS, f"{case['ranks']} {gpu(result)}", *_cells(result, row)))
+        where = f"{case['ranks']} {gpu(result)}"
+        lines.append(line(result, round_parts(row["tokens"]), where, *_cells(result, row)))
     return lines
 
 
@@ -108,7 +109,8 @@ def decode() -> str:
             experts = row["experts"] if row["experts"] != "stand-in" else f"{result['expert_us']:g} us a layer"
             cells = (str(row["tokens"]), f"`{row['layout']}`, {row['payload']}", experts, *times)
             waits = time_of(result["waits_us"])
-            lines.append(line(result, ROUNDS, f"{result['case']['ranks']} {gpu(result)}", *cells, waits))
+            where = f"{result['case']['ranks']} {gpu(result)}"
+            lines.append(line(result, round_parts(row["tokens"]), where, *cells, waits))
     return table(heads, lines)
 
 

@@ -21,6 +21,7 @@ from readme import (
     load,
     names,
     peer_rows,
+    round_parts,
     table,
     time_of,
 )
@@ -73,7 +74,7 @@ def few_tokens() -> str:
     for layout in ("flat", "expert"):
         alike = {"tokens": 1, "layout": layout, "what": "dispatch"}
         cells = [time_of(row["us"]) for row in found["rows"] if alike.items() <= row.items()]
-        rows.append(line(found, ROUNDS, f"`{layout}`", *cells))
+        rows.append(line(found, round_parts(1), f"`{layout}`", *cells))
     virtual = table("1 token, 2 blocks: dispatch of the last of so many ranks on one GPU | 4 | 8 | 16 | 32 | 64", rows)
     return f"{rounds}\n\n{virtual}"
 
@@ -92,7 +93,7 @@ def _rounds(name: str, layout: str, sizes: Iterable[int]) -> list[str]:
         )
         window = next(memory["window"] for memory in found["memory"] if memory["tokens"] == tokens)
         cells.append(f"{window / 2**30:.1f} GiB")
-        rows.append(line(found, ROUNDS, how, str(case["ranks"]), f"`{layout}`", str(tokens), *cells))
+        rows.append(line(found, round_parts(tokens), how, str(case["ranks"]), f"`{layout}`", str(tokens), *cells))
     return rows
 
 
@@ -121,7 +122,7 @@ def few_sms() -> str:
         cast = figure(fast, tokens=4096, what="dispatch", payload="fp8", sms_asked=sms)
         ways = ("y in the window", "y outside")
         cells = [figure(found, tokens=4096, what="combine", variant=way, sms_asked=sms) for way in ways]
-        rows.append(line(found, ROUNDS, str(sms or "default"), bf16, cast, *cells, beside=fast))
+        rows.append(line(found, round_parts(4096), str(sms or "default"), bf16, cast, *cells, beside=fast))
     return table("blocks | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
 
 
@@ -133,7 +134,7 @@ def skew() -> str:
         times = [figure(found, tokens=4096, what="dispatch", payload=p) for p in ("bf16", "fp8")]
         times += [figure(found, tokens=4096, what="combine", variant=v) for v in ("y in the window", "y outside")]
         share = f"{found['case']['skew']:.0%} of the tokens want one rank" if found["case"]["skew"] else "even"
-        cells.append(line(found, ROUNDS, share, *times))
+        cells.append(line(found, round_parts(4096), share, *times))
     return table("routing | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside", cells)
 
 
@@ -233,7 +234,7 @@ def concurrent() -> str:
             for row in found["rows"]
             if "kept" in row.get("overlap", {})
         ]
-        rows.append(line(found, ROUNDS, str(found["case"]["ranks"]), *cells))
+        rows.append(line(found, round_parts(4096), str(found["case"]["ranks"]), *cells))
     rounds = table("H200s | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
     ratios: dict[str, list[str]] = {"nccl": [], "torch": []}
     for name in OVERLAP:
@@ -267,7 +268,7 @@ def peers() -> str:
                 figure(found, **same, what="combine", who="nccl"),
             ]
             cells = [cell.partition(" (")[0] for cell in cells]
-            rows.append(line(found, ROUNDS, f"`{layout}`, {variant}", str(tokens), *cells))
+            rows.append(line(found, round_parts(tokens), f"`{layout}`, {variant}", str(tokens), *cells))
     nccl = table("layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL", rows)
     alone = table(
         "H200s | tokens a rank | library, layout | dispatch, FP8 | combine",
@@ -320,7 +321,7 @@ def checks() -> str:
             for what in ("dispatch", "dispatch and combine"):
                 row = next(r for r in found["rows"] if (r["tokens"], r["layout"], r["what"]) == (tokens, layout, what))
                 cells.append(f"{row['us_before']:.1f}, {row['us']:.1f} us ({row['us'] / row['us_before']:.2f})")
-            rows.append(line(found, ROUNDS, str(tokens), f"`{layout}`", *cells))
+            rows.append(line(found, round_parts(tokens), str(tokens), f"`{layout}`", *cells))
     return table("tokens | layout | dispatch: before, with checks | dispatch and combine", rows)
 
 
@@ -339,7 +340,8 @@ def counters() -> str:
     for row in found["rows"]:
         cells = [f"{row[which]['p50']:.1f} us" for which in ("off", "on", "mask")]
         ratios = (f"{row['on_by_off']:.3f}", f"{row['mask_by_on']:.3f}")
-        rows.append(line(found, ROUNDS, str(row["tokens"]), f"`{row['layout']}`", *cells, *ratios))
+        parts = round_parts(row["tokens"])
+        rows.append(line(found, parts, str(row["tokens"]), f"`{row['layout']}`", *cells, *ratios))
     return table(
         "tokens | layout | without counters | with | and a table of experts | with / without | table / with", rows
     )
@@ -354,7 +356,7 @@ def instructions() -> str:
             same = [r for r in found["rows"] if (r["layout"], r["what"], r["blocks"]) == (layout, what, 32)]
             by_ranks = {row["ranks"]: row for row in same}
             cells = [f"{by_ranks[n]['of_a_thread']:,}; {by_ranks[n]['of_a_block'] / 1e3:.0f}" for n in ranks]
-            rows.append(line(found, ROUNDS[:2], f"{what}, `{layout}`", *cells))
+            rows.append(line(found, round_parts(1), f"{what}, `{layout}`", *cells))
     return table(f"thread; block, thousands | {' | '.join(f'{n} ranks' for n in ranks)}", rows)
 
 

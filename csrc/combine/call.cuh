@@ -139,7 +139,7 @@ struct CombineCall {
     MOECOMM_FN u64 reduced_row_at(i32 source_rank, i32 token) const {
         if (cfg.domains() > 1 && leaves_early && direct_to(source_rank)) {
             const i32 nth = source_rank % cfg.scaleup_ranks();
-            return direct_source_at(window(), shape(), round.tag, domains().first(), nth, token) + sizeof(ReceivedHead);
+            return direct_row_at(window(), shape(), round.tag, domains().first() + nth, token);
         }
         return staged_at(window(), shape(), source_rank, token);
     }

@@ -30,7 +30,8 @@
 //
 // Two parities are enough: a sender of round n + 2 has received the tagged words of round n + 1 from all ranks, and a rank sends those
 // after it has finished round n. A dispatch_begin would break that, so it uses forwarders. The same holds for the source of a put, if it
-// has a place for each parity, too: kernels write rows to direct_source_at before the tagged words of their own round have come.
+// has a place for each parity, too. So kernels write rows that leave before the tagged words have come to the places, in their own window,
+// of direct rows from ranks of their own domain, which send none: direct_at with such a rank.
 //
 // Error bound. The sum of a token over n ranks of D' domains is a sum of sums. Let u = 2^-24, g(n) = n u / (1 - n u), and A = the sum of
 // the magnitudes of the ranks' rows. Each order has an error of at most g(m) A if no row goes through more than m rounding additions. In
@@ -139,11 +140,6 @@ MOECOMM_BOTH constexpr bool goes_direct(const Shape& s, i32 num_tokens) {
 }
 MOECOMM_BOTH constexpr u64 direct_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
     return packets_at(w, s, tag, from) + static_cast<u64>(token * direct_bytes(s));
-}
-// Where a rank puts a direct token from, in its own window: nobody sends direct rows within a domain, so the places of its ranks are free.
-// `first`: the domain's first rank; `nth`: less than domain_ranks.
-MOECOMM_BOTH constexpr u64 direct_source_at(const WindowLayout& w, const Shape& s, u32 tag, i32 first, i32 nth, i32 token) {
-    return direct_at(w, s, tag, first + nth, token);
 }
 MOECOMM_BOTH constexpr u64 direct_row_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
     return direct_at(w, s, tag, from, token) + sizeof(ReceivedHead);

@@ -24,6 +24,9 @@ def test_a_noted_digest_is_as_good_as_todays(tmp_path: Path, monkeypatch: pytest
     assert not readme.older({"kernels": now | {"combine": "before"}}, ["combine"])
     assert readme.older({"kernels": now | {"combine": "another"}}, ["combine"])
     assert readme.older({"kernels": now | {"dispatch": "before"}}, ["dispatch"]), "of another part"
+    assert readme.older({"kernels": now | {"combine": "before"}}, ["combine of few tokens"]), "a part of its own"
+    equal_kernels.note({"combine of few tokens": "before"})
+    assert not readme.older({"kernels": now | {"combine": "before"}}, ["combine of few tokens"])
     monkeypatch.setattr(readme, "digests", lambda: now | {"combine": "changed since"})
     assert readme.older({"kernels": now | {"combine": "before"}}, ["combine"])
 

@@ -208,9 +208,9 @@ MUTANTS = [
     ),
     Mutant(
         "direct rows are put from the places of the round before",
-        "protocol/domains.h",
-        "return direct_at(w, s, tag, first + nth, token);",
-        "return direct_at(w, s, 0, first + nth, token);",
+        "dispatch/scaleout/put.cuh",
+        "return direct_at(c.window(), c.shape(), c.round.tag, c.domains()",
+        "return direct_at(c.window(), c.shape(), 0, c.domains()",
         "straight",
     ),
     Mutant(

@@ -2,8 +2,8 @@
 // on the round's parity, the sender and the token alone, and their heads say where they come among this rank's rows; the owner, which knows
 // all counts by then, finds the final row. Agreement and rows are under way together; otherwise one would begin when the other ends.
 //
-// Puts of the round before may still read their sources, so these have places of their own (direct_source_at). A domain has as many as it
-// has ranks; with more other domains than these, rows leave after the agreement.
+// Puts of the round before may still read their sources, so these have places of their own (csrc/protocol/domains.h). A domain has as many
+// as it has ranks; with more other domains than these, rows leave after the agreement.
 #pragma once
 #include "../send.cuh"
 

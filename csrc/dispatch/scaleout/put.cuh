@@ -11,7 +11,7 @@ template <class Call>
 MOECOMM_FN u64 send_slot_offset(const Call& c, i32 domain, i32 token) {
     if (c.leaves_early()) {
         const i32 nth = c.domains().nth(domain);
-        return direct_source_at(c.window(), c.shape(), c.round.tag, c.domains().first(), nth, token);
+        return direct_at(c.window(), c.shape(), c.round.tag, c.domains().first() + nth, token);
     }
     return send_slot_at(c.window(), c.shape(), domain, c.place_of(token));
 }
