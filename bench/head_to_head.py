@@ -72,7 +72,7 @@ def _rows(result: dict[str, Any], others: list[str]) -> list[str]:
         times = [_time(one.best.get(name)) for name in ("moecomm", *others)]
         where = f"{result['case']['ranks']} {gpu(result)}"
         cells = (where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}")
-        lines.append(line(result, round_parts(one.tokens), *cells))
+        lines.append(line(result, round_parts(one.tokens, one.what), *cells))
     return lines
 
 

@@ -59,12 +59,13 @@ def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
     )
 
 
-def round_parts(tokens: int) -> tuple[str, ...]:
-    """Return the parts behind rounds of so many tokens a rank.
+def round_parts(tokens: int, what: str = "pair") -> tuple[str, ...]:
+    """Return the parts behind dispatches, combines or pairs of so many tokens a rank.
 
     128 tokens of 16-bit rows always go in packets (moecomm/core/packets.py), more than 512 never.
     """
-    return FEW if tokens <= 128 else MANY if tokens > 512 else ROUNDS
+    parts = FEW if tokens <= 128 else MANY if tokens > 512 else ROUNDS
+    return parts if what == "pair" else tuple(part for part in parts if part.startswith(what))
 
 
 @lru_cache(maxsize=1)

@@ -42,6 +42,8 @@ class Topic(NamedTuple):
 def whole_operations() -> str:
     """Dispatch and combine of many tokens."""
     ways: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("times-many-h100-4", "flat", (4096,)),
+        ("times-many-h100-4", "expert", (4096,)),
         ("times-many-h200-4", "flat", (4096,)),
         ("times-many-h200-4", "expert", (4096,)),
         ("times-many-h200-8", "flat", (4096,)),
@@ -59,7 +61,7 @@ def whole_operations() -> str:
 
 def few_tokens() -> str:
     """Dispatch and combine of few tokens."""
-    ways = [(f"times-few-h200-{ranks}", layout) for ranks in (4, 8) for layout in ("flat", "expert")]
+    ways = [(f"times-few-{machine}", layout) for machine in times.FRONT for layout in ("flat", "expert")]
     later = [("rounds-h100-2", layout) for layout in ("flat", "expert", "batched")]
     heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
     rounds = table(
@@ -74,7 +76,7 @@ def few_tokens() -> str:
     for layout in ("flat", "expert"):
         alike = {"tokens": 1, "layout": layout, "what": "dispatch"}
         cells = [time_of(row["us"]) for row in found["rows"] if alike.items() <= row.items()]
-        rows.append(line(found, round_parts(1), f"`{layout}`", *cells))
+        rows.append(line(found, round_parts(1, "dispatch"), f"`{layout}`", *cells))
     virtual = table("1 token, 2 blocks: dispatch of the last of so many ranks on one GPU | 4 | 8 | 16 | 32 | 64", rows)
     return f"{rounds}\n\n{virtual}"
 
@@ -169,12 +171,11 @@ def backends() -> str:
     """Rounds through all backends, and put + signal."""
     rows = []
     for name in (
-        "domains-h200-4",
         "domains-h100-4",
-        "domains-h200-2",
+        "domains-h100-2",
         "domains-nvshmem-h100-2",
-        "nic-h200-4",
-        "nic-h200-2",
+        "nic-h100-4",
+        "nic-h100-2",
         "gin-domains-h100-2",
     ):
         found = load(name)
@@ -336,15 +337,14 @@ def recorder() -> str:
 
 def counters() -> str:
     """Return the table of pairs with counters, without, and of Buffers that mask ranks."""
-    found, rows = load("counters-h100-2"), []
+    found, rows = load("counters-h100-4"), []
     for row in found["rows"]:
         cells = [f"{row[which]['p50']:.1f} us" for which in ("off", "on", "mask")]
-        ratios = (f"{row['on_by_off']:.3f}", f"{row['mask_by_on']:.3f}")
+        ratios = (f"{row[one]:.3f}" for one in ("on_by_off", "again_by_on", "mask_by_on"))
         parts = round_parts(row["tokens"])
         rows.append(line(found, parts, str(row["tokens"]), f"`{row['layout']}`", *cells, *ratios))
-    return table(
-        "tokens | layout | without counters | with | and a table of experts | with / without | table / with", rows
-    )
+    heads = "without counters | with | and a table of experts | with / without | with / with | table / with"
+    return table(f"tokens | layout | {heads}", rows)
 
 
 def instructions() -> str:
@@ -356,7 +356,7 @@ def instructions() -> str:
             same = [r for r in found["rows"] if (r["layout"], r["what"], r["blocks"]) == (layout, what, 32)]
             by_ranks = {row["ranks"]: row for row in same}
             cells = [f"{by_ranks[n]['of_a_thread']:,}; {by_ranks[n]['of_a_block'] / 1e3:.0f}" for n in ranks]
-            rows.append(line(found, round_parts(1), f"{what}, `{layout}`", *cells))
+            rows.append(line(found, round_parts(1, what), f"{what}, `{layout}`", *cells))
     return table(f"thread; block, thousands | {' | '.join(f'{n} ranks' for n in ranks)}", rows)
 
 
@@ -417,6 +417,7 @@ TOPICS = (
         "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
         "in the type of `wire`.  `window`: memory of a rank.  The picture is a sweep over tokens of `flat`.",
         (
+            "times-many-h100-4",
             "times-many-h200-4",
             "times-many-h200-8",
             "ht-h200-4",
@@ -435,6 +436,7 @@ TOPICS = (
         "Rows go in packets, without waiting for counts.  `ll-h200-2` has `batched` as well; `ll-handles-h200-4` was "
         "measured after round headers had got the round of a handle.  The second table shows what agreement adds.",
         (
+            "times-few-h100-4",
             "times-few-h200-4",
             "times-few-h200-8",
             "ll-h200-4",
@@ -499,6 +501,7 @@ TOPICS = (
             "domains-h200-2",
             "domains-h100-2",
             "domains-nvshmem-h100-2",
+            "nic-h100-4",
             "nic-h200-4",
             "nic-h200-2",
             "nic-h100-2",
@@ -581,11 +584,11 @@ CHECKS = (
     ),
     Topic(
         "What the counters take",
-        "A dispatch and its combine in a captured graph on 2 H100s, DeepSeek-V3, bf16, y in the window, medians.  "
+        "A dispatch and its combine in a captured graph on 4 H100s, DeepSeek-V3, bf16, y in the window, medians.  "
         "Kernels without counters are of the same sources, with all taken out that counts.  The last Buffer is opened "
-        'with `on_timeout="mask"`, and looks each routing up in a table of experts, by a kernel of its own.  The three '
-        "alternate in one run.",
-        ("counters-h100-2",),
+        'with `on_timeout="mask"`, and looks each routing up in a table of experts, by a kernel of its own.  They '
+        "alternate in one run; with / with: two Buffers with the same kernels, so this is noise.",
+        ("counters-h100-4",),
         counters,
     ),
     Topic(

@@ -247,7 +247,7 @@ def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     row = {"who": "moecomm", "tokens": 4096, "what": "dispatch", "payload": "fp8", "variant": "", "layout": "flat"}
     row |= {"us": us, "alone_us": us, "eager_us": us, "host_us": 20.0, "sms": 64}
     case = {"ranks": 4, "model": "deepseek-v3", "mode": "graph"}
-    name = "times-many-h200-4"
+    name = "times-many-h100-4"
     written = {**about, "case": case, "memory": [], "rows": [row, {**row, "tokens": 8192}, {**row, "payload": "bf16"}]}
     (folder / f"{name}.json").write_text(json.dumps(written))
     (folder / "times-many-h100-2.json").write_text(json.dumps({**written, "case": {**case, "ranks": 2}}))

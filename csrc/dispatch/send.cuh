@@ -184,7 +184,7 @@ MOECOMM_FN void write_metadata(const Call& c) {
         if constexpr (Call::cfg.domains() > 1) {
             if (!c.leaves_early()) {
                 if (!await_send_slots(c, next - 1)) return;
-                write_heads(c, first, end, false);
+                write_heads<false>(c, first, end);
             }
         }
         for (i32 done = chunk; done < next; ++done)
@@ -224,23 +224,24 @@ MOECOMM_FN void send_scales(const Call& c, const Token<Call>& token, const Place
                        Call::cfg.scale_bytes);
 }
 
-// Called by a send warp. Returns the addresses at which the token's row and scales are written: at ranks of this domain (`near`), and in
-// send slots for others (`far`).
-template <class Call>
-MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token, bool near, bool far) {
+// Called by a send warp. Returns the addresses at which the token's row and scales are written: `early`, in send slots for other domains,
+// else at ranks of this domain, and in send slots unless those rows have left early.
+template <bool early, class Call>
+MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
     constexpr DispatchConfig cfg = Call::cfg;
     Places<Call> to{};
     u64 scaleout = 0;  // one bit for each domain
+    const bool far = early == c.leaves_early();
     for_ranks(c, token, [&](i32 rank, i32 slot, i32 row, i32 lane, i32 place) {
         if constexpr (Call::cfg.domains() > 1) {
-            if (c.domains().reaches(rank) ? !near : !far) return;
+            if (c.domains().reaches(rank) ? early : !far) return;
             if (!c.domains().reaches(rank)) {  // one send slot for each domain, written by the lane of the first rank there
                 const u64 bit = 1ull << rank / cfg.scaleup_ranks();
                 if ((scaleout & bit) == 0 && lane_id() == lane) {
-                    to.row[place] = send_slot(c, rank / cfg.scaleup_ranks(), token.index) + received_row(c.shape());
+                    to.row[place] = send_slot<early>(c, rank / cfg.scaleup_ranks(), token.index) + received_row(c.shape());
                     if constexpr (Call::cfg.scale_bytes > 0)
                         to.scales[place] =
-                            send_slot(c, rank / cfg.scaleup_ranks(), token.index) + received_scales(c.shape(), cfg.row_bytes);
+                            send_slot<early>(c, rank / cfg.scaleup_ranks(), token.index) + received_scales(c.shape(), cfg.row_bytes);
                 }
                 scaleout |= bit;
                 return;
@@ -283,7 +284,7 @@ MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
         if constexpr (Call::cfg.domains() > 1) {
             if (far && !sender.await_send_slots(token.index / c.a.chunk_tokens)) return;
         }
-        send_row(c, sender, token, places_of(c, token, true, far));
+        send_row(c, sender, token, places_of<false>(c, token));
         if constexpr (Call::cfg.signals_early()) sender.template finish_chunks<Sender<Call>::kOpen>();
     }
     sender.template finish_chunks<0>();

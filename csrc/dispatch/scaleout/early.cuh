@@ -14,7 +14,7 @@ template <class Call>
 MOECOMM_FN void send_far(const Call& c, Sender<Call>& sender) {
     for (i32 n = 0; sender.has(n); ++n) {
         const Token<Call> token = load_token(c, sender.token_of(n));
-        send_row(c, sender, token, places_of(c, token, false, true));
+        send_row(c, sender, token, places_of<true>(c, token));
     }
     bulk_wait<0>();
     sender.early = sender.done;
@@ -36,7 +36,7 @@ MOECOMM_FN void leave_early(const Call& c, Sender<Call>& sender) {
             send_far(c, sender);
         } else {
             for (i32 first = c.share.first; first < c.share.end; first += kWarp)
-                write_heads(c, first, min(first + kWarp, c.share.end), true);
+                write_heads<true>(c, first, min(first + kWarp, c.share.end));
         }
         barrier_arrive(3, writers + cfg.put_warps * kWarp);
     } else if (warp_id() >= put_warp) {

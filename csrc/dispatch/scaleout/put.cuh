@@ -6,18 +6,15 @@
 namespace moecomm {
 
 // Offset and address of the send slot of a token for a domain: ReceivedHead, entries, flat rows, row, scales, as they will be stored at the
-// receiver. Those that leave early have places of their own.
-template <class Call>
+// receiver. `early`: a token that leaves before the ranks agree (early.cuh).
+template <bool early, class Call>
 MOECOMM_FN u64 send_slot_offset(const Call& c, i32 domain, i32 token) {
-    if (c.leaves_early()) {
-        const i32 nth = c.domains().nth(domain);
-        return direct_at(c.window(), c.shape(), c.round.tag, c.domains().first() + nth, token);
-    }
+    if constexpr (early) return direct_at(c.window(), c.shape(), c.round.tag, c.domains().first() + c.domains().nth(domain), token);
     return send_slot_at(c.window(), c.shape(), domain, c.place_of(token));
 }
-template <class Call>
+template <bool early, class Call>
 MOECOMM_FN u8* send_slot(const Call& c, i32 domain, i32 token) {
-    return c.transport.template local<u8>(send_slot_offset(c, domain, token));
+    return c.transport.template local<u8>(send_slot_offset<early>(c, domain, token));
 }
 
 // Called by a warp before it writes to a send slot of the chunk. Waits for the credits of all forwarders for the chunk that held the slots
@@ -54,17 +51,17 @@ MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
 
 // Returns the difference between a place in a head and in the route. Heads of direct tokens, unless these repeat, have the place among this
 // rank's entries of an expert, or its tokens for a rank, which is known before the ranks agree; other heads have the final row.
-template <class Call>
-MOECOMM_FN i32 shift_of_head(const Call& c, i32 column, bool early) {
-    if (Call::cfg.repeat || !c.direct()) return 0;
+template <bool early, class Call>
+MOECOMM_FN i32 shift_of_head(const Call& c, i32 column) {
+    if (Call::cfg.repeat || !(early || c.direct_late())) return 0;
     return c.shared.before[column] - (early ? 0 : c.shared.base[column]);
 }
 
 // Called by the metadata warp. Writes the heads (all that precedes the row) of the send slots of the tokens [first, end), at most 32, all
-// at once: the loads of one token after another would take longer than its row. `early`: before ranks agree (early.cuh). The last
-// __syncwarp orders the stores for a release by any lane. Cannot fail.
-template <class Call>
-MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end, bool early) {
+// at once: the loads of one token after another would take longer than its row. The last __syncwarp orders the stores for a release by any
+// lane. Cannot fail.
+template <bool early, class Call>
+MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i32 tokens = end - first;
     const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(first) * cfg.ranks;
@@ -72,10 +69,12 @@ MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end, bool early) {
         const i32 domain = c.domains().other(n);
         const u32 wanted = scaleout_tokens(c, domain, first, end);
         const auto entries_of = [&](i32 nth) {  // null: the domain does not want the token
-            return (wanted >> nth & 1) != 0 ? reinterpret_cast<Entry*>(send_slot(c, domain, first + nth) + sizeof(ReceivedHead)) : nullptr;
+            return (wanted >> nth & 1) != 0 ? reinterpret_cast<Entry*>(send_slot<early>(c, domain, first + nth) + sizeof(ReceivedHead))
+                                            : nullptr;
         };
         if (lane_id() < tokens && entries_of(lane_id()) != nullptr)
-            *reinterpret_cast<ReceivedHead*>(send_slot(c, domain, first + lane_id())) = ReceivedHead{c.round.tag, first + lane_id(), {}};
+            *reinterpret_cast<ReceivedHead*>(send_slot<early>(c, domain, first + lane_id())) =
+                ReceivedHead{c.round.tag, first + lane_id(), {}};
 #pragma unroll 2
         for (i32 i = lane_id(); i < tokens * cfg.topk; i += kWarp) {
             const i64 entry = static_cast<i64>(first) * cfg.topk + i;
@@ -83,7 +82,7 @@ MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end, bool early) {
                       row = reinterpret_cast<const i32*>(c.a.route.token_rows)[entry];
             const i32 local = !cfg.repeat && owner >= 0 ? c.local_at(entry, owner) : -1;
             const i32 column = cfg.layout == Layout::flat ? cfg.experts + owner : cfg.ranges().first(owner) + local;
-            const i32 place = owner >= 0 ? row + shift_of_head(c, column, early) : row;
+            const i32 place = owner >= 0 ? row + shift_of_head<early>(c, column) : row;
             const float weight = c.weight_at(entry);
             if (Entry* const entries = entries_of(i / cfg.topk)) entries[i % cfg.topk] = {owner, place, local, weight};
         }
@@ -91,7 +90,7 @@ MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end, bool early) {
         for (i32 i = lane_id(); i < tokens * cfg.scaleup_ranks(); i += kWarp) {
             const i32 nth = i / cfg.scaleup_ranks(), at = i % cfg.scaleup_ranks();
             const i32 rank = domain * cfg.scaleup_ranks() + at, slot = slots[static_cast<i64>(nth) * cfg.ranks + rank];
-            const i32 place = slot >= 0 ? slot + shift_of_head(c, cfg.experts + rank, early) : slot;
+            const i32 place = slot >= 0 ? slot + shift_of_head<early>(c, cfg.experts + rank) : slot;
             if (Entry* const entries = entries_of(nth)) reinterpret_cast<i32*>(entries + cfg.topk)[at] = place;
         }
     }
@@ -101,7 +100,7 @@ MOECOMM_FN void write_heads(const Call& c, i32 first, i32 end, bool early) {
 // Called by a put warp. Puts each token of a chunk to each rank of other domains that wants it. Of slots that are turned into rows
 // meanwhile (finalize_share) only the sign counts, which stays. Returns false in all lanes if a put found no room in time; the failure
 // record is filled.
-template <class Call, class Transport>
+template <bool early, class Call, class Transport>
 MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 chunk) {
     constexpr DispatchConfig cfg = Call::cfg;
     const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
@@ -111,7 +110,7 @@ MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 chunk) {
             const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1,
                       from = lane_id() < cfg.scaleup_ranks() ? first + lane_id() : first;
             const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + from];
-            const u64 send_slot = send_slot_offset(c, domain, token);
+            const u64 send_slot = send_slot_offset<early>(c, domain, token);
             const u64 there = direct_at(c.window(), c.shape(), c.round.tag, c.me(), token);
             const bool goes =
                 lane_id() < cfg.scaleup_ranks() && slot >= 0 && !is_in(c.shared.masked, from);  // a stale repeat has such slots
@@ -142,7 +141,7 @@ template <class Call>
 MOECOMM_FN void put_all_direct(const Call& c, i32 warp) {
     const auto channel = c.put_channel(warp);
     for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += Call::cfg.put_warps)
-        if (!put_direct(c, channel, chunk)) return;
+        if (!put_direct<true>(c, channel, chunk)) return;
     channel.settle();
     if (c.share.first_chunk + warp < c.share.end_chunk) signal_owners(c, channel, warp);
 }
@@ -156,7 +155,7 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     using Transport = typename Call::Transport;
     if (c.leaves_early()) return;
     const Transport channel = c.put_channel(warp);
-    const bool direct = c.direct();
+    const bool direct = c.direct_late();
     const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
     for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.put_warps) {
         if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) {
@@ -164,7 +163,7 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
             return;
         }
         if (direct) {
-            if (!put_direct(c, channel, chunk)) return;
+            if (!put_direct<false>(c, channel, chunk)) return;
             continue;
         }
         const i32 turn = c.turn_of(chunk);
