@@ -135,9 +135,9 @@ struct CombineCall {
     MOECOMM_FN u8* staged_row(i32 rank, i32 source_rank, i32 token) const {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), source_rank, token));
     }
-    // Offset of the place where this rank reduces its row of a token of `source_rank`.
+    // Several domains: offset of the place where this rank reduces its row of a token of `source_rank`.
     MOECOMM_FN u64 reduced_row_at(i32 source_rank, i32 token) const {
-        if (cfg.domains() > 1 && leaves_early && direct_to(source_rank)) {
+        if (leaves_early && direct_to(source_rank)) {
             const i32 nth = source_rank % cfg.scaleup_ranks();
             return direct_row_at(window(), shape(), round.tag, domains().first() + nth, token);
         }

@@ -127,8 +127,12 @@ struct RowsToReduce {
             failed = may_wait;
             return false;
         }
-        row = c.has_reduced_rows() ? reinterpret_cast<u8*>(c.a.reduced_rows) + row_index() * c.reduced_row_pitch()
-                                   : c.transport.template local<u8>(c.reduced_row_at(work_list.source_rank(now.step), row_index()));
+        if constexpr (cfg.domains() > 1) {
+            row = c.transport.template local<u8>(c.reduced_row_at(work_list.source_rank(now.step), row_index()));
+        } else {
+            row = c.has_reduced_rows() ? reinterpret_cast<u8*>(c.a.reduced_rows) + row_index() * c.reduced_row_pitch()
+                                       : c.staged_row(c.me(), work_list.source_rank(now.step), row_index());
+        }
         if constexpr (kSingles) {
             const u32 named = __ballot_sync(kAllLanes, now.entry >= 0);
             if (__popc(named) == 1 && now.entry >= 0) *reinterpret_cast<float*>(row + cfg.row_bytes()) = kWeighted ? now.weight : 1.0f;

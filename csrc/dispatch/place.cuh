@@ -195,7 +195,11 @@ MOECOMM_FN void finalize_share(const Call& c) {
             });
     }
     fence_async_shared();  // bulk loads overwrite the counters
-    c.team_any(false);
+    if constexpr (Call::kTeam < cfg.threads()) {
+        c.team_any(false);
+    } else {
+        __syncthreads();
+    }
 }
 
 }  // namespace moecomm

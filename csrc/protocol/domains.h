@@ -130,7 +130,7 @@ MOECOMM_BOTH constexpr bool joins_tokens(const Shape& s, i64 token_bytes, i64 me
 }
 
 // Room for a direct token in `packets`: a token as a forwarder receives it, or, after an unused ReceivedHead (which thus never looks like
-// one of this round), a staged row. Kernels put all of a rank's tokens from send slots in its rings.
+// one of this round), a staged row. Kernels put all of a rank's tokens from send slots in its rings, if they do not leave early.
 MOECOMM_BOTH constexpr i64 direct_bytes(const Shape& s) {
     const i64 row = sizeof(ReceivedHead) + s.staged_row_bytes;
     return align_up<i64>(s.receive_bytes > row ? s.receive_bytes : row, 128);
