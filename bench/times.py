@@ -12,7 +12,7 @@ from typing import Any
 from readme import LAYER, line, load, names, round_parts, source, table, time_of
 
 OPERATIONS = ("times", "zipf", "symm-mem")
-FRONT = ("h100-4", "h200-8")  # ends of names: machines of the main README, each with a table
+FRONT = ("h200-4", "h200-8")  # ends of names: machines of the main README, each with a table
 FRONT_TOKENS = (128, 4096)
 COLUMNS = (
     "GPUs | tokens a rank | library, layout | operation | alone, p50 | p99 | in a graph | eager | host | SMs | window"

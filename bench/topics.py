@@ -42,8 +42,6 @@ class Topic(NamedTuple):
 def whole_operations() -> str:
     """Dispatch and combine of many tokens."""
     ways: tuple[tuple[str, str, tuple[int, ...]], ...] = (
-        ("times-many-h100-4", "flat", (4096,)),
-        ("times-many-h100-4", "expert", (4096,)),
         ("times-many-h200-4", "flat", (4096,)),
         ("times-many-h200-4", "expert", (4096,)),
         ("times-many-h200-8", "flat", (4096,)),
@@ -61,7 +59,8 @@ def whole_operations() -> str:
 
 def few_tokens() -> str:
     """Dispatch and combine of few tokens."""
-    ways = [(f"times-few-{machine}", layout) for machine in times.FRONT for layout in ("flat", "expert")]
+    machines = ("h100-4", *times.FRONT)
+    ways = [(f"times-few-{machine}", layout) for machine in machines for layout in ("flat", "expert")]
     later = [("rounds-h100-2", layout) for layout in ("flat", "expert", "batched")]
     heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
     rounds = table(
@@ -417,7 +416,6 @@ TOPICS = (
         "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
         "in the type of `wire`.  `window`: memory of a rank.  The picture is a sweep over tokens of `flat`.",
         (
-            "times-many-h100-4",
             "times-many-h200-4",
             "times-many-h200-8",
             "ht-h200-4",

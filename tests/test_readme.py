@@ -198,7 +198,7 @@ def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.M
     assert set(now) == set(sources.PARTS), "the source of a part is missing"
     found = {"kernels": now}
     assert readme.line(found, readme.ROUNDS, "4", "5 us") == "| 4 | 5 us |"
-    for part in readme.ROUNDS:
+    for part in readme.MANY:
         monkeypatch.setattr(readme, "digests", lambda part=part: now | {part: "other"})
         assert readme.line(found, readme.ROUNDS, "4", "5 us") == "| 4 † | 5 us |"
         assert readme.line(found, ("GEMM",), "4", "5 us") == "| 4 | 5 us |", "of another part"
@@ -247,7 +247,7 @@ def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     row = {"who": "moecomm", "tokens": 4096, "what": "dispatch", "payload": "fp8", "variant": "", "layout": "flat"}
     row |= {"us": us, "alone_us": us, "eager_us": us, "host_us": 20.0, "sms": 64}
     case = {"ranks": 4, "model": "deepseek-v3", "mode": "graph"}
-    name = "times-many-h100-4"
+    name = "times-many-h200-4"
     written = {**about, "case": case, "memory": [], "rows": [row, {**row, "tokens": 8192}, {**row, "payload": "bf16"}]}
     (folder / f"{name}.json").write_text(json.dumps(written))
     (folder / "times-many-h100-2.json").write_text(json.dumps({**written, "case": {**case, "ranks": 2}}))

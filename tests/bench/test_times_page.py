@@ -40,7 +40,7 @@ def step(delays: bool, p50: float) -> dict[str, Any]:
 
 
 RESULTS: dict[str, dict[str, Any]] = {
-    "times-few-h100-4": {
+    "times-few-h200-4": {
         **ABOUT,
         "case": CASE,
         "memory": [
@@ -79,7 +79,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         ],
     },
 }
-del RESULTS["times-few-h100-4"]["rows"][4]["alone_us"]
+del RESULTS["times-few-h200-4"]["rows"][4]["alone_us"]
 del RESULTS["decode-h100-2"]["rows"][2]["us"]
 
 
@@ -104,7 +104,7 @@ def test_rows_have_the_time_alone_in_a_graph_and_eager(with_results: None) -> No
     assert batched == ["2 H100s", "128", "moecomm, `batched`", "dispatch, fp8", *alone, "20.0 us", *window]
     assert nccl == ["2 H100s", "128", "nccl, `batched`", "combine", *alone, "", "4.6 us", "", ""]
     assert zipf[2] == "x, `batched`, Zipf 0.8"
-    assert "times-few-h100-4.json" in front[2]
+    assert "times-few-h200-4.json" in front[2]
 
 
 def test_steps_stand_in_step_beside_out_of_step(with_results: None) -> None:
