@@ -68,6 +68,11 @@ def round_parts(tokens: int, what: str = "pair") -> tuple[str, ...]:
     return parts if what == "pair" else tuple(part for part in parts if part.startswith(what))
 
 
+def layer_parts(tokens: int) -> tuple[str, ...]:
+    """Return the parts behind expert layers of so many tokens a rank.  Fused ones make row descriptors, no packets."""
+    return (*(MANY if tokens > 512 else ROUNDS), "GEMM", "fused layer")
+
+
 @lru_cache(maxsize=1)
 def digests() -> dict[str, str]:
     """Return the digests of the current kernels."""
@@ -164,7 +169,7 @@ def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
         best = min(apart, fused, key=lambda row: row["us"]["p50"])
         ratios = [f"{best[key]:.2f}" if best.get(key) else "" for key in ("of_gemms", "of_torch")]
         times = [time_of(row["us"]["p50"]) for row in (apart, fused, fp8)]
-        lines.append(line(found, LAYER, best["model"], str(tokens), *times[:2], *ratios, times[2]))
+        lines.append(line(found, layer_parts(tokens), best["model"], str(tokens), *times[:2], *ratios, times[2]))
     return lines
 
 

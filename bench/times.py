@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from readme import LAYER, line, load, names, round_parts, source, table, time_of
+from readme import layer_parts, line, load, names, round_parts, source, table, time_of
 
 OPERATIONS = ("times", "zipf", "symm-mem")
 FRONT = ("h200-4", "h200-8")  # ends of names: machines of the main README, each with a table
@@ -125,7 +125,8 @@ def training() -> str:
                 times = (time_of(row["us"]["p50"]), time_of(row["layer_us"]), f"{row['tflops']:.0f}")
                 torchs = f"{row['of_torch']:.2f}" if "of_torch" in row else ""
                 where = (f"{result['case']['ranks']} {gpu(result)}", str(row["tokens"]), row["what"])
-                lines.append(line(result, LAYER, result["case"]["model"], *where, *times, torchs))
+                parts = layer_parts(row["tokens"])
+                lines.append(line(result, parts, result["case"]["model"], *where, *times, torchs))
     return table(heads, lines)
 
 

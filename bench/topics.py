@@ -16,6 +16,7 @@ from readme import (
     PEERS,
     ROUNDS,
     figure,
+    layer_parts,
     layer_rows,
     line,
     load,
@@ -161,7 +162,7 @@ def expert_layers() -> str:
             ways = [of_model["GEMMs"], of_model["one after the other"], turns]
             cells = [time_of(r["at_work_us"]) for r in ways]
             power = f"{turns['mhz']} MHz, {turns['watts']} W"
-            rows.append(line(found, LAYER, model, turns["dtype"], *cells, power))
+            rows.append(line(found, layer_parts(8192), model, turns["dtype"], *cells, power))
     heads = "model, 4 H100s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
     return f"{four}\n\n{table(heads, rows)}"
 
