@@ -234,14 +234,10 @@ struct ReturnForward {
 // record is filled.
 template <class Call>
 MOECOMM_FN bool return_forward_chunk(const Call& c, i32 warp) {
-    bool left = true;
-#pragma unroll 1
-    for (i32 step = 0; step < 2; ++step) {  // one copy of the code that puts, because instruction fetches cost time
-        if ((step == 0) == c.leaves_early) left = put_direct(c, warp);
-        if (step == 0 && !await_all_headers(c)) return false;  // all these warps meet there
-        if (!left) return false;
-        if (c.shared.is_invalid != 0) return true;
-    }
+    const bool left = !c.leaves_early || put_direct(c, warp);
+    if (!await_all_headers(c) || !left) return false;  // all these warps meet in the former
+    if (c.shared.is_invalid != 0) return true;
+    if (!c.leaves_early && !put_direct(c, warp)) return false;
     ReturnForward<Call> role(c, warp);
     GatherRows<typename ScaleoutShared<Call::cfg>::ReturnRing, ReturnForward<Call>>(c.scaleout().rings[warp], role).run();
     return !role.failed;
