@@ -134,6 +134,16 @@ def test_a_step_that_fails_or_is_not_there_fails_the_run(
     assert "c: the parts are a" in capfd.readouterr().err
 
 
+def test_a_line_is_written_at_once(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
+    """Steps side by side write to one stream: a line in two writes would be torn by another one."""
+    written: list[str] = []
+    logs.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.stdout, "write", written.append)
+        steps.run(program("said", SAY))
+    assert len(written) == 1 and written[0].startswith("said ") and written[0].endswith("\n")
+
+
 @pytest.mark.long
 def test_a_step_that_hangs_is_ended_with_what_it_has_started(
     monkeypatch: pytest.MonkeyPatch, logs: Path, tmp_path: Path
