@@ -182,6 +182,46 @@ def test_a_call_is_made_again_where_all_ranks_failed_in_it() -> None:
     assert over_threads(makes_a_call_again, on_timeout="mask") == [(["PeerLost"], False), None, (["PeerLost"], False)]
 
 
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_a_silent_rank_is_masked_when_a_wait_runs_out(op: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A dispatch is made again by itself; a combine, which needs another dispatch, raises what has happened."""
+    timeout_s, told = 0.5, threading.Event()
+    through = threading.Barrier(2, action=told.set)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        rounds(buffer, 3)
+        x, ids = tokens_of(buffer.rank, 0)
+        there = ~torch.isin(ids, experts_of_ranks(buffer, (1,)))
+        if op == "combine":
+            routed = buffer.dispatch(x, ids, layout="expert")
+        if buffer.rank == 1:
+            assert told.wait(20)
+            with pytest.raises(moecomm.Excluded):
+                buffer.dispatch(x, ids)
+            assert buffer.failed
+            return None
+        begin = time.monotonic()
+        if op == "combine":
+            with pytest.raises(moecomm.Timeout, match="masked ranks are now 1, and the next call works"):
+                buffer.combine(routed.x, routed.handle)
+        again = buffer.dispatch(x, ids, layout="expert")
+        waited = time.monotonic() - begin
+        assert torch.equal(buffer.combine(again.x, again.handle, wire="exact"), x * there.sum(dim=1, keepdim=True))
+        assert waited < timeout_s + 1
+        assert buffer.stats().masked == int((~there).sum())
+        rounds(buffer, 30)
+        through.wait(20)
+        (failure,) = buffer.rounds.flight.failures
+        assert (failure.error, failure.record["peer"]) == ("Timeout", 1)
+        return buffer.masked, buffer.failed, waited
+
+    first, silent, last = over_threads(call, on_timeout="mask", timeout_s=timeout_s)
+    assert first[:2] == last[:2] == ((1,), False) and silent is None
+    assert max(first[2], last[2]) >= timeout_s, "the first rank whose wait ends tells the other"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sorted(warnings) == [f"rank {rank}: masked ranks are now [1]" for rank in (0, 2)]
+
+
 def test_sums_are_those_without_the_ids_of_masked_experts() -> None:
     """Operators with gradients, and a layer, against the same rounds with ids of -1."""
     idle = threading.Barrier(3)
