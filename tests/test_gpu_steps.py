@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import GPU_MARKS
 from .gpu import __main__ as steps
 from .gpu import test_nvlink
 from .gpu.__main__ import PARTS, Step
 
 ROOT = Path(__file__).parent.parent
 TESTS = [step for part in PARTS.values() for step in part if step.pytest]
+ALL_MARKS = set(GPU_MARKS)
 
 
 # One process for all: most of the time goes into what tests import.  From where this one has it: "python -m" would look
@@ -57,6 +60,30 @@ def test_every_test_that_is_named_exists() -> None:
     assert all_named > 100 and min(found) > 1
     of_layers = [count for words, count in zip(by_words, found, strict=True) if words[0] == steps.MOE]
     assert len(of_layers) == 6 and sum(of_layers) == layers
+
+
+def test_every_test_that_wants_gpus_is_in_a_step() -> None:
+    """By file and mark.  A step that names single tests of a file counts for all of its marks."""
+    named: dict[str, set[str]] = {}
+    for step in TESTS:
+        marks = {step.pytest[at + 1] for at, word in enumerate(step.pytest) if word == "-m"} or ALL_MARKS
+        for word in step.pytest:
+            if word.startswith("tests/"):
+                named.setdefault(word.partition("::")[0], set()).update(marks)
+    missing = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        wanted = set(re.findall(r"pytest\.mark\.(gpu\d)\b", text))
+        wanted |= {"gpu2", "gpu4"} if re.search(r"\bGPU_COUNTS\b", text) else set()
+        if left := wanted - named.get(name, set()):
+            missing[name] = sorted(left)
+    assert missing == {} and len(named) > 35
+
+
+def test_the_page_has_every_part() -> None:
+    table = (ROOT / "docs" / "testing.md").read_text().partition("| part | runs |")[2].partition("\n\n")[0]
+    listed = [part for row in table.splitlines()[2:] for part in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(listed) == sorted(PARTS)
 
 
 def test_steps_have_names_of_their_own_and_limits_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,8 @@ PARTS: dict[str, list[Step]] = {
         one("masks", 200, "tests/gpu/test_masks.py", random=False),
         one("membership", 200, "tests/gpu/test_membership.py", random=False),
         one("verify", 200, "tests/gpu/test_verify.py", random=False),
+        one("counters", 100, "tests/gpu/test_counters.py", random=False),
+        one("trace", 150, "tests/gpu/test_trace.py", random=False),
     ],
     "moe": [
         one("gemm", 200, "tests/gpu/test_grouped_gemm.py"),
@@ -135,6 +137,7 @@ PARTS: dict[str, list[Step]] = {
         Step("fused4", 450, (MOE, "-m", "gpu4", "-k", FUSED), random=True),
     ],
     "fp8": [
+        one("casts", 60, "tests/gpu/test_casts.py", random=False),
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
         one("moe-fp8", 700, "tests/gpu/test_moe_fp8.py"),
         Step("moe2-fp8", 500, ("tests/gpu/test_moe_fp8.py", "-m", "gpu2"), gpus=2, random=True),
@@ -156,7 +159,9 @@ PARTS: dict[str, list[Step]] = {
     ],
     "windows": [
         one("windows", 200, "tests/gpu/test_windows.py", random=False),
+        one("memory", 100, "tests/backends/test_windows_on_gpus.py", random=False),
         Step("windows2", 400, ("tests/gpu/test_windows.py", "-m", "gpu2"), gpus=2),
+        Step("memory2", 400, ("tests/backends/test_windows_on_gpus.py", "-m", "gpu2"), gpus=2),
     ],
     "overlap": [
         Step("compile-overlap", 200, gpus=0, command=(sys.executable, "-m", "tests.gpu.compile_overlap", GPUS)),
@@ -166,6 +171,10 @@ PARTS: dict[str, list[Step]] = {
         Step("gather-study2", 150, ("tests/gpu/test_gather_study.py", "-m", "gpu2"), gpus=2),
     ],
     "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],
+    "bench": [
+        Step("bench", 900, ("tests/bench/test_on_gpus.py",)),
+        Step("bench2", 300, ("tests/bench/test_latency.py", "tests/bench/test_ceiling.py", "-m", "gpu2"), gpus=2),
+    ],
     "domains": nvlink("domains", "vmm, 2 domains"),
     # Where nvcc or the headers of NCCL and NVSHMEM are missing these skip, as they do on most machines without a GPU.
     "shims": [Step("shims", 900, ("tests/shims",), gpus=0)],
