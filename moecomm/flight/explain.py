@@ -282,7 +282,8 @@ def _summary(record: RankRecord) -> str:
         parts.append(f"{record.rejected} calls failed before they reached the others")
     ending: Ending | None = record.ending
     if ending is not None:
-        parts.append(f"{ending.error}" + (f" about rank {ending.peer}" if ending.peer >= 0 else ""))
+        about = f" about rank {ending.peer}" if ending.peer >= 0 else ""
+        parts.append(f"{ending.error}{about}" + (f", phase {ending.phase}" if ending.phase else ""))
     written = [reason for reason in record.reasons if ending is None or reason != ending.error]
     if written:
         parts.append(f"written on {', '.join(dict.fromkeys(written))}")

@@ -59,11 +59,20 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Ending:
-    """A failure that ended the Buffer on a rank.  `peer`: the rank that it is about, -1: not known."""
+    """A failure that ended the Buffer on a rank.
+
+    Attributes:
+        error: its name.
+        text: of the exception.
+        peer: the rank that it is about, -1: not known.
+        phase: of the round, in which this rank waited; "": not known.
+        waited_ns: how long.
+    """
 
     error: str
     text: str
     peer: int
+    phase: str
     waited_ns: int
 
 
@@ -170,5 +179,6 @@ def _ending(failures: list[Any]) -> Ending | None:
         if failure["error"] in ("Timeout", "PeerLost", "Aborted"):
             record = _of(failure, "record", dict)
             peer, waited_ns = int(record.get("peer", -1)), int(record.get("waited_ns", 0))
-            return Ending(failure["error"], str(failure["text"]), peer, waited_ns)
+            phase = str(record.get("phase", ""))
+            return Ending(failure["error"], str(failure["text"]), peer, phase, waited_ns)
     return None

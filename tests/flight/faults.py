@@ -50,6 +50,11 @@ class Fault(NamedTuple):
         return cls(kind, ranks, choose.randrange(ranks), choose.randint(1, CALLS), seed)
 
 
+def next_call(choose: random.Random, dispatched: bool) -> tuple[bool, str]:
+    """Draw the next call: a combine, or a dispatch with a layout.  `dispatched`: there was a dispatch before."""
+    return choose.random() < 0.5 and dispatched, choose.choice(LAYOUTS)
+
+
 def run_rank(rank: int, group: Any, fault: Fault, folder: str) -> str:
     """Make calls until a fault ends them; return the name of the error."""
     records = Path(folder) / "records"
@@ -98,8 +103,7 @@ class _Program:
         for call in range(100_000):
             if self._mine and call == self._fault.at and self._begin_fault():
                 continue
-            combines = self._choose.random() < 0.5 and self._last
-            layout = self._choose.choice(LAYOUTS)
+            combines, layout = next_call(self._choose, bool(self._last))
             if combines:
                 self._combine()
             else:
@@ -130,10 +134,10 @@ class _Program:
         if kind == "bad input, and goes on":
             with suppress(moecomm.BadInput):
                 self._buffer.dispatch(self._x.double(), self._ids)
-            self._skip()
+            next_call(self._choose, bool(self._last))  # the one that has failed
             return True
         if kind.startswith("another"):
-            combines, layout = self._skip()
+            combines, layout = next_call(self._choose, bool(self._last))
             if kind == "another operation" and not combines:
                 self._combine()
             elif kind == "another layout" and not combines:
@@ -142,10 +146,6 @@ class _Program:
                 self._dispatch(layout)
             return True
         return False
-
-    def _skip(self) -> tuple[bool, str]:
-        """Choose the next call as the others do, and return that."""
-        return bool(self._choose.random() < 0.5 and self._last), self._choose.choice(LAYOUTS)
 
 
 def shrink_once(rank: int, group: Any, folder: str) -> None:

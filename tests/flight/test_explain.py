@@ -175,7 +175,8 @@ def test_the_command_names_the_rank(
     assert capfd.readouterr().out == (
         "Buffer 0123456789abcdef, files of 3 of 4 ranks\n"
         "  first astray: rank 2: no file: it died, or could not write one; ranks 0, 1 and 3 waited for it, 3.0 s\n"
-        "  ranks 0, 1 and 3: call 3 (dispatch, layout expert, dtype bfloat16, round 3), failed; Timeout about rank 2\n"
+        "  ranks 0, 1 and 3: call 3 (dispatch, layout expert, dtype bfloat16, round 3), failed; "
+        "Timeout about rank 2, phase header\n"
         "  rank 2: no file\n"
     )
 
