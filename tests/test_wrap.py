@@ -44,6 +44,21 @@ def test_both_halves_of_a_dispatch(rounds: int, domain_ranks: int) -> None:
         assert min(rounds_since_wrap(ranks)) > 0
 
 
+@pytest.mark.parametrize("domain_ranks", [2, 1])
+def test_a_thousand_rounds(domain_ranks: int) -> None:
+    """Rounds of one Buffer, of which the first ten lie before the wrap."""
+    sizes = {**SIZES, "ranks": 2}
+    with LocalBuffers(**sizes, domain_ranks=domain_ranks, backend="host", timeout_s=20) as ranks:
+        wrap_after(ranks, 10)
+        idx = torch.arange(15).view(5, 3) % 8
+        for number in range(506):
+            x = [torch.full((5, 64), float(1 + (number + rank) % 80)).bfloat16() for rank in range(2)]
+            routed = ranks.dispatch([{"x": rows, "topk_idx": idx, "layout": "expert"} for rows in x])
+            outs = ranks.combine([{"y": here.x, "handle": here.handle, "wire": "exact"} for here in routed])
+            assert all(torch.equal(out, 3 * rows) for out, rows in zip(outs, x, strict=True)), number
+        assert min(rounds_since_wrap(ranks)) >= 1000
+
+
 def test_a_flag_that_no_round_has_raised_is_of_no_round() -> None:
     """Combines of rows in the window, whose places nobody has flagged before, around the last tag."""
     for rounds in range(2, 5):
