@@ -234,9 +234,9 @@ def test_names_of_ranks(ranks: list[int], text: str) -> None:
 def counters(rank: int, ranks: int, slow: int) -> bytes:
     """Words of a rank that has waited for one that is slow, and for nobody else."""
     words = [0] * (SCALAR_COUNTERS + PEER_COUNTERS * ranks + 2)
-    words[0] = 10
+    words[0] = 100
     if rank != slow:
-        words[SCALAR_COUNTERS + 4 * ranks + slow] = 50_000_000  # for its header
+        words[SCALAR_COUNTERS + 4 * ranks + slow] = 500_000_000  # for its header
     return struct.pack(f"<{len(words)}q", *words)
 
 
@@ -248,7 +248,7 @@ def test_the_counters_of_all_ranks_say_which_one_is_slow(tmp_path: Path, left: i
         fake.write(tmp_path)
     [report] = explain(reading.read([tmp_path]))
     said = [line for line in report.lines() if line.startswith("  counters: ")]
-    assert said == ["  counters: rank 2 computes slowly: all other ranks wait for it, 5.0 ms a round"] * (left == 4)
+    assert said == ["  counters: rank 2 comes late: all other ranks wait for it, 5.0 ms a round"] * (left == 4)
 
 
 def test_counters_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:

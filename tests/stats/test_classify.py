@@ -1,4 +1,4 @@
-"""The classifier on made-up counters: it names the outlier, and nothing in a healthy job."""
+"""The classifier on made-up and on recorded counters: it names the outlier, and nothing in a healthy job."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moecomm.stats.classify import FLOOR_NS, Finding, classify
+from moecomm.stats.classify import DEVIATIONS, FLOOR_NS, STALL_NS, Finding, classify
 from moecomm.stats.counters import JobStats
 
 from .matrices import job, usual
+from .recorded import JOBS, Recorded
 
 MS = 1_000_000
 HEADER, DISPATCH, COMBINE = range(3)
@@ -28,7 +29,7 @@ def test_a_healthy_job_has_nothing_that_stands_out(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_rank_that_all_others_wait_for_computes_slowly(ranks: int) -> None:
+def test_a_rank_that_all_others_wait_for_comes_late(ranks: int) -> None:
     waits = usual(ranks)
     waits[HEADER, :, 1] += 300 * MS  # 3 ms a round
     waits[HEADER, 1, 1] = 0
@@ -37,7 +38,7 @@ def test_a_rank_that_all_others_wait_for_computes_slowly(ranks: int) -> None:
     assert (finding.kind, finding.where) == ("slow rank", (1,))
     assert finding.factor > 3
     wait = "all other ranks wait" if ranks > 2 else "the other rank waits"
-    assert finding.text == f"rank 1 computes slowly: {wait} for it, 3.0 ms a round"
+    assert finding.text == f"rank 1 comes late: {wait} for it, 3.0 ms a round"
 
 
 def test_a_slow_rank_with_many_rows_says_so() -> None:
@@ -68,7 +69,7 @@ def test_two_slow_ranks_are_both_named() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_one_pair_that_waits_for_rows_is_a_slow_link(ranks: int, phase: int) -> None:
     waits = usual(ranks)
-    waits[phase, 0, 1] += 50 * MS
+    waits[phase, 0, 1] += 200 * MS
     [finding] = classify(job(waits))
     assert (finding.kind, finding.where) == ("slow link", (1, 0))
     assert finding.text.startswith("the link from rank 1 to rank 0 is slow: rank 0 waits ")
@@ -76,7 +77,7 @@ def test_one_pair_that_waits_for_rows_is_a_slow_link(ranks: int, phase: int) -> 
 
 def test_a_link_with_many_rows_says_so() -> None:
     waits, rows = usual(4), torch.full((4, 4), 1000)
-    waits[DISPATCH, 3, 1] += 50 * MS
+    waits[DISPATCH, 3, 1] += 200 * MS
     rows[1, 3] = 9000
     [finding] = classify(job(waits, rows))
     assert finding.text.endswith("; it carries 9.0 times the mean rows")
@@ -84,17 +85,17 @@ def test_a_link_with_many_rows_says_so() -> None:
 
 def test_a_rank_whose_links_are_all_slow_is_named_and_not_each_link() -> None:
     waits = usual(4)
-    waits[DISPATCH, :, 2] += 50 * MS
+    waits[DISPATCH, :, 2] += 200 * MS
     waits[DISPATCH, 2, 2] = 0
     assert found(job(waits)) == [("slow sender", (2,))]
     waits = usual(4)
-    waits[COMBINE, 2] += 50 * MS
+    waits[COMBINE, 2] += 200 * MS
     waits[COMBINE, 2, 2] = 0
     assert found(job(waits)) == [("slow receiver", (2,))]
 
 
 def test_short_waits_are_no_matter_how_uneven() -> None:
-    rounds = 100
+    rounds = 100_000
     waits = torch.zeros(3, 4, 4, dtype=torch.int64)
     waits[HEADER, :, 1] = waits[DISPATCH, 0, 3] = (FLOOR_NS - 1) * rounds
     waits[HEADER, 1] = 0
@@ -102,6 +103,65 @@ def test_short_waits_are_no_matter_how_uneven() -> None:
     waits[HEADER, :, 1] += 200 * rounds
     waits[HEADER, 1] = 0
     assert found(job(waits, rounds=rounds)) == [("slow rank", (1,))]
+
+
+@pytest.mark.parametrize("stalls", [0, 16])
+def test_a_few_stalls_are_noise_and_many_stand_out(stalls: int) -> None:
+    """All ranks wait for each other `stalls` times, and for rank 1 more often."""
+    for more, want in ((0.9, []), (1.1, [("slow rank", (1,))])):
+        waits = torch.full((3, 4, 4), stalls * STALL_NS)
+        waits[DISPATCH:] = 0
+        waits[HEADER, :, 1] += int(max(DEVIATIONS * max(1, stalls) ** 0.5 * more, 2 * stalls * more) * STALL_NS)
+        assert found(job(waits, rounds=10)) == want
+
+
+def test_a_rank_that_gets_its_rows_late_is_late_because_of_the_link() -> None:
+    """The link from rank 1 to rank 0 takes 5 ms, so all wait for rank 0 in the combine."""
+    for ranks in (2, 3, 4, 8):
+        waits = usual(ranks)
+        waits[DISPATCH, 0, 1] += 250 * MS
+        waits[HEADER, :, 0] += 250 * MS
+        waits[HEADER, 0, 0] = 0
+        assert found(job(waits)) == [("slow link", (1, 0))]
+
+
+def test_the_links_of_a_late_rank_are_named_only_if_they_take_longer() -> None:
+    waits = usual(4)
+    waits[HEADER, :, 1] += 800 * MS
+    waits[HEADER, 1] = 0
+    for kind, line in (("slow sender", waits[DISPATCH, :, 1]), ("slow receiver", waits[DISPATCH, 1])):
+        line += 200 * MS
+        waits[DISPATCH, 1, 1] = 0
+        assert found(job(waits)) == [("slow rank", (1,))]
+        line += 1400 * MS
+        waits[DISPATCH, 1, 1] = 0
+        assert (kind, (1,)) in found(job(waits))
+        line -= 1600 * MS
+
+
+def test_rows_come_as_unevenly_as_ranks_run() -> None:
+    waits = usual(4)
+    waits[DISPATCH, 0, 3] += 200 * MS
+    assert found(job(waits)) == [("slow link", (3, 0))]
+    waits[HEADER] += 150 * MS
+    waits[HEADER].fill_diagonal_(0)
+    assert found(job(waits)) == []
+
+
+def test_what_does_not_hold_up_the_job_is_not_named() -> None:
+    waits = usual(8)
+    waits[DISPATCH, 6, 0] += 200 * MS
+    waits[HEADER, :, 4] += 3000 * MS
+    waits[HEADER, 4] = 0
+    assert found(job(waits)) == [("slow rank", (4,))]
+
+
+@pytest.mark.parametrize("real", JOBS)
+def test_recorded_jobs_have_no_finding_but_the_rank_that_slept(real: Recorded) -> None:
+    header, rows = torch.tensor(real.header), torch.tensor(real.rows)
+    waits = torch.stack([header, rows, torch.zeros_like(rows)]) * 1000
+    want = [] if real.slow is None else [("slow rank", (real.slow,))]
+    assert found(job(waits, rounds=real.rounds)) == want
 
 
 def test_hot_experts_are_named_from_twice_the_mean_on() -> None:
@@ -130,7 +190,7 @@ def test_a_finding_of_each_kind_at_once() -> None:
     waits, experts = usual(8), torch.full((16,), 1000)
     waits[HEADER, :, 4] += 300 * MS
     waits[HEADER, 4] = 0
-    waits[DISPATCH, 6, 0] += 50 * MS
+    waits[DISPATCH, 6, 0] += 200 * MS
     experts[15] = 9000
     findings = classify(job(waits, experts=experts))
     assert [finding.where for finding in findings] == [(4,), (0, 6), (15,)]
