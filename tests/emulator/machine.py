@@ -149,6 +149,10 @@ class Machine:
         """Bytes that `rank` has put so far."""
         return int(self.scheduler.emulator_put_bytes(rank))
 
+    def slow_link(self, rank: int, peer: int, byte_passes: int) -> None:
+        """From now on a byte that `rank` puts to `peer`, of another domain, takes so many passes; 0: no time."""
+        self.scheduler.emulator_slow_link(rank, peer, byte_passes)
+
     def now(self) -> int:
         """The nanoseconds of the machine's clock."""
         return 1000 * int(self.scheduler.emulator_passes())

@@ -45,12 +45,17 @@ struct Order {
     void* to;
     const void* from;
     std::uint64_t n;
+    std::uint64_t due;  // the pass in which it has arrived
 };
 constexpr int kLanes = 64 * 64 * 4;  // by sender, receiver and channel
 std::vector<Order> orders[kLanes];
 std::uint64_t held_until[kLanes];
 std::uint64_t puts[64 * 64];  // by sender and receiver: how many there have been
 std::uint64_t put_bytes[64];  // by sender
+struct Wire {
+    std::uint64_t byte_passes, free;  // 0, or how many a byte takes; when all before has arrived
+};
+Wire wires[64 * 64];  // by sender and receiver
 std::vector<int> busy;
 
 void push(int rank, int peer, int channel, const Order& order) {
@@ -73,6 +78,7 @@ void move_one(unsigned random) {
     std::size_t nth = (random >> 8) % waiting.size();
     if (waiting[nth].adds) nth = 0;
     const Order order = waiting[nth];
+    if (passes < order.due) return;
     if (order.adds) {
         *static_cast<unsigned long long*>(order.to) += order.n;
     } else {
@@ -169,12 +175,15 @@ void emulator_wait_change(const unsigned* word, unsigned was) {
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes) {
     ++puts[rank * 64 + peer];
     put_bytes[rank] += bytes;
-    push(rank, peer, channel, {false, to, from, bytes});
+    Wire& wire = wires[rank * 64 + peer];
+    wire.free = std::max(wire.free, passes) + bytes * wire.byte_passes;
+    push(rank, peer, channel, {false, to, from, bytes, wire.free});
 }
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount) {
-    push(rank, peer, channel, {true, word, nullptr, amount});
+    push(rank, peer, channel, {true, word, nullptr, amount, 0});
 }
 
+void emulator_slow_link(int rank, int peer, std::uint64_t byte_passes) { wires[rank * 64 + peer].byte_passes = byte_passes; }
 std::uint64_t emulator_put_bytes(int rank) { return put_bytes[rank]; }
 std::uint64_t emulator_passes() { return passes; }
 std::uint64_t emulator_puts(int rank, int peer) { return puts[rank * 64 + peer]; }
