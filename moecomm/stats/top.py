@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +19,7 @@ from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.errors import BadInput
 from moecomm.stats.classify import classify
 from moecomm.stats.counters import WAITS, JobStats, Stats
-from moecomm.stats.publish import FORMAT
+from moecomm.stats.publish import EVERY_S, FORMAT
 
 _MOST_BYTES = 16 << 20
 _OLD_S = 5.0  # without a new sample, which comes every second: the rank is gone, or stopped
@@ -51,9 +53,14 @@ def read(folder: Path) -> list[RankView]:
     Raises:
         BadInput: there is none, or one that is no file of counters.
     """
-    files = sorted(folder.glob("moecomm-top-*.json"))
+    if not (found := _read(folder)):
+        raise BadInput("FOLDER", repr(str(folder)), "one in which a job with MOECOMM_TOP_DIR keeps its counters")
+    return found
+
+
+def _read(folder: Path) -> list[RankView]:
     found = []
-    for file in files:
+    for file in sorted(folder.glob("moecomm-top-*.json")):
         try:
             if (size := file.stat().st_size) > _MOST_BYTES:
                 raise ValueError(f"{size} bytes")
@@ -62,9 +69,23 @@ def read(folder: Path) -> list[RankView]:
             continue
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInput("FOLDER", f"{file} ({error})", "a folder of MOECOMM_TOP_DIR") from error
-    if not found:
-        raise BadInput("FOLDER", repr(str(folder)), "one in which a job with MOECOMM_TOP_DIR keeps its counters")
     return found
+
+
+def watch(folder: Path, console: Console) -> None:
+    """Show a frame a second, each in place of the last, until all Buffers are closed, or until Ctrl-C.
+
+    Raises:
+        BadInput: as read(), at the beginning; a file that is no file of counters, at any time.
+    """
+    views = read(folder)
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while views:
+            live.update(frame(views), refresh=True)
+            time.sleep(EVERY_S)
+            views = _read(folder)
+    if not views:
+        console.print("all Buffers are closed")
 
 
 def _view(found: Any) -> RankView:

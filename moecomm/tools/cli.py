@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -106,16 +104,16 @@ def top(
     ],
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
 ) -> None:
-    """Show what every rank of a running job does: rates, waits, and which rank, link or expert stands out."""
+    """Show what every rank of a running job does: rates, waits, and which rank, link or expert stands out.
+
+    It ends with the job, or on Ctrl-C.
+    """
     from moecomm.stats import top as view
 
     if once:
         Console().print(view.frame(view.read(folder)))
         return
-    with Live(view.frame(view.read(folder)), console=Console(), auto_refresh=False) as live:
-        while True:
-            time.sleep(1.0)
-            live.update(view.frame(view.read(folder)), refresh=True)
+    view.watch(folder, Console())
 
 
 def show_demo(result: Result, console: Console) -> None:
