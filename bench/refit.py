@@ -46,7 +46,7 @@ def refit(results: list[Path]) -> None:
     gate = Gate(model.num_experts, model.topk, model.num_groups, model.topk_groups)
     asked = Asked("deepseek-v3", model.hidden, model.intermediate, gate, SIZES, 8, [1, 128, 4096])
     write(RESULTS / "simulate.json", predict(asked, Machine(domain, nic)))
-    write(wide_ep.RESULT, wide_ep.measure(domain, nic, fitted["nic"]))
+    write(wide_ep.RESULT, wide_ep.measure(domain, nic, fitted["nic"], checked["measured"]))
     wide_ep.PAGE.write_text(wide_ep.page(json.loads(wide_ep.RESULT.read_text())))
     measured = dlrm_fit.fit(results)
     dlrm_fit.write(DLRM_PARAMETERS, measured)

@@ -555,7 +555,7 @@ TOPICS = (
         "`moecomm simulate check`: predicted over measured, less one.  `held out`: each result by a fit to all other "
         "results, each library's published rows by a share of the NIC's rate fitted to the other libraries.  The rows "
         "below these three are the same ones by kind; the long table also has the kinds of measured rows.  Rows of "
-        "kernels that are gone are excluded.  "
+        "kernels that are gone are excluded, and rows between domains without a NIC, but for few tokens over NVLink.  "
         "`python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with "
         "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more, and "
         "[a page](../docs/dlrm.md) a training iteration of a recommendation model.",

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moecomm.backends import emulated_nic
 from moecomm.errors import BadInput
 from moecomm.simulate.domain import Domain, NotMeasured
 from moecomm.simulate.fit import fitted_domain
-from moecomm.simulate.measured import Part, Result, Row, links, read, rows_of
+from moecomm.simulate.measured import Part, Result, Row, links, nic_of, read, rows_of
 from moecomm.simulate.model import HT, LL, Machine, cost
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import against
@@ -23,8 +22,9 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic, fitted: dict[str, Any
     """Compare the model with measured and published rows.
 
     An error is predicted / measured - 1. Every measured row is predicted twice: by `domain`, which knows it if it was
-    fitted to (`error`), and by a fit to all other results in `paths` (`held_out_error`). Rows of kernels that are gone
-    have a reason instead (`excluded`). Between domains, the NIC is the emulated one of the result.
+    fitted to (`error`), and by a fit to all other results in `paths` (`held_out_error`). Rows that the model does not
+    describe have a reason instead (`excluded`), and so have rows of kernels that are gone. Between domains, the NIC is
+    the emulated one of the result.
 
     Args:
         paths: results of the benchmark.
@@ -43,8 +43,7 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic, fitted: dict[str, Any
             continue
         others = _others(paths, path)
         for result in results:
-            link = measured_links.get((result.machine, result.backend))
-            own = _nic(result, Nic(*link, nic.mega_messages) if link else nic)
+            own = nic_of(result, measured_links, nic) or nic
             for row in rows_of(result):
                 found = _measured(row, result, domain, others, own)
                 left_out += found is None
@@ -59,13 +58,6 @@ def _others(paths: list[Path], path: Path) -> Domain | None:
         return fitted_domain(paths, path.name)
     except BadInput:
         return None
-
-
-def _nic(result: Result, otherwise: Nic) -> Nic:
-    if not result.nic:
-        return otherwise
-    told = emulated_nic.parse("nic", result.nic)
-    return Nic(told.gbs, told.latency_us, told.mega_messages)
 
 
 def _measured(row: Row, result: Result, domain: Domain, others: Domain | None, nic: Nic) -> dict[str, Any] | None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moecomm.errors import BadInput
+from moecomm.simulate import direct
+from moecomm.simulate.direct import DirectLine
 
 FEW, MANY = "few", "many"
 MOST_FEW = 512  # tokens of a rank that may go in packets: moecomm/core/packets.py
@@ -114,6 +116,7 @@ class Domain:
         word_ns: time of a tagged word in every block, by operation and layout ("dispatch flat").
         cold_us: what an operation takes longer after caches were flushed, by operation.
         host_us: time of the host for a call, by operation.
+        direct: terms of rows that go direct to other domains, by operation.
     """
 
     name: str
@@ -124,6 +127,7 @@ class Domain:
     word_ns: Mapping[str, float] = field(default_factory=dict)
     cold_us: Mapping[str, float] = field(default_factory=dict)
     host_us: Mapping[str, float] = field(default_factory=dict)
+    direct: Mapping[Operation, DirectLine] = field(default_factory=dict)
 
     def us(self, operation: Operation, load: Load) -> float:
         """Return the microseconds of a load: agreement, and the line of few or many tokens."""
@@ -142,6 +146,10 @@ class Domain:
             known = sorted(_named(*key) for key in self.lines)
             raise NotMeasured("operation", _named(operation, regime), f"one that was measured: {', '.join(known)}")
         return self.lines[of, regime]
+
+    def direct_line(self, operation: Operation) -> DirectLine:
+        """Return the line of direct rows; an operation that was not measured has the terms that a fit begins with."""
+        return self.direct.get(operation.fitted_as, direct.EXPECTED)
 
     def with_nvlink(self, gbs: float) -> Domain:
         """Return a copy with NVLink limited to `gbs` GB/s; lines that are slower already, and other terms, stay."""
@@ -185,15 +193,16 @@ def parse(found: dict[str, Any], name: str = "") -> Domain:
             )
             for line in found["lines"]
         }
+        known = {
+            Operation(line["what"], line["layout"], line["variant"]): DirectLine(
+                *(float(line[term]) for term in direct.TERMS)
+            )
+            for line in found.get("direct", [])
+        }
         gemm = found["gemm"]
-        return Domain(
-            str(found["domain"]),
-            lines,
-            float(gemm["tflops"]),
-            float(gemm["kept"]),
-            tuple(found["ranks"]),
-            *(dict(found[part]) for part in ("word_ns", "cold_us", "host_us")),
-        )
+        word_ns, cold_us, host_us = (dict(found[part]) for part in ("word_ns", "cold_us", "host_us"))
+        speeds = float(gemm["tflops"]), float(gemm["kept"])
+        return Domain(str(found["domain"]), lines, *speeds, tuple(found["ranks"]), word_ns, cold_us, host_us, known)
     except (ValueError, KeyError, TypeError) as error:
         raise _not_parameters(name, error) from error
 

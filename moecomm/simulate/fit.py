@@ -15,7 +15,8 @@ import numpy as np
 from moecomm.bench.ours import IN_WINDOW
 from moecomm.errors import BadInput
 from moecomm.simulate.domain import FEW, MANY, TERMS, Domain, Key, Line, Load, Operation, parse
-from moecomm.simulate.measured import Part, Row, read, rows_of
+from moecomm.simulate.fit_direct import direct_points, fit_direct, written
+from moecomm.simulate.measured import Part, Row, links, read, rows_of
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import fit_efficiency
 from moecomm.simulate.routing import Array
@@ -85,8 +86,9 @@ def fit_line(
 def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
     """Return the content of `moecomm simulate fit`: terms, the results they were fitted to, and the error of each row.
 
-    The fit uses moecomm's own dispatches and combines on GPUs of one domain, chained, in graphs, with any number of
-    blocks, and those of virtual ranks. Pairs, `batched`, skewed routing and several domains remain for the check.
+    The fit uses moecomm's own dispatches and combines in graphs, with any number of blocks: those of H200s in one
+    domain, those of virtual ranks, and those of few tokens between domains. Pairs, `batched`, skewed routing and many
+    tokens between domains remain for the check.
 
     Args:
         paths: results of the benchmark, and of bench/virtual_ranks.py; others are passed over.
@@ -94,7 +96,8 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
     """
     used = [path for path in paths if path.name != without]
     results = [result for path in used for result in read(path)]
-    rows = [(row, result) for result in results for row in rows_of(result) if row.fits]
+    fitting = [(row, result) for result in results for row in rows_of(result) if row.fits]
+    rows = [(row, result) for row, result in fitting if result.domains == 1]
     if not rows:
         raise BadInput("results", [str(path) for path in used], "JSON of moecomm bench dispatch-combine or sweep")
     warm = [row for row, result in rows if not result.found["case"]["cold"]]
@@ -102,8 +105,15 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
     domain = Domain("", {key: one.line for key, one in lines.items()}, 1.0, 1.0, word_ns=words)
     cold = [row for row, result in rows if result.found["case"]["cold"]]
     errors = [_error(row, domain) for row in warm]
+    direct = direct_points([one for one in fitting if one[1].domains > 1], links(used), domain)
     names = {row.file for row, _ in rows} | {result.path.name for result in results if result.overlaps()}
-    sources = [path for path in used if path.name in names or slopes([path])]
+    names |= {point.file for point in direct}
+    machines = {point.machine for point in direct}
+    sources = [
+        path
+        for path in used
+        if path.name in names or slopes([path]) or machines & {machine for machine, _ in links([path])}
+    ]
     return {
         "domain": rows[0][1].machine,
         "ranks": sorted({result.ranks for _, result in rows}),
@@ -114,6 +124,7 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
         "host_us": {what: _host(warm, what) for what in ("dispatch", "combine")},
         "lines": [_written(key, one, errors) for key, one in lines.items()],
         "rows": errors,
+        **written(fit_direct(direct), direct),
     }
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from moecomm.backends import emulated_nic
 from moecomm.bench.ours import FP32_WIRE
 from moecomm.errors import BadInput
-from moecomm.simulate.blocks import blocks_of
+from moecomm.simulate.blocks import blocks_of, direct_blocks_of
 from moecomm.simulate.domain import Load, Operation
 from moecomm.simulate.excluded import why_excluded
 from moecomm.simulate.model import Rows, fan_out
+from moecomm.simulate.nic import Nic
 from moecomm.simulate.routing import Gate, Spread, spread
 from moecomm.simulate.rows import bytes_of, head_bytes, slow_bytes_of
 
@@ -68,6 +70,11 @@ class Result:
         return str(self.found["case"].get("nic", ""))
 
     @property
+    def through(self) -> str:
+        """Way between its domains: "nic" if one was emulated, else the backend."""
+        return "nic" if self.nic else self.backend
+
+    @property
     def sends_single_rows(self) -> bool:
         """True if `exact` rows of one expert travelled in the dtype of y, as they do since commit 0ecf2e7."""
         case, routed = self.found["case"], self.spread
@@ -101,8 +108,8 @@ class Part:
 class Row:
     """A row of a result: one part, or the two parts of a pair.
 
-    `fits` marks rows that terms may be fitted to, those of H200s; `excluded` says why a row is neither fitted to nor
-    counted.
+    `fits` marks rows that terms may be fitted to: of H200s in one domain, and direct rows between domains. `excluded`
+    says why a row is neither fitted to nor counted.
     """
 
     file: str
@@ -172,31 +179,39 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
     return found
 
 
+def nic_of(result: Result, measured: Mapping[tuple[str, str], tuple[float, float]], nic: Nic) -> Nic | None:
+    """Return the NIC between the domains of a result: the emulated one, or else what `links` measured of its backend
+    with the message rate of `nic`. None if that backend was not measured.
+    """
+    if result.nic:
+        told = emulated_nic.parse("nic", result.nic)
+        return Nic(told.gbs, told.latency_us, told.mega_messages)
+    link = measured.get((result.machine, result.backend))
+    return Nic(*link, nic.mega_messages) if link else None
+
+
 def rows_of(result: Result) -> Iterator[Row]:
     """Yield moecomm's own rows that have a time."""
     case = result.found["case"]
-    chained = (
-        "H200" in result.machine
-        and case["mode"] == "graph"
-        and not case["skew"]
-        and result.domains == 1
-        and result.alone
-    )
+    chained = case["mode"] == "graph" and not case["skew"]
+    one_domain = result.domains == 1 and result.alone and "H200" in result.machine
     for row in result.found["rows"]:
         if "us" not in row or row["who"] != "moecomm":
             continue
         about = {key: row[key] for key in ("what", "layout", "payload", "variant", "tokens", "sms_asked")}
         parts = tuple(_parts(row, result))
-        reason = why_excluded(result.found["commit"], result.domains, bool(result.nic), row, parts[-1].load.packets)
-        alone = row["what"] != "pair" and row["layout"] != "batched" and not reason
+        reason = why_excluded(result.found["commit"], result.domains, result.through, row, parts[-1].load.packets)
+        single = row["what"] != "pair" and row["layout"] != "batched" and not reason
+        direct = bool(row.get("straight"))
+        several = result.domains > 1 and direct and not case["cold"]
         yield Row(
             file=result.path.name,
             **about,
             parts=parts,
-            direct=row.get("straight", False),
+            direct=direct,
             us=row["us"]["p50"],
             host_us=float(row.get("host_us") or 0.0),
-            fits=chained and alone,
+            fits=chained and single and (one_domain or several),
             excluded=reason,
         )
 
@@ -216,7 +231,8 @@ def _parts(row: dict[str, Any], result: Result) -> Iterator[Part]:
         )
         # The blocks that were launched; those of a pair are its dispatch's.
         given = row["sms_asked"] or (row.get("sms", 0) if row["what"] in ("dispatch", "combine") else 0)
-        blocks = given or blocks_of(result.machine, result.ranks, operation, row["tokens"])
+        table = direct_blocks_of if row.get("straight") else blocks_of
+        blocks = given or table(result.machine, result.ranks, operation, row["tokens"])
         load = fan_out(operation, routed, row["tokens"], rows, blocks)
         yield Part(operation, rows, load, row.get("chunk_tokens") or _CHUNK)
 

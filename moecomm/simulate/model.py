@@ -6,7 +6,8 @@ pipelined by chunks: start + latencies + max(slow, NVLink) + min(slow, NVLink) /
 one for the counts that determine positions, one for the last row. Combine pays one. The final sum over domains at the
 source rank is left out, because HBM is much faster than the NIC through which its input arrived.
 
-LL. Every rank puts and signals directly to every rank: max(start + NVLink, start + latency + slow).
+LL. Every rank puts and signals directly to every rank. moecomm's own rounds have the terms of `direct.py`, fitted to
+rounds of few tokens between domains. For other libraries: max(start + NVLink, start + latency + slow).
 
 `start` is the time of an empty load by the lines of `domain.py`, and the agreement of all ranks: every block reads the
 counts of every rank, whatever its domain. Since it was measured, blocks of more than 16 ranks share that work.
@@ -32,8 +33,9 @@ import numpy as np
 
 from moecomm.bench.ours import OUTSIDE
 from moecomm.errors import BadInput
-from moecomm.simulate.blocks import blocks_of
-from moecomm.simulate.domain import MOST_FEW, Domain, Load, Operation
+from moecomm.simulate.blocks import blocks_of, direct_blocks_of
+from moecomm.simulate.direct import Crossing
+from moecomm.simulate.domain import FEW, MOST_FEW, Domain, Load, Operation
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.routing import Array, Spread
 from moecomm.simulate.rows import carries, header_bytes, packets_of, runs, words_of
@@ -67,7 +69,8 @@ class Machine:
 class Cost:
     """Microseconds of one operation and its parts; bytes of the busiest NIC and rank; blocks of the launch.
 
-    With several domains `latency_us` includes the start; `nvlink_us` always does.
+    With several domains `latency_us` includes the start. `nvlink_us` does, but not that of moecomm's LL over several
+    domains, which is the time of blocks and links.
     """
 
     algorithm: str
@@ -219,6 +222,8 @@ def _ht(operation: Operation, spread: Spread, tokens: int, rows: Rows, machine: 
 
 def _ll(operation: Operation, spread: Spread, tokens: int, rows: Rows, machine: Machine) -> Cost:
     domains, ranks = spread.by_domain.shape
+    if rows.headers and domains > 1:
+        return _direct(operation, spread, tokens, rows, machine)
     blocks = machine.blocks(operation, ranks, tokens)
     sent = (spread.entries if rows.per_expert else spread.ranks).reshape(domains, -1)
     load = _load(operation, spread, sent, (tokens, tokens), rows, blocks, True)
@@ -235,6 +240,42 @@ def _ll(operation: Operation, spread: Spread, tokens: int, rows: Rows, machine: 
     latency_us = start_us + machine.nic.latency_us
     us = max(nvlink_us, latency_us + slow_us)
     return Cost(LL, us, latency_us, slow_us, nvlink_us, slow_bytes, messages, load.sent, blocks)
+
+
+def crossing(
+    operation: Operation, spread: Spread, tokens: int, rows: Rows, nic: Nic, domain: Domain, blocks: int
+) -> Crossing:
+    """Return the load of a round of moecomm whose rows go direct between domains."""
+    domains, ranks = spread.by_domain.shape
+    put = _busiest_slow(spread.by_domain, tokens, float(spread.ranks.max()), domains * ranks)
+    signals = (domains - 1) * ranks
+    size = rows.row_bytes + rows.head_bytes
+    slow_bytes, messages = _with_headers(operation, spread, put * size, put + signals, True)
+    inside = tokens * _busiest_nvlink(spread.by_domain) * rows.row_bytes
+    return Crossing(
+        rows=tokens * max(float(spread.ranks.sum()), domains * ranks * float(spread.ranks.max())),
+        row_bytes=rows.row_bytes,
+        copied=_copied(operation, spread, tokens, rows),
+        blocks=max(1, min(blocks, tokens)),  # a block has a token or none
+        links_us=inside / domain.line(operation, FEW).gbs / 1e3,
+        wire_us=nic.us(slow_bytes, messages),
+        latency_us=nic.latency_us,
+        agreement_us=domain.agreement_us(operation, Load(tokens, 0, 0, words=words_of(operation, spread))),
+        # csrc/dispatch/call.cuh, kCanLeaveEarly; csrc/combine/scaleout/direct.cuh, leaves_early.
+        early=domains - 1 <= ranks if operation.what == "dispatch" else domains == 2,
+        nvlink_bytes=inside,
+        slow_bytes=slow_bytes,
+        slow_messages=messages,
+    )
+
+
+def _direct(operation: Operation, spread: Spread, tokens: int, rows: Rows, machine: Machine) -> Cost:
+    ranks = spread.by_domain.shape[1]
+    blocks = machine.num_sms or direct_blocks_of(machine.domain.name, ranks, operation, tokens)
+    load = crossing(operation, spread, tokens, rows, machine.nic, machine.domain, blocks)
+    line = machine.domain.direct_line(operation)
+    times = line.us(load), line.latencies_us(load), load.wire_us, line.blocks_us(load)
+    return Cost(LL, *times, load.slow_bytes, load.slow_messages, load.nvlink_bytes, blocks)
 
 
 def _with_headers(

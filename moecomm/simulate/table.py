@@ -8,7 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moecomm.bench.fitted import show_table
+from moecomm.simulate import direct
 from moecomm.simulate.domain import TERMS
+
+_ERRORS = ("rows", "median error", "worst")
 
 
 def show_predictions(result: dict[str, Any], out: Console) -> None:
@@ -73,7 +76,7 @@ def show_check(result: dict[str, Any], out: Console) -> None:
 def show_fit(result: dict[str, Any], out: Console) -> None:
     """Print the table of `moecomm simulate fit`."""
     figures = ("floor us", "alpha us", "GB/s", "row ns", "block GB/s", "copy GB/s")
-    table = _table("operation", "tokens", *figures, "rows", "median error", "worst")
+    table = _table("operation", "tokens", *figures, *_ERRORS)
     for line in result["lines"]:
         what = " ".join(filter(None, (line["layout"], line["what"], line["variant"])))
         terms = (f"{line[part]:.1f}" for part in TERMS)
@@ -86,6 +89,12 @@ def show_fit(result: dict[str, Any], out: Console) -> None:
             f"{line['worst_error']:.1%}",
         )
     show_table(table, out, names=2)
+    table = _table("few tokens between domains", "start us", "row ns", "block GB/s", "copy GB/s", "overlap", *_ERRORS)
+    for line in result["direct"]:
+        what = " ".join(filter(None, (line["layout"], line["what"], line["variant"])))
+        terms = (f"{line[part]:.2f}" if part == "overlap" else f"{line[part]:.1f}" for part in direct.TERMS)
+        table.add_row(what, *terms, str(line["rows"]), f"{line['median_error']:.1%}", f"{line['worst_error']:.1%}")
+    show_table(table, out)
     nic = result["nic"]
     out.print(f"rows reach {nic['efficiency']:.1%} of the line rate of a NIC, by published times", highlight=False)
 

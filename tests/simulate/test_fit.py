@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from moecomm.errors import BadInput
-from moecomm.simulate.domain import Line, Load, load, parse
+from moecomm.simulate.direct import Crossing, DirectLine
+from moecomm.simulate.domain import Line, Load, Operation, load, parse
 from moecomm.simulate.fit import Point, fit, fit_line, write
+from moecomm.simulate.fit_direct import DirectPoint, fit_direct
 from moecomm.simulate.solve import solve
 from moecomm.simulate.virtual import Slope, slopes, word_ns
 
@@ -89,7 +91,8 @@ def test_what_is_shipped_is_the_fit_of_what_it_names() -> None:
         assert found[key] == SHIPPED[key], again
     for key in ("word_ns", "cold_us", "host_us"):
         assert found[key] == pytest.approx(SHIPPED[key], rel=1e-2), again
-    for mine, shipped in zip(found["lines"], SHIPPED["lines"], strict=True):
+    both = zip(found["lines"] + found["direct"], SHIPPED["lines"] + SHIPPED["direct"], strict=True)
+    for mine, shipped in both:
         for part, value in shipped.items():
             expected = pytest.approx(value, rel=1e-2, abs=1e-3) if isinstance(value, float) else value
             assert mine[part] == expected, again
@@ -114,6 +117,33 @@ def test_every_row_has_its_error() -> None:
         assert row["error"] == pytest.approx(row["fitted_us"] / row["measured_us"] - 1, abs=1e-3)
     worst = max(abs(row["error"]) for row in SHIPPED["rows"])
     assert worst == max(line["worst_error"] for line in SHIPPED["lines"]) <= 0.2
+
+
+def test_terms_of_direct_rows_are_found() -> None:
+    line = DirectLine(40.0, 600.0, 20.0, 8.0, 0.25)
+    operation = Operation("combine", "expert", "bf16 wire")
+    loads = [
+        Crossing(rows, size, copied, blocks, 0.0, wire, 3.0, 1.0, early=True)
+        for rows in (100.0, 400.0)
+        for size in (7392.0, 14336.0)
+        for copied in (0.0, 1e7)
+        for blocks in (16, 32, 64, 128)
+        for wire in (5.0, 70.0)
+    ]
+    made = [DirectPoint("", "", operation, "", 128, one, line.us(one)) for one in loads]
+    found = fit_direct(made)[operation]
+    for point in made:
+        assert found.us(point.load) == pytest.approx(point.us, rel=0.02)
+    assert (found.start_us, found.copy_gbs, found.overlap) == pytest.approx((40, 8, 0.25), rel=0.1)
+    assert fit_direct([]) == {}
+
+
+def test_direct_rows_are_those_of_todays_kernels() -> None:
+    rows = SHIPPED["direct_rows"]
+    assert {row["file"] for row in rows} == {f"{name}-h100-4.json" for name in ("backends-domains", "domains", "nic")}
+    assert len(rows) == sum(line["rows"] for line in SHIPPED["direct"]) == 3 + 24 + 6
+    assert max(abs(row["error"]) for row in rows) == max(line["worst_error"] for line in SHIPPED["direct"]) <= 0.1
+    assert "latency-backends-h100-4.json" in {named["file"] for named in SHIPPED["fitted_to"]}, "NVLink as a NIC"
 
 
 def test_agreement_is_what_virtual_ranks_took() -> None:

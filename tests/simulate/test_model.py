@@ -11,6 +11,7 @@ import torch
 
 from moecomm.bench.ours import BF16_WIRE, FP32_WIRE
 from moecomm.errors import BadInput
+from moecomm.simulate.direct import Crossing, DirectLine
 from moecomm.simulate.domain import Domain, Line, Load, Operation, load
 from moecomm.simulate.layer import gemm_us, layer
 from moecomm.simulate.model import Machine, Rows, cost, fan_out
@@ -55,8 +56,10 @@ def test_a_nic_without_limits_leaves_nvlink(domain: Domain, operation: Operation
     for tokens in SIZES:
         ht = cost(operation, routed, tokens, ROWS, Machine(domain, NO_LIMIT), algorithm="ht")
         assert ht.us == pytest.approx(domain.us(operation, fan_out(operation, routed, tokens, ROWS, ht.blocks)))
-        ll = cost(operation, routed, tokens, ROWS, Machine(domain, NO_LIMIT), algorithm="ll")
+        ll = cost(operation, routed, tokens, PLAIN, Machine(domain, NO_LIMIT), algorithm="ll")
         assert ll.us == ll.nvlink_us
+        ours = cost(operation, routed, tokens, ROWS, Machine(domain, NO_LIMIT), algorithm="ll")
+        assert ours.slow_us == 0 and ours.us >= ours.latency_us + ours.nvlink_us
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -97,6 +100,38 @@ def test_no_tokens_cost_latencies_alone(domain: Domain, operation: Operation) ->
         flights = 2 if (algorithm, operation.what) == ("ht", "dispatch") else 1
         assert found.slow_bytes == found.nvlink_bytes == 0 and found.slow_messages == (24 if algorithm == "ll" else 0)
         assert found.us == pytest.approx(start + flights * Nic().latency_us, rel=1e-3)
+
+
+@pytest.mark.parametrize(("operation", "late"), [(DISPATCH, 10), (COMBINE, 3)])
+def test_direct_rows_that_leave_late_take_a_second_latency(domain: Domain, operation: Operation, late: int) -> None:
+    """A domain of 8 has places for the early rows of a dispatch to 8 others, and of a combine to one."""
+    for domains in (2, 3, 9, 10):
+        slow, fast = (
+            cost(operation, spread(Gate(256, 8), domains, 8), 128, ROWS, Machine(domain, nic), algorithm="ll")
+            for nic in (Nic(latency_us=9.0), Nic(latency_us=4.0))
+        )
+        assert slow.us - fast.us == pytest.approx(10 if domains >= late else 5)
+
+
+def test_direct_rows_overlap_the_shorter_of_blocks_and_wire() -> None:
+    line = DirectLine(start_us=30.0, row_ns=500.0, block_gbs=10.0, copy_gbs=20.0, overlap=0.25)
+    load_ = Crossing(640, 10_000, 1e6, 64, 0.0, 40.0, 3.0, 2.0, early=True)
+    blocks = (640 * (500 + 10_000 / 10) + 1e6 / 20) / 64 / 1e3
+    assert line.blocks_us(load_) == pytest.approx(blocks) and blocks < 40
+    assert line.us(load_) == pytest.approx(30 + 3 + 40 + 0.75 * blocks), "headers agree beside the wire"
+    assert line.us(replace(load_, early=False)) == pytest.approx(30 + 2 * 3 + 2 + 40 + 0.75 * blocks)
+    assert line.us(replace(load_, wire_us=1.0)) == pytest.approx(30 + 3 + blocks + 0.75 * 2), "or the wire beside them"
+    assert line.us(replace(load_, links_us=50.0)) == pytest.approx(30 + 3 + 50 + 0.75 * 40)
+
+
+def test_a_block_has_a_token_or_none(domain: Domain) -> None:
+    """Blocks without a token make a round no faster."""
+    routed = spread(Gate(256, 8), 2, 8)
+    few, many = (
+        cost(DISPATCH, routed, 8, ROWS, Machine(domain, Nic(), num_sms=sms), algorithm="ll") for sms in (8, 64)
+    )
+    assert few.us == many.us and (few.blocks, many.blocks) == (8, 64)
+    assert cost(DISPATCH, routed, 1, ROWS, Machine(domain, Nic()), algorithm="ll").blocks == 64, "the least of several"
 
 
 def test_a_token_crosses_once_a_domain_or_once_a_rank(domain: Domain) -> None:
@@ -161,6 +196,7 @@ def test_round_headers_cross_to_every_rank(domain: Domain) -> None:
     ours, theirs = (
         cost(DISPATCH, routed, 128, replace(ROWS, headers=each), machine, algorithm="ll") for each in (True, False)
     )
+    assert ours.us > theirs.us, "steps of rounds, which another library's need not have"
     assert ours.slow_bytes - theirs.slow_bytes == pytest.approx(24 * 8 * (24 + 256 + 32))
     assert ours.slow_messages - theirs.slow_messages == pytest.approx(2 * 24)
 
