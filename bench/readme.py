@@ -15,6 +15,7 @@ from typing import Any
 import equal_kernels
 
 from moecomm.bench import beside, sources
+from moecomm.bench.layers import BY_RANK
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -153,11 +154,18 @@ def layers() -> list[str]:
         "*Unfused*: dispatch, experts and combine as separate launches. *Fused*: rows travel while the GEMMs run. The "
         "first ratio divides the faster of these two layers by our two grouped GEMMs alone, which are separate "
         "launches: a fused layer can take a little less. The second divides torch's layer (all_to_all and grouped "
-        "GEMMs, same run) by the faster of ours. The last column is the fused layer with FP8 weights. No fused layer "
+        f"GEMMs, same run, {torchs_rows(used)}) by the faster of ours. The last column is the fused layer with FP8 weights. No fused layer "
         "of another library (DeepGEMM's Mega MoE, FlashInfer) was measured:"
     )
     rows = [row for name in used for row in layer_rows(name, README_LAYERS[name])]
     return [head, table(LAYER_COLUMNS, rows), source(used)]
+
+
+def torchs_rows(used: Iterable[str]) -> str:
+    """Return the rows that torch's layers send in these results: older ones lack the layer with fewer rows."""
+    with_fewer = all(any(row.get("variant") == BY_RANK for row in load(name)["rows"]) for name in used)
+    rows = "a row for each (token, expert)"
+    return f"the faster of {rows} and one for each (token, rank)" if with_fewer else rows
 
 
 def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:

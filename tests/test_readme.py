@@ -270,6 +270,16 @@ def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     assert lines[14:] == [source, "", readme.LEGEND]
 
 
+def test_the_ratio_to_torch_says_which_rows_torch_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One older result is enough: the reader may not take its ratio for one to the faster layer."""
+    import readme
+
+    rows = {"older": [{"who": "torch", "variant": ""}], "later": [{"who": "torch", "variant": "rows by rank"}]}
+    monkeypatch.setattr(readme, "load", lambda name: {"rows": rows[name]})
+    assert "rank" in readme.torchs_rows(["later"])
+    assert "rank" not in readme.torchs_rows(["later", "older"])
+
+
 def test_headlines_have_the_other_libraries_of_the_most_gpus() -> None:
     import head_to_head
     import readme

@@ -314,6 +314,10 @@ def moe(
     ] = True,
     fp8: Annotated[bool, typer.Option("--fp8", help="Also measure our layer with FP8 weights.")] = False,
     room: Annotated[int, typer.Option(callback=whole(0), help="max_tokens of Buffers; 0: the measured size.")] = 0,
+    singles: Singles = 200,
+    sustained: Annotated[
+        float, typer.Option(callback=real(0, 60), help="Seconds of a run without a pause, on GPUs; 0: no such times.")
+    ] = 0.5,
     routing: Routing = None,
     ranks: Ranks = None,
     backend: Backend = "auto",
@@ -336,6 +340,8 @@ def moe(
         peers=peers,
         fp8=fp8,
         room=room,
+        singles=singles,
+        sustained_s=sustained,
         routing_file="" if routing is None else str(routing),
     )
     result = measured.run(case)

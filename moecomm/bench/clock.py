@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -53,6 +53,7 @@ _HEAD_START = 500_000  # cycles of delay on the device, enough for the host to e
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last-level cache
 _HOST_BATCHES, _HOST_CALLS = 20, 10
 _HOST_S = 2.0  # seconds after which no further batch begins: an operation may take milliseconds
+_SUSTAINED_TIMES, _WARM_UP = 3, 8  # sustained runs of each call, and what part of a run precedes it untimed
 
 
 def device_us(call: Call, head_start: int = _HEAD_START) -> float:
@@ -108,8 +109,23 @@ class Clock:
         Calls alternate, because a GPU under sustained load runs at another clock rate than one that was idle. Their
         order rotates with each replay, because the clock rate also changes within a replay.
         """
+        return self.burst_and_sustained(calls, meet)[0]
+
+    def burst_and_sustained(
+        self, calls: dict[str, Call], meet: Call, sustained: Iterable[str] = (), seconds: float = 0.0
+    ) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """Return the times of `alternately`, and the microseconds of an operation without a pause, by name.
+
+        A single replay is a burst: the GPU may not have reached its limit of power. Sustained, the same chain repeats
+        for `seconds`, after a warm-up; the time is the median of three such runs, which alternate as well.
+
+        Args:
+            calls, meet: see `alternately`.
+            sustained: names of calls to measure without a pause.
+            seconds: length of a run; 0, or on CPUs: none is measured.
+        """
         if not self._on_gpu:
-            return {name: self._on_cpu(call) for name, call in calls.items()}
+            return {name: self._on_cpu(call) for name, call in calls.items()}, {}
         beside = self._flush_us if self._cold else 0.0
         runs = {name: self._ready(call, self.flush, meet) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -118,7 +134,19 @@ class Clock:
             for name in order:
                 times[name].append(self._replay_us(runs[name], meet) - beside)
             order.rotate(-1)
-        return {name: found[1:] for name, found in times.items()}
+        times = {name: found[1:] for name, found in times.items()}
+        counts = {
+            name: self._least(int(seconds * 1e6 / statistics.median(times[name]) / self.chain) + 1)
+            for name in (sustained if seconds else ())
+        }
+        without: dict[str, list[float]] = {name: [] for name in counts}
+        order = deque(counts)
+        for _ in range(_SUSTAINED_TIMES):
+            for name in order:
+                self._replay_us(runs[name], meet, counts[name] // _WARM_UP + 1)
+                without[name].append(self._replay_us(runs[name], meet, counts[name]) - beside)
+            order.rotate(-1)
+        return times, {name: statistics.median(found) for name, found in without.items()}
 
     def host_us(self, call: Call) -> float | None:
         """Return the median microseconds until a call returns to the host; None on CPUs, where both are the same."""
@@ -156,6 +184,12 @@ class Clock:
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
         return bool(anywhere)
 
+    def _least(self, here: int) -> int:
+        """Return the least `here` of all ranks. Collective."""
+        anywhere = torch.tensor([here])
+        dist.all_reduce(anywhere, dist.ReduceOp.MIN, group=self._group)
+        return int(anywhere)
+
     def _on_cpu(self, call: Call) -> list[float]:
         times = []
         for _ in range(self._replays + 1):
@@ -180,17 +214,18 @@ class Clock:
         run = partial(self._chain, call, before)
         return captured(run) if self.graph else run
 
-    def _replay_us(self, run: Call, meet: Call) -> float:
+    def _replay_us(self, run: Call, meet: Call, times: int = 1) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         dist.barrier(self._group)
         if self.graph:
             torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
         meet()
         begin.record()
-        run()
+        for _ in range(times):
+            run()
         end.record()
         torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / self.chain
+        return float(begin.elapsed_time(end)) * 1e3 / self.chain / times
 
     def _chain(self, call: Call, before: Call) -> None:
         for _ in range(self.chain):

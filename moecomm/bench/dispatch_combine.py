@@ -6,7 +6,6 @@ import itertools
 import statistics
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from moecomm.bench.case import Case
 from moecomm.bench.clock import percentiles
 from moecomm.bench.ours import OUTSIDE, Operation, Ours, operations
 from moecomm.bench.peers import Peers
-from moecomm.bench.ranks import Step, device_of, on_ranks, progress, together
-from moecomm.bench.singles import Singles
+from moecomm.bench.ranks import Step, device_of, on_ranks, progress
+from moecomm.bench.singles import merge_about, open_singles
 
 TIMES = ("us", "alone_us", "eager_us")
 
@@ -40,14 +39,8 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"ceiling": [], "memory": [], "rows": []}
     with ExitStack() as opened:
-        singles: Singles | None = None
-        if case.singles:
-            singles, why = together(group, partial(Singles, group, device, case.singles))
-            if singles is None:  # ranks do not reach each other by load and store
-                found["alone"] = {"why": why}
-            else:
-                opened.enter_context(singles)
-                found["alone"] = singles.about()
+        singles, about = open_singles(opened, group, device, case.singles)
+        found |= about
         peers = Peers(case, group, device, singles) if case.peers else None
         found["libraries"] = peers.versions if peers else {}
         at_a_size = len(operations(case)) + (peers.count if peers else 0)
@@ -126,20 +119,10 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         **({"libraries": known} if (known := by_rank[0].get("libraries")) else {}),
         "ceiling": limits,
         "ceiling_is": "reference" if beaten else "ceiling",
-        **_alone([found["alone"] for found in by_rank if "alone" in found]),
+        **merge_about([found["alone"] for found in by_rank if "alone" in found]),
         "memory": memory,
         "rows": rows,
     }
-
-
-def _alone(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    if not by_rank:
-        return {}
-    about = dict(by_rank[0])
-    if about.get("floor_us") is not None:
-        about["floor_us"] = percentiles([found["floor_us"] for found in by_rank])
-        about["step_ns"] = max(found["step_ns"] for found in by_rank)
-    return {"alone": about}
 
 
 def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | None) -> dict[str, Any]:

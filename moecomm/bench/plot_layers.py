@@ -19,6 +19,11 @@ _OF_VARIANTS = {
     "fp8": "tab:red",
     "fp8, two launches": "tab:purple",
     "fp8, one launch": "tab:pink",
+    "bf16 wire": "tab:cyan",
+    "default": "black",
+    "rows by rank": "tab:brown",
+    "fp8, bf16 wire": "mediumpurple",
+    "fp8, default": "firebrick",
 }
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moecomm.bench.clock import FLUSH_BYTES, Call, captured
+from moecomm.bench.clock import FLUSH_BYTES, Call, captured, percentiles
+from moecomm.bench.ranks import together
 from moecomm.bench.start import DeviceStart, on_host
 
 _STEADY = 3  # calls of each kind before the timed ones
@@ -96,6 +98,34 @@ class Singles:
             run()
             times.append(start.us())
         return times[_STEADY:]
+
+
+def open_singles(
+    opened: ExitStack, group: dist.ProcessGroup, device: torch.device, calls: int
+) -> tuple[Singles | None, dict[str, Any]]:
+    """Open Singles for so many calls in `opened`; returns (it, {alone: Singles.about()}). Collective.
+
+    It is None for 0 calls, without `alone`, and where ranks do not reach each other by load and store, which `alone`
+    then says as {why}.
+    """
+    if not calls:
+        return None, {}
+    singles, why = together(group, partial(Singles, group, device, calls))
+    if singles is None:
+        return None, {"alone": {"why": why}}
+    opened.enter_context(singles)
+    return singles, {"alone": singles.about()}
+
+
+def merge_about(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the `alone` of all ranks (see open_singles), as {alone: ...}; {} without any."""
+    if not by_rank:
+        return {}
+    about = dict(by_rank[0])
+    if about.get("floor_us") is not None:
+        about["floor_us"] = percentiles([found["floor_us"] for found in by_rank])
+        about["step_ns"] = max(found["step_ns"] for found in by_rank)
+    return {"alone": about}
 
 
 def _nothing() -> None:

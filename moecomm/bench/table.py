@@ -219,16 +219,18 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
         highlight=False,
     )
     table = new_table(
-        ("model", "tokens", "by", "what"), ("p50", "p90 us", "TFLOP/s", "of GEMMs", "of torch", "host us", "window MiB")
+        ("model", "tokens", "by", "what"),
+        ("p50", "p90", "sustained us", "TFLOP/s", "of GEMMs", "of torch", "host us", "window MiB"),
     )
     for row in result["rows"]:
         about = (row["model"], str(row["tokens"]), row["who"], " ".join(filter(None, (row["what"], row["variant"]))))
         if "why" in row:
-            table.add_row(*about, *["-"] * 7)
+            table.add_row(*about, *["-"] * 8)
             continue
         table.add_row(
             *about,
             *(f"{row['us'][part]:.1f}" for part in ("p50", "p90")),
+            f"{row['sustained_us']:.1f}" if "sustained_us" in row else "",
             "" if row["tflops"] is None else f"{row['tflops']:.0f}",
             f"{row['of_gemms']:.2f}" if "of_gemms" in row else "",
             f"x{row['of_torch']:.2f}" if "of_torch" in row else "",
@@ -239,6 +241,7 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
     for row in result["rows"]:
         if "why" in row:
             out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
+    show_times(result, out)
 
 
 def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:

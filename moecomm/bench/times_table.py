@@ -18,12 +18,12 @@ def show_times(result: dict[str, Any], out: Console) -> None:
     rows = [row for row in result["rows"] if "alone_us" in row]
     if not rows:
         return
-    about, graph = result["alone"], result["case"]["mode"] == "graph"
+    single, graph = result["alone"], result["case"]["mode"] == "graph"
     floor = ""
-    if about["floor_us"] is not None:
-        floor = f"; no work at all takes {about['floor_us']['p50']:.2f} us, the clock steps by {about['step_ns']} ns"
+    if single["floor_us"] is not None:
+        floor = f"; no work at all takes {single['floor_us']['p50']:.2f} us, the clock steps by {single['step_ns']} ns"
     out.print(
-        f"alone: {about['calls']} single calls, caches flushed, ranks start together{floor}; period: of many in a "
+        f"alone: {single['calls']} single calls, caches flushed, ranks start together{floor}; period: of many in a "
         f"{'graph' if graph else 'row'}",
         highlight=False,
     )
@@ -32,7 +32,8 @@ def show_times(result: dict[str, Any], out: Console) -> None:
         ("alone p50", "p90", "p99 us", "period p50", "p90", "p99 us", "eager p50", "p99 us", "host us"),
     )
     for row in rows:
-        what = " ".join(filter(None, (row[key] for key in ("layout", "what", "payload", "variant"))))
+        about = (row.get(key) for key in ("model", "layout", "what", "payload", "variant"))
+        what = " ".join(filter(None, about))
         eager = row.get("eager_us", {} if graph else row["us"])
         table.add_row(
             *(str(row["tokens"]), row["who"], what),

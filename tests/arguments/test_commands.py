@@ -74,7 +74,8 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     },
     "bench moe": {
         ("--tokens", "--intermediate", *COUNTS): SIZES,
-        ("--room",): SIZES[1:],
+        ("--room", "--singles"): SIZES[1:],
+        ("--sustained",): ("61", *REALS),
         ("--routing",): ROUTING,
         ("--model", "--mode", "--backend"): NAMES,
         ("--json",): FILES,

@@ -114,3 +114,26 @@ def _turns(rank: int, group: Any) -> list[str]:
     found = timer.alternately({name: lambda name=name: name for name in "abc"}, lambda: None)
     assert found == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
     return order
+
+
+def test_sustained_calls_repeat_as_often_on_all_ranks(ranks: Ranks) -> None:
+    """For a second by the slowest rank, after an eighth of that; the time is the median of three runs."""
+    once, runs = ["a", "b", "b", "a"], [("b", count) for count in (84, 667)] * 3
+    for rank, (order, found) in enumerate(ranks.run(2, _sustain)):
+        assert order == [*once, *runs]
+        assert found == [{"a": [1000], "b": [1000 + rank * 500]}, {"b": 1000 + rank * 500}]
+
+
+def _sustain(rank: int, group: Any) -> tuple[list[Any], list[Any]]:
+    timer, order = clock.Clock(group, torch.device("cpu"), graph=True, cold=False, chain=1, replays=1), []
+    timer._on_gpu = True
+    timer._ready = lambda call, before, meet: call
+
+    def replay_us(run: Any, meet: Any, times: int = 1) -> float:
+        name = run()
+        order.append(name if times == 1 else (name, times))
+        return 1000.0 + 500 * rank * (name == "b")
+
+    timer._replay_us = replay_us
+    calls = {name: lambda name=name: name for name in "ab"}
+    return order, list(timer.burst_and_sustained(calls, lambda: None, ["b"], 1.0))

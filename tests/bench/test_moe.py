@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,30 @@ from typer.testing import CliRunner
 import moecomm
 from moecomm.bench import moe
 from moecomm.bench.cli import app
-from moecomm.bench.torch_layer import TorchLayer
+from moecomm.bench.layers import BY_RANK, Layers, window_bytes
+from moecomm.bench.torch_layer import TorchLayer, TorchRankLayer
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, Model
 from moecomm.testing import random_layer
+from moecomm.testing.layers import LayerCase, expected
 
 from ..conftest import Ranks
 
 SIZES = ["--hidden", "64", "--intermediate", "32", "--topk", "3", "--experts", "8"]
 KEYS = [
     ("moecomm", "layer", "sequential"),
+    ("moecomm", "layer", "bf16 wire"),
+    ("moecomm", "layer", "default"),
     ("moecomm", "dispatch", ""),
     ("moecomm", "GEMMs", ""),
     ("moecomm", "combine", ""),
     ("moecomm", "layer", "fp8"),
+    ("moecomm", "layer", "fp8, bf16 wire"),
+    ("moecomm", "layer", "fp8, default"),
     ("moecomm", "dispatch", "fp8"),
     ("moecomm", "GEMMs", "fp8"),
     ("torch", "layer", ""),
+    ("torch", "layer", "rows by rank"),
     ("torch", "GEMMs", ""),
 ]
 
@@ -38,28 +46,36 @@ KEYS = [
 def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     words = ["--ranks", "2", "--backend", "host", "--tokens", "5,24", "--replays", "2", "--fp8", "--json", str(out)]
+    words += ["--singles", "5"]
     told = CliRunner().invoke(app, ["moe", "--model", "mixtral-8x7b", *SIZES, *words], catch_exceptions=False)
     assert told.exit_code == 0 and "of GEMMs" in told.stdout
+    assert "alone: 5 single calls" in told.stdout
     found = json.loads(out.read_text())
     assert found["benchmark"] == "moe" and found["backend"] == "host" and found["versions"]["torch"]
     about = [(row["tokens"], row["who"], row["what"], row["variant"]) for row in found["rows"]]
     assert about == [(tokens, *key) for tokens in (5, 24) for key in KEYS]
     for row in found["rows"]:
         assert 0 < row["us"]["p50"] <= row["us"]["p90"]
-        key = (row["tokens"], "moecomm", "GEMMs", "fp8" if row["variant"] == "fp8" else "")
+        fp8 = row["variant"].startswith("fp8")
+        key = (row["tokens"], "moecomm", "GEMMs", "fp8" if fp8 else "")
         gemms = found["rows"][about.index(key)]["us"]["p50"]
         if row["what"] == "layer":
             assert row["of_gemms"] == pytest.approx(row["us"]["p50"] / gemms, abs=1e-3)
         work = 6 * row["tokens"] * 3 * 64 * 32  # of a rank, on average
         if row["what"] in ("layer", "GEMMs"):
             assert row["tflops"] == pytest.approx(work / row["us"]["p50"] / 1e6, abs=0.006)
-            assert ("of_torch" in row) == (row["who"] != "torch" and row["variant"] != "fp8")
+            assert ("of_torch" in row) == (row["who"] != "torch" and not fp8)
+        # Alone and in a row on CPUs, where there is no graph beside which calls could be eager.
+        assert ("alone_us" in row) == (row["what"] in ("layer", "GEMMs"))
+        assert row.get("alone_us", {"p50": 1})["p50"] > 0 and not {"eager_us", "sustained_us"} & set(row)
+        # The room that a caller gets who says nothing: here that of the worst case.
+        assert row["max_rows"] == 2 * row["tokens"] * 3
 
 
 def test_any_number_of_ranks_has_the_room_of_four() -> None:
     model, rooms = MODELS["deepseek-v3"], set()
     for ranks in (1, 2, 4, 8):
-        rooms.add(moe._window_bytes(moe.Case([model], [8192], ranks, "lsa", "graph"), model, 8192))
+        rooms.add(window_bytes(moe.Case([model], [8192], ranks, "lsa", "graph"), model, 8192))
     rows = 4 * 8192 * model.topk
     assert len(rooms) == 1 and rooms.pop() > 2 * rows * model.hidden * 2
 
@@ -69,7 +85,7 @@ def _rooms(rank: int, group: Any, room: int) -> list[int]:
     case = moe.Case([model], [5, 24], 1, "host", "eager", room=room)
     found = []
     for tokens in case.tokens:
-        with moe.Layers(case, model, tokens, {}, group, group, torch.device("cpu")) as layers:
+        with Layers(case, model, tokens, {}, group, group, torch.device("cpu")) as layers:
             found.append(layers.buffer.max_tokens)
     return found
 
@@ -79,29 +95,90 @@ def test_a_buffer_may_have_more_room(ranks: Ranks, room: int, most: list[int]) -
     assert ranks.run(1, _rooms, room) == [most]
 
 
-def _torchs(rank: int, group: Any) -> list[Any]:
+def _torchs(rank: int, group: Any, seed: int) -> list[Any]:
     case = random_layer(
-        5, ranks=2, hidden=32, intermediate=16, num_experts=4, topk=2, max_tokens=40, dtype=torch.float32
+        seed, ranks=2, hidden=32, intermediate=16, num_experts=4, topk=2, max_tokens=40, dtype=torch.float32
     )
     g = torch.Generator().manual_seed(rank)
     call = {name: value for name, value in case.call(rank).items() if name in ("w13", "w2")}
     if case.interleaved:
         call["w13"] = moecomm.fused.deinterleave(call["w13"])
-    call["x"], call["topk_idx"] = (
-        torch.randn(7 + rank, 32, generator=g),
-        torch.randint(0, 4, (7 + rank, 2), generator=g),
-    )
+    call["x"] = torch.randn(7 + rank, 32, generator=g)
+    call["topk_idx"] = torch.randint(0, 4, (7 + rank, 2), generator=g)
     call["topk_weights"] = torch.rand(7 + rank, 2, generator=g)
-    other = TorchLayer(**call, group=group)
+    layers = [kind(**call, group=group) for kind in (TorchLayer, TorchRankLayer)]
     with moecomm.Buffer(
         group, hidden=32, num_experts=4, topk=2, max_tokens=40, dtype=torch.float32, backend="host"
     ) as buffer:
-        return [other.layer().tolist(), buffer.moe(**call).tolist()]
+        found = [buffer.moe(**call), *(layer.layer() for layer in layers), *(layer.layer() for layer in layers)]
+        return [out.tolist() for out in found]
 
 
-def test_torchs_layer_computes_what_ours_does(ranks: Ranks) -> None:
-    for torchs, ours in ranks.run(2, _torchs):
-        torch.testing.assert_close(torch.tensor(torchs), torch.tensor(ours), rtol=1e-4, atol=1e-5)
+def test_torchs_layers_compute_what_ours_does(ranks: Ranks) -> None:
+    """Both of them, and again in a second call."""
+    for ours, *torchs in ranks.run(2, _torchs, 5):
+        for one in torchs:
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(ours), rtol=1e-4, atol=1e-5)
+
+
+def _to_one_rank(rank: int, group: Any) -> tuple[int, int, list[Any]]:
+    """All tokens want both experts of rank 1."""
+    g = torch.Generator().manual_seed(rank)
+    x, weights = torch.randn(5, 32, generator=g), torch.rand(5, 2, generator=g)
+    ids = torch.tensor([[2, 3]]).expand(5, 2).contiguous()
+    call = {"w13": torch.ones(2, 32, 32), "w2": torch.ones(2, 32, 16), "group": group}
+    by_expert, by_rank = (kind(x, ids, weights, **call) for kind in (TorchLayer, TorchRankLayer))
+    same = [layer.layer().tolist() for layer in (by_expert, by_rank)]
+    return len(by_expert._rows), len(by_rank._rows), same
+
+
+def test_a_token_goes_to_a_rank_once(ranks: Ranks) -> None:
+    found = ranks.run(2, _to_one_rank)
+    assert [rows[:2] for rows in found] == [(0, 0), (20, 10)]
+    for _, _, (by_expert, by_rank) in found:
+        torch.testing.assert_close(torch.tensor(by_rank), torch.tensor(by_expert), rtol=1e-4, atol=1e-4)
+
+
+MODEL = Model("m", 64, 32, 8, 3)
+
+
+def _outputs(rank: int, group: Any) -> dict[str, Any]:
+    """Outputs of each form of the layer on each input, and what went in."""
+    case = moe.Case([MODEL], [9], 2, "host", "eager", fp8=True, inputs=2)
+    cpu = torch.device("cpu")
+    weights = moe._weights(case, MODEL, rank, cpu)
+    with Layers(case, MODEL, 9, weights, group, group, cpu) as layers:
+        made = {key: make() for key, make in layers.makers() if key[1] == "layer"}
+        found = {"\n".join(key): [call().tolist() for call in calls] for key, calls in made.items()}
+        inputs = [[tensor.tolist() for tensor in given.values()] for given in layers.inputs]
+    return {"out": found, "inputs": inputs, "weights": [tensor.tolist() for tensor in weights.values()]}
+
+
+def test_every_form_computes_the_layer_of_each_input(ranks: Ranks) -> None:
+    """Within the bounds of the reference; torch's by rank rounds each product and sum to bfloat16 besides."""
+    by_rank = ranks.run(2, _outputs)
+    w13, w2 = (
+        torch.cat([torch.tensor(found["weights"][part], dtype=torch.bfloat16) for found in by_rank]) for part in (0, 1)
+    )
+    assert {tuple(name.split("\n")) for name in by_rank[0]["out"]} == {key for key in KEYS if key[1] == "layer"}
+    for index in range(2):
+        x, ids, weights = zip(*(found["inputs"][index] for found in by_rank), strict=True)
+        given: dict[str, Any] = {
+            "seed": 0,
+            "x": [torch.tensor(rows, dtype=torch.bfloat16) for rows in x],
+            "topk_idx": [torch.tensor(rows) for rows in ids],
+            "topk_weights": [torch.tensor(rows) for rows in weights],
+            "bias": [None, None],
+            "interleaved": False,
+        }
+        for rank, name in itertools.product(range(2), by_rank[0]["out"]):
+            who, _, variant = name.split("\n")
+            wire = torch.bfloat16 if "wire" in variant or who == "torch" else None
+            of = LayerCase(**given, w13=w13, w2=w2, wire=wire, fp8=variant.startswith("fp8"))
+            want, out = expected(of, rank), torch.tensor(by_rank[rank]["out"][name][index], dtype=torch.float64)
+            assert ((out - want.out).abs() <= want.bound * (3 if variant == BY_RANK else 1)).all(), (rank, name)
+    first, second = by_rank[0]["out"]["moecomm\nlayer\nsequential"]
+    assert first != second, "inputs rotate"
 
 
 def test_a_row_that_failed_has_no_figures_and_compares_with_nothing() -> None:
@@ -115,6 +192,28 @@ def test_a_row_that_failed_has_no_figures_and_compares_with_nothing() -> None:
     first, second, third = moe.merge(case, parts * 2)["rows"]
     assert first["us"]["p50"] == 3 and first["of_torch"] == 2 and first["tflops"] == round(8 / 3, 2)
     assert "of_torch" not in second and third["why"] == "x" and "us" not in third
+
+
+def test_layers_compare_with_the_faster_of_torchs_and_sustained_with_sustained() -> None:
+    case = moe.Case([MODELS["mixtral-8x7b"]], [1], 2, "lsa", "graph")
+    timed = {"model": "m", "tokens": 1, "host_us": None, "flops": 0}
+    us = {
+        ("moecomm", "layer", "default"): (6.0, 9.0),
+        ("moecomm", "GEMMs", ""): (4.0, 5.0),
+        ("torch", "layer", ""): (20.0, 22.0),
+        ("torch", "layer", BY_RANK): (15.0, 18.0),
+    }
+    rows = [
+        {**timed, "who": who, "what": what, "variant": variant, "us": [burst] * 2, "sustained_us": sustained}
+        for (who, what, variant), (burst, sustained) in us.items()
+    ]
+    slower = [{**row, "sustained_us": row["sustained_us"] + 1, "alone_us": [1.0, 3.0]} for row in rows]
+    about = {"calls": 2, "floor_us": [0.5, 0.5], "step_ns": 32}
+    found = moe.merge(case, [{"backend": "lsa", "alone": about, "rows": of} for of in (slower, slower)])
+    layer = found["rows"][0]
+    assert layer["of_gemms"] == 1.5 and layer["of_gemms_sustained"] == round(10 / 6, 4)
+    assert layer["of_torch"] == 2.5 and layer["sustained_us"] == 10 and layer["alone_us"]["p50"] == 2
+    assert found["alone"] == {"calls": 2, "floor_us": dict.fromkeys(("p50", "p90", "p99"), 0.5), "step_ns": 32}
 
 
 def test_fp8_compares_with_gemms_in_fp8() -> None:
@@ -136,6 +235,9 @@ def test_fp8_compares_with_gemms_in_fp8() -> None:
         ({"mode": "graph"}, "mode"),
         ({"replays": 0}, "replays"),
         ({"room": -1}, "room"),
+        ({"inputs": 0}, "inputs"),
+        ({"singles": -1}, "singles"),
+        ({"sustained_s": -0.5}, "sustained_s"),
     ],
 )
 def test_what_can_not_be_measured_is_named(change: dict[str, Any], why: str) -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from moecomm.bench import cli, moe, replay, table
 from moecomm.bench.case import Case, Traffic
 from moecomm.bench.cli import app
+from moecomm.bench.layers import Layers
 from moecomm.bench.show import show
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, Model
@@ -56,11 +57,11 @@ def dealt(file: Path, tokens: int, rank: int) -> list[list[int]]:
     return [ids[order[(rank * tokens + token) % TOKENS]] for token in range(tokens)]
 
 
-def counted(file: Path, tokens: int) -> dict[str, list[list[int]]]:
-    """Rows and entries from each rank to each rank."""
+def counted(file: Path, tokens: int, index: int = 0) -> dict[str, list[list[int]]]:
+    """Rows and entries from each rank to each rank, of an input."""
     rows, entries = [[0, 0], [0, 0]], [[0, 0], [0, 0]]
     for rank in range(2):
-        for token in dealt(file, tokens, rank):
+        for token in dealt(file, tokens, 2 * index + rank):
             owners = [expert // 4 for expert in token if expert >= 0]
             for owner in owners:
                 entries[rank][owner] += 1
@@ -119,14 +120,19 @@ def test_dispatch_combine_replays_a_file_and_says_which(file: Path, ranks: Ranks
 
 
 def _layers(rank: int, group: Any, path: str) -> list[Any]:
-    case = moe.Case([SMALL], [20], 2, "host", "eager", replays=1, peers=False, routing_file=path)
-    with moe.Layers(case, SMALL, 20, {}, group, group, torch.device("cpu")) as layers:
-        return [layers._routing["topk_idx"].tolist(), layers._traffic.entries.tolist()]
+    case = moe.Case([SMALL], [20], 2, "host", "eager", replays=1, peers=False, routing_file=path, inputs=2)
+    with Layers(case, SMALL, 20, {}, group, group, torch.device("cpu")) as layers:
+        found = [[given["topk_idx"].tolist() for given in layers.inputs], layers.traffic.entries.tolist()]
+        return [*found, layers.max_rows]
 
 
 def test_layers_replay_a_file(file: Path, ranks: Ranks) -> None:
-    wanted = counted(file, 20)["entries"]
-    assert ranks.run(2, _layers, str(file)) == [[dealt(file, 20, rank), wanted] for rank in range(2)]
+    """The second input has the tokens after those of the first, and a dispatch has room for the rows of both."""
+    entries = [counted(file, 20, index)["entries"] for index in range(2)]
+    mean = torch.tensor(entries).double().mean(dim=0).tolist()
+    most = max(sum(column) for rows in entries for column in zip(*rows, strict=True))
+    for rank, found in enumerate(ranks.run(2, _layers, str(file))):
+        assert found == [[dealt(file, 20, rank), dealt(file, 20, 2 + rank)], mean, most]
 
 
 def test_results_of_layers_say_which(file: Path, tmp_path: Path) -> None:
