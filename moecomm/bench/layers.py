@@ -39,7 +39,7 @@ _WITH_SINGLES = ("layer", "GEMMs")  # also timed alone, eager and sustained
 
 
 class Arrived(NamedTuple):
-    """What a dispatch of one input left: rows outside the window, rows of each expert, and the handle."""
+    """One dispatched input: its rows outside the window, their number by expert, and the handle."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None
