@@ -284,7 +284,15 @@ def test_masked_ranks_have_no_part_until_they_are_taken_in_again() -> None:
         idle.wait(30)
         buffer.low_latency_update_mask_buffer(2, False)
         exact_round(buffer, rank)
-        buffer.low_latency_clean_mask_buffer()
-        exact_round(buffer, rank)
+        idle.wait(30)
+        if rank != 1:
+            buffer.low_latency_update_mask_buffer(1, True)
+        idle.wait(30)
+        if rank == 0:
+            buffer.low_latency_update_mask_buffer(2, True)
+        idle.wait(30)
+        for _ in range(2):  # the second time no rank is masked
+            buffer.low_latency_clean_mask_buffer()
+            exact_round(buffer, rank)
 
     together(3, body)

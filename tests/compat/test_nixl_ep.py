@@ -150,6 +150,8 @@ def test_masks(phases: Phases) -> None:
     phases.run([0, 2], mask)
     phases.run([0, 1, 2], lambda buffer: buffer.update_mask_buffer(1))
     phases.run([0, 1, 2], lambda buffer: buffer.clean_mask_buffer())
+    phases.run([0, 2], lambda buffer: buffer.update_mask_buffer(1, True))
+    phases.run([0, 1, 2], lambda buffer: buffer.clean_mask_buffer())
 
 
 def until_there(*paths: Path) -> None:

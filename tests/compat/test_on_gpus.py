@@ -179,6 +179,67 @@ def hybrid(buffer: HybridEPBuffer, case: oracle.Case, rank: int, device: torch.d
         assert torch.equal(home, probs)
 
 
+def masks(rank: int, group: Any, kind: str) -> str:
+    """The last rank is masked, and taken in again, as test_low_latency.py has it."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    count = group.size()
+    last = count - 1
+    case = oracle.random_case(0, ranks=count, hidden=HIDDEN, most=TOKENS)
+    buffer = Buffer(group, low_latency_mode=True, enable_shrink=True)
+    status = torch.full((count,), 5, dtype=torch.int32, device=device)
+
+    def exact_round(masked: bool) -> None:
+        x, idx, _ = on(device, case, rank)
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, case.num_experts, use_fp8=False)
+        out, *_ = buffer.low_latency_combine(recv_x, idx, torch.ones(idx.shape, device=device), handle)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0] * last + [int(masked)]
+        there = (idx >= 0) & (status[idx.clamp(min=0) // case.local_experts] == 0)
+        assert torch.equal(out, (x.float() * there.sum(dim=1, keepdim=True)).bfloat16())
+
+    def idle() -> None:
+        """Wait until no rank is in a round."""
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        group.barrier().wait()
+
+    exact_round(masked=False)
+    idle()
+    if rank != last:
+        buffer.low_latency_update_mask_buffer(last, True)
+        buffer.low_latency_update_mask_buffer(last, True)  # changes nothing
+        for _ in range(3):
+            exact_round(masked=True)
+    idle()
+    buffer.low_latency_update_mask_buffer(last, False)
+    exact_round(masked=False)
+    if rank != last:
+        idle()
+        buffer.low_latency_update_mask_buffer(last, True)
+        exact_round(masked=True)
+    else:
+        idle()
+    idle()
+    buffer.low_latency_clean_mask_buffer()
+    exact_round(masked=False)
+    buffer.destroy()
+    return f"masks on {device}"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_masks_on_cpus(ranks: Ranks, count: int) -> None:
+    assert ranks.run(count, masks, "cpu") == ["masks on cpu"] * count
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(600)
+def test_masks_on_gpus(gpu_ranks: Ranks) -> None:
+    gpu_ranks.start(2, masks, "cuda")
+    assert gpu_ranks.results(2, timeout_s=500) == {rank: f"masks on cuda:{rank}" for rank in range(2)}
+
+
 def test_on_cpus(ranks: Ranks) -> None:
     ranks.run(2, everything, "cpu")
 

@@ -42,8 +42,9 @@ class MaskBuffer:
     def low_latency_clean_mask_buffer(self) -> None:
         """Take all masked ranks in again.  All ranks make this call."""
         for buffer in self._pool.low_latency():
-            if buffer.masked:
-                buffer.unmask(buffer.masked)
+            own = {buffer.rank} if is_masked(buffer, buffer.rank) else set()  # which its own list does not have
+            if joining := own.union(buffer.masked):
+                buffer.unmask(joining)
 
 
 def write_mask(mask_status: torch.Tensor, masked: list[bool]) -> None:
