@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moecomm.buffer import Buffer
+from moecomm.core.layers import layer
 from moecomm.core.membership import Shrunk
 from moecomm.core.rendezvous import local_ranks
 from moecomm.errors import (
@@ -61,6 +62,7 @@ __all__ = [
     "Window",
     "doctor",
     "include_dir",
+    "layer",
     "local_ranks",
     "trace",
 ]

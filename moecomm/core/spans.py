@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from moecomm.core import signature
+from moecomm.core import layers, signature
 from moecomm.core.tally import Kind
 
 now_ns = time.monotonic_ns
@@ -59,10 +59,10 @@ class Spans:
         self._open: list[tuple[str, int, dict[str, Any]]] = []
         self._shown: dict[Kind, dict[str, str]] = {}
 
-    def begin(self, name: str, args: dict[str, Any] | None = None) -> int:
-        """Open a span; return its depth, for end()."""
+    def begin(self, name: str, args: dict[str, Any] | None = None, layer: str = "") -> int:
+        """Open a span; return its depth, for end().  A profiler also shows the layer."""
         if self._ranges is not None:
-            self._ranges.push(f"moecomm:{name}")
+            self._ranges.push(f"moecomm:{name}, {layer}" if layer else f"moecomm:{name}")
         self._open.append((name, now_ns(), {} if args is None else args))
         return len(self._open)
 
@@ -72,11 +72,13 @@ class Spans:
         if shown is None:
             shown = self._shown[kind] = {} if kind.op == "reduce" else signature.shown(kind.call)
         args = {"round": number, "tokens": tokens, **shown}
+        if layer := layers.current():
+            args["layer"] = layer
         for _, _, outer in self._open:
-            for name in ("round", "tokens", "layout"):
+            for name in ("round", "tokens", "layout", "layer"):
                 if name in args:
                     outer.setdefault(name, args[name])
-        return self.begin(f"{kind.op} round {number}" if number else kind.op, args)
+        return self.begin(f"{kind.op} round {number}" if number else kind.op, args, layer)
 
     def end(self, depth: int, error: BaseException | None = None) -> None:
         """Close a span, and those inside of it that an exception has left open."""

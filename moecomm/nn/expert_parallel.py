@@ -70,6 +70,8 @@ class ExpertParallel(torch.nn.Module):
         BadInput: invalid sizes, or sizes that differ from those of `buffer`.
     """
 
+    _makes_rounds = True  # see moecomm.core.layers
+
     def __init__(
         self,
         group: Any = None,

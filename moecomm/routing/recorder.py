@@ -18,6 +18,7 @@ import moecomm
 from moecomm.buffer import Buffer
 from moecomm.core.arrays import as_tensor, check_tensor
 from moecomm.core.integers import check_integer
+from moecomm.core.layers import is_compiled
 from moecomm.core.rounds import Rounds
 from moecomm.core.validation import MOST_SIZE, check_flag
 from moecomm.dispatch import observers
@@ -251,10 +252,6 @@ def _is_layer(module: torch.nn.Module) -> bool:
     return isinstance(module, ExpertParallel)
 
 
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
 def _watched(watch: Any) -> tuple[Buffer | torch.nn.Module, ...] | None:
     if watch is None:
         return None
@@ -264,7 +261,7 @@ def _watched(watch: Any) -> tuple[Buffer | torch.nn.Module, ...] | None:
             raise BadInput("watch", type(thing).__name__, "Buffers and torch modules")
         if isinstance(thing, torch.nn.Module) and not any(map(_is_layer, thing.modules())):
             raise BadInput("watch", type(thing).__name__, "a module with a layer of nn.ExpertParallel; else use add()")
-        if isinstance(thing, torch.nn.Module) and any(map(_is_compiled, thing.modules())):
+        if isinstance(thing, torch.nn.Module) and any(map(is_compiled, thing.modules())):
             raise BadInput("watch", "a compiled module, whose layers run no hooks", "watch=layer.open() with layers=")
     return things
 

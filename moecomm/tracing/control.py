@@ -6,17 +6,21 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moecomm import config
-from moecomm.core import names
+from moecomm.core import layers, names
 from moecomm.core.rounds import Rounds
 from moecomm.core.spans import Spans
 from moecomm.errors import BadInput
 from moecomm.jit import span_ring, trusted_files
 from moecomm.tracing import nvtx
 from moecomm.tracing.files import SpanFile
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("moecomm")
 
@@ -26,7 +30,7 @@ _blocks = 0  # how many there are: ranks that are threads open one each
 
 
 @contextmanager
-def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
+def trace(folder: str | os.PathLike[str], *, model: torch.nn.Module | None = None) -> Iterator[None]:
     """Write the spans of all Buffers of this process to files, for as long as the block lasts.
 
     Each rank writes what it does: calls, rounds, waits of the host, steps of rounds on CPUs, roles of warps on GPUs.
@@ -38,20 +42,24 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 
     Args:
         folder: of the files; made if it is missing.
+        model: spans and NVTX ranges of rounds get the names that its layers have in it.  Layers are those of
+            nn.ExpertParallel and of Megatron's adapter; moecomm.layer() names others.  Rounds of a backward pass have
+            no layer.
 
     Raises:
         BadInput: a folder that can't be written, or that other users can write to; another folder than that of a trace
-            that has begun.
+            that has begun; a model without such layers, or a compiled one, whose layers run no hooks.
     """
     if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str) or not os.fspath(folder):
         raise BadInput("folder", repr(folder), "a path")
     path = Path(folder).absolute()
-    trusted_files.prepare_directory("folder", path)
-    _begin(path)
-    try:
-        yield
-    finally:
-        _end()
+    with nullcontext() if model is None else layers.naming(model):
+        trusted_files.prepare_directory("folder", path)
+        _begin(path)
+        try:
+            yield
+        finally:
+            _end()
 
 
 def prepare() -> None:

@@ -76,10 +76,11 @@ TABLE = (
             *_of("routing.RoutingRecorder", "watch", "experts"),
             *_of("routing.RoutingRecorder.add", "rank", "ranks"),
             *_of("routing.join", "layer"),
+            *_of("moecomm.trace", "model"),
         ),
     ),
     Row("names of files", ("'x'", "'2'"), ("path",)),
-    Row("names of folders", ("'x'", "'2'"), ("moecomm.trace(folder)",)),
+    Row("names of folders, and of layers", ("'x'", "'2'"), ("moecomm.trace(folder)", "moecomm.layer(name)")),
     Row(
         "flags, for which 0 and 1 will do",
         ("0", "True", "False"),

@@ -260,12 +260,16 @@ def of_moecomm() -> dict[str, list[Call]]:
         with tempfile.TemporaryDirectory() as folder:
             made.dump_flight_record(Path(folder, path) if isinstance(path, str) else path)
 
-    def write_trace(folder: Any) -> None:
+    def write_trace(folder: Any, model: Any) -> None:
         """Spans; names of folders are below one that is there no longer then."""
         with (
             tempfile.TemporaryDirectory() as above,
-            moecomm.trace(Path(above, folder) if isinstance(folder, str) and folder else folder),
+            moecomm.trace(Path(above, folder) if isinstance(folder, str) and folder else folder, model=model),
         ):
+            pass
+
+    def name_layer(name: Any) -> None:
+        with moecomm.layer(name):
             pass
 
     sent = ops.dispatch(made, x, idx, weights)
@@ -358,7 +362,8 @@ def of_moecomm() -> dict[str, list[Call]]:
         **of_windows(),
         **of_overlap(),
         **of_routing(),
-        "moecomm.trace": [Call(write_trace, {"folder": "trace"})],
+        "moecomm.trace": [Call(write_trace, {"folder": "trace", "model": None})],
+        "moecomm.layer": [Call(name_layer, {"name": "layers.3"})],
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
         "launch.launch": [
             Call(not_started, {"target": "moecomm:none", "job": {}, "ranks": 1, "limit_s": 60.0}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from moecomm.core.settings import Settings
 from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
+from moecomm.tracing import reading
 from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, built, config_of, parallel, spec, without_cuda
 from tests.little_room import little_room
 
@@ -250,6 +252,23 @@ def _schedules(rank: int, group: Any) -> list[bool]:
         torch.autograd.backward((tokens, probs), (tokens_in.grad, probs_in.grad))
         grads.append([out.detach(), x.grad, *(p.grad.clone() for p in mine.parameters())])
     return [torch.equal(a, b) for found in (*layers, *grads) for a, b in zip(found, want, strict=True)]
+
+
+def _named(rank: int, group: Any, folder: str) -> None:
+    without_cuda()
+    parallel(2)
+    model = torch.nn.ModuleDict({"mlp": built(use_moecomm(spec()), config_of(2))})
+    with moecomm.trace(folder, model=model):
+        results(model["mlp"], rank, 3, torch.float32)
+
+
+def test_a_trace_has_the_names_of_layers(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(2, _named, str(tmp_path))
+    files = reading.read(tmp_path)
+    assert {file.rank for file in files} == {0, 1}
+    for file in files:
+        rounds = [span.args.get("layer") for span in file.spans if " round " in span.name]
+        assert rounds[:2] == ["mlp", "mlp"] and len(rounds) > 2  # and backwards
 
 
 def _in_transformer_layers(rank: int, group: Any) -> list[bool]:

@@ -98,21 +98,8 @@ def test_a_buffer_that_is_dropped_leaves_no_steps_behind(tmp_path: Path) -> None
         assert _native.take_steps(record) == ([], 0)
 
 
-class _Ranges:
-    def __init__(self) -> None:
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def push(self, name: str) -> None:
-        self.open.append(name)
-        self.seen.append(name)
-
-    def pop(self) -> None:
-        self.open.pop()
-
-
 def test_a_profiler_gets_ranges_with_operation_and_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = _Ranges()
+    ranges = traces.Ranges()
     monkeypatch.setattr(nvtx, "ranges", lambda: ranges)
     with moecomm.trace(tmp_path), moecomm.Buffer("self", **traces.SIZES) as buffer:
         traces.make_rounds(buffer, 1)

@@ -119,3 +119,18 @@ def rounds_of(trace: dict[str, Any], pid: int) -> list[str]:
 
 def processes(trace: dict[str, Any]) -> dict[int, str]:
     return {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+
+
+class Ranges:
+    """Ranges of a profiler: those that are open, and all that were opened."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def push(self, name: str) -> None:
+        self.open.append(name)
+        self.seen.append(name)
+
+    def pop(self) -> None:
+        self.open.pop()

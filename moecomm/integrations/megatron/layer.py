@@ -91,6 +91,8 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc]
             choose dispatchers by themselves.
     """
 
+    _makes_rounds = True  # see moecomm.core.layers
+
     def __init__(
         self,
         config: Any,
