@@ -309,7 +309,7 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         {"torch": "2.13.0", "NCCL": None},
         doctor.Topology(2, 1, ["H200", "H200"], [["X", "NV18"], ["NV18", "X"]]),
         doctor.Cache(Path("/c"), 3 << 20, True),
-        [FewTokens(4, 32 << 20, {"dispatch bf16": 256, "combine bf16": 273})],
+        [FewTokens(4, 32 << 20, {"dispatch bf16": 256, "combine bf16": 273}, 2, 48 << 20, {"rounds bf16": 145})],
         {"H200": "shipped"},
     )
     cli.show_doctor(report, Console())
@@ -328,8 +328,10 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         "kernel cache: /c (3.0 MiB, private)",
         "tuning table of H200: shipped",
         "",
-        "most tokens of a rank in packets (one NVLink domain, 7168 columns, 8 experts a token):",
+        "most tokens of a rank in packets (one NVLink domain, 7168 columns, 8 experts a token; float16 as bf16):",
         "   4 ranks,  32 MiB: dispatch bf16 256; combine bf16 273",
+        "most tokens of a rank whose rows go direct between domains (7168 columns, 8 experts a token; float16 as bf16):",
+        "   4 ranks, 2 a domain,  48 MiB: rounds bf16 145",
     ]
 
 

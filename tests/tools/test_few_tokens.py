@@ -1,17 +1,38 @@
-"""The table of the most tokens that travel in packets."""
+"""The tables of the most tokens that travel in packets, and direct between domains."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+
+from moecomm import _native, backends
+from moecomm.core import packets
+from moecomm.core.settings import Settings
 from moecomm.tools.few_tokens import few_tokens, lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+ROWS = few_tokens()
 
 
-def test_the_document_has_the_table() -> None:
-    rows = few_tokens()
-    cells = [
-        ["ranks", "memory", *rows[0].tokens],
-        *([r.ranks, f"{r.nbytes >> 20} MiB", *r.tokens.values()] for r in rows),
+def settings_of(ranks: int, dtype: torch.dtype, domain_ranks: int | None = None) -> Settings:
+    return Settings(ranks, 7168, 256, 8, 4096, dtype, "lsa", None, domain_ranks)
+
+
+def test_the_document_has_the_table_of_packets() -> None:
+    cells: list[list[object]] = [
+        ["ranks", "memory", *ROWS[0].tokens],
+        *([r.ranks, f"{r.nbytes >> 20} MiB", *r.tokens.values()] for r in ROWS),
+    ]
+    heading, *table = [f"| {' | '.join(map(str, row))} |" for row in cells]
+    assert f"{heading}\n" in PAGE.read_text()
+    assert "\n".join(table) in PAGE.read_text()
+
+
+def test_the_document_has_the_table_of_direct_rows() -> None:
+    cells: list[list[object]] = [
+        ["ranks", "of a domain", "memory", *ROWS[0].direct],
+        *([r.ranks, r.domain_ranks, f"{r.direct_nbytes >> 20} MiB", *r.direct.values()] for r in ROWS),
     ]
     heading, *table = [f"| {' | '.join(map(str, row))} |" for row in cells]
     assert f"{heading}\n" in PAGE.read_text()
@@ -19,7 +40,38 @@ def test_the_document_has_the_table() -> None:
 
 
 def test_128_tokens_go_in_packets_both_ways_at_64_ranks() -> None:
-    widest = few_tokens()[-1]
+    widest = ROWS[-1]
     assert widest.ranks == 64 and widest.nbytes == 256 << 20
     assert widest.tokens["dispatch bf16"] >= 128 and widest.tokens["combine bf16"] >= 128
-    assert len(lines([widest])) == 2
+    assert all(most >= 128 for most in widest.direct.values())
+    assert len(lines([widest])) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_dtype_and_wire_has_the_limit_of_its_column(dtype: torch.dtype) -> None:
+    """As a Buffer of that dtype decides: float16 has no column of its own."""
+    name = "fp32" if dtype == torch.float32 else "bf16"
+    for row in ROWS:
+        settings = settings_of(row.ranks, dtype)
+        room = settings.packet_bytes(backends.load("lsa"))
+        sent = packets.of_dispatch(7168 * dtype.itemsize, 0, 8)
+        exact = f"combine {name}, exact" if name == "bf16" else "combine fp32"
+        assert sent is not None
+        most = row.tokens[f"dispatch {name}"]
+        assert sent.carry(most, 8, room) and not sent.carry(most + 1, 8, room)
+        for column, size in ((f"combine {name}", dtype.itemsize), (exact, 4)):
+            most, staged = row.tokens[column], 7168 * size
+            assert packets.fit_return_packets(staged, most, 8, room)
+            assert not packets.fit_return_packets(staged, most + 1, 8, room)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_go_direct_up_to_the_limit_of_the_table(dtype: torch.dtype) -> None:
+    name = "rounds fp32" if dtype == torch.float32 else "rounds bf16"
+    for row in ROWS:
+        settings = settings_of(row.ranks, dtype, row.domain_ranks)
+        shape = settings.shape(backends.load("lsa"))
+        most = row.direct[name]
+        assert _native.goes_direct(shape, most) and not _native.goes_direct(shape, most + 1)
+        two = replace(settings, domain_ranks=row.ranks // 2).shape(backends.load("lsa"))
+        assert _native.goes_direct(two, most - 1) and not _native.goes_direct(two, most + 2), "hardly by their number"
