@@ -313,6 +313,7 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         {"H200": "shipped"},
     )
     cli.show_doctor(report, Console())
+    sizes = "7168 columns, 8 experts a token; float16 as bf16"
     assert capfd.readouterr().out.splitlines() == [
         "host     can run",
         "gin      can't run: pip install 'moecomm[cu13]'",
@@ -328,9 +329,9 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         "kernel cache: /c (3.0 MiB, private)",
         "tuning table of H200: shipped",
         "",
-        "most tokens of a rank in packets (one NVLink domain, 7168 columns, 8 experts a token; float16 as bf16):",
+        f"most tokens of a rank in packets (one NVLink domain, {sizes}):",
         "   4 ranks,  32 MiB: dispatch bf16 256; combine bf16 273",
-        "most tokens of a rank whose rows go direct between domains (7168 columns, 8 experts a token; float16 as bf16):",
+        f"most tokens of a rank whose rows go direct between domains ({sizes}):",
         "   4 ranks, 2 a domain,  48 MiB: rounds bf16 145",
     ]
 
