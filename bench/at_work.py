@@ -13,6 +13,7 @@ bit for bit. Keys of a row:
 - `at_work_us`: sustained time, of the same graph replayed for half a second, after a warm-up of an eighth of that;
   median of three.
 - `mhz`, `watts`: clock and power of the rank's GPU during sustained replays, from nvidia-smi.
+- `window_bytes`: window of a rank, with room for the graphs of all variants.
 - `kernels_us` (with --kernels): for each rank the begin and end of each kernel of a layer, from the end of the layer
   before, as medians over layers.
 """
@@ -161,7 +162,7 @@ class Layers:
         for what in ways:
             took, mhz, watts = (statistics.median(column) for column in zip(*work[what], strict=True))
             mine = {"what": what, "us": round(statistics.median(us[what]), 1), "at_work_us": round(took, 1)}
-            rows.append(mine | {"mhz": round(mhz), "watts": round(watts)})
+            rows.append(mine | {"mhz": round(mhz), "watts": round(watts), "window_bytes": self.buffer.nbytes})
             if kernels and ways[what][0] is not self.gemms:
                 rows[-1]["kernels_us"] = self._kernels_us(graphs[what])
         return rows

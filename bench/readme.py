@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
 OLDER = "†"
+WINDOW = " | window"  # of the heads of a table
 LEGEND = f"{OLDER}: measured before later changes to the kernels."
 MANY = ("dispatch", "combine")  # of one domain
 FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
@@ -91,8 +92,17 @@ def line(found: dict[str, Any], parts: Iterable[str], *cells: str, beside: dict[
 
 
 def table(heads: str, rows: Iterable[str]) -> str:
-    """Return a table of lines; `heads` has | between columns."""
+    """Return a table of lines; `heads` has | between columns. A last column `window` that no row fills is left out."""
+    rows, unfilled = list(rows), "|  |"
+    if heads.endswith(WINDOW) and all(row.endswith(unfilled) for row in rows):
+        heads, rows = heads.removesuffix(WINDOW), [f"{row.removesuffix(unfilled)}|" for row in rows]
     return "\n".join([f"| {heads} |", "| --- |" + " --- |" * heads.count("|"), *rows])
+
+
+def window_of(*rows: dict[str, Any]) -> str:
+    """Format the largest window of a rank, of rows or of `memory`; empty where a result does not say."""
+    sizes = [row[key] for row in rows for key in ("window_bytes", "window") if key in row]
+    return f"{max(sizes) / 2**30:.1f} GiB" if sizes else ""
 
 
 def time_of(us: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from readme import layer_parts, line, load, names, round_parts, source, table, time_of
+from readme import WINDOW, layer_parts, line, load, names, round_parts, source, table, time_of, window_of
 
 OPERATIONS = ("times", "zipf", "symm-mem")
 FRONT = ("h200-4", "h200-8")  # ends of names: machines of the main README, each with a table
@@ -96,6 +96,7 @@ def _window(result: dict[str, Any], row: dict[str, Any]) -> str:
 def decode() -> str:
     """Return the table of decode steps: in step, and out of step."""
     heads = "GPUs | tokens a rank | layout, payload | experts | a token, p50 | p99 | out of step, p50 | p99 | waits"
+    heads += WINDOW
     lines = []
     for name in found("decode"):
         result = load(name)
@@ -110,13 +111,13 @@ def decode() -> str:
             cells = (str(row["tokens"]), f"`{row['layout']}`, {row['payload']}", experts, *times)
             waits = time_of(result["waits_us"])
             where = f"{result['case']['ranks']} {gpu(result)}"
-            lines.append(line(result, round_parts(row["tokens"]), where, *cells, waits))
+            lines.append(line(result, round_parts(row["tokens"]), where, *cells, waits, window_of(row)))
     return table(heads, lines)
 
 
 def training() -> str:
     """Return the table of training steps."""
-    heads = "model | GPUs | tokens a rank | step | moecomm | a layer | TFLOP/s | torch's"
+    heads = f"model | GPUs | tokens a rank | step | moecomm | a layer | TFLOP/s | torch's{WINDOW}"
     lines = []
     for name in found("training"):
         result = load(name)
@@ -126,7 +127,8 @@ def training() -> str:
                 torchs = f"{row['of_torch']:.2f}" if "of_torch" in row else ""
                 where = (f"{result['case']['ranks']} {gpu(result)}", str(row["tokens"]), row["what"])
                 parts = layer_parts(row["tokens"])
-                lines.append(line(result, parts, result["case"]["model"], *where, *times, torchs))
+                cells = (*where, *times, torchs, window_of(row))
+                lines.append(line(result, parts, result["case"]["model"], *cells))
     return table(heads, lines)
 
 

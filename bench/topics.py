@@ -15,6 +15,7 @@ from readme import (
     OVERLAP,
     PEERS,
     ROUNDS,
+    WINDOW,
     figure,
     layer_parts,
     layer_rows,
@@ -25,6 +26,7 @@ from readme import (
     round_parts,
     table,
     time_of,
+    window_of,
 )
 from study import RESULT as STUDY
 
@@ -75,9 +77,11 @@ def few_tokens() -> str:
     found, rows = load("virtual-ranks-h200"), []
     for layout in ("flat", "expert"):
         alike = {"tokens": 1, "layout": layout, "what": "dispatch"}
-        cells = [time_of(row["us"]) for row in found["rows"] if alike.items() <= row.items()]
+        of_ranks = [row for row in found["rows"] if alike.items() <= row.items()]
+        cells = [*(time_of(row["us"]) for row in of_ranks), window_of(*of_ranks)]
         rows.append(line(found, round_parts(1, "dispatch"), f"`{layout}`", *cells))
-    virtual = table("1 token, 2 blocks: dispatch of the last of so many ranks on one GPU | 4 | 8 | 16 | 32 | 64", rows)
+    heads = f"1 token, 2 blocks: dispatch of the last of so many ranks on one GPU | 4 | 8 | 16 | 32 | 64{WINDOW}"
+    virtual = table(heads, rows)
     return f"{rounds}\n\n{virtual}"
 
 
@@ -162,9 +166,9 @@ def expert_layers() -> str:
             ways = [of_model["GEMMs"], of_model["one after the other"], turns]
             cells = [time_of(r["at_work_us"]) for r in ways]
             power = f"{turns['mhz']} MHz, {turns['watts']} W"
-            rows.append(line(found, layer_parts(8192), model, turns["dtype"], *cells, power))
+            rows.append(line(found, layer_parts(8192), model, turns["dtype"], *cells, power, window_of(turns)))
     heads = "model, 4 H100s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
-    return f"{four}\n\n{table(heads, rows)}"
+    return f"{four}\n\n{table(heads + WINDOW, rows)}"
 
 
 def backends() -> str:
@@ -190,7 +194,16 @@ def backends() -> str:
         nic = f", NIC of {found['case']['nic']}" if found["case"]["nic"] else ""
         ranks, gpu = found["case"]["ranks"] // 2, times.gpu(found)
         each = f"{ranks} {gpu}" if ranks > 1 else f"one {gpu[:-1]}"
-        rows.append(line(found, DOMAINS, f"`{through}`{nic}", f"2, {each} each, 32 SMs", *cells))
+        rows.append(
+            line(
+                found,
+                DOMAINS,
+                f"`{through}`{nic}",
+                f"2, {each} each, 32 SMs",
+                *cells,
+                window_of(*found.get("memory", found["rows"])),
+            )
+        )
     for name in ("backends-h100-4", "backends-domains-h100-4"):
         found = load(name)
         for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
@@ -208,8 +221,9 @@ def backends() -> str:
             library = (backend,) if backend in sources.PARTS else ()
             rounds_of = ROUNDS if domains == 1 else DOMAINS
             where = f"{domains}, {found['case']['ranks'] // domains} {times.gpu(found)}{' each' * (domains > 1)}"
-            rows.append(line(found, (*rounds_of, *library), f"`{through}`", where, *cells))
-    heads = "through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096"
+            window = window_of(*(row for row in found["rows"] if of_way.items() <= row.items()))
+            rows.append(line(found, (*rounds_of, *library), f"`{through}`", where, *cells, window))
+    heads = f"through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096{WINDOW}"
     rounds = table(heads, rows)
     found, tcp = load("latency-backends-h100-4"), load("latency-gin-tcp-h200-2")
     longer = load("latency-gin-tcp-h100-2")
@@ -281,8 +295,9 @@ def peers() -> str:
         ratios = sorted(row["of_native"] for row in found["rows"] if "us" in row)
         case = found["case"]
         cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
-        rows.append(line(found, ROUNDS, f"{case['ranks']} {times.gpu(found)}", *cells))
-    heads = "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
+        where = f"{case['ranks']} {times.gpu(found)}"
+        rows.append(line(found, ROUNDS, where, *cells, window_of(*found["rows"])))
+    heads = f"`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest{WINDOW}"
     passes = load("passes-h100")
     own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
     return f"{nccl}\n\n{alone}\n\n{table(heads, rows)}\n\n{table('pass, one H100 | ours | torch operations', own)}"
@@ -489,7 +504,8 @@ TOPICS = (
         "Backends and domains",
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
-        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).",
+        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest of a rank, where the "
+        "benchmark wrote it.",
         (
             "backends-h100-4",
             "backends-domains-h100-4",

@@ -24,7 +24,7 @@ RANKS, HIDDEN, EXPERTS, TOPK, BLOCKS, ROUNDS = (4, 8, 16, 32, 64), 7168, 256, 8,
 
 
 def measure(ranks: int, tokens: int, layout: str) -> list[dict[str, Any]]:
-    """Return rows with the microseconds of a dispatch and of a combine."""
+    """Return rows with the microseconds of a dispatch and of a combine, and the window of a rank."""
     sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": tokens}
     torch.manual_seed(0)
     with LocalBuffers(ranks, **sizes, backend="lsa", device=0, timeout_s=5) as buffers:
@@ -41,11 +41,12 @@ def measure(ranks: int, tokens: int, layout: str) -> list[dict[str, Any]]:
                 rounds()
                 torch.cuda.synchronize()
         buffers.check()
+        window = buffers.buffers[0].nbytes
     spans = [e.time_range for e in seen.events() if e.name.startswith("moecomm_")]  # type: ignore[no-untyped-call]
     spans.sort(key=lambda span: span.start)
     assert len(spans) == 2 * ROUNDS * ranks
     last = [span.end - span.start for span in spans[ranks - 1 :: ranks]]
-    sizes = {"ranks": ranks, "tokens": tokens, "layout": layout, "blocks": BLOCKS}
+    sizes = {"ranks": ranks, "tokens": tokens, "layout": layout, "blocks": BLOCKS, "window_bytes": window}
     return [
         {**sizes, "what": what, "us": round(statistics.median(last[first::2]), 2)}
         for first, what in enumerate(("dispatch", "combine"))

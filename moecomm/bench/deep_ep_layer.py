@@ -67,6 +67,7 @@ class Layer:
         self._idx, self._weights = idx.to(device), weights.to(device)
         self._to_expert = self._idx.new_empty(case.experts)  # only its shape is used
         self._ranks, self._worst = ranks.ranks, ranks.ranks * tokens
+        self.window_bytes = 0  # of the Buffer behind the next pairs
         self._deep = deep_ep.Buffer(group)
         self._elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=tokens, explicitly_destroy=True)
         self._hybrid = deep_ep.HybridEPBuffer(group, case.hidden, tokens, case.experts // ranks.ranks)
@@ -102,9 +103,14 @@ class Layer:
         )
 
     def _owner(self, native: Handle) -> Buffer:
-        """The Buffer of the handle, over which the same round can be timed without deep_ep's interface."""
+        """Return the Buffer of the handle, over which the same round can be timed without deep_ep's interface.
+
+        Later rows have the bytes of its window.
+        """
         pools = (self._deep._pool, self._elastic._pool, self._hybrid._pool)
-        return next(buffer for pool in pools if (buffer := pool.owner(native)) is not None)
+        found = next(buffer for pool in pools if (buffer := pool.owner(native)) is not None)
+        self.window_bytes = found.nbytes
+        return found
 
     def _normal_pairs(self) -> Iterator[Pair]:
         x, deep = self._x, self._deep
@@ -270,7 +276,8 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
             with Layer(case, group, device, tokens) as layer:
                 for pair in layer.pairs():
                     step(f"{tokens} tokens: {' '.join(filter(None, pair.about.values()))}")
-                    rows.append({"tokens": tokens, **pair.about, **_timed(clock, pair, layer)})
+                    about = {"tokens": tokens, **pair.about, "window_bytes": layer.window_bytes}
+                    rows.append(about | _timed(clock, pair, layer))
     return {"rows": rows}
 
 
@@ -295,9 +302,10 @@ def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
 def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
-    A row is {tokens, what, payload, variant, us: {native, compat: {p50, p90, p99}}, of_native, host_us: {native,
-    compat}, host_more_us, host_p99_us, host_p99_more_us}, or has `why` in place of figures.
+    A row is {tokens, what, payload, variant, window_bytes, us: {native, compat: {p50, p90, p99}}, of_native, host_us:
+    {native, compat}, host_more_us, host_p99_us, host_p99_more_us}, or has `why` in place of figures.
 
+    - `window_bytes`: window of a rank's Buffer behind the interface.
     - `us`: times of the slowest rank.
     - `of_native`: time of deep_ep's call over that of moecomm's.
     - `host_us`: median over ranks of the median time until an eager call returns; None for graphs.

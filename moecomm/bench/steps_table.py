@@ -10,7 +10,7 @@ from rich.table import Table
 
 from moecomm.bench import replay
 from moecomm.bench.fitted import new_table, show_table
-from moecomm.bench.table import console
+from moecomm.bench.table import console, window_mib
 
 __all__ = ["console", "show_decode", "show_training"]
 
@@ -25,17 +25,17 @@ def show_decode(result: dict[str, Any], out: Console) -> None:
     )
     table = new_table(
         ("tokens", "layout", "payload", "experts", "ranks"),
-        ("step p50", "p90", "p99 us", "layer us", "of it beside experts and waits"),
+        ("step p50", "p90", "p99 us", "layer us", "of it beside experts and waits", "window MiB"),
     )
     for row in result["rows"]:
         about = (str(row["tokens"]), row["layout"], row["payload"], row["experts"])
         ranks = "out of step" if row["delays"] else "in step"
         if "why" in row:
-            table.add_row(*about, ranks, *["-"] * 5)
+            table.add_row(*about, ranks, *["-"] * 6)
             continue
         beside = f"{row['beside_us']:.1f}" if "beside_us" in row else ""
         times = (f"{row['us'][part]:.0f}" for part in ("p50", "p90", "p99"))
-        table.add_row(*about, ranks, *times, f"{row['layer_us']:.1f}", beside)
+        table.add_row(*about, ranks, *times, f"{row['layer_us']:.1f}", beside, window_mib(row))
     _finish(result, table, out, 5)
 
 
@@ -47,15 +47,15 @@ def show_training(result: dict[str, Any], out: Console) -> None:
         f"{escape(replay.said(result['case']))}",
         highlight=False,
     )
-    table = new_table(("tokens", "by", "what"), ("step p50", "p90 us", "layer us", "TFLOP/s", "of torch"))
+    table = new_table(("tokens", "by", "what"), ("step p50", "p90 us", "layer us", "TFLOP/s", "of torch", "window MiB"))
     for row in result["rows"]:
         about = (str(row["tokens"]), row["who"], row["what"])
         if "why" in row:
-            table.add_row(*about, *["-"] * 5)
+            table.add_row(*about, *["-"] * 6)
             continue
         times = (f"{row['us'][part]:.0f}" for part in ("p50", "p90"))
         of_torch = f"x{row['of_torch']:.2f}" if "of_torch" in row else ""
-        table.add_row(*about, *times, f"{row['layer_us']:.0f}", f"{row['tflops']:.0f}", of_torch)
+        table.add_row(*about, *times, f"{row['layer_us']:.0f}", f"{row['tflops']:.0f}", of_torch, window_mib(row))
     _finish(result, table, out, 3)
 
 

@@ -122,7 +122,7 @@ def show_backends(result: dict[str, Any], out: Console) -> None:
             f"{escape(replay.said(case))}",
             highlight=False,
         )
-    figures = ("p50", "p90 us", f"of {first}", "inside MB", "GB/s", "across MB", "GB/s", "host us")
+    figures = ("p50", "p90 us", f"of {first}", "inside MB", "GB/s", "across MB", "GB/s", "host us", "window MiB")
     table = new_table(("tokens", "through", "operation"), ("domains", "SMs", *figures))
     for row in result["rows"]:
         if "why" in row:
@@ -138,7 +138,7 @@ def show_backends(result: dict[str, Any], out: Console) -> None:
             f"x{row['of_first']:.3f}" if "of_first" in row else "",
             *(f"{row[f'{where}_{unit}'] / by:.1f}" for where in ("inside", "across") for unit, by in _MB_AND_GBS),
             "" if row["host_us"] is None else f"{row['host_us']:.1f}",
-            f"{row['window_bytes'] / 2**20:.0f}" if "window_bytes" in row else "",
+            window_mib(row),
         )
     show_table(table, out, names=4)
     _say_why(result, out)
@@ -235,7 +235,7 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
             f"{row['of_gemms']:.2f}" if "of_gemms" in row else "",
             f"x{row['of_torch']:.2f}" if "of_torch" in row else "",
             "" if row["host_us"] is None else f"{row['host_us']:.1f}",
-            f"{row['window_bytes'] / 2**20:.0f}" if "window_bytes" in row else "",
+            window_mib(row),
         )
     show_table(table, out, names=4)
     for row in result["rows"]:
@@ -254,23 +254,37 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
     )
     table = new_table(
         ("tokens", "operation"),
-        ("native us", "compat us", "of native", "native host us", "compat host us", "more on the host us", "at p99"),
+        (
+            "native us",
+            "compat us",
+            "of native",
+            "native host us",
+            "compat host us",
+            "more on the host us",
+            "at p99",
+            "window MiB",
+        ),
     )
     for row in result["rows"]:
         about = (str(row["tokens"]), " ".join(filter(None, (row[key] for key in ("what", "payload", "variant")))))
         if "why" in row:
-            table.add_row(*about, *["-"] * 7)
+            table.add_row(*about, *["-"] * 8)
             continue
         times = [f"{row['us'][name]['p50']:.1f}" for name in ("native", "compat")]
         host = ["", "", "", ""]
         if row["host_more_us"] is not None:
             more = [f"{row[key]:+.1f}" for key in ("host_more_us", "host_p99_more_us") if key in row]
             host = [*(f"{row['host_us'][name]:.1f}" for name in ("native", "compat")), *more]
-        table.add_row(*about, *times, f"x{row['of_native']:.3f}", *host)
+        table.add_row(*about, *times, f"x{row['of_native']:.3f}", *host, window_mib(row))
     show_table(table, out)
     for row in result["rows"]:
         if "why" in row:
             out.print(f"{row['tokens']} tokens, {row['what']}: {row['why']}", style="dim", markup=False)
+
+
+def window_mib(row: dict[str, Any]) -> str:
+    """Format the window of a rank, empty where a row does not say."""
+    return f"{row['window_bytes'] / 2**20:.0f}" if "window_bytes" in row else ""
 
 
 def show_rows(rows: list[dict[str, Any]], out: Console) -> None:

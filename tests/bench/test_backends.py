@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def test_a_backend_that_fails_is_not_asked_again_and_loses_nobody_elses_rows(mon
         if case.backend == "gin":
             raise RanksFailed([Failure(1, "Timeout", "had not ended after 9 s", consequence=False)])
         slower = {"lsa": 100.0, "nvshmem": 150.0}[case.backend] * (1 + case.domain_ranks)
-        return {"backend": f"{case.backend}/x", "rows": [row(slower, tokens=case.tokens[0])]}
+        memory = [{"layout": "flat", "window": 1 << 20}]
+        return {"backend": f"{case.backend}/x", "memory": memory, "rows": [row(slower, tokens=case.tokens[0])]}
 
     def case_of(way: Way) -> Case:
         if way == Way("nvshmem", 2):
@@ -191,3 +193,19 @@ def test_latencies_of_several_backends_are_one_table(tmp_path: Path) -> None:
     assert last["backend"] == "nvshmem" and last["why"].startswith("backend 'nvshmem' can't run here: ")
     assert [line.split()[0] for line in said.splitlines()[2:13]] == [str(1 << power) for power in range(2, 13)]
     assert f"{rows[0]['us']['p50']:.2f} ({rows[0]['gbs']:.2f})" in said
+
+
+def test_rows_have_the_window_of_their_backend_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"tokens": 5, "what": "dispatch", "payload": "fp8", "variant": "", "sms_asked": 0, "us": {"p50": 1.0}}
+    memory = [{"layout": layout, "window": nbytes} for layout, nbytes in (("flat", 7 << 20), ("expert", 9 << 20))]
+
+    def run(case: Case, limit_s: float) -> dict[str, Any]:
+        rows = [{**about, "layout": layout} for layout in case.layouts]
+        return {"backend": "host", "memory": memory, "rows": rows}
+
+    monkeypatch.setattr(dispatch_combine, "run", run)
+    found: list[dict[str, Any]] = []
+    case = replace(CASE, layouts=["flat", "expert"])
+    backends.dispatch_combine([Way("host")], [5], lambda way: case, 1.0, found.append)
+    windows = [(row["layout"], row["window_bytes"]) for row in found[-1]["rows"]]
+    assert windows == [("flat", 7 << 20), ("expert", 9 << 20)]

@@ -84,6 +84,7 @@ def _pairs(rank: int, group: Any) -> list[Any]:
             if pair.variant == "expanded":
                 used = torch.cat([CASE.routing(24, source)[0] for source in range(2)]) // 4 == rank
             used = compare(pair, used)
+            assert layer.window_bytes > 1 << 16
             found.append(tuple(pair.about.values()))
             if "combine" in pair.what:  # rows come home as they went: once a rank, or with their weights
                 owners = torch.stack([(idx // 4 == owner).any(dim=1) for owner in range(2)]).sum(dim=0)

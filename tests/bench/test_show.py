@@ -28,6 +28,37 @@ def test_every_result_has_a_table(path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(said.splitlines()) > len(rows), "a line for each row, and the first"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode-h100-4",
+        "training-h100-2",
+        "backends-h100-4",
+        "deep-ep-layer-h100-4",
+        "moe-deepseek-v3-h200-4",
+        "at-work-h100-4",
+        "virtual-ranks-h200",
+    ],
+)
+def test_windows_are_shown_where_rows_have_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = json.loads((RESULTS[0].parent / f"{name}.json").read_text())
+    rows = [row for row in kept["rows"] if "why" not in row]
+    shown = []
+    for nbytes in (1234 << 20, 5678 << 20, None):
+        for row in rows:
+            row["window_bytes"] = nbytes
+            if nbytes is None:
+                del row["window_bytes"]
+        out = Console(width=400, record=True, file=io.StringIO())
+        monkeypatch.setattr(table, "console", lambda out=out: out)
+        (tmp_path / "x.json").write_text(json.dumps(kept))
+        show.show([tmp_path / "x.json"])
+        shown.append(out.export_text())
+    for text, mib in zip(shown, (1234, 5678), strict=False):
+        assert text.count(f" {mib}\n") + text.count(str(mib << 20)) == len(rows), "in MiB, or as they are"
+    assert "1234" not in shown[2]
+
+
 def test_rows_without_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = Console(width=200, record=True, file=io.StringIO())
     monkeypatch.setattr(table, "console", lambda: out)
