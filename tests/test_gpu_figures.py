@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from moecomm.bench.cli import app
 
 from .gpu import figures
 from .gpu import processes as gpu_processes
-from .gpu.figures import PIECES, Piece
+from .gpu.pieces import LEFT_OUT, MINIATURES, PIECES, Piece, has_miniature
 
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "bench"))
 PRINTS = "import json, sys; json.dump({'commit': %r, 'rows': [1]}, open(sys.argv[-1], 'w')); print('printed')"
 
 
@@ -24,7 +27,9 @@ PRINTS = "import json, sys; json.dump({'commit': %r, 'rows': [1]}, open(sys.argv
 def pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Programs in the place of measurements: two that work, one that fails."""
     monkeypatch.setattr(figures, "BENCH", (sys.executable, "-c", PRINTS % sources.commit()))
-    monkeypatch.setattr(figures, "MINIATURES", dict.fromkeys(("a", "b", "c"), ""))
+    small = dict.fromkeys(("a", "b", "c"), "")
+    monkeypatch.setattr(figures, "MINIATURES", small)
+    monkeypatch.setattr(figures, "has_miniature", lambda piece: piece.words in small)
     monkeypatch.setattr(figures, "PIECES", (Piece("first", 50, "a"), Piece("second", 70, "b"), Piece("third", 20, "c")))
     return tmp_path / "out"
 
@@ -33,9 +38,48 @@ def test_pieces_are_named_once_and_measured_by_commands_that_exist() -> None:
     names = [piece.name for piece in PIECES]
     assert len(set(names)) == len(names)
     commands = {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
-    assert {piece.words.split()[0] for piece in PIECES} <= commands
-    assert {piece.words.split()[0] for piece in PIECES} == set(figures.MINIATURES)
+    programs = {piece.words.split()[0] for piece in PIECES}
+    assert {name for name in programs if not name.endswith(".py")} <= commands | {"tune"}
+    assert all((ROOT / "bench" / name).is_file() for name in programs if name.endswith(".py"))
+    assert set(MINIATURES) <= programs
     assert max(piece.seconds for piece in PIECES) < 600
+
+
+def kept() -> dict[str, list[dict[str, Any]]]:
+    """Results of GPUs in bench/results, by their names without GPU and number."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((ROOT / "bench" / "results").glob("*.json")):
+        if name := re.fullmatch(r"(.*?)-h[12]00(-\d+)?", path.stem):
+            found.setdefault(name[1], []).append(json.loads(path.read_text()) | {"path": path.stem})
+    return found
+
+
+def test_every_result_of_gpus_has_a_piece_or_a_reason() -> None:
+    """Of a piece: the same benchmark, with the names of its results, so that a page finds what it shows."""
+    pieces, results = {piece.name: piece for piece in PIECES}, kept()
+    assert set(results) <= set(pieces) | set(LEFT_OUT) and not set(pieces) & set(LEFT_OUT)
+    assert set(LEFT_OUT) <= set(results), "a reason for nothing"
+    for name, of_name in results.items():
+        for found in of_name if name in pieces else ():
+            piece, words = pieces[name], found["command"].split()
+            program = piece.words.split()[0]
+            if program.endswith(".py"):
+                assert f"bench/{program}" in words, found["path"]
+            else:
+                assert program in words, found["path"]
+            assert (piece.gpus > 1) == bool(re.search(r"-\d$", found["path"])), found["path"]
+
+
+def test_pieces_measure_the_sizes_that_the_pages_show() -> None:
+    import readme
+    import topics
+
+    tokens = {piece.name: piece.words.partition("--tokens ")[2].split()[:1] for piece in PIECES}
+    layers = [*readme.README_LAYERS.items(), *topics.LAYER_SIZES.items()]
+    assert len(layers) == 7
+    for name, sizes in layers:
+        (measured,) = tokens[re.sub(r"-h200-4$", "", name)]
+        assert set(map(str, sizes)) <= set(measured.split(",")), name
 
 
 @pytest.fixture
@@ -103,9 +147,32 @@ def test_clocks_are_those_of_busy_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["decode", *(pytest.param(p.name, marks=pytest.mark.long) for p in PIECES if p.name != "decode")]
+    ("words", "program"),
+    [
+        ("moe --fp8", [sys.executable, "-m", "moecomm.bench", "moe", "--fp8"]),
+        ("tune gemms --rows 8", [sys.executable, "-m", "moecomm", "tune", "gemms", "--rows", "8"]),
+        ("passes.py", [sys.executable, str(ROOT / "bench" / "passes.py")]),
+    ],
+)
+def test_a_piece_may_be_a_command_or_a_program(words: str, program: list[str]) -> None:
+    assert figures.program(words.split()) == program
+
+
+def test_results_of_one_gpu_do_not_depend_on_how_many_there_are() -> None:
+    one, several = Piece("a", 1, "gemm", gpus=1), Piece("b", 1, "moe")
+    assert figures._result(Path("f"), one, "h100-4") == Path("f/a-h100.json")
+    assert figures._result(Path("f"), several, "h100-4") == Path("f/b-h100-4.json")
+
+
+SMALL = [piece.name for piece in PIECES if has_miniature(piece)]
+
+
+@pytest.mark.parametrize(
+    "name", ["decode", *(pytest.param(name, marks=pytest.mark.long) for name in SMALL if name != "decode")]
 )
 def test_a_miniature_of_each_piece_runs_on_cpu_ranks(name: str, tmp_path: Path) -> None:
     assert figures.main([name, "--miniature", "--out", str(tmp_path)]) == 0, (tmp_path / f"{name}.log").read_text()
-    found = json.loads((tmp_path / f"{name}-cpu-2.json").read_text())
-    assert found["rows"] and found["command"] and figures.is_done(tmp_path / f"{name}-cpu-2.json")
+    (result,) = tmp_path.glob(f"{name}-cpu*.json")
+    found = json.loads(result.read_text())
+    assert found["rows"] and found["command"] and figures.is_done(result)
+    assert found["conditions"]["started"] and found["conditions"]["gpus"] == []

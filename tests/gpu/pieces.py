@@ -1,0 +1,168 @@
+"""The pieces of tests/gpu/run figures: a command for each result behind the pages, and the results without one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+GPUS, HALF, FOLDER = "GPUS", "HALF", "FOLDER"  # in a command: how many there are, half of them, where results go
+DEEPSEEK = f"--model deepseek-v3 --ranks {GPUS}"
+CASES = f"dispatch-combine {DEEPSEEK} --payload bf16,fp8"
+FLAT = f"{CASES} --layout flat --no-peers"
+TWO_DOMAINS = f"dispatch-combine {DEEPSEEK} --domain-ranks {HALF} --tokens 128,4096 --no-ceiling --no-peers"
+TURNS = "--tokens 8192 --turns 1,4,8,16,32,64"
+ZIPF = f"{FOLDER}/zipf.routing"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A measurement of one result.
+
+    Attributes:
+        name: begin of the result's name.
+        seconds: the time after which it is ended.
+        words: a command of moecomm bench; or `tune ...`; or a program of bench/.
+        before: a command to run before it.
+        gpus: the least number; with 1 it uses one GPU, and its result is NAME-GPU.
+    """
+
+    name: str
+    seconds: int
+    words: str
+    before: str = ""
+    gpus: int = 2
+
+
+def _layers(model: str, seconds: int, tokens: str) -> Piece:
+    words = f"moe --model {model} --ranks {GPUS} --tokens {tokens} --fp8 --replays 7"
+    return Piece(f"moe-{model}", seconds, words)
+
+
+PIECES = (
+    Piece("times-few", 220, f"{CASES} --tokens 1,128 --layout flat,expert,batched --replays 15"),
+    Piece("times-many", 180, f"{CASES} --tokens 4096 --layout flat,expert,batched --replays 10"),
+    Piece("decode", 100, f"decode {DEEPSEEK} --tokens 1,128 --layout flat,expert,batched --payload fp8"),
+    Piece(
+        "zipf",
+        80,
+        f"{CASES} --tokens 4096 --layout flat,expert --replays 10 --routing {ZIPF}",
+        before=f"{sys.executable} -m moecomm routing synthesize {ZIPF} --model deepseek-v3 --zipf 0.8 --tokens 131072",
+    ),
+    # By themselves, because another library may hang.
+    Piece(
+        "peers",
+        300,
+        f"{CASES} --tokens 128,4096 --layout flat,expert,batched --replays 20 --no-ceiling "
+        "--others deep_ep,nccl_ep,flashinfer,pplx",
+    ),
+    Piece("symm-mem", 60, f"{CASES} --tokens 128,4096 --layout expert --replays 7 --others torch-symm-mem"),
+    Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
+    _layers("qwen3-235b", 300, "128,1024,4096"),
+    _layers("deepseek-v3", 360, "128,1024,4096"),
+    _layers("gpt-oss-120b", 400, "16,128,512,1024,4096"),
+    _layers("mixtral-8x7b", 360, "16,128,512,4096"),
+    _layers("qwen3-30b-a3b", 300, "128,1024,8192"),
+    Piece("at-work", 400, f"at_work.py --ranks {GPUS} --model deepseek-v3,qwen3-235b,qwen3-30b-a3b {TURNS}"),
+    Piece("at-work-fp8", 400, f"at_work.py --ranks {GPUS} --fp8 --model deepseek-v3,qwen3-235b,qwen3-30b-a3b {TURNS}"),
+    Piece("decode-gemms", 200, f"decode {DEEPSEEK} --tokens 1,128 --layout expert --payload bf16 --gemms"),
+    Piece("eager", 100, f"{CASES} --tokens 128,4096 --layout flat,expert --mode eager --singles 0 --no-peers"),
+    Piece("ht", 150, f"{FLAT} --tokens 4096,8192 --sms 0,16,64 --replays 9"),
+    Piece("few-sms", 100, f"{FLAT} --tokens 4096 --sms 0,16,24,64 --replays 7"),
+    Piece("skew", 80, f"{FLAT} --tokens 4096 --skew --replays 7"),
+    Piece("cold", 80, f"{FLAT} --tokens 128,4096 --cold --replays 9"),
+    Piece(
+        "qwen3",
+        200,
+        f"dispatch-combine --model qwen3-235b --ranks {GPUS} --payload bf16,fp8 --layout flat --no-peers "
+        "--tokens 128,4096,8192 --sms 0,16 --replays 7",
+    ),
+    Piece(
+        "latency-backends", 400, "latency --backend lsa,nvshmem,gin --least-bytes 4 --most-bytes 4194304 --replays 9"
+    ),
+    Piece(
+        "backends",
+        300,
+        f"dispatch-combine {DEEPSEEK} --backend lsa,nvshmem,gin --tokens 128,4096 --layout flat --payload bf16 "
+        "--replays 5 --limit 40",
+    ),
+    Piece(
+        "backends-domains",
+        500,
+        f"{TWO_DOMAINS} --backend lsa,nvshmem,gin --layout flat --payload bf16,fp8 --replays 7 --limit 80",
+    ),
+    Piece("domains", 300, f"{TWO_DOMAINS} --backend lsa --sms 0,32,64 --replays 10"),
+    Piece("domains-nvshmem", 340, f"{TWO_DOMAINS} --backend lsa,nvshmem --sms 32 --layout flat --limit 80"),
+    Piece("nic", 120, f"{TWO_DOMAINS} --backend lsa --sms 32 --payload bf16 --nic 50,3,10 --replays 10"),
+    Piece("sweep", 200, f"sweep {DEEPSEEK} --no-peers --replays 10"),
+    Piece("all-to-all", 60, f"all-to-all --ranks {GPUS}"),
+    Piece("beside", 100, f"{CASES} --tokens 4096 --layout flat --sms 16 --overlap-gemm --singles 0 --no-peers"),
+    Piece("deep-ep-layer", 120, f"deep-ep-layer {DEEPSEEK} --tokens 128,4096"),
+    Piece("deep-ep-layer-eager", 120, f"deep-ep-layer {DEEPSEEK} --tokens 128,4096 --mode eager"),
+    *(
+        Piece(
+            f"overlap-{name}", 90, f"overlap --ranks {GPUS} --limit 50 --replays 5 --operator {name.replace('-', '_')}"
+        )
+        for name in (
+            "all-gather-matmul",
+            "matmul-reduce-scatter",
+            "matmul-all-reduce",
+            "matmul-all-to-all",
+            "embedding-all-to-all",
+        )
+    ),
+    Piece("all-gather-study", 150, f"all-gather-study --ranks {GPUS}"),
+    Piece("counters", 200, f"counters.py --ranks {GPUS}"),
+    Piece("recorder-host-time", 100, f"recorder.py --ranks {GPUS}"),
+    Piece(
+        "tune-layers", 400, f"tune layers --ranks {GPUS} --tokens 128,1024,4096 --replays 5 --out {FOLDER}/layers.tune"
+    ),
+    Piece("gemm-fp8", 150, "gemm --model deepseek-v3 --ranks 4 --tokens 128,1024,8192 --dtype bf16,fp8", gpus=1),
+    Piece(
+        "gemm-tune",
+        200,
+        f"tune gemms --model deepseek-v3 --ranks 4 --rows 8,128,1024 --out {FOLDER}/gemms.tune",
+        gpus=1,
+    ),
+    Piece("passes", 100, "passes.py", gpus=1),
+    Piece("checks", 100, "one_rank.py", gpus=1),
+    Piece("virtual-ranks", 200, "virtual_ranks.py", gpus=1),
+)
+
+_SEEN_BY_TESTS = "runs of the tests that compare values: tests/gpu/run has them"
+_ONCE = "an experiment that decided between kernels that are gone: docs/decisions.md"
+_MORE_TIMES = "the same rows as those of times-few and times-many, with fewer times"
+_FITTED = "every schedule, which moecomm.fused.schedules is fitted to; gemm-fp8 and tune have the chosen ones"
+_ENVIRONMENT = "variables of NCCL and of the RMA plugin in the environment, as the command in the result has them"
+# Results of GPUs without a piece: begin of the name, and why.
+LEFT_OUT = {
+    **dict.fromkeys(("random-cases", "random-layers", "kill-plans", "kill-plans-gpus"), _SEEN_BY_TESTS),
+    **dict.fromkeys(("ll-handles", "rings", "layers", "one-launch-schedules"), _ONCE),
+    **dict.fromkeys(("ll", "layouts", "rounds"), _MORE_TIMES),
+    **dict.fromkeys(("gemm", "gemm-fp8-clusters", "gemm-fp8-rows", "gemm-fp8-schedules"), _FITTED),
+    **dict.fromkeys(("gin-domains", "latency-gin-tcp"), _ENVIRONMENT),
+    "peers-alone": "times of other libraries alone, taken with their own programs",
+}
+
+_SMALL = "--hidden 64 --experts 8 --topk 2 --tokens 3 --ranks 2 --backend host"
+_INNER = f"{_SMALL} --intermediate 32"
+# Options that make a piece small, by its command: of options that are given twice the later one counts. What is not
+# here needs a GPU.
+MINIATURES = {
+    "dispatch-combine": f"{_SMALL} --layout flat --payload bf16 --sms 1 --mode eager --replays 1 --singles 2 "
+    "--limit 60 --no-ceiling",
+    "decode": f"{_INNER} --layout flat --payload bf16 --layers 2 --steps 2",
+    "training": f"{_INNER} --layers 2 --replays 1",
+    "moe": f"{_INNER} --replays 1 --singles 2",
+    "latency": "--backend host --least-bytes 4 --most-bytes 8 --replays 1",
+    "sweep": f"{_SMALL} --replays 1 --no-ceiling",
+    "all-to-all": "--backend host --ranks 2 --part-bytes 8192",
+    "deep-ep-layer": f"{_SMALL} --replays 1 --mode eager",
+    "gemm": "--hidden 64 --intermediate 32 --topk 2 --experts 8 --tokens 3 --ranks 2 --dtype bf16 --replays 1",
+    "recorder.py": "--ranks 2 --backend host --rounds 10",
+}
+
+
+def has_miniature(piece: Piece) -> bool:
+    """Return whether a piece runs on CPU ranks, which have no emulated NIC either."""
+    words = piece.words.split()
+    return words[0] in MINIATURES and "--nic" not in words
