@@ -404,6 +404,35 @@ def correctness() -> str:
     return table("result | what | number, none failed | kinds", rows)
 
 
+# What shares GPUs and cores with the ranks that are timed, by row.
+_SHARED = {
+    "kill-plans-h100-2": ("one survivor, GPUs to itself",),
+    "kill-plans-gpus-h100-2": ("one survivor, beside processes that start",),
+    "kill-plans-gpus-h100": (
+        "2 plans on one GPU, `CUDA_DEVICE_MAX_CONNECTIONS=32`",
+        "4 plans on one GPU",
+        *["8 plans on one GPU"] * 3,
+    ),
+    "kill-plans-gpus-h200-4": ("3 plans on 4 GPUs",),
+    "kill-plans-gpus-h200-8": ("4 plans on 8 GPUs",),
+    "kill-plans-cpu": ("one plan on 2 cores",),
+}
+_STEPS = ("noticed", "mask", "first_round_after_mask", "shrink", "first_round_after_shrink")
+
+
+def after_kills() -> str:
+    """How soon ranks notice a loss and go on, by what else runs."""
+    rows = []
+    for name, shared in _SHARED.items():
+        found = load(name)
+        for row, beside in zip(found["rows"], shared, strict=True):
+            times = [row.get(f"{step}_ms") for step in _STEPS]
+            cells = ["" if ms is None else f"{ms['p50']:,.0f}; {ms['p99']:,.0f}" for ms in times]
+            rows.append(line(found, ("host",) if name.endswith("cpu") else ROUNDS, f"`{name}`", beside, *cells))
+    heads = "noticed | `mask()` | first round | `shrink()` | first round"
+    return table(f"result | beside | {heads}", rows)
+
+
 _ERRORS = {"median": ".1%", "signed": "+.1%", "worst": "+.1%"}
 
 
@@ -640,6 +669,14 @@ CHECKS = (
             "flips-cpu",
         ),
         correctness,
+    ),
+    Topic(
+        "How soon ranks go on after a kill",
+        "Milliseconds, p50; p99.  Noticed: from the kill to `PeerLost` on a survivor.  First round: the one after "
+        "`mask()` or `shrink()`.  A plan has at most 4 ranks on GPUs, and 6 on CPUs.  Several survivors on idle GPUs "
+        "that NVLink connects have not been measured.",
+        tuple(_SHARED),
+        after_kills,
     ),
 )
 
