@@ -404,7 +404,7 @@ def correctness() -> str:
     return table("result | what | number, none failed | kinds", rows)
 
 
-# What shares GPUs and cores with the ranks that are timed, by row.
+# Other work on the GPUs and cores of the ranks that are timed, by row.
 _SHARED = {
     "kill-plans-h100-2": ("one survivor, GPUs to itself",),
     "kill-plans-gpus-h100-2": ("one survivor, beside processes that start",),
@@ -421,7 +421,7 @@ _STEPS = ("noticed", "mask", "first_round_after_mask", "shrink", "first_round_af
 
 
 def after_kills() -> str:
-    """How soon ranks notice a loss and go on, by what else runs."""
+    """Times until ranks notice a loss and go on, by what else runs."""
     rows = []
     for name, shared in _SHARED.items():
         found = load(name)

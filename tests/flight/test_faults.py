@@ -14,7 +14,7 @@ from ..few import few
 from .faults import HOW, Fault, run_rank, shrink_once
 
 CASES = 9 * len(HOW)
-# What the report says of the rank: its last call, or the first that it did not make as the others did.
+# Words of the report about the rank: its last call, or the first that it did not make as the others did.
 WHERE = {
     "silent": "its last is call {at} (",
     "another operation": "call {next} (",

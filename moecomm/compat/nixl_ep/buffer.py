@@ -299,7 +299,7 @@ class Buffer:
     def clean_mask_buffer(self) -> None:
         """Take all connected ranks in again that are masked.  All of them make this call."""
         if self._met is not None and self._coming is None:
-            # Of this rank, its window says whether it is masked.
+            # This rank's window says whether it is masked itself.
             self._ranks().mask((self._masked() | {self.rank}) & self._connected, False)
         if self._standby:
             self._take_in(self._standby, self._store_of_standby)
