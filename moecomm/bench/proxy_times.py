@@ -13,16 +13,18 @@ _HEADS = (
     *("polling", "empty", "a poll us"),
 )
 EXPLAINED = (
-    "Where the one way of a put + signal through `gin`'s proxy goes, in us that add up, of the replay in the middle: "
+    "Where the one way of a put + signal through `gin`'s proxy goes, in us, of the replay in the middle: "
     "`posting`: inside the calls by which NCCL's thread asks our RMA plugin for its operations (puts and signals), "
     "outside the driver; `driver`: inside CUDA's in these; `copying`: the rest of the time until a "
     "poll has seen the last copy done; `word`: the driver's call by which the receiver writes a signal; `rest`: the "
-    "GPU's queue, NCCL's thread, the signal's way between the two threads. Beside them: the part of all time that the "
-    "thread spends in polls, the part of these that find nothing, and the time of one"
+    "GPU's queue, NCCL's thread, the signal's way between the two threads. These parts add up. Over TCP `copying` lasts "
+    "until the peer has acknowledged the operation: its word may have been written before, and its own put be under "
+    "way, so that parts overlap. Where they are longer than the one way, there is no `rest`. Beside them: the part of "
+    "all time that the thread spends in polls, the part of these that find nothing, and the time of one"
 )
 
 
-def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]]) -> dict[str, float] | None:
+def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]]) -> dict[str, float | None] | None:
     """Return the averages of a put + signal in the median replay, warm-up rounds included; None without measurements.
 
     Args:
@@ -34,11 +36,13 @@ def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]
 
         | key | meaning |
         | --- | --- |
-        | one_way_us | sum of the next five |
+        | one_way_us | sum of the next five, if the last is there |
         | posting_us, driver_us | inside the calls that post operations: outside the CUDA driver, and inside |
-        | copying_us | rest of the time in which an operation is in flight: until a poll has seen its copy done |
+        | copying_us | rest of the time in which an operation is in flight: until a poll has seen its copy done, or |
+        | | over TCP the peer's acknowledgment |
         | word_us | the call that writes a signal's word, at the receiver |
-        | rest_us | the remainder: the GPU's queue, NCCL's thread, the signal's way between both threads |
+        | rest_us | the remainder: the GPU's queue, NCCL's thread, the signal's way between both threads. None if the |
+        | | others are longer than the one way: over TCP a put is acknowledged while the peer's own is under way |
         | operations, bytes | operations and bytes of a put + signal |
         | until_done_us | one operation, from posting until a poll has seen it done |
         | a_poll_us, polling, empty | time of a poll; fraction of time in polls; fraction of polls that found nothing |
@@ -52,13 +56,14 @@ def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]
     total = {name: sum(part[name] for part in found if part is not None) for name in found[0] or {}}
     each_us = {name: nanoseconds / total["puts"] / 1e3 for name, nanoseconds in total.items()}
     word_us = total["writing_ns"] / max(1, total["words"]) / 1e3
-    parts = {
+    rest_us = slowest[middle] - each_us["busy_ns"] - word_us
+    parts: dict[str, float | None] = {
         "one_way_us": slowest[middle],
         "posting_us": each_us["posting_ns"] - each_us["driver_ns"],
         "driver_us": each_us["driver_ns"],
         "copying_us": each_us["busy_ns"] - each_us["posting_ns"],
         "word_us": word_us,
-        "rest_us": slowest[middle] - each_us["busy_ns"] - word_us,
+        "rest_us": rest_us if rest_us >= 0 else None,
         "operations": total["operations"] / total["puts"],
         "bytes": total["bytes"] / total["puts"],
         "until_done_us": total["until_ended_ns"] / max(1, total["ended"]) / 1e3,
@@ -67,7 +72,7 @@ def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]
         "empty": total["empty_polls"] / max(1, total["polls"]),
         "clock_reads": total["clock_reads"] / total["puts"],
     }
-    return {name: round(value, 3) for name, value in parts.items()}
+    return {name: None if value is None else round(value, 3) for name, value in parts.items()}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -75,8 +80,13 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     lines = []
     for row in (row for row in rows if "plugin" in row):
         part = row["plugin"]
-        us = [f"{part[name]:.2f}" for name in ("one_way_us", *_PARTS)]
+        us = [_us(part[name]) for name in ("one_way_us", *_PARTS)]
         polls = [f"{part['polling']:.0%}", f"{part['empty']:.0%}", f"{part['a_poll_us']:.2f}"]
         by = f"{row['method']}, {row['sms']} block" + "s" * (row["sms"] > 1)
         lines.append([str(row["bytes"]), by, f"{part['operations']:.1f}", *us, *polls])
     return [list(_HEADS), *lines] if lines else []
+
+
+def _us(time: float | None) -> str:
+    """Format a part, empty where parts overlap; older results have a rest below zero there."""
+    return "" if time is None or time < 0 else f"{time:.2f}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 from rich.console import Console
 
 from moecomm.bench import latency, proxy_times, table
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def taken(scale: int = 1, **other: int) -> dict[str, int]:
@@ -44,6 +48,29 @@ def test_parts_are_of_the_replay_in_the_middle_and_add_up() -> None:
         "empty": 0.75,
         "clock_reads": 90.0,
     }
+
+
+def test_parts_that_overlap_leave_no_rest() -> None:
+    """Over TCP: a put is in flight until it is acknowledged, and the reply may come before."""
+    found = proxy_times.of_put([[30.0], [29.0]], [[taken(busy_ns=400_000)]] * 2)
+    assert found is not None and found["rest_us"] is None and found["copying_us"] == 35.0
+    row = {"bytes": 64, "method": "put", "sms": 1}
+    for plugin in (found, {**found, "rest_us": -12.0}):
+        heads, cells = proxy_times.table([{**row, "plugin": plugin}])
+        assert cells[heads.index("rest")] == "" and cells[heads.index("copying")] == "35.00"
+    assert "no `rest`" in proxy_times.EXPLAINED
+
+
+@pytest.mark.parametrize("name", ["latency-gin-tcp-h100-2", "latency-gin-tcp-h200-2", "latency-backends-h100-4"])
+def test_parts_of_kept_results_are_not_negative_and_add_up(name: str) -> None:
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    heads, *lines = proxy_times.table(rows)
+    first, last = heads.index("one way us"), heads.index("rest")
+    assert lines and not any(cell.startswith("-") for cells in lines for cell in cells)
+    for cells in lines:
+        if cells[last]:
+            one_way, *parts = map(float, cells[first : last + 1])
+            assert sum(parts) == pytest.approx(one_way, abs=0.05)
 
 
 def test_of_several_ways_the_fastest_has_its_own_parts() -> None:
