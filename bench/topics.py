@@ -533,8 +533,8 @@ TOPICS = (
         "Backends and domains",
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
-        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest of a rank, where the "
-        "benchmark wrote it.",
+        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest of a "
+        "rank, where the benchmark wrote it.",
         (
             "backends-h100-4",
             "backends-domains-h100-4",
