@@ -87,6 +87,19 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in lost if (page.parent / link).resolve().relative_to(DOCS).name not in SHOWN] == []
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("bench/*.md")], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_no_table_is_split(page: Path) -> None:
+    """Every run of lines with bars is a heading, a rule and rows with as many cells."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for run in re.findall(r"(?:^[ \t]*\|.*\n)+", text, re.MULTILINE):
+        heads, rule, *rows = [line.strip() for line in (*run.splitlines(), "")]
+        assert re.fullmatch(r"\|( *:?-+:? *\|)+", rule), f"no rule below: {heads}"
+        for row in rows[:-1]:
+            assert len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) == rule.count("|"), row
+
+
 def figure(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"figure_{path.stem}", path)
     assert spec and spec.loader
