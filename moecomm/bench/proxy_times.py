@@ -19,8 +19,8 @@ EXPLAINED = (
     "poll has seen the last copy done; `word`: the driver's call by which the receiver writes a signal; `rest`: the "
     "GPU's queue, NCCL's thread, the signal's way between the two threads. These parts add up. Over TCP `copying` "
     "lasts until the peer has acknowledged the operation: its word may have been written before, and its own put be "
-    "under way, so that parts overlap. Where they are longer than the one way, there is no `rest`. Beside them: the part of "
-    "all time that the thread spends in polls, the part of these that find nothing, and the time of one"
+    "under way, so that parts overlap. Where they are longer than the one way, there is no `rest`. Beside them: the "
+    "part of all time that the thread spends in polls, the part of these that find nothing, and the time of one"
 )
 
 
