@@ -243,3 +243,59 @@ def _all_to_one(rank: int, group: Any) -> str:
 def test_chunks_of_several_ranks(gpu_ranks: Ranks) -> None:
     count = min(4, torch.cuda.device_count())
     assert gpu_ranks.run(count, _all_to_one) == ["done"] * count
+
+
+MANY = 64  # virtual ranks, of two blocks each
+
+
+def skewed(times: int, tokens: int) -> list[dict[str, Any]]:
+    """Make tokens of MANY ranks: rank 0 gets so many times the mean, and the others share what is left."""
+    g = torch.Generator().manual_seed(times)
+    number = torch.arange(MANY * tokens)
+    owner = torch.where(number % MANY < times, 0, 1 + number % (MANY - 1)).view(MANY, tokens)
+    return [
+        {
+            "x": torch.randn(tokens, 64, generator=g).bfloat16().cuda(),
+            "topk_idx": torch.stack([2 * mine, 2 * mine + 1], dim=1).cuda(),
+            "topk_weights": torch.rand(tokens, 2, generator=g).cuda(),
+            "num_sms": 2,
+        }
+        for mine in owner
+    ]
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["expert", "flat"])
+def test_skew_of_64_virtual_ranks(layout: str) -> None:
+    """From even routing to all tokens at one rank: all come back where there is room, else each rank drops its part."""
+    tokens, copies = 32, 1 if layout == "flat" else 2
+    sizes = {"hidden": 64, "num_experts": 2 * MANY, "topk": 2, "max_tokens": tokens, "timeout_s": 60}
+    roomy, tight = (
+        LocalBuffers(MANY, **sizes, backend="lsa", device=0, capacity_factor=factor) for factor in (math.inf, 1.5)
+    )
+    with roomy, tight:
+        room = tight.buffers[0].rounds.settings.capacity_rows(layout)
+        for times in (1, 4, 16, 64):
+            calls = [{**given, "layout": layout} for given in skewed(times, tokens)]
+            routed = roomy.dispatch(calls)
+            outs = roomy.combine([{"y": here.x, "handle": here.handle, "num_sms": 2} for here in routed])
+            roomy.check()
+            assert all(torch.equal(out, copies * given["x"]) for out, given in zip(outs, calls, strict=True))
+            arrived = [int(here.num_rows) for here in routed]
+            assert (arrived[0], sum(arrived)) == (times * tokens * copies, MANY * tokens * copies)
+            del routed, outs
+            here, *_ = kept = tight.dispatch([{**given, "overflow": "drop"} for given in calls])
+            tight.check()
+            wanted = [(given["topk_idx"][:, 0] // 2).bincount(minlength=MANY) * copies for given in calls]
+            lost = [int((rows - room // MANY).clamp(min=0).sum()) * 2 // copies for rows in wanted]
+            assert [int(one.dropped) for one in kept if one.dropped is not None] == lost  # entries, flat: two a row
+            assert int(here.num_rows) == sum(min(int(rows[0]), room // MANY) for rows in wanted)
+            del here, kept
+            if times * tokens * copies > room:
+                tight.dispatch(calls)  # waits for nothing
+                for buffer in tight.buffers:
+                    with pytest.raises(moecomm.TooManyRows) as caught:
+                        buffer.check()
+                    assert (caught.value.rank, caught.value.rows, caught.value.room) == (0, arrived[0], room)
+        assert arrived[0] > room
