@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan, installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None,
+    reason="needs torchtitan, installed: python -m tests.integrations.versions torchtitan",
+)
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 32, 48, 8, 2, 13
 OVERRIDE = "moecomm.integrations.torchtitan.use_moecomm"
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"capacity_factor": math.inf}, {"dtype": "float32"})

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers, installed: pip install transformers"
+    importlib.util.find_spec("transformers") is None,
+    reason="needs transformers, installed: python -m tests.integrations.versions transformers",
 )
 PROMPTS = 4, 7  # and their tokens
 

@@ -1,80 +1,237 @@
-"""Runs the signature tests against the newest and the oldest supported version of each framework.
+"""Runs contract tests against the oldest supported version of each framework, and against the newest of the index.
 
-    python -m tests.integrations.versions [framework ...]
+    python -m tests.integrations.versions [--newest] [framework ...]
 
-Each version is installed without its dependencies into a folder of its own, which goes in the end.  The tests read
-sources there, and import nothing of it.
+With --newest the oldest versions are left out.  Each version is installed into a virtual environment of its own over
+this one, which goes in the end.  Most frameworks come without dependencies: tests read their sources, and import
+nothing of them.  docs/testing.md has the list.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
+import platform
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+import pytest
 
 ROOT = Path(__file__).parents[2]
 CALLS = "tests/integrations/test_call_sites.py"
 
 
 class Framework(NamedTuple):
-    """Versions, the oldest first, and the tests that read their sources."""
+    """Versions to check, and their tests.
+
+    Attributes:
+        package: its name on the index.
+        oldest: the oldest version that is supported.
+        newest: the newest version that has been checked; where the index has a newer one, that one is checked instead.
+        before: why no version before `oldest` is supported.
+        tests: files of tests; of these, those that read sources.
+        whole: tests run whole, and import the framework.
+        beside: packages that it imports, without which tests can't run it; their dependencies are not installed.
+        dependencies: the index chooses dependencies.
+        python: version of Python that wheels are for, where it is not the running one.
+    """
 
     package: str
-    versions: tuple[str, ...]
-    tests: tuple[str, ...]
+    oldest: str
+    newest: str
+    before: str
+    tests: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    dependencies: bool = False
+    python: str = ""
 
 
-# vLLM and SGLang have some hundred MB a version; their older versions have other interfaces.
 FRAMEWORKS = {
-    "torchtitan": Framework("torchtitan", ("0.3.0",), ("tests/integrations/test_torchtitan.py", CALLS)),
-    "transformer-engine": Framework("transformer-engine", ("2.19.0", "2.20.2"), ("tests/compat/test_te_ep.py",)),
-    "sglang": Framework("sglang", ("0.5.22", "0.5.23"), ("tests/integrations/test_sglang.py", CALLS)),
-    "vllm": Framework("vllm", ("0.33.0",), ("tests/integrations/test_vllm_signatures.py", CALLS)),
-    "flashinfer": Framework("flashinfer-python", ("0.7.2",), ("tests/integrations/test_flashinfer.py",)),
-    "megatron": Framework("megatron-core", ("0.16.1",), (CALLS,)),
+    "torchtitan": Framework(
+        "torchtitan",
+        "0.3.0",
+        "0.3.0",
+        "0.2 has neither `config/override.py` nor `token_dispatcher.py`",
+        tests=(CALLS,),
+        whole=("tests/integrations/test_torchtitan_installed.py", "tests/integrations/test_torchtitan.py"),
+        beside=("spmd_types==0.2.3", "tyro", "docstring_parser", "einops"),
+    ),
+    "transformers": Framework(
+        "transformers",
+        "5.23.0",
+        "5.24.0",
+        "5.22 has no registry of expert-parallel implementations",
+        whole=("tests/integrations/test_transformers.py",),
+        beside=("accelerate",),
+        dependencies=True,
+    ),
+    "transformer-engine": Framework(
+        "transformer-engine",
+        "2.19.0",
+        "2.20.2",
+        "`ep_bootstrap` of 2.18 has other arguments",
+        tests=("tests/compat/test_te_ep.py",),
+    ),
+    "sglang": Framework(
+        "sglang",
+        "0.5.19",
+        "0.5.23",
+        "0.5.18 has no `deepep_v2`",
+        tests=("tests/integrations/test_sglang.py", CALLS),
+    ),
+    "vllm": Framework(
+        "vllm",
+        "0.24.0",
+        "0.33.0",
+        "0.23 has no `deepep_v2`",
+        tests=("tests/integrations/test_vllm_signatures.py", CALLS),
+    ),
+    "flashinfer": Framework(
+        "flashinfer-python",
+        "0.7.2",
+        "0.7.2.post1",
+        "0.7.1 has no registry of communication backends",
+        tests=("tests/integrations/test_flashinfer.py",),
+    ),
+    "megatron": Framework(
+        "megatron-core",
+        "0.16.1",
+        "0.19.2",
+        "0.16.0 has not been run",
+        tests=(CALLS,),
+        python="3.12",
+    ),
 }
 # Tests that read sources, by their names.
 SELECTED = "installed or signatures or its_dispatcher or overrides or metadata or deepeps or looks_for or of_vllm"
 
 
-def check(framework: Framework, version: str) -> bool:
-    """Return whether the tests pass beside this version."""
-    with tempfile.TemporaryDirectory() as folder:
+class Place:
+    """A virtual environment over the running one: its packages, and those of the running one behind them."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder)
+        self.python = str(folder / "bin" / "python")
+        self.packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+        under = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        (self.packages / "under.pth").write_text("\n".join(sorted(under)))
+
+    def install(self, framework: Framework, version: str) -> None:
         wanted = f"{framework.package}=={version}"
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, wanted]
-        if subprocess.run(pip, check=False).returncode:
-            print(f"{wanted}: not installed", flush=True)
-            return False
-        # Behind what is installed: a framework must not bring its own copy of anything else.
-        paths = [str(ROOT), str(Path(torch.__file__).parents[1]), folder]
-        tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SELECTED, *framework.tests]
-        ran = subprocess.run(
-            tests,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        last = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ran.stderr.strip()[-200:]
-        print(f"{wanted}: {last}", flush=True)
+        if framework.dependencies:
+            pip(self.python, "install", wanted, *framework.beside)
+            return
+        pip(self.python, "install", "--no-deps", f"--target={self.packages}", *wheels_for(framework.python), wanted)
+        if framework.beside:
+            pip(self.python, "install", "--no-deps", *framework.beside)
+
+    def run(self, *arguments: str) -> str:
+        """Run pytest and return its last line.
+
+        Raises:
+            RuntimeError: a test failed, or none ran; with what pytest printed.
+        """
+        # Not -m, which puts this folder first: its moecomm may not be built.
+        program = str(Path(pytest.__file__).with_name("__main__.py"))
+        tests = [self.python, program, "-q", "-p", "no:cacheprovider", *arguments]
+        ran = subprocess.run(tests, cwd=ROOT, check=False, capture_output=True, text=True)
         if ran.returncode:
-            print(ran.stdout)
-        return ran.returncode == 0
+            raise RuntimeError(ran.stdout + ran.stderr)
+        return ran.stdout.strip().splitlines()[-1]
 
 
-def main(names: list[str]) -> int:
-    unknown = [name for name in names if name not in FRAMEWORKS]
-    if unknown:
-        print(f"unknown: {', '.join(unknown)}; there are {', '.join(FRAMEWORKS)}", file=sys.stderr)
-        return 2
-    chosen = [FRAMEWORKS[name] for name in names or FRAMEWORKS]
-    passed = [check(framework, version) for framework in chosen for version in framework.versions]
+def pip(python: str, command: str, *arguments: str) -> str:
+    """Run pip for an environment, and return what it prints.
+
+    Raises:
+        RuntimeError: it failed; with its errors.
+    """
+    ran = subprocess.run(
+        [python, "-m", "pip", command, "--disable-pip-version-check", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if ran.returncode:
+        raise RuntimeError(ran.stderr)
+    return ran.stdout
+
+
+def wheels_for(python: str) -> list[str]:
+    """Options of pip for wheels of another Python, of which tests import no module in C."""
+    if not python:
+        return []
+    kinds = [f"manylinux_2_{minor}_{platform.machine()}" for minor in (28, 24, 17)]
+    # pip install compares with the running Python, whatever --python-version says.
+    other = ["--only-binary=:all:", f"--python-version={python}", "--ignore-requires-python"]
+    return [*other, *(f"--platform={kind}" for kind in kinds)]
+
+
+def on_index(framework: Framework) -> list[str]:
+    """The versions that the index has, the newest first.
+
+    Raises:
+        RuntimeError: it has none.
+    """
+    printed = pip(sys.executable, "index", "versions", *wheels_for(framework.python), framework.package)
+    (line,) = [line for line in printed.splitlines() if line.startswith("Available versions:")]
+    return line.partition(":")[2].replace(",", " ").split()
+
+
+def check(framework: Framework, version: str) -> None:
+    """Run the tests beside a version, and print what pytest counts.
+
+    Raises:
+        RuntimeError: pip or a test failed, or a test of those that run whole was skipped.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(Path(folder))
+        place.install(framework, version)
+        counts = []
+        if framework.tests:
+            counts.append(place.run("-k", SELECTED, *framework.tests))
+        if framework.whole:
+            counts.append(place.run("-rs", *framework.whole))
+            if "skipped" in counts[-1]:
+                raise RuntimeError(counts[-1])
+    print(f"{framework.package} {version}: {'; '.join(counts)}", flush=True)
+
+
+def check_all(framework: Framework, newest_only: bool) -> bool:
+    """Return whether the tests pass beside the oldest supported version and the newest of the index, or the newest."""
+    passed = True
+    try:
+        there = on_index(framework)
+    except RuntimeError as error:
+        print(f"{framework.package}: {error}", flush=True)
+        return False
+    if there[0] != framework.newest:
+        print(f"{framework.package}: the newest is {there[0]} here, and {framework.newest} in docs/testing.md")
+    for version in dict.fromkeys((there[0],) if newest_only else (framework.oldest, there[0])):
+        if version not in there:
+            print(f"{framework.package} {version}: not on the index, left out", flush=True)
+            continue
+        try:
+            check(framework, version)
+        except RuntimeError as error:
+            print(f"{framework.package} {version}: {error}", flush=True)
+            passed = False
+    return passed
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Contract tests against versions of frameworks")
+    parser.add_argument("--newest", action="store_true", help="leave out the oldest versions")
+    parser.add_argument("frameworks", nargs="*", metavar="framework", help="default: all")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.frameworks if name not in FRAMEWORKS]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(FRAMEWORKS)}")
+    passed = [check_all(FRAMEWORKS[name], given.newest) for name in given.frameworks or FRAMEWORKS]
     return 0 if all(passed) else 1
 
 
