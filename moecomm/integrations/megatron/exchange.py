@@ -187,7 +187,10 @@ class _Combine(torch.autograd.Function):
 
 
 def _home(rows: torch.Tensor, way: Way, **tensors: Any) -> Any:
-    """A rank's rows of a token are added in float32 and rounded before they travel: half the bytes of `wire=None`."""
+    """A rank's rows of a token are added in float32 and rounded before they travel: half the bytes of "exact".
+
+    The dtype of the rows is named, so that no default of a Buffer changes it.
+    """
     handle, num_sms = way
     with CollectiveCall(handle.rounds):
         options = combining.Options(weighted=False, wire=rows.dtype, num_sms=num_sms)
