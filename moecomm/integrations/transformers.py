@@ -1,4 +1,4 @@
-"""moecomm as an expert-parallel implementation of Hugging Face transformers (checked against 5.24), by its registry.
+"""moecomm as an expert-parallel implementation of Hugging Face transformers (5.23 and later), by its registry.
 
     moecomm.integrations.transformers.register()
     config = DistributedConfig(tp_size=8, ep_size=8, ep_implementation="moecomm")
@@ -25,7 +25,7 @@ try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 except ImportError as error:
     raise Unsupported(
-        f"this transformers has no registry of expert-parallel implementations ({error}): install transformers 5.24 or "
+        f"this transformers has no registry of expert-parallel implementations ({error}): install transformers 5.23 or "
         "later"
     ) from error
 

@@ -1,0 +1,70 @@
+"""Generates with a model of Hugging Face transformers over its own all-to-all and over moecomm, and compares.
+
+    torchrun --nproc_per_node 2 -m tests.integrations.transformers_generate [MODEL]
+
+MODEL is a name or a folder; without it, a small one of random weights is made.  Runs on GPUs, or on CPUs without them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+PROMPTS, NEW_TOKENS = (4, 32), 16  # prompts and their tokens
+MOST = 1e-4  # between logits, of the largest
+
+
+def generated(name: str, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of the prompts, and the tokens that follow."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    ranks = dist.get_world_size()
+    config = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation=implementation)
+    # In float32: in bfloat16 another order of sums may choose other experts.
+    how = {"dtype": torch.float32, "experts_implementation": "eager", "distributed_config": config}
+    model = AutoModelForCausalLM.from_pretrained(name, **how)
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, model.config.vocab_size, PROMPTS, generator=g).to(model.device)
+    with torch.no_grad():
+        logits = model(ids).logits.float().cpu()
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return logits, model.generate(ids, **options)[:, ids.shape[1] :].cpu()
+
+
+def main(names: list[str]) -> int:
+    from moecomm.integrations.transformers import register
+
+    rank = int(os.environ["LOCAL_RANK"])
+    on_gpus = torch.cuda.is_available()
+    if on_gpus:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    register()
+    with tempfile.TemporaryDirectory() as folder:
+        if not names:
+            from tests.integrations.test_transformers import make
+
+            made = [folder]
+            dist.broadcast_object_list(made)
+            if rank == 0:
+                make(Path(folder))
+            dist.barrier()
+            names = made
+        (theirs, their_tokens), (ours, our_tokens) = (generated(names[0], how) for how in ("all_to_all", "moecomm"))
+        dist.barrier()
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    if rank == 0:
+        same = int((our_tokens == their_tokens).sum())
+        print(f"{same} of {their_tokens.numel()} tokens are the same; logits differ by {error:.1e} of the largest")
+    dist.destroy_process_group()
+    return 0 if error <= MOST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
