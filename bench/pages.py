@@ -24,21 +24,27 @@ hidden 7168, top-8 of 256 experts.
 [Calls and steps](../docs/measured_calls.md) and [checks](../docs/measured_checks.md) have pages of their own.
 
 Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
-{LEGEND}  Each result keeps its commit and a digest of the source of each
-kernel, with what it includes and without comments; rows whose kernels have other digests today are marked, unless
-[`equal_kernels.py`](equal_kernels.py) has found both sources to compile to the same machine code.
+{LEGEND}
+Each result keeps its commit and a digest of the source of each kernel, with what it includes and without comments.
+Times whose kernels have other digests today are marked, unless [`equal_kernels.py`](equal_kernels.py) has found both
+sources to compile to the same machine code.
 `tests/test_readme.py` fails if the marks or figures of this page or the main README are not those of the generator."""
 
 CALLS_HEAD = f"""# Measured calls and steps
 
 Written by `python bench/readme.py`.  Single calls of moecomm at other sizes or on other GPUs than those
 of the main [README](../README.md), calls of NCCL, and steps of many layers.  [How things are timed](performance.md).
-{LEGEND}"""
+{LEGEND}  [Measurements](../bench/README.md) says how this is decided.
+
+`--others torch-symm-mem` has no result: torch 2.11 takes at most 15 experts a rank, so DeepSeek-V3 needs more ranks
+than there were.  UCCL-EP was not measured: its proxies on the CPU serve a network between hosts, and there was one
+host."""
 
 CHECKED_HEAD = f"""# Measured checks
 
 Written by `python bench/readme.py`.  Runs that compare every value with a reference, and the time that checks inside
-kernels take.  {LEGEND}"""
+kernels take.  {LEGEND}
+[Measurements](../bench/README.md) says how this is decided."""
 
 
 def pages() -> dict[Path, str]:

@@ -22,7 +22,10 @@ CSRC = ROOT / "csrc"
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
 OLDER = "†"
 WINDOW = " | window"  # of the heads of a table
-LEGEND = f"{OLDER}: measured before later changes to the kernels."
+LEGEND = (
+    f"{OLDER}: moecomm's own kernels behind this time changed after the run, and their machine code is not shown to be "
+    "the same: today's time may be shorter or longer. Times of other libraries are not affected."
+)
 MANY = ("dispatch", "combine")  # of one domain
 FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
 ROUNDS = (*MANY, *FEW)
@@ -81,14 +84,25 @@ def digests() -> dict[str, str]:
     return sources.digests(CSRC)
 
 
-def line(found: dict[str, Any], parts: Iterable[str], *cells: str, beside: dict[str, Any] | None = None) -> str:
+def line(
+    found: dict[str, Any],
+    parts: Iterable[str],
+    *cells: str,
+    beside: dict[str, Any] | None = None,
+    at: Iterable[int] = (0,),
+) -> str:
     """Return one row of a table, marked if its figures are older than the kernels they measure.
 
-    `beside` is a second result with figures in the row.
+    Args:
+        found: the result with the figures.
+        parts: parts behind them: see `older`.
+        cells: the row.
+        beside: a second result with figures in the row.
+        at: the cells to mark: those of moecomm where other libraries share the row.
     """
-    first, *rest = cells
-    marked = any(older(one, parts) for one in (found, beside) if one)
-    return f"| {' | '.join([f'{first} {OLDER}' if marked else first, *rest])} |"
+    if any(older(one, parts) for one in (found, beside) if one):
+        cells = tuple(f"{cell} {OLDER}" if index in at and cell else cell for index, cell in enumerate(cells))
+    return f"| {' | '.join(cells)} |"
 
 
 def table(heads: str, rows: Iterable[str]) -> str:
@@ -136,7 +150,8 @@ def headlines() -> str:
     import times
 
     shown = "\n\n".join([*head_to_head.front(), *times.front(), *layers()])
-    return f"{shown}\n\n{LEGEND}" if OLDER in shown else shown
+    more = "[Measurements](bench/README.md) says how this is decided."
+    return f"{shown}\n\n{LEGEND} {more}" if OLDER in shown else shown
 
 
 def peer_rows(gpus: int, tokens: int) -> list[str]:

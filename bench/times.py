@@ -14,9 +14,12 @@ from readme import WINDOW, layer_parts, line, load, names, round_parts, source, 
 OPERATIONS = ("times", "zipf", "symm-mem")
 FRONT = ("h200-4", "h200-8")  # ends of names: machines of the main README, each with a table
 FRONT_TOKENS = (128, 4096)
-COLUMNS = (
-    "GPUs | tokens a rank | library, layout | operation | alone, p50 | p99 | in a graph | eager | host | SMs | window"
-)
+COLUMNS = "GPUs | tokens a rank | library, layout | operation | alone, {} | in a graph | eager | host | SMs | window"
+FEW_PARTS, PARTS = ("p50", "p99"), ("p50", "p90", "p99")  # of single calls, in the main README and elsewhere
+_LIBRARY = 2  # the column that names the library
+SKEWED, EVEN = "zipf-h200-4", "times-many-h200-4"
+_SLOW = 1.2  # times over the graph's: an eager call that waits for more than the host
+_TAIL = 1.5  # p99 over p50 of a decode step
 
 
 def found(*kinds: str) -> list[str]:
@@ -31,24 +34,76 @@ def front() -> list[str]:
         used = [name for name in found("times") if name.endswith(machine) and rows_of(name, front=True)]
         if used:
             rows = (row for name in used for row in rows_of(name, front=True))
-            tables += [table(COLUMNS, rows), source(used)]
+            heads = COLUMNS.format(" | ".join(FEW_PARTS))
+            tables += [table(heads, rows), *(note for name in used for note in no_room(name)), source(used)]
     if not tables:
         return []
     head = (
-        "What one call costs, DeepSeek-V3, FP8 dispatch, combine of bf16 rows. *Alone*: a single call with caches "
-        "flushed; ranks start within a microsecond. *In a graph*: the period of many calls. *Eager*: the period of "
-        "calls that the host enqueues one by one. These are times of the slowest rank, medians unless the column says "
-        "p99. *Host*: the time until an eager call returns, of the median rank. *SMs*: blocks of the launch, one on "
-        "each SM. *Window*: peer-visible memory of a rank. In `expert` and `batched`, each rank first adds up its rows "
-        "of a token; the sum travels in bf16 by default, or in fp32 with `wire='exact'`. Rows of `batched` take the "
-        "time of `expert` within 2 %, in a graph and alone; they are in [Calls and steps](docs/measured_calls.md):"
+        "What one call costs, DeepSeek-V3, dispatch of bf16 rows as they are or in FP8, combine of bf16 rows. *Alone*: "
+        "a single call with caches flushed; ranks start within a microsecond. *In a graph*: the period of many calls. "
+        "*Eager*: the period of calls that the host enqueues one by one. These are times of the slowest rank, medians "
+        "unless the column says p99. *Host*: the time until an eager call returns, of the median rank. *SMs*: blocks "
+        "of the launch, one on each SM. *Window*: peer-visible memory of a rank. In `expert` and `batched`, each rank "
+        "first adds up its rows of a token; the sum travels in bf16 by default, or in fp32 with `wire='exact'`. Rows "
+        "of `batched` take the time of `expert` within 2 %, in a graph and alone; they are in [Calls and "
+        "steps](docs/measured_calls.md), which has p90 as well:"
     )
-    return [head, *tables]
+    return [head, *tables, *skewed()]
+
+
+def skewed() -> list[str]:
+    """Return the paragraphs of skewed routing in the main README: a table and its sources; none without results."""
+    if not {SKEWED, EVEN} <= {*names()}:
+        return []
+    zipf, even = load(SKEWED), load(EVEN)
+    keys = ("who", "tokens", "layout", "what", "payload", "variant", "sms_asked")
+    lines = []
+    for row in zipf["rows"]:
+        alike = {key: row[key] for key in keys}
+        other = next((one for one in even["rows"] if alike.items() <= one.items()), {})
+        if row["who"] != "moecomm" or row["what"] == "pair" or not ("us" in row and "us" in other):
+            continue
+        what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
+        us, even_us = row["us"]["p50"], other["us"]["p50"]
+        cells = (f"`{row['layout']}`", what, time_of(even_us), time_of(us), f"{us / even_us:.2f}")
+        lines.append(line(zipf, round_parts(row["tokens"], row["what"]), *cells, beside=even))
+    exponent, size = zipf["case"]["routing"]["zipf"], zipf["case"]["tokens"][0]
+    head = (
+        f"Skewed routing, {zipf['case']['ranks']} {gpu(zipf)}, {size} tokens a rank, in a graph: experts are drawn by "
+        f"Zipf's law with exponent {exponent}. Even routing is from another run. The ratio includes the longer "
+        "transfer to the busiest rank; [Calls and steps](docs/measured_calls.md) has single and eager calls:"
+    )
+    return [head, table("layout | operation | even routing | skewed | ratio", lines), source((SKEWED, EVEN))]
+
+
+def no_room(name: str) -> list[str]:
+    """Return a note on eager combines that found no room in the window, as others of the result say; else nothing.
+
+    Graphs keep the memory of their outputs. Without room for rows of their own, eager combines use a ring.
+    """
+    result = load(name)
+    full = any(row.get("why", "").startswith("window_bytes") for row in result["rows"])
+    slow = [
+        f"{row['tokens']} tokens, `{row['layout']}`, {row['variant']}"
+        for row in result["rows"]
+        if (row["who"], row["what"]) == ("moecomm", "combine")
+        and row.get("eager_us")
+        and row["eager_us"]["p50"] > _SLOW * row["us"]["p50"]
+        and row["us"]["p50"] > (row["host_us"] or 0)  # else the host may be what an eager call waits for
+    ]
+    if not (full and slow):
+        return []
+    return [
+        f"Eager combine of {'; '.join(slow)}: beside the memory of the graphs, the benchmark's window had no room left "
+        "for the copy of `y`, so the rows went through a ring, which takes longer. Another operation of this run did "
+        "not run for the same reason. The benchmark opens a larger window since."
+    ]
 
 
 def operations() -> str:
     """Return the table of the operations that have the three times, but those of the main README."""
-    return table(COLUMNS, (row for name in found(*OPERATIONS) for row in rows_of(name)))
+    heads = COLUMNS.format(" | ".join(PARTS))
+    return table(heads, (row for name in found(*OPERATIONS) for row in rows_of(name)))
 
 
 def rows_of(name: str, *, front: bool = False) -> list[str]:
@@ -59,18 +114,20 @@ def rows_of(name: str, *, front: bool = False) -> list[str]:
         if "alone_us" not in row:
             continue
         ours = row["who"] == "moecomm"
-        if ours and (row["payload"] not in ("fp8", "") or row["what"] == "pair"):
+        if ours and row["what"] == "pair":
             continue
         is_front = ours and name.startswith("times-") and name.endswith(FRONT) and row["tokens"] in FRONT_TOKENS
         is_front &= row["layout"] != "batched"  # of which rows take the time of expert
         if (is_front and case["model"] == "deepseek-v3") != front:
             continue
         where = f"{case['ranks']} {gpu(result)}"
-        lines.append(line(result, round_parts(row["tokens"], row["what"]), where, *_cells(result, row)))
+        parts = round_parts(row["tokens"], row["what"]) if ours else ()
+        cells = _cells(result, row, FEW_PARTS if front else PARTS)
+        lines.append(line(result, parts, where, *cells, at=(_LIBRARY,)))
     return lines
 
 
-def _cells(result: dict[str, Any], row: dict[str, Any]) -> Iterable[str]:
+def _cells(result: dict[str, Any], row: dict[str, Any], parts: Iterable[str]) -> Iterable[str]:
     graph = result["case"]["mode"] == "graph"
     alone, eager = row["alone_us"], row.get("eager_us") if graph else row["us"]
     what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
@@ -78,7 +135,7 @@ def _cells(result: dict[str, Any], row: dict[str, Any]) -> Iterable[str]:
     yield str(row["tokens"])
     yield f"{row['who']}, `{row['layout']}`" + (f", Zipf {routing}" if routing else "")
     yield what
-    yield from (time_of(alone[part]) for part in ("p50", "p99"))
+    yield from (time_of(alone[part]) for part in parts)
     yield time_of(row["us"]["p50"]) if graph else ""
     yield time_of(eager["p50"]) if eager else ""
     yield "" if row["host_us"] is None else time_of(row["host_us"])
@@ -111,8 +168,22 @@ def decode() -> str:
             cells = (str(row["tokens"]), f"`{row['layout']}`, {row['payload']}", experts, *times)
             waits = time_of(result["waits_us"])
             where = f"{result['case']['ranks']} {gpu(result)}"
-            lines.append(line(result, round_parts(row["tokens"]), where, *cells, waits, window_of(row)))
-    return table(heads, lines)
+            lines.append(line(result, round_parts(row["tokens"]), where, *cells, waits, window_of(row), at=(_LIBRARY,)))
+    return "\n\n".join([table(heads, lines), *tails()])
+
+
+def tails() -> list[str]:
+    """Return a note on results of decode in which single steps take far longer than the median; else nothing."""
+    worst = {}
+    for name in found("decode"):
+        ratios = [row["us"]["p99"] / row["us"]["p50"] for row in load(name)["rows"] if "us" in row]
+        if max(ratios, default=0) > _TAIL:
+            worst[name] = max(ratios)
+    return [
+        f"`{name}`: p99 is up to {ratio:.1f} times p50. This is not explained: the result has neither clocks nor the "
+        f"times of single steps{', and no other result of decode has such steps' if len(worst) == 1 else ''}."
+        for name, ratio in worst.items()
+    ]
 
 
 def training() -> str:

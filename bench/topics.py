@@ -283,7 +283,7 @@ def peers() -> str:
                 figure(found, **same, what="combine", who="nccl"),
             ]
             cells = [cell.partition(" (")[0] for cell in cells]
-            rows.append(line(found, round_parts(tokens), f"`{layout}`, {variant}", str(tokens), *cells))
+            rows.append(line(found, round_parts(tokens), f"`{layout}`, {variant}", str(tokens), *cells, at=(2, 4)))
     nccl = table("layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL", rows)
     alone = table(
         "H200s | tokens a rank | library, layout | dispatch, FP8 | combine",

@@ -55,7 +55,7 @@ def kept() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_every_result_of_gpus_has_a_piece_or_a_reason() -> None:
-    """Of a piece: the same benchmark, with the names of its results, so that a page finds what it shows."""
+    """A piece has the benchmark and the name of its results, so that a page finds what it shows."""
     pieces, results = {piece.name: piece for piece in PIECES}, kept()
     assert set(results) <= set(pieces) | set(LEFT_OUT) and not set(pieces) & set(LEFT_OUT)
     assert set(LEFT_OUT) <= set(results), "a reason for nothing"

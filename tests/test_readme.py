@@ -206,6 +206,24 @@ def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.M
     monkeypatch.setattr(readme, "digests", lambda: now)
     earlier = {"kernels": now | {"combine": "other"}}
     assert readme.line(found, readme.ROUNDS, "4", "5 us", beside=earlier) == "| 4 † | 5 us |"
+    cells = ("4", "5 us", "6 us", "")
+    assert readme.line(earlier, readme.ROUNDS, *cells, at=(1, 3)) == "| 4 | 5 us † | 6 us |  |", (
+        "no mark without a time"
+    )
+
+
+def test_times_of_other_libraries_are_never_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import head_to_head
+    import readme
+    import times
+
+    monkeypatch.setattr(readme, "digests", lambda: dict.fromkeys(readme.load(head_to_head.found())["kernels"], "other"))
+    rows = [line.split(" | ") for line in times.operations().splitlines()[2:]]
+    assert {("moecomm" in row[2], "†" in row[2]) for row in rows} == {(True, True), (False, False)}
+    assert not any("†" in cell for row in rows for cell in (*row[:2], *row[3:]))
+    heads, _, *shown = head_to_head.front()[2].splitlines()
+    ours = heads.split(" | ").index("moecomm")
+    assert all([index for index, cell in enumerate(line.split(" | ")) if "†" in cell] == [ours] for line in shown)
 
 
 def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +270,10 @@ def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     (folder / f"{name}.json").write_text(json.dumps(written))
     (folder / "times-many-h100-2.json").write_text(json.dumps({**written, "case": {**case, "ranks": 2}}))
     lines = readme.headlines().splitlines()
-    assert lines[4].startswith("| 4 H200s | 4096 | moecomm, `flat` | dispatch, fp8 | 250 us | 260 us | 250 us |")
-    assert lines[6:] == [f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."]
+    alone = "250 us | 260 us | 250 us |"
+    assert lines[4].startswith(f"| 4 H200s | 4096 | moecomm, `flat` | dispatch, fp8 | {alone}")
+    assert lines[5].startswith(f"| 4 H200s | 4096 | moecomm, `flat` | dispatch, bf16 | {alone}")
+    assert lines[7:] == [f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."]
 
     def layer(variant: str, us: float, tokens: int = 128) -> dict:
         about = {"who": "moecomm", "what": "layer", "model": "m", "tokens": tokens, "variant": variant}
@@ -265,9 +285,10 @@ def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     (folder / f"{name}.json").write_text(json.dumps({**about, "kernels": {}, "rows": found}))
     monkeypatch.setattr(readme, "README_LAYERS", {name: (128,)})
     lines = readme.headlines().splitlines()
-    assert lines[12] == "| m † | 128 | 1500 us | 1250 us | 1.25 | 2.40 | 900 us |"
+    assert lines[13] == "| m † | 128 | 1500 us | 1250 us | 1.25 | 2.40 | 900 us |"
     source = f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."
-    assert lines[14:] == [source, "", readme.LEGEND]
+    assert lines[15:-1] == [source, ""]
+    assert lines[-1].startswith(f"{readme.LEGEND} [") and "(bench/README.md)" in lines[-1]
 
 
 def test_the_ratio_to_torch_says_which_rows_torch_sends(monkeypatch: pytest.MonkeyPatch) -> None:

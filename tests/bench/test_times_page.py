@@ -98,9 +98,9 @@ def test_rows_have_the_time_alone_in_a_graph_and_eager(with_results: None) -> No
     batched, nccl, zipf = cells(times.operations())
     front = times.front()
     [dispatch] = cells(front[1])
-    alone = ["30.0 us", "32.0 us", "10.0 us"]
+    few, alone = ["30.0 us", "32.0 us", "10.0 us"], ["30.0 us", "31.0 us", "32.0 us", "10.0 us"]
     window = ["4.6 us", "16", "1.5 GiB"]
-    assert dispatch == ["2 H100s", "128", "moecomm, `expert`", "dispatch, fp8", *alone, "20.0 us", *window]
+    assert dispatch == ["2 H100s", "128", "moecomm, `expert`", "dispatch, fp8", *few, "20.0 us", *window]
     assert batched == ["2 H100s", "128", "moecomm, `batched`", "dispatch, fp8", *alone, "20.0 us", *window]
     assert nccl == ["2 H100s", "128", "nccl, `batched`", "combine", *alone, "", "4.6 us", "", ""]
     assert zipf[2] == "x, `batched`, Zipf 0.8"
@@ -114,6 +114,44 @@ def test_steps_stand_in_step_beside_out_of_step(with_results: None) -> None:
         ["deepseek-v3", "2 H100s", "8", "forward", "9.0 us", "2.2 us", "3", "2.00"],
     ]
     assert [topic.title for topic in topics.of_times()] == ["What one call costs", "Decode steps", "Training steps"]
+
+
+def of_combine(layout: str, eager_us: float, **other: Any) -> dict[str, Any]:
+    return {**row("moecomm", "combine", layout=layout), "tokens": 4096, "eager_us": us(eager_us), **other}
+
+
+def test_eager_combines_without_room_are_explained(with_results: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where the run says that its window was full, and not where the host is what an eager call waits for."""
+    slow = of_combine("flat", 20, variant="y outside")
+    others = [of_combine("expert", 11), of_combine("batched", 20, host_us=19.0)]
+    full = {"who": "moecomm", "what": "pair", "layout": "flat", "why": "window_bytes: got a window with 5 bytes free"}
+    kept = RESULTS["times-few-h200-4"]
+    for rows, noted in (([slow, *others, full], True), ([slow], False), ([*others, full], False)):
+        monkeypatch.setitem(RESULTS, "times-few-h200-4", {**kept, "rows": [*kept["rows"][:4], *rows]})
+        notes = times.no_room("times-few-h200-4")
+        assert len(notes) == noted and all("4096 tokens, `flat`, y outside:" in note for note in notes)
+        assert [note for note in times.front() if note.startswith("Eager combine")] == notes
+
+
+def test_decode_with_slow_single_steps_says_that_they_are_not_explained(
+    with_results: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert times.tails() == [] and "not explained" not in times.decode()
+    late = {**step(False, 5000), "us": {"p50": 5000, "p90": 5001, "p99": 10500}}
+    kept = RESULTS["decode-h100-2"]
+    monkeypatch.setitem(RESULTS, "decode-h100-2", {**kept, "rows": [late, *kept["rows"]]})
+    [note] = times.tails()
+    assert note.startswith("`decode-h100-2`: p99 is up to 2.1 times p50.") and times.decode().endswith(note)
+
+
+def test_skewed_routing_stands_beside_even_routing(with_results: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    even = [of_combine(layout, 20, sms_asked=0) for layout in ("flat", "expert")]
+    skewed = [{**even[0], "us": us(15)}, {**even[1], "layout": "batched"}, {**even[0], "who": "nccl"}]
+    case = {**CASE, "tokens": [4096], "routing": {"zipf": "0.8"}}
+    monkeypatch.setitem(RESULTS, times.EVEN, {**ABOUT, "case": case, "memory": [], "rows": even})
+    monkeypatch.setitem(RESULTS, times.SKEWED, {**ABOUT, "case": case, "memory": [], "rows": skewed})
+    head, shown, _ = times.skewed()
+    assert "exponent 0.8" in head and cells(shown) == [["`flat`", "combine", "10.0 us", "15.0 us", "1.50"]]
 
 
 def test_without_such_results_there_are_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
