@@ -257,7 +257,7 @@ def skewed(times: int, tokens: int) -> list[dict[str, Any]]:
         {
             "x": torch.randn(tokens, 64, generator=g).bfloat16().cuda(),
             "topk_idx": torch.stack([2 * mine, 2 * mine + 1], dim=1).cuda(),
-            "topk_weights": torch.rand(tokens, 2, generator=g).cuda(),
+            "topk_weights": torch.ones(tokens, 2).cuda(),
             "num_sms": 2,
         }
         for mine in owner
