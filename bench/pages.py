@@ -24,6 +24,7 @@ hidden 7168, top-8 of 256 experts.
 [Calls and steps](../docs/measured_calls.md) and [checks](../docs/measured_checks.md) have pages of their own.
 
 Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
+`python -m moecomm.bench plot bench/results/NAME.json --out PICTURE.svg` draws the pictures, also of other results.
 {LEGEND}
 Each result keeps its commit and a digest of the source of each kernel, with what it includes and without comments.
 Times whose kernels have other digests today are marked, unless [`equal_kernels.py`](equal_kernels.py) has found both

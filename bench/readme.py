@@ -38,6 +38,8 @@ OPERATORS = (
     "matmul-all-to-all",
     "embedding-all-to-all",
 )
+# Results with pictures besides sweeps and those with other libraries.
+PICTURES = ("ll-h200-4", "latency-backends-h100-4", "backends-domains-h100-4")
 OVERLAP = tuple(f"overlap-{name}-h100-2" for name in OPERATORS)
 
 
@@ -224,7 +226,7 @@ def drawn() -> dict[Path, list[Path]]:
     """Return the pictures of bench/README.md, and the results that each is drawn from."""
     folder = ROOT / "bench" / "results"
     alone = [name for name in names() if is_sweep(load(name)) or beside.has_peers(load(name))]
-    of_pictures = {name: (name,) for name in alone} | {"overlap-h100-2": OVERLAP}
+    of_pictures = {name: (name,) for name in (*alone, *PICTURES)} | {"overlap-h100-2": OVERLAP}
     return {
         folder / f"{picture}.svg": [folder / f"{name}.json" for name in found] for picture, found in of_pictures.items()
     }

@@ -477,7 +477,8 @@ TOPICS = (
     Topic(
         "Few tokens",
         "Rows go in packets, without waiting for counts.  `ll-h200-2` has `batched` as well; `ll-handles-h200-4` was "
-        "measured after round headers had got the round of a handle.  The second table shows what agreement adds.",
+        "measured after round headers had got the round of a handle.  The second table shows what agreement adds.  "
+        "![Times of few tokens, in a graph, alone and eager](results/ll-h200-4.svg)",
         (
             "times-few-h100-4",
             "times-few-h200-4",
@@ -534,7 +535,9 @@ TOPICS = (
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
         "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest of a "
-        "rank, where the benchmark wrote it.",
+        "rank, where the benchmark wrote it.  "
+        "![Put + signal over bytes, by backend](results/latency-backends-h100-4.svg) "
+        "![Rounds between two domains over tokens, by backend](results/backends-domains-h100-4.svg)",
         (
             "backends-h100-4",
             "backends-domains-h100-4",

@@ -155,13 +155,16 @@ def test_figures_are_what_the_results_say() -> None:
 
 def test_plots_are_drawn_from_the_results() -> None:
     """Each picture says of what: the digest of its results."""
-    from readme import drawn
+    from readme import PICTURES, drawn
 
     from moecomm.bench.plot import digest
 
     for picture, results in drawn().items():
         assert f"({picture.relative_to(ROOT / 'bench')})" in (ROOT / "bench" / "README.md").read_text()
         assert digest(results) in picture.read_text(), "run: python bench/readme.py"
+    shown = {picture.stem for picture in drawn()}
+    assert set(PICTURES) < shown
+    assert {path.stem for path in (ROOT / "bench" / "results").glob("*.svg")} == shown, "a picture that no page has"
 
 
 def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone() -> None:

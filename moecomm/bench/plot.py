@@ -122,17 +122,19 @@ def _bound(rows: Iterable[Iterable[Draw]], result: dict[str, Any]) -> list[tuple
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Load a result that can be drawn.  Raises BadInput, which names a benchmark that has no plot."""
+    got = str(path)
     try:
         found = json.loads(path.read_text())
-        if (
-            found["benchmark"] in DRAWN
-            and found["rows"]
-            and (found["benchmark"] != "gemm" or all("chosen" in row for row in found["rows"]))
-        ):
+        kind = found["benchmark"]
+        chosen = kind != "gemm" or all("chosen" in row for row in found["rows"])
+        if kind in DRAWN and found["rows"] and chosen:
             return dict(found)
+        if kind not in DRAWN:
+            got += f": {kind}, which has no plot; `moecomm bench show` prints its table"
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise BadInput("results", str(path), f"JSON of moecomm bench: {', '.join(DRAWN)}")
+    raise BadInput("results", got, f"JSON of moecomm bench: {', '.join(DRAWN)}")
 
 
 def _draw_times(axes: Axes, result: dict[str, Any]) -> None:

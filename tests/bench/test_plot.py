@@ -78,6 +78,14 @@ def test_an_svg_says_what_it_was_drawn_from_and_is_the_same_each_time(tmp_path: 
     assert plot.digest([source]) not in (tmp_path / "a.svg").read_text()
 
 
+@pytest.mark.parametrize("kind", ["decode", "training"])
+def test_a_benchmark_without_a_plot_is_named(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "steps.json"
+    source.write_text(json.dumps({"benchmark": kind, "rows": [{"us": {"p50": 1.0}}]}))
+    with pytest.raises(BadInput, match=rf"steps\.json: {kind}, which has no plot; `moecomm bench show`"):
+        plot.draw([source], tmp_path / "out.png")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmark": "simulate"}', '{"benchmark": "gemm", "rows": [{}]}'])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     source = tmp_path / "other.json"
