@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -222,6 +222,44 @@ def test_what_ours_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: p
     got = layer._by_torch(x, w13, call["w2"], counts)[:32]
     want = layer.apply_experts(x, w13, call["w2"], counts)[:32]
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+class OnGpu(NamedTuple):
+    """A stand-in for the tokens of a GPU, of which the choice reads this."""
+
+    is_cuda: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("domain_ranks", [2, 4])
+def test_a_fused_layer_over_domains_runs_unfused(
+    domain_ranks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks believe that they have GPUs: over domains they say once why they do not fuse, and have the same bits."""
+    found, real = [], layer._why_unfused
+
+    def why(rounds: Any, x: torch.Tensor, *rest: Any) -> str:
+        found.append(real(rounds, OnGpu(), *rest))  # type: ignore[arg-type]
+        return found[-1] or "there is no GPU after all"
+
+    layer._say_once.cache_clear()
+    monkeypatch.setattr(layer, "_why_unfused", why)
+    monkeypatch.setattr(layer, "ours_lacks", lambda *about: "")
+    sizes = SIZES[3] | {"max_tokens": 9}
+    case = random_layer(5, **sizes, dtype=torch.bfloat16)
+    case.wire = None
+    with opened(sizes, domain_ranks=domain_ranks) as buffers:
+        calls = [case.call(rank) for rank in range(4)]
+        apart = buffers.moe([{**given, "fused": False} for given in calls])
+        assert found == []
+        for _ in range(2):
+            outs = buffers.moe([{**given, "fused": True} for given in calls])
+            assert all(torch.equal(out, same) for out, same in zip(outs, apart, strict=True))
+    several = "the ranks are in several domains"
+    assert set(found) == ({several} if domain_ranks < 4 else {""}) and len(found) == 8
+    said = [record.getMessage() for record in caplog.records if "unfused" in record.getMessage()]
+    assert len(said) == 1 and said[0].endswith(several if domain_ranks < 4 else "there is no GPU after all")
 
 
 @pytest.mark.parametrize(("intermediate", "dtype"), [(5, torch.float32), (12, torch.bfloat16), (60, torch.float16)])
