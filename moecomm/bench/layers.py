@@ -116,8 +116,8 @@ class Layers:
                 made[key] = Rotation(calls)
         meet = partial(self.buffer.dispatch, **self.inputs[0], max_rows=self.max_rows, sync=False)
         found: dict[Key, dict[str, Any]] = {key: self._about(key) | {"flops": self._flops(key[1])} for key in made}
-        named = {"\n".join(key): call for key, call in made.items()}
-        slow = {"\n".join(key): call for key, call in made.items() if key[1] in _WITH_SINGLES}
+        named: dict[str, Call] = {"\n".join(key): call for key, call in made.items()}
+        slow: dict[str, Call] = {"\n".join(key): call for key, call in made.items() if key[1] in _WITH_SINGLES}
         burst, sustained = self._clock.burst_and_sustained(named, meet, slow, self._case.sustained_s)
         eager = self._eager.alternately(slow, meet) if self._singles and self._clock.graph else {}
         for key, row in found.items():
