@@ -38,8 +38,8 @@ of the main [README](../README.md), calls of NCCL, and steps of many layers.  [H
 {LEGEND}  [Measurements](../bench/README.md) says how this is decided.
 
 `--others torch-symm-mem` has no result: torch 2.11 takes at most 15 experts a rank, so DeepSeek-V3 needs more ranks
-than there were.  UCCL-EP was not measured: its proxies on the CPU serve a network between hosts, and there was one
-host."""
+than there were.  UCCL-EP was not measured: the benchmark has no adapter for it, and its proxies on the CPU need a
+network, which these machines lack."""
 
 CHECKED_HEAD = f"""# Measured checks
 
