@@ -1,9 +1,9 @@
 """python -m tests.soak --minutes MINUTES [--json FILE]: four CPU ranks under random faults, and what they take up.
 
-Rounds are random cases of all layouts, which are compared with the reference.  Meanwhile ranks are killed, in rounds
-and while others join; a rank calls abort(); a rank is stopped for a moment, or for longer than the deadline; all close
-the Buffer and open another of another dtype.  After each fault the ranks that are left shrink, and new processes take
-the places of those that are lost.
+Rounds are random cases of all layouts, which are compared with the reference; every other one is verified as well.
+Meanwhile ranks are killed, in rounds and while others join; a rank calls abort(); a rank is stopped for a moment, or
+for longer than the deadline; all close the Buffer and open another of another dtype.  After each fault the ranks that
+are left shrink, and new processes take the places of those that are lost.
 
 Process 0 lives through all of that, under every number.  Every minute, with all ranks there and between two rounds, it
 notes its memory, descriptors, threads, mappings of shared memory, and rounds.  At the end:
@@ -45,7 +45,14 @@ from .rejoin import Job, Member
 from .supervisor import Supervisor
 
 RANKS, TIMEOUT_S = 4, 15.0
-SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 10, "topk": 3, "max_tokens": 16, "timeout_s": TIMEOUT_S}
+SIZES: dict[str, Any] = {
+    "hidden": 64,
+    "num_experts": 10,
+    "topk": 3,
+    "max_tokens": 16,
+    "timeout_s": TIMEOUT_S,
+    "verify_every": 2,
+}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SETTLED = 10  # rounds of all ranks before a sample
 LATE_S = 0.03

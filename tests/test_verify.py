@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from moecomm.core.sampling import Sampling
 from moecomm.dispatch import verify as dispatch_verify
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.testing import LocalBuffers, check_case, random_case
+from moecomm.testing.check import check_case_on_rank
 
 from . import flips
 from .conftest import Ranks
@@ -226,3 +228,31 @@ def test_shrunk_ranks_verify_as_before() -> None:
         buffer.rounds.row_tables.checks.flip_later(0, 0, 1, 5)
         with pytest.raises(moecomm.CorruptRow, match="combine, round 4: the row of token 1 of rank 0"):
             buffer.combine(routed.x, routed.handle)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_combine_between_the_halves_of_a_dispatch_disturbs_none_of_them(every: int) -> None:
+    """Rounds that verified it would take the places of the dispatch that has begun."""
+    sizes: dict[str, Any] = {"hidden": 64, "num_experts": 10, "topk": 3, "max_tokens": 16, "dtype": torch.bfloat16}
+    cases = [case for seed in range(40) if (case := random_case(seed, ranks=4, **sizes)).begin]
+    assert len(cases) > 3
+
+    def body(buffer: moecomm.Buffer) -> int:
+        for case in cases:
+            check_case_on_rank(buffer, case)
+        return sum(entry["profiling_name"] == "moecomm:verify" for entry in buffer.flight_record()["entries"])
+
+    with (
+        LocalBuffers(4, **sizes, backend="host", timeout_s=20.0, verify_every=every) as ranks,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        assert min(pool.map(body, ranks.buffers)) > len(cases)
+
+
+def test_ranks_of_one_thread_verify_combines_as_well() -> None:
+    with LocalBuffers(2, **SIZES, verify_every=1) as ranks:
+        x, ids = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 2], [1, 3]])
+        routed = ranks.dispatch([{"x": x, "topk_idx": ids}] * 2)
+        before = ranks.buffers[0].rounds.flight.rounds
+        ranks.combine([{"y": one.x, "handle": one.handle} for one in routed])
+        assert ranks.buffers[0].rounds.flight.rounds == before + 2  # and the one that tells the result

@@ -41,15 +41,15 @@ class Check(Protocol):
 def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Check | None:
     """Return the check of a prepared combine that is verified; None for others.
 
-    On GPUs also None for a combine between dispatch_begin and dispatch_end: the dispatches that verify it would take
-    the places of the one that has begun.
+    Also None for a combine between dispatch_begin and dispatch_end: the dispatches that verify it would take the places
+    of the one that has begun.
     """
     assert rounds.sampling is not None, "rounds are verified"
-    if not rounds.sampling.due("combine", rounds.session.capturing()):
+    if not rounds.sampling.due("combine", rounds.session.capturing()) or rounds.begun is not None:
         return None
     if rounds.row_tables is not None:
         return HostCheck(rounds, combining, rounds.row_tables)
-    if rounds.on_cpu or rounds.begun is not None:
+    if rounds.on_cpu:
         return None
     return DeviceCheck(rounds, combining, handle, y if combining.inputs is None else combining.inputs.y)
 

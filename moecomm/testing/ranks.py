@@ -12,6 +12,7 @@ import torch
 
 from moecomm import _native, combine, dispatch
 from moecomm.buffer import Buffer
+from moecomm.combine.verify import HostCheck
 from moecomm.core.rendezvous import local_ranks
 from moecomm.core.rounds import Rounds
 from moecomm.fused.pipeline import Pipeline
@@ -132,6 +133,9 @@ class LocalBuffers:
     ) -> list[Any]:
         if not self.streams:
             pending = [make(b) for make, b in zip(prepare, self.buffers, strict=True)]
+            if any(isinstance(p, combine.Combining) and isinstance(p.check, HostCheck) for p in pending):
+                self._together([partial(combine.run, p) for p in pending])
+                return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
             records = [p.plan.record(p.args) for p in pending]
             _native.host_run_all([p.args for p in pending])
             for buffer, record in zip(self.buffers, records, strict=True):
