@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import times
 from readme import (
@@ -295,12 +295,26 @@ def peers() -> str:
         ratios = sorted(row["of_native"] for row in found["rows"] if "us" in row)
         case = found["case"]
         cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
+        cells += _more_on_the_host(found["rows"])
         where = f"{case['ranks']} {times.gpu(found)}"
         rows.append(line(found, ROUNDS, where, *cells, window_of(*found["rows"])))
-    heads = f"`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest{WINDOW}"
+    heads = (
+        "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
+        f" | more on the host, median | with a clone of `topk_idx` | with a budget{WINDOW}"
+    )
     passes = load("passes-h100")
     own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
     return f"{nccl}\n\n{alone}\n\n{table(heads, rows)}\n\n{table('pass, one H100 | ours | torch operations', own)}"
+
+
+def _more_on_the_host(rows: list[dict[str, Any]]) -> list[str]:
+    """Medians of the host time that DeepEP's calls take over ours: of all, of those that clone ids, of budgets."""
+    timed = [row for row in rows if row.get("host_more_us") is not None]
+    if not timed:
+        return ["-"] * 3
+    of_budgets = [row for row in timed if row["what"] == "hybrid dispatch"]
+    copying = [row for row in timed if row["what"] == "elastic dispatch" and "not copied" not in row["variant"]]
+    return [f"{statistics.median(row['host_more_us'] for row in some):.0f} us" for some in (timed, copying, of_budgets)]
 
 
 def verified() -> str:
