@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -122,6 +123,8 @@ def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule, parts: torch.Tensor
 
 def counted_by_kernel(ids: torch.Tensor, rule: Rule) -> Counted:
     """Do counted() by a kernel."""
+    check_memory("topk_idx", ids)  # for kept_by_kernel() as well
+    ids = ids.contiguous()
     rows = torch.zeros(rule.ranks, rule.columns, dtype=torch.int32, device=ids.device)
     to = torch.empty(rule.ranks, 1, dtype=torch.int64, device=ids.device)
     segments = max(1, min(_SEGMENTS, ids.numel() // _SEGMENT))
@@ -138,25 +141,31 @@ def kept_by_kernel(ids: torch.Tensor, table: torch.Tensor, rule: Rule, parts: to
         torch.empty(1, dtype=torch.int64, device=ids.device),
     )
     about = {"kept": found.ids, "overflow": found.overflow, "needed": found.needed}
-    _launch("keep_entries", rule, ids=ids, table=table, parts=parts, **about)
+    _launch("keep_entries", rule, ids=ids.contiguous(), table=table, parts=parts, **about)
     return found
 
 
 def _launch(entry: str, rule: Rule, *, ids: torch.Tensor, parts: torch.Tensor, **others: torch.Tensor) -> None:
-    ids = ids.contiguous()
-    check_memory("topk_idx", ids)
-    args = _Args(
-        ids=row_pass.address(ids),
-        parts=row_pass.address(parts),
-        **{name: row_pass.address(tensor) for name, tensor in others.items()},
-        entries=ids.numel(),
-        experts=rule.experts,
-        ranks=rule.ranks,
-        rank=rule.rank,
-        alignment=rule.alignment,
-        budget=min(rule.budget, _MOST),
-        pitch=rule.columns,
-        segments=parts.shape[1],
-    )
+    args = _Args.from_buffer_copy(_sizes(rule, ids.numel(), parts.shape[1]))
+    args.ids, args.parts = ids.data_ptr(), parts.data_ptr()
+    for name, tensor in others.items():
+        setattr(args, name, tensor.data_ptr())
     name = f"{entry}<{row_pass.IDS[ids.dtype]}>"
     row_pass.launch(kernel(name), ids.device, (rule.experts + 1) * parts.shape[1] * row_pass.ROW, args)
+
+
+@lru_cache(maxsize=64)
+def _sizes(rule: Rule, entries: int, segments: int) -> bytes:
+    """Arguments without addresses.  They stay the same from call to call, and take longer to write one by one."""
+    return bytes(
+        _Args(
+            entries=entries,
+            experts=rule.experts,
+            ranks=rule.ranks,
+            rank=rule.rank,
+            alignment=rule.alignment,
+            budget=min(rule.budget, _MOST),
+            pitch=rule.columns,
+            segments=segments,
+        )
+    )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import moecomm
 from moecomm.core.protocol import DTYPES
 from moecomm.jit import plain_kernel
 from moecomm.kernels import budgets, expert_table, padding, routing_map
@@ -65,6 +66,22 @@ def test_budgets(dtype: torch.dtype) -> None:
         kept = budgets.kept_by_kernel(ids, table, rule, counted.parts)
         for mine, other in zip(kept, budgets.kept(ids, table, rule), strict=True):
             assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+def test_budgets_of_later_calls_of_the_same_size() -> None:
+    """Sizes are kept from call to call; ranks, budgets and addresses are those of each."""
+    g = torch.Generator().manual_seed(0)
+    for budget, rank in ((3, 0), (9, 0), (3, 1)):
+        rule = budgets.Rule(rank, 2, 8, 1, budget)
+        ids = torch.randint(-1, 8, (3, 20), generator=g).T  # with gaps
+        table = torch.randint(0, 5, (2, rule.columns), generator=g, dtype=torch.int32)
+        counted = budgets.counted_by_kernel(ids, rule)
+        assert torch.equal(counted.rows, budgets.counted(ids, rule).rows)
+        kept = budgets.kept_by_kernel(ids, table, rule, counted.parts)
+        assert all(torch.equal(*pair) for pair in zip(kept, budgets.kept(ids, table, rule), strict=True))
+        ids.untyped_storage().resize_(8)
+        with pytest.raises(moecomm.BadInput, match="topk_idx"):
+            budgets.counted_by_kernel(ids, rule)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
