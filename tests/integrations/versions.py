@@ -119,7 +119,9 @@ class Place:
         self.python = str(folder / "bin" / "python")
         self.packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
         under = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        (self.packages / "under.pth").write_text("\n".join(sorted(under)))
+        # Not their names alone: those of editable packages stand in files that addsitedir() reads.
+        lines = [f"import site; site.addsitedir({path!r})" for path in sorted(under)]
+        (self.packages / "under.pth").write_text("\n".join(lines))
 
     def install(self, framework: Framework, version: str) -> None:
         wanted = f"{framework.package}=={version}"
