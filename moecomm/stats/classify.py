@@ -99,7 +99,7 @@ class _Waits(NamedTuple):
 
 def classify(job: JobStats) -> list[Finding]:
     """Return what stands out, the longest waits first; [] if nothing does."""
-    found = []
+    found: list[Finding] = []
     if len(job.rounds) > 1:
         waits = _Waits.of(job)
         late, found = _slow_ranks(job, waits)
@@ -165,7 +165,7 @@ def _slow_ends(waits: _Waits, late: torch.Tensor) -> list[Finding]:
         lines = _without_diagonal(matrix)
         for rank in range(len(lines)):
             wait, usual = float(lines[rank].min()), float(lines[torch.arange(len(lines)) != rank].median())
-            if wait < max(late[rank], SLOW_RANK * usual) or not waits.matters(wait, max(usual, waits.usual)):
+            if wait < max(float(late[rank]), SLOW_RANK * usual) or not waits.matters(wait, max(usual, waits.usual)):
                 continue
             said = text.format(rank, waits.shown(float(lines[rank].median())))
             found.append(Finding(kind, (rank,), wait / max(usual, 1.0), said))
