@@ -81,7 +81,7 @@ def run_set(number: int, core: int) -> str:
     # wait for those, which takes twice as long and shows interleavings that nobody sees on one.
     os.sched_setaffinity(0, {core} if number % SPREAD else ALL_CORES)
     sizes = random_sizes(number)
-    # One of three sets verifies every round, another one every other round.
+    # Verify no round in a third of the sets, all in another, and every other one in the last.
     with LocalBuffers(**sizes, backend="host", verify_every=number % 3) as ranks:
         for seed in range(number * ROUNDS, (number + 1) * ROUNDS):
             try:

@@ -134,7 +134,7 @@ def _slow_links(job: JobStats, waits: _Waits, late: torch.Tensor) -> list[Findin
     for at in waits.rows.flatten().argsort(descending=True)[:_MOST_LINKS].tolist():
         to, source = divmod(at, ranks)
         wait = float(waits.rows[to, source])
-        if to == source or wait < max(late[to], late[source]):
+        if to == source or wait < float(late[[to, source]].max()):
             continue
         others = torch.ones(ranks, ranks, dtype=torch.bool).fill_diagonal_(False)
         others[to, source] = False
