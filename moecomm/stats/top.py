@@ -103,7 +103,10 @@ def _view(found: Any) -> RankView:
 
 
 def frame(views: Sequence[RankView], now_ns: int | None = None) -> Group:
-    """Return one frame: for each Buffer a table of its ranks, then what stands out, in words."""
+    """Return one frame: for each Buffer what stands out, in words, then a table of its ranks.
+
+    A frame that is taller than the terminal loses its end, so the words come first.
+    """
     now_ns = time.time_ns() if now_ns is None else now_ns
     buffers: dict[str, list[RankView]] = {}
     for view in views:
@@ -112,8 +115,7 @@ def frame(views: Sequence[RankView], now_ns: int | None = None) -> Group:
     for identity, ranks in buffers.items():
         ranks.sort(key=lambda view: view.rank)
         title = f"Buffer {identity}, {len(ranks)} of {ranks[0].ranks} ranks"
-        parts += [Text(title, style="bold"), _table(ranks, now_ns)]
-        parts += [Text(f"  {line}") for line in words(ranks)]
+        parts += [Text(title, style="bold"), *(Text(f"  {line}") for line in words(ranks)), _table(ranks, now_ns)]
     return Group(*parts)
 
 
