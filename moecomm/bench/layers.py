@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from moecomm.bench import other_experts, replay
 from moecomm.bench.case import Traffic
 from moecomm.bench.clock import Call, Clock, Rotation
+from moecomm.bench.layer_case import Case
 from moecomm.bench.ranks import together
 from moecomm.bench.singles import Singles
 from moecomm.bench.torch_layer import TorchLayer, TorchRankLayer
@@ -24,9 +25,6 @@ from moecomm.fused import Fp8, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
 from moecomm.router import Model, random_routing
-
-if TYPE_CHECKING:
-    from moecomm.bench.moe import Case
 
 # Variants of our layer, as results name them. FP8 also names variants of its parts, and precedes the others.
 SEQUENTIAL, FUSED, FP8 = "sequential", "one launch", "fp8"

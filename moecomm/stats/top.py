@@ -129,12 +129,13 @@ def words(ranks: Sequence[RankView]) -> list[str]:
 
 
 def _table(ranks: Sequence[RankView], now_ns: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("rank", justify="right")
-    table.add_column("process")
-    for column in ("rounds/s", "rows in/s", "rows out/s", "MB in/s", "MB out/s", *(f"{x} wait" for x in WAITS)):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("waits for")
+    # Of 80 columns: numbers are whole, and the name of the process has what is left.
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    heads = ("rank", "rounds/s", "rows/s\nin", "rows/s\nout", "MB/s\nin", "MB/s\nout", *(f"{x}\nwait" for x in WAITS))
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True, min_width=max(map(len, head.splitlines())))
+    table.add_column("waits\nfor", no_wrap=True, min_width=6)
+    table.add_column("process", no_wrap=True, overflow="ellipsis")
     for view in ranks:
         stats, seconds = view.stats, view.seconds or 1.0
         others = [int(n.sum()) for n in (stats.rows_from, stats.rows_to, stats.bytes_from, stats.bytes_to)]
@@ -144,14 +145,14 @@ def _table(ranks: Sequence[RankView], now_ns: int) -> Table:
         total = stats.wait_ns.sum(dim=0)
         longest = f"rank {int(total.argmax())}" if int(total.max()) > 0 else "-"
         old = (now_ns - view.written_ns) / 1e9
-        where = view.where if old < _OLD_S else f"{view.where}, silent for {old:.0f} s"
+        where = view.where if old < _OLD_S else f"silent for {old:.0f} s, {view.where}"
         table.add_row(
             str(view.rank),
-            where,
             *(f"{rate:.0f}" for rate in rates),
             *(f"{rate:.1f}" for rate in megabytes),
             *(f"{share:.0%}" for share in waits),
             longest,
+            where,
             style="red" if old >= _OLD_S else None,
         )
     return table
