@@ -39,9 +39,9 @@ def front() -> list[str]:
         "slowest rank. The last column divides the graph time of the fastest other library by moecomm's: below 1, that "
         "library is faster. DeepEP runs with the SMs of its tests and with moecomm's, and the fastest counts. NCCL EP "
         "and FlashInfer run with their defaults; NCCL EP's high-throughput kernels use 16 SMs. UCCL-EP was not "
-        "measured: the benchmark has no adapter for it, and its proxies on the CPU need a network, which these "
-        "machines lack. Nor was torch's all-to-all over symmetric memory, for which torch 2.11 takes at most 15 "
-        "experts a rank:"
+        "measured: the benchmark has no adapter for it, and its CPU proxies need a network, which these machines "
+        "lack. torch's all-to-all over symmetric memory was not measured either: torch 2.11 takes at most 15 experts "
+        "a rank there, and a rank has more here:"
     )
     notes = (
         "- `y in the window`: experts wrote `y` to memory from `buffer.empty()`, so combine does not copy it. `y "

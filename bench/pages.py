@@ -24,10 +24,10 @@ hidden 7168, top-8 of 256 experts.
 [Calls and steps](../docs/measured_calls.md) and [checks](../docs/measured_checks.md) have pages of their own.
 
 Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
-`python -m moecomm.bench plot bench/results/NAME.json --out PICTURE.svg` draws the pictures, also of other results.
+`python -m moecomm.bench plot bench/results/NAME.json --out PICTURE.svg` draws the pictures, also of your own results.
 {LEGEND}
 Each result keeps its commit and a digest of the source of each kernel, with what it includes and without comments.
-Times whose kernels have other digests today are marked, unless [`equal_kernels.py`](equal_kernels.py) has found both
+A time is marked if its kernels have other digests today, unless [`equal_kernels.py`](equal_kernels.py) has found both
 sources to compile to the same machine code.
 `tests/test_readme.py` fails if the marks or figures of this page or the main README are not those of the generator."""
 
@@ -35,17 +35,17 @@ CALLS_HEAD = f"""# Measured calls and steps
 
 Written by `python bench/readme.py`.  Single calls of moecomm at other sizes or on other GPUs than those
 of the main [README](../README.md), calls of NCCL, and steps of many layers.  [How things are timed](performance.md).
-{LEGEND}  [Measurements](../bench/README.md) says how this is decided.
+{LEGEND}  [Measurements](../bench/README.md) says which times are marked.
 
-`--others torch-symm-mem` has no result: torch 2.11 takes at most 15 experts a rank, so DeepSeek-V3 needs more ranks
-than there were.  UCCL-EP was not measured: the benchmark has no adapter for it, and its proxies on the CPU need a
-network, which these machines lack."""
+`--others torch-symm-mem` has no result: torch 2.11 takes at most 15 experts a rank, and with these numbers of ranks
+a rank of DeepSeek-V3 has more.  UCCL-EP was not measured: the benchmark has no adapter for it, and its CPU proxies
+need a network, which these machines lack."""
 
 CHECKED_HEAD = f"""# Measured checks
 
 Written by `python bench/readme.py`.  Runs that compare every value with a reference, and the time that checks inside
 kernels take.  {LEGEND}
-[Measurements](../bench/README.md) says how this is decided."""
+[Measurements](../bench/README.md) says which times are marked."""
 
 
 def pages() -> dict[Path, str]:

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
 OLDER = "†"
-WINDOW = " | window"  # of the heads of a table
+WINDOW = " | window"  # the end of the heads of a table
 LEGEND = (
-    f"{OLDER}: moecomm's own kernels behind this time changed after the run, and their machine code is not shown to be "
-    "the same: today's time may be shorter or longer. Times of other libraries are not affected."
+    f"{OLDER}: the source of moecomm's kernels behind this time has changed since the run, and is not shown to compile "
+    "to the same machine code. Today's time may be shorter or longer. Times of other libraries are not affected."
 )
 MANY = ("dispatch", "combine")  # of one domain
 FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
@@ -97,10 +97,10 @@ def line(
 
     Args:
         found: the result with the figures.
-        parts: parts behind them: see `older`.
-        cells: the row.
+        parts: the parts of the kernels that it measures: see `older`.
+        cells: the cells of the row.
         beside: a second result with figures in the row.
-        at: the cells to mark: those of moecomm where other libraries share the row.
+        at: the cells to mark; in rows with other libraries, the cells of moecomm.
     """
     if any(older(one, parts) for one in (found, beside) if one):
         cells = tuple(f"{cell} {OLDER}" if index in at and cell else cell for index, cell in enumerate(cells))
@@ -108,7 +108,7 @@ def line(
 
 
 def table(heads: str, rows: Iterable[str]) -> str:
-    """Return a table of lines; `heads` has | between columns. A last column `window` that no row fills is left out."""
+    """Return a table of lines; `heads` has | between columns. Leave out a last column `window` that no row fills."""
     rows, unfilled = list(rows), "|  |"
     if heads.endswith(WINDOW) and all(row.endswith(unfilled) for row in rows):
         heads, rows = heads.removesuffix(WINDOW), [f"{row.removesuffix(unfilled)}|" for row in rows]
@@ -116,7 +116,7 @@ def table(heads: str, rows: Iterable[str]) -> str:
 
 
 def window_of(*rows: dict[str, Any]) -> str:
-    """Format the largest window of a rank, of rows or of `memory`; empty where a result does not say."""
+    """Format the largest window in these rows or entries of `memory`; empty if none has it."""
     sizes = [row[key] for row in rows for key in ("window_bytes", "window") if key in row]
     return f"{max(sizes) / 2**30:.1f} GiB" if sizes else ""
 
@@ -152,7 +152,7 @@ def headlines() -> str:
     import times
 
     shown = "\n\n".join([*head_to_head.front(), *times.front(), *layers()])
-    more = "[Measurements](bench/README.md) says how this is decided."
+    more = "[Measurements](bench/README.md) says which times are marked."
     return f"{shown}\n\n{LEGEND} {more}" if OLDER in shown else shown
 
 
@@ -189,7 +189,7 @@ def layers() -> list[str]:
 
 
 def torchs_rows(used: Iterable[str]) -> str:
-    """Return the rows that torch's layers send in these results: older ones lack the layer with fewer rows."""
+    """Return words for the rows that torch's layers send. Older results lack the layer with a row for each rank."""
     with_fewer = all(any(row.get("variant") == BY_RANK for row in load(name)["rows"]) for name in used)
     rows = "a row for each (token, expert)"
     return f"the faster of {rows} and one for each (token, rank)" if with_fewer else rows

@@ -18,7 +18,7 @@ COLUMNS = "GPUs | tokens a rank | library, layout | operation | alone, {} | in a
 FEW_PARTS, PARTS = ("p50", "p99"), ("p50", "p90", "p99")  # of single calls, in the main README and elsewhere
 _LIBRARY = 2  # the column that names the library
 SKEWED, EVEN = "zipf-h200-4", "times-many-h200-4"
-_SLOW = 1.2  # times over the graph's: an eager call that waits for more than the host
+_SLOW = 1.2  # eager over graph: above it, the host alone does not explain the time
 _TAIL = 1.5  # p99 over p50 of a decode step
 
 
@@ -39,20 +39,20 @@ def front() -> list[str]:
     if not tables:
         return []
     head = (
-        "What one call costs, DeepSeek-V3, dispatch of bf16 rows as they are or in FP8, combine of bf16 rows. *Alone*: "
+        "What one call costs, DeepSeek-V3: dispatch in bf16 and in FP8, combine of bf16 rows. *Alone*: "
         "a single call with caches flushed; ranks start within a microsecond. *In a graph*: the period of many calls. "
         "*Eager*: the period of calls that the host enqueues one by one. These are times of the slowest rank, medians "
         "unless the column says p99. *Host*: the time until an eager call returns, of the median rank. *SMs*: blocks "
         "of the launch, one on each SM. *Window*: peer-visible memory of a rank. In `expert` and `batched`, each rank "
         "first adds up its rows of a token; the sum travels in bf16 by default, or in fp32 with `wire='exact'`. Rows "
         "of `batched` take the time of `expert` within 2 %, in a graph and alone; they are in [Calls and "
-        "steps](docs/measured_calls.md), which has p90 as well:"
+        "steps](docs/measured_calls.md), which also has p90:"
     )
     return [head, *tables, *skewed()]
 
 
 def skewed() -> list[str]:
-    """Return the paragraphs of skewed routing in the main README: a table and its sources; none without results."""
+    """Return the paragraphs of skewed routing in the main README: a table and its sources; [] without results."""
     if not {SKEWED, EVEN} <= {*names()}:
         return []
     zipf, even = load(SKEWED), load(EVEN)
@@ -70,14 +70,17 @@ def skewed() -> list[str]:
     exponent, size = zipf["case"]["routing"]["zipf"], zipf["case"]["tokens"][0]
     head = (
         f"Skewed routing, {zipf['case']['ranks']} {gpu(zipf)}, {size} tokens a rank, in a graph: experts are drawn by "
-        f"Zipf's law with exponent {exponent}. Even routing is from another run. The ratio includes the longer "
-        "transfer to the busiest rank; [Calls and steps](docs/measured_calls.md) has single and eager calls:"
+        f"Zipf's law with exponent {exponent}. Times of even routing are from another run. The ratio divides skewed by "
+        "even; it includes the longer transfer to the busiest rank. [Calls and steps](docs/measured_calls.md) has "
+        "single and eager calls:"
     )
     return [head, table("layout | operation | even routing | skewed | ratio", lines), source((SKEWED, EVEN))]
 
 
 def no_room(name: str) -> list[str]:
-    """Return a note on eager combines that found no room in the window, as others of the result say; else nothing.
+    """Return a note on eager combines that found no room in the window; [] without any.
+
+    Other operations of such a result name `window_bytes` as the reason why they did not run.
 
     Graphs keep the memory of their outputs. Without room for rows of their own, eager combines use a ring.
     """
@@ -89,14 +92,14 @@ def no_room(name: str) -> list[str]:
         if (row["who"], row["what"]) == ("moecomm", "combine")
         and row.get("eager_us")
         and row["eager_us"]["p50"] > _SLOW * row["us"]["p50"]
-        and row["us"]["p50"] > (row["host_us"] or 0)  # else the host may be what an eager call waits for
+        and row["us"]["p50"] > (row["host_us"] or 0)  # else an eager call may wait for the host
     ]
     if not (full and slow):
         return []
     return [
-        f"Eager combine of {'; '.join(slow)}: beside the memory of the graphs, the benchmark's window had no room left "
-        "for the copy of `y`, so the rows went through a ring, which takes longer. Another operation of this run did "
-        "not run for the same reason. The benchmark opens a larger window since."
+        f"Eager combine of {'; '.join(slow)}: the rows went through a ring, which takes longer, because outputs of "
+        "graphs left no room for a copy of `y` in the window. For the same reason another operation has no time in this "
+        "run. The benchmark now opens a larger window."
     ]
 
 
@@ -173,7 +176,7 @@ def decode() -> str:
 
 
 def tails() -> list[str]:
-    """Return a note on results of decode in which single steps take far longer than the median; else nothing."""
+    """Return a note on each result of decode in which p99 is far above the median; [] without any."""
     worst = {}
     for name in found("decode"):
         ratios = [row["us"]["p99"] / row["us"]["p50"] for row in load(name)["rows"] if "us" in row]
@@ -181,7 +184,7 @@ def tails() -> list[str]:
             worst[name] = max(ratios)
     return [
         f"`{name}`: p99 is up to {ratio:.1f} times p50. This is not explained: the result has neither clocks nor the "
-        f"times of single steps{', and no other result of decode has such steps' if len(worst) == 1 else ''}."
+        f"times of single steps.{' No other result of decode has such a p99.' if len(worst) == 1 else ''}"
         for name, ratio in worst.items()
     ]
 

@@ -300,7 +300,7 @@ def peers() -> str:
         rows.append(line(found, ROUNDS, where, *cells, window_of(*found["rows"])))
     heads = (
         "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
-        f" | more on the host, median | with a clone of `topk_idx` | with a budget{WINDOW}"
+        f" | added host time, median | with a clone of `topk_idx` | with a budget{WINDOW}"
     )
     passes = load("passes-h100")
     own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
@@ -308,7 +308,7 @@ def peers() -> str:
 
 
 def _more_on_the_host(rows: list[dict[str, Any]]) -> list[str]:
-    """Medians of the host time that DeepEP's calls take over ours: of all, of those that clone ids, of budgets."""
+    """Medians of the host time of DeepEP's calls less ours: all calls, those that clone ids, those with budgets."""
     timed = [row for row in rows if row.get("host_more_us") is not None]
     if not timed:
         return ["-"] * 3
@@ -418,7 +418,7 @@ def correctness() -> str:
     return table("result | what | number, none failed | kinds", rows)
 
 
-# Other work on the GPUs and cores of the ranks that are timed, by row.
+# What shares the GPUs and cores of the timed ranks, by row of a result.
 _SHARED = {
     "kill-plans-h100-2": ("one survivor, GPUs to itself",),
     "kill-plans-gpus-h100-2": ("one survivor, beside processes that start",),
@@ -435,7 +435,7 @@ _STEPS = ("noticed", "mask", "first_round_after_mask", "shrink", "first_round_af
 
 
 def after_kills() -> str:
-    """Times until ranks notice a loss and go on, by what else runs."""
+    """Times until ranks notice a loss and go on, by what shares their GPUs and cores."""
     rows = []
     for name, shared in _SHARED.items():
         found = load(name)
@@ -444,7 +444,7 @@ def after_kills() -> str:
             cells = ["" if ms is None else f"{ms['p50']:,.0f}; {ms['p99']:,.0f}" for ms in times]
             rows.append(line(found, ("host",) if name.endswith("cpu") else ROUNDS, f"`{name}`", beside, *cells))
     heads = "noticed | `mask()` | first round | `shrink()` | first round"
-    return table(f"result | beside | {heads}", rows)
+    return table(f"result | conditions | {heads}", rows)
 
 
 _ERRORS = {"median": ".1%", "signed": "+.1%", "worst": "+.1%"}
@@ -548,8 +548,8 @@ TOPICS = (
         "Backends and domains",
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
-        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest of a "
-        "rank, where the benchmark wrote it.  "
+        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest "
+        "window of a rank; empty if the result lacks it.  "
         "![Put + signal over bytes, by backend](results/latency-backends-h100-4.svg) "
         "![Rounds between two domains over tokens, by backend](results/backends-domains-h100-4.svg)",
         (
@@ -617,7 +617,8 @@ TOPICS = (
         "`moecomm simulate check`: predicted over measured, less one.  `held out`: each result by a fit to all other "
         "results, each library's published rows by a share of the NIC's rate fitted to the other libraries.  The rows "
         "below these three are the same ones by kind; the long table also has the kinds of measured rows.  Rows of "
-        "kernels that are gone are excluded, and rows between domains without a NIC, but for few tokens over NVLink.  "
+        "kernels that are gone are excluded.  So are rows between domains without a NIC, except few tokens over "
+        "NVLink.  "
         "`python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with "
         "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more, and "
         "[a page](../docs/dlrm.md) a training iteration of a recommendation model.",

@@ -29,8 +29,9 @@ ONE_DOMAIN = 64  # GPUs
 
 
 def measure(domain: Domain, nic: Nic, fitted: dict[str, Any], checked: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of the result: a prediction, one for a large domain, the published rows, and the errors of few
-    tokens between domains. `checked` are the measured rows of the check.
+    """Return the content of the result: predictions for domains of 8 and for one large domain, published rows, errors.
+
+    The errors are those of few tokens between domains. `checked`: the measured rows of `moecomm simulate check`.
     """
     model = MODELS["deepseek-v3"]
     gate = Gate(model.num_experts, model.topk, model.num_groups, model.topk_groups)
@@ -124,12 +125,12 @@ the dispatch takes bf16 and sends FP8 with scales; combine sends bf16. 8
 GPUs a domain, but for the row "64, one domain". Decode: 128 tokens a rank, which go direct between domains.
 Prefill: 4096 tokens a rank, through forwarders. In brackets: what most of the time goes to."""
 
-FEW = """- **Decode between domains**: the steps of a round of few tokens take {start_us[0]:.0f} us in a dispatch and
-  {start_us[1]:.0f} us in a combine, without rows and latencies. They are fitted to {ranks} H100s in {domains} domains,
-  over NVLink and over an emulated NIC. Fits to the other results predict {rows} rows of 128 tokens {median:.1%} off
-  in the median ({signed:+.1%} signed), and {worst:+.1%} at worst. More domains are extrapolated: the blocks' work
-  grows with the rows of a token. From 3 domains on a combine takes a second latency, and from {late} on a dispatch,
-  because rows leave after the headers of other ranks have come. No such round was measured."""
+FEW = """- **Decode between domains**: without rows and latencies, a round of few tokens takes {start_us[0]:.0f} us in a
+  dispatch and {start_us[1]:.0f} us in a combine. These terms are fitted to {ranks} H100s in {domains} domains, over
+  NVLink and over an emulated NIC. {rows} measured rows of 128 tokens, each predicted by a fit to all other results,
+  have a median error of {median:.1%} ({signed:+.1%} signed); the worst is {worst:+.1%}. More domains are extrapolated:
+  the work of blocks grows with the rows of a token. A combine takes a second latency from 3 domains on, and a dispatch
+  from {late} domains on, because rows then leave after the headers of other ranks have come. No such round was measured."""
 
 READING = """- **More than 64 GPUs**: a Buffer does not open. Ranks tell each other counts by expert and by rank, which
   grow with both. The time to read them was measured up to 64 virtual ranks on one GPU, when every block read all of

@@ -8,7 +8,7 @@ the new ones join: one of them, or of the others.
 Survivors must raise PeerLost, shrink, and make 100 rounds, whose rows and sums they compare with those of the tokens;
 so must all ranks after others have joined.  How soon is measured: no time may be near the deadline, and on CPUs medians
 have bounds of their own (SOON_MS).  On CPUs, three of four plans verify each round, each second or each third, so that
-ranks are also killed in rounds that verify others.  GPUs are shared by ranks if there are few.  With
+ranks are also killed in rounds that verify other rounds.  GPUs are shared by ranks if there are few.  With
 CUDA_DEVICE_MAX_CONNECTIONS=32 one GPU has no room for the contexts of four plans.
 """
 

@@ -162,7 +162,7 @@ def test_a_step_that_fails_or_is_not_there_fails_the_run(
 
 
 def test_a_line_is_written_at_once(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
-    """Steps side by side write to one stream: a line in two writes would be torn by another one."""
+    """Concurrent steps write to one stream: another step could write into a line that takes two writes."""
     written: list[str] = []
     logs.mkdir()
     with monkeypatch.context() as patched:

@@ -225,7 +225,7 @@ def test_what_ours_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 class OnGpu(NamedTuple):
-    """A stand-in for the tokens of a GPU, of which the choice reads this."""
+    """A stand-in for the tokens of a GPU, with the attributes that the choice reads."""
 
     is_cuda: bool = True
     dtype: torch.dtype = torch.bfloat16
@@ -236,7 +236,7 @@ class OnGpu(NamedTuple):
 def test_a_fused_layer_over_domains_runs_unfused(
     domain_ranks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ranks believe that they have GPUs: over domains they say once why they do not fuse, and have the same bits."""
+    """CPU ranks, as if on GPUs: over domains they say once why they do not fuse, and have the same bits."""
     found, real = [], layer._why_unfused
 
     def why(rounds: Any, x: torch.Tensor, *rest: Any) -> str:

@@ -97,7 +97,7 @@ DIFFERENT = {
 }
 
 
-# No arguments: other releases of moecomm differ in these, and a machine with GPUs in its backend.
+# No argument sets these: releases of moecomm differ in the first ones, and machines with GPUs in the backend.
 OTHERWISE = ("magic", "version", "backend")
 
 

@@ -295,7 +295,7 @@ def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_ratio_to_torch_says_which_rows_torch_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One older result is enough: the reader may not take its ratio for one to the faster layer."""
+    """With one older result, the text must not say that ratios are to the faster layer."""
     import readme
 
     rows = {"older": [{"who": "torch", "variant": ""}], "later": [{"who": "torch", "variant": "rows by rank"}]}

@@ -46,7 +46,7 @@ def test_all_tokens_of_64_ranks_to_one(layout: str) -> None:
 
 @pytest.mark.parametrize("times", [1, 4, 16])
 def test_skew_of_16_ranks(times: int) -> None:
-    """One rank gets so many times what the others get.  Rounds with and without room have the same results."""
+    """One rank gets a multiple of the others' tokens.  Rounds with and without room have the same results."""
     ranks, experts, topk = 16, 32, 4
     sizes = {**SIZES, "num_experts": experts, "topk": topk, "max_tokens": 16}
 

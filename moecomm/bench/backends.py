@@ -55,7 +55,7 @@ def dispatch_combine(
 
     The result is {benchmark, case, ways, rows}. Rows are those of `dispatch_combine.merge`, without ceiling and peers,
     plus backend, domain_ranks, `through` (the full name of the opened backend), `window_bytes` (of a rank), and
-    `of_first` (the time over that of the same operation through the first of `chosen`). `case_of` may raise
+    `of_first` (the time, divided by that of the same operation through the first of `chosen`). `case_of` may raise
     Unsupported. `limit_s` holds for one backend at one size.
     """
     case: dict[str, Any] = {}

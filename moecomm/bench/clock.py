@@ -53,7 +53,7 @@ _HEAD_START = 500_000  # cycles of delay on the device, enough for the host to e
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last-level cache
 _HOST_BATCHES, _HOST_CALLS = 20, 10
 _HOST_S = 2.0  # seconds after which no further batch begins: an operation may take milliseconds
-_SUSTAINED_TIMES, _WARM_UP = 3, 8  # sustained runs of each call, and what part of a run precedes it untimed
+_SUSTAINED_TIMES, _WARM_UP = 3, 8  # sustained runs of each call; an untimed warm-up takes 1 / _WARM_UP of a run
 
 
 def device_us(call: Call, head_start: int = _HEAD_START) -> float:
@@ -114,7 +114,7 @@ class Clock:
     def burst_and_sustained(
         self, calls: dict[str, Call], meet: Call, sustained: Iterable[str] = (), seconds: float = 0.0
     ) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """Return the times of `alternately`, and the microseconds of an operation without a pause, by name.
+        """Return the times of `alternately`, and by name the microseconds of an operation in a run without a pause.
 
         A single replay is a burst: the GPU may not have reached its limit of power. Sustained, the same chain repeats
         for `seconds`, after a warm-up; the time is the median of three such runs, which alternate as well.
@@ -122,7 +122,7 @@ class Clock:
         Args:
             calls, meet: see `alternately`.
             sustained: names of calls to measure without a pause.
-            seconds: length of a run; 0, or on CPUs: none is measured.
+            seconds: length of a run; with 0, and on CPUs, no run is measured.
         """
         if not self._on_gpu:
             return {name: self._on_cpu(call) for name, call in calls.items()}, {}

@@ -31,7 +31,7 @@ class Case:
     room: int = 0  # least max_tokens of a Buffer; 0: the measured size
     seed: int = 0
     routing_file: str = ""  # of moecomm.routing, to be replayed; empty: the routing is drawn
-    inputs: int = 4  # tokens with a routing of their own, which operations rotate among
+    inputs: int = 4  # number of inputs, each with its own routing; operations rotate among them
     singles: int = 0  # single calls, and eager calls beside those in a graph; 0: neither
     sustained_s: float = 0.0  # seconds of a run without a pause; 0: none is measured
 

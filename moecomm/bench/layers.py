@@ -1,4 +1,4 @@
-"""The timed layers of one size: ours in each form, their parts, and torch's, on several inputs in turn."""
+"""Timed layers of one size: moecomm's in each form, their parts, and torch's, on several inputs in turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moecomm.router import Model, random_routing
 
 # Variants of our layer, as results name them. FP8 also names variants of its parts, and precedes the others.
 SEQUENTIAL, FUSED, FP8 = "sequential", "one launch", "fp8"
-DEFAULT_WIRE = "bf16 wire"  # unfused, with the wire that combine has by default; SEQUENTIAL has the bits of FUSED
+DEFAULT_WIRE = "bf16 wire"  # unfused, with combine's default wire; SEQUENTIAL has the same bits as FUSED
 AS_CALLED = "default"  # `fused=None`: the form that the tuning table chooses
 BY_RANK = "rows by rank"  # of torch's layer: a row for each (token, rank), not for each (token, expert)
 
@@ -51,7 +51,7 @@ class Layers:
     Attributes:
         inputs: arguments of our layer, without weights, that operations rotate among.
         traffic: rows between ranks, the mean over inputs.
-        max_rows: rows that a dispatch makes room for; None: the Buffer's default, all that a caller can know.
+        max_rows: rows that a dispatch makes room for; None: the Buffer's default, without knowledge of the routing.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Layers:
             }
             for idx, topk_weights in routing
         ]
-        # Replayed routing may be skewed: the worst case, the only room that is sure, would take most of the memory.
+        # Replayed routing may be skewed: room for the worst case, always enough, would take most of the memory.
         exact = max(1, *(int(found.entries.sum(dim=0).max()) for found in traffic))
         self.max_rows = exact if case.routing_file else None
         self.buffer = Buffer(
@@ -103,7 +103,7 @@ class Layers:
         self.buffer.close()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Measure everything on this rank; returns rows with times by replay, or with `why` there are none."""
+        """Measure everything on this rank; returns rows with times by replay, or with the reason (`why`) for none."""
         made: dict[Key, Rotation] = {}
         failed = []
         for key, make in self.makers():

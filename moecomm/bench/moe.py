@@ -73,13 +73,13 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     of_torch}, or has `why` in place of figures. Variants are those of moecomm.bench.layers.
 
     - `max_rows`: rows that a dispatch makes room for: the Buffer's default, or with replayed routing exactly as many as
-      arrive. Older results lack it: their dispatches made room for exactly what arrived.
+      arrive. Older results lack it: their dispatches made room for exactly the rows that arrived.
     - `us`: times of the slowest rank, in the mode of the case: a call of many in a row.
     - `alone_us`, `eager_us` (layers and GEMMs, if the case has single calls): see moecomm.bench.dispatch_combine.
     - `sustained_us` (layers and GEMMs, on GPUs): a call in a run without a pause, of the slowest rank.
     - `tflops`: per rank, on average.
     - `of_gemms`: time of a layer / time of our GEMMs alone, in FP8 of our FP8 GEMMs.
-    - `of_gemms_sustained`: the same, both without a pause.
+    - `of_gemms_sustained`: the same ratio of sustained times.
     - `of_torch`: torch's time for the same / this time, of the faster of torch's layers; not for FP8.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]

@@ -283,7 +283,7 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
 
 
 def window_mib(row: dict[str, Any]) -> str:
-    """Format the window of a rank, empty where a row does not say."""
+    """Format the window of a rank, empty if the row lacks it."""
     return f"{row['window_bytes'] / 2**20:.0f}" if "window_bytes" in row else ""
 
 

@@ -122,7 +122,7 @@ class TorchLayer(_Experts):
 class TorchRankLayer(_Experts):
     """The layer for one routing, with a row for each (token, rank). Collective.
 
-    A rank adds up its experts' rows of a token, times their weights, before one row returns. All that depends on the
+    A rank adds up the weighted rows of its experts for a token, and returns one row. All that depends on the
     routing alone (counts, expert ids and weights) is exchanged in advance and not timed, in favor of torch. Rows are
     multiplied in float32 and added up in the dtype of `x`.
 
@@ -153,7 +153,7 @@ class TorchRankLayer(_Experts):
         row, pick = ((ids >= 0) & (ids < local)).nonzero(as_tuple=True)
         expert = ids[row, pick]
         by_expert = expert.argsort(stable=True)
-        self._row = row[by_expert]  # of those that arrived
+        self._row = row[by_expert]  # index among the rows that arrived
         self._weights = weights[row, pick][by_expert].unsqueeze(1)
         self._ends = torch.bincount(expert, minlength=local).cumsum(0).int()
         self._rows = x.new_empty(len(ids), x.shape[1])

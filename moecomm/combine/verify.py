@@ -41,8 +41,8 @@ class Check(Protocol):
 def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Check | None:
     """Return the check of a prepared combine that is verified; None for others.
 
-    Also None for a combine between dispatch_begin and dispatch_end: the dispatches that verify it would take the places
-    of the one that has begun.
+    Also None for a combine between dispatch_begin and dispatch_end: verifying dispatches would overwrite the
+    places of the dispatch that has begun.
     """
     assert rounds.sampling is not None, "rounds are verified"
     if not rounds.sampling.due("combine", rounds.session.capturing()) or rounds.begun is not None:

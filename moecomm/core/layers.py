@@ -1,6 +1,7 @@
 """Names of layers: a trace shows which layer of a model makes a round.
 
-A thread has the name of the layer that it is in; moecomm.core.spans reads it when a round begins that is traced.
+Each thread keeps the names of the layers that it is in. moecomm.core.spans reads the innermost one when a traced round
+begins.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from moecomm.errors import BadInput
 if TYPE_CHECKING:
     import torch
 
-_thread = threading.local()  # .names: of the layers that this thread is in, the innermost last
+_thread = threading.local()  # .names: layers that this thread is in, the innermost last
 
 
 def _names() -> list[str]:
@@ -27,23 +28,23 @@ def _names() -> list[str]:
 
 
 def current() -> str:
-    """Return the name of the innermost layer that this thread is in, "" outside of all."""
+    """Return the name of the innermost layer that this thread is in, "" outside any layer."""
     names = _names()
     return names[-1] if names else ""
 
 
 @contextmanager
 def layer(name: str) -> Iterator[None]:
-    """Name the layer of the rounds that this thread makes in the block, for traces and profilers.
+    """Name the layer of all rounds that this thread makes inside the block, for traces and profilers.
 
-    Spans of rounds and of their calls get the argument `layer`, and NVTX ranges the name behind the round.  Without a
-    trace nothing reads the name.  `moecomm.trace(folder, model=)` names the layers of modules of moecomm by itself.
+    Spans of rounds and of their calls get the argument `layer`; NVTX ranges have the name behind the round.  Without a
+    trace nothing reads the name.  `moecomm.trace(folder, model=)` names layers of nn.ExpertParallel and Megatron.
 
     Args:
-        name: of the layer, such as "model.layers.3".
+        name: the name of the layer, such as "model.layers.3".
 
     Raises:
-        BadInput: no name.
+        BadInput: `name` is no name.
     """
     if not isinstance(name, str) or not name:
         raise BadInput("name", repr(name), "the name of a layer")
@@ -61,7 +62,7 @@ def naming(model: torch.nn.Module) -> Iterator[None]:
     """Name the layers of a model by their modules, for as long as the block lasts.
 
     Raises:
-        BadInput: no module; one without such layers; a compiled one.
+        BadInput: `model` is no module, has no such layer, or is compiled.
     """
     layers = _layers_of(model)
     with ExitStack() as hooks:
@@ -99,5 +100,5 @@ def _enter(name: str, *call: object) -> None:
 
 def _leave(name: str, *call: object) -> None:
     names = _names()
-    if names and names[-1] == name:  # else the trace began in the forward pass
+    if names and names[-1] == name:  # absent if the trace began in this forward pass
         names.pop()

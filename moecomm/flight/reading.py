@@ -62,11 +62,11 @@ class Ending:
     """A failure that ended the Buffer on a rank.
 
     Attributes:
-        error: its name.
-        text: of the exception.
+        error: name of the exception.
+        text: message of the exception.
         peer: the rank that it is about, -1: not known.
-        phase: of the round, in which this rank waited; "": not known.
-        waited_ns: how long.
+        phase: phase of the round in which this rank waited; "": not known.
+        waited_ns: how long this rank waited.
     """
 
     error: str

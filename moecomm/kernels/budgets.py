@@ -123,7 +123,7 @@ def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule, parts: torch.Tensor
 
 def counted_by_kernel(ids: torch.Tensor, rule: Rule) -> Counted:
     """Do counted() by a kernel."""
-    check_memory("topk_idx", ids)  # for kept_by_kernel() as well
+    check_memory("topk_idx", ids)  # kept_by_kernel() relies on this check, too
     ids = ids.contiguous()
     rows = torch.zeros(rule.ranks, rule.columns, dtype=torch.int32, device=ids.device)
     to = torch.empty(rule.ranks, 1, dtype=torch.int64, device=ids.device)
@@ -156,7 +156,7 @@ def _launch(entry: str, rule: Rule, *, ids: torch.Tensor, parts: torch.Tensor, *
 
 @lru_cache(maxsize=64)
 def _sizes(rule: Rule, entries: int, segments: int) -> bytes:
-    """Arguments without addresses.  They stay the same from call to call, and take longer to write one by one."""
+    """Arguments without addresses.  They are the same in every call, so they are written once."""
     return bytes(
         _Args(
             entries=entries,

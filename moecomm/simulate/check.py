@@ -23,8 +23,8 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic, fitted: dict[str, Any
 
     An error is predicted / measured - 1. Every measured row is predicted twice: by `domain`, which knows it if it was
     fitted to (`error`), and by a fit to all other results in `paths` (`held_out_error`). Rows that the model does not
-    describe have a reason instead (`excluded`), and so have rows of kernels that are gone. Between domains, the NIC is
-    the emulated one of the result.
+    describe, and rows of kernels that are gone, have a reason instead (`excluded`). Between domains, the NIC is the
+    emulated one of the result.
 
     Args:
         paths: results of the benchmark.

@@ -1,4 +1,4 @@
-"""Time of a round whose rows go direct between domains, as those of few tokens do."""
+"""Time of a round of few tokens between domains: its rows go direct, without a forwarder."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Crossing:
 class DirectLine:
     """The fitted terms of an operation whose rows go direct.
 
-    `start_us` is a chain of steps that no number of tokens shortens: counting, send slots, the signals' fences, and
-    what follows the last row. Headers take a latency of the NIC. Rows that leave early are under way meanwhile, and
-    beside the agreement; other rows leave after both, and take a second latency. A block then has so few rows that it
-    handles them one after the other:
+    `start_us` is a chain of steps whose time does not depend on the number of tokens: counting, send slots, fences of
+    signals, and the steps after the last row. Headers take one latency of the NIC. Rows that leave early travel during
+    this latency and the agreement; other rows leave after both, and take a second latency. A block has so few rows that
+    it handles them one after the other:
         (rows * (row_ns + row_bytes / block_gbs) + copied / copy_gbs) / blocks.
-    Of that time and the wire's, the shorter overlaps the longer by the fraction `overlap`: the first row leaves when it
-    has been written, and the last is handled when it has come.
+    The blocks' time and the wire's time overlap by the fraction `overlap` of the shorter one: the first row leaves only
+    when it is written, and a block handles the last row only when it has come.
     """
 
     start_us: float
@@ -65,7 +65,7 @@ class DirectLine:
         return self.start_us + load.latency_us + after
 
     def blocks_us(self, load: Crossing) -> float:
-        """Return the time of the blocks, or of their links inside the domain."""
+        """Return the time of the blocks, or that of NVLink inside the domain if it is longer."""
         handled = load.rows * (self.row_ns + load.row_bytes / self.block_gbs) + load.copied / self.copy_gbs
         return max(handled / load.blocks / 1e3, load.links_us)
 

@@ -1,4 +1,4 @@
-"""Measured rows that are shown by the check, but neither fitted to nor counted, each with the reason."""
+"""Measured rows that the check shows with a reason, but neither fits to nor counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTS = "1 token of 8 ranks: a dispatch took 9.0 us, as counts were read then, 
 PUTS = "2 domains: one put a token, and no NIC but a copy over NVLink or a proxy thread (before 0ecf2e7)"
 LATE = "2 domains, few tokens: rows left after the ranks had agreed (before 23a546fc)"
 
-# Kernels of today, without a NIC: what takes most of the time is not in the model.
+# Today's kernels, without a NIC: the model lacks what takes most of their time.
 RINGS = "2 domains without a NIC, many tokens: over NVLink, blocks and the places of their rings take longer than links"
 THREADS = "2 domains through NVSHMEM, without a NIC: threads of the kernel copy the rows over NVLink"
 PROXY = "2 domains through a GIN proxy: a thread of the host posts each message"

@@ -18,7 +18,7 @@ from moecomm.simulate.routing import Array
 from moecomm.simulate.solve import solve
 
 _NOISE = 0.03  # relative standard deviation of a measured row around the model
-# Standard deviations of the terms' logarithms.  The overlap has a small one: only rows behind a NIC determine it.
+# Standard deviations of the terms' logarithms.  That of the overlap is small: only rows behind a NIC determine it.
 _SPREAD_START, _SPREAD_ROW, _SPREAD_COPY, _SPREAD_OVERLAP = 0.2, 0.5, 0.5, 0.2
 
 
@@ -38,7 +38,7 @@ class DirectPoint:
 def direct_points(
     rows: Iterable[tuple[Row, Result]], links: Mapping[tuple[str, str], tuple[float, float]], domain: Domain
 ) -> list[DirectPoint]:
-    """Return the loads of rows that `domain` describes, where the NIC or the link is known."""
+    """Return the loads of rows that `domain` describes, if the NIC or link between their domains is known."""
     found = []
     for row, result in rows:
         (part,), nic = row.parts, nic_of(result, links, Nic())

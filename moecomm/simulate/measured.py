@@ -71,7 +71,7 @@ class Result:
 
     @property
     def through(self) -> str:
-        """Way between its domains: "nic" if one was emulated, else the backend."""
+        """Connection between its domains: "nic" if a NIC was emulated, else the backend."""
         return "nic" if self.nic else self.backend
 
     @property
@@ -108,8 +108,8 @@ class Part:
 class Row:
     """A row of a result: one part, or the two parts of a pair.
 
-    `fits` marks rows that terms may be fitted to: of H200s in one domain, and direct rows between domains. `excluded`
-    says why a row is neither fitted to nor counted.
+    `fits` marks rows that terms may be fitted to: those of H200s in one domain, and direct rows between domains.
+    `excluded` says why a row is neither fitted to nor counted.
     """
 
     file: str
@@ -180,8 +180,8 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def nic_of(result: Result, measured: Mapping[tuple[str, str], tuple[float, float]], nic: Nic) -> Nic | None:
-    """Return the NIC between the domains of a result: the emulated one, or else what `links` measured of its backend
-    with the message rate of `nic`. None if that backend was not measured.
+    """Return the NIC between the domains of a result: the emulated one, or one with the measured `links` of its backend
+    and the message rate of `nic`. None if that backend was not measured.
     """
     if result.nic:
         told = emulated_nic.parse("nic", result.nic)

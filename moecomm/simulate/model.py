@@ -69,8 +69,8 @@ class Machine:
 class Cost:
     """Microseconds of one operation and its parts; bytes of the busiest NIC and rank; blocks of the launch.
 
-    With several domains `latency_us` includes the start. `nvlink_us` does, but not that of moecomm's LL over several
-    domains, which is the time of blocks and links.
+    With several domains `latency_us` includes the start. `nvlink_us` includes it, too, except for moecomm's LL over
+    several domains: there it is the time of blocks and links alone.
     """
 
     algorithm: str

@@ -1,10 +1,10 @@
 """Words for the counters of a job: which rank comes late, which link is slow, which expert is hot.
 
 A rank that comes late to rounds, because it computes slowly or its cores are busy, makes all others wait for its round
-header.  A slow link shows in one pair: its header is there, and its rows are not.  A hot expert has more rows than the
-others.
+header.  A slow link shows in one pair of ranks: the header has arrived, and the rows have not.  A hot expert has
+more rows than other experts.
 
-Waits compare with the median, which one outlier does not move.  The thresholds, and why:
+Waits are compared with the median, which one outlier does not move.  The thresholds and their reasons:
 
 * SLOW_RANK: the least that another rank waits for it is 3 times what ranks usually wait for each other.  DeepXTrace
   takes 3 for a rank, too.  The least, because a rank for which one peer does not wait is not the one that all wait for.
@@ -13,19 +13,20 @@ Waits compare with the median, which one outlier does not move.  The thresholds,
 * FLOOR_NS: 10 us a round.  Below, a wait is no longer than the launch of a kernel and a link's latency.
 * STALL_NS and DEVIATIONS: counters are sums, in which one long wait looks like many short ones.  A healthy rank makes
   others wait when its thread loses its core: for 10 ms, about three time slices of Linux.  The sum of n such stalls
-  varies by the square root of n, and must exceed what is usual by 6 of these deviations: by 60 ms at least, so few
-  rounds say little.  In thousands of rounds FLOOR_NS is more.  For rows, usual is also what ranks wait for each other's
-  headers: where ranks run unevenly, rows come unevenly.
-* SHARE: a tenth of the longest wait of a rank.  A shorter one does not hold up the job, and threads that have waited
-  long for one rank do not all wake at once.
+  varies by the square root of n.  A wait must exceed the usual one by 6 of these deviations, 60 ms at least, so in few
+  rounds little is named.  In thousands of rounds FLOOR_NS is the higher threshold.  For rows, usual is also what ranks
+  wait for each other's headers: where ranks run unevenly, rows come unevenly.
+* SHARE: a tenth of the longest wait of a rank.  A shorter wait does not hold up the job, and threads that have
+  waited long for one rank do not all wake at once.
 
-One cause is named once.  A rank that gets its rows late comes late to the next round, so what it waits longer for rows
-than other ranks do is no lateness of its own.  A rank that comes late waits for the rows of all others, which begin to
-send when its header is there; and what makes it late may delay its rows.  Its links are named only if they take more
-than its lateness.
+Each cause is named once.  A rank that gets its rows late comes late to the next round, so the time by which it waits
+longer for rows than other ranks do is subtracted from its lateness.  A rank that comes late waits for the rows of all
+other ranks, which begin to send when its header arrives; its own rows may be late for the same cause.  So its links are
+named only if their waits exceed its lateness.
 
-HOT_EXPERT is twice the mean: up to there a capacity factor in use (1 to 2) has room.  And 6 standard deviations of
-random routing (the square root of the mean), so that few rows are not taken for many.
+A hot expert has HOT_EXPERT times the mean, twice: up to that, usual capacity factors (1 to 2) have room.  It also
+exceeds the mean by 6 standard deviations of random routing (the square root of the mean), so that chance in few rows
+names no expert.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Waits(NamedTuple):
     """Waits of a job, in ns over all rounds.
 
     Attributes:
-        rounds: of the rank with the most.
+        rounds: number of rounds of the rank with the most.
         header, rows: [rank that waits, peer]: for round headers, and for rows.
         longest: the longest wait of a rank, for headers and rows together.
         usual: the median wait for a header.
@@ -108,9 +109,9 @@ def classify(job: JobStats) -> list[Finding]:
 
 
 def _slow_ranks(job: JobStats, waits: _Waits) -> tuple[torch.Tensor, list[Finding]]:
-    """Look for ranks that come late; also return how late each one found is, and 0 for the others."""
+    """Look for ranks that come late; also return the lateness of each rank, 0 for ranks in time."""
     ranks = len(waits.header)
-    columns = _without_diagonal(waits.header.T)  # [peer, those that wait for it]
+    columns = _without_diagonal(waits.header.T)  # [peer, rank that waits for it]
     own = waits.rows.amax(dim=1)
     least = (columns.amin(dim=1) - (own - own.median()).clamp(min=0)).clamp(min=0)
     late, found = torch.zeros_like(least), []

@@ -73,10 +73,10 @@ def _read(folder: Path) -> list[RankView]:
 
 
 def watch(folder: Path, console: Console) -> None:
-    """Show a frame a second, each in place of the last, until all Buffers are closed, or until Ctrl-C.
+    """Show a frame a second, each in place of the last, until all Buffers are closed or the user presses Ctrl-C.
 
     Raises:
-        BadInput: as read(), at the beginning; a file that is no file of counters, at any time.
+        BadInput: as read(), before the first frame; later, a file that has no counters.
     """
     views = read(folder)
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
@@ -105,7 +105,7 @@ def _view(found: Any) -> RankView:
 def frame(views: Sequence[RankView], now_ns: int | None = None) -> Group:
     """Return one frame: for each Buffer what stands out, in words, then a table of its ranks.
 
-    A frame that is taller than the terminal loses its end, so the words come first.
+    The terminal cuts the end of a frame that is too tall, so the words come first.
     """
     now_ns = time.time_ns() if now_ns is None else now_ns
     buffers: dict[str, list[RankView]] = {}

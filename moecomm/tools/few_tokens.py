@@ -1,6 +1,6 @@
-"""The most tokens of a rank that travel in packets inside a domain, and direct between domains, by ranks of GPUs.
+"""Tables of the most tokens of a rank that travel in packets inside a domain, and direct between domains.
 
-The doctor's report and the documents have the tables.
+`moecomm doctor` and docs/performance.md show them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from moecomm.core.settings import Settings
 
 RANKS = (4, 8, 16, 32, 64)
 HIDDEN, EXPERTS, TOPK, MAX_TOKENS = 7168, 256, 8, 4096  # DeepSeek-V3
-MOST_DOMAIN_RANKS = 8  # of a domain, where there are several
+MOST_DOMAIN_RANKS = 8  # in each of several domains
 _BF16, _FP32 = HIDDEN * 2, HIDDEN * 4
-# Packets of a token, by operation: alike in all layouts that have the operation.  Sums of `flat` are never exact; rows
-# of float16 are as large as those of bf16, and sums of float32 rows are float32 by either wire.
+# Packets of a token, by operation: the same in all layouts that have the operation.  Sums of `flat` are never exact;
+# rows of float16 are as large as those of bf16, and sums of float32 rows are float32 with either wire.
 _PACKETS = {
     "dispatch bf16": packets.of_dispatch(_BF16, 0, TOPK),
     "dispatch fp32": packets.of_dispatch(_FP32, 0, TOPK),
@@ -28,7 +28,7 @@ _PACKETS = {
     "combine bf16, exact": packets.of_combine(_FP32),
     "combine fp32": packets.of_combine(_FP32),
 }
-# Rounds whose rows go direct: both operations of a Buffer, in all layouts, whatever the payload and the wire.
+# Rounds whose rows go direct: the same for both operations, all layouts, all payloads and both wires.
 _DIRECT = {"rounds bf16": torch.bfloat16, "rounds fp32": torch.float32}
 
 
@@ -42,7 +42,7 @@ class FewTokens:
         tokens: by operation, the most tokens of a rank that travel in packets.  More tokens wait for counts.
         domain_ranks: ranks of a domain, of two or more domains.
         direct_nbytes: window memory of each rank for direct rows between domains.
-        direct: by the Buffer's dtype, the most tokens whose rows go direct.  More tokens pass forwarders.
+        direct: by the Buffer's dtype, the most tokens whose rows go direct.  Rows of more tokens pass forwarders.
     """
 
     ranks: int

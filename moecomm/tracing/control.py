@@ -42,9 +42,9 @@ def trace(folder: str | os.PathLike[str], *, model: torch.nn.Module | None = Non
 
     Args:
         folder: of the files; made if it is missing.
-        model: spans and NVTX ranges of rounds get the names that its layers have in it.  Layers are those of
-            nn.ExpertParallel and of Megatron's adapter; moecomm.layer() names others.  Rounds of a backward pass have
-            no layer.
+        model: name spans and NVTX ranges of rounds by the layers of this model.  These are layers of
+            nn.ExpertParallel and of Megatron's adapter; moecomm.layer() names any other.  Rounds of a backward pass
+            have no layer.
 
     Raises:
         BadInput: a folder that can't be written, or that other users can write to; another folder than that of a trace

@@ -36,7 +36,7 @@ FUNCTIONS = (
 
 
 class SecretHandles(FakeDriver):
-    """Fabric handles are random bytes, as the bearer tokens that the real ones are."""
+    """Fabric handles are random bytes: whoever knows such bytes can map the memory."""
 
     def __init__(self, fails: str | None) -> None:
         super().__init__(lambda function, thread: Status(function == fails and thread == "rank1"))
@@ -56,7 +56,7 @@ class SecretHandles(FakeDriver):
 
 
 def spellings(secret: bytes) -> Iterator[str]:
-    """Yield the forms in which a text may have bytes."""
+    """Yield the forms in which a text may contain these bytes."""
     for at in range(0, len(secret), PIECE):
         piece = secret[at : at + PIECE]
         yield piece.hex()
@@ -74,7 +74,7 @@ def found_in(text: str, secret: bytes) -> list[str]:
 
 
 def said(caplog: pytest.LogCaptureFixture, results: list[Any]) -> str:
-    """All records of logs, and errors with those behind them."""
+    """All log records, and errors with their causes."""
     errors = [one for one in results if isinstance(one, BaseException)]
     texts = ["".join(traceback.format_exception(error)) + repr(error) + repr(vars(error)) for error in errors]
     return "\n".join([caplog.text, *(str(vars(record)) for record in caplog.records), *texts])
@@ -91,7 +91,7 @@ def test_a_handle_in_a_text_would_be_found() -> None:
 def test_handles_of_memory(
     install_driver: Install, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fails: str | None
 ) -> None:
-    """Ranks of two hosts pass handles as bytes through the group; a call of the driver fails, or none."""
+    """Ranks of two hosts pass handles as bytes through the group. One call of the driver fails, or none does."""
     caplog.set_level(logging.DEBUG)
     driver = SecretHandles(fails)
     install_driver(driver)
@@ -99,7 +99,7 @@ def test_handles_of_memory(
     monkeypatch.setattr(windows, "attribute", lambda name, device: 1)
     peers = [windows.Peer(bytes([rank]) * 32, bytes([rank]) * 16, None) for rank in range(2)]
 
-    opened: dict[int, Any] = {}  # and no local variable: errors of the log keep frames
+    opened: dict[int, Any] = {}  # not a local variable: errors in the log keep frames
 
     def body(group: LocalRank) -> None:
         group.in_process = False  # type: ignore[misc]

@@ -117,7 +117,7 @@ def _turns(rank: int, group: Any) -> list[str]:
 
 
 def test_sustained_calls_repeat_as_often_on_all_ranks(ranks: Ranks) -> None:
-    """For a second by the slowest rank, after an eighth of that; the time is the median of three runs."""
+    """A run lasts a second on the slowest rank, after a warm-up of an eighth of that; the median of three counts."""
     once, runs = ["a", "b", "b", "a"], [("b", count) for count in (84, 667)] * 3
     for rank, (order, found) in enumerate(ranks.run(2, _sustain)):
         assert order == [*once, *runs]

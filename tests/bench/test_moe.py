@@ -65,10 +65,10 @@ def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
         if row["what"] in ("layer", "GEMMs"):
             assert row["tflops"] == pytest.approx(work / row["us"]["p50"] / 1e6, abs=0.006)
             assert ("of_torch" in row) == (row["who"] != "torch" and not fp8)
-        # Alone and in a row on CPUs, where there is no graph beside which calls could be eager.
+        # CPU ranks have no graphs, so calls are timed alone and in a row, not eagerly beside a graph.
         assert ("alone_us" in row) == (row["what"] in ("layer", "GEMMs"))
         assert row.get("alone_us", {"p50": 1})["p50"] > 0 and not {"eager_us", "sustained_us"} & set(row)
-        # The room that a caller gets who says nothing: here that of the worst case.
+        # The default room of a Buffer: here that of the worst case.
         assert row["max_rows"] == 2 * row["tokens"] * 3
 
 
@@ -143,7 +143,7 @@ MODEL = Model("m", 64, 32, 8, 3)
 
 
 def _outputs(rank: int, group: Any) -> dict[str, Any]:
-    """Outputs of each form of the layer on each input, and what went in."""
+    """Outputs of each form of the layer on each input, and the inputs."""
     case = moe.Case([MODEL], [9], 2, "host", "eager", fp8=True, inputs=2)
     cpu = torch.device("cpu")
     weights = moe._weights(case, MODEL, rank, cpu)
@@ -155,7 +155,7 @@ def _outputs(rank: int, group: Any) -> dict[str, Any]:
 
 
 def test_every_form_computes_the_layer_of_each_input(ranks: Ranks) -> None:
-    """Within the bounds of the reference; torch's by rank rounds each product and sum to bfloat16 besides."""
+    """Within the bounds of the reference; torch's layer by rank also rounds each product and sum to bfloat16."""
     by_rank = ranks.run(2, _outputs)
     w13, w2 = (
         torch.cat([torch.tensor(found["weights"][part], dtype=torch.bfloat16) for found in by_rank]) for part in (0, 1)

@@ -51,7 +51,7 @@ def test_parts_are_of_the_replay_in_the_middle_and_add_up() -> None:
 
 
 def test_parts_that_overlap_leave_no_rest() -> None:
-    """Over TCP: a put is in flight until it is acknowledged, and the reply may come before."""
+    """Over TCP, a put is in flight until the peer acknowledges it, and the reply may come earlier."""
     found = proxy_times.of_put([[30.0], [29.0]], [[taken(busy_ns=400_000)]] * 2)
     assert found is not None and found["rest_us"] is None and found["copying_us"] == 35.0
     row = {"bytes": 64, "method": "put", "sms": 1}

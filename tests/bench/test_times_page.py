@@ -121,7 +121,7 @@ def of_combine(layout: str, eager_us: float, **other: Any) -> dict[str, Any]:
 
 
 def test_eager_combines_without_room_are_explained(with_results: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the run says that its window was full, and not where the host is what an eager call waits for."""
+    """The note stands only if the run says that its window was full, and not if an eager call may wait for the host."""
     slow = of_combine("flat", 20, variant="y outside")
     others = [of_combine("expert", 11), of_combine("batched", 20, host_us=19.0)]
     full = {"who": "moecomm", "what": "pair", "layout": "flat", "why": "window_bytes: got a window with 5 bytes free"}

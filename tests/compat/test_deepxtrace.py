@@ -1,8 +1,8 @@
 """The calls of DeepXTrace, and what it does with the tensors that deep_ep adds waits to.
 
 DeepXTrace keeps one int64 `[R]` tensor for each low-latency call, passes it in every step, gathers both from all ranks
-on rank 0 (row: the rank that waits; column: the rank that is waited for), and sets them to zero in place.  It names a
-rank whose column has a mean of more than 3 times that of all columns.  By a thread, it does so beside the calls.
+on rank 0 (row: the rank that waits; column: the rank that it waits for), and sets them to zero in place.  It names a
+rank whose column has a mean of more than 3 times that of all columns.  It can do so in a thread beside the calls.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Program:
         assert torch.allclose(combined, hidden, rtol=0.05, atol=0)
 
     def gathered(self, group: Any) -> torch.Tensor | None:
-        """Both matrices, on rank 0; the waits begin anew."""
+        """Both matrices, on rank 0; waits are counted from zero again."""
         stats = torch.stack([self.dispatch_waits, self.combine_waits], dim=0)
         rows = [torch.zeros_like(stats) for _ in range(RANKS)] if self.rank == 0 else None
         dist.gather(stats, gather_list=rows, group=group, dst=0)

@@ -184,7 +184,7 @@ def test_a_call_is_made_again_where_all_ranks_failed_in_it() -> None:
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
 def test_a_silent_rank_is_masked_when_a_wait_runs_out(op: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A dispatch is made again by itself; a combine, which needs another dispatch, raises what has happened."""
+    """A dispatch repeats itself; a combine needs another dispatch, so it raises the error."""
     timeout_s, told = 0.5, threading.Event()
     through = threading.Barrier(2, action=told.set)
 

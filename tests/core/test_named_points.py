@@ -27,7 +27,7 @@ from ..few import few
 from .test_masking import rounds
 from .test_membership import SIZES, die_in_a_round, sums, until_it_fails
 
-EXACT = 100  # rounds of the ranks that are left
+EXACT = 100  # exact rounds that the ranks that are left make
 TIMEOUT_S, SOON_S = 30, 15  # no survivor waits for the deadline
 OPENING = [(Settings, "agree"), (backends, "open_session"), (Opening, "settle")]
 MEETING = [(Meeting, "_agree"), (Pages, "decide"), *OPENING, (Rounds, "retire")]
@@ -64,8 +64,8 @@ def points(places: list[tuple[Any, str]], *victims: int) -> list[Point]:
 
 
 def cases(every: list[Point]) -> Any:
-    """Run each fifth point; with `-m long`, the others."""
-    return pytest.mark.parametrize("point", few(every, *every[::5]), ids=str)
+    """Run each tenth point; with `-m long`, the others."""
+    return pytest.mark.parametrize("point", few(every, *every[::10]), ids=str)
 
 
 def go_on(buffer: moecomm.Buffer, left: int) -> int:
@@ -112,7 +112,7 @@ def while_opening(rank: int, group: Any, point: Point) -> Any:
 
 @cases([point for point in points(OPENING, 0, 1) if point.after or point.name != "agree"])
 def test_while_ranks_open(ranks: Ranks, point: Point) -> None:
-    """Not before its first word, without which nobody knows its process: that is a rank that does not come."""
+    """Kills begin after a rank's first message: before it, no rank knows the process, as if the rank never came."""
     ranks.start(3, while_opening, point)
     want = ("open", 1) if (point.name, point.after) == ("settle", True) else point.victim
     assert ranks.results(2, SOON_S) == {rank: want for rank in range(3) if rank != point.victim}
@@ -138,7 +138,7 @@ def test_while_ranks_shrink(ranks: Ranks, point: Point) -> None:
 
 
 def while_growing(rank: int, group: Any, point: Point) -> Any:
-    """Rank 3 joins.  Where an old rank is lost before all are in the Buffer, rank 3 is not, and the old ones shrink."""
+    """Rank 3 joins.  If an old rank is lost before all ranks are in the Buffer, rank 3 stays out, and old ranks shrink."""
     first, new = dist.new_group([0, 1, 2]), rank == 3
     if not new:
         buffer = moecomm.Buffer(first, **SIZES, timeout_s=TIMEOUT_S)

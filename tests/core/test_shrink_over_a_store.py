@@ -1,4 +1,4 @@
-"""Ranks without memory that all of them map, as on several hosts, agree over the store of their group."""
+"""Ranks without shared memory, as on several hosts, agree over the store of their group."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def without_another(rank: int, group: Any, folder: str, call: str) -> Any:
 
 
 def group_of_survivors(folder: str, rank: int) -> Any:
-    """A gloo group of ranks 0 and 2 over a file, which no process has."""
+    """A gloo group of ranks 0 and 2 over a file, a store without a process."""
     store = dist.FileStore(f"{folder}/left", 2)
     return dist.ProcessGroupGloo(store, (0, None, 1)[rank], 2)
 

@@ -150,7 +150,7 @@ class Machine:
         return int(self.scheduler.emulator_put_bytes(rank))
 
     def slow_link(self, rank: int, peer: int, byte_passes: int) -> None:
-        """From now on a byte that `rank` puts to `peer`, of another domain, takes so many passes; 0: no time."""
+        """Let each byte that `rank` puts to `peer`, of another domain, take so many passes from now on; 0: no time."""
         self.scheduler.emulator_slow_link(rank, peer, byte_passes)
 
     def now(self) -> int:

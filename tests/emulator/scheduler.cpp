@@ -45,7 +45,7 @@ struct Order {
     void* to;
     const void* from;
     std::uint64_t n;
-    std::uint64_t due;  // the pass in which it has arrived
+    std::uint64_t due;  // the pass in which it arrives
 };
 constexpr int kLanes = 64 * 64 * 4;  // by sender, receiver and channel
 std::vector<Order> orders[kLanes];
@@ -53,7 +53,7 @@ std::uint64_t held_until[kLanes];
 std::uint64_t puts[64 * 64];  // by sender and receiver: how many there have been
 std::uint64_t put_bytes[64];  // by sender
 struct Wire {
-    std::uint64_t byte_passes, free;  // 0, or how many a byte takes; when all before has arrived
+    std::uint64_t byte_passes, free;  // passes that a byte takes, or 0; the pass in which all earlier bytes have arrived
 };
 Wire wires[64 * 64];  // by sender and receiver
 std::vector<int> busy;

@@ -69,7 +69,7 @@ def test_budgets(dtype: torch.dtype) -> None:
 
 
 def test_budgets_of_later_calls_of_the_same_size() -> None:
-    """Sizes are kept from call to call; ranks, budgets and addresses are those of each."""
+    """Calls share cached sizes, but each has its own ranks, budgets and addresses."""
     g = torch.Generator().manual_seed(0)
     for budget, rank in ((3, 0), (9, 0), (3, 1)):
         rule = budgets.Rule(rank, 2, 8, 1, budget)

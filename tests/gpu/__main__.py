@@ -232,7 +232,7 @@ def run(step: Step, gpu: str | None = None) -> bool:
         fine = process is not None and wait(process, step.limit_s) == 0
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     word, seconds = "ok" if fine else "FAILED", time.monotonic() - begin
-    # One write: print writes the end of a line apart, and a step beside this one may come between.
+    # One write: print() writes the end of a line separately, and a concurrent step could write in between.
     sys.stdout.write(f"{step.name:<20} {word:<6} {seconds:4.0f} s  {lines[-1][:120] if lines else ''}\n")
     sys.stdout.flush()
     return fine

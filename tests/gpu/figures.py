@@ -3,7 +3,7 @@
 Pieces go in the order of their value, each under a hard limit. A piece that has a result of this commit is skipped. One
 whose limit exceeds the minutes that are left (default: 10) waits for the next call: call again until nothing is left.
 A result is FOLDER/NAME-GPU-COUNT.json, for any number of GPUs, or FOLDER/NAME-GPU.json of a piece that uses one. It has
-the commit, and in `conditions` clocks, power and temperature while it was measured. `--again` measures what has a
+the commit, and in `conditions` clocks, power and temperature while it was measured. `--again` also measures what has a
 result, too. `--miniature` runs on two CPU ranks with tiny sizes, without the pieces that need a GPU. Pieces, and the
 results that have none, are in pieces.py.
 """

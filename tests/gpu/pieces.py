@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-GPUS, HALF, FOLDER = "GPUS", "HALF", "FOLDER"  # in a command: how many there are, half of them, where results go
+GPUS, HALF, FOLDER = "GPUS", "HALF", "FOLDER"  # in a command: the number of GPUs, half of it, the folder of results
 DEEPSEEK = f"--model deepseek-v3 --ranks {GPUS}"
 CASES = f"dispatch-combine {DEEPSEEK} --payload bf16,fp8"
 FLAT = f"{CASES} --layout flat --no-peers"
@@ -19,11 +19,11 @@ class Piece:
     """A measurement of one result.
 
     Attributes:
-        name: begin of the result's name.
-        seconds: the time after which it is ended.
+        name: beginning of the result's name.
+        seconds: the time limit, after which the command is ended.
         words: a command of moecomm bench; or `tune ...`; or a program of bench/.
         before: a command to run before it.
-        gpus: the least number; with 1 it uses one GPU, and its result is NAME-GPU.
+        gpus: the least number of GPUs; a piece with 1 uses one GPU, and its result is NAME-GPU.
     """
 
     name: str
@@ -48,7 +48,7 @@ PIECES = (
         f"{CASES} --tokens 4096 --layout flat,expert --replays 10 --routing {ZIPF}",
         before=f"{sys.executable} -m moecomm routing synthesize {ZIPF} --model deepseek-v3 --zipf 0.8 --tokens 131072",
     ),
-    # By themselves, because another library may hang.
+    # Other libraries in pieces of their own, because they may hang.
     Piece(
         "peers",
         300,
@@ -133,7 +133,7 @@ _ONCE = "an experiment that decided between kernels that are gone: docs/decision
 _MORE_TIMES = "the same rows as those of times-few and times-many, with fewer times"
 _FITTED = "every schedule, which moecomm.fused.schedules is fitted to; gemm-fp8 and tune have the chosen ones"
 _ENVIRONMENT = "variables of NCCL and of the RMA plugin in the environment, as the command in the result has them"
-# Results of GPUs without a piece: begin of the name, and why.
+# Results of GPUs without a piece: beginning of the name, and the reason.
 LEFT_OUT = {
     **dict.fromkeys(("random-cases", "random-layers", "kill-plans", "kill-plans-gpus"), _SEEN_BY_TESTS),
     **dict.fromkeys(("ll-handles", "rings", "layers", "one-launch-schedules"), _ONCE),
@@ -145,8 +145,8 @@ LEFT_OUT = {
 
 _SMALL = "--hidden 64 --experts 8 --topk 2 --tokens 3 --ranks 2 --backend host"
 _INNER = f"{_SMALL} --intermediate 32"
-# Options that make a piece small, by its command: of options that are given twice the later one counts. What is not
-# here needs a GPU.
+# Options that make a piece small, by its command; the later of two equal options counts. Commands that are not here
+# need a GPU.
 MINIATURES = {
     "dispatch-combine": f"{_SMALL} --layout flat --payload bf16 --sms 1 --mode eager --replays 1 --singles 2 "
     "--limit 60 --no-ceiling",
@@ -163,6 +163,6 @@ MINIATURES = {
 
 
 def has_miniature(piece: Piece) -> bool:
-    """Return whether a piece runs on CPU ranks, which have no emulated NIC either."""
+    """Return whether a piece runs on CPU ranks, which also lack an emulated NIC."""
     words = piece.words.split()
     return words[0] in MINIATURES and "--nic" not in words

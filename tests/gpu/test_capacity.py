@@ -268,7 +268,7 @@ def skewed(times: int, tokens: int) -> list[dict[str, Any]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", ["expert", "flat"])
 def test_skew_of_64_virtual_ranks(layout: str) -> None:
-    """From even routing to all tokens at one rank: all come back where there is room, else each rank drops its part."""
+    """Routing from even to all tokens at one rank: with room all tokens come back, else each rank drops its part."""
     tokens, copies = 32, 1 if layout == "flat" else 2
     sizes = {"hidden": 64, "num_experts": 2 * MANY, "topk": 2, "max_tokens": tokens, "timeout_s": 60}
     roomy, tight = (
@@ -289,7 +289,7 @@ def test_skew_of_64_virtual_ranks(layout: str) -> None:
             tight.check()
             wanted = [(given["topk_idx"][:, 0] // 2).bincount(minlength=MANY) * copies for given in calls]
             lost = [int((rows - room // MANY).clamp(min=0).sum()) * 2 // copies for rows in wanted]
-            assert [int(one.dropped) for one in kept if one.dropped is not None] == lost  # entries, flat: two a row
+            assert [int(one.dropped) for one in kept if one.dropped is not None] == lost  # entries, two a row of flat
             assert int(here.num_rows) == sum(min(int(rows[0]), room // MANY) for rows in wanted)
             del here, kept
             if times * tokens * copies > room:

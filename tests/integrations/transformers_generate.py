@@ -1,4 +1,4 @@
-"""Generates with a model of Hugging Face transformers over its own all-to-all and over moecomm, and compares.
+"""Generate with a model of Hugging Face transformers over its own all-to-all and over moecomm, and compare.
 
     torchrun --nproc_per_node 2 -m tests.integrations.transformers_generate [MODEL]
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 PROMPTS, NEW_TOKENS = (4, 32), 16  # prompts and their tokens
-MOST = 1e-4  # between logits, of the largest
+MOST = 1e-4  # largest difference of logits, over the largest logit
 
 
 def generated(name: str, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +49,7 @@ def main(names: list[str]) -> int:
         if not names:
             from tests.integrations.test_transformers import make
 
-            make(Path(folder))  # the same on each rank; once there is a group, rank 0 alone would write it
+            make(Path(folder))  # before the group opens: with a group, rank 0 alone would write it
             names = [folder]
         dist.init_process_group("nccl" if on_gpus else "gloo")
         (theirs, their_tokens), (ours, our_tokens) = (generated(names[0], how) for how in ("all_to_all", "moecomm"))

@@ -1,10 +1,10 @@
-"""Runs contract tests against the oldest supported version of each framework, and against the newest of the index.
+"""Contract tests against the oldest supported version of each framework, and against the newest of the index.
 
     python -m tests.integrations.versions [--newest] [framework ...]
 
-With --newest the oldest versions are left out.  Each version is installed into a virtual environment of its own over
-this one, which goes in the end.  Most frameworks come without dependencies: tests read their sources, and import
-nothing of them.  docs/testing.md has the list.
+--newest leaves the oldest versions out.  Each version is installed into a virtual environment of its own over this one,
+which is deleted afterwards.  Most frameworks come without dependencies: tests read their sources, and import nothing of
+them.  docs/testing.md has the list.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Framework(NamedTuple):
         oldest: the oldest version that is supported.
         newest: the newest version that has been checked; where the index has a newer one, that one is checked instead.
         before: why no version before `oldest` is supported.
-        tests: files of tests; of these, those that read sources.
-        whole: tests run whole, and import the framework.
-        beside: packages that it imports, without which tests can't run it; their dependencies are not installed.
-        dependencies: the index chooses dependencies.
-        python: version of Python that wheels are for, where it is not the running one.
+        tests: files of tests; only tests that read sources run.
+        whole: all tests of the files run, and import the framework.
+        beside: packages that the framework imports in tests; their dependencies are not installed.
+        dependencies: pip installs the framework with its dependencies.
+        python: version of Python of the wheels, if it is not the running one.
     """
 
     package: str
@@ -119,7 +119,7 @@ class Place:
         self.python = str(folder / "bin" / "python")
         self.packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
         under = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        # Not their names alone: those of editable packages stand in files that addsitedir() reads.
+        # addsitedir() also reads the files that name the folders of editable packages.
         lines = [f"import site; site.addsitedir({path!r})" for path in sorted(under)]
         (self.packages / "under.pth").write_text("\n".join(lines))
 
@@ -138,7 +138,7 @@ class Place:
         Raises:
             RuntimeError: a test failed, or none ran; with what pytest printed.
         """
-        # Not -m, which puts this folder first: its moecomm may not be built.
+        # Not -m, which puts this folder first on the path: its moecomm may not be built.
         program = str(Path(pytest.__file__).with_name("__main__.py"))
         tests = [self.python, program, "-q", "-p", "no:cacheprovider", *arguments]
         ran = subprocess.run(tests, cwd=ROOT, check=False, capture_output=True, text=True)
@@ -165,7 +165,7 @@ def pip(python: str, command: str, *arguments: str) -> str:
 
 
 def wheels_for(python: str) -> list[str]:
-    """Options of pip for wheels of another Python, of which tests import no module in C."""
+    """Options of pip for wheels of another Python; tests import none of their C modules."""
     if not python:
         return []
     kinds = [f"manylinux_2_{minor}_{platform.machine()}" for minor in (28, 24, 17)]

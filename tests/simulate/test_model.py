@@ -104,7 +104,7 @@ def test_no_tokens_cost_latencies_alone(domain: Domain, operation: Operation) ->
 
 @pytest.mark.parametrize(("operation", "late"), [(DISPATCH, 10), (COMBINE, 3)])
 def test_direct_rows_that_leave_late_take_a_second_latency(domain: Domain, operation: Operation, late: int) -> None:
-    """A domain of 8 has places for the early rows of a dispatch to 8 others, and of a combine to one."""
+    """A domain of 8 has places for the early rows of a dispatch to 8 other domains, and of a combine to one."""
     for domains in (2, 3, 9, 10):
         slow, fast = (
             cost(operation, spread(Gate(256, 8), domains, 8), 128, ROWS, Machine(domain, nic), algorithm="ll")

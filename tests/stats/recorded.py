@@ -1,7 +1,7 @@
 """Counters of real jobs of CPU ranks on two busy cores.
 
-Each dispatches and combines random routings, healthy or with one rank that sleeps for 20 ms before each dispatch.  An
-earlier classifier named ranks and links in all of them where nothing was the matter.
+Each job dispatches and combines random routings.  It is healthy, or one rank sleeps for 20 ms before each dispatch.  A
+classifier without the threshold of stalls names healthy ranks and links in all of these jobs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from moecomm.testing import LocalBuffers
 
 RANKS, EXPERTS, TOPK, TOKENS = 4, 8, 2, 64
 ROUNDS, SLOW_ROUNDS, MOST_JOBS = 30, 6, 5
-SLOW_S, SLOW_FACTOR = 0.1, 10  # against the 60 ms of a few stalls, and against what rounds take on a busy machine
+SLOW_S, SLOW_FACTOR = 0.1, 10  # more than the 60 ms of a few stalls, and than rounds take on a busy machine
 SIZES: dict[str, Any] = {
     "hidden": 64,
     "num_experts": EXPERTS,
@@ -74,7 +74,7 @@ def named(found: list[Finding]) -> list[tuple[str, tuple[int, ...]]]:
 def healthy_jobs(draw: Draw) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """Yield what stands out in one job after the other.
 
-    A machine may keep its cores from a rank, which then truly comes late.  It does not in all of these jobs.
+    A busy machine may keep a rank from its cores, so that the rank truly comes late.  It does not in all of these jobs.
     """
     for _ in range(MOST_JOBS):
         yield named(of_job(draw))

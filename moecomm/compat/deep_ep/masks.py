@@ -42,7 +42,7 @@ class MaskBuffer:
     def low_latency_clean_mask_buffer(self) -> None:
         """Take all masked ranks in again.  All ranks make this call."""
         for buffer in self._pool.low_latency():
-            own = {buffer.rank} if is_masked(buffer, buffer.rank) else set()  # which its own list does not have
+            own = {buffer.rank} if is_masked(buffer, buffer.rank) else set()  # a rank's own list lacks the rank itself
             if joining := own.union(buffer.masked):
                 buffer.unmask(joining)
 

@@ -187,9 +187,9 @@ class _Combine(torch.autograd.Function):
 
 
 def _home(rows: torch.Tensor, way: Way, **tensors: Any) -> Any:
-    """A rank's rows of a token are added in float32 and rounded before they travel: half the bytes of "exact".
+    """Add a rank's rows of a token in float32, and round the sum before it travels: half the bytes of "exact".
 
-    The dtype of the rows is named, so that no default of a Buffer changes it.
+    The call names the dtype of the rows, so that no default of a Buffer changes it.
     """
     handle, num_sms = way
     with CollectiveCall(handle.rounds):
