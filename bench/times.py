@@ -98,8 +98,8 @@ def no_room(name: str) -> list[str]:
         return []
     return [
         f"Eager combine of {'; '.join(slow)}: the rows went through a ring, which takes longer, because outputs of "
-        "graphs left no room for a copy of `y` in the window. For the same reason another operation has no time in this "
-        "run. The benchmark now opens a larger window."
+        "graphs left no room for a copy of `y` in the window. For the same reason another operation has no time in "
+        "this run. The benchmark now opens a larger window."
     ]
 
 

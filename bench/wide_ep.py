@@ -130,7 +130,8 @@ FEW = """- **Decode between domains**: without rows and latencies, a round of fe
   NVLink and over an emulated NIC. {rows} measured rows of 128 tokens, each predicted by a fit to all other results,
   have a median error of {median:.1%} ({signed:+.1%} signed); the worst is {worst:+.1%}. More domains are extrapolated:
   the work of blocks grows with the rows of a token. A combine takes a second latency from 3 domains on, and a dispatch
-  from {late} domains on, because rows then leave after the headers of other ranks have come. No such round was measured."""
+  from {late} domains on, because rows then leave after the headers of other ranks have come. No such round was
+  measured."""
 
 READING = """- **More than 64 GPUs**: a Buffer does not open. Ranks tell each other counts by expert and by rank, which
   grow with both. The time to read them was measured up to 64 virtual ranks on one GPU, when every block read all of
