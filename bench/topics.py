@@ -418,7 +418,7 @@ def correctness() -> str:
     return table("result | what | number, none failed | kinds", rows)
 
 
-# What shares the GPUs and cores of the timed ranks, by row of a result.
+# Other work on the GPUs and cores of the timed ranks, for each row of a result.
 _SHARED = {
     "kill-plans-h100-2": ("one survivor, GPUs to itself",),
     "kill-plans-gpus-h100-2": ("one survivor, beside processes that start",),

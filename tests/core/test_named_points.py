@@ -138,7 +138,7 @@ def test_while_ranks_shrink(ranks: Ranks, point: Point) -> None:
 
 
 def while_growing(rank: int, group: Any, point: Point) -> Any:
-    """Rank 3 joins.  If an old rank is lost before all are in the Buffer, rank 3 stays out, and the old ranks shrink."""
+    """Rank 3 joins.  If an old rank is lost before all are in the Buffer, rank 3 stays out; the old ranks shrink."""
     first, new = dist.new_group([0, 1, 2]), rank == 3
     if not new:
         buffer = moecomm.Buffer(first, **SIZES, timeout_s=TIMEOUT_S)
