@@ -13,14 +13,14 @@ _HEADS = (
     *("polling", "empty", "a poll us"),
 )
 EXPLAINED = (
-    "Parts of the one-way time of a put + signal through `gin`'s proxy, in us, in the median replay. "
+    "Where the one way of a put + signal through `gin`'s proxy goes, in us, in the median replay. "
     "`posting`: inside the calls by which NCCL's thread asks our RMA plugin for its operations (puts and signals), "
     "outside the driver. `driver`: inside CUDA's driver in these calls. `copying`: the rest of the time until a poll "
-    "sees the last copy done. `word`: the driver's call by which the receiver writes a signal. `rest`: the GPU's queue, "
-    "NCCL's thread, and the signal's way between the two threads. These parts add up. Over TCP, `copying` lasts until "
-    "the peer acknowledges the operation. By then the peer may have written the word and begun its own put, so parts "
-    "overlap. If they are longer than the one way, there is no `rest`. Beside them: the part of all time that the thread "
-    "spends in polls, the part of these polls that find nothing, and the time of one poll"
+    "sees the last copy done. `word`: the driver's call by which the receiver writes a signal. `rest`: the GPU's "
+    "queue, NCCL's thread, and the signal's way between the two threads. These parts add up. Over TCP, `copying` lasts "
+    "until the peer acknowledges the operation. By then the peer may have written the word and begun its own put, so "
+    "parts overlap. If they are longer than the one way, there is no `rest`. Beside them: the part of all time that "
+    "the thread spends in polls, the part of these polls that find nothing, and the time of one poll"
 )
 
 
