@@ -129,7 +129,7 @@ def words(ranks: Sequence[RankView]) -> list[str]:
 
 
 def _table(ranks: Sequence[RankView], now_ns: int) -> Table:
-    # Of 80 columns: numbers are whole, and the name of the process has what is left.
+    # Numbers stay whole in a terminal of 80 columns; the name of the process gets the rest.
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     heads = ("rank", "rounds/s", "rows/s\nin", "rows/s\nout", "MB/s\nin", "MB/s\nout", *(f"{x}\nwait" for x in WAITS))
     for head in heads:

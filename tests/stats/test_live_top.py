@@ -29,7 +29,8 @@ from .test_counters import SIZES, TOPK, x_of
 
 HIDDEN_CURSOR, SHOWN_CURSOR = "\x1b[?25l", "\x1b[?25h"
 COMMAND = """
-import fcntl, termios
+import fcntl, signal, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches this process
 from moecomm.tools.cli import main
 main()
