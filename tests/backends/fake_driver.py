@@ -10,6 +10,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+# Calls of an opening that a driver may refuse.
+REFUSABLE = (
+    "cuMemCreate",
+    "cuMemAddressReserve",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+)
+
 
 class Status(enum.IntEnum):
     CUDA_SUCCESS = 0

@@ -16,7 +16,7 @@ from moecomm.backends.windows import local, vmm
 from moecomm.core.rendezvous import LocalRank, local_ranks
 from moecomm.errors import Unsupported
 from tests.backends.conftest import run_ranks
-from tests.backends.fake_driver import FakeDriver, Status
+from tests.backends.fake_driver import REFUSABLE, FakeDriver, Status
 
 PART = 2 << 20  # the driver's granularity
 Install = Callable[[FakeDriver], FakeDriver]
@@ -69,17 +69,7 @@ def test_every_rank_maps_the_memory_of_every_rank(install_driver: Install, fabri
 
 
 @pytest.mark.parametrize("fabric", [False, True])
-@pytest.mark.parametrize(
-    "function",
-    [
-        "cuMemCreate",
-        "cuMemAddressReserve",
-        "cuMemMap",
-        "cuMemSetAccess",
-        "cuMemExportToShareableHandle",
-        "cuMemImportFromShareableHandle",
-    ],
-)
+@pytest.mark.parametrize("function", REFUSABLE)
 def test_a_failure_on_one_rank_fails_all_and_leaves_nothing(
     install_driver: Install, function: str, fabric: bool
 ) -> None:
