@@ -15,11 +15,13 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+import moecomm
 from moecomm.errors import BadInput
 from moecomm.stats import top
 from moecomm.stats.publish import Publisher
@@ -35,6 +37,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches this process
 from moecomm.tools.cli import main
 main()
 """
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)}
 WAIT_S = 60.0
 
 
@@ -115,7 +118,9 @@ def test_the_command_refreshes_a_terminal_and_restores_it(tmp_path: Path) -> Non
     with LocalBuffers(2, **SIZES) as first, LocalBuffers(2, **SIZES) as second:
         Job(tmp_path, first).publish()
         command = [sys.executable, "-c", COMMAND, "top", str(tmp_path)]
-        with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
+        terminal: dict[str, Any] = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
+        # Not in the repository, whose moecomm may not have been built.
+        with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **terminal) as process:
             try:
                 shown = read_until(master, f"Buffer {first.buffers[0].rounds.identity}, 2 of 2 ranks")
                 Job(tmp_path, second).publish()
