@@ -20,7 +20,11 @@ from .gpu.pieces import LEFT_OUT, MINIATURES, PIECES, Piece, has_miniature
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "bench"))
-PRINTS = "import json, sys; json.dump({'commit': %r, 'rows': [1]}, open(sys.argv[-1], 'w')); print('printed')"
+PRINTS = """
+import json, sys
+json.dump({'commit': %r, 'command': '', 'rows': [1]}, open(sys.argv[-1], 'w'))
+print('printed')
+"""
 
 
 @pytest.fixture
@@ -183,5 +187,6 @@ def test_a_miniature_of_each_kind_runs_on_cpu_ranks(name: str, tmp_path: Path) -
     assert figures.main([name, "--miniature", "--out", str(tmp_path)]) == 0, (tmp_path / f"{name}.log").read_text()
     (result,) = tmp_path.glob(f"{name}-cpu*.json")
     found = json.loads(result.read_text())
-    assert found["rows"] and found["command"] and figures.is_done(result)
+    assert found["rows"] and figures.is_done(result)
+    assert f" --json bench/results/{result.name}" in found["command"] and str(tmp_path) not in found["command"]
     assert found["conditions"]["started"] and found["conditions"]["gpus"] == []

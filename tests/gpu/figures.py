@@ -89,8 +89,11 @@ def measure(piece: Piece, folder: Path, machine: str, gpus: int, *, small: bool)
     seconds = time.monotonic() - begin
     if fine:
         found = json.loads(fresh.read_text())
+        # As it is kept: the result among those of the pages, other files wherever the command runs.
+        command = found["command"].replace(str(fresh), f"bench/results/{result.name}").replace(f"{folder}/", "")
         conditions = {"started": started, "seconds": round(seconds, 1), "gpus": clocks}
-        result.write_text(json.dumps({**found, "what": result.stem, "conditions": conditions}, indent=1) + "\n")
+        kept = {**found, "what": result.stem, "command": command, "conditions": conditions}
+        result.write_text(json.dumps(kept, indent=1) + "\n")
         fresh.unlink()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     print(f"{piece.name:<22} {'ok' if fine else 'FAILED':<6} {seconds:4.0f} s  {lines[-1][:100] if lines else ''}")
