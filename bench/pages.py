@@ -16,10 +16,10 @@ README, CALLS, CHECKED = (
 HEAD = f"""# Measurements
 
 Written by `python bench/readme.py` from [`results`](results).  Times are medians of whole operations as a caller sees
-them, of the slowest rank: counts, layout, casts and waits included.  In brackets: the time that the bytes alone take at
-the fastest all-to-all of the same run, over the measured time; that is a reference and no ceiling, for some operations
-are faster.  Weights and activations are bfloat16 unless FP8 is named, sums travel as the table says, and DeepSeek-V3 is
-hidden 7168, top-8 of 256 experts.
+them, of the slowest rank: counts, layout, casts and waits included.  In parentheses: the time that the bytes alone take
+at the fastest all-to-all of the same run, over the measured time; that is a reference and no ceiling, for some
+operations are faster.  Weights and activations are bfloat16 unless FP8 is named, sums travel as the table says, and
+DeepSeek-V3 is hidden 7168, top-8 of 256 experts.
 
 [Calls and steps](../docs/measured_calls.md) and [checks](../docs/measured_checks.md) have pages of their own.
 

@@ -692,7 +692,13 @@ CHECKS = (
         "How soon ranks go on after a kill",
         "Milliseconds, p50; p99.  Noticed: from the kill to `PeerLost` on a survivor.  First round: the one after "
         "`mask()` or `shrink()`.  A plan has at most 4 ranks on GPUs, and 6 on CPUs.  Several survivors on idle GPUs "
-        "that NVLink connects have not been measured.",
+        "that NVLink connects have not been measured: in `kill-plans-h100-2` and `kill-plans-gpus-h100-2` one rank is "
+        "left, so it agrees with nobody and maps no peer.  Plans that share GPUs also share the cores of the host and "
+        "its driver, which makes CUDA contexts one after the other.  These runs show that ranks agree and that rounds "
+        "are exact; their times are not those of a job that has its GPUs alone.  Ranks notice the end of a process "
+        "when the driver has freed its memory, which takes longest with `CUDA_DEVICE_MAX_CONNECTIONS=32`.  A first "
+        "round after `shrink()` took seconds in one of six cases of `kill-plans-h100-2`: it compiled the kernels for "
+        "one rank, which `tests.gpu.kills` now compiles before the kill.",
         tuple(_SHARED),
         after_kills,
     ),

@@ -101,7 +101,7 @@ def page(found: dict[str, Any]) -> str:
                 _published(found["published"]),
                 _not_counted(found["published"]),
                 f"Source: `bench/results/{RESULT.name}` ({found['date']}, {found['commit']}), written with this page "
-                f"by `{found['command']}`. The errors on measured rows are in [Measurements](measurements.md).",
+                f"by `{found['command']}`. The errors on measured rows are in [Measurements](../bench/README.md).",
             ]
         )
         + "\n"
@@ -115,15 +115,15 @@ far the model is from times that other libraries have published.
 - Inside a domain: terms fitted to {domain}s, 8 of them or fewer.
 - Between domains: a NIC for each GPU, {gbs:g} GB/s (400 Gb/s), {latency:g} us from a put to its signal.
 - Rows reach {share:.1%} of that line rate. This one number stands for headers, congestion, incast and slow
-  ranks. It is fitted to the published times below of the libraries whose GPUs post to ConnectX-7: their median
-  signed error is 0 by it. Nothing of moecomm's own is in it.
+  ranks. It is fitted to those published times below whose GPUs post to ConnectX-7, so that their median signed
+  error is 0. No measurement of moecomm is in it.
 - The NIC that receives most counts. With few tokens, random routing gives the busiest of many NICs clearly more
   rows than the mean."""
 
 ROUTING = """Routing: {routing}. Layout `expert`;
 the dispatch takes bf16 and sends FP8 with scales; combine sends bf16. 8
 GPUs a domain, but for the row "64, one domain". Decode: 128 tokens a rank, which go direct between domains.
-Prefill: 4096 tokens a rank, through forwarders. In brackets: what most of the time goes to."""
+Prefill: 4096 tokens a rank, through forwarders. In parentheses: what takes most of the time."""
 
 FEW = """- **Decode between domains**: without rows and latencies, a round of few tokens takes {start_us[0]:.0f} us in a
   dispatch and {start_us[1]:.0f} us in a combine. These terms are fitted to {ranks} H100s in {domains} domains, over
@@ -133,11 +133,11 @@ FEW = """- **Decode between domains**: without rows and latencies, a round of fe
   from {late} domains on, because rows then leave after the headers of other ranks have come. No such round was
   measured."""
 
-READING = """- **More than 64 GPUs**: a Buffer does not open. Ranks tell each other counts by expert and by rank, which
-  grow with both. The time to read them was measured up to 64 virtual ranks on one GPU, when every block read all of
-  them, and is extrapolated in proportion to the words (in proportion to the ranks it would be half at 320). Beyond
-  16 ranks blocks [share](measured_checks.md#work-of-a-block-by-number-of-ranks) that work now, so the table has too
-  much of it, most of all in a decode dispatch.
+READING = """- **More than 64 GPUs**: a Buffer does not open. Ranks send each other counts by expert and by
+  rank, so these messages grow with both. The time to read them was measured up to 64 virtual ranks on one GPU, when
+  every block read all of them, and is extrapolated in proportion to the words (in proportion to the ranks it would be
+  half at 320). Beyond 16 ranks blocks [share](measured_checks.md#work-of-a-block-by-number-of-ranks) that work now,
+  so the table has too much of it, most of all in a decode dispatch.
 - **320 GPUs**: there are more ranks than experts. One expert a rank, so 64 of the 256 experts have a second
   copy, spread evenly over the domains; a token takes either. DeepSeek gives the 64 GPUs to hot and shared
   experts. Here all experts are equally likely, so copies do not unload the ranks whose expert has none.
@@ -155,7 +155,7 @@ its *other* machine. "moecomm": the prediction for the same sizes and routing on
 
 def _predictions(found: dict[str, Any]) -> str:
     lines = [
-        "| GPUs | tokens a rank | ranks a token wants | dispatch | combine |",
+        "| GPUs | tokens a rank | mean ranks per token | dispatch | combine |",
         "| ---: | ---: | ---: | ---: | ---: |",
     ]
     large = [{**row, "name": f"{row['gpus']}, one domain"} for row in found["one_domain"]]
