@@ -181,7 +181,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
         `functools.partial(buffer.dispatch_end, routed)` is a hook, for code that calls one.  In between, handles of
         earlier dispatches may be combined; the next dispatch comes after the end.
 
-        Args: those of dispatch(), without `sync`.
+        Args: those of dispatch(), without `sync` and `overflow="chunks"`.
 
         Returns:
             What dispatch() returns.  Its tensors and its handle can be used after dispatch_end().

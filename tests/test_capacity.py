@@ -229,7 +229,7 @@ def test_ids_without_dropped_entries_live_until_the_round_has_run() -> None:
             assert finish(buffer.rounds, pending).inputs is None
 
 
-def test_drop_and_handles_exclude_each_other() -> None:
+def test_what_excludes_a_way_to_overflow() -> None:
     with moecomm.Buffer("self", **SIZES) as buffer:
         given = call(0, 0)
         routed = buffer.dispatch(**given)
@@ -239,6 +239,9 @@ def test_drop_and_handles_exclude_each_other() -> None:
             buffer.dispatch(**given, overflow="chunks", sync=False)
         with pytest.raises(moecomm.BadInput, match="overflow"):
             buffer.dispatch(**given, overflow="chunks", max_rows=100)
+        with pytest.raises(moecomm.BadInput, match="overflow"):
+            buffer.dispatch_begin(**given, overflow="chunks")
+        buffer.dispatch_end(buffer.dispatch_begin(**given, overflow="drop"))
 
 
 def settings_of(ranks: int, tokens: int, **more: Any) -> Settings:

@@ -177,8 +177,9 @@ def prepare(
     if dropped is not None:
         routed.dropped = dropped
         routed.inputs = routed.inputs, topk_idx  # ids that nobody else keeps
-    if options.overflow == "chunks" and not routed.sync:
-        raise BadInput("overflow", "'chunks' without sync=True", "sync=True, or another word")
+    if options.overflow == "chunks" and (begin or not routed.sync):
+        got, want = ("in dispatch_begin()", "dispatch()") if begin else ("without sync=True", "sync=True")
+        raise BadInput("overflow", f"'chunks' {got}", f"{want}, or another word")
     if max_rows is not None and not routed.sync and handle is None and layout == "flat":
         routed.args.clear_rows = routed.args.max_rows
     if descriptors is not None:
