@@ -18,7 +18,7 @@ from moecomm.buffer import Buffer
 from moecomm.core.choices import BackendName
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import Unsupported
 from moecomm.nn.buffers import shared_buffer
 
 try:
@@ -103,8 +103,6 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
             buffer = self._buffers[key] = self._open(x, ids.shape[1])
-        if len(x) > buffer.max_tokens:
-            raise BadInput("max_tokens", len(x), f"at most {buffer.max_tokens}; register(max_tokens=) takes another")
         return buffer
 
     def _open(self, x: torch.Tensor, topk: int) -> Buffer:

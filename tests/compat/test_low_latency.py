@@ -75,6 +75,25 @@ def test_weights_go_ahead_of_a_combine_that_does_not_take_them(monkeypatch: pyte
         together(3, lambda group, case=case, early=early: one_round(group, case, FORMATS[0], False, early))
 
 
+@pytest.mark.parametrize("in_a_round", [False, True])
+def test_a_combine_knows_ids_that_have_changed_since(monkeypatch: pytest.MonkeyPatch, in_a_round: bool) -> None:
+    """The tensor is that of the dispatch, so its entries are not read again."""
+    if in_a_round:
+        monkeypatch.setattr(low_latency, "takes_weights", lambda buffer: False)
+    case = oracle.random_case(7, ranks=3, hidden=HIDDEN, most=TOKENS, topk=4)
+
+    def body(group: Any) -> None:
+        buffer = Buffer(group)
+        x, ids, weights = (of[buffer.rank].clone() for of in (case.x, case.topk_idx, case.topk_weights))
+        y, _, handle, *_ = buffer.low_latency_dispatch(x, ids, TOKENS, case.num_experts, use_fp8=False)
+        total = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True) * x.float()
+        ids.copy_(ids.flip(0))
+        combined, _, _ = buffer.low_latency_combine(y, ids, weights, handle)
+        torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
+
+    together(3, body)
+
+
 def one_round(group: Any, case: oracle.Case, options: Any, hook: bool, early: bool) -> None:
     """`early`: the weights are given to dispatch too."""
     buffer = Buffer(group, low_latency_mode=True)
@@ -251,6 +270,23 @@ def test_ranks_that_disagree_on_the_most_tokens_are_told() -> None:
         x, idx = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
         with pytest.raises(moecomm.Mismatch, match="max_tokens"):
             buffer.low_latency_dispatch(x, idx, 4 + buffer.rank, 2)
+
+    together(2, body)
+
+
+def test_no_window_of_new_sizes_is_opened_while_a_rank_is_masked() -> None:
+    idle = threading.Barrier(2)
+
+    def body(group: Any) -> None:
+        buffer = Buffer(group, enable_shrink=True)
+        x, idx = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
+        buffer.low_latency_dispatch(x, idx, 4, 2)
+        idle.wait(30)
+        if buffer.rank == 0:
+            buffer.low_latency_update_mask_buffer(1, True)
+            with pytest.raises(moecomm.Unsupported, match="while ranks are masked"):
+                buffer.low_latency_dispatch(x, idx, 5, 2)
+        idle.wait(30)
 
     together(2, body)
 

@@ -48,7 +48,8 @@ class LowLatencyHandle(LazyTuple):
     )
 
     native: Handle
-    topk_idx: torch.Tensor  # of the dispatch
+    topk_idx: torch.Tensor  # of the dispatch, by which a combine knows it again
+    ids: torch.Tensor  # for the round that sends weights; the caller may have changed `topk_idx` since
     topk_weights: torch.Tensor | None  # those that the dispatch carried, until others have taken their place
     combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
 
@@ -132,6 +133,8 @@ class LowLatency(MaskBuffer):
             cost.after(buffer.rounds, "dispatch")
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
         handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
+        follow = topk_weights is None and not takes_weights(buffer.rounds)
+        handle.ids = topk_idx.clone() if follow else topk_idx
         rows, counts = routed.plan.batched_tensors(routed)
         recv_x, rounded = _arriving(routed, rows, options)
         if return_recv_hook:
@@ -209,7 +212,7 @@ class LowLatency(MaskBuffer):
             if takes_weights(native.rounds):
                 own = topk_weights
             else:
-                _send_weights(pool, native, handle.topk_idx, topk_weights)
+                _send_weights(pool, native, handle.ids, topk_weights)
                 handle.topk_weights = None
         if cost is not None:
             cost.before(native.rounds, "combine")

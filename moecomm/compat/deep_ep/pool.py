@@ -28,9 +28,10 @@ from moecomm.core.signature import GROW
 from moecomm.core.validation import MOST_SIZE
 from moecomm.dispatch import dispatch
 from moecomm.dispatch.options import Options, check_num_sms
-from moecomm.errors import BadInput, Closed, Mismatch
+from moecomm.errors import BadInput, Closed, Mismatch, Unsupported
 from moecomm.routed import Handle
 
+_TIMEOUT_S = 100.0  # of a wait, as in DeepEP's kernels (NUM_TIMEOUT_CYCLES)
 _LEAST_TOKENS = 128
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
 _MORE_ROWS = 4  # times those that the first caller asks for
@@ -41,7 +42,7 @@ class Pool:
     `masks`: low-latency rounds mask ranks that are lost.
     """
 
-    def __init__(self, group: Any, num_bytes: int = 0, timeout_s: float = 30.0, masks: bool = False) -> None:
+    def __init__(self, group: Any, num_bytes: int = 0, timeout_s: float = _TIMEOUT_S, masks: bool = False) -> None:
         self.ranks: Group = rendezvous(group)
         self.closed = False
         self.receiving: dict[int, Callable[[], None]] = {}  # hooks of dispatches that have begun, by id of the Buffer
@@ -186,7 +187,14 @@ class Pool:
     def open(
         self, device: torch.device, settings: Settings, window_bytes: int, on_timeout: OnTimeout = "raise"
     ) -> Buffer:
-        """Collective: a moecomm.Buffer of these sizes."""
+        """Open a moecomm.Buffer of these sizes.  Collective.
+
+        Raises:
+            Unsupported: a rank is masked, which would have to come.
+            As moecomm.Buffer.
+        """
+        if any(buffer.masked for buffer in self.low_latency()):
+            raise Unsupported("rounds of new sizes while ranks are masked")
         if device.type not in ("cpu", "cuda"):
             raise BadInput("x", f"a tensor on {device}", "one on a CPU or a GPU")
         buffer = Buffer(

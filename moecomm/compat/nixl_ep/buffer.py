@@ -36,12 +36,13 @@ class _Pool(Pool):
 class _Ranks(LowLatency):
     """The rounds of the ranks that have met: their numbers in order, and in the group of their moecomm.Buffers."""
 
-    def __init__(self, store: Any, rank: int, ranks: list[int], timeout_s: float, name: str) -> None:
+    def __init__(self, store: Any, rank: int, ranks: list[int], most: int, timeout_s: float, name: str) -> None:
         from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 
         group = ProcessGroup(PrefixStore(name, store), ranks.index(rank), len(ranks))
         self.ranks, self.group_size, self.store = ranks, len(ranks), store
         self._pool = _Pool(group, timeout_s=timeout_s, masks=True)
+        self._every = len(ranks) == most
         self._in_order = ranks == list(range(len(ranks)))
         self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
 
@@ -61,8 +62,10 @@ class _Ranks(LowLatency):
 
     def ids(self, topk_idx: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
         """Return the ids in the numbers of the group.  Experts of ranks that are not in it count as -1."""
-        if self._in_order:
+        if self._every:
             return topk_idx
+        if self._in_order:
+            return topk_idx.masked_fill(topk_idx >= len(self.ranks) * experts_per_rank, -1)
         key = (topk_idx.device, experts_per_rank)
         table = self._tables.get(key)
         if table is None:
@@ -354,7 +357,7 @@ class Buffer:
         name = meet(store, self.rank, ranks, max(_MEETING_S, self.timeout_ms / 1e3))
         if self._met is not None:
             self._met.close()
-        self._met, self._coming = _Ranks(store, self.rank, ranks, self.timeout_ms / 1e3, name), None
+        self._met, self._coming = _Ranks(store, self.rank, ranks, self.group_size, self.timeout_ms / 1e3, name), None
 
     def _checked(self, ranks: Iterable[int]) -> set[int]:
         if self._destroyed:
