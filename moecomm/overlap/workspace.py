@@ -36,8 +36,8 @@ class Workspace:
     Args:
         group: as of a moecomm.Window; or an open Window, whose memory and signals nothing else uses from then on.
             Its other ranks open a Workspace over it at the same time.  close() leaves such a Window open.
-        nbytes: memory of each rank, the same on all ranks; none with a Window.  A call may need twice what a rank
-            publishes in it, and names the bytes it needs if there are fewer.
+        nbytes: memory of each rank, the same on all ranks; none with a Window.  On CPUs a call needs twice what a rank
+            publishes in it, on GPUs more (docs/overlap.md, Limits).  Its error names the bytes if there are fewer.
         backend: as of a Window.
         device: as of a Window.
         timeout_s: how long any wait for a peer may take, in seconds.
