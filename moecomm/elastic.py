@@ -166,7 +166,7 @@ class ElasticRanks(MaskableRanks):
                 domain_ranks=membership.domain_ranks(shrunk.ranks, old),
             )
             rounds = open_rounds(self, ranks, settings, old.device, before, ids)
-        return rounds, members_of(group, rounds, ranks.number, before), shrunk
+        return rounds, members_of(group, old, rounds, ranks.number, before), shrunk
 
     def grow(self, group: Any) -> None:
         """Go on with more ranks, or others.  Collective among all of them.

@@ -200,11 +200,12 @@ def require_idle(rounds: Rounds, call: str) -> None:
     rounds.wait()
 
 
-def members_of(group: Group, rounds: Rounds, number: int, timeout_s: float) -> Members:
+def members_of(group: Group, old: Rounds, rounds: Rounds, number: int, timeout_s: float) -> Members:
     """Return the ranks of a Buffer that has been opened again, as they agree on later calls."""
-    session = rounds.session
-    if isinstance(group, Survivors) and (pages := session.pages) is not None:
+    pages = rounds.session.pages
+    if isinstance(group, Survivors) and old.session.pages is not None and pages is not None:
         # The board of the group is in the pages of the old session.  Decisions come in the order of their numbers.
+        # Without such pages it is the store, which is kept: it may be in this process, and others may still read it.
         board = lambda: Part(pages, f"{rounds.attempts}/")  # noqa: E731
         group = Survivors(group.rank, group.ranks, group.in_process, board, timeout_s)
     return Members(group, number, timeout_s)

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import moecomm
+from moecomm.core import opening
 
 from ..conftest import Ranks
 from ..few import few
@@ -36,9 +37,18 @@ def apart(rank: int, group: Any, folder: str, **options: Any) -> moecomm.Buffer:
 
 
 def without_another(rank: int, group: Any, folder: str, call: str) -> Any:
-    """Rank 1 dies; the store lives."""
+    """Rank 1 dies; the store lives, of which rank 2 asks last, when rank 0 has gone on."""
     buffer = apart(rank, group, folder)
     rounds(buffer, 3)
+    if rank == 2:
+        exchange = opening.Opening._exchange
+
+        def late(ranks: opening.Opening, step: str, mine: bytes) -> list[bytes]:
+            found = exchange(ranks, step, mine)
+            time.sleep(0.5 if step == "ready" else 0.0)
+            return found
+
+        opening.Opening._exchange = late  # type: ignore[method-assign]
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     assert isinstance(failure_of(lambda: exact_round(buffer, 0)), moecomm.PeerLost)
