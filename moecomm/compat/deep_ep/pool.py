@@ -42,6 +42,8 @@ class Pool:
     `masks`: low-latency rounds mask ranks that are lost.
     """
 
+    unless_masked = ""  # what a caller can do before
+
     def __init__(self, group: Any, num_bytes: int = 0, timeout_s: float = _TIMEOUT_S, masks: bool = False) -> None:
         self.ranks: Group = rendezvous(group)
         self.closed = False
@@ -194,7 +196,7 @@ class Pool:
             As moecomm.Buffer.
         """
         if any(buffer.masked for buffer in self.low_latency()):
-            raise Unsupported("rounds of new sizes while ranks are masked")
+            raise Unsupported(f"rounds of new sizes while ranks are masked{self.unless_masked}")
         if device.type not in ("cpu", "cuda"):
             raise BadInput("x", f"a tensor on {device}", "one on a CPU or a GPU")
         buffer = Buffer(

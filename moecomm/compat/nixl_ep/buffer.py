@@ -25,12 +25,9 @@ _MEETING_S = 300.0  # a rank that is added may only be starting
 
 
 class _Pool(Pool):
-    """Opens no Buffer for which a masked rank would have to come."""
+    """A Pool whose users can take masked ranks out."""
 
-    def open(self, *args: Any, **options: Any) -> NativeBuffer:
-        if any(buffer.masked for buffer in self.low_latency()):
-            raise Unsupported("rounds of new sizes while ranks are masked: call connect_ranks([]) before")
-        return super().open(*args, **options)
+    unless_masked = ": call connect_ranks([]) before"
 
 
 class _Ranks(LowLatency):
