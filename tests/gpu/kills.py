@@ -112,12 +112,11 @@ def main() -> None:
         for seed in range(given.kills):
             for key, ms in kill_one(ranks, given.ranks, CALLS[seed % len(CALLS)], seed).items():
                 times.setdefault(key, []).append(ms)
-    row: dict[str, Any] = {"kind": "killed GPU ranks, masked or left out, and exact rounds", "kills": given.kills}
-    for key, each in times.items():
-        row[key] = percentiles(each)
+            row: dict[str, Any] = {"kind": "killed GPU ranks, masked or left out, and exact rounds", "kills": seed + 1}
+            row |= {key: percentiles(each) for key, each in times.items()}
+            if given.json:  # after each kill: a time limit may end the run
+                results.write(given.json, {"rows": [row]})
     print(json.dumps(row, indent=1))
-    if given.json:
-        results.write(given.json, {"rows": [row]})
 
 
 if __name__ == "__main__":
