@@ -142,8 +142,10 @@ def figure(found: dict[str, Any], **wanted: Any) -> str:
 
 PEERS = "peers-alone-h200"
 WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
-LAYER_COLUMNS = "model | tokens a rank | unfused | fused | over GEMMs alone | torch's over it | fused, FP8 weights"
-README_LAYERS = {"moe-deepseek-v3-h200-4": (128, 4096), "moe-qwen3-235b-h200-4": (128, 4096)}
+LAYER_COLUMNS = (
+    "GPUs | model | tokens a rank | unfused | fused | over GEMMs alone | torch's over it | fused, FP8 weights"
+)
+README_LAYERS = {"moe-deepseek-v3-h100-4": (128, 4096), "moe-qwen3-235b-h100-4": (128, 4096)}
 
 
 def headlines() -> str:
@@ -177,7 +179,7 @@ def layers() -> list[str]:
     if not used:
         return []
     head = (
-        "Whole expert layers (`buffer.moe`), 4 H200s, bfloat16, in a captured graph; medians of the slowest rank. "
+        "Whole expert layers (`buffer.moe`), bfloat16, in a captured graph; medians of the slowest rank. "
         "*Unfused*: dispatch, experts and combine as separate launches. *Fused*: rows travel while the GEMMs run. The "
         "first ratio divides the faster of these two layers by our two grouped GEMMs alone, which are separate "
         "launches: a fused layer can take a little less. The second divides torch's layer (all_to_all and grouped "
@@ -197,14 +199,17 @@ def torchs_rows(used: Iterable[str]) -> str:
 
 def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
     """Return rows of the layers in one result of `moecomm bench moe`, for these numbers of tokens or for all."""
+    import times  # which imports this module
+
     found, lines = load(name), []
+    gpus = f"{len(found['machine']['gpus'])} {times.gpu(found)}"
     rows = [row for row in found["rows"] if row["who"] == "moecomm" and row["what"] == "layer"]
     for tokens in sizes or dict.fromkeys(row["tokens"] for row in rows):
         apart, fused, fp8 = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
         best = min(apart, fused, key=lambda row: row["us"]["p50"])
         ratios = [f"{best[key]:.2f}" if best.get(key) else "" for key in ("of_gemms", "of_torch")]
-        times = [time_of(row["us"]["p50"]) for row in (apart, fused, fp8)]
-        lines.append(line(found, layer_parts(tokens), best["model"], str(tokens), *times[:2], *ratios, times[2]))
+        *both, eight = (time_of(row["us"]["p50"]) for row in (apart, fused, fp8))
+        lines.append(line(found, layer_parts(tokens), gpus, best["model"], str(tokens), *both, *ratios, eight, at=(1,)))
     return lines
 
 

@@ -14,6 +14,7 @@ from readme import (
     OPERATORS,
     OVERLAP,
     PEERS,
+    README_LAYERS,
     ROUNDS,
     WINDOW,
     figure,
@@ -148,15 +149,19 @@ TWO = ("moe-gpt-oss-120b-h200-2", "moe-mixtral-8x7b-h200-2", "moe-qwen3-235b-h20
 
 
 FOUR = tuple(
-    f"moe-{model}-h200-4" for model in ("deepseek-v3", "gpt-oss-120b", "mixtral-8x7b", "qwen3-235b", "qwen3-30b-a3b")
+    f"moe-{model}-h200-4" for model in ("deepseek-v3", "qwen3-235b", "gpt-oss-120b", "mixtral-8x7b", "qwen3-30b-a3b")
 )
 
-LAYER_SIZES = dict(zip(FOUR, ((1024,), (128, 4096), (128, 4096), (1024,), (128, 8192)), strict=True))
+# Sizes of each result; of the main README's models, the one that is not there.
+LAYER_SIZES = {
+    **dict.fromkeys(README_LAYERS, (1024,)),
+    **dict(zip(FOUR[2:], ((128, 4096), (128, 4096), (128, 8192)), strict=True)),
+}
 
 
 def expert_layers() -> str:
     """Complete layers on 4 ranks, and sustained layers."""
-    four = table(LAYER_COLUMNS, (row for name in FOUR for row in layer_rows(name, LAYER_SIZES[name])))
+    four = table(LAYER_COLUMNS, (row for name, sizes in LAYER_SIZES.items() for row in layer_rows(name, sizes)))
     rows = []
     for name in ("at-work-h100-4", "at-work-fp8-h100-4"):
         found = load(name)
@@ -404,6 +409,7 @@ def correctness() -> str:
         ("kill-plans-gpus-h200-8", ROUNDS, "kills"),
         ("kill-plans-gpus-h100-2", ROUNDS, "kills"),
         ("kill-plans-gpus-h100", ROUNDS, "kills"),
+        ("kill-plans-h100-4", ROUNDS, "kills"),
         ("kill-plans-h100-2", ROUNDS, "kills"),
         ("soak-cpu", ("host",), "rounds"),
         ("repeated-failures-cpu", ("host",), "repeats"),
@@ -420,6 +426,7 @@ def correctness() -> str:
 
 # Other work on the GPUs and cores of the timed ranks, for each row of a result.
 _SHARED = {
+    "kill-plans-h100-4": ("3 survivors, 4 GPUs to themselves",),
     "kill-plans-h100-2": ("one survivor, GPUs to itself",),
     "kill-plans-gpus-h100-2": ("one survivor, beside processes that start",),
     "kill-plans-gpus-h100": (
@@ -532,6 +539,7 @@ TOPICS = (
         "second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` have "
         "2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
         (
+            *README_LAYERS,
             *FOUR,
             *TWO,
             "at-work-h100-4",
@@ -681,6 +689,7 @@ CHECKS = (
             "kill-plans-gpus-h200-8",
             "kill-plans-gpus-h100-2",
             "kill-plans-gpus-h100",
+            "kill-plans-h100-4",
             "kill-plans-h100-2",
             "soak-cpu",
             "repeated-failures-cpu",
@@ -691,14 +700,14 @@ CHECKS = (
     Topic(
         "How soon ranks go on after a kill",
         "Milliseconds, p50; p99.  Noticed: from the kill to `PeerLost` on a survivor.  First round: the one after "
-        "`mask()` or `shrink()`.  A plan has at most 4 ranks on GPUs, and 6 on CPUs.  Several survivors on idle GPUs "
-        "that NVLink connects have not been measured: in `kill-plans-h100-2` and `kill-plans-gpus-h100-2` one rank is "
-        "left, so it agrees with nobody and maps no peer.  Plans that share GPUs also share the cores of the host and "
-        "its driver, which makes CUDA contexts one after the other.  These runs show that ranks agree and that rounds "
-        "are exact; their times are not those of a job that has its GPUs alone.  Ranks notice the end of a process "
-        "when the driver has freed its memory, which takes longest with `CUDA_DEVICE_MAX_CONNECTIONS=32`.  A first "
-        "round after `shrink()` took seconds in one of six cases of `kill-plans-h100-2`: it compiled the kernels for "
-        "one rank, which `tests.gpu.kills` now compiles before the kill.",
+        "`mask()` or `shrink()`.  A plan has at most 4 ranks on GPUs, and 6 on CPUs.  `kill-plans-h100-4` has "
+        "several survivors, GPUs to themselves, and NVLink.  In `kill-plans-h100-2` and `kill-plans-gpus-h100-2` one "
+        "rank is left, so it agrees with nobody and maps no peer.  Plans that share GPUs also share the cores of the "
+        "host and its driver, which makes CUDA contexts one after the other.  Those runs show that ranks agree and "
+        "that rounds are exact; their times are not those of a job that has its GPUs alone.  Ranks notice the end of a "
+        "process when the driver has freed its memory, which takes longest with `CUDA_DEVICE_MAX_CONNECTIONS=32`.  A "
+        "first round after `shrink()` took seconds in one of six cases of `kill-plans-h100-2`: it compiled the kernels "
+        "for one rank, which `tests.gpu.kills` now compiles before the kill.",
         tuple(_SHARED),
         after_kills,
     ),

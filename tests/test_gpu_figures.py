@@ -82,7 +82,7 @@ def test_pieces_measure_the_sizes_that_the_pages_show() -> None:
     layers = [*readme.README_LAYERS.items(), *topics.LAYER_SIZES.items()]
     assert len(layers) == 7
     for name, sizes in layers:
-        (measured,) = tokens[re.sub(r"-h200-4$", "", name)]
+        (measured,) = tokens[re.sub(r"-h\d00-4$", "", name)]
         assert set(map(str, sizes)) <= set(measured.split(",")), name
 
 

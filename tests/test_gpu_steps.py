@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from .conftest import GPU_MARKS
 from .gpu import __main__ as steps
 from .gpu import test_nvlink
 from .gpu.__main__ import PARTS, Step
+from .live import alive, wait_until
 
 ROOT = Path(__file__).parent.parent
 TESTS = [step for part in PARTS.values() for step in part if step.pytest]
@@ -184,6 +186,27 @@ def test_a_step_that_hangs_is_ended_with_what_it_has_started(
     assert "subprocess.py" in (logs / "hang.log").read_text(), "where its threads were"
     time.sleep(max(0.0, begin + 7 - time.monotonic()))
     assert not (tmp_path / "alive").exists()
+
+
+def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Processes that outlive the run keep the GPUs, and slow what is measured there next."""
+    pids, text = [tmp_path / "one", tmp_path / "two"], "import os, time; open({!r}, 'w').write(str(os.getpid())); {}"
+    child = text.format(str(pids[1]), "time.sleep(60)")
+    parent = text.format(str(pids[0]), f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
+    run = f"""
+import sys; sys.path[:] = {sys.path!r}
+from pathlib import Path; from tests.gpu import __main__ as steps
+steps.processes.end_with_children(); steps.LOGS = Path({str(tmp_path / "logs")!r})
+step = steps.Step("endless", 60, gpus=1, command=(sys.executable, "-c", {parent!r}))
+steps.PARTS = {{"a": [step]}}; steps.main(["--beside", "a"])
+"""
+    with subprocess.Popen([sys.executable, "-c", run], cwd=ROOT) as process:
+        try:
+            wait_until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
+        finally:
+            process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    wait_until(lambda: not any(alive(int(pid.read_text())) for pid in pids))
 
 
 def test_parts_side_by_side_have_a_gpu_each_and_the_rest_comes_after(

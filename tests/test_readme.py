@@ -288,7 +288,7 @@ def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     (folder / f"{name}.json").write_text(json.dumps({**about, "kernels": {}, "rows": found}))
     monkeypatch.setattr(readme, "README_LAYERS", {name: (128,)})
     lines = readme.headlines().splitlines()
-    assert lines[13] == "| m † | 128 | 1500 us | 1250 us | 1.25 | 2.40 | 900 us |"
+    assert lines[13] == "| 4 H200s | m † | 128 | 1500 us | 1250 us | 1.25 | 2.40 | 900 us |"
     source = f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."
     assert lines[15:-1] == [source, ""]
     assert lines[-1].startswith(f"{readme.LEGEND} [") and "(bench/README.md)" in lines[-1]

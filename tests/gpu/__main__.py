@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import queue
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu import figures
-from tests.gpu.processes import ENVIRONMENT, ROOT, all_gpus, wait
+from tests.gpu import figures, processes
+from tests.gpu.processes import ENVIRONMENT, all_gpus
 
 CASES, SEED = int(os.environ.get("CASES", "300")), os.environ.get("SEED", "0")
 LOGS = Path(os.environ.get("LOGS") or f"{tempfile.gettempdir()}/moecomm-{os.getpid()}")
@@ -216,20 +215,14 @@ def run(step: Step, gpu: str | None = None) -> bool:
     """Runs a step, on one GPU or on all, and says how it went."""
     begin, log = time.monotonic(), LOGS / f"{step.name}.log"
     visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+    words = [str(len(all_gpus())) if word == GPUS else word for word in step.words]
     with log.open("wb") as out:
         try:
-            process = subprocess.Popen(
-                [str(len(all_gpus())) if word == GPUS else word for word in step.words],
-                cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, **visible},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            status = processes.run(words, out, step.limit_s, env={**os.environ, **ENVIRONMENT, **visible})
         except OSError as error:
             out.write(str(error).encode())
-            process = None
-        fine = process is not None and wait(process, step.limit_s) == 0
+            status = None
+    fine = status == 0
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     word, seconds = "ok" if fine else "FAILED", time.monotonic() - begin
     # One write: print() writes the end of a line separately, and a concurrent step could write in between.
@@ -277,4 +270,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    processes.end_with_children()
     sys.exit(main(sys.argv[1:]))

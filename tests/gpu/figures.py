@@ -17,16 +17,16 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import processes
 from tests.gpu.pieces import FOLDER, GPUS, HALF, MINIATURES, PIECES, ZIPF, Piece, has_miniature
-from tests.gpu.processes import ENVIRONMENT, ROOT, all_gpus, wait
+from tests.gpu.processes import ENVIRONMENT, ROOT, all_gpus
 
 BENCH = (sys.executable, "-m", "moecomm.bench")
 _SAMPLED = ("clocks.sm", "power.draw", "temperature.gpu", "utilization.gpu", "clocks.max.sm", "power.limit")
@@ -124,17 +124,10 @@ def sampled(log: Path) -> Iterator[list[dict[str, Any]]]:
     """Sample the clocks of all GPUs meanwhile; afterwards the list has a summary for each. Empty without nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu=index,{','.join(_SAMPLED)}", "--format=csv,noheader,nounits"]
     clocks: list[dict[str, Any]] = []
-    with log.open("wb") as out:
-        try:
-            process = subprocess.Popen([*query, "-lms", str(_SAMPLES_MS)], stdout=out, stderr=subprocess.DEVNULL)
-        except OSError:
-            process = None
-        try:
-            yield clocks
-        finally:
-            if process is not None:
-                process.terminate()
-                process.wait()
+    with log.open("wb") as out, ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(processes.started([*query, "-lms", str(_SAMPLES_MS)], out))
+        yield clocks
     clocks += summary(log.read_text(errors="replace"))
 
 
@@ -165,16 +158,9 @@ def _spread(values: Sequence[float]) -> list[float]:
 
 def _run(command: Sequence[str], log: Path, limit_s: float, *, installed: bool = False) -> bool:
     """`installed`: run the moecomm that is installed, which need not be that of this tree."""
+    where = {"cwd": log.parent, "env": os.environ} if installed else {"env": {**os.environ, **ENVIRONMENT}}
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=log.parent if installed else ROOT,
-            env=dict(os.environ) if installed else {**os.environ, **ENVIRONMENT},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        return wait(process, limit_s) == 0
+        return processes.run(command, out, limit_s, **where) == 0
 
 
 def _filled(words: str, fill: dict[str, str]) -> str:

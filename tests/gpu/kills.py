@@ -2,7 +2,8 @@
 
 Rank 1 is killed at a random moment between its rounds, or in one.  The others raise PeerLost, then mask() it or
 shrink(), in turn, and make 100 exact rounds.  Kernels for the ranks that shrink() leaves are compiled before the kill.
-Times are of the slowest rank: those of mask() and shrink(), and of the first round after them.
+Times are of the slowest rank: from the kill until it raises, those of mask() and shrink(), and of the first round
+after them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ def exact_round(buffer: moecomm.Buffer, given: dict[str, torch.Tensor], want: to
     assert torch.equal(out, want)
 
 
-def survive(rank: int, group: Any, call: str, seed: int) -> dict[str, float]:
+def kill_this(killed: Path) -> None:
+    """End this process, and leave the time on the clock of the host."""
+    killed.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive(rank: int, group: Any, call: str, seed: int, killed: Path) -> dict[str, float]:
     """Return the times of a rank that is left."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
@@ -69,7 +76,7 @@ def survive(rank: int, group: Any, call: str, seed: int) -> dict[str, float]:
         buffer.compile_for(group.size() - 1)
     if rank == 1:
         after_s = random.Random(seed).uniform(0, LATEST_S)
-        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(after_s, kill_this, (killed,)).start()
     try:
         while True:
             exact_round(buffer, given, want)
@@ -87,12 +94,17 @@ def survive(rank: int, group: Any, call: str, seed: int) -> dict[str, float]:
     for _ in range(EXACT):
         exact_round(buffer, given, want)
     buffer.close()
-    return {f"{call}_ms": 1e3 * (gone_on - noticed), f"first_round_after_{call}_ms": 1e3 * (first_round - gone_on)}
+    steps = {
+        "noticed": noticed - float(killed.read_text()),
+        call: gone_on - noticed,
+        f"first_round_after_{call}": first_round - gone_on,
+    }
+    return {f"{step}_ms": 1e3 * seconds for step, seconds in steps.items()}
 
 
-def kill_one(ranks: Ranks, count: int, call: str, seed: int) -> dict[str, float]:
+def kill_one(ranks: Ranks, count: int, call: str, seed: int, folder: Path) -> dict[str, float]:
     """Run a job of `count` ranks of which one is killed; return times of the slowest rank."""
-    ranks.start(count, survive, call, seed)
+    ranks.start(count, survive, call, seed, folder / f"killed-{seed}")
     found = ranks.results(count - 1, timeout_s=60)
     for result in found.values():
         if isinstance(result, BaseException):
@@ -110,7 +122,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(Path(folder), "spawn")
         for seed in range(given.kills):
-            for key, ms in kill_one(ranks, given.ranks, CALLS[seed % len(CALLS)], seed).items():
+            for key, ms in kill_one(ranks, given.ranks, CALLS[seed % len(CALLS)], seed, Path(folder)).items():
                 times.setdefault(key, []).append(ms)
             row: dict[str, Any] = {"kind": "killed GPU ranks, masked or left out, and exact rounds", "kills": seed + 1}
             row |= {key: percentiles(each) for key, each in times.items()}

@@ -1,12 +1,15 @@
-"""Programs under a hard limit, and the GPUs that they see."""
+"""Programs with a hard limit, and the GPUs that they see."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, NoReturn
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -21,19 +24,58 @@ ENVIRONMENT = {
 GRACE_S = 5  # to say where threads were
 
 
-def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Return the exit status of the leader of a session; None where it had to be ended, with all that it started."""
+_running: set[subprocess.Popen[bytes]] = set()
+_starting = threading.RLock()  # reentrant: a signal may come while the main thread holds it
+
+
+@contextmanager
+def started(
+    command: Sequence[str], out: BinaryIO, *, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with its output in `out`, ended afterwards with all that it has started. Raises OSError."""
+    with _starting:
+        process = subprocess.Popen(
+            command, cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        _running.add(process)
     try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        return None
+        yield process
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
         process.wait()
+        _running.discard(process)
+
+
+def run(
+    command: Sequence[str], out: BinaryIO, limit_s: float, *, env: Mapping[str, str], cwd: Path = ROOT
+) -> int | None:
+    """Run a command; return its exit status, or None where it reached the limit. See `started`."""
+    with started(command, out, env=env, cwd=cwd) as process:
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            return None
+
+
+def end_with_children() -> None:
+    """End all that is started here when a signal ends this process: it would keep the GPUs."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    with _starting:
+        for process in _running:
+            _kill(process)
+        os._exit(128 + number)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def all_gpus() -> list[str | None]:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,8 @@ import moecomm
 from moecomm.router import router
 from moecomm.tools import cli, demo
 from moecomm.tools.demo_layer import expert_weights, reference
+
+from ..live import alive, children_of, wait_until
 
 
 @pytest.mark.long
@@ -152,33 +153,6 @@ def test_a_table_fits_eighty_columns() -> None:
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     cli.show_demo(demo.Result(case, "host", "no GPU backend can run here", layouts), console)
     assert "…" not in console.export_text()
-
-
-def children_of(pid: int) -> set[int]:
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                found.add(int(entry.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: object, timeout_s: float = 30) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 PACKAGES = Path(moecomm.__file__).parent.parent  # of the moecomm that is tested, installed or built in place
