@@ -262,18 +262,20 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
             "compat host us",
             "more on the host us",
             "at p99",
+            "native again, at p99",
             "window MiB",
         ),
     )
     for row in result["rows"]:
         about = (str(row["tokens"]), " ".join(filter(None, (row[key] for key in ("what", "payload", "variant")))))
         if "why" in row:
-            table.add_row(*about, *["-"] * 8)
+            table.add_row(*about, *["-"] * 9)
             continue
         times = [f"{row['us'][name]['p50']:.1f}" for name in ("native", "compat")]
-        host = ["", "", "", ""]
+        host = [""] * 5
         if row["host_more_us"] is not None:
-            more = [f"{row[key]:+.1f}" for key in ("host_more_us", "host_p99_more_us") if key in row]
+            differences = (row.get(key) for key in ("host_more_us", "host_p99_more_us", "host_p99_again_us"))
+            more = ["" if us is None else f"{us:+.1f}" for us in differences]
             host = [*(f"{row['host_us'][name]:.1f}" for name in ("native", "compat")), *more]
         table.add_row(*about, *times, f"x{row['of_native']:.3f}", *host, window_mib(row))
     show_table(table, out)

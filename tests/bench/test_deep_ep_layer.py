@@ -126,11 +126,11 @@ def result() -> dict[str, Any]:
     about = {"tokens": 128, "what": "dispatch", "payload": "fp8", "variant": "handle"}
     first = {
         "us": {"native": [10.0, 12.0], "compat": [11.0, 15.0]},
-        "host_us": {"native": [7.0, 9.0, 6.0], "compat": [9.0, 9.5, 9.0]},
+        "host_us": {"native": [7.0, 9.0, 6.0], "compat": [9.0, 9.5, 9.0], "again": [7.0, 9.25, 6.0]},
     }
     second = {
         "us": {"native": [8.0, 14.0], "compat": [12.0, 13.0]},
-        "host_us": {"native": [8.0, 9.0, 7.0], "compat": [12.5, 13.0, 11.5]},
+        "host_us": {"native": [8.0, 9.0, 7.0], "compat": [12.5, 13.0, 11.5], "again": [8.0, 8.0, 7.0]},
     }
     lost = {**about, "what": "combine", "payload": "", "why": "no room"}
     return deep_ep_layer.merge(CASE, [{"rows": [about | part, lost]} for part in (first, second)])
@@ -142,5 +142,5 @@ def test_the_slowest_rank_counts() -> None:
     assert row["of_native"] == 1.125
     assert row["host_us"] == {"native": 7.5, "compat": 10.75} and row["host_more_us"] == 4.5
     assert row["host_p99_us"] == {"native": 9.0, "compat": 11.25}, "of 9, 9 and of 9.5, 13"
-    assert row["host_p99_more_us"] == 4.0
+    assert row["host_p99_more_us"] == 4.0 and row["host_p99_again_us"] == 0.25
     assert lost == {"tokens": 128, "what": "combine", "payload": "", "variant": "handle", "why": "no room"}
