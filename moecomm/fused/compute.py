@@ -7,6 +7,8 @@ both (bench/results/layers-h200-2.json, moe-mixtral-8x7b-h200-2.json, moe-mixtra
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from moecomm import _native
@@ -35,6 +37,7 @@ def rows_per_counter(rows: int) -> int:
     return LEAST_COUNTED if rows <= _FEW_ROWS else _MORE_COUNTED
 
 
+@lru_cache(maxsize=64)
 def layer_kernel(
     dtype: torch.dtype,
     apart: bool,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from moecomm.dispatch.reference import GROUP
@@ -21,6 +23,7 @@ def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) ->
     return f"RowConfig{{.type = Type::{NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}}}"
 
 
+@lru_cache(maxsize=64)
 def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
     """Return the kernel that publishes rows of dtype `given` as `dtype`."""
     entry = f"publish_rows<{row_config(dtype, hidden)}, Type::{NAMES[given]}>"

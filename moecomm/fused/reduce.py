@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from moecomm import _native
@@ -12,6 +14,7 @@ _BYTES, _SLOTS, _SLOT, _WARPS = 220 * 1024, 3, 9216, 8
 _STEP_BYTES = 512  # bytes of a row that a warp reads at once: 16 a lane
 
 
+@lru_cache(maxsize=64)
 def reduce_kernel(dtype: torch.dtype, hidden: int, topk: int) -> SharedKernel:
     """Return the kernel that reduces received rows of `dtype`, `topk` a token."""
     whole = -(-2 * hidden // _STEP_BYTES) * _STEP_BYTES
