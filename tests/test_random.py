@@ -20,7 +20,7 @@ from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
 from .conftest import Begun
 from .few import few
 
-FEW, MANY = 1_000, 20_000  # cases of a plain run, and of a long one
+FEW, MANY = 1_000, 8_000  # cases of a plain run, and of a long one
 ROUNDS = 200  # cases on one set of Buffers
 PROCESSES = 2
 SPREAD = 10  # of so many sets of Buffers one has its ranks on all cores
