@@ -23,7 +23,7 @@ def test_the_work_of_a_thread_grows_with_the_ranks_alone(layout: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "layout"), zip(RANKS[2:], LAYOUTS, strict=True))
+@pytest.mark.parametrize(("ranks", "layout"), list(zip(RANKS[2:], LAYOUTS, strict=True)))
 def test_blocks_of_many_ranks_share_the_counts(ranks: int, layout: str) -> None:
     """A line through the work of one block and of four, by the words that each reads, meets that of sixteen."""
     one, four, sixteen = (measure(Machine(blocks, counted=True), ranks, layout)["dispatch"][1] for blocks in (1, 4, 16))
