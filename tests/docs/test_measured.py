@@ -1,0 +1,64 @@
+"""Measured figures on pages that people write are those of the results that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+MOECOMM = {"who": "moecomm"}
+DECISIONS = (ROOT / "docs" / "decisions.md").read_text()
+
+
+@cache
+def content(result: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "bench" / "results" / f"{result}.json").read_text())
+    return found
+
+
+def row_of(result: str, **named: Any) -> dict[str, Any]:
+    """Return the only row of a result with these values."""
+    (row,) = (row for row in content(result)["rows"] if (MOECOMM | named).items() <= row.items())
+    found: dict[str, Any] = row
+    return found
+
+
+def aim(begin: str) -> list[str]:
+    """Return measurement and reason of a row of "Aims that are not reached"."""
+    (line,) = (line for line in DECISIONS.splitlines() if line.startswith(f"| {begin}"))
+    return line.strip("| ").split(" | ")[1:]
+
+
+# Rounds in the order of the table's columns.
+ROUNDS: list[dict[str, Any]] = [
+    {"what": "dispatch", "layout": "flat"},
+    {"what": "dispatch", "layout": "expert"},
+    {"what": "combine", "layout": "flat", "variant": "y in the window"},
+    {"what": "combine", "layout": "flat", "variant": "y outside"},
+    {"what": "combine", "layout": "expert", "variant": "bf16 wire"},
+]
+
+
+def test_shares_of_the_line_rate_of_an_emulated_nic() -> None:
+    """The table has every result; other sentences have the range of its cells."""
+    text = (ROOT / "docs" / "backends.md").read_text()
+    found = re.findall(r"^\| (\d H\d+)s? \|((?: [\d.]+ \|){5}) `bench/results/(nic-.*)\.json` \|$", text, re.MULTILINE)
+    assert {result for _, _, result in found} == {path.stem for path in (ROOT / "bench" / "results").glob("nic-*.json")}
+    shares: dict[str, list[str]] = {"dispatch": [], "combine": []}
+    for gpus, cells, result in found:
+        gbs = float(content(result)["case"]["nic"].split(",")[0])
+        assert f"-{gpus[2:].lower()}-{2 * int(gpus[0])}" in result
+        want = []
+        for named in ROUNDS:
+            row = row_of(result, tokens=4096, sms_asked=32, **named)
+            want.append(f"{row['across_bytes'] / (gbs * 1e3) / row['us']['p50']:.2f}")
+            shares[named["what"]].append(want[-1])
+        assert re.findall(r"[\d.]+", cells) == want, result
+    ranges = {what: f"{min(of_what)} to {max(of_what)}" for what, of_what in shares.items()}
+    measured = aim("An emulated NIC at 0.93 of its line rate")[0]
+    assert measured.startswith(f"Dispatch {ranges['dispatch']}, combine {ranges['combine']} ")
+    everything = shares["dispatch"] + shares["combine"]
+    assert f"rounds reach {min(everything)} to {max(everything)} of the line rate" in DECISIONS
