@@ -62,3 +62,33 @@ def test_shares_of_the_line_rate_of_an_emulated_nic() -> None:
     assert measured.startswith(f"Dispatch {ranges['dispatch']}, combine {ranges['combine']} ")
     everything = shares["dispatch"] + shares["combine"]
     assert f"rounds reach {min(everything)} to {max(everything)} of the line rate" in DECISIONS
+
+
+def test_nvshmem_takes_longer_than_lsa_by_as_much_as_the_results_say() -> None:
+    """Ratios of one GPU a domain stand in full; of two, the three that miss the aim, and the range of the others."""
+    sentence = aim("NVSHMEM within 1.3 times")[0]
+    rounds: list[dict[str, Any]] = [
+        {"what": "dispatch", "payload": "bf16"},
+        {"what": "dispatch", "payload": "fp8"},
+        {"what": "combine", "variant": "y in the window"},
+        {"what": "combine", "variant": "y outside"},
+    ]
+
+    def ratios(result: str) -> list[float]:
+        assert content(result)["case"]["layouts"] == ["flat"]
+        times = [
+            [row_of(result, backend=backend, tokens=tokens, **named)["us"]["p50"] for named in rounds]
+            for tokens in (128, 4096)
+            for backend in ("nvshmem", "lsa")
+        ]
+        few, many = ([n / lsa for n, lsa in zip(*pair, strict=True)] for pair in (times[:2], times[2:]))
+        return [ratio for both in zip(few, many, strict=True) for ratio in both]
+
+    of_two, of_one = sentence.split("Two domains of one H100, 32 blocks")
+    found = [float(number) for number in re.findall(r"\b\d\.\d\d\b", of_one)]
+    assert found == [round(ratio, 2) for ratio in ratios("domains-nvshmem-h100-2")]
+    bf16_few, bf16, fp8_few, fp8, inside_few, inside, outside_few, outside = ratios("backends-domains-h100-4")
+    others = (bf16_few, bf16, fp8_few, inside_few, inside)
+    want = [outside_few, outside, fp8, min(others), max(others)]
+    assert [float(number) for number in re.findall(r"\b\d\.\d\d\b", of_two)] == [round(ratio, 2) for ratio in want]
+    assert min(outside_few, outside, fp8) > 1.3 > max(others)
