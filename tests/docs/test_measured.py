@@ -92,3 +92,16 @@ def test_nvshmem_takes_longer_than_lsa_by_as_much_as_the_results_say() -> None:
     want = [outside_few, outside, fp8, min(others), max(others)]
     assert [float(number) for number in re.findall(r"\b\d\.\d\d\b", of_two)] == [round(ratio, 2) for ratio in want]
     assert min(outside_few, outside, fp8) > 1.3 > max(others)
+
+
+def test_rounds_of_128_tokens_over_two_domains_take_as_long_as_the_result_says() -> None:
+    sentence = aim("Two domains of two H100s, 128 tokens")[0]
+    order = [ROUNDS[index] for index in (0, 2, 3, 1, 4)]  # all of `flat` first
+    want = []
+    for blocks in (0, 32):
+        for named in order:
+            payload = {"payload": "bf16"} if named["what"] == "dispatch" else {}
+            row = row_of("domains-h100-4", tokens=128, sms_asked=blocks, **named, **payload)
+            want.append(f"{row['us']['p50']:.0f}")
+    by_default, by_32 = sentence.partition(" (")[0].split(" With 32 blocks: ")
+    assert re.findall(r"\d+(?= us|, \d| and \d)", by_default) + re.findall(r"\d+", by_32) == want
