@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,25 @@ def test_rounds_of_128_tokens_over_two_domains_take_as_long_as_the_result_says()
             want.append(f"{row['us']['p50']:.0f}")
     by_default, by_32 = sentence.partition(" (")[0].split(" With 32 blocks: ")
     assert re.findall(r"\d+(?= us|, \d| and \d)", by_default) + re.findall(r"\d+", by_32) == want
+
+
+def test_errors_of_predictions_are_those_of_the_check() -> None:
+    """Published rows, all and by who posts the messages; rows of many tokens over an emulated NIC."""
+    checked = content("simulate-check")
+    (published,) = (error for error in checked["errors"] if error["kind"] == "published, held out")
+    by_cpu, by_gpu = (
+        statistics.median(
+            row["error"] for row in checked["published"] if not row["not_counted"] and bool(row["by_cpu"]) is cpu
+        )
+        for cpu in (True, False)
+    )
+    nic = [
+        row["held_out_error"]
+        for row in checked["measured"]
+        if row["file"].startswith("nic-") and row["tokens"] == 4096 and "excluded" not in row
+    ]
+    assert len(nic) == 32 and max(nic) < 0
+    measured, reason = aim("Predictions of `moecomm simulate` without a bias")
+    sizes = (published["signed"], -max(nic), -min(nic), -statistics.median(nic))
+    assert re.findall(r"-?\d+\.\d+", measured) == [f"{100 * size:.1f}" for size in sizes]
+    assert re.findall(r"-\d+\.\d+", reason) == [f"{100 * size:.1f}" for size in (by_cpu, by_gpu)]
