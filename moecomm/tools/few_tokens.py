@@ -81,9 +81,11 @@ def _most_direct(shape: _native.Shape) -> int:
 def lines(rows: list[FewTokens]) -> list[str]:
     """Return the rows as lines of text, below titles."""
     sizes = f"{HIDDEN} columns, {TOPK} experts a token; float16 as bf16"
-    shown = [f"most tokens of a rank in packets (one NVLink domain, {sizes}):"]
+    shown = [f"most tokens of a rank in packets (one NVLink domain, every layout, {sizes}):"]
     shown += [f"  {row.ranks:>2} ranks, {row.nbytes >> 20:>3} MiB: {_listed(row.tokens)}" for row in rows]
-    shown.append(f"most tokens of a rank whose rows go direct between domains ({sizes}):")
+    shown.append(
+        f"most tokens of a rank whose rows go direct between domains (every layout, payload and wire, {sizes}):"
+    )
     for row in rows:
         where = f"{row.ranks:>2} ranks, {row.domain_ranks} a domain, {row.direct_nbytes >> 20:>3} MiB"
         shown.append(f"  {where}: {_listed(row.direct)}")

@@ -329,9 +329,9 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         "kernel cache: /c (3.0 MiB, private)",
         "tuning table of H200: shipped",
         "",
-        f"most tokens of a rank in packets (one NVLink domain, {sizes}):",
+        f"most tokens of a rank in packets (one NVLink domain, every layout, {sizes}):",
         "   4 ranks,  32 MiB: dispatch bf16 256; combine bf16 273",
-        f"most tokens of a rank whose rows go direct between domains ({sizes}):",
+        f"most tokens of a rank whose rows go direct between domains (every layout, payload and wire, {sizes}):",
         "   4 ranks, 2 a domain,  48 MiB: rounds bf16 145",
     ]
 

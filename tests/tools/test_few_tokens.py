@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch
 from moecomm import _native, backends
 from moecomm.core import packets
 from moecomm.core.settings import Settings
-from moecomm.tools.few_tokens import few_tokens, lines
+from moecomm.jit import KernelSpec, packets_of
+from moecomm.tools.few_tokens import RANKS, few_tokens, lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 ROWS = few_tokens()
@@ -75,3 +77,27 @@ def test_rows_go_direct_up_to_the_limit_of_the_table(dtype: torch.dtype) -> None
         assert _native.goes_direct(shape, most) and not _native.goes_direct(shape, most + 1)
         two = replace(settings, domain_ranks=row.ranks // 2).shape(backends.load("lsa"))
         assert _native.goes_direct(two, most - 1) and not _native.goes_direct(two, most + 2), "hardly by their number"
+
+
+@pytest.mark.parametrize("layout", list(_native.Layout))
+def test_the_limits_hold_for_every_layout(layout: _native.Layout) -> None:
+    """As the titles of doctor's tables say: a kernel of any layout sends, or returns, the packets of the columns."""
+    titles = [line for line in lines(ROWS) if not line.startswith(" ")]
+    assert len(titles) == 2 and all("every layout" in title for title in titles)
+    bf16, fp32 = int(_native.Type.bf16), int(_native.Type.fp32)
+    kernels: dict[str, dict[str, Any]] = {
+        "dispatch bf16": {"row_bytes": 2 * 7168},
+        "dispatch fp32": {"row_bytes": 4 * 7168, "type": fp32},
+        "dispatch FP8": {"row_bytes": 7168, "scale_bytes": 4 * 56, "quantize": True},
+        "dispatch FP8, UE8M0": {"row_bytes": 7168, "scale_bytes": 56, "quantize": True, "scale_format": 1},
+        "combine bf16": {"wire": bf16},
+        "combine bf16, exact": {"wire": fp32},
+        "combine fp32": {"wire": fp32, "type": fp32},
+    }
+    if layout == _native.Layout.flat:  # rows that the caller has added up are never exact
+        del kernels["combine bf16, exact"]
+    room = settings_of(8, torch.bfloat16).packet_bytes(backends.load("lsa"))
+    sizes: dict[str, Any] = {"ranks": 8, "experts": 256, "topk": 8, "hidden": 7168, "layout": int(layout)}
+    for name, of_kernel in kernels.items():
+        cut = packets_of(KernelSpec(op=name.split()[0], **{**sizes, "type": bf16, **of_kernel}))
+        assert cut is not None and cut.most_tokens(8, room) == ROWS[RANKS.index(8)].tokens[name], name
