@@ -12,10 +12,14 @@ import torch
 
 import moecomm
 from moecomm import _native
+from moecomm.compat.deep_ep.pool import check_experts
 from moecomm.core import protocol
 from moecomm.core.integers import check_alignment
 from moecomm.core.settings import Settings
+from moecomm.fused import grouped_gemm, kernels, layer, quantize_weights
+from moecomm.fused.operands import unfit
 from moecomm.jit import KernelSpec, block_fields, limits, packets_of
+from moecomm.window.settings import MAX_SIGNALS, WindowSettings
 
 BF16 = int(_native.Type.bf16)
 GPUS: dict[str, Any] = {
@@ -29,6 +33,9 @@ GPUS: dict[str, Any] = {
     "window_bytes": None,
 }
 MANY = {"topk": 32, "hidden": 16384}
+# Multiples of sizes of experts, in the order of the table; tests below try each.
+OF_EXPERTS = (8, 16, 32, 16, 8)
+GEMM_ROWS, WINDOW_BYTES = 1 << 30, 1 << 46
 # By argument: sizes that open, and sizes that do not.
 BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("group", {"ranks": 64, "num_experts": 64}, {"ranks": 65, "num_experts": 65}),
@@ -127,7 +134,92 @@ def test_the_table_in_the_documents_has_the_numbers_of_the_code() -> None:
         protocol.MAX_BLOCKS,
         protocol.PACKET_TOKENS,
         protocol.MOST_WEIGHTS,
+        *(kernels.MOST_GROUPS, kernels.MOST_GROUPS, *OF_EXPERTS),
+        GEMM_ROWS,
+        *(WINDOW_BYTES, MAX_SIGNALS),
     ]
     check_alignment("expert_alignment", (1 << 20) - 1)
     with pytest.raises(moecomm.BadInput):
         check_alignment("expert_alignment", 1 << 20)
+
+
+def run_layer(hidden: int, intermediate: int, experts: int = 1, fp8: bool = True, interleaved: bool = False) -> None:
+    """Run Buffer.moe for one token, with weights of 0."""
+    w13, w2 = torch.zeros(experts, 2 * intermediate, hidden), torch.zeros(experts, hidden, intermediate)
+    sizes: dict[str, Any] = {"hidden": hidden, "num_experts": experts, "topk": 1, "max_tokens": 1}
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    with moecomm.Buffer("self", **sizes, device="cpu") as buffer:
+        weights = [quantize_weights(w) if fp8 else w.bfloat16() for w in (w13, w2)]
+        buffer.moe(torch.zeros(1, hidden).bfloat16(), ids, None, *weights, interleaved=interleaved)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "error"),
+    [
+        ({"experts": 512}, {"experts": 513}, moecomm.Unsupported),
+        ({"hidden": 48}, {"hidden": 40}, moecomm.Unsupported),
+        ({"intermediate": 96}, {"intermediate": 80}, moecomm.Unsupported),
+        ({"intermediate": 48, "interleaved": True}, {"intermediate": 40, "interleaved": True}, moecomm.Unsupported),
+        ({"intermediate": 8, "interleaved": True}, {"intermediate": 4, "interleaved": True}, moecomm.BadInput),
+    ],
+)
+def test_sizes_of_experts_have_the_multiples_of_the_table(
+    good: dict[str, Any], bad: dict[str, Any], error: type[Exception]
+) -> None:
+    """The last case has weights of 16 bits, because FP8 weights that are interleaved want a multiple of 16."""
+    sizes: dict[str, Any] = {"hidden": 32, "intermediate": 32, "fp8": error is moecomm.Unsupported}
+    run_layer(**sizes | good)
+    with pytest.raises(error):
+        run_layer(**sizes | bad)
+
+
+def test_experts_that_ours_cannot_compute_go_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    lacks = layer.ours_lacks.__wrapped__
+    assert lacks(0, torch.bfloat16, 512, 8, 8) == ""
+    assert all(lacks(0, torch.bfloat16, *sizes) for sizes in ((513, 8, 8), (512, 12, 8), (512, 8, 12)))
+
+
+def test_a_grouped_gemm_has_as_many_rows_as_the_table_says() -> None:
+    """Rows of no column take no memory; what follows the check of rows refuses the weights."""
+    counts, w = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 0, 0).bfloat16()
+    for rows, argument in ((GEMM_ROWS, "w"), (GEMM_ROWS + 1, "x")):
+        with pytest.raises(moecomm.BadInput) as caught:
+            grouped_gemm(torch.empty(rows, 0, dtype=torch.bfloat16), w, counts)
+        assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("how", "columns", "depth"),
+    [
+        ({}, 8, 8),
+        ({"swiglu": True}, 16, 8),
+        ({"fp8": True}, 8, 16),
+        ({"fp8": True, "swiglu": True}, 64, 16),
+        ({"fp8": True, "swiglu": True, "interleaved": True}, 16, 16),
+    ],
+)
+def test_matrices_of_a_grouped_gemm_have_the_multiples_of_the_table(
+    how: dict[str, bool], columns: int, depth: int
+) -> None:
+    given = {"fp8": False, "swiglu": False, "interleaved": False, **how}
+    assert unfit(3 * columns, 3 * depth, **given) == ""
+    assert unfit(columns * 3 // 2, depth, **given) and unfit(columns, depth * 3 // 2, **given)
+
+
+def test_a_window_has_the_limits_of_the_table() -> None:
+    most: dict[str, Any] = {"ranks": 64, "nbytes": WINDOW_BYTES, "signals": MAX_SIGNALS, "torch_memory": False}
+    WindowSettings(**most, backend="lsa").check()
+    WindowSettings(**{**most, "ranks": 256}, backend="host").check()
+    for name in ("nbytes", "signals"):
+        with pytest.raises(moecomm.BadInput, match=name):
+            WindowSettings(**{**most, name: most[name] + 1}, backend="lsa").check()
+    for ranks, backend in ((65, "lsa"), (257, "host")):
+        with pytest.raises(moecomm.BadInput, match="group"):
+            WindowSettings(**{**most, "ranks": ranks}, backend=backend).check()
+
+
+def test_experts_of_deep_ep_are_a_multiple_of_the_ranks() -> None:
+    check_experts(8, 4)
+    with pytest.raises(moecomm.BadInput, match="num_experts"):
+        check_experts(9, 4)
