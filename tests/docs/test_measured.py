@@ -128,3 +128,12 @@ def test_errors_of_predictions_are_those_of_the_check() -> None:
     sizes = (published["signed"], -max(nic), -min(nic), -statistics.median(nic))
     assert re.findall(r"-?\d+\.\d+", measured) == [f"{100 * size:.1f}" for size in sizes]
     assert re.findall(r"-\d+\.\d+", reason) == [f"{100 * size:.1f}" for size in (by_cpu, by_gpu)]
+
+
+def test_agreement_beyond_16_ranks_takes_as_long_as_the_result_says() -> None:
+    sentence = aim("Agreement beyond 16 ranks")[0]
+    rows = content("virtual-ranks-h200")["rows"]
+    named = {"tokens": 1, "layout": "flat", "blocks": 2, "what": "dispatch"}
+    times = {row["ranks"]: f"{row['us']:.0f}" for row in rows if named.items() <= row.items()}
+    assert f"{times[32]} us at 32 ranks and {times[64]} at 64" in sentence
+    assert f"{times[32]} us at 32 ranks and {times[64]} at 64" in DECISIONS.split("## Few tokens")[1].split("\n## ")[0]
