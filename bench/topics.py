@@ -438,7 +438,7 @@ _SHARED = {
     "kill-plans-gpus-h200-8": ("4 plans on 8 GPUs",),
     "kill-plans-cpu": ("one plan on 2 cores",),
 }
-_STEPS = ("noticed", "mask", "first_round_after_mask", "shrink", "first_round_after_shrink")
+_STEPS = ("noticed", "mask", "first_round_after_mask", "shrink", "first_round_after_shrink", "grow", "join")
 
 
 def after_kills() -> str:
@@ -450,7 +450,7 @@ def after_kills() -> str:
             times = [row.get(f"{step}_ms") for step in _STEPS]
             cells = ["" if ms is None else f"{ms['p50']:,.0f}; {ms['p99']:,.0f}" for ms in times]
             rows.append(line(found, ("host",) if name.endswith("cpu") else ROUNDS, f"`{name}`", beside, *cells))
-    heads = "noticed | `mask()` | first round | `shrink()` | first round"
+    heads = "noticed | `mask()` | first round | `shrink()` | first round | `grow()` | joined"
     return table(f"result | conditions | {heads}", rows)
 
 
@@ -700,7 +700,8 @@ CHECKS = (
     Topic(
         "How soon ranks go on after a kill",
         "Milliseconds, p50; p99.  Noticed: from the kill to `PeerLost` on a survivor.  First round: the one after "
-        "`mask()` or `shrink()`.  A plan has at most 4 ranks on GPUs, and 6 on CPUs.  `kill-plans-h100-4` has "
+        "`mask()` or `shrink()`.  Joined: opening of a Buffer by a rank that takes a lost one's place, counted from the last "
+        "that joins; in `kill-plans-gpus-h200-4` and `-8`, which are older, from the first.  A plan has at most 4 ranks on GPUs, and 6 on CPUs.  `kill-plans-h100-4` has "
         "several survivors, GPUs to themselves, and NVLink.  In `kill-plans-h100-2` and `kill-plans-gpus-h100-2` one "
         "rank is left, so it agrees with nobody and maps no peer.  Plans that share GPUs also share the cores of the "
         "host and its driver, which makes CUDA contexts one after the other.  Those runs show that ranks agree and "

@@ -86,7 +86,7 @@ class Twins:
         self.rounds(1 + len(steps), tokens, **options)
 
     def layers(self, number: int, tokens: int) -> None:
-        """Compare a fused layer, by all bits."""
+        """Compare a layer by all bits, fused where the ranks have GPUs."""
         given = [self._call(rank, number, tokens) for rank in range(self._settings["ranks"])]
         there = [buffer.rank for buffer in self.masked.buffers]
         hidden, experts = self._settings["hidden"], self._settings["num_experts"]
@@ -98,7 +98,7 @@ class Twins:
                 for shape in ((256, hidden), (hidden, 128))
             )
             weights = torch.rand(call["topk_idx"].shape, generator=generator).to(call["x"].device)
-            call |= {"topk_weights": weights, "w13": w13, "w2": w2}
+            call |= {"topk_weights": weights, "w13": w13, "w2": w2, "fused": call["x"].is_cuda}
         plain = [self._without_mask(rank, call, rank in there) for rank, call in enumerate(given)]
         found, wanted = self.masked.moe([given[rank] for rank in there]), self.plain.moe(plain)
         self.masked.check()
