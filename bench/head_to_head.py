@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from readme import line, load, names, round_parts, source, table, time_of
+from readme import WINDOW, line, load, names, round_parts, source, table, time_of, window_in
 from times import gpu
 
 from moecomm.bench import beside
@@ -36,8 +36,9 @@ def front() -> list[str]:
     head = (
         "DeepSeek-V3 (hidden 7168, top-8 of 256 experts), all libraries in one run. A time is the period of many calls "
         "in a captured graph; in parentheses, the time of one call alone with caches flushed. Both are medians of the "
-        "slowest rank. The last column divides the graph time of the fastest other library by moecomm's: below 1, that "
-        "library is faster. DeepEP runs with the SMs of its tests and with moecomm's, and the fastest counts. NCCL EP "
+        "slowest rank. The ratio divides the graph time of the fastest other library by moecomm's: below 1, that "
+        "library is faster. *Window*: peer-visible memory of a rank of moecomm. "
+        "DeepEP runs with the SMs of its tests and with moecomm's, and the fastest counts. NCCL EP "
         "and FlashInfer run with their defaults; NCCL EP's high-throughput kernels use 16 SMs. UCCL-EP was not "
         "measured: the benchmark has no adapter for it, and its CPU proxies need a network, which these machines "
         "lack. torch's all-to-all over symmetric memory was not measured either: torch 2.11 takes at most 15 experts "
@@ -64,7 +65,7 @@ def front() -> list[str]:
     columns = ("GPUs", "tokens a rank", "layout", "operation", "moecomm", *others, "fastest of these over moecomm")
     if "pplx-kernels" in others:
         notes += f"\n{_PPLX}"
-    shown = table(" | ".join(columns), _rows(result, others))
+    shown = table(" | ".join(columns) + WINDOW, _rows(result, others))
     return [picture, head, shown, notes, f"{_versions(result)} {source([used])}"]
 
 
@@ -75,6 +76,7 @@ def _rows(result: dict[str, Any], others: list[str]) -> list[str]:
         times = [_time(one.best.get(name)) for name in ("moecomm", *others)]
         where = f"{result['case']['ranks']} {gpu(result)}"
         cells = (where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}")
+        cells = (*cells, window_in(result, one.tokens, one.layout))
         lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=(_OURS,)))
     return lines
 

@@ -121,6 +121,12 @@ def window_of(*rows: dict[str, Any]) -> str:
     return f"{max(sizes) / 2**30:.1f} GiB" if sizes else ""
 
 
+def window_in(found: dict[str, Any], tokens: int, layout: str) -> str:
+    """Format the window of a rank in `memory` of a result, at one size in one layout; empty if the result lacks it."""
+    of_size = (memory for memory in found.get("memory", ()) if memory["tokens"] == tokens)
+    return window_of(*(memory for memory in of_size if memory.get("layout", layout) == layout))
+
+
 def time_of(us: float) -> str:
     """Format a time."""
     return f"{us / 1e3:.2f} ms" if us >= 1e4 else f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
@@ -143,7 +149,7 @@ def figure(found: dict[str, Any], **wanted: Any) -> str:
 PEERS = "peers-alone-h200"
 WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
 LAYER_COLUMNS = (
-    "GPUs | model | tokens a rank | unfused | fused | over GEMMs alone | torch's over it | fused, FP8 weights"
+    f"GPUs | model | tokens a rank | unfused | fused | over GEMMs alone | torch's over it | fused, FP8 weights{WINDOW}"
 )
 README_LAYERS = {"moe-deepseek-v3-h100-4": (128, 4096), "moe-qwen3-235b-h100-4": (128, 4096)}
 
@@ -184,7 +190,8 @@ def layers() -> list[str]:
         "first ratio divides the faster of these two layers by our two grouped GEMMs alone, which are separate "
         "launches: a fused layer can take a little less. The second divides torch's layer (all_to_all and grouped "
         f"GEMMs, same run, {torchs_rows(used)}) by the faster of ours. The last column is the fused layer with FP8 "
-        "weights. No fused layer of another library (DeepGEMM's Mega MoE, FlashInfer) was measured:"
+        "weights. *Window*: peer-visible memory of a rank. "
+        "No fused layer of another library (DeepGEMM's Mega MoE, FlashInfer) was measured:"
     )
     rows = [row for name in used for row in layer_rows(name, README_LAYERS[name])]
     return [head, table(LAYER_COLUMNS, rows), source(used)]
@@ -208,8 +215,10 @@ def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
         apart, fused, fp8 = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
         best = min(apart, fused, key=lambda row: row["us"]["p50"])
         ratios = [f"{best[key]:.2f}" if best.get(key) else "" for key in ("of_gemms", "of_torch")]
+        window = window_of(apart, fused, fp8)
         *both, eight = (time_of(row["us"]["p50"]) for row in (apart, fused, fp8))
-        lines.append(line(found, layer_parts(tokens), gpus, best["model"], str(tokens), *both, *ratios, eight, at=(1,)))
+        cells = (gpus, best["model"], str(tokens), *both, *ratios, eight, window)
+        lines.append(line(found, layer_parts(tokens), *cells, at=(1,)))
     return lines
 
 

@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from readme import WINDOW, layer_parts, line, load, names, round_parts, source, table, time_of, window_of
+from readme import (
+    WINDOW,
+    layer_parts,
+    line,
+    load,
+    names,
+    round_parts,
+    source,
+    table,
+    time_of,
+    window_in,
+    window_of,
+)
 
 OPERATIONS = ("times", "zipf", "symm-mem")
 FRONT = ("h200-4", "h200-8")  # ends of names: machines of the main README, each with a table
@@ -66,15 +78,17 @@ def skewed() -> list[str]:
         what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
         us, even_us = row["us"]["p50"], other["us"]["p50"]
         cells = (f"`{row['layout']}`", what, time_of(even_us), time_of(us), f"{us / even_us:.2f}")
+        cells = (*cells, window_in(zipf, row["tokens"], row["layout"]))
         lines.append(line(zipf, round_parts(row["tokens"], row["what"]), *cells, beside=even))
     exponent, size = zipf["case"]["routing"]["zipf"], zipf["case"]["tokens"][0]
     head = (
         f"Skewed routing, {zipf['case']['ranks']} {gpu(zipf)}, {size} tokens a rank, in a graph: experts are drawn by "
         f"Zipf's law with exponent {exponent}. Times of even routing are from another run. The ratio divides skewed by "
-        "even; it includes the longer transfer to the busiest rank. [Calls and steps](docs/measured_calls.md) has "
+        "even; it includes the longer transfer to the busiest rank. *Window* is that of the skewed run. "
+        "[Calls and steps](docs/measured_calls.md) has "
         "single and eager calls:"
     )
-    return [head, table("layout | operation | even routing | skewed | ratio", lines), source((SKEWED, EVEN))]
+    return [head, table(f"layout | operation | even routing | skewed | ratio{WINDOW}", lines), source((SKEWED, EVEN))]
 
 
 def no_room(name: str) -> list[str]:
@@ -147,10 +161,7 @@ def _cells(result: dict[str, Any], row: dict[str, Any], parts: Iterable[str]) ->
 
 
 def _window(result: dict[str, Any], row: dict[str, Any]) -> str:
-    alike = {"tokens": row["tokens"], "layout": row["layout"]}
-    if row["who"] != "moecomm":
-        return ""
-    return next((f"{m['window'] / 2**30:.1f} GiB" for m in result["memory"] if alike.items() <= m.items()), "")
+    return window_in(result, row["tokens"], row["layout"]) if row["who"] == "moecomm" else ""
 
 
 def decode() -> str:

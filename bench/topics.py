@@ -27,6 +27,7 @@ from readme import (
     round_parts,
     table,
     time_of,
+    window_in,
     window_of,
 )
 from study import RESULT as STUDY
@@ -129,8 +130,10 @@ def few_sms() -> str:
         cast = figure(fast, tokens=4096, what="dispatch", payload="fp8", sms_asked=sms)
         ways = ("y in the window", "y outside")
         cells = [figure(found, tokens=4096, what="combine", variant=way, sms_asked=sms) for way in ways]
+        cells.append(window_in(found, 4096, "flat"))
         rows.append(line(found, round_parts(4096), str(sms or "default"), bf16, cast, *cells, beside=fast))
-    return table("blocks | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
+    heads = "blocks | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside"
+    return table(heads + WINDOW, rows)
 
 
 def skew() -> str:
@@ -141,8 +144,9 @@ def skew() -> str:
         times = [figure(found, tokens=4096, what="dispatch", payload=p) for p in ("bf16", "fp8")]
         times += [figure(found, tokens=4096, what="combine", variant=v) for v in ("y in the window", "y outside")]
         share = f"{found['case']['skew']:.0%} of the tokens want one rank" if found["case"]["skew"] else "even"
-        cells.append(line(found, round_parts(4096), share, *times))
-    return table("routing | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside", cells)
+        cells.append(line(found, round_parts(4096), share, *times, window_in(found, 4096, "flat")))
+    heads = "routing | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside"
+    return table(heads + WINDOW, cells)
 
 
 TWO = ("moe-gpt-oss-120b-h200-2", "moe-mixtral-8x7b-h200-2", "moe-qwen3-235b-h200-2")
@@ -254,8 +258,9 @@ def concurrent() -> str:
             for row in found["rows"]
             if "kept" in row.get("overlap", {})
         ]
+        cells.append(window_in(found, 4096, "flat"))
         rows.append(line(found, round_parts(4096), str(found["case"]["ranks"]), *cells))
-    rounds = table("H200s | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
+    rounds = table(f"H200s | dispatch, FP8 | combine, y in the window | combine, y outside{WINDOW}", rows)
     ratios: dict[str, list[str]] = {"nccl": [], "torch": []}
     for name in OVERLAP:
         times: dict[tuple[str, str], dict[str, float]] = {}
@@ -287,9 +292,9 @@ def peers() -> str:
                 figure(found, **same, what="combine", variant=variant),
                 figure(found, **same, what="combine", who="nccl"),
             ]
-            cells = [cell.partition(" (")[0] for cell in cells]
+            cells = [*(cell.partition(" (")[0] for cell in cells), window_in(found, tokens, layout)]
             rows.append(line(found, round_parts(tokens), f"`{layout}`, {variant}", str(tokens), *cells, at=(2, 4)))
-    nccl = table("layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL", rows)
+    nccl = table(f"layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL{WINDOW}", rows)
     alone = table(
         "H200s | tokens a rank | library, layout | dispatch, FP8 | combine",
         (row for tokens in (128, 4096) for row in peer_rows(8, tokens)),

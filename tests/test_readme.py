@@ -294,6 +294,16 @@ def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     assert lines[-1].startswith(f"{readme.LEGEND} [") and "(bench/README.md)" in lines[-1]
 
 
+def test_the_window_is_that_of_the_size_and_layout_and_missing_ones_are_empty() -> None:
+    import readme
+
+    found = {"memory": [{"tokens": 8, "window": 3 << 29}, {"tokens": 16, "layout": "flat", "window": 1 << 30}]}
+    assert readme.window_in(found, 8, "expert") == "1.5 GiB", "older results have one for all layouts"
+    assert [readme.window_in(found, 16, layout) for layout in ("flat", "expert")] == ["1.0 GiB", ""]
+    assert readme.window_in({}, 16, "flat") == ""
+    assert readme.table("a | window", ["| 1 |  |"]) == "| a |\n| --- |\n| 1 |"
+
+
 def test_the_ratio_to_torch_says_which_rows_torch_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one older result, the text must not say that ratios are to the faster layer."""
     import readme
@@ -335,7 +345,7 @@ def test_headlines_have_a_column_for_each_library_that_was_measured(monkeypatch:
     ours = next(
         row["us"]["p50"] for row in rows if {**about, "who": "moecomm", "variant": "fp32 wire"}.items() <= row.items()
     )
-    assert line.endswith(f"|  |  |  |  | 50.0 us (50.0 us) | {50 / ours:.2f} |")
+    assert line.endswith(f"|  |  |  |  | 50.0 us (50.0 us) | {50 / ours:.2f} | 0.9 GiB |")
     assert notes.splitlines()[-1].startswith("- pplx-kernels")
 
 
