@@ -49,6 +49,11 @@ class Operation(NamedTuple):
         return min(best.us for name, best in self.best.items() if name != "moecomm") / self.best["moecomm"].us
 
 
+def ceiling_is(rows: list[dict[str, Any]]) -> str:
+    """Return "reference" if an operation was faster than the fastest all-to-all, which then is no ceiling."""
+    return "reference" if any((row.get("of_wire") or 0.0) > 1 for row in rows) else "ceiling"
+
+
 def has_peers(result: dict[str, Any]) -> bool:
     """Return True if other libraries were measured beside moecomm in this result, with calls alone."""
     return result.get("benchmark") == "dispatch-combine" and any(

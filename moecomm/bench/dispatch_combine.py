@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import ceiling, overlap, replay
+from moecomm.bench import beside, ceiling, overlap, replay
 from moecomm.bench.case import Case
 from moecomm.bench.clock import percentiles
 from moecomm.bench.ours import OUTSIDE, Operation, Ours, operations
@@ -107,7 +107,6 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [_merged(case, parts, gbs) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     for row in rows:
         _compare(row, rows)
-    beaten = any((row.get("of_wire") or 0.0) > 1 for row in rows)
     memory = [
         {key: part if key == "layout" else max(other[key] for other in parts) for key, part in parts[0].items()}
         for parts in zip(*(found["memory"] for found in by_rank), strict=True)
@@ -118,7 +117,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         "backend": by_rank[0]["backend"],
         **({"libraries": known} if (known := by_rank[0].get("libraries")) else {}),
         "ceiling": limits,
-        "ceiling_is": "reference" if beaten else "ceiling",
+        "ceiling_is": beside.ceiling_is(rows),
         **merge_about([found["alone"] for found in by_rank if "alone" in found]),
         "memory": memory,
         "rows": rows,

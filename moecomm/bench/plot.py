@@ -154,7 +154,7 @@ def _draw_bandwidths(axes: Axes, result: dict[str, Any]) -> None:
     for style, (_, how), rows in _styled(result):
         axes.plot([row["tokens"] for row in rows], [row["wire_gbs"] for row in rows], label=how, **style)
     if result["ceiling"]:
-        best, kind = result["ceiling"][0], result.get("ceiling_is", "ceiling")
+        best, kind = result["ceiling"][0], beside.ceiling_is(result["rows"])
         axes.axhline(best["gbs"], color="black", linewidth=0.8, label=f"all-to-all {kind} ({best['method']})")
     axes.set_ylim(bottom=0)
     _label(axes, result, "GB/s that leave a rank for others")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moecomm.bench import proxy_times, replay
+from moecomm.bench import beside, proxy_times, replay
 from moecomm.bench.fitted import new_table, show_table
 from moecomm.bench.times_table import show_times
 
@@ -31,7 +31,7 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
         highlight=False,
     )
     if limits:
-        kind = result.get("ceiling_is", "ceiling")
+        kind = beside.ceiling_is(result["rows"])  # older results do not say it
         out.print(
             f"all-to-all {kind}: [bold]{limits[0]['gbs']:.1f} GB/s[/] a rank ({limits[0]['method']}, "
             f"{limits[0]['sms']} SMs or threads)",
@@ -68,16 +68,16 @@ def _mode(case: dict[str, Any]) -> str:
 
 def _figures(row: dict[str, Any]) -> list[str]:
     us = row["us"]
-    beside = []
+    more = []
     if "of_sum" in row:
-        beside.append(f"{row['of_sum']:.2f} of sum")
+        more.append(f"{row['of_sum']:.2f} of sum")
     if "of_flat" in row:
-        beside.append(f"{row['of_flat']:.2f} of flat")
+        more.append(f"{row['of_flat']:.2f} of flat")
     if "kept" in row.get("overlap", {}):
-        beside.append(f"GEMM {row['overlap']['kept']:.0%}")
+        more.append(f"GEMM {row['overlap']['kept']:.0%}")
     if "halves" in row:
         halves, gemm, together = (row["halves"][name] for name in ("halves", "gemm", "together"))
-        beside.append(f"{(halves + gemm - together) / min(halves, gemm):.0%} hidden between halves")
+        more.append(f"{(halves + gemm - together) / min(halves, gemm):.0%} hidden between halves")
     return [
         str(row["sms"] or ""),
         *(f"{us[part]:.1f}" for part in ("p50", "p90", "p99")),
@@ -85,7 +85,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
         f"{row['logical_gbs']:.1f}",
         "" if row["of_wire"] is None else f"{row['of_wire']:.3f}",
         "" if row["host_us"] is None else f"{row['host_us']:.1f}",
-        ", ".join(beside),
+        ", ".join(more),
     ]
 
 

@@ -15,6 +15,19 @@ from moecomm.errors import BadInput
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
 
 
+@pytest.mark.parametrize(("of_wire", "kind"), [(1.04, "reference"), (0.98, "ceiling")])
+def test_an_all_to_all_that_an_operation_beat_is_a_reference_also_in_results_without_a_word_for_it(
+    of_wire: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = (path for path in RESULTS if path.stem == "ht-h200-8")
+    found = json.loads(path.read_text())
+    assert "ceiling_is" not in found
+    found["rows"] = [{**found["rows"][0], "of_wire": of_wire}, {**found["rows"][0], "of_wire": None}]
+    out = Console(width=200, record=True, file=io.StringIO())
+    table.show_dispatch_combine(found, out)
+    assert f"all-to-all {kind}: " in out.export_text()
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_every_result_has_a_table(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = Console(width=200, record=True, file=io.StringIO())
