@@ -55,7 +55,13 @@ PIECES = (
         f"{CASES} --tokens 128,4096 --layout flat,expert,batched --replays 20 --no-ceiling "
         "--others deep_ep,nccl_ep,flashinfer,pplx",
     ),
-    Piece("symm-mem", 60, f"{CASES} --tokens 128,4096 --layout expert --replays 7 --others torch-symm-mem"),
+    # torch takes at most 15 experts a rank: of a model with few experts.
+    Piece(
+        "symm-mem",
+        60,
+        f"dispatch-combine --model mixtral-8x7b --ranks {GPUS} --payload bf16,fp8 --tokens 128,4096 --layout expert "
+        "--replays 7 --others torch-symm-mem",
+    ),
     Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
     _layers("qwen3-235b", 300, "128,1024,4096"),
     _layers("deepseek-v3", 360, "128,1024,4096"),
@@ -89,6 +95,14 @@ PIECES = (
         "backends-domains",
         500,
         f"{TWO_DOMAINS} --backend lsa,nvshmem,gin --layout flat --payload bf16,fp8 --replays 7 --limit 80",
+    ),
+    # The line that `moecomm bench plot` draws over the number of domains: one, two, and one a GPU.
+    Piece(
+        "domain-counts",
+        200,
+        f"dispatch-combine {DEEPSEEK} --domain-ranks 0,{HALF},1 --backend lsa --tokens 4096 --layout flat "
+        "--payload bf16 --replays 7 --limit 60 --no-ceiling --no-peers",
+        gpus=4,
     ),
     Piece("domains", 300, f"{TWO_DOMAINS} --backend lsa --sms 0,32,64 --replays 10"),
     Piece("domains-nvshmem", 340, f"{TWO_DOMAINS} --backend lsa,nvshmem --sms 32 --layout flat --limit 80"),
