@@ -199,9 +199,14 @@ def layers() -> list[str]:
 
 def torchs_rows(used: Iterable[str]) -> str:
     """Return words for the rows that torch's layers send. Older results lack the layer with a row for each rank."""
-    with_fewer = all(any(row.get("variant") == BY_RANK for row in load(name)["rows"]) for name in used)
+    with_fewer = all(map(has_rows_by_rank, used))
     rows = "a row for each (token, expert)"
     return f"the faster of {rows} and one for each (token, rank)" if with_fewer else rows
+
+
+def has_rows_by_rank(name: str) -> bool:
+    """Return True if torch's layer with a row for each (token, rank) was measured in a result."""
+    return any(row.get("variant") == BY_RANK for row in load(name)["rows"])
 
 
 def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:

@@ -57,7 +57,8 @@ def front() -> list[str]:
         "unless the column says p99. *Host*: the time until an eager call returns, of the median rank. *SMs*: blocks "
         "of the launch, one on each SM. *Window*: peer-visible memory of a rank. In `expert` and `batched`, each rank "
         "first adds up its rows of a token; the sum travels in bf16 by default, or in fp32 with `wire='exact'`. Rows "
-        "of `batched` take the time of `expert` within 2 %, in a graph and alone; they are in [Calls and "
+        "of `batched` take the time of `expert` within 2 %, in a graph and alone. Their eager times differ by more "
+        "with 128 tokens, and their host times at both sizes, in both directions. They are in [Calls and "
         "steps](docs/measured_calls.md), which also has p90:"
     )
     return [head, *tables, *skewed()]

@@ -18,6 +18,7 @@ from readme import (
     ROUNDS,
     WINDOW,
     figure,
+    has_rows_by_rank,
     layer_parts,
     layer_rows,
     line,
@@ -161,6 +162,18 @@ LAYER_SIZES = {
     **dict.fromkeys(README_LAYERS, (1024,)),
     **dict(zip(FOUR[2:], ((128, 4096), (128, 4096), (128, 8192)), strict=True)),
 }
+
+
+def torchs_forms(used: Iterable[str]) -> str:
+    """Say which results have torch's faster form, with a row for each (token, rank), and which the first form alone."""
+    kinds: dict[bool, list[str]] = {}
+    for name in used:
+        kinds.setdefault(has_rows_by_rank(name), []).append(f"`{name}`")
+    words = {
+        True: "torch's faster form, of a row for each (token, expert) and one for each (token, rank)",
+        False: "torch's first form alone, which favors moecomm",
+    }
+    return "  ".join(f"{', '.join(names)}: {words[both]}." for both, names in kinds.items())
 
 
 def expert_layers() -> str:
@@ -540,9 +553,10 @@ TOPICS = (
     Topic("Skew", "4096 tokens a rank, `flat`.", ("skew-h200-4", "ht-h200-4"), skew),
     Topic(
         "Expert layers",
-        "`of GEMMs`: the faster of the two over our GEMMs alone; `torch's`: all_to_all and grouped GEMMs over it.  The "
-        "second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` have "
-        "2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
+        "`of GEMMs`: the faster of the two over our GEMMs alone; `torch's`: all_to_all and grouped GEMMs over it.  "
+        f"{torchs_forms(LAYER_SIZES)}  "
+        "The second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` "
+        "have 2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
         (
             *README_LAYERS,
             *FOUR,
