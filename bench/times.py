@@ -165,6 +165,28 @@ def _window(result: dict[str, Any], row: dict[str, Any]) -> str:
     return window_in(result, row["tokens"], row["layout"]) if row["who"] == "moecomm" else ""
 
 
+def whole_layers() -> list[str]:
+    """Return the names of the results of expert layers that have single calls and eager ones."""
+    return [name for name in found("moe") if any("alone_us" in row for row in load(name)["rows"])]
+
+
+def layers() -> str:
+    """Return the table of expert layers."""
+    heads = "GPUs | model | tokens a rank | layer | alone, p50 | p99 | in a graph | sustained | eager | host" + WINDOW
+    lines = []
+    for name in whole_layers():
+        result = load(name)
+        where = f"{len(result['machine']['gpus'])} {gpu(result)}"
+        for row in result["rows"]:
+            if row["what"] != "layer" or row["who"] != "moecomm":
+                continue
+            alone = [time_of(row["alone_us"][part]) for part in FEW_PARTS]
+            others = (row["us"]["p50"], row["sustained_us"], row["eager_us"]["p50"], row["host_us"])
+            cells = (str(row["tokens"]), row["variant"], *alone, *map(time_of, others), window_of(row))
+            lines.append(line(result, layer_parts(row["tokens"]), where, row["model"], *cells, at=(1,)))
+    return table(heads, lines)
+
+
 def decode() -> str:
     """Return the table of decode steps: in step, and out of step."""
     heads = "GPUs | tokens a rank | layout, payload | experts | a token, p50 | p99 | out of step, p50 | p99 | waits"

@@ -719,15 +719,17 @@ CHECKS = (
     Topic(
         "How soon ranks go on after a kill",
         "Milliseconds, p50; p99.  Noticed: from the kill to `PeerLost` on a survivor.  First round: the one after "
-        "`mask()` or `shrink()`.  Joined: opening of a Buffer by a rank that takes a lost one's place, counted from the last "
-        "that joins; in `kill-plans-gpus-h200-4` and `-8`, which are older, from the first.  A plan has at most 4 ranks on GPUs, and 6 on CPUs.  `kill-plans-h100-4` has "
-        "several survivors, GPUs to themselves, and NVLink.  In `kill-plans-h100-2` and `kill-plans-gpus-h100-2` one "
-        "rank is left, so it agrees with nobody and maps no peer.  Plans that share GPUs also share the cores of the "
-        "host and its driver, which makes CUDA contexts one after the other.  Those runs show that ranks agree and "
-        "that rounds are exact; their times are not those of a job that has its GPUs alone.  Ranks notice the end of a "
-        "process when the driver has freed its memory, which takes longest with `CUDA_DEVICE_MAX_CONNECTIONS=32`.  A "
-        "first round after `shrink()` took seconds in one of six cases of `kill-plans-h100-2`: it compiled the kernels "
-        "for one rank, which `tests.gpu.kills` now compiles before the kill.",
+        "`mask()` or `shrink()`.  Joined: opening of a Buffer by a rank that takes a lost one's place, counted "
+        "from the last that joins; in `kill-plans-gpus-h200-4` and `-8`, which are older, from the first.  A plan "
+        "has at most 4 ranks on GPUs, and 6 on CPUs.  `kill-plans-h100-4` has several survivors, GPUs to "
+        "themselves, and NVLink.  In `kill-plans-h100-2` and `kill-plans-gpus-h100-2` one rank is left, so it "
+        "agrees with nobody and maps no peer.  Plans that share GPUs also share the cores of the host and its "
+        "driver, which makes CUDA contexts one after the other.  Those runs show that ranks agree and that rounds "
+        "are exact; their times are not those of a job that has its GPUs alone.  Ranks notice the end of a "
+        "process when the driver has freed its memory, which takes longest with "
+        "`CUDA_DEVICE_MAX_CONNECTIONS=32`.  A first round after `shrink()` took seconds in one of six cases of "
+        "`kill-plans-h100-2`: it compiled the kernels for one rank, which `tests.gpu.kills` now compiles before "
+        "the kill.",
         tuple(_SHARED),
         after_kills,
     ),
@@ -736,28 +738,37 @@ CHECKS = (
 
 def of_times() -> list[Topic]:
     """Return the topics of bench/times.py that have results."""
-    kinds: tuple[tuple[str, str, tuple[str, ...], Callable[[], str]], ...] = (
+    kinds: tuple[tuple[str, str, list[str], Callable[[], str]], ...] = (
         (
             "What one call costs",
             "Alone: a single call with caches flushed and ranks that start within a microsecond; nothing is "
             "subtracted.  In a graph, and eager: the period of many in a row.  Host: until a call returns.  "
             "Operations rotate among several inputs.",
-            times.OPERATIONS,
+            times.found(*times.OPERATIONS),
             times.operations,
+        ),
+        (
+            "Expert layers",
+            "`buffer.moe`: sequential is `fused=False`, which combines exactly; `bf16 wire` is the same with sums in "
+            "bf16; one launch is `fused=True`; default is `fused=None`.  FP8: of weights, and of the rows that travel "
+            "to them.  A graph has a few layers; sustained is the same for half a second.  Where the host takes longer "
+            "than the device, an eager layer takes the time of the host: `fused=None` does not look at it.",
+            times.whole_layers(),
+            times.layers,
         ),
         (
             "Decode steps",
             "Layers of dispatch, experts and combine in one graph, from a common start.  Out of step: each rank comes "
             "late to each layer, at random; `waits` is what the latest of them add up to.",
-            ("decode",),
+            times.found("decode"),
             times.decode,
         ),
         (
             "Training steps",
             "Expert layers with residual connections through `moecomm.ops.moe`, eager.  `torch's`: all_to_all and "
             "grouped GEMMs with their gradients, over it.",
-            ("training",),
+            times.found("training"),
             times.training,
         ),
     )
-    return [Topic(title, about, tuple(times.found(*of)), make) for title, about, of, make in kinds if times.found(*of)]
+    return [Topic(title, about, tuple(of), make) for title, about, of, make in kinds if of]

@@ -137,6 +137,7 @@ def result() -> dict[str, Any]:
 
 
 def test_the_slowest_rank_counts() -> None:
+    assert result()["case"]["inputs"] == 1
     row, lost = result()["rows"]
     assert row["us"]["native"]["p50"] == 12 and row["us"]["compat"]["p50"] == 13.5  # of 10, 14 and of 12, 15
     assert row["of_native"] == 1.125
