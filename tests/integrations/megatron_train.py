@@ -1,20 +1,25 @@
 """Trains a small GPT of Megatron-core for 100 steps on CPU ranks, with its all-to-all dispatcher and over moecomm.  The
 losses have to be the same, to the bit.
 
-    python -m tests.integrations.megatron_train [steps]  # some minutes; needs megatron-core
+    python -m tests.integrations.megatron_train [steps] [--json FILE]  # some minutes; needs megatron-core
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import sys
 import tempfile
+import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from moecomm.bench import results
 
 RANKS, STEPS, VOCABULARY, LENGTH, BATCH, LAYERS = 4, 100, 64, 16, 2, 2
 
@@ -55,7 +60,7 @@ def losses_of(over_moecomm: bool, rank: int, steps: int) -> list[float]:
     return found
 
 
-def train(rank: int, folder: Path, steps: int, results: Any) -> None:
+def train(rank: int, folder: Path, steps: int, queue: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
@@ -66,29 +71,52 @@ def train(rank: int, folder: Path, steps: int, results: Any) -> None:
     parallel(RANKS)
     found = [losses_of(over_moecomm, rank, steps) for over_moecomm in (False, True)]
     if rank == 0:
-        results.put(found)
+        queue.put(found)
     dist.barrier()
     os._exit(0)
 
 
-def main(steps: int = STEPS) -> int:
+def both(steps: int) -> list[list[float]]:
+    """Return the losses over the all-to-all dispatcher, then those over moecomm; empty if a rank failed."""
     context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
+    found = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        given = [(rank, Path(folder), steps, results) for rank in range(RANKS)]
+        given = [(rank, Path(folder), steps, found) for rank in range(RANKS)]
         processes = [context.Process(target=train, args=args) for args in given]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
-        if results.empty():
-            return 1
-        theirs, ours = results.get()
-    print(f"{steps} steps on {RANKS} ranks: loss {theirs[0]:.4f} to {theirs[-1]:.4f}; over moecomm {ours[-1]:.4f}")
+        return [] if found.empty() else found.get()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m tests.integrations.megatron_train", description=__doc__)
+    parser.add_argument("steps", type=int, nargs="?", default=STEPS)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    begin = time.monotonic()
+    if not (losses := both(given.steps)):
+        return 1
+    theirs, ours = losses
+    print(
+        f"{given.steps} steps on {RANKS} ranks: loss {theirs[0]:.4f} to {theirs[-1]:.4f}; over moecomm {ours[-1]:.4f}"
+    )
     differ = [step for step, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b]
     print(f"the losses differ from step {differ[0]} on" if differ else "all losses are the same, to the bit")
+    if given.json and not differ:
+        row = {
+            "kind": f"training of a small Megatron GPT on {RANKS} CPU ranks, losses of the all-to-all dispatcher",
+            "steps": given.steps,
+            "ranks": RANKS,
+            "megatron-core": metadata.version("megatron-core"),
+            "first_loss": theirs[0],
+            "last_loss": ours[-1],
+            "seconds": round(time.monotonic() - begin),
+        }
+        results.write(given.json, {"rows": [row]})
     return 1 if differ else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

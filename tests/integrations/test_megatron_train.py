@@ -1,0 +1,30 @@
+"""The program that trains a small GPT of Megatron-core over its own dispatcher and over moecomm."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from . import megatron_train
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core, installed")
+def test_losses_are_those_of_the_all_to_all_dispatcher(tmp_path: Path) -> None:
+    file = tmp_path / "training.json"
+    assert megatron_train.main(["5", "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["steps"] == 5 and row["last_loss"] < row["first_loss"]
+
+
+@pytest.mark.parametrize("losses", [[[4.0, 3.0], [4.0, 3.0000001]], []], ids=["they differ", "a rank failed"])
+def test_a_failed_run_leaves_no_result(
+    losses: list[list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron_train, "both", lambda steps: losses)
+    assert megatron_train.main(["2", "--json", str(tmp_path / "training.json")]) == 1
+    assert not list(tmp_path.iterdir())
