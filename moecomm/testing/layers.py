@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm.core.experts import experts_of
 from moecomm.dispatch.reference import quantize
 from moecomm.fused import Fp8, deinterleave, interleave, quantize_weights
 from moecomm.testing import bounds
@@ -35,8 +36,8 @@ class LayerCase:
 
     def call(self, rank: int, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Return the arguments of Buffer.moe on this rank."""
-        local = len(self.w13) // len(self.x)
-        mine = slice(rank * local, (rank + 1) * local)
+        own = experts_of(rank, len(self.w13), len(self.x))
+        mine = slice(own.start, own.stop)
         tensors = {
             "x": self.x[rank],
             "topk_idx": self.topk_idx[rank],

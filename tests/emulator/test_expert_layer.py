@@ -49,6 +49,8 @@ pytestmark = [
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 32, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 3, "hidden": 272, "intermediate": 224, "num_experts": 6, "topk": 3, "max_tokens": 90},
+    # The first rank has an expert more than the others.
+    {"ranks": 2, "hidden": 32, "intermediate": 32, "num_experts": 5, "topk": 2, "max_tokens": 20},
     # Rows that are fetched in several pieces.
     {"ranks": 2, "hidden": 7168, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
 ]
@@ -129,7 +131,7 @@ def nothing_is_left_of_earlier_layers() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("sizes", few(SIZES, SIZES[0]), ids=lambda s: f"R{s['ranks']}")
+@pytest.mark.parametrize("sizes", few(SIZES, SIZES[0], SIZES[2]), ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}")
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_bits_are_those_of_an_unfused_layer(
     fp8: bool, sizes: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 32, "intermediate": 16, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 3, "hidden": 72, "intermediate": 40, "num_experts": 12, "topk": 3, "max_tokens": 9},
     {"ranks": 4, "hidden": 64, "intermediate": 24, "num_experts": 16, "topk": 8, "max_tokens": 33},
+    {"ranks": 4, "hidden": 64, "intermediate": 24, "num_experts": 14, "topk": 4, "max_tokens": 33},
 ]
 
 
@@ -36,7 +37,7 @@ def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-K{s['topk']}")
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}-K{s['topk']}")
 def test_row_descriptors_are_enough_and_the_bits_are_those_of_dispatch_and_combine(
     sizes: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import moecomm
 from moecomm import tuning
+from moecomm.core.experts import most_experts
 from moecomm.fused import SCHEDULES, choose, layer, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import gemm_kernel
@@ -33,6 +34,8 @@ SIZES: list[dict[str, Any]] = [
     # More entries than ranks publish ids for: row descriptors travel, which name rows that are already here.
     {"ranks": 4, "hidden": 512, "intermediate": 136, "num_experts": 16, "topk": 8, "max_tokens": 520},
     {"ranks": 8, "hidden": 136, "intermediate": 72, "num_experts": 32, "topk": 6, "max_tokens": 90},
+    # The kernels of SIZES[2]; some ranks have an expert more than the others, of 2 ranks and of 4 as well.
+    {"ranks": 3, "hidden": 200, "intermediate": 104, "num_experts": 11, "topk": 3, "max_tokens": 90},
 ]
 LARGE: dict[str, Any] = {  # four tiles of columns and more, groups of several hundred rows
     "ranks": 2,
@@ -48,7 +51,13 @@ def of_processes(sizes: list[dict[str, Any]], large: dict[str, Any]) -> dict[str
     """Sizes of processes, four of them if nobody says how many, and one of how many --gpu-cases each gets: most, where
     the reference takes no time.
     """
-    return {"few": (sizes[2] | {"ranks": 4}, 1), "small": (sizes[3], 30), "large": (large | {"ranks": 4}, 100)}
+    four = {"ranks": 4}
+    return {
+        "few": (sizes[2] | four, 1),
+        "uneven": (sizes[-1] | four, 10),
+        "small": (sizes[3], 30),
+        "large": (large | four, 100),
+    }
 
 
 PROCESSES = of_processes(SIZES, LARGE)
@@ -93,7 +102,8 @@ def compiled() -> None:
         return
     kernels: set[plain_kernel.PlainKernel] = set()
     for sizes in (*SIZES, SIZES[3] | {"ranks": 2}, LARGE, *(sizes for sizes, _ in PROCESSES.values()), ODD):
-        hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
+        hidden, inner = sizes["hidden"], sizes["intermediate"]
+        local = most_experts(sizes["num_experts"], sizes["ranks"])
         for tokens in range(sizes["max_tokens"] + 1):
             rows = max(1, tokens * sizes["topk"] * sizes["ranks"] // sizes["num_experts"])
             first, second = (SCHEDULES[choose(rows, local, *w)] for w in ((2 * inner, hidden), (hidden, inner)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.core.experts import most_experts
 from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import FP8, gemm_kernel
@@ -37,6 +38,7 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 2, "hidden": 16, "intermediate": 96, "num_experts": 2, "topk": 1, "max_tokens": 17},
     {"ranks": 3, "hidden": 272, "intermediate": 160, "num_experts": 12, "topk": 3, "max_tokens": 90},
     {"ranks": 4, "hidden": 512, "intermediate": 128, "num_experts": 16, "topk": 8, "max_tokens": 520},
+    {"ranks": 3, "hidden": 272, "intermediate": 160, "num_experts": 11, "topk": 3, "max_tokens": 90},
 ]
 LARGE: dict[str, Any] = {  # several tiles of columns, groups of several hundred rows
     "ranks": 2,
@@ -57,7 +59,8 @@ def compiled() -> None:
         return
     kernels: set[plain_kernel.PlainKernel] = set()
     for sizes, rows in itertools.product((*SIZES, LARGE, *(sizes for sizes, _ in PROCESSES.values())), (1, 1000)):
-        hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
+        hidden, inner = sizes["hidden"], sizes["intermediate"]
+        local = most_experts(sizes["num_experts"], sizes["ranks"])
         first, second = (FP8_SCHEDULES[choose_fp8(rows, local, columns)] for columns in (2 * inner, hidden))
         both, counted = schedules.schedule_of_both(FP8, rows, inner), rows_per_counter(rows * local)
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
