@@ -356,6 +356,16 @@ def test_finalize_before_prepare_and_closed_managers_are_named(batches: Any) -> 
             getattr(rank, kind).prepare(**rank.arguments())
 
 
+@pytest.mark.parametrize("kind", ["standard", "batched"])
+def test_ranks_with_different_numbers_of_experts_are_refused_by_name(batches: Any, kind: str) -> None:
+    def body(rank: Rank) -> str:
+        with pytest.raises(moecomm.BadInput) as caught:
+            home(rank, kind, getattr(rank, kind).prepare(**rank.arguments(num_experts=10)))
+        return caught.value.argument
+
+    assert on_ranks(body) == ["num_experts"] * 4
+
+
 def test_any_hidden_size_of_16_bytes_does(batches: Any) -> None:
     from moecomm.integrations.vllm.batched import BatchedPrepareAndFinalize
     from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
