@@ -433,6 +433,7 @@ def correctness() -> str:
         ("repeated-failures-cpu", ("host",), "repeats"),
         ("flips-cpu", ("host",), "flips"),
         ("random-operators-cpu", ("host", "overlap"), "random_cases"),
+        ("megatron-training-cpu", ("host",), "steps"),
     ):
         found = load(name)
         kinds = list(dict.fromkeys(r.get("kind") or r.get("dtype", "domains of CPU ranks") for r in found["rows"]))
@@ -693,7 +694,8 @@ CHECKS = (
         "Correctness runs",
         "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
         "against their parts one after the other.  Killed ranks: the others shrink, and new ones join; all ranks make "
-        "exact rounds.  In `kill-plans-gpus-h200-4` and `-8` three and four plans at a time share the GPUs, "
+        "exact rounds.  Trained steps have the losses of Megatron's own dispatcher to the bit.  "
+        "In `kill-plans-gpus-h200-4` and `-8` three and four plans at a time share the GPUs, "
         "in `kill-plans-gpus-h100` two to eight share one.",
         (
             "random-cases-h200-4",
@@ -713,6 +715,7 @@ CHECKS = (
             "soak-cpu",
             "repeated-failures-cpu",
             "flips-cpu",
+            "megatron-training-cpu",
         ),
         correctness,
     ),
