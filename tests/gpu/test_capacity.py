@@ -19,11 +19,14 @@ EXPERTS, TOPK, TOKENS = 12, 3, 200
 SIZES: dict[str, Any] = {"hidden": 512, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "timeout_s": 20}
 
 
-def call(rank: int) -> dict[str, Any]:
-    """Make tokens that all want the first expert, and others."""
+def call(rank: int, first: int = EXPERTS) -> dict[str, Any]:
+    """Make tokens that all want the first expert, and others; or experts among the `first` alone, those of rank 0."""
     g = torch.Generator().manual_seed(rank)
-    ids = torch.rand(TOKENS, EXPERTS - 1, generator=g).argsort(dim=1)[:, :TOPK] + 1
-    ids[:, 0] = 0
+    if first < EXPERTS:
+        ids = torch.rand(TOKENS, first, generator=g).argsort(dim=1)[:, :TOPK]
+    else:
+        ids = torch.rand(TOKENS, EXPERTS - 1, generator=g).argsort(dim=1)[:, :TOPK] + 1
+        ids[:, 0] = 0
     return {
         "x": torch.randn(TOKENS, 512, generator=g).bfloat16().cuda(),
         "topk_idx": ids.cuda(),
@@ -31,9 +34,20 @@ def call(rank: int) -> dict[str, Any]:
     }
 
 
-def rounds(group: Any, rank: int, factor: float, layout: str, options: dict[str, Any]) -> tuple[bool, list[Any]]:
+def without_room(given: dict[str, Any], quota: int, columns: int = TOPK) -> torch.Tensor:
+    """Return topk_idx without the entries that are dropped: those of the first columns are all for rank 0, which takes
+    `quota` of them from each rank.
+    """
+    ids = given["topk_idx"].clone()
+    order = given["topk_weights"][:, :columns].flatten().argsort(descending=True, stable=True)[quota:]
+    ids[order // columns, order % columns] = -1
+    return ids
+
+
+def rounds(
+    group: Any, given: dict[str, Any], factor: float, layout: str, options: dict[str, Any]
+) -> tuple[bool, list[Any]]:
     """Run a dispatch that waits, a repeat, combines, and operators with gradients; return what they give."""
-    given = call(rank)
     with moecomm.Buffer(group, **SIZES, backend="lsa", capacity_factor=factor) as buffer:
         routed = buffer.dispatch(**given, layout=layout, sync=True, **options)  # type: ignore[call-overload]
         y = (routed.x.float() * 2).bfloat16()
@@ -59,8 +73,8 @@ def rounds(group: Any, rank: int, factor: float, layout: str, options: dict[str,
 @pytest.mark.parametrize(("layout", "factor"), [("expert", 0.5), ("flat", 0.2), ("batched", 0.8)])
 def test_chunks_of_one_rank(layout: str, factor: float, quantize: Any) -> None:
     options = {"quantize": quantize}
-    at_once, want = rounds("self", 0, math.inf, layout, options)
-    chunked, got = rounds("self", 0, factor, layout, options)
+    at_once, want = rounds("self", call(0), math.inf, layout, options)
+    chunked, got = rounds("self", call(0), factor, layout, options)
     assert (at_once, chunked) == (False, True)
     for first, second in zip(want, got, strict=True):
         assert torch.equal(first, second)
@@ -110,10 +124,10 @@ def experts(rank: int, local: int) -> dict[str, torch.Tensor]:
     }
 
 
-def layers(group: Any, rank: int, factor: float, fused: bool) -> Layers:
+def layers(group: Any, rank: int, factor: float, fused: bool, first: int = EXPERTS) -> Layers:
     """Run layers that wait.  Return whether the first took several rounds, its output, and values with gradients."""
     with moecomm.Buffer(group, **SIZES, backend="lsa", capacity_factor=factor) as buffer:
-        given = {**call(rank), **experts(rank, len(buffer.local_experts))}
+        given = {**call(rank, first), **experts(rank, len(buffer.local_experts))}
         free, made = buffer.rounds.session.arena.largest_free, buffer.rounds.made
         out = buffer.moe(**given, bias=given["x"], fused=fused, overflow="chunks")
         parts = buffer.rounds.made > made + 2
@@ -148,22 +162,23 @@ def test_a_layer_in_parts(fused: bool) -> None:
 @pytest.mark.gpu1
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fused", [False, True])
-def test_layers_of_virtual_ranks_drop_and_raise(fused: bool) -> None:
-    """Two ranks: all tokens have two experts of the first.  Entries that are dropped are as if they had never been."""
+@pytest.mark.parametrize("columns", [2, TOPK])
+def test_layers_of_virtual_ranks_drop_and_raise(columns: int, fused: bool) -> None:
+    """Two ranks: all tokens have two experts of the first, or all of theirs.  Entries that are dropped are as if they
+    had never been.
+    """
     with LocalBuffers(2, **SIZES, backend="lsa", device=0, capacity_factor=1.0) as ranks:
         calls = [{**call(rank), **experts(rank, EXPERTS // 2), "fused": fused} for rank in range(2)]
         for rank, given in enumerate(calls):
-            given["topk_idx"] = torch.tensor([0, 1, 6 + rank]).expand(TOKENS, 3).contiguous().cuda()
+            last = 2 if columns == TOPK else 6 + rank
+            given["topk_idx"] = torch.tensor([0, 1, last]).expand(TOKENS, 3).contiguous().cuda()
         quota = TOKENS * TOPK // 2  # of the rows of a rank
-        kept = [given["topk_idx"].clone() for given in calls]
-        for given, ids in zip(calls, kept, strict=True):
-            order = given["topk_weights"][:, :2].flatten().argsort(descending=True, stable=True)[quota:]
-            ids[order // 2, order % 2] = -1
+        kept = [without_room(given, quota, columns) for given in calls]
         counts = [torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2)]
         room = [{**given, "overflow": "drop", "dropped": n} for given, n in zip(calls, counts, strict=True)]
         outs = ranks.moe(room)
         ranks.check()
-        assert [int(n) for n in counts] == 2 * [2 * TOKENS - quota]
+        assert [int(n) for n in counts] == 2 * [columns * TOKENS - quota]
         wanted = ranks.moe([{**given, "topk_idx": ids} for given, ids in zip(calls, kept, strict=True)])
         ranks.check()
         assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
@@ -171,7 +186,7 @@ def test_layers_of_virtual_ranks_drop_and_raise(fused: bool) -> None:
         for buffer in ranks.buffers:
             with pytest.raises(moecomm.TooManyRows) as caught:
                 buffer.check()
-            assert (caught.value.rank, caught.value.rows, caught.value.room) == (0, 4 * TOKENS, TOKENS * TOPK)
+            assert (caught.value.rank, caught.value.rows, caught.value.room) == (0, 2 * columns * TOKENS, TOKENS * TOPK)
             buffer.check()
         outs = ranks.moe(room)
         ranks.check()
@@ -223,16 +238,16 @@ def test_a_layer_does_not_wait_in_a_capture() -> None:
             buffer.moe(**given, overflow="chunks")
 
 
-def _all_to_one(rank: int, group: Any) -> str:
+def _all_to_one(rank: int, group: Any, first: int) -> str:
     torch.cuda.set_device(rank)
     for layout, factor in (("expert", 1.0), ("flat", 0.7), ("batched", 1.0)):
-        at_once, want = rounds(group, rank, math.inf, layout, {})
-        chunked, got = rounds(group, rank, factor, layout, {})
+        at_once, want = rounds(group, call(rank, first), math.inf, layout, {})
+        chunked, got = rounds(group, call(rank, first), factor, layout, {})
         assert (at_once, chunked) == (False, True), layout
         assert all(torch.equal(first, second) for first, second in zip(want, got, strict=True)), layout
     for fused in (False, True):
-        want = layers(group, rank, math.inf, fused)
-        got = layers(group, rank, 1.0, fused)
+        want = layers(group, rank, math.inf, fused, first)
+        got = layers(group, rank, 1.0, fused, first)
         assert (want[0], got[0]) == (False, True), fused
         compare(want, got)
     return "done"
@@ -240,9 +255,54 @@ def _all_to_one(rank: int, group: Any) -> str:
 
 @pytest.mark.gpu2
 @pytest.mark.timeout(900)
-def test_chunks_of_several_ranks(gpu_ranks: Ranks) -> None:
+@pytest.mark.parametrize("entries", ["one", "all"])
+def test_chunks_of_several_ranks(gpu_ranks: Ranks, entries: str) -> None:
+    """One entry of each token is for rank 0, beside random others; or all of its entries are."""
     count = min(4, torch.cuda.device_count())
-    assert gpu_ranks.run(count, _all_to_one) == ["done"] * count
+    assert gpu_ranks.run(count, _all_to_one, EXPERTS // count if entries == "all" else EXPERTS) == ["done"] * count
+
+
+def _raises_too_many_rows(buffer: moecomm.Buffer) -> None:
+    with pytest.raises(moecomm.TooManyRows) as caught:
+        buffer.check()
+    found = caught.value.rank, caught.value.rows, caught.value.room
+    assert found == (0, buffer.num_ranks * TOKENS * TOPK, TOKENS * TOPK)
+
+
+def _all_at_rank_0(rank: int, group: Any) -> str:
+    torch.cuda.set_device(rank)
+    quota = TOKENS * TOPK // group.size()
+    given = call(rank, EXPERTS // group.size())
+    fitting = {**given, "topk_idx": without_room(given, quota)}
+    with moecomm.Buffer(group, **SIZES, backend="lsa", capacity_factor=1.0) as buffer:
+        for _ in range(2):
+            routed = buffer.dispatch(**given, overflow="drop")
+            assert routed.dropped is not None
+            out, dropped, rows = buffer.combine(routed.x, routed.handle), int(routed.dropped), int(routed.num_rows)
+            assert (dropped, rows) == (TOKENS * TOPK - quota, 0 if rank else TOKENS * TOPK)
+            del routed
+            fits = buffer.dispatch(**fitting)
+            assert torch.equal(out, buffer.combine(fits.x, fits.handle))
+            del fits
+            buffer.check()
+            buffer.dispatch(**given)  # waits for nothing
+            _raises_too_many_rows(buffer)
+        weights, count = experts(rank, len(buffer.local_experts)), torch.zeros(1, dtype=torch.int32, device="cuda")
+        for fused in (False, True):
+            out = buffer.moe(**given, **weights, fused=fused, overflow="drop", dropped=count.zero_())
+            assert torch.equal(out, buffer.moe(**fitting, **weights, fused=fused))
+            buffer.check()
+            assert int(count) == TOKENS * TOPK - quota
+            buffer.moe(**given, **weights, fused=fused)
+            _raises_too_many_rows(buffer)
+    return "done"
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(300)
+def test_all_entries_at_one_rank_are_dropped_or_raise(gpu_ranks: Ranks) -> None:
+    count = min(4, torch.cuda.device_count())
+    assert gpu_ranks.run(count, _all_at_rank_0) == ["done"] * count
 
 
 MANY = 64  # virtual ranks, of two blocks each
