@@ -90,7 +90,9 @@ class Emulated:
         self.launch(kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=product.dtype), 2, args)
 
     def fused(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
-        given = [prepare_moe(b, **call, fused=True) for b, call in zip(ranks.buffers, calls, strict=True)]
+        ids = [b.rounds.own_ids(call["topk_idx"]) for b, call in zip(ranks.buffers, calls, strict=True)]
+        meant = [{**call, "topk_idx": own, "fused": True} for call, own in zip(calls, ids, strict=True)]
+        given = [prepare_moe(b, **call) for b, call in zip(ranks.buffers, meant, strict=True)]
         self.run(ranks, given)
         return [mine.finish_reduce() for mine in given]
 
@@ -145,6 +147,29 @@ def test_bits_are_those_of_an_unfused_layer(
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
             case.wire = None
             emulated.check(ranks, case)
+
+
+@pytest.mark.parametrize("fp8", few([False, True], False), ids=lambda fp8: "fp8" if fp8 else "bf16")
+def test_layers_without_a_masked_rank(fp8: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in takes the masked rank's first expert; tokens for its others are as if they had never been."""
+    emulated = Emulated(machine, monkeypatch)
+    sizes = {"ranks": 3, "hidden": 32, "intermediate": 32, "num_experts": 6, "topk": 3, "max_tokens": 20}
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    case = random_layer(0, **sizes, dtype=torch.bfloat16, fp8=fp8)
+    case.wire = None
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+        ranks.mask([1], replicas={2: 5})
+        calls = [case.call(buffer.rank) for buffer in ranks.buffers]
+        outs = emulated.fused(ranks, calls)
+        others = ranks.moe([{**call, "fused": False} for call in calls])
+        ranks.check()
+    meant = torch.tensor([0, 1, 5, -1, 4, 5, -1])  # the last is that of an id of -1
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+        for rank, ids in enumerate(case.topk_idx):
+            case.topk_idx[rank] = meant[ids].to(ids.dtype) if rank != 1 else torch.full_like(ids, -1)
+        wanted = ranks.moe([{**case.call(rank), "fused": False} for rank in range(3)])
+    for out, other, want in zip(outs, others, (wanted[0], wanted[2]), strict=True):
+        assert torch.equal(out, other) and torch.equal(out, want)
 
 
 @pytest.mark.parametrize("fp8", few([False, True], False), ids=lambda fp8: "fp8" if fp8 else "bf16")
