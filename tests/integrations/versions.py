@@ -58,7 +58,11 @@ FRAMEWORKS = {
         "0.3.0",
         "0.2 has neither `config/override.py` nor `token_dispatcher.py`",
         tests=(CALLS,),
-        whole=("tests/integrations/test_torchtitan_installed.py", "tests/integrations/test_torchtitan.py"),
+        whole=(
+            "tests/integrations/test_torchtitan_installed.py",
+            "tests/integrations/test_torchtitan_deep_ep.py",
+            "tests/integrations/test_torchtitan.py",
+        ),
         beside=("spmd_types==0.2.3", "tyro", "docstring_parser", "einops"),
     ),
     "transformers": Framework(
