@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -47,6 +48,12 @@ def test_pieces_are_named_once_and_measured_by_commands_that_exist() -> None:
     assert all((ROOT / "bench" / name).is_file() for name in programs if name.endswith(".py"))
     assert set(MINIATURES) <= programs
     assert max(piece.seconds for piece in PIECES) < 600
+
+
+def test_the_documents_say_how_long_all_pieces_take_at_most() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text()
+    said = re.search(r"limits of all pieces add up to (\d+) minutes", page)
+    assert said and int(said[1]) == math.ceil(sum(piece.seconds for piece in PIECES) / 60)
 
 
 def kept() -> dict[str, list[dict[str, Any]]]:
