@@ -149,9 +149,10 @@ def _cells(result: dict[str, Any], row: dict[str, Any], parts: Iterable[str]) ->
     graph = result["case"]["mode"] == "graph"
     alone, eager = row["alone_us"], row.get("eager_us") if graph else row["us"]
     what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
-    routing = result["case"].get("routing", {}).get("zipf", "")
+    routing, model = result["case"].get("routing", {}).get("zipf", ""), result["case"]["model"]
+    other = f", {model}" if model != "deepseek-v3" else ""
     yield str(row["tokens"])
-    yield f"{row['who']}, `{row['layout']}`" + (f", Zipf {routing}" if routing else "")
+    yield f"{row['who']}, `{row['layout']}`" + (f", Zipf {routing}" if routing else "") + other
     yield what
     yield from (time_of(alone[part]) for part in parts)
     yield time_of(row["us"]["p50"]) if graph else ""

@@ -153,7 +153,7 @@ def test_bits_are_those_of_an_unfused_layer(
 def test_layers_without_a_masked_rank(fp8: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in takes the masked rank's first expert; tokens for its others are as if they had never been."""
     emulated = Emulated(machine, monkeypatch)
-    sizes = {"ranks": 3, "hidden": 32, "intermediate": 32, "num_experts": 6, "topk": 3, "max_tokens": 20}
+    sizes = {"ranks": 3, "hidden": 32, "intermediate": 32, "num_experts": 6, "topk": 3, "max_tokens": 8}
     of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
     case = random_layer(0, **sizes, dtype=torch.bfloat16, fp8=fp8)
     case.wire = None
