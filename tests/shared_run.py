@@ -1,4 +1,4 @@
-"""Two processes for a plain run of all tests, for `-m long` and for `-m sanitized`, through pytest-xdist.
+"""Two processes for a plain run of all tests and for `-m long`, through pytest-xdist.
 
 Any other run has one, as has a run on GPUs.
 """
@@ -32,7 +32,7 @@ def share(config: pytest.Config) -> None:
     plain = not any(word.startswith("-m") for word in config.invocation_params.args)
     if (
         everything
-        and (plain or option.markexpr in ("long", "sanitized"))
+        and (plain or option.markexpr == "long")
         and not option.usepdb
         and getattr(option, "numprocesses", 0) is None
     ):
