@@ -311,9 +311,9 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             check_weights: see dispatch().
             fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, and neither `wire`
                 nor `check_weights`; else a warning says so once, and the layer runs unfused.  False: rows travel before
-                and after.  None: the faster of the two for such weights, ranks and rows in a full Buffer, in captured
-                graphs, by the tuning table of rank 0 (docs/tuning.md; shipped: as measured, of 8 ranks as expected).
-                The same on all ranks; the bits are the same.  "one launch" and "one after the other" are deprecated names of True and False.
+                and after.  None: the faster of the two in captured graphs, for such weights, ranks and rows in a full
+                Buffer, by rank 0's tuning table (docs/tuning.md; as measured, of 8 ranks as expected).  The same on all
+                ranks; the bits are the same.  "one launch" and "one after the other": deprecated for True and False.
             overflow: what becomes of rows that have no room.  "error": TooManyRows on every rank.  "chunks", which
                 takes no `max_rows`: the host waits for the dispatch of the layer, and tokens go in parts, with the bits
                 of one round of moecomm's GEMMs; not in the capture of a graph.  "drop": as in dispatch(), and `dropped`
