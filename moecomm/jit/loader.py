@@ -10,6 +10,7 @@ import importlib
 import importlib.resources
 import io
 import re
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from moecomm.jit.cubin import lacks_descriptor
 
 _CALLS = "#define MOECOMM_CALLS\n"  # csrc/fused/fetch.cuh
 _INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_IMPORTING = threading.Lock()
 _PLAIN = 'extern "C" __global__ void plain(int* to) { *to = 1; }'
 
 
@@ -63,9 +65,11 @@ def toolchain(includes: tuple[str, ...]) -> str:
 
 
 def _core() -> Any:
+    """Return cuda.core.  Ranks of one process ask for it together, and a second thread would find it half imported."""
     try:
-        core = importlib.import_module("cuda.core")
-        return core if hasattr(core, "Program") else importlib.import_module("cuda.core.experimental")
+        with _IMPORTING:
+            core = importlib.import_module("cuda.core")
+            return core if hasattr(core, "Program") else importlib.import_module("cuda.core.experimental")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"kernels are compiled through the Python package cuda-core, which is not installed ({error})"

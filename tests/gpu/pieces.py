@@ -111,7 +111,7 @@ PIECES = (
     Piece("all-to-all", 60, f"all-to-all --ranks {GPUS}"),
     Piece("beside", 100, f"{CASES} --tokens 4096 --layout flat --sms 16 --overlap-gemm --singles 0 --no-peers"),
     Piece("deep-ep-layer", 120, f"deep-ep-layer {DEEPSEEK} --tokens 128,4096"),
-    Piece("deep-ep-layer-eager", 120, f"deep-ep-layer {DEEPSEEK} --tokens 128,4096 --mode eager"),
+    Piece("deep-ep-layer-eager", 200, f"deep-ep-layer {DEEPSEEK} --tokens 128,4096 --mode eager"),
     *(
         Piece(
             f"overlap-{name}", 90, f"overlap --ranks {GPUS} --limit 50 --replays 5 --operator {name.replace('-', '_')}"
