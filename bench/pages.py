@@ -37,8 +37,8 @@ Written by `python bench/readme.py`.  Single calls of moecomm at other sizes or 
 of the main [README](../README.md), calls of NCCL, and steps of many layers.  [How things are timed](performance.md).
 {LEGEND}  [Measurements](../bench/README.md) says which times are marked.
 
-`--others torch-symm-mem` has no result: torch 2.11 takes at most 15 experts a rank, and with these numbers of ranks
-a rank of DeepSeek-V3 has more.  UCCL-EP was not measured: the benchmark has no adapter for it, and its CPU proxies
+`torch-symm-mem`, torch's own all-to-all over symmetric memory, was measured with Mixtral 8x7B alone: torch 2.11 takes
+at most 15 experts a rank, and with these numbers of ranks a rank of DeepSeek-V3 has more.  UCCL-EP was not measured: the benchmark has no adapter for it, and its CPU proxies
 need a network, which these machines lack."""
 
 CHECKED_HEAD = f"""# Measured checks

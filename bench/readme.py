@@ -39,7 +39,7 @@ OPERATORS = (
     "embedding-all-to-all",
 )
 # Results with pictures besides sweeps and those with other libraries.
-PICTURES = ("ll-h200-4", "latency-backends-h100-4", "backends-domains-h100-4")
+PICTURES = ("ll-h200-4", "latency-backends-h100-4", "backends-domains-h100-4", "domain-counts-h100-4")
 OVERLAP = tuple(f"overlap-{name}-h100-2" for name in OPERATORS)
 
 

@@ -54,7 +54,7 @@ def whole_operations() -> str:
         ("times-many-h200-8", "expert", (4096,)),
         ("ht-h200-4", "flat", (8192,)),
         ("qwen3-h200-4", "flat", (4096,)),
-        ("cold-h200-2", "flat", (4096,)),
+        ("cold-h100-4", "flat", (4096,)),
         ("rounds-h100-2", "flat", (4096,)),
         ("rounds-h100-2", "expert", (4096,)),
     )
@@ -313,7 +313,7 @@ def peers() -> str:
         (row for tokens in (128, 4096) for row in peer_rows(8, tokens)),
     )
     rows = []
-    for name in ("deep-ep-layer-h100-4", "deep-ep-layer-eager-h200-4", "deep-ep-layer-eager-h200-2"):
+    for name in ("deep-ep-layer-h100-4", "deep-ep-layer-eager-h100-4", "deep-ep-layer-eager-h200-2"):
         found = load(name)
         ratios = sorted(row["of_native"] for row in found["rows"] if "us" in row)
         case = found["case"]
@@ -507,6 +507,7 @@ TOPICS = (
             "layouts-h200-4",
             "qwen3-h200-4",
             "ht-h200-8",
+            "cold-h100-4",
             "cold-h200-2",
             "rounds-h100-2",
             "sweep-h200-4",
@@ -579,7 +580,8 @@ TOPICS = (
         "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest "
         "window of a rank; empty if the result lacks it.  "
         "![Put + signal over bytes, by backend](results/latency-backends-h100-4.svg) "
-        "![Rounds between two domains over tokens, by backend](results/backends-domains-h100-4.svg)",
+        "![Rounds between two domains over tokens, by backend](results/backends-domains-h100-4.svg) "
+        "![4096 tokens over the number of domains](results/domain-counts-h100-4.svg)",
         (
             "backends-h100-4",
             "backends-domains-h100-4",
@@ -589,6 +591,7 @@ TOPICS = (
             "domains-h100-4",
             "domains-h200-2",
             "domains-h100-2",
+            "domain-counts-h100-4",
             "domains-nvshmem-h100-2",
             "nic-h100-4",
             "nic-h200-4",
@@ -627,7 +630,7 @@ TOPICS = (
             "peers-h100-2",
             PEERS,
             "deep-ep-layer-h100-4",
-            "deep-ep-layer-eager-h200-4",
+            "deep-ep-layer-eager-h100-4",
             "deep-ep-layer-eager-h200-2",
             "passes-h100",
         ),
