@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from functools import cache
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,25 @@ def test_agreement_beyond_16_ranks_takes_as_long_as_the_result_says() -> None:
     times = {row["ranks"]: f"{row['us']:.0f}" for row in rows if named.items() <= row.items()}
     assert f"{times[32]} us at 32 ranks and {times[64]} at 64" in sentence
     assert f"{times[32]} us at 32 ranks and {times[64]} at 64" in DECISIONS.split("## Few tokens")[1].split("\n## ")[0]
+
+
+def test_counters_take_as_long_as_the_result_says() -> None:
+    sentence = aim("Counters whose cost cannot be measured")[0].partition(" one token")[2]
+    want = []
+    for row in content("counters-h100-4")["rows"]:
+        p50 = {which: row[which]["p50"] for which in ("on", "off", "again")}
+        want += [f"{abs(p50['on'] - p50['off']):.2f}", f"{abs(p50['again'] - p50['on']):.2f}"]
+    assert re.findall(r"\d\.\d\d(?= us)", sentence) == want
+
+
+def test_exact_sums_travel_at_the_share_of_the_fastest_copy_that_the_results_say() -> None:
+    """Of a rank's 256/R experts a token has n, at random; it gets one row, or a float32 sum of the size of two."""
+    (sentence,) = re.findall(r"moves its bytes at ([^`]*) of the rate of the fastest copy", DECISIONS)
+    want = []
+    for ranks in (4, 8):
+        found = content(f"times-many-h200-{ranks}")
+        none, one = (comb(256 // ranks, n) * comb(256 - 256 // ranks, 8 - n) / comb(256, 8) for n in (0, 1))
+        row = row_of(f"times-many-h200-{ranks}", tokens=4096, what="combine", layout="expert", variant="fp32 wire")
+        in_bytes = row["wire_bytes"] * (one + 2 * (1 - none - one)) / (1 - none)  # wire_bytes: a bfloat16 row each
+        want.append(f"{in_bytes / (row['us']['p50'] * 1e3) / max(copy['gbs'] for copy in found['ceiling']):.2f}")
+    assert re.findall(r"\d\.\d\d", sentence) == want
