@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import moecomm
 
-from . import shared_run
+from . import shared_run, slow
 from .compiled import compiling
 
 GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
@@ -52,7 +52,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return shared_run.scheduler(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow.mark(items)
     gpus, more_s = torch.cuda.device_count(), max(0, config.getoption("--gpu-cases") - 1000) / 10
     for item in items:
         limit = item.get_closest_marker("timeout")

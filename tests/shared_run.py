@@ -1,6 +1,6 @@
-"""Two processes for a plain run of all tests and for `-m long`, through pytest-xdist.
+"""Two processes for a plain run of all tests, for `-m slow` and for `-m long`, through pytest-xdist.
 
-Any other run has one, as has a run on GPUs.
+Any other run has one, as has a run on GPUs.  A plain run of all tests leaves out those of tests/slow.txt.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ def is_one_of_several(config: pytest.Config) -> bool:
 
 
 def share(config: pytest.Config) -> None:
-    """Set the options of pytest-xdist, where it is installed and the command has none of them."""
+    """Set the options of pytest-xdist, where it is installed and the command has none of them, and leave out tests."""
     option = config.option
     # A process of pytest-xdist comes here too, without the options of its parent: it must not start more.
-    if is_one_of_several(config) or "PYTEST_XDIST_WORKER" in os.environ or torch.cuda.device_count():
+    if is_one_of_several(config) or "PYTEST_XDIST_WORKER" in os.environ:
         return
     everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not option.keyword
     plain = not any(word.startswith("-m") for word in config.invocation_params.args)
+    if everything and plain:
+        option.markexpr += " and not slow"
     if (
         everything
-        and (plain or option.markexpr == "long")
+        and (plain or option.markexpr in ("slow", "long"))
+        and not torch.cuda.device_count()
         and not option.usepdb
         and getattr(option, "numprocesses", 0) is None
     ):
