@@ -27,7 +27,7 @@ def declared(name: str) -> list[str]:
 
 
 def test_there_are_tests_wheels_and_both_templates() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["test", "wheels"]
+    assert [path.stem for path in WORKFLOWS] == ["proofs", "test", "wheels"]
     assert [path.stem for path in TEMPLATES] == ["bug", "feature"]
 
 
@@ -38,14 +38,16 @@ def test_a_workflow_has_what_github_wants(path: Path) -> None:
     assert set(workflow) - {"concurrency"} == {"name", True, "permissions", "jobs"}
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
-        assert job["runs-on"] and job["timeout-minutes"] <= 60
+        assert job["runs-on"] and job["timeout-minutes"] <= (150 if path.stem == "proofs" else 60)
     for step in steps(path):
         assert ("run" in step) != ("uses" in step)
         assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/checkout@v4"))
 
 
-def test_the_cpu_workflow_runs_all_of_ci() -> None:
-    assert [step["run"] for step in steps(ROOT / ".github" / "workflows" / "test.yml") if "run" in step] == [".ci/run"]
+@pytest.mark.parametrize(("workflow", "command"), [("test", ".ci/run"), ("proofs", ".ci/run proofs")])
+def test_the_cpu_workflows_run_all_of_ci(workflow: str, command: str) -> None:
+    path = ROOT / ".github" / "workflows" / f"{workflow}.yml"
+    assert [step["run"] for step in steps(path) if "run" in step] == [command]
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
