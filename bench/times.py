@@ -1,7 +1,7 @@
 """Tables of three times for each operation: one call alone, many in a row, and eager; of decode and of training steps.
 
-They are made of the results that have these times, whatever their machine: `times-*`, `zipf-*`, `symm-mem-*`,
-`decode-*` and `training-*`. Without any there is no table.
+They are made of the results that have these times, whatever their machine: `times-*`, `zipf-*`, `recorded-*`,
+`symm-mem-*`, `decode-*` and `training-*`. Without any there is no table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from readme import (
     window_of,
 )
 
-OPERATIONS = ("times", "zipf", "symm-mem")
+OPERATIONS = ("times", "zipf", "recorded", "symm-mem")
 FRONT = ("h200-4", "h200-8")  # ends of names: machines of the main README, each with a table
 FRONT_TOKENS = (128, 4096)
 COLUMNS = "GPUs | tokens a rank | library, layout | operation | alone, {} | in a graph | eager | host | SMs | window"
@@ -149,10 +149,11 @@ def _cells(result: dict[str, Any], row: dict[str, Any], parts: Iterable[str]) ->
     graph = result["case"]["mode"] == "graph"
     alone, eager = row["alone_us"], row.get("eager_us") if graph else row["us"]
     what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
-    routing, model = result["case"].get("routing", {}).get("zipf", ""), result["case"]["model"]
+    routing, model = result["case"].get("routing"), result["case"]["model"]
+    skew = "" if not routing else f", Zipf {routing['zipf']}" if "zipf" in routing else ", recorded routing"
     other = f", {model}" if model != "deepseek-v3" else ""
     yield str(row["tokens"])
-    yield f"{row['who']}, `{row['layout']}`" + (f", Zipf {routing}" if routing else "") + other
+    yield f"{row['who']}, `{row['layout']}`" + skew + other
     yield what
     yield from (time_of(alone[part]) for part in parts)
     yield time_of(row["us"]["p50"]) if graph else ""

@@ -56,6 +56,12 @@ RESULTS: dict[str, dict[str, Any]] = {
         ],
     },
     "zipf-h100-2": {**ABOUT, "case": {**CASE, "routing": {"zipf": "0.8"}}, "memory": [], "rows": [row("x", "combine")]},
+    "recorded-h100-2": {
+        **ABOUT,
+        "case": {**CASE, "routing": {"source": "recorded"}},
+        "memory": [],
+        "rows": [row("x", "combine")],
+    },
     "decode-h100-2": {
         **ABOUT,
         "case": CASE,
@@ -95,7 +101,7 @@ def with_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_have_the_time_alone_in_a_graph_and_eager(with_results: None) -> None:
-    batched, nccl, zipf = cells(times.operations())
+    batched, nccl, zipf, recorded = cells(times.operations())
     front = times.front()
     [dispatch] = cells(front[1])
     few, alone = ["30.0 us", "32.0 us", "10.0 us"], ["30.0 us", "31.0 us", "32.0 us", "10.0 us"]
@@ -103,7 +109,7 @@ def test_rows_have_the_time_alone_in_a_graph_and_eager(with_results: None) -> No
     assert dispatch == ["2 H100s", "128", "moecomm, `expert`", "dispatch, fp8", *few, "20.0 us", *window]
     assert batched == ["2 H100s", "128", "moecomm, `batched`", "dispatch, fp8", *alone, "20.0 us", *window]
     assert nccl == ["2 H100s", "128", "nccl, `batched`", "combine", *alone, "", "4.6 us", "", ""]
-    assert zipf[2] == "x, `batched`, Zipf 0.8"
+    assert zipf[2] == "x, `batched`, Zipf 0.8" and recorded[2] == "x, `batched`, recorded routing"
     assert "times-few-h200-4.json" in front[2]
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import processes
-from tests.gpu.pieces import FOLDER, GPUS, HALF, MINIATURES, PIECES, ZIPF, Piece, has_miniature
+from tests.gpu.pieces import FOLDER, GPUS, HALF, MINIATURES, PIECES, RECORDED, Piece, has_miniature
 from tests.gpu.processes import ENVIRONMENT, ROOT, all_gpus
 
 BENCH = (sys.executable, "-m", "moecomm.bench")
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str]) -> int:
 def measure(piece: Piece, folder: Path, machine: str, gpus: int, *, small: bool) -> bool:
     """Run a piece, and add the conditions to its result. Returns False if it has failed, or was ended."""
     begin, result, log = time.monotonic(), _result(folder, piece, machine), folder / f"{piece.name}.log"
-    fill = {GPUS: str(gpus), HALF: str(max(1, gpus // 2)), FOLDER: str(folder)}
+    fill = {GPUS: str(gpus), HALF: str(max(1, gpus // 2)), FOLDER: str(folder), RECORDED: str(ROOT / RECORDED)}
     words = f"{piece.words} {MINIATURES[piece.words.split()[0]]}" if small else piece.words
     commands = [_filled(piece.before, fill).split()] if piece.before else []
     fresh = result.with_suffix(".new")
     commands.append([*program(_filled(words, fill).split()), "--json", str(fresh)])
-    if small and ZIPF in piece.words:  # the file has the experts of its model
-        commands[-1] += ["--experts", "256", "--topk", "8"]
+    if small and "--routing" in piece.words:
+        commands[-1] += _experts(piece)
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with sampled(folder / f"{piece.name}.clocks") as clocks:
         fine = all(
@@ -91,6 +91,7 @@ def measure(piece: Piece, folder: Path, machine: str, gpus: int, *, small: bool)
         found = json.loads(fresh.read_text())
         # As it is kept: the result among those of the pages, other files wherever the command runs.
         command = found["command"].replace(str(fresh), f"bench/results/{result.name}").replace(f"{folder}/", "")
+        command = command.replace(str(ROOT / RECORDED), RECORDED)
         conditions = {"started": started, "seconds": round(seconds, 1), "gpus": clocks}
         kept = {**found, "what": result.stem, "command": command, "conditions": conditions}
         result.write_text(json.dumps(kept, indent=1) + "\n")
@@ -99,6 +100,15 @@ def measure(piece: Piece, folder: Path, machine: str, gpus: int, *, small: bool)
     print(f"{piece.name:<22} {'ok' if fine else 'FAILED':<6} {seconds:4.0f} s  {lines[-1][:100] if lines else ''}")
     sys.stdout.flush()
     return fine
+
+
+def _experts(piece: Piece) -> list[str]:
+    """Return the options with the experts of the model, which are those of the file that the piece replays."""
+    from moecomm.router import MODELS
+
+    words = piece.words.split()
+    model = MODELS[words[words.index("--model") + 1]]
+    return ["--experts", str(model.num_experts), "--topk", str(model.topk)]
 
 
 def program(words: Sequence[str]) -> list[str]:

@@ -12,6 +12,12 @@ FLAT = f"{CASES} --layout flat --no-peers"
 TWO_DOMAINS = f"dispatch-combine {DEEPSEEK} --domain-ranks {HALF} --tokens 128,4096 --no-ceiling --no-peers"
 TURNS = "--tokens 8192 --turns 1,4,8,16,32,64"
 ZIPF = f"{FOLDER}/zipf.routing"
+RECORDED = "bench/routing/byte-model.routing"  # in a command: the file, wherever that runs
+# 4 ranks with 1024 tokens each replay one layer of the file; the next input replays the next layer.
+LIKE_RECORDED = (
+    f"dispatch-combine --model gpt-oss-120b --ranks {GPUS} --payload bf16,fp8 --tokens 128,1024 --layout flat,expert "
+    "--replays 10 --no-peers"
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ PIECES = (
         f"{CASES} --tokens 4096 --layout flat,expert --replays 10 --routing {ZIPF}",
         before=f"{sys.executable} -m moecomm routing synthesize {ZIPF} --model deepseek-v3 --zipf 0.8 --tokens 131072",
     ),
+    Piece("recorded", 80, f"{LIKE_RECORDED} --routing {RECORDED}"),
+    Piece("recorded-even", 80, LIKE_RECORDED),
     # Other libraries in pieces of their own, because they may hang.
     Piece(
         "peers",
