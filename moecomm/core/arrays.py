@@ -83,9 +83,10 @@ def check_tensor(
     check_memory(argument, tensor)
     if tensor.dtype not in dtypes:
         raise BadInput(argument, str(tensor.dtype), " or ".join(map(str, dtypes)))
-    if tensor.ndim != len(shape) or any(
-        want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
-    ):
+    fits = tensor.ndim == len(shape)
+    for got, want in zip(tensor.shape, shape, strict=False):
+        fits = fits and want in (None, got)
+    if not fits:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise BadInput(argument, f"shape {tuple(tensor.shape)}", f"({wanted})")
 
