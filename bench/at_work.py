@@ -4,7 +4,7 @@
 
 The benchmark measures three choices of the fused layer: the order of its tiles
 (moecomm.fused.compute.row_tiles_per_turn), the number of blocks that fetch (FETCHERS), and the early launch of its
-kernels (moecomm.jit.plain_kernel.launch).
+kernels (moecomm.jit.plain_kernel.enqueue).
 
 A rank has as many experts as each of 4 ranks has, so that an expert has as many rows as there. All results are compared
 bit for bit. Keys of a row:
@@ -126,7 +126,7 @@ class Layers:
             changed = mock.patch.object(compute, "FETCHERS", blocks)
             found[f"{blocks} fetch"] = (fused, changed)
         if late:
-            found["launched late"] = (fused, mock.patch.object(pipeline, "launch", _launch_late))
+            found["launched late"] = (fused, mock.patch.object(pipeline, "enqueue", _enqueue_late))
         return found
 
     def measure(self, ways: dict[str, Way], kernels: bool) -> list[dict[str, Any]]:
@@ -198,8 +198,8 @@ class Layers:
         return float(begin.elapsed_time(end)) * 1000 / self.chain / times
 
 
-def _launch_late(kernel: Any, blocks: int, args: Any, overlap: bool = False) -> None:
-    plain_kernel.launch(kernel, blocks, args)
+def _enqueue_late(device: int, kernel: Any, blocks: int, args: Any, overlap: bool = False) -> None:
+    plain_kernel.enqueue(device, kernel, blocks, args)
 
 
 def _orders(ways: dict[str, Way], times: int) -> list[list[str]]:

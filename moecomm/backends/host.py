@@ -138,6 +138,10 @@ class HostSession:
         window = self._window  # keeps the memory mapped, whatever another thread does
         return None if window is None else ctypes.string_at(self._counters, self._counter_bytes)
 
+    def with_device(self, enqueue: Callable[..., None], *args: object) -> None:
+        """Call `enqueue`."""
+        enqueue(*args)
+
     def order(self) -> None:
         """Do nothing: there are no streams."""
 

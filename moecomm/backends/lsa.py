@@ -273,11 +273,11 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Return the function that enqueues a dispatch on the current stream."""
-        return partial(self._with_device, self._enqueue, self._kernels.dispatch(args))
+        return partial(self.with_device, self._enqueue, self._kernels.dispatch(args))
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Return the function that enqueues a combine on the current stream."""
-        return partial(self._with_device, self._enqueue, self._kernels.combine(args))
+        return partial(self.with_device, self._enqueue, self._kernels.combine(args))
 
     def round_begun(self) -> int | None:
         """See Session.  A capture must not see the copy."""
@@ -297,9 +297,9 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
             cuda_driver.int32_at(self._window.address + self.context.window.rejected, self.device).add_(1)
 
     def order(self) -> None:
-        self._with_device(lambda: self._order(_native.current_stream(self.device.index)))
+        self.with_device(lambda: self._order(_native.current_stream(self.device.index)))
 
-    def _with_device(self, enqueue: Callable[..., None], *args: object) -> None:
+    def with_device(self, enqueue: Callable[..., None], *args: object) -> None:
         if _native.cuda_context() == self._cuda_context:
             enqueue(*args)
             return

@@ -110,6 +110,10 @@ class Session(Maskable, Protocol):
         """
         ...
 
+    def with_device(self, enqueue: Callable[..., None], *args: object) -> None:
+        """Call `enqueue(*args)`.  GPUs: while this rank's GPU is the current one, in any thread."""
+        ...
+
     def order(self) -> None:
         """GPUs: let work enqueued on the current stream from now on start after the last round, as rounds do."""
         ...

@@ -20,7 +20,7 @@ from moecomm.fused.operands import Operands, check_counts, check_operands, resul
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.fused.weights import GRANULARITY
-from moecomm.jit.plain_kernel import launch
+from moecomm.jit.plain_kernel import enqueue
 
 
 @overload
@@ -152,13 +152,13 @@ def multiply(
         schedule = schedules.schedule_of(dtype, expected_rows, groups, columns, depth, units, kernels.gpu_name(device))
     args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment)
     blocks = units // schedule.cluster * schedule.cluster
-    call = (kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=out.dtype), blocks, args)
+    call = (device, kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=out.dtype), blocks, args)
     if torch.cuda.current_device() == device and _native.cuda_context() != 0:
-        launch(*call)
+        enqueue(*call)
     else:  # another GPU is current, or this thread has no CUDA context yet
         with torch.cuda.device(device):
             cuda_driver.bind_thread(device)
-            launch(*call)
+            enqueue(*call)
 
 
 def arguments(

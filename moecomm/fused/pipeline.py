@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from moecomm import _native, combine, dispatch
-from moecomm.backends import cuda_driver
+from moecomm import combine, dispatch
 from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.core.spans import span
@@ -31,7 +30,7 @@ from moecomm.fused.publish import publish_kernel, row_pitch
 from moecomm.fused.reduce import reduce_kernel
 from moecomm.fused.schedules import Schedule
 from moecomm.fused.structs import LayerArgs
-from moecomm.jit.plain_kernel import PlainKernel, launch, load
+from moecomm.jit.plain_kernel import PlainKernel, enqueue, load
 from moecomm.routed import Routed
 
 _LINE = 128 // 4  # scales in a cache line
@@ -327,10 +326,5 @@ class Fused:
         return self.out
 
     def _launch(self, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-        index, overlap = self._rounds.device.index, self._rounds.session.exclusive_gpu
-        if torch.cuda.current_device() == index and _native.cuda_context() != 0:
-            launch(kernel, blocks, args, overlap)
-            return
-        with torch.cuda.device(index):
-            cuda_driver.bind_thread(index)
-            launch(kernel, blocks, args, overlap)
+        session, index = self._rounds.session, self._rounds.device.index
+        session.with_device(enqueue, index, kernel, blocks, args, session.exclusive_gpu)

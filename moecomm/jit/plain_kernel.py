@@ -82,7 +82,7 @@ def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure, overlap: bo
 
     `overlap`: it may be launched while its predecessor ends, for which it waits before it touches memory.
     """
-    _launch(torch.cuda.current_device(), kernel, blocks, args, overlap)
+    enqueue(torch.cuda.current_device(), kernel, blocks, args, overlap)
 
 
 def launch_on(device: torch.device, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
@@ -90,14 +90,14 @@ def launch_on(device: torch.device, kernel: PlainKernel, blocks: int, args: ctyp
     if _native.cuda_context() == 0:  # autograd's threads may have none yet
         cuda_driver.bind_thread(device.index)
     if torch.cuda.current_device() == device.index:
-        _launch(device.index, kernel, blocks, args)
+        enqueue(device.index, kernel, blocks, args)
         return
     with torch.cuda.device(device):
-        _launch(device.index, kernel, blocks, args)
+        enqueue(device.index, kernel, blocks, args)
 
 
-def _launch(device: int, kernel: PlainKernel, blocks: int, args: ctypes.Structure, overlap: bool = False) -> None:
-    """Enqueue the kernel on the current stream of this device, which is the current one."""
+def enqueue(device: int, kernel: PlainKernel, blocks: int, args: ctypes.Structure, overlap: bool = False) -> None:
+    """Enqueue the kernel on the current stream of this device, which is the current one.  `overlap`: see launch()."""
     function = load(kernel, device)
     stream = _native.current_stream(device)
     _native.cuda_launch_packed(function, blocks, kernel.threads, kernel.shared_bytes, stream, args, overlap)
