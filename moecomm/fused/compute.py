@@ -12,12 +12,10 @@ from functools import lru_cache
 import torch
 
 from moecomm import _native
-from moecomm.fused import gemm
 from moecomm.fused.kernels import FP8, LEAST_COUNTED, NAMES, THREADS, SharedKernel, gemm_config
-from moecomm.fused.operands import Operands
 from moecomm.fused.publish import row_config
 from moecomm.fused.schedules import Schedule
-from moecomm.fused.structs import ExpertLayerArgs, GemmArgs, LayerArgs
+from moecomm.fused.structs import ExpertLayerArgs, GemmArgs, Grouping, LayerArgs
 
 _MORE_COUNTED, _FEW_ROWS = 128, 4096  # rows of a counter where there are more than _FEW_ROWS rows in all
 FETCHERS = 16  # blocks that fetch: with fewer, short rows do not arrive in time (measured on 4 H200s)
@@ -66,26 +64,22 @@ def layer_kernel(
 
 def layer_args(
     layer: LayerArgs,
-    given: Operands,
-    then: Operands,
-    apart: bool,
+    first: GemmArgs,
+    second: GemmArgs,
     schedule: Schedule,
-    rows: int,
-    counted: int,
     clusters: int,
+    together: int,
+    row_bytes: int,
 ) -> ExpertLayerArgs:
-    """Return the arguments of a launch of `clusters` clusters; `rows`: expected rows of an expert."""
-    first = gemm.arguments(given, apart, then.x.data_ptr(), then.x_scales, schedule)
-    blocks, few = clusters * schedule.cluster, counted == LEAST_COUNTED
+    """Return the arguments of a launch of `clusters` clusters; `together`: rows_at_once(), `row_bytes`: see below."""
     return ExpertLayerArgs(
         first=first,
-        second=gemm.arguments(then, False, 0, None, schedule),
+        second=second,
         layer=layer,
-        fetchers=min(FETCHERS, blocks),
-        # With many rows, fetching blocks begin with their own share at once.
-        together=min(rows_at_once(rows, first, clusters), _TOGETHER * blocks) if few else 0,
+        fetchers=min(FETCHERS, clusters * schedule.cluster),
+        together=together,
         lag=LAG * clusters,
-        row_tiles_per_turn=row_tiles_per_turn(schedule, then.x.shape[1] * then.x.itemsize),
+        row_tiles_per_turn=row_tiles_per_turn(schedule, row_bytes),
     )
 
 
@@ -100,9 +94,22 @@ def row_tiles_per_turn(schedule: Schedule, row_bytes: int) -> int:
     return _LONG_STEP if row_bytes > _LONG_ROW else _SHORT_STEP_ROWS // schedule.most_rows
 
 
-def rows_at_once(rows: int, tiles: GemmArgs, clusters: int) -> int:
-    """Return how many rows the first tiles of all clusters wait for, in full counters; `rows`: of each expert."""
-    most_rows, column_tiles = int(tiles.grouping.most_rows), int(tiles.grouping.column_tiles)
-    row_tiles = min(int(tiles.grouping.band), -(-max(1, rows) // most_rows))
-    wanted = -(-clusters // (row_tiles * column_tiles)) * min(rows, row_tiles * most_rows)
-    return -(-(wanted + _MORE_WANTED) // LEAST_COUNTED) * LEAST_COUNTED
+def rows_at_once(rows: int, counted: int, tiles: Grouping, schedule: Schedule, clusters: int) -> int:
+    """Return how many rows all blocks fetch first: those that the first tiles of all clusters wait for.
+
+    With many rows none: fetching blocks begin with their own share at once.
+
+    Args:
+        rows: of each expert.
+        counted: fetched rows that share a counter; the first tiles wait for full ones.
+        tiles: of the first GEMM.
+        schedule: of both GEMMs.
+        clusters: of the launch.
+    """
+    if counted != LEAST_COUNTED:
+        return 0
+    most_rows = schedule.most_rows
+    row_tiles = min(tiles.band, -(-max(1, rows) // most_rows))
+    wanted = -(-clusters // (row_tiles * tiles.column_tiles)) * min(rows, row_tiles * most_rows)
+    wanted = -(-(wanted + _MORE_WANTED) // LEAST_COUNTED) * LEAST_COUNTED
+    return int(min(wanted, _TOGETHER * clusters * schedule.cluster))

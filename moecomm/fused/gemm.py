@@ -175,22 +175,34 @@ def arguments(
         scales = (x_scales.data_ptr(), w_scales.data_ptr(), made, *x_scales.stride()[-2:])
     at = (x.data_ptr(), w.data_ptr(), given.counts.data_ptr(), out)
     strides = None if x.is_contiguous() else x.stride()
-    return _told(at, x.shape, strides, x.dtype, w.shape, scales, alignment, apart, schedule)
+    return arguments_at(at, x.shape, strides, x.dtype, w.shape, scales, apart, schedule, alignment)
 
 
 @lru_cache(maxsize=1024)
-def _told(
+def arguments_at(
     at: tuple[int, int, int, int],
     x_shape: tuple[int, ...],
     x_strides: tuple[int, ...] | None,
     dtype: torch.dtype,
     w_shape: tuple[int, ...],
     scales: tuple[int, int, int, int, int] | None,
-    alignment: int,
     apart: bool,
     schedule: Schedule,
+    alignment: int = 1,
 ) -> GemmArgs:
-    """Build the struct; cached, because looking up some ten tensor maps takes longer than the rest of a call."""
+    """Return the arguments of a launch by addresses; see arguments().
+
+    Cached, because looking up some ten tensor maps takes longer than the rest of a call.
+
+    Args:
+        at: addresses of x, w, the counts and the product.
+        x_shape: sizes of x, `[rows, K]` or `[groups, rows of a group, K]`.
+        x_strides: of x, in elements; None: contiguous.
+        dtype: of x and w.
+        w_shape: sizes of w.
+        scales: in FP8 the addresses of those of x, w and the product (0: none), and the strides of those of x.
+        apart, schedule, alignment: see arguments().
+    """
     x, w, counts, out = at
     (groups, columns, depth), rows = w_shape, math.prod(x_shape[:-1])
     args = GemmArgs(
@@ -199,16 +211,7 @@ def _told(
         counts=counts,
         columns=columns,
         depth=depth,
-        grouping=Grouping(
-            groups=groups,
-            alignment=alignment,
-            group_rows=x_shape[1] if len(x_shape) == 3 else 0,
-            rows=rows,
-            column_tiles=-(-columns // (block_columns(dtype) * schedule.cluster)),
-            band=FP8_BAND if dtype == kernels.FP8 else BAND,
-            unit=schedule.row_unit,
-            most_rows=schedule.most_rows,
-        ),
+        grouping=grouping(dtype, schedule, groups, columns, rows, alignment, x_shape[1] if len(x_shape) == 3 else 0),
     )
     step = kernels.SLOT_ROW_BYTES // dtype.itemsize
     box, index = schedule.row_unit // schedule.cluster, 0
@@ -218,6 +221,28 @@ def _told(
     if scales is not None:
         args.x_scales, args.w_scales, args.out_scales, args.x_scale_row, args.x_scale_column = scales
     return args
+
+
+def grouping(
+    dtype: torch.dtype,
+    schedule: Schedule,
+    groups: int,
+    columns: int,
+    rows: int,
+    alignment: int = 1,
+    group_rows: int = 0,
+) -> Grouping:
+    """Return the tiles of a product `[rows, columns]`; `group_rows`: rows of a group in layout "batched"."""
+    return Grouping(
+        groups=groups,
+        alignment=alignment,
+        group_rows=group_rows,
+        rows=rows,
+        column_tiles=-(-columns // (block_columns(dtype) * schedule.cluster)),
+        band=FP8_BAND if dtype == kernels.FP8 else BAND,
+        unit=schedule.row_unit,
+        most_rows=schedule.most_rows,
+    )
 
 
 def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,18 +21,14 @@ from moecomm.core.rounds import Rounds
 from moecomm.core.spans import span
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.arguments import check_routing
-from moecomm.dispatch.reference import GROUP
-from moecomm.fused import compute, kernels, schedules
+from moecomm.fused import compute, gemm
 from moecomm.fused.fp8 import Fp8
-from moecomm.fused.operands import Operands
-from moecomm.fused.publish import publish_kernel, row_pitch
-from moecomm.fused.reduce import reduce_kernel
-from moecomm.fused.schedules import Schedule
-from moecomm.fused.structs import LayerArgs
+from moecomm.fused.plan import layer_plan
+from moecomm.fused.structs import GemmArgs, LayerArgs
 from moecomm.jit.plain_kernel import PlainKernel, enqueue, load
 from moecomm.routed import Routed
 
-_LINE = 128 // 4  # scales in a cache line
+_Weights = tuple[torch.Tensor, torch.Tensor | None]  # values, and scales of those in FP8
 
 
 class DispatchCall(NamedTuple):
@@ -199,66 +194,55 @@ class Fused:
         expected_rows: int,
         chunk: bool,
     ) -> None:
-        self._rows = expected_rows  # of an expert
-        self._rounds, self._apart = rounds, not interleaved
-        self._sms = kernels.multiprocessors(rounds.device.index)
-        self._w13, self._w2 = ((w, None) if isinstance(w, torch.Tensor) else w for w in (w13, w2))
-        self._dtype = self._w2[0].dtype  # of published rows and of the first product
-        self._counted = compute.rows_per_counter(expected_rows * len(self._w2[0]))
-        tokens, hidden = len(x), rounds.hidden
-        check_rows("x", x)
+        session, tokens, hidden = rounds.session, x.shape[0], rounds.hidden
+        self._rounds, self._session = rounds, session
+        self._w13: _Weights = w13 if isinstance(w13, Fp8) else (w13, None)
+        self._w2: _Weights = w2 if isinstance(w2, Fp8) else (w2, None)
+        dtype, (_, _, inner) = self._w2[0].dtype, self._w2[0].shape
+        self._plan = layer_plan(
+            rounds.settings, rounds.rank, rounds.device.index, dtype, inner, not interleaved, expected_rows, max_rows
+        )
+        args = self._args = LayerArgs(x=x.data_ptr(), x_stride=check_rows("x", x), num_tokens=tokens)
+        args.max_rows, args.row_tiles = self._plan.max_rows, self._plan.row_tiles
         about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
         topk_idx, topk_weights = check_routing(rounds, tokens, topk_idx, topk_weights)
         shape = (tokens, hidden)
         self.out = x.new_empty(shape) if out is None else as_output_tensor("out", out, **about, shape=shape)
-        args = self._args = LayerArgs(x=x.data_ptr(), x_stride=2 * x.stride(0), num_tokens=tokens)
         args.out, args.out_stride = self.out.data_ptr(), check_rows("out", self.out)
         if bias is not None:
             bias = as_tensor("bias", bias)[0]
             one_row = bias.ndim == 1
-            check_tensor("bias", bias, **about, shape=(hidden,) if one_row else (tokens, hidden))
+            check_tensor("bias", bias, **about, shape=(hidden,) if one_row else shape)
             stride = check_rows("bias", bias.unsqueeze(0) if one_row else bias)
             args.bias, args.bias_stride = bias.data_ptr(), 0 if one_row else stride
         if out is not None:
             check_no_overlap("out", self.out, bias=bias, topk_weights=topk_weights)
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
-        worst = rounds.settings.worst_rows("expert", rank=rounds.rank)
-        rows = rounds.settings.capacity_rows("expert", rank=rounds.rank) if max_rows is None else min(max_rows, worst)
-        args.max_rows = self._max_rows = max(1, rows)
-        args.row_tiles = len(self._w2[0]) + self._max_rows // self._schedule.most_rows
         self._x, self._topk_idx, self._num_sms = x, topk_idx, num_sms
         self._room: dict[str, Any] = {"max_rows": max_rows, "chunk": chunk}
+        self._scratch = 0  # address of memory that has the layout of the plan
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias]
-        self._reduce = reduce_kernel(rounds.dtype, hidden, rounds.topk)
-
-    @cached_property
-    def _schedule(self) -> Schedule:
-        gpu = kernels.gpu_name(self._rounds.device.index)
-        return schedules.schedule_of_both(self._dtype, self._rows, self._w2[0].shape[2], gpu)
 
     def publish(self) -> None:
-        """Allocate window memory for published rows and the receive buffer, and launch the publish kernel."""
-        rounds, args, tokens = self._rounds, self._args, max(1, len(self._x))
-        context, hidden = rounds.session.context, rounds.hidden
-        ctypes.memmove(args.ctx, context.address, context.nbytes)
-        pitch, received = row_pitch(self._dtype, hidden), rounds.topk * 2 * hidden  # of a token
-        blocks = rounds.memory.allocate(tokens * pitch, tokens * received)
-        args.published, args.received = (block.offset for block in blocks)
-        fetched = -(-self._max_rows // kernels.LEAST_COUNTED)
-        counters = torch.empty(3 + fetched + args.row_tiles, dtype=torch.int32, device=rounds.device)
-        args.failed = counters.data_ptr()
-        args.next_tile, args.next_row, args.fetched = (args.failed + 4 * place for place in (1, 2, 3))
-        args.tile_done = args.fetched + 4 * fetched
-        self._kept += [blocks, counters]
-        rounds.session.order()  # a round on another stream may still use this memory of the window
-        self._launch(publish_kernel(rounds.dtype, self._dtype, hidden), self._sms, args)
+        """Allocate memory of the layer, in the window and outside of it, and launch the publish kernel."""
+        rounds, session, args, plan = self._rounds, self._session, self._args, self._plan
+        tokens, at = max(1, args.num_tokens), plan.scratch
+        ctypes.memmove(args.ctx, session.context.address, session.context.nbytes)
+        published, received = rounds.memory.allocate(tokens * plan.pitch, tokens * rounds.topk * 2 * rounds.hidden)
+        args.published, args.received = published.offset, received.offset
+        scratch = torch.empty(at.nbytes, dtype=torch.uint8, device=rounds.device)
+        begin = self._scratch = args.failed = scratch.data_ptr()
+        args.next_tile, args.next_row = begin + at.next_tile, begin + at.next_row
+        args.fetched, args.tile_done = begin + at.fetched, begin + at.tile_done
+        args.destinations, args.rows = begin + at.destinations, begin + at.rows
+        self._kept += [published, received, scratch]
+        session.order()  # a round on another stream may still use this memory of the window
+        self._launch(plan.publish, plan.sms, args)
 
     def dispatch_call(self) -> DispatchCall:
         """Return the arguments of a dispatch of row descriptors."""
-        published = PublishedOffsets(
-            self._args.published, row_pitch(self._dtype, self._rounds.hidden), self._args.received
-        )
+        published = PublishedOffsets(self._args.published, self._plan.pitch, self._args.received)
         return DispatchCall(
             dispatch.Options("expert", num_sms=self._num_sms),
             (self._x, self._topk_idx),
@@ -267,53 +251,46 @@ class Fused:
 
     def compute(self, routed: Routed) -> None:
         """Enqueue the launch that fetches rows, computes both GEMMs and sends the results."""
-        schedule, hidden = self._schedule, self._rounds.hidden
-        clusters, how = self._sms // schedule.cluster, (self._rows, self._counted)
-        first, second = self._operands(routed)
-        args = compute.layer_args(self._args, first, second, self._apart, schedule, *how, clusters)
-        kernel = compute.layer_kernel(self._dtype, self._apart, schedule, hidden, self._rounds.dtype, self._counted)
-        self._launch(kernel, clusters * schedule.cluster, args)
+        args, given, plan = self._args, routed.args, self._plan
+        args.owners, args.num_rows = given.route.token_owner, given.num_rows
+        args.descriptors = routed.plan.base + given.out_x
+        self._kept.append(routed)
+        first, second = self._gemms(given.tokens_per_expert)
+        schedule, clusters, row_bytes = plan.schedule, plan.clusters, plan.inner * plan.dtype.itemsize
+        whole = compute.layer_args(args, first, second, schedule, clusters, plan.together, row_bytes)
+        self._launch(plan.experts, clusters * schedule.cluster, whole)
 
-    def _operands(self, routed: Routed) -> tuple[Operands, Operands]:
-        """Return the operands of the two GEMMs: room for fetched rows, and for the first product.
-
-        In FP8, each row's scales of the first product begin at a cache line.
-        """
-        args, given, rounds = self._args, routed.args, self._rounds
-        base = rounds.session.context.peers[rounds.rank]
-        args.owners, args.descriptors = given.route.token_owner, base + given.out_x
-        args.num_rows = given.num_rows
-        _, hidden, inner = self._w2[0].shape
-        pool = torch.empty(self._max_rows, row_pitch(self._dtype, hidden), dtype=torch.uint8, device=rounds.device)
-        x, x_scales = pool[:, : self._dtype.itemsize * hidden].view(self._dtype), None
-        h, h_scales = torch.empty(self._max_rows, inner, dtype=self._dtype, device=rounds.device), None
-        if self._dtype == kernels.FP8:
-            x_scales = pool[:, hidden : hidden + 4 * -(-hidden // GROUP)].view(torch.float32)
-            of_row = -(-inner // GROUP)
-            pitch = -(-of_row // _LINE) * _LINE
-            h_scales = torch.empty(self._max_rows, pitch, dtype=torch.float32, device=rounds.device)[:, :of_row]
-        destinations = torch.empty(self._max_rows, dtype=torch.int64, device=rounds.device)
-        args.rows, args.destinations = pool.data_ptr(), destinations.data_ptr()
-        self._kept += [routed, pool, h, h_scales, destinations]
-        counts = routed.tokens_per_expert
-        return (
-            Operands(x, self._w13[0], counts, x_scales, self._w13[1]),
-            Operands(h, self._w2[0], counts, h_scales, self._w2[1]),
+    def _gemms(self, counts: int) -> tuple[GemmArgs, GemmArgs]:
+        """Return the arguments of the two GEMMs; `counts`: address of the number of rows of each expert."""
+        plan, (w13, w13_scales), (w2, w2_scales) = self._plan, self._w13, self._w2
+        dtype, schedule, pitch = plan.dtype, plan.schedule, plan.pitch
+        rows, product = self._scratch + plan.scratch.rows, self._scratch + plan.scratch.product
+        row_scales = product_scales = None
+        if w13_scales is not None and w2_scales is not None:
+            made, made_pitch = self._scratch + plan.scratch.product_scales, plan.scratch.scales_pitch
+            row_scales = (rows + plan.hidden, w13_scales.data_ptr(), made, pitch // 4, 1)  # at the end of a row
+            product_scales = (made, w2_scales.data_ptr(), 0, made_pitch // 4, 1)
+        shape, strides, at = (plan.max_rows, plan.hidden), (pitch // dtype.itemsize, 1), (rows, w13.data_ptr())
+        first = gemm.arguments_at(
+            (*at, counts, product), shape, strides, dtype, w13.shape, row_scales, plan.apart, schedule
         )
+        shape, at = (plan.max_rows, plan.inner), (product, w2.data_ptr())
+        second = gemm.arguments_at((*at, counts, 0), shape, None, dtype, w2.shape, product_scales, False, schedule)
+        return first, second
 
     def prepare_reduce(self) -> None:
         """Load the kernel of the reduction."""
-        load(self._reduce, self._rounds.device.index)
+        load(self._plan.reduce, self._rounds.device.index)
 
     def run_reduce(self) -> None:
         """Launch the reduction."""
-        sharing = max(1, self._sms // self._rounds.session.most_blocks)
+        rounds, sms, flight = self._rounds, self._plan.sms, self._rounds.flight
+        sharing = max(1, sms // self._session.most_blocks)
         # Blocks wait for peers: where ranks share a GPU, leave multiprocessors to the experts of the other ranks.
-        blocks = self._sms if sharing == 1 else max(1, self._sms // (2 * sharing))
-        flight = self._rounds.flight
-        kind = flight.kind("reduce", 0, self._rounds.dtype, self._rounds.hidden * self._rounds.dtype.itemsize)
-        record = flight.begin(kind, len(self._x))
-        self._launch(self._reduce, blocks, self._args)
+        blocks = sms if sharing == 1 else max(1, sms // (2 * sharing))
+        kind = flight.kind("reduce", 0, rounds.dtype, rounds.hidden * rounds.dtype.itemsize)
+        record = flight.begin(kind, self._args.num_tokens)
+        self._launch(self._plan.reduce, blocks, self._args)
         flight.end(record)
 
     def stages(self) -> tuple[Callable[[], None], ...]:
@@ -326,5 +303,5 @@ class Fused:
         return self.out
 
     def _launch(self, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-        session, index = self._rounds.session, self._rounds.device.index
+        session, index = self._session, self._rounds.device.index
         session.with_device(enqueue, index, kernel, blocks, args, session.exclusive_gpu)

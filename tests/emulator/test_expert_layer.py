@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import platform
 import random
@@ -23,6 +24,7 @@ from moecomm.fused import (
     kernels,
     layer,
     pipeline,
+    plan,
     quantize_weights,
     reference,
     schedules,
@@ -67,6 +69,7 @@ class Emulated:
             (tensor_maps, "encode", encode),
             (kernels, "multiprocessors", lambda device: 4),
             (compute, "FETCHERS", 2),
+            (pipeline, "layer_plan", inspect.unwrap(plan.layer_plan)),  # not cached: it depends on what is patched
             (pipeline, "load", lambda kernel, device: 0),
             (pipeline.Fused, "_launch", lambda layer, *launch: self.launch(*launch)),
             (HostSession, "most_blocks", 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from moecomm.fused import kernels as fused_kernels
 from moecomm.fused import layer, pipeline
 from moecomm.fused.kernels import FP8
+from moecomm.fused.plan import layer_plan
 from moecomm.fused.publish import publish_kernel, row_config, row_pitch
 from moecomm.fused.reduce import reduce_kernel
 from moecomm.jit import loader, plain_kernel
@@ -135,6 +137,7 @@ def test_rows_are_as_far_apart_as_kernels_have_them() -> None:
 def test_a_pipeline_takes_no_memory_and_launches_nothing_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(fused_kernels, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(pipeline, "layer_plan", inspect.unwrap(layer_plan))  # not cached
     monkeypatch.setattr(layer, "_why_unfused", lambda *about: "")
     monkeypatch.setattr(pipeline.Fused, "_launch", lambda self, kernel, *rest: done.append(kernel.header))
     sizes = SIZES[0] | {"ranks": 1}

@@ -1,0 +1,113 @@
+"""The host's part of a layer on GPUs, with nothing launched: how many Python functions it calls."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import Buffer, _native, tuning
+from moecomm.backends.host import HostSession
+from moecomm.fused import gemm, kernels, layer, pipeline, structs, tensor_maps
+from moecomm.fused.operands import Operands
+from moecomm.jit import plain_kernel
+
+HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 256, 64, 8, 4, 32
+
+
+def experts_of_a_gpu(x: Any, w13: Any, w2: Any, counts: Any, *, interleaved: bool, expected_rows: int) -> Any:
+    """Launch what layer.apply_experts launches there."""
+    inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
+    gemm.multiply(Operands(x, w13, counts), True, interleaved, inner, None, expected_rows)
+    gemm.multiply(Operands(inner, w2, counts), False, False, y, None, expected_rows)
+    return y
+
+
+class Gpu:
+    """A GPU that takes launches and does nothing; its tensors are those of a CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[type] = []  # types of arguments
+        self.entered = 0
+        maps = structs.TensorMap()
+        for where, name, what in (
+            (layer, "_why_unfused", lambda *about: ""),
+            (layer, "apply_experts", experts_of_a_gpu),
+            (tensor_maps, "encode", lambda *about: maps),
+            (kernels, "multiprocessors", lambda device: 132),
+            (plain_kernel, "load", lambda *about: 1),
+            (pipeline, "load", lambda *about: 1),
+            (torch.cuda, "current_device", lambda: None),  # number of the CPU
+            (_native, "cuda_context", lambda: 1),
+            (_native, "current_stream", lambda device: 1),
+            (_native, "cuda_launch_packed", lambda *launch: self.launched.append(type(launch[5]))),
+            (HostSession, "most_blocks", 132),
+            (HostSession, "dispatcher", lambda session, args: self._round),
+            (HostSession, "combiner", lambda session, args: self._round),
+            (HostSession, "with_device", self._with_device),
+        ):
+            monkeypatch.setattr(where, name, what)
+
+    def _round(self, args: Any) -> None:
+        self.launched.append(type(args))
+
+    def _with_device(self, enqueue: Callable[..., None], *args: object) -> None:
+        self.entered += 1
+        enqueue(*args)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    yield Gpu(monkeypatch)
+    tuning.forget()  # plans for such a GPU
+
+
+@pytest.fixture
+def call() -> Iterator[Callable[[bool], Any]]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16()
+    ids = torch.rand(TOKENS, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
+    weights = torch.rand(TOKENS, TOPK, generator=g)
+    w13, w2 = (torch.zeros(EXPERTS, *shape, dtype=x.dtype) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
+    with Buffer("self", hidden=HIDDEN, num_experts=EXPERTS, topk=TOPK, max_tokens=TOKENS, backend="host") as buffer:
+        buffer.rounds.on_cpu = False
+        yield lambda fused: buffer.moe(x, ids, weights, w13, w2, fused=fused)
+
+
+def test_a_layer_launches_on_the_device_of_its_rank(gpu: Gpu, call: Callable[[bool], Any]) -> None:
+    call(True)
+    assert gpu.launched == [structs.LayerArgs, _native.DispatchArgs, structs.ExpertLayerArgs, structs.LayerArgs]
+    assert gpu.entered == 3, "the session puts its own rounds there"
+
+
+def test_a_fused_layer_takes_no_more_calls_than_an_unfused_one(gpu: Gpu, call: Callable[[bool], Any]) -> None:
+    """Else the host, and not the GPU, would decide how long an eager layer with few tokens takes."""
+    fused, unfused = (counted(lambda form=form: call(form)) for form in (True, False))  # type: ignore[misc]
+    assert fused <= unfused
+
+
+def counted(call: Callable[[], object]) -> int:
+    """Return how many Python functions a call runs, once what is cached is there."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code.co_filename != __file__:
+            names.append(frame.f_code.co_name)
+
+    call()
+    call()
+    gc.collect()
+    gc.disable()  # finalizers of other tests
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return len(names)
