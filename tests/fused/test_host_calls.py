@@ -13,7 +13,7 @@ import torch
 
 from moecomm import Buffer, _native, tuning
 from moecomm.backends.host import HostSession
-from moecomm.fused import gemm, kernels, layer, pipeline, structs, tensor_maps
+from moecomm.fused import gemm, kernels, layer, pipeline, structs
 from moecomm.fused.operands import Operands
 from moecomm.jit import plain_kernel
 
@@ -34,11 +34,11 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[type] = []  # types of arguments
         self.entered = 0
-        maps = structs.TensorMap()
+        gemm_args = structs.GemmArgs()
         for where, name, what in (
             (layer, "_why_unfused", lambda *about: ""),
             (layer, "apply_experts", experts_of_a_gpu),
-            (tensor_maps, "encode", lambda *about: maps),
+            (gemm, "arguments_at", lambda *about: gemm_args),  # as if the memory were that of the layer before
             (kernels, "multiprocessors", lambda device: 132),
             (plain_kernel, "load", lambda *about: 1),
             (pipeline, "load", lambda *about: 1),
