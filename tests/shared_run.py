@@ -26,6 +26,8 @@ def share(config: pytest.Config) -> None:
     """Set the options of pytest-xdist, where it is installed and the command has none of them, and leave out tests."""
     option = config.option
     # A process of pytest-xdist comes here too, without the options of its parent: it must not start more.
+    if is_one_of_several(config):
+        option.markexpr = config.workerinput["markexpr"]  # type: ignore[attr-defined]
     if is_one_of_several(config) or "PYTEST_XDIST_WORKER" in os.environ:
         return
     everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not option.keyword
@@ -40,6 +42,11 @@ def share(config: pytest.Config) -> None:
         and getattr(option, "numprocesses", 0) is None
     ):
         option.numprocesses, option.dist, option.loadscopereorder = PROCESSES, "loadfile", False
+
+
+def tell(node: Any) -> None:
+    """Tell a process of pytest-xdist, before it begins, which markers select its tests."""
+    node.workerinput["markexpr"] = node.config.option.markexpr
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
