@@ -38,8 +38,8 @@ of the main [README](../README.md), calls of NCCL, and steps of many layers.  [H
 {LEGEND}  [Measurements](../bench/README.md) says which times are marked.
 
 `torch-symm-mem`, torch's own all-to-all over symmetric memory, was measured with Mixtral 8x7B alone: torch 2.11 takes
-at most 15 experts a rank, and with these numbers of ranks a rank of DeepSeek-V3 has more.  UCCL-EP was not measured: the benchmark has no adapter for it, and its CPU proxies
-need a network, which these machines lack."""
+at most 15 experts a rank, and with these numbers of ranks a rank of DeepSeek-V3 has more.  UCCL-EP was not measured:
+the benchmark has no adapter for it, and its CPU proxies need a network, which these machines lack."""
 
 CHECKED_HEAD = f"""# Measured checks
 

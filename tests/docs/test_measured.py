@@ -150,7 +150,7 @@ def test_counters_take_as_long_as_the_result_says() -> None:
 
 
 def test_exact_sums_travel_at_the_share_of_the_fastest_copy_that_the_results_say() -> None:
-    """Of a rank's 256/R experts a token has n, at random; it gets one row, or a float32 sum of the size of two."""
+    """A rank with one of a token's experts sends a row; one with more a float32 sum, of the size of two rows."""
     (sentence,) = re.findall(r"moves its bytes at ([^`]*) of the rate of the fastest copy", DECISIONS)
     want = []
     for ranks in (4, 8):
