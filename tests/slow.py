@@ -1,12 +1,14 @@
 """python -m tests.slow JUNIT...: write tests/slow.txt, the tests that a plain run of everything leaves out.
 
-They take longer than LIMIT_S on two cores, by the times in files of `pytest --junitxml FILE` and of `pytest -m slow
---junitxml FILE`.  `pytest -m slow` runs them, as does a run that names their file.  `.ci/run` runs them, too.
+They take longer than LIMIT_S on two cores, or all cases of a test take longer than CASES_S together, by the times in
+files of `pytest --junitxml FILE` and of `pytest -m slow --junitxml FILE`.  `pytest -m slow` runs them, as does a run
+that names their file.  `.ci/run` runs them, too.  A test whose fixture takes long has the marker in its file.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-LIMIT_S = 2.0
+LIMIT_S, CASES_S = 1.5, 10.0
 NAMES = Path(__file__).with_name("slow.txt")
 
 
@@ -27,7 +29,7 @@ def names() -> frozenset[str]:
 def mark(items: Iterable[pytest.Item]) -> None:
     """Give the tests the marker `slow`."""
     for item in items:
-        if item.nodeid in names():
+        if item.nodeid in names() or item.nodeid.partition("[")[0] in names():
             item.add_marker(pytest.mark.slow)
 
 
@@ -43,7 +45,12 @@ def measured(file: Path) -> dict[str, float]:
 def main(files: list[str]) -> None:
     """Write the names of tests over the limit, of all files together."""
     seconds = {name: taken for file in files for name, taken in measured(Path(file)).items()}
-    NAMES.write_text("".join(f"{name}\n" for name in sorted(seconds) if seconds[name] > LIMIT_S))
+    of_cases = Counter[str]()
+    for name, taken in seconds.items():
+        of_cases[name.partition("[")[0]] += taken
+    whole = {name for name, taken in of_cases.items() if taken > CASES_S}
+    single = {name for name, taken in seconds.items() if taken > LIMIT_S and name.partition("[")[0] not in whole}
+    NAMES.write_text("".join(f"{name}\n" for name in sorted(whole | single)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.emulator.test_overlap" name="test_rounds[2]" time="{}" />
 <testcase classname="tests.test_random" name="test_cases[few]" time="{}" />
+<testcase classname="tests.test_random" name="test_many[1]" time="{}" />
+<testcase classname="tests.test_random" name="test_many[2]" time="{}" />
 </testsuite></testsuites>"""
 
 
@@ -24,8 +26,10 @@ def test_every_test_of_the_list_is_there() -> None:
 def test_the_list_has_what_took_longer_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow, "NAMES", tmp_path / "slow.txt")
     plain, others = tmp_path / "plain.xml", tmp_path / "slow.xml"
-    plain.write_text(REPORT.format(slow.LIMIT_S + 0.1, 0.1))
-    others.write_text(REPORT.replace("[2]", "[3]").replace("[few]", "[many]").format(slow.LIMIT_S + 1, slow.LIMIT_S))
+    plain.write_text(REPORT.format(slow.LIMIT_S + 0.1, 0.1, 0.1, slow.CASES_S))
+    others.write_text(
+        REPORT.replace("test_rounds[2]", "test_rounds[3]").format(slow.LIMIT_S + 1, slow.LIMIT_S, 0.1, 10)
+    )
     slow.main([str(plain), str(others)])
-    overlap = "tests/emulator/test_overlap.py::test_rounds"
-    assert slow.NAMES.read_text() == f"{overlap}[2]\n{overlap}[3]\n"
+    overlap, random = "tests/emulator/test_overlap.py::test_rounds", "tests/test_random.py::test_many"
+    assert slow.NAMES.read_text() == f"{overlap}[2]\n{overlap}[3]\n{random}\n"

@@ -26,6 +26,7 @@ def digests(driver: Path, lines: list[tuple[str, bytes, bytes]]) -> list[str]:
     ).stdout.split()
 
 
+@pytest.mark.slow  # the driver is compiled
 def test_known_digests(driver: Path) -> None:
     """FIPS 180-4, RFC 4231 (2 and 6), and the check value of CRC-32C."""
     assert digests(
@@ -46,6 +47,7 @@ def test_known_digests(driver: Path) -> None:
     ]
 
 
+@pytest.mark.slow  # the driver is compiled
 def test_digests_of_all_lengths(driver: Path) -> None:
     source = random.Random(1)
     texts = [source.randbytes(length) for length in range(200)]

@@ -33,6 +33,7 @@ def error_of(found: dict[str, Any], kind: str) -> dict[str, Any]:
     return dict(error)
 
 
+@pytest.mark.slow  # the fit takes half a minute
 def test_rows_that_were_held_out_are_within_bounds(found: dict[str, Any]) -> None:
     """Median at most 5 %, worst at most 25 %, over every row of ours that is not excluded by name."""
     error = error_of(found, HELD_OUT)
@@ -41,6 +42,7 @@ def test_rows_that_were_held_out_are_within_bounds(found: dict[str, Any]) -> Non
     assert abs(error["signed"]) <= 0.02, "a bias"
 
 
+@pytest.mark.slow  # the fit takes half a minute
 def test_published_rows_have_no_bias(found: dict[str, Any]) -> None:
     """Each library by what was fitted to the others: median signed error within 5 %, and 2 % without UCCL-EP's."""
     counted = [row for row in found["published"] if not row["not_counted"]]
@@ -52,6 +54,7 @@ def test_published_rows_have_no_bias(found: dict[str, Any]) -> None:
     assert max(map(abs, by_gpu)) <= 0.25
 
 
+@pytest.mark.slow  # the fit takes half a minute
 def test_published_rows_of_each_library_are_as_they_were(found: dict[str, Any]) -> None:
     for kind, median, worst in (
         ("DeepEP V2 HT", 0.07, 0.08),
@@ -65,6 +68,7 @@ def test_published_rows_of_each_library_are_as_they_were(found: dict[str, Any]) 
         assert error["median"] <= median and abs(error["worst"]) <= worst, kind
 
 
+@pytest.mark.slow  # the fit takes half a minute
 def test_few_tokens_between_domains_are_within_bounds(found: dict[str, Any]) -> None:
     """Behind an emulated NIC and over NVLink; every row of today's kernels counts."""
     few = [row for row in found["measured"] if row["domains"] > 1 and row["tokens"] <= 128 and "excluded" not in row]
@@ -76,6 +80,7 @@ def test_few_tokens_between_domains_are_within_bounds(found: dict[str, Any]) -> 
     assert abs(statistics.median(error for errors in by_nic for error in errors)) <= 0.02, "a bias"
 
 
+@pytest.mark.slow  # the fit takes half a minute
 def test_excluded_rows_are_named(found: dict[str, Any]) -> None:
     excluded = [row for row in found["measured"] if "excluded" in row]
     several = Counter((row["excluded"], row["file"].removesuffix(".json")) for row in excluded if row["domains"] > 1)
@@ -177,6 +182,7 @@ def test_the_check_among_all_figures_is_of_all_results() -> None:
     assert {row["file"] for row in kept["measured"]} == {result.path.name for result in of_model}
 
 
+@pytest.mark.slow  # the fit takes half a minute
 def test_the_kept_check_is_what_the_model_says(found: dict[str, Any]) -> None:
     kept = json.loads((RESULTS / "simulate-check.json").read_text())
     again = "run: python bench/refit.py"
@@ -197,6 +203,7 @@ def test_few_tokens_are_left_out_where_no_line_is_of_few() -> None:
     }
 
 
+@pytest.mark.slow  # the fit takes half a minute
 def test_every_row_of_ours_is_there(found: dict[str, Any]) -> None:
     ours = [row for path in PATHS for result in read(path) for row in rows_of(result)]
     assert len(found["measured"]) == len(ours) and found["left_out"] == 0
