@@ -134,10 +134,10 @@ FEW = """- **Decode between domains**: without rows and latencies, a round of fe
   measured."""
 
 READING = """- **More than 64 GPUs**: a Buffer does not open. Ranks send each other counts by expert and by
-  rank, so these messages grow with both. The time to read them was measured up to 64 virtual ranks on one GPU, when
-  every block read all of them, and is extrapolated in proportion to the words (in proportion to the ranks it would be
-  half at 320). Beyond 16 ranks blocks [share](measured_checks.md#work-of-a-block-by-number-of-ranks) that work now,
-  so the table has too much of it, most of all in a decode dispatch.
+  rank, so these messages grow with both. The time to read them was measured up to 64 virtual ranks on one GPU, with
+  two blocks each, and is extrapolated in proportion to the words (in proportion to the ranks it would be half at
+  320). Beyond 16 ranks blocks [share](measured_checks.md#work-of-a-block-by-number-of-ranks) that work, and a round
+  has more than two, so the table has too much of it, most of all in a decode dispatch.
 - **320 GPUs**: there are more ranks than experts. One expert a rank, so 64 of the 256 experts have a second
   copy, spread evenly over the domains; a token takes either. DeepSeek gives the 64 GPUs to hot and shared
   experts. Here all experts are equally likely, so copies do not unload the ranks whose expert has none.
