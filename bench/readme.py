@@ -191,7 +191,8 @@ def layers() -> list[str]:
         "launches: a fused layer can take a little less. The second divides torch's layer (all_to_all and grouped "
         f"GEMMs, same run, {torchs_rows(used)}) by the faster of ours. The last column is the fused layer with FP8 "
         "weights. *Window*: peer-visible memory of a rank, here with room for any routing; a Buffer takes "
-        "[less](docs/memory.md) by default. No fused layer of another library (DeepGEMM's Mega MoE, FlashInfer) was measured:"
+        "[less](docs/memory.md) by default. No fused layer of another library (DeepGEMM's Mega MoE, FlashInfer) was "
+        "measured:"
     )
     rows = [row for name in used for row in layer_rows(name, README_LAYERS[name])]
     return [head, table(LAYER_COLUMNS, rows), source(used)]
