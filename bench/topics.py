@@ -680,7 +680,8 @@ CHECKS = (
         "A dispatch and its combine in a captured graph on 4 H100s, DeepSeek-V3, bf16, y in the window, medians.  "
         "Kernels without counters are of the same sources, with all taken out that counts.  The last Buffer is opened "
         'with `on_timeout="mask"`, and looks each routing up in a table of experts, by a kernel of its own.  '
-        "Windows have 4 GiB.  They alternate in one run; with / with: two Buffers with the same kernels, so this is noise.",
+        "Windows have 4 GiB.  They alternate in one run; with / with: two Buffers with the same kernels, so "
+        "this is noise.",
         ("counters-h100-4",),
         counters,
     ),
