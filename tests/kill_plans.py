@@ -2,8 +2,8 @@
 
 A plan has 2 to 6 ranks.  It kills some of them, once or several times, until new processes take the places of all
 that are gone, and does that again.  Of the ranks that are killed at a time, the first dies in a round, the others up to
-30 ms later, so also while the survivors notice, agree, or open their windows.  In some plans one more is killed while
-the new ones join: one of them, or of the others.
+30 ms later, or up to 30 ms after a survivor has called shrink(): so also while the survivors notice, agree, or open
+their windows.  In some plans one more is killed while the new ones join: one of them, or of the others.
 
 Survivors must raise PeerLost, shrink, and make 100 rounds, whose rows and sums they compare with those of the tokens;
 so must all ranks after others have joined.  How soon is measured: no time may be near the deadline, and on CPUs medians
@@ -135,7 +135,7 @@ class Found:
 
     def __init__(self, kind: str = "CPU") -> None:
         self.kind = kind
-        self.plans = self.kills = self.kills_while_joining = 0
+        self.plans = self.kills = self.kills_while_shrinking = self.kills_while_joining = 0
         self.failed: list[int] = []  # seeds
         self.ms: dict[str, list[float]] = {"noticed": [], "shrink": [], "grow": [], "join": []}
 
@@ -143,6 +143,7 @@ class Found:
         """Add the results of other plans."""
         self.plans += other.plans
         self.kills += other.kills
+        self.kills_while_shrinking += other.kills_while_shrinking
         self.kills_while_joining += other.kills_while_joining
         self.failed += other.failed
         for name, ms in other.ms.items():
@@ -163,6 +164,7 @@ class Found:
             "plans": self.plans,
             "failed": len(self.failed),
             "kills": self.kills,
+            "kills while others shrink": self.kills_while_shrinking,
             "kills while others join": self.kills_while_joining,
             "shrinks": len(self.ms["shrink"]),
             "grows": len(self.ms["grow"]),
@@ -190,24 +192,30 @@ def check(folder: Path, seed: int, kind: str = "CPU", most_ranks: int = MOST_RAN
         job.wait(lambda: job.full(EXACT))
         for step in plan.steps:
             for kills in step.kills:
-                kill(job, kills, draw)
+                found.kills_while_shrinking += kill(job, kills, draw)
             join(job, sizes, step.joining, draw)
         job.stop()
         for process in range(job.started):
             check_events(job, process, found, f"seed {seed}, process {process} of {plan}")
     found.plans += 1
-    found.kills += len(job.killed)
+    found.kills += sum(sum(step.kills) + bool(step.joining) for step in plan.steps)
     found.kills_while_joining += sum(bool(step.joining) for step in plan.steps)
     return found
 
 
-def kill(job: Supervisor, kills: int, draw: random.Random) -> None:
-    """Kill some ranks, and wait until the others have gone on."""
-    for number, victim in enumerate(draw.sample(job.members, kills)):
+def kill(job: Supervisor, kills: int, draw: random.Random) -> int:
+    """Kill some ranks, and wait until the others have gone on; return how many died while another was in shrink()."""
+    victims, while_shrinking = draw.sample(job.members, kills), 0
+    lives = {one: job.job.get("life", one) for one in job.members if one not in victims}
+    for number, victim in enumerate(victims):
+        if number and draw.random() < 0.5:
+            job.wait(lambda: any(job.job.get("shrinking", one) > life for one, life in lives.items()))
         time.sleep(draw.uniform(0, LATE_S if number else FIRST_S))
+        while_shrinking += any(job.job.get("shrinking", one) > job.job.get("life", one) for one in lives)
         job.kill(victim)
     left = job.members
     job.wait(lambda: job.made(left, EXACT))
+    return while_shrinking
 
 
 def join(job: Supervisor, sizes: dict[str, Any], joining: str, draw: random.Random) -> None:

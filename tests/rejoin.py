@@ -26,7 +26,7 @@ NOT_JOINED, EXCLUDED = 3, 4  # exit codes
 NAP_S = 1e-3
 STOP = -1  # in place of an invitation: close, and end
 _COMMON = ("invited", "acts", "act", "stopping")
-_OF_PROCESS = ("called", "died_ns", "waits_for", "waits_ns", "life", "number", "ranks", "rounds")
+_OF_PROCESS = ("called", "died_ns", "waits_for", "waits_ns", "life", "number", "ranks", "rounds", "shrinking")
 
 
 class Invitation(NamedTuple):
@@ -215,6 +215,7 @@ class Member:
 
     def _shrink(self, error: moecomm.RoundFailed) -> None:
         begin = time.monotonic()
+        self.job.set("shrinking", self.life + 1, self.process)  # the life that follows
         named = self.members[error.peer] if 0 <= error.peer < len(self.members) else -1
         died_ns = self.job.get("died_ns", named) if named >= 0 else 0
         try:
