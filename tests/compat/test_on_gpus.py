@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -226,6 +228,57 @@ def masks(rank: int, group: Any, kind: str) -> str:
     exact_round(masked=False)
     buffer.destroy()
     return f"masks on {device}"
+
+
+def waits(rank: int, group: Any, kind: str) -> str:
+    """Rank 1 is late in each call; waits for it are added to rank 0's statistics, also by a graph."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    case = oracle.random_case(0, ranks=2, hidden=HIDDEN, most=TOKENS)
+    x, idx, weights = on(device, case, rank)
+    buffer = Buffer(group, low_latency_mode=True)
+    dispatched, combined = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
+
+    def pair() -> None:
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, idx, TOKENS, case.num_experts, dispatch_wait_recv_cost_stats=dispatched, use_fp8=False
+        )
+        buffer.low_latency_combine(recv_x, idx, weights, handle, combine_wait_recv_cost_stats=combined)
+
+    def is_late(call: Callable[[], None]) -> None:
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        dispatched.zero_()
+        group.barrier().wait()
+        if rank == 1:
+            time.sleep(0.3)
+        call()
+        assert (combined >= 0).all() and int(dispatched[rank]) == 0
+        assert rank == 1 or int(dispatched[1]) > 100_000_000  # ns
+
+    pair()
+    is_late(pair)
+    if kind == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            pair()
+        is_late(graph.replay)
+        is_late(graph.replay)
+    group.barrier().wait()
+    buffer.destroy()
+    return f"waits on {device}"
+
+
+def test_waits_on_cpus(ranks: Ranks) -> None:
+    assert ranks.run(2, waits, "cpu") == ["waits on cpu"] * 2
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(600)
+def test_waits_on_gpus(gpu_ranks: Ranks) -> None:
+    gpu_ranks.start(2, waits, "cuda")
+    assert gpu_ranks.results(2, timeout_s=500) == {rank: f"waits on cuda:{rank}" for rank in range(2)}
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -33,11 +33,11 @@ CALLS = ("mask", "shrink")
 EXACT, LATEST_S = 100, 0.05
 
 
-def tokens_of(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+def tokens_of(rank: int, device: torch.device, count: int = SIZES["max_tokens"]) -> dict[str, torch.Tensor]:
     """Tokens, ids and weights of which all sums are exact."""
     g = torch.Generator().manual_seed(rank)
-    x = torch.randint(-8, 9, (64, SIZES["hidden"]), generator=g).bfloat16()
-    ids = torch.rand(64, SIZES["num_experts"], generator=g).argsort(dim=1)[:, : SIZES["topk"]]
+    x = torch.randint(-8, 9, (count, SIZES["hidden"]), generator=g).bfloat16()
+    ids = torch.rand(count, SIZES["num_experts"], generator=g).argsort(dim=1)[:, : SIZES["topk"]]
     weights = torch.randint(1, 9, ids.shape, generator=g) / 8
     return {"x": x.to(device), "topk_idx": ids.to(device), "topk_weights": weights.to(device)}
 

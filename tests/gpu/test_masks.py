@@ -81,8 +81,11 @@ def test_others_stand_in_for_forwarders(
 
 
 @pytest.mark.gpu1
-def test_captured_rounds_over_domains_follow_a_mask() -> None:
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "by forwarders"])
+def test_captured_rounds_over_domains_follow_a_mask(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of one rank cannot be replayed alone: each rank captures its own, and all replay together."""
+    if not direct:
+        monkeypatch.setattr(lsa, "direct_bytes", lambda *_: 0)
     settings: dict[str, Any] = {"hidden": 1024, "topk": 4, "max_tokens": 512, "dtype": torch.bfloat16}
     settings |= {"domain_ranks": 2, "num_experts": 16, "timeout_s": 20.0, "on_timeout": "mask"}
     with LocalBuffers(4, **settings) as buffers:
@@ -125,10 +128,10 @@ def test_the_others_go_on_after_a_kill(gpu_ranks: Ranks, call: str, tmp_path: Pa
     assert times[f"{call}_ms"] < 1000
 
 
-def _replays(rank: int, group: Any) -> tuple[int, ...]:
+def _replays(rank: int, group: Any, tokens: int) -> tuple[int, ...]:
     torch.cuda.set_device(rank)
-    buffer = moecomm.Buffer(group, **OF_KILLS, timeout_s=5, on_timeout="mask")
-    given = tokens_of(rank, buffer.device)
+    buffer = moecomm.Buffer(group, **{**OF_KILLS, "max_tokens": tokens}, timeout_s=5, on_timeout="mask")
+    given = tokens_of(rank, buffer.device, tokens)
     for _ in range(2):
         routed = buffer.dispatch(**given)
         buffer.combine(routed.x, routed.handle, wire="exact")
@@ -155,9 +158,10 @@ def _replays(rank: int, group: Any) -> tuple[int, ...]:
 
 
 @pytest.mark.gpu2
-def test_captured_graphs_follow_a_mask(gpu_ranks: Ranks) -> None:
+@pytest.mark.parametrize("tokens", [64, 3000])  # in packets, and through rings
+def test_captured_graphs_follow_a_mask(gpu_ranks: Ranks, tokens: int) -> None:
     count = min(4, torch.cuda.device_count())
-    gpu_ranks.start(count, _replays)
+    gpu_ranks.start(count, _replays, tokens)
     left = set(range(count)) - {1}
     assert gpu_ranks.results(count - 1, timeout_s=100) == dict.fromkeys(left, (1,))
 

@@ -29,9 +29,9 @@ RANKS, STOPPED = 3, 1
 class Member:
     """A rank, on the GPU of its number or one that it shares."""
 
-    def __init__(self, rank: int, group: Any, timeout_s: float) -> None:
+    def __init__(self, rank: int, group: Any, timeout_s: float, **options: Any) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-        self.buffer = moecomm.Buffer(group, **SIZES, timeout_s=timeout_s)
+        self.buffer = moecomm.Buffer(group, **SIZES, timeout_s=timeout_s, **options)
         self._given = tokens_of(rank, self.buffer.device)
         self.rounds(3)
 
@@ -101,6 +101,37 @@ def test_a_stopped_rank_is_left_out_and_harms_no_round(gpu_ranks: Ranks, after_m
     found = gpu_ranks.run(RANKS, stopped, pids, after_ms / 1e3)
     assert found[0] == found[2] == ("Timeout", (STOPPED,))
     assert found[STOPPED][1] == (0, 2)
+
+
+def masked(rank: int, group: Any, pids: Any) -> bool:
+    """Rank 1 is stopped for longer than the deadline: the others mask it in the dispatch that waits for it."""
+    with Member(rank, group, 60).buffer:  # compiles, which takes longer than the deadline
+        dist.barrier(group)
+    member = Member(rank, group, 3, on_timeout="mask")
+    if rank == STOPPED:
+        pids[rank] = os.getpid()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(moecomm.Excluded):
+            member.rounds(1)
+        pids[rank] = 0
+        return True
+    while not (stopped := pids[STOPPED]) or not is_stopped(stopped):
+        time.sleep(1e-3)
+    lost = experts_of(STOPPED, SIZES["num_experts"], RANKS)
+    member.rounds(EXACT, lost)
+    assert member.buffer.masked == (STOPPED,)
+    if rank == 0:
+        os.kill(stopped, signal.SIGCONT)
+    member.rounds(EXACT, lost)
+    while pids[STOPPED]:  # it looks at the windows of the others
+        time.sleep(1e-3)
+    member.buffer.close()
+    return True
+
+
+def test_a_wait_that_runs_out_masks_a_stopped_rank(gpu_ranks: Ranks) -> None:
+    pids = gpu_ranks._context.Array("i", RANKS)
+    assert gpu_ranks.run(RANKS, masked, pids) == [True] * RANKS
 
 
 def test_the_published_plan(gpu_ranks: Ranks, tmp_path: Path) -> None:
