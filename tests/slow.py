@@ -27,9 +27,10 @@ def names() -> frozenset[str]:
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Give the tests the marker `slow`."""
+    """Give the tests the marker `slow`, without cases that are `long`."""
     for item in items:
-        if item.nodeid in names() or item.nodeid.partition("[")[0] in names():
+        named = item.nodeid in names() or item.nodeid.partition("[")[0] in names()
+        if named and item.get_closest_marker("long") is None:
             item.add_marker(pytest.mark.slow)
 
 

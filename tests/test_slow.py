@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,25 @@ def test_every_test_of_the_list_is_there() -> None:
     for name in slow.names():
         path, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), name
+
+
+class Marked(list[str]):
+    """An item of pytest, with the names of its markers."""
+
+    nodeid = "tests/test_any.py::test_any[case]"
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self else None
+
+    def add_marker(self, mark: Any) -> None:
+        self.append(mark.name)
+
+
+def test_long_cases_of_a_slow_test_are_long_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow, "names", lambda: {"tests/test_any.py::test_any"})
+    items: Any = [Marked(["long"]), Marked()]
+    slow.mark(items)
+    assert items == [["long"], ["slow"]]
 
 
 def test_the_list_has_what_took_longer_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
