@@ -72,7 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def turn(item: pytest.Item) -> int:
-    """Tests that wait for what goes on beside the others come last."""
+    """Tests of the emulator come first, because one process runs them all and takes longest; tests that wait for what
+    goes on beside the others come last.
+    """
+    if item.path.parent.name == "emulator":
+        return -1
     return 2 if has_begun(item) else 1 if item.get_closest_marker("compiled") else 0
 
 

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-LIMIT_S, CASES_S = 1.5, 10.0
+LIMIT_S, CASES_S = 1.2, 8.0
 NAMES = Path(__file__).with_name("slow.txt")
 
 
