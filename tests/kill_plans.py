@@ -67,9 +67,14 @@ class Plan(NamedTuple):
     steps: list[Step]
 
     @property
+    def kills(self) -> int:
+        """Return how many processes the plan kills."""
+        return sum(sum(step.kills) + bool(step.joining) for step in self.steps)
+
+    @property
     def processes(self) -> int:
         """Return how many the plan takes at least, each replacement counted."""
-        return self.ranks + sum(sum(step.kills) + bool(step.joining) for step in self.steps)
+        return self.ranks + self.kills
 
 
 def plan_of(seed: int, most_ranks: int = MOST_RANKS) -> Plan:
@@ -198,7 +203,7 @@ def check(folder: Path, seed: int, kind: str = "CPU", most_ranks: int = MOST_RAN
         for process in range(job.started):
             check_events(job, process, found, f"seed {seed}, process {process} of {plan}")
     found.plans += 1
-    found.kills += sum(sum(step.kills) + bool(step.joining) for step in plan.steps)
+    found.kills += plan.kills
     found.kills_while_joining += sum(bool(step.joining) for step in plan.steps)
     return found
 

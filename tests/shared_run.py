@@ -28,7 +28,8 @@ def share(config: pytest.Config) -> None:
     # A process of pytest-xdist comes here too, without the options of its parent: it must not start more.
     if is_one_of_several(config):
         option.markexpr = config.workerinput["markexpr"]  # type: ignore[attr-defined]
-    if is_one_of_several(config) or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if "PYTEST_XDIST_WORKER" in os.environ:
         return
     everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not option.keyword
     plain = not any(word.startswith("-m") for word in config.invocation_params.args)
