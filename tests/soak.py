@@ -6,7 +6,8 @@ for longer than the deadline; all close the Buffer and open another of another d
 are left shrink, and new processes take the places of those that are lost.
 
 Process 0 lives through all of that, under every number.  Every minute, with all ranks there and between two rounds, it
-notes its memory, descriptors, threads, mappings of shared memory, and rounds.  At the end:
+notes its memory, descriptors, threads, mappings of shared memory, rounds, times that ranks were invited, and the time
+of the machine's cores.  At the end:
 
 - descriptors, threads and mappings must be the same in every sample;
 - private memory and the CPU time of a round must not change: of the line through the samples that has the median of all
@@ -57,6 +58,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SETTLED = 10  # rounds of all ranks before a sample
 LATE_S = 0.03
 FAULTS = {"kill": 500, "kill while others join": 200, "abort": 150, "pause": 100, "reopen": 40, "stop": 3}
+RATES = ("rounds", "invited", "busy", "stolen")
 EXACT = ("descriptors", "threads", "shared_mappings")
 ROOM: dict[str, Callable[[float], float]] = {  # that a line through samples may rise or fall
     "private_mib": lambda first: 8.0,
@@ -81,8 +83,9 @@ class Sampler:
         if member.number == SETTLED and time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every_s
             gc.collect()
+            counts = {"rounds": member.rounds, "invited": member.job.get("invited")}
             cpu_ms = 1e3 * sorted(self._cpu_s)[len(self._cpu_s) // 10]
-            member.job.note(0, kind="sample", rounds=member.rounds, cpu_ms_of_a_round=cpu_ms, **sample())
+            member.job.note(0, kind="sample", **counts, cpu_ms_of_a_round=cpu_ms, **sample())
             self._cpu_s.clear()
 
 
@@ -98,7 +101,16 @@ def sample() -> dict[str, float]:
         "threads": len(os.listdir("/proc/self/task")),
         "shared_mappings": sum("/memfd:" in line or "/dev/shm/" in line for line in maps),
         "shm_files": len(os.listdir("/dev/shm")),
+        **cpu_seconds(),
     }
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Return for how long all cores together have been busy, and not been there, because other machines had them."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    seconds = [int(word) / os.sysconf("SC_CLK_TCK") for word in words]
+    user, nice, system, _, _, interrupts, soft_interrupts, stolen, *_ = seconds
+    return {"busy": user + nice + system + interrupts + soft_interrupts, "stolen": stolen}
 
 
 def make_round(buffer: moecomm.Buffer, number: int) -> None:
@@ -247,11 +259,13 @@ def rounded(one: dict[str, Any]) -> dict[str, float]:
 
 
 def rates(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return samples but the first, each with the rounds since the one before."""
-    return [
-        {**b, "rounds_per_second": (b["rounds"] - a["rounds"]) / (b["second"] - a["second"])}
-        for a, b in pairwise(samples)
-    ]
+    """Return samples but the first, each with what has happened in a second since the one before."""
+    return [{**b, **{f"{name}_per_second": rate(name, a, b) for name in RATES}} for a, b in pairwise(samples)]
+
+
+def rate(name: str, a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Return by how much a value has grown in a second between two samples."""
+    return (b[name] - a[name]) / (b["second"] - a["second"])
 
 
 def check_same(samples: list[dict[str, Any]]) -> None:
