@@ -47,12 +47,14 @@ class Job:
     """State that all processes of a job see.
 
     Args:
-        folder: for stores, invitations and events.
+        folder: for invitations and events.
         processes: the most that it may have, one after the other.
+        port: of the store.
     """
 
-    def __init__(self, folder: Path, processes: int) -> None:
-        self.folder, self.processes = folder, processes
+    def __init__(self, folder: Path, processes: int, port: int) -> None:
+        self.folder, self.processes, self.port = folder, processes, port
+        self._store: dist.TCPStore | None = None
         self._words = memoryview(mmap.mmap(-1, 8 * (len(_COMMON) + processes * len(_OF_PROCESS)))).cast("q")
 
     def get(self, name: str, process: int = -1) -> int:
@@ -83,7 +85,9 @@ class Job:
 
     def group(self, invitation: Invitation, process: int) -> dist.ProcessGroup:
         """Make the group of an invitation."""
-        store = dist.FileStore(str(self.folder / f"store{invitation.number}"))
+        if self._store is None:  # one connection of this process, so that it has the same descriptors in each life
+            self._store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
+        store = dist.PrefixStore(f"{invitation.number}/", self._store)
         return dist.ProcessGroup(store, invitation.members.index(process), len(invitation.members))
 
     def note(self, process: int, **event: Any) -> None:

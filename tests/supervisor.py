@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
 from . import rejoin
 from .rejoin import EXCLUDED, NAP_S, NOT_JOINED, Job, Member
 
@@ -42,7 +44,9 @@ class Supervisor:
         spares: int = 0,
         expected: int = 256,
     ) -> None:
-        self.job, self.ranks, self._member, self._draw = Job(folder, processes), ranks, member, draw
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.job = Job(folder, processes, self._store.port)
+        self.ranks, self._member, self._draw = ranks, member, draw
         self._spares, self._expected = spares, expected
         self._waiting = deque[Any]()  # processes that have not been called
         self._context: Any = multiprocessing.get_context("fork")

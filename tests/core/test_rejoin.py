@@ -191,6 +191,24 @@ def resume(process: int) -> None:
     os.kill(process, signal.SIGCONT)
 
 
+def look_at_half_an_entry(rank: int, group: Any, path: str) -> int:
+    """As a process leaves it that is killed while it writes: the length of a key, and no key."""
+    buffer = moecomm.Buffer("self", **SIZES, timeout_s=0.4)
+    store = dist.FileStore(path)
+    with Path(path).open("ab") as file:
+        file.write((40).to_bytes(4, "little"))
+    with pytest.raises(moecomm.Timeout, match="does not answer") as found:
+        buffer.joining(dist.ProcessGroup(store, 0, 2))
+    sums(buffer)
+    buffer.close()
+    return found.value.peer
+
+
+def test_a_store_that_was_torn_while_a_rank_joined_is_a_timeout(ranks: Ranks, tmp_path: Path) -> None:
+    """torch's FileStore waits for the rest without end, in a thread that is left behind."""
+    assert ranks.run(1, look_at_half_an_entry, str(tmp_path / "torn")) == [-1]
+
+
 @pytest.mark.parametrize("delay_ms", few(range(0, 20, 4), 0, 8))
 def test_a_rank_that_is_stopped_for_a_moment_in_shrink_goes_on(ranks: Ranks, delay_ms: int) -> None:
     pids = ranks._context.Array("i", 4)
