@@ -1,4 +1,4 @@
-"""Builds the round driver: the host executor and the C++ tests in one program, without Python or torch."""
+"""Builds the host executor and C++ tests in one program, without Python or torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from .mutants import Mutant
 
@@ -15,22 +16,50 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 NATIVE = Path(__file__).parent
 # No contraction of a * b + c, as in the library.
-FLAGS = ("-std=c++17", "-ffp-contract=off", "-pthread", "-g1")
+FLAGS = ("-std=c++17", "-ffp-contract=off", "-pthread", "-g1", "-fno-omit-frame-pointer")
 PLAIN = ("-O2",)
 TSAN = ("-O1", "-fsanitize=thread")
 ASAN = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 STRICT = ("-Wall", "-Wextra", "-Werror")  # of a mutant nobody asks whether all of it is used
 # These run while no rank does: there is nothing to watch, and most of the work.
-BETWEEN_ROUNDS = dict.fromkeys(("scenario", "oracle", "compare"), ("-O2", "-fno-sanitize=all"))
+BETWEEN_ROUNDS = ("scenario", "oracle", "compare", "explorer")
+UNWATCHED = ("-O2", "-fno-sanitize=all")
 PARALLEL = min(4, os.cpu_count() or 1)
 STANDARD = ("algorithm", "cmath", "condition_variable", "cstring", "functional", "memory", "mutex", "thread", "vector")
 
 
-def standard_headers(into: Path, flags: Iterable[str]) -> Path:
-    """Standard headers, which are most of the work of a unit, compiled once for all that are compiled with `flags`."""
+class Program(NamedTuple):
+    """Attributes:
+    name: of the file.
+    tests: units beside those of the host executor.
+    replaced: units of the host executor that these stand for.
+    hooks: a header that comes before all others in each unit.
+    """
+
+    name: str
+    tests: list[Path]
+    replaced: frozenset[str] = frozenset()
+    hooks: Path | None = None
+
+
+ROUND_DRIVER = Program("round_driver", sorted(NATIVE.glob("*.cpp")))
+INTERLEAVINGS = Program(
+    "interleavings",
+    [
+        *(NATIVE / f"{name}.cpp" for name in ("calls", "cluster", "compare", "oracle", "scenario")),
+        *sorted((NATIVE / "interleavings").glob("*.cpp")),
+    ],
+    frozenset({"clock"}),
+    NATIVE / "interleavings" / "hooks.h",
+)
+
+
+def standard_headers(into: Path, flags: Iterable[str], hooks: Path | None) -> Path:
+    """Headers, which are most of the work of a unit, compiled once for all that are compiled with `flags`."""
     into.mkdir(parents=True, exist_ok=True)
     header = into / "standard.h"
-    header.write_text("".join(f"#include <{name}>\n" for name in STANDARD))
+    more = [] if hooks is None else [f'#include "{hooks}"\n']
+    header.write_text("".join([*(f"#include <{name}>\n" for name in STANDARD), *more]))
     command = ["g++", *FLAGS, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
     subprocess.run(command, check=True)
     return header
@@ -42,8 +71,8 @@ def compile_units(sources: Iterable[Path], csrc: Path, into: Path, standard: Pat
 
     def compile_one(source: Path) -> Path:
         target = into / f"{source.stem}.o"
-        # No unit that runs between rounds has the flags that the standard headers were compiled with.
-        more = BETWEEN_ROUNDS.get(source.stem) or ("-include", str(standard))
+        # A unit that runs between rounds has other flags than the headers were compiled with: it compiles them again.
+        more = (*(UNWATCHED if source.stem in BETWEEN_ROUNDS else ()), "-include", str(standard))
         command = ["g++", *FLAGS, *flags, *more, f"-I{csrc}", "-MMD", "-c", str(source), "-o", str(target)]
         subprocess.run(command, check=True)
         return target
@@ -59,14 +88,15 @@ def includes(unit: Path, header: Path) -> bool:
 
 
 class Workshop:
-    """The driver as it is, in objects; a mutant replaces only those that its edit changes."""
+    """A program as it is, in objects; a mutant replaces only those that its edit changes."""
 
-    def __init__(self, directory: Path, flags: tuple[str, ...]) -> None:
-        self.directory, self.flags = directory, flags
-        self.sources = {path.stem: path for path in sorted((CSRC / "host").rglob("*.cpp"))}
-        tests = sorted(NATIVE.glob("*.cpp"))
-        self.standard = standard_headers(directory, flags)
-        objects = compile_units([*self.sources.values(), *tests], CSRC, directory, self.standard, (*flags, *STRICT))
+    def __init__(self, directory: Path, flags: tuple[str, ...], program: Program = ROUND_DRIVER) -> None:
+        self.directory, self.flags, self.program = directory, flags, program
+        sources = sorted((CSRC / "host").rglob("*.cpp"))
+        self.sources = {path.stem: path for path in sources if path.stem not in program.replaced}
+        self.standard = standard_headers(directory, flags, program.hooks)
+        units = [*self.sources.values(), *program.tests]
+        objects = compile_units(units, CSRC, directory, self.standard, (*flags, *STRICT))
         self.objects = {path.stem: path for path in objects}
         self.intact = self._link(self.objects, directory)
 
@@ -90,6 +120,6 @@ class Workshop:
         return [stem for stem in self.sources if includes(self.objects[stem], header)]
 
     def _link(self, objects: dict[str, Path], into: Path) -> Path:
-        program = into / "round_driver"
+        program = into / self.program.name
         subprocess.run(["g++", *FLAGS, *self.flags, *map(str, objects.values()), "-o", str(program)], check=True)
         return program

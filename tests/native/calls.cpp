@@ -1,6 +1,9 @@
 // A scenario as the calls that ranks make.
+#include <algorithm>
 #include <cstring>
 
+#include "host/executor.h"
+#include "host/round.h"
 #include "scenario.h"
 
 namespace moecomm::test {
@@ -149,6 +152,26 @@ CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
     a.out_weight_grads = c.grads ? address(part.out_grads) : 0;
     a.out_stride = part.out_stride;
     return a;
+}
+
+void begin_near_wrap(const Cluster& cluster, u64 seed) {
+    const u32 begun = seed % 2 == 0 ? 0 : (1u << 31) - 3 - seed / 2 % 4;
+    for (i32 rank = 0; rank < cluster.shape.ranks; ++rank) host::Round::state_of(cluster.context(rank)).round = begun;
+}
+
+void run_step(const Cluster& cluster, const Step& step, i32 rank) {
+    if (step.dispatch != nullptr) {
+        Dispatched& d = *step.dispatch;
+        DispatchArgs args = dispatch_args(cluster, d, rank);
+        args.part = static_cast<i32>(step.part);
+        host::dispatch(args);
+        if (step.part == Part::begin) d.begun[rank] = d.receive_buffer[rank];
+    }
+    if (step.combine == nullptr) return;
+    place_rows(cluster, *step.combine, rank);
+    host::combine(combine_args(cluster, *step.combine, rank));
+    const Combined::Part& part = step.combine->parts[rank];  // its rows are the caller's again, who writes others at once
+    if (part.y_at != 0) std::fill_n(cluster.base(rank) + part.y_at, part.y.size(), kUntouched);
 }
 
 }  // namespace moecomm::test

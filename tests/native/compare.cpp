@@ -114,4 +114,18 @@ std::string check_step(Cluster& cluster, const Step& step, Expected& expected, i
     return check_dispatch(cluster, *step.dispatch, expected.at(step.dispatch), rank);
 }
 
+std::string check_steps(Cluster& cluster, const Scenario& scenario) {
+    Expected expected;
+    for (size_t i = 0; i < scenario.steps.size(); ++i) {
+        for (i32 rank = 0; rank < scenario.shape.ranks; ++rank) {
+            const std::string problem = check_step(cluster, scenario.steps[i], expected, rank);
+            if (!problem.empty())
+                return "round " + std::to_string(i + 1) + (scenario.steps[i].combine != nullptr ? " (combine)" : " (dispatch)") + " rank " +
+                       std::to_string(rank) + " of " + std::to_string(scenario.shape.ranks) + " in domains of " +
+                       std::to_string(domain_ranks(scenario.shape)) + ": " + problem;
+        }
+    }
+    return "";
+}
+
 }  // namespace moecomm::test

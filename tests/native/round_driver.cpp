@@ -8,31 +8,16 @@
 
 #include "compare.h"
 #include "failure_cases.h"
-#include "host/executor.h"
-#include "host/round.h"
 
 namespace moecomm::test {
 
 namespace {
 
-void run_dispatch(const Cluster& cluster, const Step& step, i32 rank) {
-    Dispatched& d = *step.dispatch;
-    DispatchArgs args = dispatch_args(cluster, d, rank);
-    args.part = static_cast<i32>(step.part);
-    host::dispatch(args);
-    if (step.part == Part::begin) d.begun[rank] = d.receive_buffer[rank];
-}
-
 void run_rank(const Cluster& cluster, const Scenario& scenario, u64 seed, i32 rank) {
     Random jitter(seed * 64 + rank);
     for (const Step& step : scenario.steps) {
         for (i32 i = jitter.once_in(3) ? jitter.between(1, 3) : 0; i > 0; --i) std::this_thread::yield();
-        if (step.dispatch != nullptr) run_dispatch(cluster, step, rank);
-        if (step.combine == nullptr) continue;
-        place_rows(cluster, *step.combine, rank);
-        host::combine(combine_args(cluster, *step.combine, rank));
-        const Combined::Part& part = step.combine->parts[rank];  // its rows are the caller's again, who writes others at once
-        if (part.y_at != 0) std::fill_n(cluster.base(rank) + part.y_at, part.y.size(), kUntouched);
+        run_step(cluster, step, rank);
     }
 }
 
@@ -40,22 +25,10 @@ std::string run_case(u64 seed, const Limits& limits, u64 timeout_ns, bool disord
     Random random(seed);
     const Scenario scenario = random_scenario(random, limits);
     Cluster cluster(scenario.shape, timeout_ns, disorder ? seed : 0);
-    // Every other case crosses the place where tags wrap, after two rounds at least: signals that no round has left are of round 0.
-    const u32 begun = seed % 2 == 0 ? 0 : (1u << 31) - 3 - seed / 2 % 4;
-    for (i32 rank = 0; rank < scenario.shape.ranks; ++rank) host::Round::state_of(cluster.context(rank)).round = begun;
+    begin_near_wrap(cluster, seed);
     place_outputs(scenario, cluster);
     cluster.run([&](i32 rank) { run_rank(cluster, scenario, seed, rank); });
-    Expected expected;
-    for (size_t i = 0; i < scenario.steps.size(); ++i) {
-        for (i32 rank = 0; rank < scenario.shape.ranks; ++rank) {
-            const std::string problem = check_step(cluster, scenario.steps[i], expected, rank);
-            if (!problem.empty())
-                return "round " + std::to_string(i + 1) + (scenario.steps[i].combine != nullptr ? " (combine)" : " (dispatch)") + " rank " +
-                       std::to_string(rank) + " of " + std::to_string(scenario.shape.ranks) + " in domains of " +
-                       std::to_string(domain_ranks(scenario.shape)) + ": " + problem;
-        }
-    }
-    return "";
+    return check_steps(cluster, scenario);
 }
 
 }  // namespace

@@ -104,6 +104,11 @@ void place_outputs(const Scenario& scenario, Cluster& cluster);
 // Puts the rows of `y` where the call takes them from.
 void place_rows(const Cluster& cluster, const Combined& c, i32 rank);
 
+// Every other case crosses the place where tags wrap, after two rounds at least: signals that no round has left are of round 0.
+void begin_near_wrap(const Cluster& cluster, u64 seed);
+// Make the call on this rank.
+void run_step(const Cluster& cluster, const Step& step, i32 rank);
+
 DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank);
 CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank);
 
