@@ -58,7 +58,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def words(ranks: int) -> dict[Any, Any]:
-    """What pages hold at first."""
+    """The contents of pages at first."""
     first: dict[Any, Any] = {}
     for rank in range(ranks):
         own = rank * PAGE_BYTES
