@@ -28,19 +28,19 @@ LATE_S, THRESHOLD, GATHERS = 0.1, 3.0, 10
 class Program:
     """A rank of an engine with a probe: buffer, tensors and steps."""
 
-    def __init__(self, rank: int, group: Any) -> None:
-        self.rank, self.group = rank, group
+    def __init__(self, rank: int, group: Any, device: str = "cpu") -> None:
+        self.rank, self.group, self.device = rank, group, device
         size = Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, group.size(), EXPERTS)
         self.buffer = Buffer(group, 0, size, low_latency_mode=True, num_qps_per_rank=EXPERTS // group.size())
         # An engine asks these whether it needs another one.
         assert self.buffer.group is group and self.buffer.low_latency_mode and self.buffer.num_rdma_bytes >= size
-        self.dispatch_waits, self.combine_waits = (torch.zeros((RANKS,), dtype=torch.int64) for _ in range(2))
-        self.received = torch.zeros(EXPERTS // RANKS, dtype=torch.int32)
+        self.dispatch_waits, self.combine_waits = torch.zeros(2, RANKS, dtype=torch.int64, device=device).unbind()
+        self.received = torch.zeros(EXPERTS // RANKS, dtype=torch.int32, device=device)
 
     def step(self, late_s: float = 0.0) -> None:
-        hidden = torch.full((TOKENS, HIDDEN), 1.0 + self.rank, dtype=torch.bfloat16)
-        ids = (torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) + self.rank) % EXPERTS
-        weights = torch.full((TOKENS, TOPK), 0.5)
+        hidden = torch.full((TOKENS, HIDDEN), 1.0 + self.rank, dtype=torch.bfloat16, device=self.device)
+        ids = (torch.arange(TOKENS * TOPK, device=self.device).view(TOKENS, TOPK) + self.rank) % EXPERTS
+        weights = torch.full((TOKENS, TOPK), 0.5, device=self.device)
         time.sleep(late_s)
         (rows, scales), _, handle, _, _ = self.buffer.low_latency_dispatch(
             hidden,

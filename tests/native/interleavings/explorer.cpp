@@ -67,8 +67,6 @@ Explorer::Explorer(int ranks, Case known, size_t most_states)
     if (__tsan_get_current_fiber != nullptr) home_thread_ = __tsan_get_current_fiber();
 }
 
-Explorer::~Explorer() = default;
-
 std::string Explorer::explore() {
     do {
         run();

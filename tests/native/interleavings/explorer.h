@@ -34,7 +34,6 @@ class Explorer {
     };
 
     Explorer(int ranks, Case known, size_t most_states);
-    ~Explorer();
     Explorer(const Explorer&) = delete;
     Explorer& operator=(const Explorer&) = delete;
 
