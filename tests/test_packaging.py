@@ -67,7 +67,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A compiler that does not optimize: what packages hold is the same, and each build takes half of the time."""
     found = shutil.which(os.environ.get("CXX", "g++"))
     quick = tmp_path_factory.mktemp("compiler") / "quick"
-    quick.write_text(f'#!/bin/sh\nexec {found} "$@" -O0 -U_FORTIFY_SOURCE\n')
+    quick.write_text(f'#!/usr/bin/env sh\nexec {found} "$@" -O0 -U_FORTIFY_SOURCE\n')
     quick.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", str(quick))
