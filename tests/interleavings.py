@@ -197,7 +197,7 @@ class Explorer:
 
     Args:
         initial: what cells hold; None in all others.
-        programs: makes a program for each rank, which is called with the Run.
+        programs: of each rank, called with the Run.
         check: raises AssertionError for a run that is wrong.
         must_end: how many of the first ranks must come to their ends; None: all.
     """
@@ -205,7 +205,7 @@ class Explorer:
     def __init__(
         self,
         initial: dict[Hashable, Any],
-        programs: Callable[[], list[Callable[[Run], Any]]],
+        programs: list[Callable[[Run], Any]],
         check: Callable[[Run], None],
         must_end: int | None = None,
     ) -> None:
@@ -215,14 +215,12 @@ class Explorer:
         self._is_deterministic = True
         self._depth, self._seen = 0, False
         self.states: set[int] = set()
-        self.runs = 0
 
     def explore(self) -> None:
         """Make all runs.  Raises AssertionError for the first that is wrong, or in which all ranks wait."""
         while True:
             self._depth, self._seen = 0, False
-            self.runs += 1
-            run = Run(self, self._initial, self._programs())
+            run = Run(self, self._initial, self._programs)
             ended = run.go()
             assert self._is_deterministic, "a program has not done the same in two runs"
             assert ended, f"all ranks wait: {[rank.next for rank in run.ranks]}"

@@ -86,7 +86,7 @@ def explore_decisions(memory: Memory, ranks: int, decisions: int) -> int:
         assert [one.split(b" of ")[1] for one in found[0]] == [b"%d" % number for number in range(decisions)]
 
     programs = [partial(propose, rank=rank) for rank in range(ranks)]
-    explorer = Explorer(words(ranks), lambda: programs, check)
+    explorer = Explorer(words(ranks), programs, check)
     explorer.explore()
     return len(explorer.states)
 
@@ -204,7 +204,7 @@ def tick(run: Run, rank: int, steps: tuple[float, ...] = (TIMEOUT_S, TIMEOUT_S, 
 def explore(programs: list[Any], ranks: int, check: Callable[[Run], None]) -> int:
     """Run the first `ranks` programs in every interleaving, with each other and the others; return the states."""
     initial = {("clock", rank): 0.0 for rank in range(ranks)}
-    explorer = Explorer(initial, lambda: programs, check, must_end=ranks)
+    explorer = Explorer(initial, programs, check, must_end=ranks)
     explorer.explore()
     return len(explorer.states)
 
