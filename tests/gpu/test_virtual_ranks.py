@@ -276,6 +276,19 @@ def test_a_rank_that_does_not_come_is_a_timeout_and_the_context_lives(pair: Loca
         good_round(fresh)
 
 
+@pytest.mark.timeout(200)
+def test_rounds_are_exact_after_each_of_a_hundred_timeouts() -> None:
+    with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=20) as beside:
+        good_round(beside)
+        for _ in range(100):
+            with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=0.1) as late, pytest.raises(moecomm.Timeout):
+                late.buffers[0].dispatch(**call(0), sync=True)
+            assert torch.ones(5, device="cuda").sum().item() == 5, "the CUDA context lives"
+            good_round(beside)
+    with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=2) as fresh:
+        good_round(fresh)
+
+
 def test_abort_ends_a_waiting_kernel(pair: LocalBuffers) -> None:
     pair.buffers[0].dispatch(**call(0))
     time.sleep(0.2)
