@@ -82,6 +82,7 @@ class Layers:
         # Replayed routing may be skewed: room for the worst case, always enough, would take most of the memory.
         exact = max(1, *(int(found.entries.sum(dim=0).max()) for found in traffic))
         self.max_rows = exact if case.routing_file else None
+        heap = window_bytes(case, model, tokens)
         self.buffer = Buffer(
             group,
             hidden=model.hidden,
@@ -90,8 +91,9 @@ class Layers:
             max_tokens=max(tokens, case.room),
             backend=case.backend,
             device=device,
-            window_bytes=window_bytes(case, model, tokens),
+            window_bytes=heap,
         )
+        self._as_called = self.buffer.nbytes - heap + self.buffer.rounds.settings.default_heap()
         timing: dict[str, Any] = {"cold": False, "chain": case.chain_of(tokens), "replays": case.replays}
         self._clock = Clock(group, device, graph=case.mode == "graph", **timing)
         self._eager = Clock(group, device, graph=False, **timing)
@@ -222,7 +224,7 @@ class Layers:
         settings = self.buffer.rounds.settings
         rows = settings.capacity_rows("expert") if self.max_rows is None else self.max_rows
         about = {"model": self._model.name, "tokens": self._tokens, "who": who, "what": what, "variant": variant}
-        return about | {"max_rows": rows, "window_bytes": self.buffer.nbytes}
+        return about | {"max_rows": rows, "window_bytes": self._as_called}
 
     def _flops(self, what: str) -> float:
         """Return the floating-point operations of this rank's experts, the mean over inputs."""
@@ -231,14 +233,14 @@ class Layers:
 
 
 def window_bytes(case: Case, model: Model, tokens: int) -> int:
-    """Return the window bytes, for any number of ranks: room for all rows of four.
+    """Return the window bytes, for any number of ranks: room for all rows of four, and for two Buffers of a caller's.
 
     Graphs share the memory of their outputs, and eager rounds have memory of their own. A rank has about as many rows
     with any number of ranks.
     """
     experts, most = -(-model.num_experts // 4) * 4, max(tokens, case.room)
     sizes = Settings(4, model.hidden, experts, model.topk, most, torch.bfloat16, case.backend, None)
-    return replace(sizes, capacity_factor=math.inf).default_heap()
+    return max(replace(sizes, capacity_factor=math.inf).default_heap(), 2 * sizes.default_heap())
 
 
 def _named(dtype: str, variant: str) -> str:

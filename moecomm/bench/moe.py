@@ -74,6 +74,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
     - `max_rows`: rows that a dispatch makes room for: the Buffer's default, or with replayed routing exactly as many as
       arrive. Older results lack it: their dispatches made room for exactly the rows that arrived.
+    - `window_bytes`: window of a rank as a caller opens it; of older results that of the benchmark, which is larger.
     - `us`: times of the slowest rank, in the mode of the case: a call of many in a row.
     - `alone_us`, `eager_us` (layers and GEMMs, if the case has single calls): see moecomm.bench.dispatch_combine.
     - `sustained_us` (layers and GEMMs, on GPUs): a call in a run without a pause, of the slowest rank.

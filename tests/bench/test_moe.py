@@ -16,6 +16,7 @@ from moecomm.bench import moe
 from moecomm.bench.cli import app
 from moecomm.bench.layers import BY_RANK, Layers, window_bytes
 from moecomm.bench.torch_layer import TorchLayer, TorchRankLayer
+from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, Model
 from moecomm.testing import random_layer
@@ -78,6 +79,14 @@ def test_any_number_of_ranks_has_the_room_of_four() -> None:
         rooms.add(window_bytes(moe.Case([model], [8192], ranks, "lsa", "graph"), model, 8192))
     rows = 4 * 8192 * model.topk
     assert len(rooms) == 1 and rooms.pop() > 2 * rows * model.hidden * 2
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v3"])  # room for the worst case, and for what is expected
+def test_graphs_and_eager_calls_have_the_window_of_a_caller_each(name: str) -> None:
+    model = MODELS[name]
+    sizes = Settings(4, model.hidden, model.num_experts, model.topk, 4096, torch.bfloat16, "lsa", None)
+    room = window_bytes(moe.Case([model], [4096], 4, "lsa", "graph"), model, 4096)
+    assert room >= 2 * sizes.default_heap()
 
 
 def _rooms(rank: int, group: Any, room: int) -> list[int]:

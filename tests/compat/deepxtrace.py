@@ -73,7 +73,9 @@ def main() -> None:
         for process in ranks:
             process.join()
     print(f"late ranks that it names, in dispatches and combines: {found}")
-    assert found == [[[], []], *([[LATE], []] for _ in range(PERIODS - 1))]
+    assert found[0] == [[], []] and all(dispatch == [LATE] for dispatch, _ in found[1:])
+    # On GPUs the late rank may be the last to launch its combine, too, while the others have launched theirs.
+    assert all(late in ([], [LATE]) for _, late in found)
 
 
 if __name__ == "__main__":
