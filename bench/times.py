@@ -59,7 +59,7 @@ def front() -> list[str]:
         "first adds up its rows of a token; the sum travels in bf16 by default, or in fp32 with `wire='exact'`. Rows "
         "of `batched` take the time of `expert` within 2 %, in a graph and alone. Their eager times differ by more "
         "with 128 tokens, and their host times at both sizes, in both directions. They are in [Calls and "
-        "steps](docs/measured_calls.md), which also has p90:"
+        "steps](docs/measured_calls.md). JSON files also have p90:"
     )
     return [head, *tables, *skewed()]
 

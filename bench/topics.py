@@ -499,7 +499,8 @@ TOPICS = (
     Topic(
         "Whole operations by layout",
         "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
-        "in the type of `wire`.  `window`: memory of a rank.  The picture is a sweep over tokens of `flat`.",
+        "in the type of `wire`.  `window`: memory of a rank.  Caches flushed: the time of the flush is subtracted.  "
+        "The picture is a sweep over tokens of `flat`.",
         (
             "times-many-h200-4",
             "times-many-h200-8",

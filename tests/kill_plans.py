@@ -25,6 +25,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,16 @@ TIMEOUT_S = 20
 SPARES = 3  # of a plan on GPUs; more delay each other: the driver of a host makes contexts one after the other
 # Bounds of medians: of a survivor's PeerLost and shrink(), and of ranks that go on with one that joins.  At least four
 # times the medians of bench/results/kill-plans-cpu.json, and twice those of two cores with six busy processes beside.
-SOON_MS = {"noticed": 300, "shrink": 300, "grow": 700, "join": 1500}
+SOON_MS = {"noticed": 300, "shrink": 300, "first_round_after_shrink": 300, "grow": 700, "join": 1500}
+COUNTS = (
+    "plans",
+    "kills",
+    "kills while others shrink",
+    "kills while others join",
+    "times several were killed",
+    "times rank 0 was killed",
+    "times one was left",
+)
 LATE_S, FIRST_S = 0.03, 0.005
 
 
@@ -140,16 +150,13 @@ class Found:
 
     def __init__(self, kind: str = "CPU") -> None:
         self.kind = kind
-        self.plans = self.kills = self.kills_while_shrinking = self.kills_while_joining = 0
+        self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self.failed: list[int] = []  # seeds
-        self.ms: dict[str, list[float]] = {"noticed": [], "shrink": [], "grow": [], "join": []}
+        self.ms: dict[str, list[float]] = {name: [] for name in SOON_MS}
 
     def add(self, other: Found) -> None:
         """Add the results of other plans."""
-        self.plans += other.plans
-        self.kills += other.kills
-        self.kills_while_shrinking += other.kills_while_shrinking
-        self.kills_while_joining += other.kills_while_joining
+        self.counts.update(other.counts)
         self.failed += other.failed
         for name, ms in other.ms.items():
             self.ms[name] += ms
@@ -166,11 +173,8 @@ class Found:
     def row(self) -> dict[str, Any]:
         return {
             "kind": f"killed and replaced {self.kind} ranks, agreed membership and exact rounds",
-            "plans": self.plans,
+            **self.counts,
             "failed": len(self.failed),
-            "kills": self.kills,
-            "kills while others shrink": self.kills_while_shrinking,
-            "kills while others join": self.kills_while_joining,
             "shrinks": len(self.ms["shrink"]),
             "grows": len(self.ms["grow"]),
             **{f"{name}_ms": percentiles(ms) for name, ms in self.ms.items()},
@@ -197,21 +201,23 @@ def check(folder: Path, seed: int, kind: str = "CPU", most_ranks: int = MOST_RAN
         job.wait(lambda: job.full(EXACT))
         for step in plan.steps:
             for kills in step.kills:
-                found.kills_while_shrinking += kill(job, kills, draw)
+                found.counts.update(kill(job, kills, draw))
             join(job, sizes, step.joining, draw)
         job.stop()
         for process in range(job.started):
             check_events(job, process, found, f"seed {seed}, process {process} of {plan}")
-    found.plans += 1
-    found.kills += plan.kills
-    found.kills_while_joining += sum(bool(step.joining) for step in plan.steps)
+    joining = sum(bool(step.joining) for step in plan.steps)
+    found.counts.update({"plans": 1, "kills": plan.kills, "kills while others join": joining})
     return found
 
 
-def kill(job: Supervisor, kills: int, draw: random.Random) -> int:
-    """Kill some ranks, and wait until the others have gone on; return how many died while another was in shrink()."""
-    victims, while_shrinking = draw.sample(job.members, kills), 0
-    lives = {one: job.job.get("life", one) for one in job.members if one not in victims}
+def kill(job: Supervisor, kills: int, draw: random.Random) -> dict[str, int]:
+    """Kill some ranks, and wait until the others have gone on; return what is counted of it."""
+    members, while_shrinking = job.members, 0
+    invited = job.job.invitation(job.job.get("invited")).members  # by rank; shrink() keeps their order
+    first = next(one for one in invited if one in members)
+    victims = draw.sample(members, kills)
+    lives = {one: job.job.get("life", one) for one in members if one not in victims}
     for number, victim in enumerate(victims):
         if number and draw.random() < 0.5:
             job.wait(lambda: any(job.job.get("shrinking", one) > life for one, life in lives.items()))
@@ -220,7 +226,12 @@ def kill(job: Supervisor, kills: int, draw: random.Random) -> int:
         job.kill(victim)
     left = job.members
     job.wait(lambda: job.made(left, EXACT))
-    return while_shrinking
+    return {
+        "kills while others shrink": while_shrinking,
+        "times several were killed": kills > 1,
+        "times rank 0 was killed": first in victims,
+        "times one was left": len(left) == 1,
+    }
 
 
 def join(job: Supervisor, sizes: dict[str, Any], joining: str, draw: random.Random) -> None:

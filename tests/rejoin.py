@@ -2,8 +2,8 @@
 
 No process group exists.  The supervisor invites: it writes the ids of the processes that are to be the ranks, by rank,
 and calls those that are new, which may have waited for that.  Ranks make rounds until rank 0 finds that all new
-processes wait to join; it then names the round after which all ranks call grow().  A store in a file, one for each
-invitation, is what they meet over.
+processes wait to join; it then names the round after which all ranks call grow().  They meet over a store of the
+supervisor, with a prefix for each invitation.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Member:
         self.members: list[int] = []
         self.number = self.rounds = self._shrinks = self._tried = self._failed = 0
         self.buffer: moecomm.Buffer
-        self._begun = 0.0  # when the Buffer that has not made a round yet began to grow, or all that join it were there
+        # When the Buffer that has not made a round yet began to grow, all that join it were there, or it had shrunk.
+        self._begun = 0.0
 
     def run(self, number: int) -> None:
         """Join by that invitation, and make rounds."""
@@ -231,7 +232,6 @@ class Member:
         lost = [self.members[place] for place in found.lost]
         self.members = [self.members[place] for place in found.ranks]
         self._shrinks += 1
-        self._begun = 0.0
         assert self.buffer.num_ranks == len(self.members) and self.members[self.buffer.rank] == self.process
         self.job.note(
             self.process,
@@ -243,6 +243,7 @@ class Member:
             lost=lost,
         )
         self._begin(0)
+        self._begun, self._kind = time.monotonic(), "first_round_after_shrink"
 
 
 def main(job: Job, process: int, member: Callable[[Job, int], Member]) -> None:

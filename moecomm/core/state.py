@@ -48,6 +48,7 @@ class RoundState:
         self._running = False  # a call that is not made up of others
         self._closing = False  # when that call ends
         self.calls = 0  # with rounds, since ranks last agreed on a mask
+        self._before = 0  # number of the last round before the call under way
         self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.core.masking
         self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
@@ -67,6 +68,7 @@ class RoundState:
             self._count_refused()
         if rounds and self._depth == 0:
             self.calls += 1
+            self._before = self.flight.rounds
         if outer:
             self._depth += 1
         else:
@@ -221,8 +223,13 @@ class RoundState:
 
     @property
     def repeatable(self) -> bool:
-        """True if a call is under way whose rounds have all ended, so that it can be made again."""
-        return self._session.device.type == "cpu" and (self._running or self._depth > 0)
+        """True if a call under way can be made again: all its rounds have ended, and no earlier one has failed.
+
+        On GPUs a call may raise the failure of rounds before it, which nobody has waited for.  Replays are not counted.
+        """
+        if not (self._running or self._depth > 0) or not isinstance(self._failure, RoundFailed):
+            return False
+        return not self.flight.replays and self._failure.round > self._before
 
     def unraised(self) -> Failure | None:
         """Return the failure that rounds have left behind and no call has raised yet.  Leaves it there."""

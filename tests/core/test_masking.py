@@ -18,6 +18,7 @@ import moecomm
 from moecomm import ops
 from moecomm.backends import host
 from moecomm.core.experts import experts_of
+from moecomm.core.state import CollectiveCall
 
 from ..conftest import Ranks
 from ..few import few
@@ -220,6 +221,20 @@ def test_a_silent_rank_is_masked_when_a_wait_runs_out(op: str, caplog: pytest.Lo
     assert max(first[2], last[2]) >= timeout_s, "the first rank whose wait ends tells the other"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sorted(warnings) == [f"rank {rank}: masked ranks are now [1]" for rank in (0, 2)]
+
+
+@pytest.mark.parametrize(("ahead", "captured", "again"), [(1, False, True), (0, False, False), (1, True, False)])
+def test_a_call_is_made_again_only_after_the_failure_of_its_own_round(ahead: int, captured: bool, again: bool) -> None:
+    """On GPUs a call may raise the failure of a round before it; after a capture nobody knows whose round it was."""
+    with moecomm.Buffer(**SIZES) as buffer:
+        rounds(buffer, 2)
+        state = buffer.rounds
+        state.flight.replays = captured
+        with CollectiveCall(state):
+            text = {"rank": 0, "peer": 1, "phase": "header", "op": "dispatch"}
+            state.fail(moecomm.Timeout("late", **text, round=state.flight.rounds + ahead))
+            assert state.repeatable is again
+        assert not state.repeatable, "no call is under way"
 
 
 def test_sums_are_those_without_the_ids_of_masked_experts() -> None:
