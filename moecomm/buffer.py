@@ -57,9 +57,8 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
         verify_every: N: compare rows with what was sent in one of N rounds; one that differs is CorruptRow, see
             docs/observing.md.  0: in none.  None: as MOECOMM_VERIFY_EVERY says, else 0.
         on_timeout: "mask": after PeerLost or Timeout, mask() the ranks that are lost.  dispatch(), dispatch_begin() and
-            moe() then run again, if all ranks failed in the same call; else it raises, and the next call works.  On
-            GPUs, where a call that does not wait has returned by then, that is a dispatch with `sync=True`, until the
-            first capture.
+            moe() then run again, if all ranks failed in the same call (on GPUs a dispatch with `sync=True`, before
+            any capture); else it raises, and the next call works.
 
     Raises:
         BadInput: a value that can't be used, here or on the rank that it names.

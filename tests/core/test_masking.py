@@ -19,6 +19,7 @@ from moecomm import ops
 from moecomm.backends import host
 from moecomm.core.experts import experts_of
 from moecomm.core.state import CollectiveCall
+from moecomm.testing import LocalBuffers, check_case, random_case
 
 from ..conftest import Ranks
 from ..few import few
@@ -221,6 +222,18 @@ def test_a_silent_rank_is_masked_when_a_wait_runs_out(op: str, caplog: pytest.Lo
     assert max(first[2], last[2]) >= timeout_s, "the first rank whose wait ends tells the other"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sorted(warnings) == [f"rank {rank}: masked ranks are now [1]" for rank in (0, 2)]
+
+
+@pytest.mark.parametrize("options", [{}, {"verify_every": 2}, {"domain_ranks": 2, "verify_every": 1}])
+def test_the_host_counts_rounds_as_ranks_do(options: dict[str, int]) -> None:
+    """Else a call could be made again after the failure of a round before it."""
+    sizes: dict[str, Any] = {**SIZES, "ranks": 4, "dtype": torch.bfloat16}
+    backend = sizes.pop("backend")
+    with LocalBuffers(**sizes, **options, backend=backend) as ranks:
+        for number in range(10):
+            check_case(ranks, random_case(number, **sizes, few_kernels=True))
+        for buffer in ranks.buffers:
+            assert buffer.rounds.flight.rounds == buffer.rounds.session.last_round() >= 20
 
 
 @pytest.mark.parametrize(("ahead", "captured", "again"), [(1, False, True), (0, False, False), (1, True, False)])
