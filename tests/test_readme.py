@@ -220,7 +220,8 @@ def test_times_of_other_libraries_are_never_marked(monkeypatch: pytest.MonkeyPat
     import readme
     import times
 
-    monkeypatch.setattr(readme, "digests", lambda: dict.fromkeys(readme.load(head_to_head.found())["kernels"], "other"))
+    others = dict.fromkeys(readme.load(head_to_head.found())["kernels"], "other")
+    monkeypatch.setattr(readme, "digests", lambda: others)
     rows = [line.split(" | ") for line in times.operations().splitlines()[2:]]
     assert {("moecomm" in row[2], "†" in row[2]) for row in rows} == {(True, True), (False, False)}
     assert not any("†" in cell for row in rows for cell in (*row[:2], *row[3:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from moecomm.simulate.rows import bytes_of, head_bytes, slow_bytes_of
 _CHUNK = 8  # tokens of a chunk in a combine of many, which results do not name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
     """A result of dispatch-combine or sweep on GPUs, or the rows of one backend in a result of several.
 
@@ -127,6 +127,16 @@ class Row:
     excluded: str = ""
 
 
+@lru_cache(maxsize=256)
+def content(data: bytes) -> Any:
+    """Return the content of a result, which is not to be changed: a check reads each file once for every other one.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return json.loads(data)
+
+
 def read(path: Path) -> list[Result]:
     """Read the results in a file: one for a single backend, else one for each backend and number of domains.
 
@@ -135,9 +145,13 @@ def read(path: Path) -> list[Result]:
     Raises:
         BadInput: the file is not JSON.
     """
-    data = path.read_bytes()
+    return list(_results(path, path.read_bytes()))
+
+
+@lru_cache(maxsize=256)
+def _results(path: Path, data: bytes) -> Sequence[Result]:
     try:
-        found = json.loads(data)
+        found = content(data)
     except ValueError:
         raise BadInput("results", str(path), "JSON of the benchmark") from None
     try:
@@ -167,7 +181,7 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
     found = {}
     for path in paths:
         try:
-            result = json.loads(path.read_bytes())
+            result = content(path.read_bytes())
             rows = result["rows"] if result["benchmark"] == "latency-backends" and result["machine"]["gpus"] else []
         except (ValueError, KeyError, TypeError):
             continue
@@ -190,8 +204,13 @@ def nic_of(result: Result, measured: Mapping[tuple[str, str], tuple[float, float
     return Nic(*link, nic.mega_messages) if link else None
 
 
-def rows_of(result: Result) -> Iterator[Row]:
-    """Yield moecomm's own rows that have a time."""
+@lru_cache(maxsize=512)
+def rows_of(result: Result) -> Sequence[Row]:
+    """Return moecomm's own rows that have a time."""
+    return tuple(_rows(result))
+
+
+def _rows(result: Result) -> Iterator[Row]:
     case = result.found["case"]
     chained = case["mode"] == "graph" and not case["skew"]
     one_domain = result.domains == 1 and result.alone and "H200" in result.machine

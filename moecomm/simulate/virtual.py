@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from moecomm.bench.ours import BF16_WIRE, IN_WINDOW
 from moecomm.simulate.domain import Line, Operation
+from moecomm.simulate.measured import content
 from moecomm.simulate.routing import Gate, spread
 from moecomm.simulate.rows import words_of
 
@@ -40,7 +40,7 @@ def _rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in paths:
         try:
-            result = json.loads(path.read_bytes())
+            result = content(path.read_bytes())
             if "benchmark" not in result and {"ranks", "blocks", "us"} <= set(result["rows"][0]):
                 found += result["rows"]
         except (ValueError, KeyError, TypeError, IndexError):
