@@ -203,7 +203,7 @@ def tick(run: Run, rank: int, steps: tuple[float, ...] = (TIMEOUT_S, TIMEOUT_S, 
 
 def explore(programs: list[Any], ranks: int, check: Callable[[Run], None]) -> int:
     """Run the first `ranks` programs in every interleaving, with each other and the others; return the states."""
-    initial = {("clock", rank): 0.0 for rank in range(ranks)}
+    initial = {("clock", rank): 0.0 for rank in range(3)}
     explorer = Explorer(initial, programs, check, must_end=ranks)
     explorer.explore()
     return len(explorer.states)
@@ -222,6 +222,29 @@ def test_survivors_agree_wherever_a_rank_is_killed(monkeypatch: pytest.MonkeyPat
         assert all(one == found[0] and living <= set(one) for one in found), found
 
     assert explore([*agreeing, lambda run: run.kill(killed), *others], ranks, check) > 1000
+
+
+@pytest.mark.parametrize("is_killed", few([False, True], False))
+def test_two_survivors_agree_without_a_third(monkeypatch: pytest.MonkeyPatch, is_killed: bool) -> None:
+    """Rank 1 has ended, which the others notice some time, and rank 2 may be killed anywhere, which rank 0 notices."""
+    left, clocks = (0, 2), Clocks()
+    monkeypatch.setattr(membership, "time", clocks)
+    suspects: dict[int, set[int]] = {0: {1}, 2: set()}
+    agreeing = [partial(clocks.agree, rank=rank, ranks=3, suspects=suspects[rank]) for rank in left]
+
+    def notices(run: Run, rank: int, gone: int) -> None:
+        while gone != 1 and not run.load(("killed", left.index(gone))):
+            run.wait()
+        run.store(("noticed", rank, gone), True)
+
+    def check(run: Run) -> None:
+        found = [rank.result for rank in run.ranks[:2] if rank.done]
+        assert all(one == found[0] for one in found) and (is_killed or found == [left, left]), found
+        assert all(0 in one and 1 not in one for one in found), found
+
+    kills = [lambda run: run.kill(left.index(2)), partial(notices, rank=0, gone=2)] if is_killed else []
+    others = [*kills, *(partial(notices, rank=rank, gone=1) for rank in left)]
+    assert explore([*agreeing, *others], 2, check) > 5000
 
 
 @pytest.mark.parametrize("suspects", few([[set(), set()], [{1}, set()], [{1}, {0}]], [{1}, {0}]))
@@ -255,6 +278,7 @@ def explore_opening(monkeypatch: pytest.MonkeyPatch, is_killed: bool) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_an_opening_ends_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch, is_killed: bool) -> None:
     assert explore_opening(monkeypatch, is_killed) > 10_000
