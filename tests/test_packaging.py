@@ -78,8 +78,8 @@ if [ "$source" ]; then cp "$object" "$kept"; fi
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A quick compiler; the folder of its objects."""
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A quick compiler."""
     kept = tmp_path_factory.mktemp("objects")
     quick = tmp_path_factory.mktemp("compiler") / "quick"
     quick.write_text(COMPILER.format(kept=kept, compiler=shutil.which(os.environ.get("CXX", "g++"))))
@@ -87,7 +87,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", str(quick))
         patch.setenv("CXX", str(quick))
-        yield kept
+        yield
 
 
 @pytest.fixture(scope="module")

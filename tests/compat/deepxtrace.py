@@ -75,7 +75,8 @@ def main() -> None:
     print(f"late ranks that it names, in dispatches and combines: {found}")
     assert found[0] == [[], []] and all(dispatch == [LATE] for dispatch, _ in found[1:])
     # On GPUs the late rank may be the last to launch its combine, too, while the others have launched theirs.
-    assert all(late in ([], [LATE]) for _, late in found)
+    on_gpus = torch.cuda.device_count() >= RANKS
+    assert all(late == [] or (on_gpus and late == [LATE]) for _, late in found)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ class Clocks:
         self._mine = threading.local()
 
     def monotonic(self) -> float:
-        return self._mine.run.load(("clock", self._mine.rank)) if vars(self._mine) else 0.0
+        return self._mine.run.load(("clock", self._mine.rank)) or 0.0 if vars(self._mine) else 0.0
 
     def agree(self, run: Run, rank: int, ranks: int, suspects: set[int]) -> tuple[int, ...]:
         """Return the ranks that go on, as this one finds."""
@@ -184,11 +184,11 @@ class Clocks:
         return opening.gather(group, b"%d" % rank, TIMEOUT_S)  # type: ignore[arg-type]
 
 
-def notice(run: Run, rank: int, killed: int) -> None:
-    """A rank learns, some time, that another one was killed."""
-    while not run.load(("killed", killed)):
+def notice(run: Run, rank: int, gone: int, program: int | None) -> None:
+    """A rank learns, some time, that another one is gone: since its program was killed, or from the first (None)."""
+    while program is not None and not run.load(("killed", program)):
         run.wait()
-    run.store(("noticed", rank, killed), True)
+    run.store(("noticed", rank, gone), True)
 
 
 def tick(run: Run, rank: int, steps: tuple[float, ...] = (TIMEOUT_S, TIMEOUT_S, TIMEOUT_S)) -> None:
@@ -203,8 +203,7 @@ def tick(run: Run, rank: int, steps: tuple[float, ...] = (TIMEOUT_S, TIMEOUT_S, 
 
 def explore(programs: list[Any], ranks: int, check: Callable[[Run], None]) -> int:
     """Run the first `ranks` programs in every interleaving, with each other and the others; return the states."""
-    initial = {("clock", rank): 0.0 for rank in range(3)}
-    explorer = Explorer(initial, programs, check, must_end=ranks)
+    explorer = Explorer({}, programs, check, must_end=ranks)
     explorer.explore()
     return len(explorer.states)
 
@@ -214,7 +213,7 @@ def test_survivors_agree_wherever_a_rank_is_killed(monkeypatch: pytest.MonkeyPat
     killed, ranks, clocks = 1, len(suspects), Clocks()
     monkeypatch.setattr(membership, "time", clocks)
     agreeing = [partial(clocks.agree, rank=rank, ranks=ranks, suspects=suspects[rank]) for rank in range(ranks)]
-    others = [partial(notice, rank=rank, killed=killed) for rank in range(ranks) if rank != killed]
+    others = [partial(notice, rank=rank, gone=killed, program=killed) for rank in range(ranks) if rank != killed]
 
     def check(run: Run) -> None:
         found = [rank.result for rank in run.ranks[:ranks] if rank.done]
@@ -232,18 +231,13 @@ def test_two_survivors_agree_without_a_third(monkeypatch: pytest.MonkeyPatch, is
     suspects: dict[int, set[int]] = {0: {1}, 2: set()}
     agreeing = [partial(clocks.agree, rank=rank, ranks=3, suspects=suspects[rank]) for rank in left]
 
-    def notices(run: Run, rank: int, gone: int) -> None:
-        while gone != 1 and not run.load(("killed", left.index(gone))):
-            run.wait()
-        run.store(("noticed", rank, gone), True)
-
     def check(run: Run) -> None:
         found = [rank.result for rank in run.ranks[:2] if rank.done]
         assert all(one == found[0] for one in found) and (is_killed or found == [left, left]), found
         assert all(0 in one and 1 not in one for one in found), found
 
-    kills = [lambda run: run.kill(left.index(2)), partial(notices, rank=0, gone=2)] if is_killed else []
-    others = [*kills, *(partial(notices, rank=rank, gone=1) for rank in left)]
+    kills = [lambda run: run.kill(1), partial(notice, rank=0, gone=2, program=1)] if is_killed else []
+    others = [*kills, *(partial(notice, rank=rank, gone=1, program=None) for rank in left)]
     assert explore([*agreeing, *others], 2, check) > 5000
 
 
