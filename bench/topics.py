@@ -423,6 +423,7 @@ def correctness() -> str:
         ("random-rounds-cpu", ("host",), "random_cases"),
         ("random-cases-cpu", ("host",), "random_cases"),
         ("kill-plans-cpu", ("host",), "kills"),
+        ("kill-plans-counted-h100", ROUNDS, "kills"),
         ("kill-plans-gpus-h200-4", ROUNDS, "kills"),
         ("kill-plans-gpus-h200-8", ROUNDS, "kills"),
         ("kill-plans-gpus-h100-2", ROUNDS, "kills"),
@@ -453,6 +454,7 @@ _SHARED = {
         "4 plans on one GPU",
         *["8 plans on one GPU"] * 3,
     ),
+    "kill-plans-counted-h100": ("2 plans on one GPU",),
     "kill-plans-gpus-h200-4": ("3 plans on 4 GPUs",),
     "kill-plans-gpus-h200-8": ("4 plans on 8 GPUs",),
     "kill-plans-cpu": ("one plan on 2 cores",),
@@ -701,7 +703,7 @@ CHECKS = (
         "against their parts one after the other.  Killed ranks: the others shrink, and new ones join; all ranks make "
         "exact rounds.  Trained steps have the losses of Megatron's own dispatcher to the bit.  "
         "In `kill-plans-gpus-h200-4` and `-8` three and four plans at a time share the GPUs, "
-        "in `kill-plans-gpus-h100` two to eight share one.",
+        "in `kill-plans-gpus-h100` two to eight share one, in `kill-plans-counted-h100` two.",
         (
             "random-cases-h200-4",
             "random-cases-h200-2",
@@ -711,6 +713,7 @@ CHECKS = (
             "random-cases-cpu",
             "random-operators-cpu",
             "kill-plans-cpu",
+            "kill-plans-counted-h100",
             "kill-plans-gpus-h200-4",
             "kill-plans-gpus-h200-8",
             "kill-plans-gpus-h100-2",
