@@ -197,9 +197,11 @@ def backends() -> str:
     """Rounds through all backends, and put + signal."""
     rows = []
     for name in (
+        "domains-h200-4",
         "domains-h100-4",
         "domains-h100-2",
-        "domains-nvshmem-h100-2",
+        "domains-nvshmem-h200-2",
+        "nic-h200-4",
         "nic-h100-4",
         "nic-h100-2",
         "gin-domains-h100-2",
@@ -595,7 +597,7 @@ TOPICS = (
             "domains-h200-2",
             "domains-h100-2",
             "domain-counts-h100-4",
-            "domains-nvshmem-h100-2",
+            "domains-nvshmem-h200-2",
             "nic-h100-4",
             "nic-h200-4",
             "nic-h200-2",

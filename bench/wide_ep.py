@@ -126,12 +126,12 @@ GPUs a domain, but for the row "64, one domain". Decode: 128 tokens a rank, whic
 Prefill: 4096 tokens a rank, through forwarders. In parentheses: what takes most of the time."""
 
 FEW = """- **Decode between domains**: without rows and latencies, a round of few tokens takes {start_us[0]:.0f} us in a
-  dispatch and {start_us[1]:.0f} us in a combine. These terms are fitted to {ranks} H100s in {domains} domains, over
-  NVLink and over an emulated NIC. {rows} measured rows of 128 tokens, each predicted by a fit to all other results,
-  have a median error of {median:.1%} ({signed:+.1%} signed); the worst is {worst:+.1%}. More domains are extrapolated:
-  the work of blocks grows with the rows of a token. A combine takes a second latency from 3 domains on, and a dispatch
-  from {late} domains on, because rows then leave after the headers of other ranks have come. No such round was
-  measured."""
+  dispatch and {start_us[1]:.0f} us in a combine. These terms are fitted to {ranks} H200s, and to {ranks} H100s, in
+  {domains} domains, over NVLink and over an emulated NIC. {rows} measured rows of 128 tokens, each predicted by a fit
+  to all other results, have a median error of {median:.1%} ({signed:+.1%} signed); the worst is {worst:+.1%}. More
+  domains are extrapolated: the work of blocks grows with the rows of a token. A combine takes a second latency from 3
+  domains on, and a dispatch from {late} domains on, because rows then leave after the headers of other ranks have
+  come. No such round was measured."""
 
 READING = """- **More than 64 GPUs**: a Buffer does not open. Ranks send each other counts by expert and by
   rank, so these messages grow with both. The time to read them was measured up to 64 virtual ranks on one GPU, with

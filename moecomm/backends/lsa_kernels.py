@@ -180,7 +180,7 @@ def scaleout_blocks(op: str, blocks: int, num_tokens: int, ring_tokens: int) -> 
     At least 64, where the table may say 24: a combine of rows in the window takes 279 us, and 366 by 32 blocks
     (bench/results/domains-h100-2.json).  Of tokens that take the places of rings in turns, a block with few places
     waits for credits: with 768 places, 32 blocks dispatch in 592 us, 64 in 677, and 64 blocks combine in 807 us, 128 in
-    847 (domains-h200-4.json).
+    847 (domains-h200-4.json at commit 273846ca).
     """
     blocks = max(blocks, 64)
     if num_tokens <= ring_tokens:

@@ -90,6 +90,7 @@ def _part(part: Part, row: Row, result: Result, domain: Domain, nic: Nic) -> flo
         machine = Machine(domain, nic, part.chunk_tokens, part.load.blocks)
         way = LL if row.direct else HT
         us = cost(part.operation, result.spread, row.tokens, part.rows, machine, algorithm=way).us
+        us += domain.direct_other_gpu_us if row.direct and result.machine != domain.name else 0.0
     return max(us, domain.host_us.get(what, 0.0)) if case["mode"] == "eager" else us
 
 

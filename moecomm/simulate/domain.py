@@ -117,6 +117,7 @@ class Domain:
         cold_us: what an operation takes longer after caches were flushed, by operation.
         host_us: time of the host for a call, by operation.
         direct: terms of rows that go direct to other domains, by operation.
+        direct_other_gpu_us: what their rounds take longer on the other GPU that was measured.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Domain:
     cold_us: Mapping[str, float] = field(default_factory=dict)
     host_us: Mapping[str, float] = field(default_factory=dict)
     direct: Mapping[Operation, DirectLine] = field(default_factory=dict)
+    direct_other_gpu_us: float = 0.0
 
     def us(self, operation: Operation, load: Load) -> float:
         """Return the microseconds of a load: agreement, and the line of few or many tokens."""
@@ -202,7 +204,9 @@ def parse(found: dict[str, Any], name: str = "") -> Domain:
         gemm = found["gemm"]
         word_ns, cold_us, host_us = (dict(found[part]) for part in ("word_ns", "cold_us", "host_us"))
         speeds = float(gemm["tflops"]), float(gemm["kept"])
-        return Domain(str(found["domain"]), lines, *speeds, tuple(found["ranks"]), word_ns, cold_us, host_us, known)
+        other_gpu_us, ranks = float(found.get("direct_other_gpu_us", 0.0)), tuple(found["ranks"])
+        gpu = str(found["domain"])
+        return Domain(gpu, lines, *speeds, ranks, word_ns, cold_us, host_us, known, other_gpu_us)
     except (ValueError, KeyError, TypeError) as error:
         raise _not_parameters(name, error) from error
 

@@ -24,15 +24,19 @@ LATE = "2 domains, few tokens: rows left after the ranks had agreed (before 23a5
 RINGS = "2 domains without a NIC, many tokens: over NVLink, blocks and the places of their rings take longer than links"
 THREADS = "2 domains through NVSHMEM, without a NIC: threads of the kernel copy the rows over NVLink"
 PROXY = "2 domains through a GIN proxy: a thread of the host posts each message"
+SINGLE = (
+    "2 domains of one rank, few tokens: faster than domains of several, by steps that the model does not tell apart"
+)
 GONE = (COPIED, EXACT, COUNTS, PUTS, LATE)
 
 
-def why_excluded(commit: str, domains: int, through: str, row: dict[str, Any], in_packets: bool) -> str:
+def why_excluded(commit: str, domains: int, ranks: int, through: str, row: dict[str, Any], in_packets: bool) -> str:
     """Return why a row of a result at a commit does not count, or an empty text.
 
     Args:
         commit: the commit of the result.
         domains: its number of domains.
+        ranks: those of a domain.
         through: "nic" if an emulated NIC lay between its domains, else the backend.
         row: the row.
         in_packets: True if its combine would travel in packets today.
@@ -40,7 +44,9 @@ def why_excluded(commit: str, domains: int, through: str, row: dict[str, Any], i
     if domains > 1:
         if commit in _BEFORE_RUNS:
             return PUTS
-        return {"gin": PROXY, "nvshmem": THREADS}.get(through) or _lsa(commit, through, bool(row.get("straight")))
+        return {"gin": PROXY, "nvshmem": THREADS}.get(through) or _lsa(
+            commit, ranks, through, bool(row.get("straight"))
+        )
     if commit in _BEFORE_COPIES and row["variant"] == OUTSIDE and not in_packets:
         return COPIED
     if commit in _BEFORE_PACKETS and row["variant"] == FP32_WIRE and row["tokens"] == 128:
@@ -50,7 +56,8 @@ def why_excluded(commit: str, domains: int, through: str, row: dict[str, Any], i
     return ""
 
 
-def _lsa(commit: str, through: str, direct: bool) -> str:
+def _lsa(commit: str, ranks: int, through: str, direct: bool) -> str:
     if direct:
-        return LATE if commit in _BEFORE_EARLY else ""
+        late, single = commit in _BEFORE_EARLY, ranks == 1
+        return LATE if late else SINGLE if single else ""
     return "" if through == "nic" else RINGS

@@ -15,7 +15,7 @@ import numpy as np
 from moecomm.bench.ours import IN_WINDOW
 from moecomm.errors import BadInput
 from moecomm.simulate.domain import FEW, MANY, TERMS, Domain, Key, Line, Load, Operation, parse
-from moecomm.simulate.fit_direct import direct_points, fit_direct, written
+from moecomm.simulate.fit_direct import direct_points, written
 from moecomm.simulate.measured import Part, Row, links, read, rows_of
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import fit_efficiency
@@ -124,7 +124,7 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
         "host_us": {what: _host(warm, what) for what in ("dispatch", "combine")},
         "lines": [_written(key, one, errors) for key, one in lines.items()],
         "rows": errors,
-        **written(fit_direct(direct), direct),
+        **written(direct, rows[0][1].machine),
     }
 
 

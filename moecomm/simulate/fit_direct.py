@@ -20,6 +20,7 @@ from moecomm.simulate.solve import solve
 _NOISE = 0.03  # relative standard deviation of a measured row around the model
 # Standard deviations of the terms' logarithms.  That of the overlap is small: only rows behind a NIC determine it.
 _SPREAD_START, _SPREAD_ROW, _SPREAD_COPY, _SPREAD_OVERLAP = 0.2, 0.5, 0.5, 0.2
+_OTHER_GPU_US, _SPREAD_OTHER_GPU = 5.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,17 @@ def direct_points(
     return found
 
 
-def fit_direct(points: list[DirectPoint]) -> dict[Operation, DirectLine]:
+def fit_direct(points: list[DirectPoint], gpu: str) -> tuple[dict[Operation, DirectLine], float]:
     """Fit the lines of all operations together, by least squares of relative errors.
 
     Each operation has a start and a speed of copies. All dispatches share the terms of a row, and so do all combines.
-    All operations share the overlap.
+    All operations share the overlap, and what they take longer on another GPU than `gpu`, whose lines these are.
+
+    Returns:
+        The lines, and the microseconds that a round takes longer on another GPU.
     """
     if not points:
-        return {}
+        return {}, 0.0
     operations = sorted({point.operation.fitted_as for point in points}, key=astuple)
     kinds = sorted({one.what for one in operations})
     each, rows = len(operations), 2 * len(operations)
@@ -66,25 +70,29 @@ def fit_direct(points: list[DirectPoint]) -> dict[Operation, DirectLine]:
         found = {}
         for nth, operation in enumerate(operations):
             of_row = rows + 2 * kinds.index(operation.what)
-            some = (terms[nth], terms[of_row], terms[of_row + 1], terms[each + nth], min(terms[-1], 1.0))
+            some = (terms[nth], terms[of_row], terms[of_row + 1], terms[each + nth], min(terms[-2], 1.0))
             found[operation] = DirectLine(*map(float, some))
         return found
 
     def errors(terms: Array) -> Array:
         now = lines(terms)
-        ratios = [now[point.operation.fitted_as].us(point.load) / point.us for point in points]
+        more = [0.0 if point.machine == gpu else terms[-1] for point in points]
+        us = [now[point.operation.fitted_as].us(point.load) for point in points]
+        ratios = [(one + longer) / point.us for one, longer, point in zip(us, more, points, strict=True)]
         return np.asarray(np.log(ratios) / _NOISE)
 
-    expected = [start] * each + [copy] * each + [row, block] * len(kinds) + [overlap]
-    spread = [_SPREAD_START] * each + [_SPREAD_COPY] * each + [_SPREAD_ROW] * (2 * len(kinds)) + [_SPREAD_OVERLAP]
-    return lines(solve(errors, np.array(expected), np.array(spread)))
+    expected = [start] * each + [copy] * each + [row, block] * len(kinds) + [overlap, _OTHER_GPU_US]
+    spread = [_SPREAD_START] * each + [_SPREAD_COPY] * each + [_SPREAD_ROW] * (2 * len(kinds))
+    found = solve(errors, np.array(expected), np.array([*spread, _SPREAD_OVERLAP, _SPREAD_OTHER_GPU]))
+    return lines(found), float(found[-1])
 
 
-def written(lines: dict[Operation, DirectLine], points: list[DirectPoint]) -> dict[str, Any]:
-    """Return {direct: the lines with their errors, direct_rows: the error of each row} for the JSON of a fit."""
+def written(points: list[DirectPoint], gpu: str) -> dict[str, Any]:
+    """Fit, and return for its JSON: the lines with their errors, what another GPU adds, and the error of each row."""
+    lines, other_gpu_us = fit_direct(points, gpu)
     rows = []
     for point in points:
-        us = lines[point.operation.fitted_as].us(point.load)
+        us = lines[point.operation.fitted_as].us(point.load) + (0.0 if point.machine == gpu else other_gpu_us)
         rows.append(
             {
                 "file": point.file,
@@ -103,4 +111,4 @@ def written(lines: dict[Operation, DirectLine], points: list[DirectPoint]) -> di
         terms = {term: round(getattr(line, term), 4) for term in TERMS}
         errors = {"rows": len(own), "median_error": round(statistics.median(own), 4), "worst_error": max(own)}
         direct.append({**asdict(operation), **terms, **errors})
-    return {"direct": direct, "direct_rows": rows}
+    return {"direct": direct, "direct_other_gpu_us": round(other_gpu_us, 4), "direct_rows": rows}

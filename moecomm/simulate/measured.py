@@ -219,7 +219,9 @@ def _rows(result: Result) -> Iterator[Row]:
             continue
         about = {key: row[key] for key in ("what", "layout", "payload", "variant", "tokens", "sms_asked")}
         parts = tuple(_parts(row, result))
-        reason = why_excluded(result.found["commit"], result.domains, result.through, row, parts[-1].load.packets)
+        reason = why_excluded(
+            result.found["commit"], result.domains, result.ranks, result.through, row, parts[-1].load.packets
+        )
         single = row["what"] != "pair" and row["layout"] != "batched" and not reason
         direct = bool(row.get("straight"))
         several = result.domains > 1 and direct and not case["cold"]

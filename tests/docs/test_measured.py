@@ -10,14 +10,17 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+from moecomm.simulate.excluded import GONE, PROXY, RINGS, SINGLE, THREADS
+
 ROOT = Path(__file__).parent.parent.parent
 MOECOMM = {"who": "moecomm"}
+RESULTS = ROOT / "bench" / "results"
 DECISIONS = (ROOT / "docs" / "decisions.md").read_text()
 
 
 @cache
 def content(result: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "bench" / "results" / f"{result}.json").read_text())
+    found: dict[str, Any] = json.loads((RESULTS / f"{result}.json").read_text())
     return found
 
 
@@ -48,7 +51,7 @@ def test_shares_of_the_line_rate_of_an_emulated_nic() -> None:
     """The table has every result; other sentences have the range of its cells."""
     text = (ROOT / "docs" / "backends.md").read_text()
     found = re.findall(r"^\| (\d H\d+)s? \|((?: [\d.]+ \|){5}) `bench/results/(nic-.*)\.json` \|$", text, re.MULTILINE)
-    assert {result for _, _, result in found} == {path.stem for path in (ROOT / "bench" / "results").glob("nic-*.json")}
+    assert {result for _, _, result in found} == {path.stem for path in RESULTS.glob("nic-*.json")}
     shares: dict[str, list[str]] = {"dispatch": [], "combine": []}
     for gpus, cells, result in found:
         gbs = float(content(result)["case"]["nic"].split(",")[0])
@@ -86,9 +89,9 @@ def test_nvshmem_takes_longer_than_lsa_by_as_much_as_the_results_say() -> None:
         few, many = ([n / lsa for n, lsa in zip(*pair, strict=True)] for pair in (times[:2], times[2:]))
         return [ratio for both in zip(few, many, strict=True) for ratio in both]
 
-    of_two, of_one = sentence.split("Two domains of one H100, 32 blocks")
+    of_two, of_one = sentence.split("Two domains of one H200, 32 blocks")
     found = [float(number) for number in re.findall(r"\b\d\.\d\d\b", of_one)]
-    assert found == [round(ratio, 2) for ratio in ratios("domains-nvshmem-h100-2")]
+    assert found == [round(ratio, 2) for ratio in ratios("domains-nvshmem-h200-2")]
     bf16_few, bf16, fp8_few, fp8, inside_few, inside, outside_few, outside = ratios("backends-domains-h100-4")
     others = (bf16_few, bf16, fp8_few, inside_few, inside)
     want = [outside_few, outside, fp8, min(others), max(others)]
@@ -97,13 +100,13 @@ def test_nvshmem_takes_longer_than_lsa_by_as_much_as_the_results_say() -> None:
 
 
 def test_rounds_of_128_tokens_over_two_domains_take_as_long_as_the_result_says() -> None:
-    sentence = aim("Two domains of two H100s, 128 tokens")[0]
+    sentence = aim("Two domains of two H200s, 128 tokens")[0]
     order = [ROUNDS[index] for index in (0, 2, 3, 1, 4)]  # all of `flat` first
     want = []
     for blocks in (0, 32):
         for named in order:
             payload = {"payload": "bf16"} if named["what"] == "dispatch" else {}
-            row = row_of("domains-h100-4", tokens=128, sms_asked=blocks, **named, **payload)
+            row = row_of("domains-h200-4", tokens=128, sms_asked=blocks, **named, **payload)
             want.append(f"{row['us']['p50']:.0f}")
     by_default, by_32 = sentence.partition(" (")[0].split(" With 32 blocks: ")
     assert re.findall(r"\d+(?= us|, \d| and \d)", by_default) + re.findall(r"\d+", by_32) == want
@@ -129,6 +132,30 @@ def test_errors_of_predictions_are_those_of_the_check() -> None:
     sizes = (published["signed"], -max(nic), -min(nic), -statistics.median(nic))
     assert re.findall(r"-?\d+\.\d+", measured) == [f"{100 * size:.1f}" for size in sizes]
     assert re.findall(r"-\d+\.\d+", reason) == [f"{100 * size:.1f}" for size in (by_cpu, by_gpu)]
+
+
+def test_rows_that_do_not_count_are_as_many_as_the_check_says() -> None:
+    sentence = aim("Predictions within 25 % of all measured rows")[0]
+    measured = content("simulate-check")["measured"]
+    errors: dict[str, list[float]] = {}
+    for row in measured:
+        if "excluded" in row:
+            errors.setdefault(row["excluded"], []).append(row["error"])
+    gone = sum(len(errors[reason]) for reason in GONE)
+    want = [str(sum(map(len, errors.values()))), str(len(measured)), str(gone)]
+    for reason in (RINGS, THREADS, PROXY, SINGLE):
+        some = errors[reason]
+        sizes = (statistics.median(some), max(some, key=abs))
+        want += [str(len(some)), *(f"{100 * size:.0f}" for size in sizes)]
+    assert re.findall(r"-?\d+", sentence) == want
+    assert set(errors) == {*GONE, RINGS, THREADS, PROXY, SINGLE}
+
+
+def test_results_with_clocks_are_as_many_as_there_are() -> None:
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    of_gpus = [one for one in found if isinstance(one, dict) and one.get("machine", {}).get("gpus")]
+    clocks = sum(bool(one.get("conditions", {}).get("gpus")) for one in of_gpus)
+    assert f"{clocks} of {len(of_gpus)} results of GPUs have clocks" in aim("Every table from current code")[0]
 
 
 def test_agreement_beyond_16_ranks_takes_as_long_as_the_result_says() -> None:

@@ -14,7 +14,7 @@ import pytest
 from moecomm.errors import BadInput
 from moecomm.simulate.check import EXCLUDED, HELD_OUT, check
 from moecomm.simulate.domain import content, load
-from moecomm.simulate.excluded import GONE, LATE, PROXY, PUTS, RINGS, THREADS
+from moecomm.simulate.excluded import GONE, LATE, PROXY, PUTS, RINGS, SINGLE, THREADS
 from moecomm.simulate.measured import read, rows_of
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import compare, fit_efficiency, rows
@@ -73,7 +73,8 @@ def test_few_tokens_between_domains_are_within_bounds(found: dict[str, Any]) -> 
     """Behind an emulated NIC and over NVLink; every row of today's kernels counts."""
     few = [row for row in found["measured"] if row["domains"] > 1 and row["tokens"] <= 128 and "excluded" not in row]
     counts = Counter(row["file"].removesuffix(".json") for row in few)
-    assert counts == {"backends-domains-h100-4": 6, "domains-h100-4": 36, "nic-h100-4": 8}
+    of_h100 = {"backends-domains-h100-4": 6, "domains-h100-4": 36, "nic-h100-4": 8}
+    assert counts == {**of_h100, "domains-h200-4": 36, "nic-h200-4": 8}
     by_nic = [[row["held_out_error"] for row in few if row["file"].startswith("nic") == nic] for nic in (True, False)]
     for held_out in by_nic:
         assert statistics.median(map(abs, held_out)) <= 0.05 and max(map(abs, held_out)) <= 0.2
@@ -91,21 +92,19 @@ def test_excluded_rows_are_named(found: dict[str, Any]) -> None:
         (RINGS, "domains-h100-4"): 36,
         (RINGS, "domains-h200-2"): 36,
         (RINGS, "domains-h200-4"): 36,
-        (RINGS, "domains-nvshmem-h100-2"): 6,
+        (RINGS, "domains-nvshmem-h200-2"): 6,
         (RINGS, "rings-h100-2"): 8,
         (RINGS, "rings-h200-4"): 16,
         (THREADS, "backends-domains-h100-4"): 12,
-        (THREADS, "domains-nvshmem-h100-2"): 12,
+        (THREADS, "domains-nvshmem-h200-2"): 12,
         (PROXY, "backends-domains-h100-4"): 12,
         (PROXY, "gin-domains-h100-2"): 16,
         (PUTS, "backends-domains-h200-4"): 24,
         (LATE, "domains-h100-2"): 36,
         (LATE, "domains-h200-2"): 36,
-        (LATE, "domains-h200-4"): 36,
-        (LATE, "domains-nvshmem-h100-2"): 6,
         (LATE, "nic-h100-2"): 8,
         (LATE, "nic-h200-2"): 8,
-        (LATE, "nic-h200-4"): 8,
+        (SINGLE, "domains-nvshmem-h200-2"): 6,
     }
     assert all(row["kind"] == f"{EXCLUDED}: {row['excluded']}" for row in excluded)
     assert all(row["excluded"] in GONE for row in excluded if row["domains"] == 1)

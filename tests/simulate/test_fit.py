@@ -130,18 +130,27 @@ def test_terms_of_direct_rows_are_found() -> None:
         for blocks in (16, 32, 64, 128)
         for wire in (5.0, 70.0)
     ]
-    made = [DirectPoint("", "", operation, "", 128, one, line.us(one)) for one in loads]
-    found = fit_direct(made)[operation]
+    gpus = {"H200": 0.0, "H100": 6.0}
+    made = [
+        DirectPoint("", gpu, operation, "", 128, one, line.us(one) + more)
+        for one in loads
+        for gpu, more in gpus.items()
+    ]
+    lines, other_gpu_us = fit_direct(made, "H200")
+    found = lines[operation]
     for point in made:
-        assert found.us(point.load) == pytest.approx(point.us, rel=0.02)
+        more = 0.0 if point.machine == "H200" else other_gpu_us
+        assert found.us(point.load) + more == pytest.approx(point.us, rel=0.02)
+    assert other_gpu_us == pytest.approx(6, rel=0.1)
     assert (found.start_us, found.copy_gbs, found.overlap) == pytest.approx((40, 8, 0.25), rel=0.1)
-    assert fit_direct([]) == {}
+    assert fit_direct([], "H200") == ({}, 0.0)
 
 
 def test_direct_rows_are_those_of_todays_kernels() -> None:
     rows = SHIPPED["direct_rows"]
-    assert {row["file"] for row in rows} == {f"{name}-h100-4.json" for name in ("backends-domains", "domains", "nic")}
-    assert len(rows) == sum(line["rows"] for line in SHIPPED["direct"]) == 4 + 24 + 6
+    files = [f"{name}-h100-4.json" for name in ("backends-domains", "domains", "nic")]
+    assert {row["file"] for row in rows} == {*files, "domains-h200-4.json", "nic-h200-4.json"}
+    assert len(rows) == sum(line["rows"] for line in SHIPPED["direct"]) == 4 + 2 * (24 + 6)
     assert max(abs(row["error"]) for row in rows) == max(line["worst_error"] for line in SHIPPED["direct"]) <= 0.1
     assert "latency-backends-h100-4.json" in {named["file"] for named in SHIPPED["fitted_to"]}, "NVLink as a NIC"
 
