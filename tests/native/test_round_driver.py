@@ -44,8 +44,10 @@ def test_random_rounds(cases: int, plain: Workshop) -> None:
 
 
 @pytest.mark.long
-def test_random_rounds_without_races(tsan: Workshop) -> None:
-    run(tsan.intact, *random_cases(TSAN_CASES))
+@pytest.mark.timeout(LONG)
+def test_random_rounds_without_races(tsan: Workshop, pytestconfig: pytest.Config) -> None:
+    cases = pytestconfig.getoption("--race-cases") or TSAN_CASES
+    run(tsan.intact, *random_cases(cases), timeout_s=LONG)
 
 
 @pytest.mark.timeout(LONG)
