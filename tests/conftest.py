@@ -247,7 +247,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--domain-cases", type=int, help="random cases on CPU ranks in several domains: 60, or 600 of long ones"
     )
-    parser.addoption("--race-cases", type=int, help="random cases on CPU ranks under ThreadSanitizer: 400 of a long run")
+    parser.addoption("--race-cases", type=int, help="random cases on CPU ranks under ThreadSanitizer: 400 of long ones")
     parser.addoption("--gpu-cases", type=int, default=1000, help="random cases on GPUs")
     parser.addoption(
         "--under-sanitizer", action="store_true", help="virtual ranks as compute-sanitizer needs them: docs/testing.md"

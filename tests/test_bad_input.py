@@ -57,6 +57,7 @@ REFUSED = {
     "topk_weights without memory": ("topk_weights", {"topk_weights": torch._efficientzerotensor(T, 4)}),
     "layout": ("layout", {"layout": "rows"}),
     "layouts": ("layout", {"layout": ["flat", "expert"]}),
+    "a list beside a tuple": ("check_weights", {"layout": ("flat", "expert"), "check_weights": []}),
     "quantize": ("quantize", {"quantize": "fp4"}),
     "scale_format": ("scale_format", {"quantize": "fp8", "scale_format": "fp8"}),
     "scale_format of nothing": ("scale_format", {"scale_format": "ue8m0"}),

@@ -80,8 +80,7 @@ class PlanCache:
 
 def check_hashable(key: tuple[Any, ...]) -> None:
     """Raise BadInput that names the first option by which no plan can be found."""
-    options: Any
-    for options in (value for value in key if isinstance(value, tuple)):
+    for options in (value for value in key if hasattr(value, "_asdict")):  # any other is what a caller gave
         for name, value in options._asdict().items():
             try:
                 hash(value)

@@ -55,8 +55,11 @@ GENERAL: dict[str, Callable[[], Any]] = {
 }
 
 
+_FAKE = FakeTensorMode()  # torch refuses to mix several
+
+
 def _fake(good: torch.Tensor) -> torch.Tensor:
-    with FakeTensorMode():
+    with _FAKE:
         return torch.empty(good.shape, dtype=good.dtype)
 
 

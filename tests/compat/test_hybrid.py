@@ -313,6 +313,7 @@ def test_bad_use_is_named() -> None:
         ("routing_map", lambda: named(hidden=x, routing_map=map_.tolist())),
         ("routing_map", lambda: named(hidden=x, routing_map=map_[:2])),
         ("routing_map", lambda: named(hidden=x, routing_map=map_.to("meta"))),
+        ("routing_map", lambda: named(hidden=x.to("meta"), routing_map=map_.to("meta"))),
         ("probs", lambda: named(hidden=x, routing_map=map_, probs=torch.ones(3, 1))),
         ("probs", lambda: named(hidden=x, routing_map=map_, probs=torch.ones(3, 2, device="meta"))),
         ("probs", lambda: named(hidden=x, routing_map=map_, probs=[1.0])),
