@@ -424,6 +424,7 @@ def correctness() -> str:
         ("random-layers-h200-2", LAYER, "random_layers"),
         ("random-rounds-cpu", ("host",), "random_cases"),
         ("random-cases-cpu", ("host",), "random_cases"),
+        ("random-arguments-cpu", ("host",), "random_cases"),
         ("kill-plans-cpu", ("host",), "kills"),
         ("kill-plans-counted-h100", ROUNDS, "kills"),
         ("kill-plans-gpus-h200-4", ROUNDS, "kills"),
@@ -703,7 +704,8 @@ CHECKS = (
         "Correctness runs",
         "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
         "against their parts one after the other.  Killed ranks: the others shrink, and new ones join; all ranks make "
-        "exact rounds.  Trained steps have the losses of Megatron's own dispatcher to the bit.  "
+        "exact rounds.  Wrong arguments end in a named error.  Trained steps have the losses of Megatron's own "
+        "dispatcher to the bit.  "
         "In `kill-plans-gpus-h200-4` and `-8` three and four plans at a time share the GPUs, "
         "in `kill-plans-gpus-h100` two to eight share one, in `kill-plans-counted-h100` two.",
         (
@@ -713,6 +715,7 @@ CHECKS = (
             "random-layers-h200-2",
             "random-rounds-cpu",
             "random-cases-cpu",
+            "random-arguments-cpu",
             "random-operators-cpu",
             "kill-plans-cpu",
             "kill-plans-counted-h100",
