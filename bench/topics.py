@@ -436,6 +436,7 @@ def correctness() -> str:
         ("soak-cpu", ("host",), "rounds"),
         ("repeated-failures-cpu", ("host",), "repeats"),
         ("flips-cpu", ("host",), "flips"),
+        ("post-mortem-cpu", ("host",), "faults"),
         ("random-operators-cpu", ("host", "overlap"), "random_cases"),
         ("megatron-training-cpu", ("host",), "steps"),
     ):
@@ -728,6 +729,7 @@ CHECKS = (
             "soak-cpu",
             "repeated-failures-cpu",
             "flips-cpu",
+            "post-mortem-cpu",
             "megatron-training-cpu",
         ),
         correctness,
