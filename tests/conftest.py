@@ -241,9 +241,7 @@ def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--cases", type=int, help="random cases to run against the reference: 1000, or 20,000 of long ones"
-    )
+    parser.addoption("--cases", type=int, help="random cases to run against the reference: 1000, or 8000 of long ones")
     parser.addoption(
         "--domain-cases", type=int, help="random cases on CPU ranks in several domains: 60, or 600 of long ones"
     )
