@@ -47,11 +47,12 @@ def test_what_a_command_runs_is_there(command: str) -> None:
         return
     words = options.split()
     named = dict(zip(words[::2], words[1::2], strict=True))
-    assert named.keys() <= {"-k", "--repeats", "--cases"}
+    assert named.keys() <= {"-k", "--repeats", "--cases", "--race-cases"}
     chosen = [source for name, source in sources_of(place).items() if named.get("-k", "") in name]
     marker = re.match(r"-m (\w+) ", command)
     assert any(runs_with(source, marker[1] if marker else "") for source in chosen)
-    assert "--repeats" not in named or any('"--repeats"' in source for source in chosen)
+    for option in named.keys() - {"-k", "--cases"}:
+        assert any(f'"{option}"' in source for source in chosen)
 
 
 def runs_with(source: str, marker: str) -> bool:
