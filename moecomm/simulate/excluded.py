@@ -57,7 +57,8 @@ def why_excluded(commit: str, domains: int, ranks: int, through: str, row: dict[
 
 
 def _lsa(commit: str, ranks: int, through: str, direct: bool) -> str:
+    if direct and commit in _BEFORE_EARLY:
+        return LATE
     if direct:
-        late, single = commit in _BEFORE_EARLY, ranks == 1
-        return LATE if late else SINGLE if single else ""
+        return SINGLE if ranks == 1 else ""
     return "" if through == "nic" else RINGS
