@@ -157,7 +157,9 @@ _FITTED = "every schedule, which moecomm.fused.schedules is fitted to; gemm-fp8 
 _ENVIRONMENT = "variables of NCCL and of the RMA plugin in the environment, as the command in the result has them"
 # Results of GPUs without a piece: beginning of the name, and the reason.
 LEFT_OUT = {
-    **dict.fromkeys(("random-cases", "random-layers", "kill-plans", "kill-plans-gpus"), _SEEN_BY_TESTS),
+    **dict.fromkeys(
+        ("random-cases", "random-layers", "kill-plans", "kill-plans-gpus", "kill-plans-counted"), _SEEN_BY_TESTS
+    ),
     **dict.fromkeys(("ll-handles", "rings", "layers", "one-launch-schedules"), _ONCE),
     **dict.fromkeys(("ll", "layouts", "rounds"), _MORE_TIMES),
     **dict.fromkeys(("gemm", "gemm-fp8-clusters", "gemm-fp8-rows", "gemm-fp8-schedules"), _FITTED),
