@@ -76,9 +76,7 @@ def fit_direct(points: list[DirectPoint], gpu: str) -> tuple[dict[Operation, Dir
 
     def errors(terms: Array) -> Array:
         now = lines(terms)
-        more = [0.0 if point.machine == gpu else terms[-1] for point in points]
-        us = [now[point.operation.fitted_as].us(point.load) for point in points]
-        ratios = [(one + longer) / point.us for one, longer, point in zip(us, more, points, strict=True)]
+        ratios = [_predicted_us(point, now, gpu, terms[-1]) / point.us for point in points]
         return np.asarray(np.log(ratios) / _NOISE)
 
     expected = [start] * each + [copy] * each + [row, block] * len(kinds) + [overlap, _OTHER_GPU_US]
@@ -87,12 +85,17 @@ def fit_direct(points: list[DirectPoint], gpu: str) -> tuple[dict[Operation, Dir
     return lines(found), float(found[-1])
 
 
+def _predicted_us(point: DirectPoint, lines: dict[Operation, DirectLine], gpu: str, other_gpu_us: float) -> float:
+    us = lines[point.operation.fitted_as].us(point.load)
+    return us if point.machine == gpu else us + other_gpu_us
+
+
 def written(points: list[DirectPoint], gpu: str) -> dict[str, Any]:
     """Fit, and return for its JSON: the lines with their errors, what another GPU adds, and the error of each row."""
     lines, other_gpu_us = fit_direct(points, gpu)
     rows = []
     for point in points:
-        us = lines[point.operation.fitted_as].us(point.load) + (0.0 if point.machine == gpu else other_gpu_us)
+        us = _predicted_us(point, lines, gpu, other_gpu_us)
         rows.append(
             {
                 "file": point.file,
