@@ -34,14 +34,14 @@ pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core"
 MOST = 36  # kernels of a set of sizes
 
 
-def rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
-    """Sizes, and the random cases that they get where there are GPUs: those of `pytest tests/gpu --gpu-cases cases`."""
+def rounds(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
+    """Sizes, and the random cases that they get on so many GPUs: those of `pytest tests/gpu --gpu-cases cases`."""
     for sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG):
         yield sizes, test_virtual_ranks.random_seeds(sizes, cases)
     yield test_virtual_ranks.PAIR, [test_virtual_ranks.GOOD]
     for sizes in test_nvlink.SIZES:
-        yield {"ranks": 4, **sizes}, test_nvlink.random_seeds(sizes, cases)
-    yield {"ranks": 4, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
+        yield {"ranks": ranks, **sizes}, test_nvlink.random_seeds(sizes, cases)
+    yield {"ranks": ranks, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
 
 
 def rounds_of_domains(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:

@@ -1,7 +1,7 @@
-"""python -m tests.gpu.compile CASES: what so many random cases on GPUs launch, into the cache, by all cores at once.
+"""python -m tests.gpu.compile CASES [RANKS] [domains]: what random cases launch, into the cache, by all cores at once.
 
-With `domains RANKS` behind it, what so many ranks in several domains launch, through every transport that can be
-linked here.
+These are the cases of virtual ranks, and of so many GPUs (4) in one domain or in several, through every transport that
+can be linked here.
 
 Ranks that compile while they run wait for each other's compilers, one kernel after the other.
 """
@@ -55,9 +55,7 @@ def main(cases: int, rounds: Callable[[int], Iterable[tuple[dict[str, Any], Sequ
 
 
 if __name__ == "__main__":
-    if sys.argv[2:]:
-        word, ranks = sys.argv[2:]
-        assert word == "domains"
-        main(int(sys.argv[1]), partial(kernels.rounds_of_domains, ranks=int(ranks)))
-    else:
-        main(int(sys.argv[1]), kernels.rounds)
+    cases, *rest = sys.argv[1:]
+    domains = rest[-1:] == ["domains"]
+    (ranks,) = map(int, rest[: len(rest) - domains] or [4])
+    main(int(cases), partial(kernels.rounds_of_domains if domains else kernels.rounds, ranks=ranks))
