@@ -418,6 +418,7 @@ def correctness() -> str:
     for name, parts, number in (
         ("random-cases-h200-4", (*ROUNDS, *DOMAINS, "gin", "nvshmem"), "random_cases"),
         ("random-cases-h200-2", (*ROUNDS, *DOMAINS, "gin", "nvshmem", "RMA plugin"), "random_cases"),
+        ("random-cases-uneven-h200-2", (*ROUNDS, *DOMAINS, "gin", "nvshmem", "RMA plugin"), "random_cases"),
         ("random-layers-h200-4", LAYER, "random_layers"),
         ("random-layers-h200-2", LAYER, "random_layers"),
         ("random-rounds-cpu", ("host",), "random_cases"),
@@ -711,6 +712,7 @@ CHECKS = (
         (
             "random-cases-h200-4",
             "random-cases-h200-2",
+            "random-cases-uneven-h200-2",
             "random-layers-h200-4",
             "random-layers-h200-2",
             "random-rounds-cpu",

@@ -139,14 +139,17 @@ def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
 
     All of them add through rings, so a byte takes a warp of any role about as long, and a role has warps in proportion
     to the bytes that it adds and puts.  Of 4096 tokens of DeepSeek-V3, a rank reduces 32768 rows.  With two domains of
-    one rank, it pulls 8192 and returns the sums of 4096; with two domains of four ranks, it pulls 15000 and adds 11000
-    to return 4096.  A wider wire doubles what is pulled and returned, and of flat rows a rank copies one for each token
-    in place of adding several.  16 warps, one of them the flag warp, leave a thread 128 registers.
+    one rank, it pulls 8192 and returns 4096, each the only row of its token here; with two domains of four ranks, it
+    pulls 15000 and adds 11000 to return 4096.  A wider wire doubles what is pulled and returned, and of flat rows a
+    rank copies one for each token in place of adding several.  16 warps, one of them the flag warp, leave a thread 128
+    registers.
     """
     if spec.in_place:
         return 0, 6, 5
     if spec.verifies:  # 12 warps with the flag warp: hashes take registers, and time
         return 5, 3, 3
+    if spec.ranks == 2 and spec.layout != _FLAT:
+        return 8, 4, 3
     wide = spec.layout == _FLAT or TYPE_BYTES[spec.wire] > TYPE_BYTES[spec.type]
     return (6, 4, 5) if wide else (7, 4, 4)
 

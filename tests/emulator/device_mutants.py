@@ -129,6 +129,20 @@ MUTANTS = [
         "relays",
     ),
     Mutant(
+        "each warp puts the chunk that it shares",
+        "combine/scaleout/return_forward.cuh",
+        "if (!complete_step(c.scaleout().forwarded, c.round, ended++)) return;",
+        "",
+        "shared chunks",
+    ),
+    Mutant(
+        "the last tokens of a shared chunk are nobody's",
+        "combine/scaleout/return_forward.cuh",
+        "ceil_div(sent_by(work).chunk_tokens, cfg.return_forward_warps)",
+        "sent_by(work).chunk_tokens / cfg.return_forward_warps",
+        "shared chunks",
+    ),
+    Mutant(
         "only the first sums of a domain are awaited",
         "combine/scaleout/source_rank.cuh",
         "|| seen == chunk) return true;",

@@ -71,3 +71,20 @@ def test_rounds_take_as_long_as_the_wire(
         finally:
             machine.forget()
     assert len(took) >= 4 and all(ns >= least > 0 for ns, least in took)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 16, 32])
+def test_warps_that_share_a_chunk_send_the_same_bits(
+    chunk_tokens: int, machine: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """As on GIN's proxy: see shares_chunks of csrc/transport/scaleout.cuh."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.in_chunks(chunk_tokens)))
+    monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
+    monkeypatch.setattr(machine, "nic", Nic(10_000.0, 0.0, 1000.0))
+    long = {**SIZES, "max_tokens": 150}
+    with LocalBuffers(RANKS, domain_ranks=SIZE, **long, backend="host") as ranks:
+        try:
+            for seed in range(max(4, request.config.getoption("--cases") or 0)):
+                check_case(ranks, random_case(seed, ranks=RANKS, **long, few_kernels=True))
+        finally:
+            machine.forget()

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from moecomm.backends import host
+from moecomm.backends.emulated_nic import Nic
 from moecomm.core import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
@@ -40,12 +41,15 @@ PLAIN: dict[str, Any] = {
     "alignment": 1,
     "weighted": True,
 }
-WAYS: dict[str, dict[str, Any]] = {  # how many bytes there are for packets and for direct rows
+# How many bytes there are for packets and for direct rows, and how many tokens a chunk has over an emulated NIC.
+WAYS: dict[str, dict[str, Any]] = {
     "packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20},
     "rows": {"ranks": 4, "packet_bytes": lambda *_: 0},
     "relays": {**DOMAINS, "direct_bytes": lambda *_: 0},
+    "shared chunks": {**DOMAINS, "direct_bytes": lambda *_: 0, "chunk_tokens": 16},
     "straight": {**DOMAINS, "max_tokens": 20},
 }
+NIC = Nic(10_000.0, 0.0, 1000.0)
 SEEDS = 3
 LIMIT_S = 240
 NOT_COMPILED = 3
@@ -55,10 +59,13 @@ def rounds(way: str, machine: Machine) -> None:
     """Compare rounds by the machine with the reference."""
     sizes = {**SIZES, **WAYS[way]}
     rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
+    chunk_tokens = sizes.pop("chunk_tokens", 0)
+    run, nic = (machine.in_chunks(chunk_tokens), NIC) if chunk_tokens else (machine.run_all, None)
     of_case = {name: size for name, size in sizes.items() if name != "domain_ranks"}
     with (
         mock.patch.multiple(host, ring_tokens=lambda *_: 32, **rooms),
-        mock.patch.object(local, "_native", SimpleNamespace(host_run_all=machine.run_all)),
+        mock.patch.object(local, "_native", SimpleNamespace(host_run_all=run)),
+        mock.patch.object(machine, "nic", nic),
         LocalBuffers(**sizes, backend="host") as ranks,
     ):
         for buffer in ranks.buffers:

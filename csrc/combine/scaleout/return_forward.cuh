@@ -7,8 +7,9 @@
 namespace moecomm {
 
 // The role of a return-forward warp. The warps of the grid divide the chunks of all source ranks that this rank forwards for, in order. A
-// warp puts the sums of a chunk when they are complete, those of consecutive tokens at once, and then signals the source rank. All lanes
-// call all methods together.
+// warp puts the sums of a chunk when they are complete, those of consecutive tokens at once, and then signals the source rank. Where a
+// message costs much, chunks have many tokens, and the warps of a block share each: the last one puts it. All lanes call all methods
+// together.
 template <class Call>
 struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -18,11 +19,13 @@ struct ReturnForward {
     static constexpr bool kHashes = cfg.verifies, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes);
     static constexpr i32 kOthers = cfg.domains() - 1;
+    static constexpr bool kShares = shares_chunks<typename Call::Transport>();
 
     const Call& c;
     const i32 warp;                              // among those of the block
     const i32 work_list;                         // number of work items of all return-forward warps
     i32 nth;                                     // this warp's next work item
+    i32 ended = 0;                               // kShares: work items that this warp has ended
     u32 tokens_left = 0;                         // one bit for each of its remaining tokens that this domain has rows of
     i32 slot = -1, next_slot = -1;               // this lane's slots of its next token and of the one after it, loaded ahead
     u64* hash = nullptr;                         // see gather.cuh
@@ -31,7 +34,7 @@ struct ReturnForward {
     bool failed = false;
 
     MOECOMM_FN ReturnForward(const Call& call, i32 this_warp)
-        : c(call), warp(this_warp), work_list(count(call)), nth(blockIdx.x + gridDim.x * this_warp) {}
+        : c(call), warp(this_warp), work_list(count(call)), nth(blockIdx.x + (kShares ? 0 : gridDim.x * this_warp)) {}
 
     MOECOMM_FN static i32 count(const Call& c) {
         i32 most = 0;
@@ -75,15 +78,21 @@ struct ReturnForward {
         if (tokens == 0 || lane_id() >= cfg.scaleup_ranks()) return -1;
         return kept(source_rank_of(nth), first_token(tokens))[2 * cfg.topk + lane_id()];
     }
+    // kShares: one bit for each token of the chunk that is this warp's.
+    MOECOMM_FN u32 share_of(i32 work) const {
+        const i32 tokens = ceil_div(sent_by(work).chunk_tokens, cfg.return_forward_warps), first = tokens * warp;
+        return first < kWarp ? ((1ull << tokens) - 1) << first : 0;
+    }
     MOECOMM_FN void begin_work() {
         tokens_left = tokens_of(nth);
+        if constexpr (kShares) tokens_left &= share_of(nth);
         slot = slot_of_first(tokens_left);
         next_slot = slot_of_first(tokens_left & (tokens_left - 1));
         item_open = true;
         place_free = tokens_left == 0 || chunk_of(nth) < ring_of(nth);
     }
     MOECOMM_FN void end_work() {
-        nth += gridDim.x * cfg.return_forward_warps;
+        nth += gridDim.x * (kShares ? 1 : cfg.return_forward_warps);
         item_open = false;
     }
 
@@ -118,7 +127,8 @@ struct ReturnForward {
     // Address of this domain's sum of a token, from which it is put.
     MOECOMM_FN u8* sum_of(i32 column, i32 token) const { return c.transport.template local<u8>(c.return_sum_at(column, token)); }
 
-    // See gather.cuh. An item without a token ends a chunk without rows. Sets `failed` if a wait failed.
+    // See gather.cuh. An item without a token ends a chunk without rows, or without rows of this warp's tokens. Sets `failed` if a wait
+    // failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
         while (!failed && nth < work_list && chunk_of(nth) >= forwarded(c, source_rank_of(nth))) end_work();
         if (failed || nth >= work_list) return Next::none;
@@ -193,7 +203,11 @@ struct ReturnForward {
 
     MOECOMM_FN void close(const Item& out) {
         if (failed) return;
-        if (out.step >= 0 && !(put_sums(out.step) && finish_work(out.step))) failed = true;
+        if (out.step < 0) return;
+        if constexpr (kShares) {
+            if (!complete_step(c.scaleout().forwarded, c.round, ended++)) return;
+        }
+        if (!(put_sums(out.step) && finish_work(out.step))) failed = true;
     }
     // Puts the chunk's sums, one put for each run of consecutive tokens; the last one carries the signal. A chunk of which this domain has
     // no rows is not signaled. A chunk lies in one piece in a ring, whose length it divides. Returns false in all lanes if a put found no
