@@ -202,7 +202,7 @@ def backends() -> str:
         ("domains-nvshmem-h200-2", 0),
         ("domains-nvshmem-h200-2", -1),
         ("nic-h200-4", 0),
-        ("gin-domains-h100-2", 0),
+        ("gin-domains-h200-2", 0),
     ):
         found = load(name)
         through = found["rows"][nth].get("through") or found["backend"].split(",")[0]
@@ -604,7 +604,7 @@ TOPICS = (
             "nic-h200-4",
             "nic-h200-2",
             "nic-h100-2",
-            "gin-domains-h100-2",
+            "gin-domains-h200-2",
             "rings-h200-4",
             "rings-h100-2",
             "latency-backends-h100-4",

@@ -64,8 +64,6 @@ struct ScaleoutShared {
     ReturnRing rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
     u64 owners[cfg.pull_warps][kItemsOpen];  // by open item: one bit for each rank that has a part of its token
     u32 headers_seen;                        // 1: the tagged words of all ranks have arrived
-    // shares_chunks: work items of the block's return-forward warps
-    StepCounters<(cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1)> forwarded;
 };
 
 template <CombineConfig cfg>

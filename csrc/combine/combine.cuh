@@ -51,9 +51,6 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
                 barrier_init(&scaleout_shared(shared).reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
         }
         for (i32 i = threadIdx.x; i < cfg.return_forward_warps; i += cfg.threads()) Transport::prepare(put_rings<Transport>(shared)[i]);
-        if constexpr (shares_chunks<Transport>()) {
-            for (i32 i = threadIdx.x; i < kOpenSteps; i += cfg.threads()) scaleout_shared(shared).forwarded.done[i] = 0;
-        }
         if (threadIdx.x == 0) scaleout_shared(shared).headers_seen = 0;
     }
 #pragma unroll 1

@@ -6,6 +6,7 @@
 // again only through the same channel, or after the reader has answered the previous value; so the sum never takes an unintended value.
 // NCCL's own words only grow: the word in the window that other transports add to holds the difference, which set_signal changes.
 #pragma once
+#include "../device/step_counters.cuh"
 #include "../protocol/domains.h"
 #include "../shims/shims.h"
 #include "transport.cuh"
@@ -57,7 +58,14 @@ struct Gin : Lsa {
 // GIN's proxy: a thread of the host posts every message, which takes it about 16 us, the time of 128 KiB (csrc/rma_plugin/README.md).
 struct GinProxy : Gin {
     static constexpr i64 worth_a_message = 128 * 1024;
+    struct Ring {  // for warps that share a chunk (combine/scaleout/return_forward.cuh); nothing is put through it
+        u32 done[kOpenSteps];
+    };
     using Gin::Gin;
+    MOECOMM_FN static void prepare(Ring& ring) {
+        for (u32& done : ring.done) done = 0;
+    }
+    MOECOMM_FN static void pass_through(Ring&) {}
 };
 
 }  // namespace moecomm

@@ -15,12 +15,6 @@ __device__ __noinline__ void report_broken(Round r, Phase phase, i32 peer) {
         if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
 }
 
-// True where a message costs so much that chunks have many tokens (moecomm/backends/gin.py). The warps of a block then share a chunk.
-template <class Transport>
-MOECOMM_FN constexpr bool shares_chunks() {
-    return Transport::worth_a_message >= 64 * 1024;
-}
-
 // Channels of a block's puts and of its credits. Credits have channels of their own where there are two or more: behind rows, a credit
 // would come when the rows have left.
 template <class Transport>

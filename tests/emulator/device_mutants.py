@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         "each warp puts the chunk that it shares",
         "combine/scaleout/return_forward.cuh",
-        "if (!complete_step(c.scaleout().forwarded, c.round, ended++)) return;",
+        "if (!complete_step(ended_by_all(), c.round, ended++)) return;",
         "",
         "shared chunks",
     ),

@@ -52,6 +52,7 @@ BODIES: dict[str, dict[str, str]] = {
     # Puts to other domains come late, in as bad an order as it may: see scheduler.cpp.  An add before settle() is lost.
     "transport/puts.cuh": {
         "channels": "return 2;",
+        "prepare": "memset(&ring, 0, sizeof(PutRing));",
         "put_ahead": "if (lane_id() == 0) emulator::emulator_put(ctx.rank, peer, way, remote(peer, to), "
         "local<u8>(from), bytes); ahead = true; __syncwarp();",
         "settle": "ahead = false; __syncwarp();",
@@ -69,7 +70,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
             "mutable bool ahead = false;",
         )
     ],
-    # Its messages cost as much as those of GIN's proxy, which cannot run here.
+    # Its messages cost as much as those of GIN's proxy, which cannot run here.  Puts use no ring here.
     "transport/nic.cuh": [
         (r"Puts\{context\}", "Puts{context, channel % 2}"),
         (r"struct Nic : Puts \{", "struct Nic : Puts { static constexpr i64 worth_a_message = 128 * 1024;"),

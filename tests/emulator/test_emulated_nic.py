@@ -77,7 +77,7 @@ def test_rounds_take_as_long_as_the_wire(
 def test_warps_that_share_a_chunk_send_the_same_bits(
     chunk_tokens: int, machine: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """As on GIN's proxy: see shares_chunks of csrc/transport/scaleout.cuh."""
+    """As on GIN's proxy: see ReturnForward."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.in_chunks(chunk_tokens)))
     monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     monkeypatch.setattr(machine, "nic", Nic(10_000.0, 0.0, 1000.0))

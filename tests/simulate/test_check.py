@@ -98,7 +98,7 @@ def test_excluded_rows_are_named(found: dict[str, Any]) -> None:
         (THREADS, "backends-domains-h100-4"): 12,
         (THREADS, "domains-nvshmem-h200-2"): 12,
         (PROXY, "backends-domains-h100-4"): 12,
-        (PROXY, "gin-domains-h100-2"): 16,
+        (PROXY, "gin-domains-h200-2"): 16,
         (PUTS, "backends-domains-h200-4"): 24,
         (LATE, "domains-h100-2"): 36,
         (LATE, "domains-h200-2"): 36,

@@ -19,7 +19,8 @@ struct ReturnForward {
     static constexpr bool kHashes = cfg.verifies, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes);
     static constexpr i32 kOthers = cfg.domains() - 1;
-    static constexpr bool kShares = shares_chunks<typename Call::Transport>();
+    // Where a message costs so much, chunks have many tokens (moecomm/backends/gin.py), and one warp would take long to add them up.
+    static constexpr bool kShares = Call::Transport::worth_a_message >= 64 * 1024;
 
     const Call& c;
     const i32 warp;                              // among those of the block
@@ -77,6 +78,12 @@ struct ReturnForward {
     MOECOMM_FN i32 slot_of_first(u32 tokens) const {
         if (tokens == 0 || lane_id() >= cfg.scaleup_ranks()) return -1;
         return kept(source_rank_of(nth), first_token(tokens))[2 * cfg.topk + lane_id()];
+    }
+    // kShares: the work items that warps of this block have ended. Rings have no other use on a transport whose messages cost so much.
+    MOECOMM_FN auto& ended_by_all() const {
+        using Counters = StepCounters<cfg.return_forward_warps>;
+        static_assert(sizeof(Counters) <= sizeof(typename Call::Transport::Ring));
+        return reinterpret_cast<Counters&>(put_rings<typename Call::Transport>(c.shared)[0]);
     }
     // kShares: one bit for each token of the chunk that is this warp's.
     MOECOMM_FN u32 share_of(i32 work) const {
@@ -205,7 +212,7 @@ struct ReturnForward {
         if (failed) return;
         if (out.step < 0) return;
         if constexpr (kShares) {
-            if (!complete_step(c.scaleout().forwarded, c.round, ended++)) return;
+            if (!complete_step(ended_by_all(), c.round, ended++)) return;
         }
         if (!(put_sums(out.step) && finish_work(out.step))) failed = true;
     }
