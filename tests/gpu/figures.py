@@ -92,6 +92,8 @@ def measure(piece: Piece, folder: Path, machine: str, gpus: int, *, small: bool)
         # As it is kept: the result among those of the pages, other files wherever the command runs.
         command = found["command"].replace(str(fresh), f"bench/results/{result.name}").replace(f"{folder}/", "")
         command = command.replace(str(ROOT / RECORDED), RECORDED)
+        if small:
+            command = command.replace(f"{os.path.relpath(ROOT, log.parent)}/", "")
         conditions = {"started": started, "seconds": round(seconds, 1), "gpus": clocks}
         kept = {**found, "what": result.stem, "command": command, "conditions": conditions}
         result.write_text(json.dumps(kept, indent=1) + "\n")

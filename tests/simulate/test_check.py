@@ -98,12 +98,12 @@ def test_excluded_rows_are_named(found: dict[str, Any]) -> None:
         (THREADS, "backends-domains-h100-4"): 12,
         (THREADS, "domains-nvshmem-h200-2"): 12,
         (PROXY, "backends-domains-h100-4"): 12,
-        (PROXY, "gin-domains-h200-2"): 16,
+        (PROXY, "gin-domains-h200-2"): 12,
         (PUTS, "backends-domains-h200-4"): 24,
         (LATE, "domains-h100-2"): 36,
-        (LATE, "domains-h200-2"): 36,
         (LATE, "nic-h100-2"): 8,
         (LATE, "nic-h200-2"): 8,
+        (SINGLE, "domains-h200-2"): 36,
         (SINGLE, "domains-nvshmem-h200-2"): 6,
     }
     assert all(row["kind"] == f"{EXCLUDED}: {row['excluded']}" for row in excluded)
