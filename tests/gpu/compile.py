@@ -56,6 +56,6 @@ def main(cases: int, rounds: Callable[[int], Iterable[tuple[dict[str, Any], Sequ
 
 if __name__ == "__main__":
     cases, *rest = sys.argv[1:]
-    domains = rest[-1:] == ["domains"]
-    (ranks,) = map(int, rest[: len(rest) - domains] or [4])
-    main(int(cases), partial(kernels.rounds_of_domains if domains else kernels.rounds, ranks=ranks))
+    rounds = kernels.rounds_of_domains if "domains" in rest else kernels.rounds
+    ranks = next((int(word) for word in rest if word.isdigit()), 4)
+    main(int(cases), partial(rounds, ranks=ranks))
