@@ -191,7 +191,7 @@ def test_a_limit_is_named(spec: Any, limit: str) -> None:
 def test_every_shape_has_room() -> None:
     """The block is made up for any shape: at least two pieces in each ring, and no more shared memory than there is."""
     for hidden in (8, 24, 128, 2048, 2880, 5120, 7168, 16384, 65536):
-        for ranks, experts in ((1, 8), (4, 256), (8, 1024), (64, 4096)):
+        for ranks, experts in ((1, 8), (2, 16), (4, 256), (8, 1024), (64, 4096)):
             for layout in (FLAT, EXPERT):
                 fields = jit.block_fields(dispatch(hidden=hidden, ranks=ranks, experts=experts, layout=layout))
                 assert fields["ring_slots"] >= 2 and fields["count_warps"] >= 1
