@@ -29,7 +29,7 @@
 //   void sent_begin(peer, ticket)     by one thread: record in `ticket` what has been put to the peer
 //   i32  sent_ended(peer, ticket)     by one thread: 1: those sources may be overwritten; 0: not yet; -1: the path is broken
 //   i32  channels()                   number of channels
-//   Ring                              shared memory of a warp that puts, for a transport that copies by itself or costs much; else NoRing
+//   Ring                              shared memory of a warp that puts, if the transport copies, or if a message costs much; else NoRing
 //   void prepare(ring)                static; by one thread before a barrier_init_done: initialize a ring
 //   void pass_through(ring)           let puts pass through a ring; only the warp that owns it puts then. A put of few bytes needs none
 //

@@ -30,6 +30,7 @@ NICS = {
     "latency": Nic(10_000.0, 10_000.0, 1000.0),
     "message rate": Nic(10_000.0, 0.0, 0.003),
 }
+FAST = Nic(10_000.0, 0.0, 1000.0)
 
 
 def others(rank: int) -> list[int]:
@@ -80,7 +81,7 @@ def test_warps_that_share_a_chunk_send_the_same_bits(
     """As on GIN's proxy: see ReturnForward."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.in_chunks(chunk_tokens)))
     monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
-    monkeypatch.setattr(machine, "nic", Nic(10_000.0, 0.0, 1000.0))
+    monkeypatch.setattr(machine, "nic", FAST)
     long = {**SIZES, "max_tokens": 150}
     with LocalBuffers(RANKS, domain_ranks=SIZE, **long, backend="host") as ranks:
         try:

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from moecomm.backends import host
-from moecomm.backends.emulated_nic import Nic
 from moecomm.core import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
@@ -27,6 +26,7 @@ from . import machine as machines
 from . import plain
 from .device_mutants import MUTANTS
 from .machine import Machine, units
+from .test_emulated_nic import FAST
 from .test_kernels import DOMAINS
 from .test_kernels import pytestmark as of_emulator
 from .units import Units
@@ -49,7 +49,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "shared chunks": {**DOMAINS, "direct_bytes": lambda *_: 0, "chunk_tokens": 16},
     "straight": {**DOMAINS, "max_tokens": 20},
 }
-NIC = Nic(10_000.0, 0.0, 1000.0)
 SEEDS = 3
 LIMIT_S = 240
 NOT_COMPILED = 3
@@ -60,7 +59,7 @@ def rounds(way: str, machine: Machine) -> None:
     sizes = {**SIZES, **WAYS[way]}
     rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
     chunk_tokens = sizes.pop("chunk_tokens", 0)
-    run, nic = (machine.in_chunks(chunk_tokens), NIC) if chunk_tokens else (machine.run_all, None)
+    run, nic = (machine.in_chunks(chunk_tokens), FAST) if chunk_tokens else (machine.run_all, None)
     of_case = {name: size for name, size in sizes.items() if name != "domain_ranks"}
     with (
         mock.patch.multiple(host, ring_tokens=lambda *_: 32, **rooms),

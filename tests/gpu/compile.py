@@ -1,4 +1,4 @@
-"""python -m tests.gpu.compile CASES [RANKS] [domains]: what random cases launch, into the cache, by all cores at once.
+"""python -m tests.gpu.compile CASES [--ranks N] [--domains]: what random cases launch, by all cores, into the cache.
 
 These are the cases of virtual ranks, and of so many GPUs (4) in one domain or in several, through every transport that
 can be linked here.
@@ -8,8 +8,8 @@ Ranks that compile while they run wait for each other's compilers, one kernel af
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -55,7 +55,9 @@ def main(cases: int, rounds: Callable[[int], Iterable[tuple[dict[str, Any], Sequ
 
 
 if __name__ == "__main__":
-    cases, *rest = sys.argv[1:]
-    rounds = kernels.rounds_of_domains if "domains" in rest else kernels.rounds
-    ranks = next((int(word) for word in rest if word.isdigit()), 4)
-    main(int(cases), partial(rounds, ranks=ranks))
+    parser = argparse.ArgumentParser("tests.gpu.compile", usage=__doc__)
+    parser.add_argument("cases", type=int)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--domains", action="store_true")
+    given = parser.parse_args()
+    main(given.cases, partial(kernels.rounds_of_domains if given.domains else kernels.rounds, ranks=given.ranks))
