@@ -22,7 +22,10 @@ void bind_overlap(py::module_& m) {
                                               {"gemv_rows", kGemvRows},
                                               {"gemv_columns", kGemvColumns},
                                               {"gemv_threads", kGemvThreads},
-                                              {"embedding_threads", kEmbeddingThreads}};
+                                              {"embedding_threads", kEmbeddingThreads},
+                                              {"all_reduce_threads", kAllReduceThreads},
+                                              {"all_reduce_words", kAllReduceWords},
+                                              {"all_reduce_bytes", kAllReduceBytes}};
         },
         "Constants of csrc/overlap by name.");
     m.def("gemv_lines", &gemv_lines, py::arg("most_rows"), "Lines of a packet of the GEMV, for 8 or 16 rows.");

@@ -108,6 +108,7 @@ Structs structs() {
            FIELD(scales), FIELD(piece_rows), FIELD(pieces))
     STRUCT(SendMatmulArgs, FIELD(gemm), FIELD(overlap), FIELD(results), FIELD(pitch_rows), FIELD(slices))
     STRUCT(GemvArgs, FIELD(overlap), FIELD(x), FIELD(w), FIELD(out), FIELD(rows), FIELD(columns), FIELD(depth), FIELD(pad))
+    STRUCT(AllReduceArgs, FIELD(overlap), FIELD(x), FIELD(out), FIELD(words))
     STRUCT(EmbeddingArgs, FIELD(overlap), FIELD(tables), FIELD(indices), FIELD(offsets), FIELD(out), FIELD(num_rows), FIELD(num_indices),
            FIELD(num_tables), FIELD(batch), FIELD(pooling), FIELD(columns), FIELD(piece_bags), FIELD(pieces))
     return found;

@@ -17,7 +17,8 @@ constexpr i32 kSliceRows = 32;                                         // of a t
 constexpr i32 kGemvRows = 16, kGemvColumns = 16, kGemvThreads = 1024;  // most rows of x; columns of a block
 constexpr i32 kGemvWarps = 8;                                          // of a group: gemv_all_reduce.cuh
 constexpr i32 kGemvGroups = kGemvThreads / (kGemvWarps * 32);
-constexpr i32 kEmbeddingThreads = 1024;
+constexpr i32 kEmbeddingThreads = 1024, kAllReduceThreads = 512;
+constexpr i32 kAllReduceWords = 60, kAllReduceBytes = 512;  // of a part, which a warp stores at once; of its lines of packets
 
 // This rank's alone. All zero when the Window opens; counters are zero between rounds.
 struct OverlapState {
@@ -40,7 +41,7 @@ struct Overlap {
     // Offsets in the memory of every rank.
     u64 state;       // OverlapState
     u64 flags;       // u64[2][kFlags]
-    u64 packets[2];  // lines that carry their own tags (gemv.cuh), and never anything else
+    u64 packets[2];  // lines that carry their own tags (gemv_all_reduce.cuh, all_reduce.cuh), and never anything else
     u64 staging[2];
 };
 
@@ -72,6 +73,13 @@ struct GemvArgs {
     Overlap overlap;
     u64 x, w, out;  // [rows][depth], [columns][depth], [rows][columns]
     i32 rows, columns, depth, pad;
+};
+
+// all_reduce.cuh
+struct AllReduceArgs {
+    Overlap overlap;
+    u64 x, out;  // of `words` words of 8 bytes
+    i64 words;
 };
 
 // embedding_all_to_all.cuh

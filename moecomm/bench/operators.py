@@ -19,9 +19,10 @@ from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.core.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
+from moecomm.overlap.unfused import UnfusedExecutor
 from moecomm.window import Window
 
-OURS, NCCL, TORCH, ALONE = "moecomm", "nccl", "torch", "alone"
+OURS, UNFUSED, NCCL, TORCH, ALONE = "moecomm", "moecomm unfused", "nccl", "torch", "alone"
 # NVLink multicast stays off: fused operators do not use it, and a rank that dies in it takes others with it.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _CHAIN_US, _MOST_CHAINED = 3000.0, 20
@@ -111,6 +112,7 @@ class _Measured:
     ) -> None:
         self._settings, self._case, self._executor = settings, case, executor
         self._window, self._group, self._transport = window, group, transport
+        self._unfused = UnfusedExecutor(window, executor.staging, executor.all_reduce)
         self._x, self._w = case.inputs(window.device, group.rank())
 
     def rows(self) -> list[dict[str, Any]]:
@@ -136,6 +138,7 @@ class _Measured:
         case, x, w, ranks = self._case, self._x, self._w, self._settings.ranks
         ways: dict[str, Callable[[], Call | None]] = {
             OURS: lambda: self._ours,
+            UNFUSED: lambda: partial(self._call, self._unfused),
             **{f"{OURS} {name}": partial(self._scheduled, name) for name in self._schedules},
             ALONE: lambda: operator_peers.alone(case, x, w, ranks),
         }
@@ -161,7 +164,10 @@ class _Measured:
         return call
 
     def _ours(self) -> Any:
-        operator = getattr(self._executor, self._case.operator)
+        return self._call(self._executor)
+
+    def _call(self, executor: Any) -> Any:
+        operator = getattr(executor, self._case.operator)
         more = {"all_gather_matmul": (False,), "embedding_all_to_all": (None,)}
         return operator(self._x, self._w, *more.get(self._case.operator, ()))
 

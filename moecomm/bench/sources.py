@@ -31,7 +31,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "overlap": tuple(
         f"overlap/{kernel}.cuh"
-        for kernel in ("all_gather_matmul", "matmul_send", "gemv_all_reduce", "embedding_all_to_all")
+        for kernel in ("all_gather_matmul", "matmul_send", "gemv_all_reduce", "all_reduce", "embedding_all_to_all")
     ),
     "all-gather study": ("bench/gather_matmul.cu",),
     "all-to-all": ("bench/all_to_all.cuh",),

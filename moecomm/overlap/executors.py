@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -52,10 +54,15 @@ class Operators(Protocol):
 class FusedOperators(Operators, Protocol):
     """The fused operators of a GPU: `GpuExecutor(window, offset, nbytes)` of moecomm.overlap.gpu.
 
-    They may raise Unsupported for sizes that they do not take.
+    They raise Unsupported for sizes that they do not take, and BadInput where the Workspace has no room, before they
+    reach other ranks.
     """
 
     staging: range  # bytes of the Window that hold nothing between calls of all ranks
+
+    def all_reduce(self, y: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum of y of all ranks, in rank order and rounded once; None: y is too large."""
+        ...
 
 
 class Executor(Operators, Protocol):
@@ -111,6 +118,27 @@ class HostExecutors:
         return self._host.rounds.count
 
 
+class FusedFirst:
+    """The fused operators, and the unfused form of calls that those do not take.
+
+    Sizes and room decide which, so all ranks take the same: see FirstCalls.
+    """
+
+    def __init__(self, fused: FusedOperators, unfused: UnfusedExecutor) -> None:
+        self._fused, self._unfused = fused, unfused
+
+    def __getattr__(self, operator: str) -> Any:
+        """Return an operator."""
+        return functools.partial(self._run, getattr(self._fused, operator), getattr(self._unfused, operator))
+
+    @staticmethod
+    def _run(fused: Callable[..., Any], unfused: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return fused(*given)
+        except (BadInput, Unsupported):
+            return unfused(*given)
+
+
 class GpuExecutors:
     """The executors of GPUs.  First calls are compared ahead of either.
 
@@ -120,15 +148,16 @@ class GpuExecutors:
     """
 
     def __init__(self, window: Window, nbytes: int) -> None:
-        self._gpu, self._ranks = torch.cuda.get_device_name(window.device), window.num_ranks
-        self._first_calls = FirstCalls(window, nbytes)
+        self._ranks, self._first_calls = window.num_ranks, FirstCalls(window, nbytes)
         self._fused: FusedOperators | MoecommError  # why there are none
         try:
             self._fused = _fused_operators(window, nbytes)
-            staging = self._fused.staging
         except (BadInput, Unsupported) as error:
-            self._fused, staging = error, range(nbytes)
-        self._unfused = UnfusedExecutor(window, staging)
+            self._fused = error
+            self._unfused = UnfusedExecutor(window, range(nbytes))
+        else:
+            self._unfused = UnfusedExecutor(window, self._fused.staging, self._fused.all_reduce)
+            self._fused_first = FusedFirst(self._fused, self._unfused)
         self._made = self._failed_calls = 0
 
     def choose(self, sizes: Sizes, fused: bool | None) -> Operators:
@@ -138,16 +167,19 @@ class GpuExecutors:
             Mismatch: see FirstCalls.
             Unsupported, BadInput: `fused=True`, and there are no fused operators.
         """
-        operators: Operators = self._unfused
+        operators: Any = self._unfused
         if isinstance(self._fused, MoecommError):
             if fused:
                 raise self._fused
             fused = False
-        elif fused or (fused is None and table.is_faster(self._gpu, self._ranks, sizes)):
+        elif fused:
             operators = self._fused
+        elif fused is None and not table.is_slower(self._ranks, sizes):
+            operators, fused = self._fused_first, True
         self._made += 1
-        self._first_calls.check(sizes, self._failed_calls, True if operators is self._fused else fused)
-        return operators
+        self._first_calls.check(sizes, self._failed_calls, fused)
+        chosen: Operators = operators
+        return chosen
 
     def exchange(self, sizes: Sizes) -> Executor:
         """Return the unfused executor, likewise."""

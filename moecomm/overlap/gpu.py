@@ -32,7 +32,14 @@ from moecomm.overlap.gpu_products import (
     row_maps,
     values_of,
 )
-from moecomm.overlap.kernels_structs import EmbeddingArgs, GatherMatmulArgs, GemvArgs, Overlap, SendMatmulArgs
+from moecomm.overlap.kernels_structs import (
+    AllReduceArgs,
+    EmbeddingArgs,
+    GatherMatmulArgs,
+    GemvArgs,
+    Overlap,
+    SendMatmulArgs,
+)
 from moecomm.overlap.sizes import FP8, Matrix
 from moecomm.window import Window
 from moecomm.window.gpu_calls import Handle
@@ -45,6 +52,7 @@ _LEAST_PIECE, _MOST_PIECE = 4096, 131072
 _PUSH_WARPS = 3  # of a block
 # Ranks choose the schedule of a product that they send alike, and each has its own depth: see SendTiles.
 _NOMINAL_DEPTH = 4096
+SUMMED = (torch.bfloat16, torch.float16)  # dtypes of all_reduce()
 
 
 class GpuExecutor:
@@ -203,6 +211,29 @@ class GpuExecutor:
         )
         self._launch(kernels.gemv_kernel(x.dtype, rows, self._ranks), self._units, args)
         return True
+
+    def all_reduce(self, y: torch.Tensor) -> torch.Tensor | None:
+        """Add up a tensor of all ranks, in float32 and in rank order, and round the sum once.
+
+        Args:
+            y: bfloat16 or float16, contiguous; the same shape and dtype on all ranks.
+
+        Returns:
+            A new tensor, the same bits on all ranks; None: y is no multiple of 8 bytes, or the packets of the
+            workspace have no room for it.
+        """
+        words, ranks = y.nbytes // 8, self._ranks
+        parts = -(-words // kernels.PART_WORDS)
+        owned = -(-parts // ranks)  # of a rank, at most
+        if y.nbytes % 8 or y.dtype not in SUMMED or (owned * ranks + parts) * kernels.PART_BYTES > self.packet_bytes:
+            return None
+        out = torch.empty_like(y)
+        if words:
+            args = AllReduceArgs(overlap=self._overlap, x=y.data_ptr(), out=out.data_ptr(), words=words)
+            warps = kernels.ALL_REDUCE_THREADS // 32
+            blocks = min(self._units, -(-owned * max(ranks - 1, 1) // warps))
+            self._launch(kernels.all_reduce_kernel(y.dtype, ranks), blocks, args)
+        return out
 
     def matmul_all_to_all(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """Multiply by the weight of each local expert, and return what all ranks have computed for this one.

@@ -17,6 +17,8 @@ MOST_RANKS, FLAGS, STATE_BYTES = (_CONSTANTS[name] for name in ("most_ranks", "f
 SLICE_ROWS = _CONSTANTS["slice_rows"]
 GEMV_ROWS, GEMV_COLUMNS, GEMV_THREADS = (_CONSTANTS[f"gemv_{name}"] for name in ("rows", "columns", "threads"))
 EMBEDDING_THREADS = _CONSTANTS["embedding_threads"]
+ALL_REDUCE_THREADS = _CONSTANTS["all_reduce_threads"]
+PART_WORDS, PART_BYTES = _CONSTANTS["all_reduce_words"], _CONSTANTS["all_reduce_bytes"]
 SENDS = ("reduce_scatter", "all_reduce", "all_to_all")  # enumerators of Send in C++
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # enumerators of Type
 _BARRIERS_BYTES = 64  # of SendShared beside GemmShared
@@ -60,6 +62,14 @@ def gemv_kernel(dtype: torch.dtype, rows: int, ranks: int) -> SharedKernel:
 def gemv_most(rows: int) -> int:
     """Return the rows that the kernel for so many is compiled for."""
     return 8 if rows <= 8 else GEMV_ROWS
+
+
+@lru_cache(maxsize=64)
+def all_reduce_kernel(dtype: torch.dtype, ranks: int) -> SharedKernel:
+    """Return the kernel that adds up a matrix of bfloat16 or float16 that each rank has."""
+    return SharedKernel(
+        "overlap/all_reduce", f"all_reduce<Type::{TYPES[dtype]}, {ranks}>", "AllReduceArgs", ALL_REDUCE_THREADS
+    )
 
 
 @lru_cache(maxsize=64)

@@ -33,6 +33,12 @@ class GemvArgs(ctypes.Structure):
     _fields_ = fields_of("GemvArgs", Overlap=Overlap)
 
 
+class AllReduceArgs(ctypes.Structure):
+    """AllReduceArgs of csrc/overlap/args.h."""
+
+    _fields_ = fields_of("AllReduceArgs", Overlap=Overlap)
+
+
 class EmbeddingArgs(ctypes.Structure):
     """EmbeddingArgs of csrc/overlap/args.h."""
 

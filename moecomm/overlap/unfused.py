@@ -1,14 +1,16 @@
-"""The operators without fusion, on GPUs: a product of torch, and copies through the Window, one after the other.
+"""The operators without fusion, on GPUs: a product of torch and an exchange, one after the other.
 
-Each exchange has three barriers: before a rank writes to its memory, before peers read it, and after they have read.
-It needs nothing of earlier or later calls but that they end their use of the memory on the same stream, and a graph can
-capture it.
+Exchanges are copies through the Window, except an all-reduce of at most a few MB, which is a kernel (all_reduce.cuh).
+
+Each exchange by copies has three barriers: before a rank writes to its memory, before peers read it, and after they
+have read.  It needs nothing of earlier or later calls but that they end their use of the memory on the same stream, and
+a graph can capture it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,11 +29,17 @@ class UnfusedExecutor:
 
     Args:
         window: of all ranks; CPU ranks will do as well.
-        staging: bytes of its memory that the exchanges use, from a multiple of 16 on.
+        staging: bytes of its memory that copies use, from a multiple of 16 on.
+        all_reduce: see moecomm.overlap.executors.FusedOperators; None: there is none.
     """
 
-    def __init__(self, window: Window, staging: range) -> None:
-        self._window, self._staging = window, staging
+    def __init__(
+        self,
+        window: Window,
+        staging: range,
+        all_reduce: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+    ) -> None:
+        self._window, self._staging, self._all_reduce = window, staging, all_reduce
         self._rank, self._ranks = window.rank, window.num_ranks
 
     def all_gather_matmul(self, x: Matrix, w: Matrix, gather: bool) -> tuple[torch.Tensor, Matrix | None]:
@@ -48,6 +56,8 @@ class UnfusedExecutor:
     def matmul_all_reduce(self, x: Matrix, w: Matrix) -> torch.Tensor:
         """See Executor."""
         mine = product(x, w)
+        if self._all_reduce is not None and (found := self._all_reduce(mine)) is not None:
+            return found
         if mine.nbytes <= _ONE_SHOT_BYTES:
             return sum_in_order(self._all_gather(mine)[0])
         flat = mine.flatten()
@@ -87,6 +97,10 @@ class UnfusedExecutor:
 
     def _exchange(self, mine: Sequence[torch.Tensor], found: Sequence[torch.Tensor], offset: int) -> None:
         """Publish tensors, one behind the other; read `found[i][rank]` from byte `offset` of tensor i of each rank."""
+        if self._ranks == 1:
+            for x, of in zip(mine, found, strict=True):
+                of.view(x.shape).copy_(x)
+            return
         ends = list(itertools.accumulate(x.nbytes for x in mine))
         if (more := ends[-1] - len(self._staging)) > 0:
             raise BadInput("nbytes", self._window.nbytes, f"at least {self._window.nbytes + more} for these sizes")

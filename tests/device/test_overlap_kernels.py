@@ -43,10 +43,16 @@ ALL: dict[str, PlainKernel] = {
         for rows in (1, 16)
         for ranks in (2, 8)
     },
+    **{
+        f"all_reduce, {dtype}, {ranks} ranks": kernels.all_reduce_kernel(dtype, ranks)
+        for dtype in (BF16, FP16)
+        for ranks in (1, 2, 3, 8)
+    },
     **{f"embedding, {dtype}": kernels.embedding_kernel(dtype) for dtype in (BF16, FP16, FP32)},
 }
 PLAIN = (
     *("gather, 256x4c2u16", "all_reduce, 64x8c1, 8 ranks", "GEMV, 16 rows, 8 ranks", f"embedding, {BF16}"),
+    f"all_reduce, {BF16}, 8 ranks",
     "split all_reduce, 128 rows by 4, 8 ranks",
     *("FP8 gather, 128x4c1r", "FP8 all_reduce, 64x5c2, 8 ranks", "FP8 all_to_all, 128x4c1r, 8 ranks"),
 )

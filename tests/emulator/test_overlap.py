@@ -218,6 +218,43 @@ def test_all_reduce_of_few_rows(name: str) -> None:
                 assert torch.equal(y, wanted), (turn, rank, (y != wanted).nonzero()[:4].tolist())
 
 
+SUMS = {
+    "two ranks": (2, 2000, torch.bfloat16),
+    "three ranks, the last part not full": (3, 3 * 240 + 36, torch.float16),
+    "less than a part": (4, 8, torch.bfloat16),
+    "alone": (1, 500, torch.float16),
+    "eight ranks": (8, 240 * 50, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", few(SUMS, "three ranks, the last part not full"))
+def test_all_reduce(name: str) -> None:
+    """Values of any size: the sum is in rank order, and rounded once."""
+    ranks, count, dtype = SUMS[name]
+    g = torch.Generator().manual_seed(0)
+    with emulated(ranks) as machine:
+        for turn in range(3):
+            y = [(torch.randn(count, generator=g) * 8**rank).to(dtype) for rank in range(ranks)]
+            made = [executor.all_reduce(mine) for executor, mine in zip(machine.executors, y, strict=True)]
+            machine.run()
+            for rank, found in enumerate(made):
+                assert found is not None and torch.equal(found, summed(y)), (turn, rank)
+
+
+def test_all_reduce_takes_what_packets_have_room_for() -> None:
+    with emulated(2) as machine:
+        executor = machine.executors[0]
+        most = (
+            executor.packet_bytes // 2048 * 2 * 240
+        )  # of two parts, each rank owns one, and receives both and the sums
+        assert executor.all_reduce(torch.zeros(most, dtype=torch.bfloat16)) is not None
+        assert executor.all_reduce(torch.zeros(most + 480, dtype=torch.bfloat16)) is None
+        assert executor.all_reduce(torch.zeros(6, dtype=torch.bfloat16)) is None
+        assert executor.all_reduce(torch.zeros(8)) is None
+        found = executor.all_reduce(torch.zeros(0, 8, dtype=torch.bfloat16))
+        assert found is not None and found.shape == (0, 8)
+
+
 BAGS = {
     "two ranks": (2, (3, 20, 8), (3, 10, 5), torch.float32),
     "three ranks": (3, (2, 9, 264), (2, 21, 3), torch.bfloat16),
@@ -281,6 +318,10 @@ def in_a_row(machine: EmulatedRanks, operator: str, turn: int, kept: list[Any]) 
         rows = torch.stack([mine[:, turn + rank].expand(1, 2, 40) for rank, mine in enumerate(x)])
         return machine.enqueue(operator, x, w, None), [rows] * ranks
     total = summed([product(*pair) for pair in zip(x, w, strict=True)])
+    if operator == "all_reduce":
+        y = [product(*pair) for pair in zip(x, w, strict=True)]
+        kept.append(y)
+        return [of.all_reduce(mine) for of, mine in zip(machine.executors, y, strict=True)], [total] * ranks
     if operator == "matmul_reduce_scatter":
         return machine.enqueue(operator, x, w), list(total.chunk(ranks))
     return machine.enqueue("matmul_all_reduce", x, w), [total] * ranks
@@ -288,7 +329,7 @@ def in_a_row(machine: EmulatedRanks, operator: str, turn: int, kept: list[Any]) 
 
 OPERATORS = (
     *("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "few rows"),
-    *("matmul_all_to_all", "embedding_all_to_all"),
+    *("all_reduce", "matmul_all_to_all", "embedding_all_to_all"),
 )
 
 
@@ -313,13 +354,18 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         ("matmul_reduce_scatter", 16),
         ("matmul_all_reduce", 32),
         ("matmul_all_reduce", 3),
+        ("all_reduce", 32),
     )
     for operator, rows in operators:
         x = torch.ones(rows, 64).bfloat16()
         with emulated(2) as machine:
             machine.executors[0]._overlap.window.timeout_ns = 2_000_000  # 2000 passes of the machine
             more = (False,) if operator == "all_gather_matmul" else ()
-            machine.call(operator, [x], [w], *more)
+            if operator == "all_reduce":
+                machine.executors[0].all_reduce(x)
+                machine.run()
+            else:
+                machine.call(operator, [x], [w], *more)
             record = _native.record(machine.windows[0]._opened.peers.record)
             assert record is not None
             error = error_of(record, {})

@@ -12,11 +12,13 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from unittest.mock import patch
 
+import torch
+
 import moecomm
 from moecomm.bench import operator_cases
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, structs, tensor_maps
 from moecomm.jit.plain_kernel import PlainKernel, compile  # noqa: A004
-from moecomm.overlap.gpu import GpuExecutor
+from moecomm.overlap.gpu import SUMMED, GpuExecutor
 from moecomm.window.gpu_calls import kernel
 from tests.backends.conftest import run_ranks
 from tests.gpu.overlap_cases import cases
@@ -37,6 +39,8 @@ def kernels(ranks: int, units: int = 132, every: bool = False) -> Iterator[Plain
         ):
             for case in cases(ranks):
                 case.call(executor, *case.empty())
+            for dtype in SUMMED:
+                executor.all_reduce(torch.empty(8, dtype=dtype))
             for operator in operator_cases.OPERATORS:
                 for sized in operator_cases.cases(operator, ranks):
                     more = {"all_gather_matmul": (False,), "embedding_all_to_all": (None,)}.get(operator, ())

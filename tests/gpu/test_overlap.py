@@ -61,6 +61,39 @@ def test_virtual_ranks_get_the_bits_of_the_reference(ranks: int) -> None:
                     assert same(result, case.wanted(rank, inputs)), (case, turn, rank)
 
 
+@pytest.mark.gpu1
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_virtual_ranks_add_up_in_rank_order(ranks: int) -> None:
+    """The all-reduce alone, with values whose sum depends on the order."""
+    with windows(ranks, NBYTES) as (opened, each):
+        executors = [GpuExecutor(window) for window in opened]
+        for executor in executors:
+            executor._units //= ranks
+        each(lambda window: warm_allocator(), waiting=False)
+        for dtype, count in SUMS:
+            y = [draw(dtype, count, rank) for rank in range(ranks)]
+            load(executors[0], lambda executor, mine=y[0]: executor.all_reduce(mine))
+            total = torch.zeros(count, device="cuda")
+            for mine in y:
+                total += mine.float()
+            torch.cuda.synchronize()
+            for _ in range(TURNS):
+                found = each(lambda window, y=y: executors[window.rank].all_reduce(y[window.rank]))
+                for window in opened:
+                    window.check()
+                assert all(torch.equal(of, total.to(dtype)) for of in found), (dtype, count)
+
+
+COUNTS = (8, 4 * 4096, 64 * 8192, 200 * 8192 + 8)
+SUMS = [(dtype, count) for dtype in (torch.bfloat16, torch.float16) for count in COUNTS]
+
+
+def draw(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(rank)
+    return (torch.randn(count, generator=g) * 4**rank).to(dtype).cuda()
+
+
 def tensors(inputs: tuple[Any, Any]) -> list[torch.Tensor]:
     """Both matrices, with their scales."""
     return [tensor for of in inputs for tensor in (of if isinstance(of, tuple) else (of,))]
@@ -72,7 +105,9 @@ def _processes(rank: int, group: Any, fused: bool) -> str:
     load_kernels()
     ranks = group.size()
     with moecomm.Window(group, NBYTES, backend="lsa", timeout_s=20.0) as window:
-        executor = GpuExecutor(window) if fused else UnfusedExecutor(window, range(NBYTES))
+        executor: GpuExecutor | UnfusedExecutor = (made := GpuExecutor(window))
+        if not fused:
+            executor = UnfusedExecutor(window, made.staging, made.all_reduce)
         for case in cases(ranks):
             _check(executor, window, case, rank, ranks)
     return "done"

@@ -1,4 +1,4 @@
-"""fused=None on GPUs: the table holds what bench/results shows, and nothing that was slower there."""
+"""fused=None on GPUs: fused wherever it exists, but for kinds of calls that bench/results shows to be slower."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from moecomm.overlap import table
@@ -26,8 +25,8 @@ def dims_of(operator: str, shapes: list[list[int]], ranks: int) -> dict[str, int
     return {"M": first[0], "K": first[1], "N": second[0]}
 
 
-def measured() -> Iterator[tuple[str, int, Sizes, dict[str, float]]]:
-    """The GPU, the ranks, the call and the times of everybody."""
+def measured() -> Iterator[tuple[int, Sizes, dict[str, float]]]:
+    """The ranks, the call and the times of everybody."""
     for path in RESULTS:
         found: dict[str, Any] = json.loads(path.read_text())
         times: dict[Any, dict[str, float]] = {}
@@ -37,25 +36,35 @@ def measured() -> Iterator[tuple[str, int, Sizes, dict[str, float]]]:
                 times.setdefault(key, {})[row["who"]] = row["us"]["p50"]
         for (operator, dtype, shapes), by_whom in times.items():
             dims = dims_of(operator, json.loads(shapes), found["ranks"])
-            sizes = Sizes(operator, torch.bfloat16, dims, (), (), dtype == "fp8")
-            yield found["machine"]["gpus"][0], found["ranks"], sizes, by_whom
+            yield found["ranks"], Sizes(operator, torch.bfloat16, dims, (), (), dtype == "fp8"), by_whom
 
 
-@pytest.mark.parametrize("row", table.MEASURED, ids=lambda row: f"{row.operator} {row.least}")
-def test_a_range_has_been_measured(row: table.Row) -> None:
-    of_row = [times for gpu, ranks, sizes, times in measured() if row.covers(gpu, ranks, sizes)]
-    assert len(of_row) >= 2
+def test_what_is_fused_was_not_slower_than_nccl() -> None:
+    """One all-to-all of a depth of 14336 was, by 5 %; the unfused form is slower still."""
+    slower = [
+        (sizes.operator, sizes.dims)
+        for ranks, sizes, times in measured()
+        if not table.is_slower(ranks, sizes) and times["moecomm"] > times["nccl"]
+    ]
+    assert slower == [("matmul_all_to_all", {"E": 1, "C": 4096, "K": 14336, "N": 4096})]
 
 
-def test_what_is_fused_was_faster() -> None:
-    chosen = 0
-    for gpu, ranks, sizes, times in measured():
-        if table.is_faster(gpu, ranks, sizes):
-            assert times["moecomm"] < times["nccl"], (sizes.operator, sizes.dims)
-            chosen += 1
-    assert chosen >= 30
+def test_what_is_unfused_gains_little_by_fusion() -> None:
+    """Cover few rows, and gathers whose product decides."""
+    gained = [times["nccl"] / times["moecomm"] for ranks, sizes, times in measured() if table.is_slower(ranks, sizes)]
+    assert len(gained) >= 20 and sorted(gained)[len(gained) // 2] < 1.05 and max(gained) < 1.2
 
 
-def test_other_gpus_and_numbers_of_ranks_are_unfused() -> None:
-    for gpu, ranks, sizes, _ in measured():
-        assert not table.is_faster(gpu, ranks + 1, sizes) and not table.is_faster("another", ranks, sizes)
+def test_unknown_sizes_are_fused() -> None:
+    for operator, dims in (
+        ("all_gather_matmul", {"M": 1, "K": 8, "N": 8}),
+        ("matmul_reduce_scatter", {"M": 12345, "K": 80, "N": 1 << 20}),
+        ("matmul_all_reduce", {"M": 257, "K": 8, "N": 8}),
+        ("matmul_all_reduce", {"M": 16, "K": 8, "N": 8}),
+        ("matmul_all_to_all", {"E": 3, "C": 5, "K": 8, "N": 8}),
+        ("embedding_all_to_all", {"T": 1, "B": 1, "D": 8}),
+    ):
+        sizes = Sizes(operator, torch.bfloat16, dims, (), (), False)
+        assert all(not table.is_slower(ranks, sizes) for ranks in (2, 3, 8)) and table.is_slower(1, sizes)
+        for name in {"N", "K"} & dims.keys():  # which no fused product has
+            assert table.is_slower(2, Sizes(operator, torch.bfloat16, {**dims, name: 12}, (), (), False))
