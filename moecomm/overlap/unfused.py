@@ -2,9 +2,8 @@
 
 Exchanges are copies through the Window, except an all-reduce of at most a few MB, which is a kernel (all_reduce.cuh).
 
-Each exchange by copies has three barriers: before a rank writes to its memory, before peers read it, and after they
-have read.  It needs nothing of earlier or later calls but that they end their use of the memory on the same stream, and
-a graph can capture it.
+Each exchange by copies has two barriers: before peers read a rank's memory, and after they have read it.  Every call, a
+fused one too, ends its use of the memory so, which is why none comes first.  A graph can capture it.
 """
 
 from __future__ import annotations
@@ -106,7 +105,6 @@ class UnfusedExecutor:
             raise BadInput("nbytes", self._window.nbytes, f"at least {self._window.nbytes + more} for these sizes")
         window = self._window
         begins = [self._staging.start + end - x.nbytes for x, end in zip(mine, ends, strict=True)]
-        window.barrier()
         for x, begin in zip(mine, begins, strict=True):
             window.tensor(x.shape, x.dtype, offset=begin).copy_(x)
         window.barrier()
