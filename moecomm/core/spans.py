@@ -70,7 +70,7 @@ class Spans:
         """Open the span of a round, or of half of one, and name it in the call that it belongs to."""
         shown = self._shown.get(kind)
         if shown is None:
-            shown = self._shown[kind] = {} if kind.op == "reduce" else signature.shown(kind.call)
+            shown = self._shown[kind] = {} if kind.op == "reduce" else signature.shown(kind.call, kind.op)
         args = {"round": number, "tokens": tokens, **shown}
         if layer := layers.current():
             args["layer"] = layer
