@@ -65,7 +65,7 @@ class SmallDispatch:
         """Prepare a dispatch of one token with these ids, int64 `[1, K]`.  Its tables are used again by the next."""
         if not self._blocks:
             sizes = (self._native.kept_bytes(self._room), self._native.payload_bytes(self._room))
-            self._blocks = tuple(self._memory.allocate(*sizes))
+            self._blocks = tuple(self._memory.allocate_own(*sizes))
         kept, payload = self._blocks
         self._schedule(1)
         x = torch.zeros(1, 2 * self._words, device=self._device)
