@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,6 +41,24 @@ def test_flipped_bits_are_found_and_named(seed: int) -> None:
 def test_more_flipped_bits_are_found_and_named(first: int) -> None:
     for seed in range(first, first + 10):
         flips.check(seed)
+
+
+def flipped_anywhere(seed: int, flips_made: int = 24) -> Counter[str]:
+    """Flip bits of all that dispatches write.  Return how often each output differs and no rank raises an error."""
+    draw = random.Random(seed)
+    cluster = flips.Cluster(flips.Case.of(draw), draw)
+    try:
+        return Counter(name for number in range(flips_made) for name in cluster.flip_anywhere(number))
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 10), pytest.param(100, 200, marks=pytest.mark.long)])
+def test_a_flip_that_goes_unseen_is_in_weights_ids_or_counts(first: int, last: int) -> None:
+    """Those are not verified; a wrong weight makes the sum of a combine wrong, too."""
+    unseen = sum((flipped_anywhere(seed) for seed in range(first, last)), Counter[str]())
+    assert set(unseen) <= {*flips.COUNTS, *flips.ROUTING, "combine"}
+    assert unseen["combine"] <= unseen["row_weights"] + unseen["topk_weights"]
 
 
 def test_rows_that_arrive_as_sent_raise_nothing() -> None:
