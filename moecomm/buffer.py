@@ -331,13 +331,16 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
                 experts a rank, or where the Buffer's dtype is float32.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
+        number = options.pop("_layer", 0)  # of nn.ExpertParallel: see names.of_layer
         given = layer_options.Options(**options)
         ids = self.rounds.own_ids(topk_idx)
+        outputs: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped}
         try:
-            return layer.moe(self.rounds, given, x, ids, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped)
+            return layer.moe(self.rounds, given, x, ids, topk_weights, w13, w2, **outputs, number=number)
         except RoundFailed as error:
             masking.require_repeats(error)
-        return self.moe(x, topk_idx, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped, **options)
+        options["_layer"] = number
+        return self.moe(x, topk_idx, topk_weights, w13, w2, **outputs, **options)
 
     def check(self) -> None:
         """Wait for every round so far, and raise the error of the first that went wrong, if any."""

@@ -53,7 +53,7 @@ class Mismatch(MoecommError):
 
 
 class OutOfStep(Mismatch):
-    """A call failed on some ranks and not on others, so that later rounds would pair calls that do not belong together.
+    """Later rounds would pair calls that do not belong together: a call failed on some ranks only, or calls differed.
 
     No output of such a round is returned, and the Buffer can only be closed.
     """
@@ -64,6 +64,17 @@ class OutOfStep(Mismatch):
             f"calls: {mine} failed on this rank before they reached the others, {theirs} on rank {rank}, so the ranks "
             f"are out of step; close this {what} on every rank and open another",
         )
+
+    @classmethod
+    def after(cls, error: Mismatch, what: str = "Buffer") -> OutOfStep:
+        """Make the error of calls after a round in which those of the ranks differed."""
+        found = cls(0, 0, error.rank, what)
+        found.field, found.mine, found.theirs = error.field, error.mine, error.theirs
+        found.args = (
+            f"calls: an earlier round failed, because the ranks made different calls ({error}); they may be out of "
+            f"step since; close this {what} on every rank and open another",
+        )
+        return found
 
 
 class ConcurrentCall(MoecommError):

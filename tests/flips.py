@@ -9,6 +9,7 @@ raise CorruptRow, with the round, the operation, both ranks and the token of the
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from moecomm.bench import results
 from moecomm.dispatch import outputs, verify
 
 FLIPS = 12  # in the rounds of one case
+# Outputs that are not verified, as docs/observing.md says.
+COUNTS, ROUTING = ("tokens_per_expert", "rows_per_expert", "num_rows"), ("row_weights", "topk_idx", "topk_weights")
 
 
 class Row(NamedTuple):
@@ -146,6 +149,32 @@ class Cluster:
         self._check(found, made, before)
         return made[0] if made else None
 
+    def flip_anywhere(self, seed: int) -> set[str]:
+        """Flip a bit of anything that a dispatch has written in a window, once it is there and before it is compared.
+
+        Return the outputs that differ, if no rank raises an error in the dispatch or in a combine.
+        """
+        clean = self.dispatch(seed)
+        used = [verify.table_of_rows(here.handle)[1] for here in clean]
+        want = [contents(here, rows) for here, rows in zip(clean, used, strict=True)]
+        added = self.combine(clean)
+        del clean
+        made: list[int] = []
+        with flipping_anywhere(self.draw.randrange(self.case.ranks), self.draw, made):
+            found = self.dispatch(seed)
+        if any(isinstance(here, BaseException) for here in found):
+            assert made, found
+            return set()
+        seen = [contents(here, rows) for here, rows in zip(found, used, strict=True)]
+        names = {name for mine, right in zip(seen, want, strict=True) for name in right if mine[name] != right[name]}
+        again = self.combine(found)
+        if any(isinstance(one, BaseException) for one in again):
+            for buffer in self.buffers:
+                buffer.rounds.recovered()  # of a Mismatch: the handle has another round
+            return set()
+        same = all(bytes_of(mine) == bytes_of(right) for mine, right in zip(again, added, strict=True))
+        return names if same else names | {"combine"}
+
     def flip_in_combine(self, seed: int) -> Row | None:
         """Flip a bit of a row on its way back; None: no such row travels, for instance because a sum does."""
         size = self.case.settings["domain_ranks"]
@@ -210,6 +239,44 @@ def flipping(destination: int, draw: random.Random, made: list[Row]) -> Iterator
 
     with mock.patch.object(verify.DispatchCheck, "_compare", flip_and_compare):
         yield
+
+
+@contextmanager
+def flipping_anywhere(rank: int, draw: random.Random, made: list[int]) -> Iterator[None]:
+    """Flip a bit in one of the two blocks that the next verified dispatch has on this rank."""
+    compare = verify.DispatchCheck._compare
+
+    def flip_and_compare(check: verify.DispatchCheck) -> None:
+        routed = check._routed
+        block = draw.choice([routed.handle.block, routed.payload]) if check._rounds.rank == rank else None
+        if block is not None and block.nbytes > 0 and not made:
+            address = routed.handle.plan.base + block.offset + draw.randrange(block.nbytes)
+            ctypes.c_uint8.from_address(address).value ^= 1 << draw.randrange(8)
+            made.append(address)
+        compare(check)
+
+    with mock.patch.object(verify.DispatchCheck, "_compare", flip_and_compare):
+        yield
+
+
+def contents(routed: dispatch.Routed, used: torch.Tensor) -> dict[str, bytes]:
+    """Return the bytes of the outputs by name, of the rows that are in use."""
+    found = {name: bytes_of(getattr(routed, name)) for name in COUNTS}
+    rows = used.nonzero().flatten()
+    for name in ("x", "src", *ROUTING, *([] if routed.args.scale_columns else ["scales"])):
+        tensor = getattr(routed, name)
+        if tensor is not None:
+            flat = tensor.flatten(0, tensor.ndim - 2) if name in ("x", "src", "scales") else tensor
+            flat = flat.reshape(len(used), -1) if len(used) else flat
+            found[name] = bytes_of(flat[rows])
+    return found
+
+
+def bytes_of(found: Any) -> bytes:
+    """Return the bytes of a tensor, or of the tensors of a tuple."""
+    if isinstance(found, tuple):
+        return b"".join(map(bytes_of, found))
+    return bytes(found.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def rows_of(routed: dispatch.Routed) -> list[list[int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +23,7 @@ from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing.check import check_case_on_rank
 
 from . import flips
+from .backends.conftest import run_ranks
 from .conftest import Ranks
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8, "device": "cpu"}
@@ -38,6 +41,24 @@ def test_flipped_bits_are_found_and_named(seed: int) -> None:
 def test_more_flipped_bits_are_found_and_named(first: int) -> None:
     for seed in range(first, first + 10):
         flips.check(seed)
+
+
+def flipped_anywhere(seed: int, flips_made: int = 24) -> Counter[str]:
+    """Flip bits of all that dispatches write.  Return how often each output differs and no rank raises an error."""
+    draw = random.Random(seed)
+    cluster = flips.Cluster(flips.Case.of(draw), draw)
+    try:
+        return Counter(name for number in range(flips_made) for name in cluster.flip_anywhere(number))
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 10), pytest.param(100, 200, marks=pytest.mark.long)])
+def test_a_flip_that_goes_unseen_is_in_weights_ids_or_counts(first: int, last: int) -> None:
+    """Those are not verified; a wrong weight makes the sum of a combine wrong, too."""
+    unseen = sum((flipped_anywhere(seed) for seed in range(first, last)), Counter[str]())
+    assert set(unseen) <= {*flips.COUNTS, *flips.ROUTING, "combine"}
+    assert unseen["combine"] <= unseen["row_weights"] + unseen["topk_weights"]
 
 
 def test_rows_that_arrive_as_sent_raise_nothing() -> None:
@@ -256,3 +277,92 @@ def test_ranks_of_one_thread_verify_combines_as_well() -> None:
         before = ranks.buffers[0].rounds.flight.rounds
         ranks.combine([{"y": one.x, "handle": one.handle} for one in routed])
         assert ranks.buffers[0].rounds.flight.rounds == before + 2  # and the one that tells the result
+
+
+def run_rounds(buffer: moecomm.Buffer, count: int) -> list[str]:
+    """Make rounds; return "right", "wrong" or the name of the error of each."""
+    x, ids = torch.randn(8, 64), torch.arange(16).view(8, 2) % buffer.num_experts
+    found = []
+    for _ in range(count):
+        try:
+            routed = buffer.dispatch(x, ids)
+            right = torch.equal(buffer.combine(routed.x, routed.handle), 2 * x)
+            found.append("right" if right else "wrong")
+        except moecomm.MoecommError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_a_rank_that_is_taken_in_again_verifies_the_rounds_of_the_others(every: int) -> None:
+    meet = threading.Barrier(3)
+
+    def body(group: Any) -> list[str]:
+        sizes = {**SIZES, "num_experts": 6, "dtype": torch.float32}
+        with moecomm.Buffer(group, **sizes, verify_every=every, timeout_s=20) as buffer:
+            found = run_rounds(buffer, 2)
+            meet.wait(60)
+            if group.rank < 2:
+                buffer.mask([2])
+                for _ in range(3):
+                    buffer.dispatch(torch.ones(8, 64), torch.zeros(8, 2, dtype=torch.int64))
+            meet.wait(60)
+            buffer.unmask([2])
+            found += run_rounds(buffer, 2 * every + 2)
+            meet.wait(60)
+            return found
+
+    assert run_ranks(3, body) == [["right"] * (2 * every + 4)] * 3
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_memory_is_released_although_rounds_are_verified(every: int) -> None:
+    def body(group: Any) -> list[str]:
+        with moecomm.Buffer(group, **SIZES, dtype=torch.float32, verify_every=every, timeout_s=20) as buffer:
+            found = []
+            for _ in range(2):
+                found += run_rounds(buffer, 4)
+                buffer.release_memory()
+                buffer.restore()
+            routed = buffer.dispatch(torch.ones(8, 64), torch.zeros(8, 2, dtype=torch.int64))
+            with pytest.raises(moecomm.BadInput, match="still referenced"):
+                buffer.release_memory()
+            del routed
+            return found
+
+    assert run_ranks(2, body) == [["right"] * 8] * 2
+
+
+def test_a_call_that_fails_alike_leaves_the_samples_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has counted the round when it fails, and another has not."""
+
+    def body(group: Any) -> list[str]:
+        with moecomm.Buffer(group, **SIZES, dtype=torch.float32, verify_every=2, timeout_s=20) as buffer:
+            run_rounds(buffer, 1)
+            x, ids = torch.ones(8, 64), torch.zeros(8, 2, dtype=torch.int64)
+            for _ in range(3):
+                if group.rank == 0:
+                    with pytest.raises(moecomm.BadInput):
+                        buffer.dispatch(x.double(), ids)
+                    continue
+                allocate = buffer.rounds.memory.allocate
+                counts = [0]
+
+                def fails(*sizes: int, allocate: Any = allocate, counts: list[int] = counts) -> Any:
+                    counts[0] += 1
+                    if counts[0] > 1:
+                        raise moecomm.BadInput("window_bytes", "no room", "more")
+                    return allocate(*sizes)
+
+                buffer.rounds.memory.allocate = fails  # type: ignore[method-assign]
+                try:
+                    buffer.dispatch(x, ids)
+                except moecomm.BadInput:
+                    pass
+                else:
+                    raise AssertionError("a round that is not verified makes one allocation")
+                finally:
+                    buffer.rounds.memory.allocate = allocate  # type: ignore[method-assign]
+            return run_rounds(buffer, 6)
+
+    assert run_ranks(2, body) == [["right"] * 6] * 2

@@ -36,11 +36,14 @@ def combine(
     weight_grads: Any = None,
     topk_weights: Any = None,
     sum_grads: bool = False,
+    call: str = "combine",
+    layer: int = 0,
 ) -> Any:
-    """Buffer.combine.  `sum_grads`: see prepare()."""
+    """Buffer.combine.  `sum_grads`, `call`, `layer`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
         return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads)
-    return _round(rounds, prepare(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads))
+    tensors = (out, bias, weight_grads, topk_weights)
+    return _round(rounds, prepare(rounds, options, y, handle, *tensors, sum_grads, call=call, layer=layer))
 
 
 def prepare(
@@ -54,12 +57,14 @@ def prepare(
     topk_weights: Any = None,
     sum_grads: bool = False,
     same_call: bool = False,
+    call: str = "combine",
+    layer: int = 0,
 ) -> Combining:
     """Check the arguments of Buffer.combine and make room for the reduced rows.
 
     Args:
         rounds, options, y, handle, out, bias, weight_grads, topk_weights: see Buffer.combine.
-        sum_grads: see Key.
+        sum_grads, call, layer: see Key.
         same_call: the dispatch belongs to the same call of the user.  The error that it may have left behind is not
             raised yet: ranks that see it early would leave, and the others would wait for them.
     """
@@ -71,11 +76,12 @@ def prepare(
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         warn_of_gradients(y, bias, weight_grads, topk_weights)
     combining: Combining | None = None
+    how = options, sum_grads, call, layer
     if isinstance(y, torch.Tensor):
-        key = (handle.layout, y.dtype, options, sum_grads)  # Key, which takes longer to make
+        key = (handle.layout, y.dtype, *how)  # Key, which takes longer to make
         combining = rounds.plans.start(key, (handle, y, out, bias, weight_grads, topk_weights))
     if combining is None:
-        combining = _start_checked(rounds, options, handle, y, out, bias, weight_grads, topk_weights, sum_grads)
+        combining = _start_checked(rounds, how, handle, y, out, bias, weight_grads, topk_weights)
     if out is not None:
         note_written("out", out)
     if rounds.sampling is not None:
@@ -170,18 +176,20 @@ def _check_arrived(rounds: Rounds, handle: Handle) -> None:
 
 def _start_checked(
     rounds: Rounds,
-    options: Options,
+    how: tuple[Options, bool, str, int],
     handle: Handle,
     y: Any,
     out: Any,
     bias: Any,
     weight_grads: Any,
     topk_weights: Any,
-    sum_grads: bool,
 ) -> Combining:
-    """The first combine of its kind or with so many tokens, or one whose arguments have to be converted."""
-    given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
-    key = Key(handle.layout, given.y.dtype, options, sum_grads)
+    """The first combine of its kind or with so many tokens, or one whose arguments have to be converted.
+
+    `how`: fields of its Key, from the options on.
+    """
+    given = check(rounds, how[0], handle, y, out, bias, weight_grads, topk_weights)
+    key = Key(handle.layout, given.y.dtype, *how)
     check_hashable(key)  # y may be another library's
     tensors = (handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
     combining: Combining = rounds.plans.start_checked(

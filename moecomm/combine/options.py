@@ -37,7 +37,9 @@ class Key(NamedTuple):
     layout: Layout  # of the dispatch
     dtype: torch.dtype  # of y
     options: Options
-    sum_grads: bool  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
+    sum_grads: bool = False  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
+    call: str = "combine"  # of the user: a word of signature.COMBINES
+    layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
 
 
 def check_options(options: Options, dtype: torch.dtype) -> None:

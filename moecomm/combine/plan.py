@@ -144,6 +144,9 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     args.layout, args.weighted = LAYOUTS.index(key.layout), int(bool(options.weighted))
     args.sum_grads = int(key.sum_grads)
     args.call = signature.pack(
+        "combine",
+        layer=key.layer,
+        call=signature.COMBINES.index(key.call),
         layout=args.layout,
         dtype=args.type,
         wire=args.wire,

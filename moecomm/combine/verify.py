@@ -47,11 +47,15 @@ def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Che
     assert rounds.sampling is not None, "rounds are verified"
     if not rounds.sampling.due("combine", rounds.session.capturing()) or rounds.begun is not None:
         return None
-    if rounds.row_tables is not None:
-        return HostCheck(rounds, combining, rounds.row_tables)
-    if rounds.on_cpu:
+    if rounds.row_tables is None and rounds.on_cpu:
         return None
-    return DeviceCheck(rounds, combining, handle, y if combining.inputs is None else combining.inputs.y)
+    try:
+        if rounds.row_tables is not None:
+            return HostCheck(rounds, combining, rounds.row_tables)
+        return DeviceCheck(rounds, combining, handle, y if combining.inputs is None else combining.inputs.y)
+    except BaseException:
+        rounds.sampling.forget("combine")
+        raise
 
 
 class HostCheck:
@@ -63,6 +67,7 @@ class HostCheck:
 
     def launch(self) -> None:
         """See Check."""
+        self._checks.take()  # of a combine that has failed before it could tell
         record = self._combining.plan.record(self._combining.args)
         cast("HostSession", self._rounds.session).combine_checked(self._combining.args, self._checks)
         self._rounds.flight.end(record)

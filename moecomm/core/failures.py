@@ -65,7 +65,7 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
             return OutOfStep(record.expected, record.seen, record.peer)
         if record.op != record.seen and record.expected == record.op:
             return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
-        return Mismatch(*signature.difference(record.expected, record.seen), record.peer)
+        return Mismatch(*signature.difference(record.expected, record.seen, _OPS[record.op]), record.peer)
     if record.code == Failure.excluded:
         return Excluded(record.rank, ())
     known: dict[str, Any] = {

@@ -22,6 +22,7 @@ class WindowMemory:
         self._arena = arena
         self._capturing = capturing
         self._for_graphs: list[tuple[_native.Arena, _native.Block]] = []
+        self._own = 0  # bytes in blocks of allocate_own()
 
     @property
     def used(self) -> int:
@@ -31,11 +32,20 @@ class WindowMemory:
     @property
     def held(self) -> int:
         """Bytes in blocks of eager rounds, which tensors or handles still hold."""
-        return self._arena.used - sum(piece.nbytes for _, piece in self._for_graphs)
+        return self._arena.used - self._own - sum(piece.nbytes for _, piece in self._for_graphs)
 
     def allocate(self, *sizes: int) -> list[_native.Block]:
         """Allocate a block of at least so many bytes each, 256-byte aligned.  Raises BadInput when there is no room."""
-        take = self._allocate_for_graph if self._capturing() else self._arena.allocate
+        return self._taken(self._allocate_for_graph if self._capturing() else self._arena.allocate, sizes)
+
+    def allocate_own(self, *sizes: int) -> list[_native.Block]:
+        """Allocate likewise, for a plan that keeps the blocks, and what captured graphs know of them, to the end."""
+        before = self._arena.used
+        blocks = self._taken(self._arena.allocate, sizes)
+        self._own += self._arena.used - before
+        return blocks
+
+    def _taken(self, take: Callable[[int], _native.Block | None], sizes: tuple[int, ...]) -> list[_native.Block]:
         blocks = []
         for nbytes in sizes:
             block = take(nbytes)

@@ -85,6 +85,8 @@ class Rounds(RoundState):
     def resumed(self, number: int, masked: frozenset[int]) -> None:
         """Take note that these ranks are masked, and rounds go on after this one."""
         self.masked, self.begun, self.calls = masked, None, 0
+        if self.sampling is not None:
+            self.sampling.restart()
         self.recovered()
         self.flight.resumed(number)
 

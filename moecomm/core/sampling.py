@@ -28,7 +28,7 @@ class RowTables(Protocol):
 
 
 class Sampling:
-    """Chooses one of each `every` rounds of an operation, the same on every rank, because all make the same calls.
+    """Chooses one of each `every` rounds of an operation, the same on every rank, because all count the same rounds.
 
     Its place among them changes, so that a model of some number of layers has rounds of all layers verified.
 
@@ -51,3 +51,11 @@ class Sampling:
         if capturing:
             return self._every == 1
         return place == ((turn + 1) * _SPREAD % (1 << 32)) * self._every >> 32
+
+    def forget(self, op: str) -> None:
+        """Take back the count of a round that is not made after all."""
+        self._counts[op] -= 1
+
+    def restart(self) -> None:
+        """Count from the start: ranks that have made other rounds go on together."""
+        self._counts.clear()

@@ -70,7 +70,9 @@ class Spans:
         """Open the span of a round, or of half of one, and name it in the call that it belongs to."""
         shown = self._shown.get(kind)
         if shown is None:
-            shown = self._shown[kind] = {} if kind.op == "reduce" else signature.shown(kind.call)
+            shown = self._shown[kind] = {} if kind.op == "reduce" else signature.shown(kind.call, kind.op)
+            if "layer" in shown:  # the name of a layer is another thing
+                shown["layer number"] = shown.pop("layer")
         args = {"round": number, "tokens": tokens, **shown}
         if layer := layers.current():
             args["layer"] = layer

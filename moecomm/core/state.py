@@ -52,6 +52,7 @@ class RoundState:
         self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.core.masking
         self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
+        self._raised: Callable[[], MoecommError | None] = lambda: None  # the last error that a round left behind
 
     def _begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
         """Raise ConcurrentCall while another call is under way: in another thread, or below a signal handler.
@@ -132,7 +133,7 @@ class RoundState:
                 self._session.count_rejected()
 
     def count_rejected(self, error: BaseException | None = None, call: str = "") -> None:
-        """Count a collective call that fails on this rank before all its rounds are made.
+        """Count a collective call that fails on this rank alone: see is_alone().
 
         The round headers of later rounds carry the count.  Where counts differ, every rank raises OutOfStep.
 
@@ -144,6 +145,15 @@ class RoundState:
             self.rejected += 1
             self.flight.reject(call, error)
             self._session.count_rejected()
+
+    def is_alone(self, error: BaseException, made: int) -> bool:
+        """Return whether a call fails on this rank only, as far as this rank knows.
+
+        Args:
+            error: that ends it.  Every rank raises an error that a round has left behind.
+            made: how many rounds this rank would have made after the call.
+        """
+        return self.made < made or error is not self._raised()
 
     def count_failed(self) -> None:
         """Count a rejected call from outside of a call; while one is under way, in the next one."""
@@ -198,10 +208,13 @@ class RoundState:
             self._failure = error
         else:
             _native.clear_record(self._record)
+            if isinstance(error, Mismatch) and error.field != signature.GROW:
+                self._failure = OutOfStep.after(error)  # the next calls of the ranks may differ by one
         if isinstance(error, (RoundFailed, CorruptRow)) or (
             isinstance(error, Mismatch) and error.field != signature.GROW
         ):
             self.flight.announce(error)
+        self._raised = weakref.ref(error)
         try:
             raise self._recovered(error) if recovers else error
         finally:
@@ -276,21 +289,21 @@ class RoundState:
 def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
     """Decorate a function of Rounds, its first argument, that makes `rounds` dispatches and combines.
 
-    It raises ConcurrentCall while another call is under way, and is counted if it fails before its last round.
+    It raises ConcurrentCall while another call is under way.  A call that fails on this rank only is counted.
     """
 
     def decorate(function: _Call) -> _Call:
         @functools.wraps(function)
         def call(state: RoundState, *args: Any, **kwargs: Any) -> Any:
             state._begin_call(rounds)
-            made, spans = state.made + rounds, state.flight.spans
+            made, rejected, spans = state.made + rounds, state.rejected, state.flight.spans
             depth = 0 if spans is None else spans.begin(function.__name__)
             failure: BaseException | None = None
             try:
                 return function(state, *args, **kwargs)
             except BaseException as error:
                 failure = error
-                if state.made < made:
+                if rounds and state.rejected == rejected and state.is_alone(error, made):
                     state.count_rejected(error, function.__name__)
                 raise
             finally:
@@ -325,6 +338,7 @@ class CollectiveCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         state = self._state
-        if kind is not None and state.rejected == self._rejected and state.made < self._made:
+        counts = self._rounds > 0 and state.rejected == self._rejected
+        if error is not None and counts and state.is_alone(error, self._made):
             state.count_rejected(error)
         state._end_call(outer=True)

@@ -72,13 +72,14 @@ def dispatch(
     sync: bool | None = None,
     grow: bool = False,
     chunk: bool = False,
+    call: str = "dispatch",
+    layer: int = 0,
 ) -> Routed:
-    """Buffer.dispatch.  `grow`, `chunk`: see prepare()."""
+    """Buffer.dispatch.  `grow`, `chunk`, `call`, `layer`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
         return _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
-    routed = prepare(
-        rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, False, grow, chunk=chunk
-    )
+    about = (False, grow, None, chunk, call, layer)
+    routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
     if not chunk:  # the whole has been shown
         observers.show(rounds, topk_idx, topk_weights)
     run(routed)
@@ -135,6 +136,8 @@ def prepare(
     grow: bool = False,
     descriptors: PublishedOffsets | None = None,
     chunk: bool = False,
+    call: str = "dispatch",
+    layer: int = 0,
 ) -> Routed:
     """Check the arguments of Buffer.dispatch and make room for the outputs.
 
@@ -145,7 +148,7 @@ def prepare(
             all ask.
         descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
             It has waited for all kernels before it, and dispatch reads nothing else that it writes.
-        chunk: see Key.
+        chunk, call, layer: see Key.
     """
     rounds.require_usable()
     if sync is not None:
@@ -169,7 +172,7 @@ def prepare(
                 "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
             )
     # Not a Key, which takes longer to make.
-    key = (layout, options, handle is not None, begin, descriptors is not None, grow, chunk)
+    key = (layout, options, handle is not None, begin, descriptors is not None, grow, chunk, call, layer)
     routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypedDict, get_args
 from moecomm.core.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
 from moecomm.core.integers import check_alignment, is_integer
 from moecomm.core.protocol import LAYOUTS, SCALE_FORMATS
+from moecomm.core.signature import DISPATCHES
 from moecomm.core.validation import check_flag, check_name
 from moecomm.errors import BadInput
 
@@ -48,6 +49,13 @@ class Key(NamedTuple):
     descriptors: bool = False  # row descriptors travel in the place of rows
     grow: bool = False  # this rank asks for a larger Buffer, and has no tokens
     chunk: bool = False  # a part of a dispatch whose rows had no room: see chunks.py
+    call: str = "dispatch"  # of the user: "dispatch", "moe", "backward of combine" or "backward of moe"
+    layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
+
+    def described(self) -> int:
+        """Return the index of the call in signature.DISPATCHES."""
+        call = "dispatch_begin" if self.begin else f"fused {self.call}" if self.descriptors else self.call
+        return DISPATCHES.index(f"{call} in chunks" if self.chunk else call)
 
 
 def check_options(options: Options) -> None:

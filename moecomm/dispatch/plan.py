@@ -155,6 +155,8 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     if (dtype := scale_dtype(options, like)) is not None:
         args.scale_bytes = scale_columns(options, like) * dtype.itemsize
     args.call = signature.pack(
+        layer=key.layer,
+        call=key.described(),
         layout=args.layout,
         dtype=args.in_type,
         topk_idx_dtype=int(args.idx_bytes == 8),
@@ -164,9 +166,6 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
         scale_bytes=args.scale_bytes,
         expert_alignment=args.alignment,
         handle_given=args.repeat,
-        split=int(key.begin),
-        fused=args.descriptors,
         asks_for_a_larger_buffer=int(key.grow),
-        in_chunks=int(key.chunk),
     )
     return args

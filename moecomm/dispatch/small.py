@@ -36,7 +36,11 @@ class SmallDispatch:
         args.layout, args.alignment, args.repeat = LAYOUTS.index(layout), 1, int(repeat)
         args.idx_bytes = 0 if repeat else 8
         args.call = signature.pack(
-            layout=args.layout, dtype=args.in_type, topk_idx_dtype=int(not repeat), handle_given=args.repeat
+            call=signature.DISPATCHES.index("verification"),
+            layout=args.layout,
+            dtype=args.in_type,
+            topk_idx_dtype=int(not repeat),
+            handle_given=args.repeat,
         )
         x = torch.empty(1, 2 * words, device=rounds.device)
         ids = None if repeat else torch.empty(1, rounds.topk, dtype=torch.int64, device=rounds.device)
@@ -61,7 +65,7 @@ class SmallDispatch:
         """Prepare a dispatch of one token with these ids, int64 `[1, K]`.  Its tables are used again by the next."""
         if not self._blocks:
             sizes = (self._native.kept_bytes(self._room), self._native.payload_bytes(self._room))
-            self._blocks = tuple(self._memory.allocate(*sizes))
+            self._blocks = tuple(self._memory.allocate_own(*sizes))
         kept, payload = self._blocks
         self._schedule(1)
         x = torch.zeros(1, 2 * self._words, device=self._device)

@@ -28,7 +28,11 @@ def checked(rounds: Rounds, routed: Routed, options: Options, x: Any, scales: An
     assert rounds.sampling is not None, "rounds are verified"
     if not rounds.sampling.due("dispatch", rounds.session.capturing()):
         return None
-    return DispatchCheck(rounds, routed, options, as_tensor("x", x)[0], scales)
+    try:
+        return DispatchCheck(rounds, routed, options, as_tensor("x", x)[0], scales)
+    except BaseException:
+        rounds.sampling.forget("dispatch")
+        raise
 
 
 def failed(rounds: Rounds) -> bool:

@@ -150,7 +150,7 @@ def _entry(entry: Entry, rounds: Rounds, name: str, state: str, timeout_ms: int)
         "tokens": entry.tokens,
         "captured": entry.captured,
         "rejected": entry.rejected,
-        "call": {} if isinstance(what, Rejected) or what.op == "reduce" else signature.shown(what.call),
+        "call": {} if isinstance(what, Rejected) or what.op == "reduce" else signature.shown(what.call, what.op),
         "error": what.error if isinstance(what, Rejected) else None,
     }
 

@@ -52,9 +52,11 @@ def moe(
     out: Any = None,
     bias: Any = None,
     dropped: Any = None,
+    number: int = 0,
 ) -> Any:
-    """Buffer.moe."""
-    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped)
+    """Buffer.moe.  `number`: of the layer, see prepare()."""
+    outputs: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped}
+    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, **outputs, number=number)
     waits = goes_in_parts(rounds, options.overflow, options.max_rows)
     observers.show(rounds, topk_idx, topk_weights)
     routed = pipeline.start(rounds, given)
@@ -71,7 +73,8 @@ def moe(
     def of(tokens: slice) -> Any:
         some = None if weights is None else weights[tokens]
         more = bias if bias is None or bias.ndim == 1 else bias[tokens]
-        part = prepare(rounds, options, x[tokens], ids[tokens], some, w13, w2, bias=more, chunk=True)
+        tensors = (x[tokens], ids[tokens], some, w13, w2)
+        part = prepare(rounds, options, *tensors, bias=more, chunk=True, number=number)
         return _finish(rounds, part, pipeline.start(rounds, part), waits)
 
     for tokens, part in in_parts(len(x), rounds.max_tokens, of):
@@ -103,10 +106,14 @@ def prepare(
     bias: Any = None,
     dropped: Any = None,
     chunk: bool = False,
+    number: int = 0,
 ) -> Pipeline:
     """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
 
-    `chunk`: the arguments are those of some tokens of a call.
+    Args:
+        rounds, options, x, topk_idx, topk_weights, w13, w2, out, bias, dropped: see Buffer.moe.
+        chunk: the arguments are those of some tokens of a call.
+        number: of the layer among those of the Buffer, which round headers carry; 0: it has none.
     """
     rounds.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_operand("w13", w13), as_operand("w2", w2)
@@ -146,7 +153,7 @@ def prepare(
             max_rows=max_rows,
             num_sms=options.num_sms,
             expected_rows=rows,
-            chunk=chunk,
+            of={"chunk": chunk, "call": "moe", "layer": number},
         )
 
     def experts(routed: Routed) -> torch.Tensor:
@@ -160,11 +167,11 @@ def prepare(
     dispatching = DispatchCall(
         dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
         (x, topk_idx, topk_weights),
-        {"max_rows": max_rows, "chunk": chunk},
+        {"max_rows": max_rows, "chunk": chunk, "call": "moe", "layer": number},
     )
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)
-    return Unfused(rounds, dispatching, combining, {"out": out, "bias": bias}, experts, back)
+    return Unfused(rounds, dispatching, combining, {"out": out, "bias": bias}, number, experts, back)
 
 
 def fused_or_not(fused: bool | str | None) -> bool | None:

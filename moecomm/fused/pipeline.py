@@ -115,11 +115,13 @@ class Unfused:
         dispatching: DispatchCall,
         combining: combine.Options,
         outputs: dict[str, Any],
+        number: int,
         experts: Callable[[Routed], torch.Tensor],
         back: Callable[[torch.Tensor], Any] | None,
     ) -> None:
         self._rounds, self._dispatching = rounds, dispatching
         self._options, self._outputs, self._experts, self._back = combining, outputs, experts, back
+        self._number = number
         self._routed: Routed | None = None
         self._y: torch.Tensor | None = None
         self._combining: combine.Combining | None = None
@@ -139,7 +141,14 @@ class Unfused:
         """Prepare the combine."""
         assert self._routed is not None
         self._combining = combine.prepare(
-            self._rounds, self._options, self._y, self._routed.handle, **self._outputs, same_call=True
+            self._rounds,
+            self._options,
+            self._y,
+            self._routed.handle,
+            **self._outputs,
+            same_call=True,
+            call="moe",
+            layer=self._number,
         )
 
     @property
@@ -192,7 +201,7 @@ class Fused:
         max_rows: int | None,
         num_sms: int | None,
         expected_rows: int,
-        chunk: bool,
+        of: dict[str, Any],
     ) -> None:
         session, tokens, hidden = rounds.session, x.shape[0], rounds.hidden
         self._rounds, self._session = rounds, session
@@ -220,7 +229,7 @@ class Fused:
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
         self._x, self._topk_idx, self._num_sms = x, topk_idx, num_sms
-        self._room: dict[str, Any] = {"max_rows": max_rows, "chunk": chunk}
+        self._room: dict[str, Any] = {"max_rows": max_rows, **of}
         self._scratch = 0  # address of memory that has the layout of the plan
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias]
 

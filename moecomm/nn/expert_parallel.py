@@ -9,6 +9,7 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
+from moecomm.core import names
 from moecomm.core.choices import BackendName, GateKind, Overflow, Wire, is_exact
 from moecomm.core.experts import experts_of
 from moecomm.core.protocol import DTYPES
@@ -25,7 +26,7 @@ from moecomm.core.validation import (
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import check_overflow
 from moecomm.errors import BadInput
-from moecomm.nn.buffers import shared_buffer
+from moecomm.nn.buffers import number_layer, shared_buffer
 from moecomm.nn.experts import Experts
 from moecomm.nn.gate import Gate
 from moecomm.ops.counted import counted
@@ -37,8 +38,9 @@ class ExpertParallel(torch.nn.Module):
     """A mixture-of-experts layer whose experts are distributed over the ranks of a group.
 
     Rank r owns experts `r * E/R` to `(r + 1) * E/R - 1` and has its own tokens.  Forward and backward passes are
-    collective: every rank runs both, with any number of tokens up to `max_tokens` (also none), and all ranks run their
-    layers in the same order.
+    collective: every rank runs both, with any number of tokens up to `max_tokens` (also none).  All ranks make their
+    layers in the same order, and run them in the same order: rounds carry the number of the layer, by the order in
+    which those of a group (or over a given Buffer) are made, and Mismatch names the numbers where two ranks differ.
 
     State: `gate.weight` [E, H] (and `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and `experts.w2`
     [E/R, H, I]; see shard_state and gather_state.  Gradients of the gate are those of this rank's tokens: sum them over
@@ -127,6 +129,7 @@ class ExpertParallel(torch.nn.Module):
         self._buffer_name, self._buffer_given = "", buffer is not None
         if buffer is not None:
             self._use(buffer)
+        self._number = number_layer(group, buffer)
 
     def open(self) -> Buffer:
         """Return the layer's Buffer.  Opens the default Buffer, collectively, if it is not open.
@@ -190,20 +193,21 @@ class ExpertParallel(torch.nn.Module):
                 raise BadInput("topk_weights", "weights without topk_idx", "both, or neither: the gate says both")
             topk_idx, topk_weights = self.gate(tokens)
         check_same_device(x=tokens, topk_idx=topk_idx, topk_weights=topk_weights)
-        rows = tokens.to(self.payload)
+        rows, name = tokens.to(self.payload), names.of_layer(self._buffer_name, self._number)
         if self._runs_fused(tokens):
             weights = None if topk_weights is None else topk_weights.float()
             given = (rows, topk_idx, weights, self.experts.w13, self.experts.w2)
             room: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "dropped": self.dropped}
             if torch.compiler.is_compiling():
-                out = ops.moe(self._buffer_name, *given, wire=self.wire, **room)
+                out = ops.moe(name, *given, wire=self.wire, **room)
             else:  # the same, without the overhead of torch's operator dispatch
                 assert self._buffer is not None
+                room["_layer"] = self._number
                 out = self._buffer.moe(rows_of(rows), *given[1:], wire=self.wire, **room)
             return out.to(x.dtype).view(x.shape)
         # No padding is needed: the experts read only rows that tokens_per_expert counts.
         about: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "zero_padding": False}
-        routed = ops.dispatch(self._buffer_name, rows, topk_idx, topk_weights, **about)
+        routed = ops.dispatch(name, rows, topk_idx, topk_weights, **about)
         if self.dropped is not None and routed.dropped is not None:
             self.dropped.copy_(routed.dropped)
         y = self.experts(routed.x, routed.tokens_per_expert)

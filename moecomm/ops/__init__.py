@@ -96,7 +96,8 @@ def dispatch(
     """Dispatch tokens like Buffer.dispatch.  Collective.  Gradients: x, topk_weights.
 
     Args:
-        buffer: a Buffer, or its `name`.
+        buffer: a Buffer, or its `name`; f"{name}/{number}" for the layer of this number, 1 to 65535.  Rounds carry it,
+            so that layers that ranks run in another order, forward or backward, raise Mismatch.
         x: `[T, H]` of the Buffer's dtype.
         topk_idx: int64 or int32 `[T, K]`; -1 picks none.
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
@@ -269,7 +270,7 @@ def moe(
     all ranks' tokens; that of a bias `[H]` is of this rank's.
 
     Args:
-        buffer: a Buffer, or its `name`.
+        buffer: a Buffer, or its `name`, with or without the layer's number: see dispatch().
         x: `[T, H]` of the Buffer's dtype.
         topk_idx: int64 or int32 `[T, K]`; -1 picks none.
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.

@@ -39,7 +39,7 @@ def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tenso
 
 
 def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms = inputs
+    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _ = inputs
     ctx.num_tokens = x.shape[0]
     ctx.save_for_backward(memory)
 
@@ -47,7 +47,7 @@ def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor
 def _dispatch_again_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (memory,) = ctx.saved_tensors
     x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms)
-    return x, None, None, None, None, None, None
+    return x, *(None for _ in range(7))
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     memory, row_weights, y = ctx.saved_tensors
     sent = grad.to(names.find(ctx.buffer).dtype)
-    rows = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms)
+    rows = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, True)
     if row_weights is None:
         return rows.to(ctx.dtype), *(None for _ in range(9))
     grad_y, grad_weights = combine_gradients(rows, row_weights, y, ctx.dtype)

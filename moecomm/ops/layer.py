@@ -26,6 +26,7 @@ from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 
 _ROWS = ("expert", 1)  # layout, expert_alignment
+_BACKWARD = "backward of moe"
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of x, topk_weights, w13 and w2
 
 
@@ -71,6 +72,7 @@ def moe(
         w13 if w13_scales is None else (w13, w13_scales),
         w2 if w2_scales is None else (w2, w2_scales),
         bias=None if bias is None else rounds.rows_of(bias),
+        number=names.layer_of(buffer),
     )
     return out
 
@@ -150,12 +152,13 @@ def _backward(
     chunk: bool,
 ) -> _Gradients:
     room = -1 if max_rows is None else max_rows
-    arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False, None, chunk)
+    how = (buffer, *_ROWS, room, False, None, chunk)
+    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD)
     if wait:
         names.find(buffer).check()
     rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
-    seen = rounds.dispatch_again(grad, *back, False)
+    seen = rounds.run_again(grad, *back, False, None, _BACKWARD)
     ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
     width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
     # Without the routing weight: the weight's gradient is the dot product of this with silu(gate) * up.
@@ -163,7 +166,7 @@ def _backward(
     # From here on, rows after the last group hold anything; no product reads them.
     found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
     grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
-    grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, found.weights, *back, len(x))
+    grad_x, grad_topk_weights = rounds.run_back(grad_rows, found.weights, *back, len(x), None, _BACKWARD)
     return (
         grad_x,
         grad_topk_weights,

@@ -6,7 +6,7 @@ GPU, and graphs of torch.compile or CUDA can capture them all.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -65,6 +65,24 @@ def dispatch(
 ]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
     """Operator of moecomm.ops.dispatch.  `max_rows` -1: as the Buffer says; `chunk`: of some tokens of a call."""
     tangents.refuse("moecomm::dispatch", x, topk_weights)
+    how = (buffer, layout, expert_alignment, max_rows, zero_padding, num_sms, chunk)
+    return run_new(x, topk_idx, topk_weights, *how, "dispatch")
+
+
+def run_new(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    buffer: str,
+    layout: str,
+    expert_alignment: int,
+    max_rows: int,
+    zero_padding: bool,
+    num_sms: int | None,
+    chunk: bool,
+    call: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run a dispatch with routing: the operator's arguments, and the call of the user that it belongs to."""
     owner = names.find(buffer)
     routed = run_dispatch(
         owner,
@@ -75,6 +93,8 @@ def dispatch(
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,
         chunk=chunk,
+        call=call,
+        layer=names.layer_of(buffer),
     )
     block = routed.handle.block
     memory = window_tensor(
@@ -136,13 +156,33 @@ def dispatch_again(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
+    backward: bool = False,
 ) -> torch.Tensor:
-    """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x."""
+    """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x.
+
+    `backward`: the backward pass of a combine makes the call.
+    """
     tangents.refuse("moecomm::dispatch_again", x)
+    call = "backward of combine" if backward else "dispatch"
+    return run_again(x, memory, buffer, layout, max_rows, zero_padding, num_sms, call)
+
+
+def run_again(
+    x: torch.Tensor,
+    memory: torch.Tensor,
+    buffer: str,
+    layout: str,
+    max_rows: int,
+    zero_padding: bool,
+    num_sms: int | None,
+    call: str,
+) -> torch.Tensor:
+    """Run a dispatch by a handle: the operator's arguments, and the call of the user that it belongs to."""
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     options = dispatch_options.Options(num_sms=num_sms)
-    rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False).x
+    of: dict[str, Any] = {"call": call, "layer": names.layer_of(buffer)}
+    rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False, **of).x
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
     return settled(owner, rows)[0]
@@ -157,6 +197,7 @@ def _(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
+    backward: bool = False,
 ) -> torch.Tensor:
     owner = names.find(buffer)
     return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden))
@@ -184,7 +225,7 @@ def combine(
             weights = _where_peers_read(owner, handle, row_weights)
         handle.args.route.row_weights = weights.data_ptr()
     options = combine_options.Options(weights is not None, wire, num_sms)
-    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle)
+    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, layer=names.layer_of(buffer))
     return out
 
 
@@ -217,13 +258,29 @@ def dispatch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights)."""
     tangents.refuse("moecomm::dispatch_backward", x, weights)
+    return run_back(x, weights, memory, buffer, layout, max_rows, num_tokens, num_sms, "backward of dispatch")
+
+
+def run_back(
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    memory: torch.Tensor,
+    buffer: str,
+    layout: str,
+    max_rows: int,
+    num_tokens: int,
+    num_sms: int | None,
+    call: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the combine of a backward pass: the operator's arguments, and the call of the user that it belongs to."""
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, options = handle.rounds, combine_options.Options(weighted=False, num_sms=num_sms)
+    of: dict[str, Any] = {"call": call, "layer": names.layer_of(buffer)}
     if weights is None:
-        grad = run_combine(owner, options, rows_of(x), handle)
+        grad = run_combine(owner, options, rows_of(x), handle, **of)
         return grad, x.new_empty(0, dtype=torch.float32)
     grads: tuple[torch.Tensor, torch.Tensor] = run_combine(
-        owner, options, rows_of(x), handle, weight_grads=weights.contiguous()
+        owner, options, rows_of(x), handle, weight_grads=weights.contiguous(), **of
     )
     return grads
 

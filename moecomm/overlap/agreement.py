@@ -20,14 +20,15 @@ OPERATORS = (
 _DTYPES = (*DTYPES, FP8)
 WORDS = 16  # int64, of a header
 BYTES = 8 * WORDS
-_FIRST = 4  # words ahead of the sizes
+_FIRST = 5  # words ahead of the sizes
+FORWARD, UNKNOWN = 0, -1  # in the place of the number of the call whose gradient is computed; UNKNOWN: in a graph
 _FUSED = (False, True, None)
 
 
-def header(sizes: Sizes, failed_calls: int, fused: bool | None = False) -> list[int]:
-    """Describe a call of this rank, in WORDS numbers."""
+def header(sizes: Sizes, failed_calls: int, fused: bool | None = False, of: int = FORWARD) -> list[int]:
+    """Describe a call of this rank, in WORDS numbers.  `of`: see Workspace.call."""
     dims = [sizes.dims[name] for name in _compared(sizes, fused)]
-    words = [OPERATORS.index(sizes.operator), failed_calls, _DTYPES.index(sizes.given), _FUSED.index(fused), *dims]
+    words = [OPERATORS.index(sizes.operator), failed_calls, _DTYPES.index(sizes.given), _FUSED.index(fused), of, *dims]
     return words + [0] * (WORDS - len(words))
 
 
@@ -54,8 +55,14 @@ def difference(
         return Mismatch("dtype", sizes.given, _DTYPES[theirs[2]], rank)
     if mine[3] != theirs[3]:
         return Mismatch("fused", fused, _FUSED[theirs[3]], rank)
-    at = next(at for at in range(_FIRST, WORDS) if mine[at] != theirs[at])
-    return Mismatch(_compared(sizes, fused)[at - _FIRST], mine[at], theirs[at], rank)
+    if mine[4] != theirs[4] and UNKNOWN not in (mine[4], theirs[4]):
+        return Mismatch("backward pass", _pass(mine[4]), _pass(theirs[4]), rank)
+    at = next((at for at in range(_FIRST, WORDS) if mine[at] != theirs[at]), None)
+    return None if at is None else Mismatch(_compared(sizes, fused)[at - _FIRST], mine[at], theirs[at], rank)
+
+
+def _pass(of: int) -> str:
+    return "none" if of == FORWARD else f"that of call {of}"
 
 
 class FirstCalls:

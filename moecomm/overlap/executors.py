@@ -90,7 +90,11 @@ class Executors(Protocol):
         ...
 
     def count_failed(self) -> None:
-        """Count a call that failed before it reached the other ranks: headers that are compared say so."""
+        """Count a call that failed on this rank alone: headers that are compared say so."""
+        ...
+
+    def begin(self, of: int) -> None:
+        """Take note of the call whose gradient the next one computes: see Workspace.call."""
         ...
 
 
@@ -111,6 +115,10 @@ class HostExecutors:
     def count_failed(self) -> None:
         """See Executors."""
         self._host.rounds.failed_calls += 1
+
+    def begin(self, of: int) -> None:
+        """See Executors."""
+        self._host.rounds.of = of
 
     @property
     def made(self) -> int:
@@ -190,6 +198,9 @@ class GpuExecutors:
     def count_failed(self) -> None:
         """See Executors."""
         self._failed_calls += 1
+
+    def begin(self, of: int) -> None:
+        """Do nothing: what differs from call to call is not compared."""
 
     @property
     def made(self) -> int:

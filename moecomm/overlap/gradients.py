@@ -13,7 +13,7 @@ import torch
 from moecomm.errors import Unsupported
 from moecomm.overlap import bags, operators
 from moecomm.overlap.products import product, sum_in_order
-from moecomm.overlap.workspace import find
+from moecomm.overlap.workspace import find, number_of_call
 
 
 def _refuse_fp8(operator: str, scales: list[torch.Tensor | None]) -> None:
@@ -23,7 +23,8 @@ def _refuse_fp8(operator: str, scales: list[torch.Tensor | None]) -> None:
 
 
 def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, w, ctx.workspace, ctx.gather, ctx.fused, *scales = inputs
+    x, w, ctx.workspace, ctx.gather, ctx.fused, *scales, _ = inputs
+    ctx.call = number_of_call(ctx.workspace, output[0])
     _refuse_fp8("all_gather_matmul", scales)
     if ctx.needs_input_grad[1] and not ctx.gather:  # the same on all ranks, and after the round: no peer waits
         raise Unsupported("the gradient of w without gather=True: moecomm.overlap.all_gather_matmul passes it")
@@ -39,17 +40,18 @@ def _all_gather_matmul_backward(
     wants_x, wants_w = ctx.needs_input_grad[:2]
     parts = []
     if wants_x and grad is not None:
-        parts.append(operators.matmul_reduce_scatter(grad, w.mT, ctx.workspace, ctx.fused))
+        parts.append(operators.matmul_reduce_scatter(grad, w.mT, ctx.workspace, ctx.fused, of=ctx.call))
     if wants_x and ctx.gather and grad_gathered is not None:
         rows = grad_gathered.reshape(find(ctx.workspace).num_ranks, ctx.rows, grad_gathered.shape[1])
-        parts.append(sum_in_order(operators.all_to_all(rows, ctx.workspace)))
+        parts.append(sum_in_order(operators.all_to_all(rows, ctx.workspace, ctx.call)))
     grad_x = sum_in_order(parts) if parts else None
     grad_w = product(grad.mT, gathered.mT) if wants_w and grad is not None else None
-    return grad_x, grad_w, None, None, None, None, None
+    return grad_x, grad_w, *(None for _ in range(6))
 
 
 def _keep_matmul_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, ctx.workspace, ctx.fused, *scales = inputs
+    x, w, ctx.workspace, ctx.fused, *scales, _ = inputs
+    ctx.call = number_of_call(ctx.workspace, output)
     _refuse_fp8("matmul_reduce_scatter", scales)
     ctx.save_for_backward(x, w)
 
@@ -57,13 +59,13 @@ def _keep_matmul_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch
 def _matmul_reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
-    grad_x, gathered, _ = operators.all_gather_matmul(grad, w.mT, ctx.workspace, wants_w, ctx.fused)
+    grad_x, gathered, _ = operators.all_gather_matmul(grad, w.mT, ctx.workspace, wants_w, ctx.fused, of=ctx.call)
     grad_w = product(gathered.mT, x.mT) if wants_w else None
-    return grad_x if wants_x else None, grad_w, None, None, None, None
+    return grad_x if wants_x else None, grad_w, *(None for _ in range(5))
 
 
 def _keep_matmul_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, _, _, *scales = inputs
+    x, w, _, _, *scales, _ = inputs
     _refuse_fp8("matmul_all_reduce", scales)
     ctx.save_for_backward(x, w)
 
@@ -72,11 +74,12 @@ def _matmul_all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Ten
     x, w = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
     grad_w = product(grad.mT, x.mT) if wants_w else None
-    return product(grad, w.mT) if wants_x else None, grad_w, None, None, None, None
+    return product(grad, w.mT) if wants_x else None, grad_w, *(None for _ in range(5))
 
 
 def _keep_matmul_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, ctx.workspace, _, *scales = inputs
+    x, w, ctx.workspace, _, *scales, _ = inputs
+    ctx.call = number_of_call(ctx.workspace, output)
     _refuse_fp8("matmul_all_to_all", scales)
     ctx.save_for_backward(x, w)
 
@@ -84,30 +87,34 @@ def _keep_matmul_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Ten
 def _matmul_all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
-    rows = operators.all_to_all(grad, ctx.workspace).transpose(0, 1).flatten(1, 2)  # [E, R*C, N], as x has them
+    rows = (
+        operators.all_to_all(grad, ctx.workspace, ctx.call).transpose(0, 1).flatten(1, 2)
+    )  # [E, R*C, N], as x has them
     grad_x = product(rows, w.mT).view(x.shape) if wants_x else None
     grad_w = product(rows.mT, x.flatten(1, 2).mT) if wants_w else None
-    return grad_x, grad_w, None, None, None, None
+    return grad_x, grad_w, *(None for _ in range(5))
 
 
 def _keep_embedding_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     tables, indices, offsets, ctx.workspace, _ = inputs
+    ctx.call = number_of_call(ctx.workspace, output)
     ctx.rows = tables.shape[1]
     ctx.save_for_backward(indices, offsets)
 
 
 def _embedding_all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     indices, offsets = ctx.saved_tensors
-    batch = operators.all_to_all(grad, ctx.workspace).transpose(0, 1).flatten(1, 2)  # [T, R*B, D]
+    batch = operators.all_to_all(grad, ctx.workspace, ctx.call).transpose(0, 1).flatten(1, 2)  # [T, R*B, D]
     return bags.scatter(batch, indices, offsets, ctx.rows), None, None, None, None
 
 
 def _keep_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.workspace = inputs[1]
+    _, ctx.workspace, _ = inputs
+    ctx.call = number_of_call(ctx.workspace, output)
 
 
 def _all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return operators.all_to_all(grad, ctx.workspace), None
+    return operators.all_to_all(grad, ctx.workspace, ctx.call), None, None
 
 
 def register() -> None:

@@ -38,7 +38,8 @@ class HostRounds:
         self.signaled = [window.signal_value(rank) for rank in range(self.num_ranks)]
         window.barrier()  # no rank signals before all have read
         self.count = 0
-        self.failed_calls = 0  # that have not reached the other ranks
+        self.failed_calls = 0  # on this rank alone
+        self.of = agreement.FORWARD  # of the call under way: see Workspace.call
 
     def begin(self, sizes: Sizes, nbytes: int) -> Round:
         """Begin a round that publishes `nbytes` on each rank.
@@ -61,7 +62,7 @@ class Round:
     def __init__(self, rounds: HostRounds, sizes: Sizes) -> None:
         self._rounds, self._sizes = rounds, sizes
         self._offset = rounds.count % 2 * (rounds.half_bytes + agreement.BYTES)
-        self._header = agreement.header(sizes, rounds.failed_calls)
+        self._header = agreement.header(sizes, rounds.failed_calls, of=rounds.of)
         self._header_of(rounds.rank).copy_(torch.tensor(self._header))
         self._pending = [(rounds.rank + step) % rounds.num_ranks for step in range(1, rounds.num_ranks)]
         self._errors: list[tuple[int, Mismatch]] = []

@@ -12,6 +12,7 @@ from moecomm.core.arrays import check_memory
 from moecomm.errors import BadInput
 from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import sizes
+from moecomm.overlap.agreement import FORWARD
 from moecomm.overlap.workspace import Workspace, find
 
 
@@ -24,13 +25,14 @@ def all_gather_matmul(
     fused: bool | None,
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
+    of: int = FORWARD,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Operator of moecomm.overlap.all_gather_matmul.
+    """Operator of moecomm.overlap.all_gather_matmul.  `of`, here and below: see Workspace.call.
 
     The second and third results are the gathered rows and their scales; `[0]` without `gather`, or without scales.
     """
     tangents.refuse("moecomm::all_gather_matmul", x, w, x_scales, w_scales)
-    with find(workspace).call() as owner:
+    with find(workspace).call(of=of) as owner:
         call = sizes.all_gather_matmul(owner.num_ranks, _matrix(x, x_scales), _matrix(w, w_scales))
         rows, weight = _plain_matrix(owner, "x", x, x_scales), _plain_matrix(owner, "w", w, w_scales)
         y, gathered = owner.executors.choose(call, fused).all_gather_matmul(rows, weight, gather)
@@ -49,6 +51,7 @@ def _(
     fused: bool | None,
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
+    of: int = FORWARD,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = sizes.all_gather_matmul(find(workspace).num_ranks, _matrix(x, x_scales), _matrix(w, w_scales))
     rows, depth = call.result[0], x.shape[1]
@@ -70,9 +73,10 @@ def _of_matrices(name: str) -> Any:
         fused: bool | None,
         x_scales: torch.Tensor | None = None,
         w_scales: torch.Tensor | None = None,
+        of: int = FORWARD,
     ) -> torch.Tensor:
         tangents.refuse(f"moecomm::{name}", x, w, x_scales, w_scales)
-        with find(workspace).call() as owner:
+        with find(workspace).call(of=of) as owner:
             call = sizes_of(owner.num_ranks, _matrix(x, x_scales), _matrix(w, w_scales))
             rows, weight = _plain_matrix(owner, "x", x, x_scales), _plain_matrix(owner, "w", w, w_scales)
             y: torch.Tensor = getattr(owner.executors.choose(call, fused), name)(rows, weight)
@@ -85,6 +89,7 @@ def _of_matrices(name: str) -> Any:
         fused: bool | None,
         x_scales: torch.Tensor | None = None,
         w_scales: torch.Tensor | None = None,
+        of: int = FORWARD,
     ) -> torch.Tensor:
         call = sizes_of(find(workspace).num_ranks, _matrix(x, x_scales), _matrix(w, w_scales))
         return x.new_empty(call.result, dtype=call.dtype)
@@ -122,17 +127,17 @@ def _(
 
 
 @torch.library.custom_op("moecomm::all_to_all", mutates_args=())
-def all_to_all(x: torch.Tensor, workspace: str) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, workspace: str, of: int = FORWARD) -> torch.Tensor:
     """Send part q of x `[R, ...]` to rank q; return the parts for this rank, by the rank that sent them."""
     tangents.refuse("moecomm::all_to_all", x)
-    with find(workspace).call() as owner:
+    with find(workspace).call(of=of) as owner:
         call = sizes.all_to_all(owner.num_ranks, x)
         (x,) = _plain(owner, x=x)
         return owner.executors.exchange(call).all_to_all(x)
 
 
 @all_to_all.register_fake
-def _(x: torch.Tensor, workspace: str) -> torch.Tensor:
+def _(x: torch.Tensor, workspace: str, of: int = FORWARD) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

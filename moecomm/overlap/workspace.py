@@ -13,7 +13,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 
 from moecomm.core.choices import BackendName
-from moecomm.errors import BadInput, Closed, ConcurrentCall
+from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep, RoundFailed
 from moecomm.overlap import agreement
 from moecomm.overlap.executors import Executors, GpuExecutors, HostExecutors
 from moecomm.window import Window
@@ -74,6 +74,7 @@ class Workspace:
         self._depth = 0  # of that thread's calls
         self._running = False  # a call that contains no other
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
+        self._ended: OutOfStep | None = None  # ranks have made different calls
         self.name = f"{_PREFIX}{next(_numbers)}"
         _named[self.name] = self
 
@@ -117,13 +118,15 @@ class Workspace:
         return self._executors
 
     @contextmanager
-    def call(self, *, outer: bool = False) -> Iterator[Workspace]:
+    def call(self, *, outer: bool = False, of: int = agreement.FORWARD) -> Iterator[Workspace]:
         """Count a call, for the operators' own use.
 
         Args:
             outer: the call contains another one, of the same thread.
+            of: number of the call whose gradient this one computes, the same on all ranks; see agreement.FORWARD.
 
         Raises:
+            OutOfStep: ranks have made different calls.
             ConcurrentCall: another call is under way, in another thread or below a signal handler.  The refused call
                 counts as failed.
             Closed: the Workspace is closed.
@@ -136,6 +139,9 @@ class Workspace:
             executors = self.executors
             if self.window.closed:
                 raise Closed("Workspace")
+            if self._ended is not None:
+                raise self._ended.with_traceback(None)
+            executors.begin(of)
             while self._refused:
                 self._refused.pop()
                 executors.count_failed()
@@ -145,9 +151,12 @@ class Workspace:
             try:
                 with torch.autocast(self.device.type, enabled=False):  # it would choose other dtypes
                     yield self
-            except Exception:
-                if first and executors.made == before:
+            except Exception as error:
+                # Every rank raises the error of a round.
+                if first and not (executors.made > before and isinstance(error, (Mismatch, RoundFailed))):
                     executors.count_failed()
+                if isinstance(error, Mismatch) and not isinstance(error, OutOfStep):
+                    self._ended = OutOfStep.after(error, "Workspace")
                 raise
             finally:
                 self._depth -= 1
@@ -200,6 +209,11 @@ def find(name: str) -> Workspace:
             raise BadInput("workspace", repr(name), "a Workspace, or the .name of one of this process")
         raise Closed("Workspace")
     return found
+
+
+def number_of_call(workspace: str, output: torch.Tensor) -> int:
+    """Return the number of the call that has just made this output, by which its backward pass is known."""
+    return find(workspace).executors.made if type(output) is torch.Tensor else agreement.UNKNOWN
 
 
 def name_of(workspace: Workspace | str) -> str:

@@ -52,7 +52,7 @@ class FakeRank:
         self.rank = rank
 
     def begin(self, op: str, layout: int = 1, tokens: int = 5) -> int:
-        call = signature.pack(layout=layout, expert_alignment=1)
+        call = signature.pack("combine" if op == "combine" else "dispatch", layout=layout)
         return self.flight.begin(self.flight.kind(op, call, torch.bfloat16, 128), tokens)
 
     def make(self, calls: Sequence[tuple[str, int]]) -> None:

@@ -173,11 +173,12 @@ def test_a_failure_that_no_call_has_raised_yet_is_in_the_record() -> None:
         assert [entry["state"] for entry in record["entries"]] == ["completed", "failed"]
 
 
-def test_a_mismatch_writes_and_the_buffer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mismatch_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int, buffer: moecomm.Buffer) -> None:
         with pytest.raises(moecomm.Mismatch):
             dispatch(buffer, layout=("flat", "expert")[rank])
-        dispatch(buffer)
+        with pytest.raises(moecomm.OutOfStep):
+            dispatch(buffer)
 
     for record in open_pair(monkeypatch, tmp_path, body):
         assert record["moecomm"]["reasons"] == ["Mismatch"]

@@ -142,24 +142,107 @@ DIFFERENT: dict[str, tuple[Callable[[overlap.Workspace], Any], str]] = {
 
 @pytest.mark.parametrize("which", DIFFERENT)
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_ranks_that_differ_all_raise_and_go_on(which: str, odd: int) -> None:
+def test_ranks_that_differ_all_raise_and_are_out_of_step(which: str, odd: int) -> None:
     call, field = DIFFERENT[which]
-    case = random_case("all_gather_matmul", 3, 4)
 
-    def body(workspace: overlap.Workspace) -> torch.Tensor:
+    def body(workspace: overlap.Workspace) -> None:
         def alike(workspace: overlap.Workspace) -> None:
             AGM(zeros(6, 4), zeros(5, 4), workspace)
 
         mine = call if workspace.rank == odd else alike
-        for _ in range(3):
-            with pytest.raises(moecomm.Mismatch) as caught:
-                mine(workspace)
-            assert caught.value.field == field
-            assert caught.value.rank == (odd if workspace.rank != odd else min({0, 1, 2} - {odd}))
-        return case.run(workspace)
+        with pytest.raises(moecomm.Mismatch) as caught:
+            mine(workspace)
+        assert caught.value.field == field
+        assert caught.value.rank == (odd if workspace.rank != odd else min({0, 1, 2} - {odd}))
+        for _ in range(2):
+            with pytest.raises(moecomm.OutOfStep, match=f"{field}: this rank has .*close this Workspace"):
+                alike(workspace)
 
-    for got, want in zip(on_ranks(3, body), case.want(), strict=True):
-        assert same(got, want, case.dtype)
+    on_ranks(3, body)
+
+
+def test_after_an_error_between_two_operators_no_call_is_paired_with_another() -> None:
+    """Each layer has its own weights, and all the same sizes."""
+
+    def body(workspace: overlap.Workspace) -> list[str]:
+        found, rows = [], torch.ones(2, 3, dtype=BF16)
+        for layer in range(4):
+            try:
+                out = AGM(rows, torch.full((4, 3), layer + 1.0, dtype=BF16), workspace)
+                if workspace.rank == 1 and layer == 1:
+                    raise ZeroDivisionError
+                out = MAR(out, torch.full((5, 4), layer + 1.0, dtype=BF16), workspace)
+                found.append("right" if (out == 36 * (layer + 1) ** 2).all() else "wrong")
+            except (moecomm.MoecommError, ZeroDivisionError) as error:
+                found.append(type(error).__name__)
+        return found
+
+    first, second, third = on_ranks(3, body)
+    assert first == third == ["right", "Mismatch", "OutOfStep", "OutOfStep"]
+    assert second == ["right", "ZeroDivisionError", "Mismatch", "OutOfStep"]
+
+
+def test_an_error_after_the_round_of_a_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> torch.Tensor:
+        raise MemoryError
+
+    def body(workspace: overlap.Workspace) -> None:
+        x, w = zeros(6, 4), zeros(5, 4)
+        if workspace.rank == 1:
+            monkeypatch.setattr(workspace.executors._host, "matmul_reduce_scatter", run_and_fail(workspace))
+            with pytest.raises(MemoryError):
+                MRS(x, w, workspace)
+        else:
+            MRS(x, w, workspace)
+        with pytest.raises(moecomm.OutOfStep):
+            MRS(x, w, workspace)
+
+    def run_and_fail(workspace: overlap.Workspace) -> Callable[..., Any]:
+        run = workspace.executors._host.matmul_reduce_scatter
+        return lambda x, w: fails(run(x, w))
+
+    on_ranks(3, body)
+
+
+def loss_of(name: str, workspace: overlap.Workspace, layer: int) -> torch.Tensor:
+    """Make a call whose backward pass has a round; the number of ranks is 3."""
+    w, about = torch.full((3, 4), layer + 1.0, dtype=BF16), {"dtype": BF16, "requires_grad": True}
+    if name == "embedding_all_to_all":
+        return EMB(torch.full((1, 5, 6), layer + 1.0, requires_grad=True), ids(1, 3, 2), workspace).sum()
+    if name == "matmul_all_to_all":
+        return MAA(torch.ones(2, 3, 2, 4, **about), torch.ones(2, 3, 4, dtype=BF16), workspace).sum()
+    return getattr(overlap, name)(torch.ones(6, 4, **about), w, workspace).sum()
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "matmul_all_reduce"])
+def test_backward_passes_in_another_order_are_told(name: str) -> None:
+    def body(workspace: overlap.Workspace) -> tuple[object, ...]:
+        losses = [loss_of(name, workspace, layer) for layer in range(2)]
+        with pytest.raises(moecomm.Mismatch) as caught:
+            losses[workspace.rank == 2].backward()
+        return caught.value.field, caught.value.mine, caught.value.theirs
+
+    first, second = ("that of call 1", "that of call 2"), ("that of call 2", "that of call 1")
+    assert on_ranks(3, body) == [("backward pass", *values) for values in (first, first, second)]
+
+
+def test_a_compiled_backward_pass_meets_one_that_is_not_compiled() -> None:
+    """A graph does not know the number of its call."""
+
+    def body(workspace: overlap.Workspace) -> torch.Tensor:
+        x, w, name = torch.ones(2, 3, dtype=BF16, requires_grad=True), torch.ones(4, 3, dtype=BF16), workspace.name
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.moecomm.all_gather_matmul(x, w, name, False, None)[0].sum()
+
+        here = torch.compile(run, backend="aot_eager") if workspace.rank == 0 else run
+        for _ in range(3):
+            here(x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    for grad in on_ranks(2, body):
+        assert torch.equal(grad, torch.full((2, 3), 3 * 2 * 4.0, dtype=BF16))
 
 
 @pytest.mark.parametrize("where", ["function", "operator"])
