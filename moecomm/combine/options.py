@@ -38,6 +38,7 @@ class Key(NamedTuple):
     dtype: torch.dtype  # of y
     options: Options
     sum_grads: bool  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
+    gradients: bool = False  # of moecomm.ops: this rank wants some, and takes part in the backward pass
 
 
 def check_options(options: Options, dtype: torch.dtype) -> None:

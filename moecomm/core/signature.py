@@ -30,6 +30,7 @@ _FIELDS: tuple[tuple[str, int, Sequence[object]], ...] = (  # name, bits, meanin
     ("topk_weights given", 1, _NO_YES),
     (GROW, 1, _NO_YES),
     ("in chunks", 1, _NO_YES),
+    ("gradients wanted", 1, _NO_YES),  # of moecomm.ops: a backward pass follows, in which every rank takes part
 )
 
 

@@ -17,7 +17,7 @@ from moecomm.core.validation import check_flag
 from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
-from moecomm.dispatch.options import Key, Options, check_options, check_overflow
+from moecomm.dispatch.options import Gradients, Key, Options, check_options, check_overflow
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
@@ -72,12 +72,25 @@ def dispatch(
     sync: bool | None = None,
     grow: bool = False,
     chunk: bool = False,
+    gradients: Gradients = Gradients.NONE,
 ) -> Routed:
-    """Buffer.dispatch.  `grow`, `chunk`: see prepare()."""
+    """Buffer.dispatch.  `grow`, `chunk`, `gradients`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
         return _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
     routed = prepare(
-        rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, False, grow, chunk=chunk
+        rounds,
+        options,
+        x,
+        topk_idx,
+        topk_weights,
+        scales,
+        max_rows,
+        handle,
+        sync,
+        False,
+        grow,
+        chunk=chunk,
+        gradients=gradients,
     )
     if not chunk:  # the whole has been shown
         observers.show(rounds, topk_idx, topk_weights)
@@ -135,6 +148,7 @@ def prepare(
     grow: bool = False,
     descriptors: PublishedOffsets | None = None,
     chunk: bool = False,
+    gradients: Gradients = Gradients.NONE,
 ) -> Routed:
     """Check the arguments of Buffer.dispatch and make room for the outputs.
 
@@ -145,7 +159,7 @@ def prepare(
             all ask.
         descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
             It has waited for all kernels before it, and dispatch reads nothing else that it writes.
-        chunk: see Key.
+        chunk, gradients: see Key.
     """
     rounds.require_usable()
     if sync is not None:
@@ -169,7 +183,7 @@ def prepare(
                 "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
             )
     # Not a Key, which takes longer to make.
-    key = (layout, options, handle is not None, begin, descriptors is not None, grow, chunk)
+    key = (layout, options, handle is not None, begin, descriptors is not None, grow, chunk, gradients)
     routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)

@@ -20,7 +20,7 @@ from moecomm.core.validation import check_flags, check_name
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.drop import drop_checked
-from moecomm.dispatch.options import check_overflow
+from moecomm.dispatch.options import Gradients, check_overflow
 from moecomm.dispatch.parts import in_parts
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
@@ -52,9 +52,11 @@ def moe(
     out: Any = None,
     bias: Any = None,
     dropped: Any = None,
+    gradients: Gradients = Gradients.NONE,
 ) -> Any:
-    """Buffer.moe."""
-    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped)
+    """Buffer.moe.  `gradients`: see prepare()."""
+    tensors = (x, topk_idx, topk_weights, w13, w2)
+    given = prepare(rounds, options, *tensors, out=out, bias=bias, dropped=dropped, gradients=gradients)
     waits = goes_in_parts(rounds, options.overflow, options.max_rows)
     observers.show(rounds, topk_idx, topk_weights)
     routed = pipeline.start(rounds, given)
@@ -71,7 +73,8 @@ def moe(
     def of(tokens: slice) -> Any:
         some = None if weights is None else weights[tokens]
         more = bias if bias is None or bias.ndim == 1 else bias[tokens]
-        part = prepare(rounds, options, x[tokens], ids[tokens], some, w13, w2, bias=more, chunk=True)
+        tensors = (x[tokens], ids[tokens], some, w13, w2)
+        part = prepare(rounds, options, *tensors, bias=more, chunk=True, gradients=gradients)
         return _finish(rounds, part, pipeline.start(rounds, part), waits)
 
     for tokens, part in in_parts(len(x), rounds.max_tokens, of):
@@ -103,10 +106,11 @@ def prepare(
     bias: Any = None,
     dropped: Any = None,
     chunk: bool = False,
+    gradients: Gradients = Gradients.NONE,
 ) -> Pipeline:
     """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
 
-    `chunk`: the arguments are those of some tokens of a call.
+    `chunk`: the arguments are those of some tokens of a call.  `gradients`: see moecomm.dispatch.options.Key.
     """
     rounds.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_operand("w13", w13), as_operand("w2", w2)
@@ -147,6 +151,7 @@ def prepare(
             num_sms=options.num_sms,
             expected_rows=rows,
             chunk=chunk,
+            gradients=gradients,
         )
 
     def experts(routed: Routed) -> torch.Tensor:
@@ -160,7 +165,7 @@ def prepare(
     dispatching = DispatchCall(
         dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
         (x, topk_idx, topk_weights),
-        {"max_rows": max_rows, "chunk": chunk},
+        {"max_rows": max_rows, "chunk": chunk, "gradients": gradients},
     )
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)

@@ -21,6 +21,7 @@ from moecomm.core.rounds import Rounds
 from moecomm.core.spans import span
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.arguments import check_routing
+from moecomm.dispatch.options import Gradients
 from moecomm.fused import compute, gemm
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.plan import layer_plan
@@ -193,6 +194,7 @@ class Fused:
         num_sms: int | None,
         expected_rows: int,
         chunk: bool,
+        gradients: Gradients,
     ) -> None:
         session, tokens, hidden = rounds.session, x.shape[0], rounds.hidden
         self._rounds, self._session = rounds, session
@@ -220,7 +222,7 @@ class Fused:
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
         self._x, self._topk_idx, self._num_sms = x, topk_idx, num_sms
-        self._room: dict[str, Any] = {"max_rows": max_rows, "chunk": chunk}
+        self._room: dict[str, Any] = {"max_rows": max_rows, "chunk": chunk, "gradients": gradients}
         self._scratch = 0  # address of memory that has the layout of the plan
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias]
 

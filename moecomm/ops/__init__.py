@@ -10,7 +10,8 @@ Differences from the methods of Buffer:
 
 - Shapes never depend on what arrives: outputs have `max_rows` rows, and counts stay on the device.
 - x, y and the routing weights have gradients.  The rounds of backward passes are collective, too: every rank that took
-  part in the forward pass runs the backward pass, in the same order.
+  part in the forward pass runs the backward pass, in the same order.  So does a rank whose experts got no token: the
+  handle leads from combine to dispatch.  Ranks that want different gradients raise Mismatch in the forward pass.
 - A handle consists of tensors, strings and numbers.
 
 A compiler may reorder rounds that do not depend on each other, and differently on ranks whose tensors have other sizes.
@@ -35,7 +36,7 @@ from moecomm.core.integers import check_alignment
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import check_max_rows
-from moecomm.dispatch.options import check_num_sms, check_overflow
+from moecomm.dispatch.options import Gradients, check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.fp8 import as_operand
 from moecomm.fused.layer import check_dropped, fused_or_not
@@ -134,12 +135,12 @@ def dispatch(
         x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, chunk: bool
     ) -> chunks.Arrived:
         room = -1 if max_rows is None else max_rows
-        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk)
+        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk, _wanted(x, weights))
         found = rounds.dispatch(x, topk_idx, weights, *about)
-        rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory = found
+        rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory, graph = found
         room, flat = src.numel() // 2, layout == "flat"
         route = (name, layout, x.shape[0], room, bool(zero_padding), num_sms)
-        handle = Handle(memory, None if flat else row_weights, *route)
+        handle = Handle(memory, None if flat else row_weights, *route, graph)
         return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, local_idx if flat else None, handle)
 
     whole = (x, topk_idx, weights, expert_alignment, False)
@@ -184,7 +185,9 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
     if x.ndim != 2:
         raise BadInput("x", f"shape {tuple(x.shape)}", "[tokens, hidden]")
     tangents.refuse("moecomm.ops.dispatch_again", x)
-    rows: torch.Tensor = rounds.dispatch_again(
+    wanted = _wanted(x)
+    rows: torch.Tensor
+    rows, graph = rounds.dispatch_again(
         x,
         handle.memory,
         handle.buffer,
@@ -192,7 +195,10 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         handle.max_rows,
         handle.zero_padding,
         handle.num_sms,
+        wanted,
     )
+    if handle.graph is not None and wanted is not Gradients.NONE:
+        handle.graph.add_(graph)  # both empty: combines from now on lead to this round as well
     return rows
 
 
@@ -236,6 +242,8 @@ def combine(
         wire,
         handle.zero_padding,
         handle.num_sms,
+        handle.graph,
+        _wanted(y, row_weights, handle.graph) is not Gradients.NONE,
     )
     return out
 
@@ -298,6 +306,7 @@ def moe(
     )
     bias = None if bias is None else as_tensor("bias", bias)[0]
     check_same_device(x=x, w13=w13, w2=w2, bias=bias)
+    fp8 = w13_scales is not None or w2_scales is not None
     for argument, scales in (("w13", w13_scales), ("w2", w2_scales)):
         check_same_device(x=x, **{argument: scales})
     tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias)
@@ -325,8 +334,21 @@ def moe(
         bool(check_weights),
         fused_or_not(fused),
         overflow,
+        # Weights in FP8 have no backward pass.
+        not fp8 and _wanted(x, topk_weights, w13, w2) is not Gradients.NONE,
     )
     return out
+
+
+def _wanted(rows: torch.Tensor, weights: torch.Tensor | None = None, *others: torch.Tensor | None) -> Gradients:
+    """Return which gradients this rank wants of a round of these tensors."""
+    if not torch.is_grad_enabled():
+        return Gradients.NONE
+    if weights is not None and weights.requires_grad:
+        return Gradients.WEIGHTS
+    if rows.requires_grad or any(other is not None and other.requires_grad for other in others):
+        return Gradients.ROWS
+    return Gradients.NONE
 
 
 def _waits(name: str, overflow: Overflow | None) -> bool:

@@ -17,6 +17,7 @@ from moecomm.core import names, tangents
 from moecomm.core.choices import Activation, Overflow
 from moecomm.core.state import CollectiveCall
 from moecomm.dispatch import observers
+from moecomm.dispatch.options import Gradients
 from moecomm.dispatch.parts import in_parts
 from moecomm.errors import TooManyRows
 from moecomm.fused import layer
@@ -48,8 +49,9 @@ def moe(
     check_weights: bool,
     fused: bool | None,
     overflow: str | None,
+    gradients: bool = False,
 ) -> torch.Tensor:
-    """Operator of moecomm.ops.moe; scales only for FP8 weights."""
+    """Operator of moecomm.ops.moe; scales only for FP8 weights.  `gradients`: this rank wants some."""
     tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
     options = Options(
         activation=cast("Activation", activation),
@@ -71,6 +73,7 @@ def moe(
         w13 if w13_scales is None else (w13, w13_scales),
         w2 if w2_scales is None else (w2, w2_scales),
         bias=None if bias is None else rounds.rows_of(bias),
+        gradients=Gradients.ROWS if gradients else Gradients.NONE,
     )
     return out
 
@@ -150,12 +153,12 @@ def _backward(
     chunk: bool,
 ) -> _Gradients:
     room = -1 if max_rows is None else max_rows
-    arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False, None, chunk)
+    arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False, None, chunk)[:7]
     if wait:
         names.find(buffer).check()
     rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
-    seen = rounds.dispatch_again(grad, *back, False)
+    seen, _ = rounds.dispatch_again(grad, *back, False)
     ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
     width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
     # Without the routing weight: the weight's gradient is the dot product of this with silu(gate) * up.

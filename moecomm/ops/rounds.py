@@ -60,10 +60,17 @@ def dispatch(
     zero_padding: bool,
     num_sms: int | None = None,
     chunk: bool = False,
+    gradients: int = 0,
 ) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
-    """Operator of moecomm.ops.dispatch.  `max_rows` -1: as the Buffer says; `chunk`: of some tokens of a call."""
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory, graph
+    """Operator of moecomm.ops.dispatch.
+
+    Args:
+        max_rows: -1: as the Buffer says.
+        chunk: x has some tokens of a call.
+        gradients: see dispatch_options.Gradients.
+    """
     tangents.refuse("moecomm::dispatch", x, topk_weights)
     owner = names.find(buffer)
     routed = run_dispatch(
@@ -75,6 +82,7 @@ def dispatch(
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,
         chunk=chunk,
+        gradients=dispatch_options.Gradients(gradients),
     )
     block = routed.handle.block
     memory = window_tensor(
@@ -93,7 +101,8 @@ def dispatch(
     about = tidied(layout, About(weights, routed.topk_idx, src, counts, num_rows))
     local_idx = topk_idx.new_empty(0) if about.ids is None else about.ids
     rows, memory = settled(owner, rows, memory)
-    return rows, about.weights, local_idx, about.src, about.tokens_per_expert, about.num_rows, memory
+    graph = x.new_empty(0)
+    return rows, about.weights, local_idx, about.src, about.tokens_per_expert, about.num_rows, memory, graph
 
 
 @dispatch.register_fake
@@ -108,6 +117,7 @@ def _(
     zero_padding: bool,
     num_sms: int | None = None,
     chunk: bool = False,
+    gradients: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     settings = (owner := names.find(buffer)).settings
     if max_rows < 0:
@@ -124,6 +134,7 @@ def _(
         x.new_empty((local,), dtype=torch.int32),
         x.new_empty((1,), dtype=torch.int32),
         x.new_empty((handles.memory_bytes(owner, layout, rows),), dtype=torch.uint8),
+        x.new_empty(0),
     )
 
 
@@ -136,16 +147,18 @@ def dispatch_again(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
-) -> torch.Tensor:
-    """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x."""
+    gradients: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x, and graph."""
     tangents.refuse("moecomm::dispatch_again", x)
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     options = dispatch_options.Options(num_sms=num_sms)
-    rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False).x
+    wanted = dispatch_options.Gradients(gradients)
+    rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False, gradients=wanted).x
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
-    return settled(owner, rows)[0]
+    return settled(owner, rows)[0], x.new_empty(0)
 
 
 @dispatch_again.register_fake
@@ -157,9 +170,10 @@ def _(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
-) -> torch.Tensor:
+    gradients: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     owner = names.find(buffer)
-    return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden))
+    return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden)), x.new_empty(0)
 
 
 @torch.library.custom_op("moecomm::combine", mutates_args=())
@@ -174,8 +188,17 @@ def combine(
     wire: torch.dtype | None,
     zero_padding: bool,
     num_sms: int | None = None,
+    graph: torch.Tensor | None = None,
+    gradients: bool = False,
 ) -> torch.Tensor:
-    """Operator of moecomm.ops.combine: rows -> [T, H].  `zero_padding`: for the gradient of y."""
+    """Operator of moecomm.ops.combine: rows -> [T, H].
+
+    Args:
+        zero_padding: for the gradient of y.
+        graph: of the handle.  Not read: with it, the backward passes of dispatches follow that of the combine, also
+            where y does not depend on their rows.
+        gradients: this rank wants some.
+    """
     tangents.refuse("moecomm::combine", y, row_weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, weights = handle.rounds, None
@@ -184,7 +207,7 @@ def combine(
             weights = _where_peers_read(owner, handle, row_weights)
         handle.args.route.row_weights = weights.data_ptr()
     options = combine_options.Options(weights is not None, wire, num_sms)
-    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle)
+    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, gradients=gradients)
     return out
 
 
@@ -200,6 +223,8 @@ def _(
     wire: torch.dtype | None,
     zero_padding: bool,
     num_sms: int | None = None,
+    graph: torch.Tensor | None = None,
+    gradients: bool = False,
 ) -> torch.Tensor:
     return y.new_empty((num_tokens, y.shape[-1]))
 
@@ -214,8 +239,12 @@ def dispatch_backward(
     max_rows: int,
     num_tokens: int,
     num_sms: int | None = None,
+    graph: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights)."""
+    """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights).
+
+    `graph`: the gradient of the handle's.  Not read: with it, compilers keep the round that it comes from, before this.
+    """
     tangents.refuse("moecomm::dispatch_backward", x, weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, options = handle.rounds, combine_options.Options(weighted=False, num_sms=num_sms)
@@ -238,6 +267,7 @@ def _(
     max_rows: int,
     num_tokens: int,
     num_sms: int | None = None,
+    graph: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     topk = names.find(buffer).topk
     grad = x.new_empty((num_tokens, x.shape[-1]))
