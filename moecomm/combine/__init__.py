@@ -12,7 +12,7 @@ from moecomm.combine import chunks, verify
 from moecomm.combine.arguments import check
 from moecomm.combine.options import Key, Options
 from moecomm.combine.plan import Combining, Plan
-from moecomm.core.arrays import note_written, warn_of_gradients, window_tensor
+from moecomm.core.arrays import note_written, refuse_gradients, window_tensor
 from moecomm.core.plans import check_hashable
 from moecomm.core.protocol import DTYPES
 from moecomm.core.rounds import Rounds
@@ -72,7 +72,7 @@ def prepare(
         rounds.require_usable()
     _check_arrived(rounds, handle)
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
-        warn_of_gradients(y, bias, weight_grads, topk_weights)
+        refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     combining: Combining | None = None
     if isinstance(y, torch.Tensor):
         key = (handle.layout, y.dtype, options, sum_grads, gradients)  # Key, which takes longer to make
@@ -150,7 +150,7 @@ def _combine_chunks(
 ) -> Any:
     rounds.require_usable()
     check_handle(rounds, handle)
-    warn_of_gradients(y, bias, weight_grads, topk_weights)
+    refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
 
     def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import warn_of_gradients, window_tensor
+from moecomm.core.arrays import refuse_gradients, window_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flag
@@ -167,7 +167,7 @@ def prepare(
     if rounds.begun is not None:
         raise BadInput("dispatch", "a second dispatch before dispatch_end()", "dispatch_end(routed) first")
     if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):
-        warn_of_gradients(x, topk_weights)
+        refuse_gradients(x=x, topk_weights=topk_weights)
     layout, dropped = options.layout, None
     if options.overflow is not None:
         check_overflow(options.overflow, max_rows)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
-from moecomm.core.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
+from moecomm.core.arrays import as_tensor, check_tensor, note_written, refuse_gradients
 from moecomm.core.choices import Overflow, Quantize
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
@@ -114,7 +114,7 @@ def prepare(
     """
     rounds.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_operand("w13", w13), as_operand("w2", w2)
-    warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
+    refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias)
     check_name("activation", options.activation, ("swiglu",))
     interleaved, max_rows = options.interleaved, options.max_rows
     check_flags(interleaved=interleaved, check_weights=options.check_weights)
