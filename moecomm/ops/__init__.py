@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,18 @@ from moecomm.ops.handles import Handle
 __all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
 
 gradients.register()
+_NUMBER, _TENSOR, _NONE = (int, torch.SymInt), torch.Tensor, type(None)
+_FIELDS: tuple[Any, ...] = (  # types of those of Handle
+    _TENSOR,
+    (_TENSOR, _NONE),
+    str,
+    str,
+    _NUMBER,
+    _NUMBER,
+    bool,
+    (*_NUMBER, _NONE),
+    (_TENSOR, _NONE),
+)
 
 
 class Dispatched(NamedTuple):
@@ -135,7 +147,7 @@ def dispatch(
         x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, chunk: bool
     ) -> chunks.Arrived:
         room = -1 if max_rows is None else max_rows
-        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk, _wanted(x, weights))
+        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk, rounds.wanted_gradients(x, weights))
         found = rounds.dispatch(x, topk_idx, weights, *about)
         rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory, graph = found
         room, flat = src.numel() // 2, layout == "flat"
@@ -181,11 +193,11 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         return chunks.dispatch_again(as_tensor("x", x)[0], handle, dispatch_again)
     _check_handle(handle)
     x = as_tensor("x", x)[0]
-    check_same_device(x=x, handle=handle.memory)
+    check_same_device(x=x, handle=handle.memory, graph=handle.graph)
     if x.ndim != 2:
         raise BadInput("x", f"shape {tuple(x.shape)}", "[tokens, hidden]")
     tangents.refuse("moecomm.ops.dispatch_again", x)
-    wanted = _wanted(x)
+    wanted = rounds.wanted_gradients(x)
     rows: torch.Tensor
     rows, graph = rounds.dispatch_again(
         x,
@@ -229,7 +241,7 @@ def combine(
     check_flag("weighted", weighted)
     y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
     wire = _wire_of(wire, y)
-    check_same_device(y=y, handle=handle.memory, row_weights=row_weights)
+    check_same_device(y=y, handle=handle.memory, row_weights=row_weights, graph=handle.graph)
     tangents.refuse("moecomm.ops.combine", y, row_weights)
     out: torch.Tensor = rounds.combine(
         y,
@@ -243,7 +255,7 @@ def combine(
         handle.zero_padding,
         handle.num_sms,
         handle.graph,
-        _wanted(y, row_weights, handle.graph) is not Gradients.NONE,
+        rounds.wanted_gradients(y, row_weights, handle.graph) is not Gradients.NONE,
     )
     return out
 
@@ -335,20 +347,9 @@ def moe(
         fused_or_not(fused),
         overflow,
         # Weights in FP8 have no backward pass.
-        not fp8 and _wanted(x, topk_weights, w13, w2) is not Gradients.NONE,
+        not fp8 and rounds.wanted_gradients(x, topk_weights, w13, w2) is not Gradients.NONE,
     )
     return out
-
-
-def _wanted(rows: torch.Tensor, weights: torch.Tensor | None = None, *others: torch.Tensor | None) -> Gradients:
-    """Return which gradients this rank wants of a round of these tensors."""
-    if not torch.is_grad_enabled():
-        return Gradients.NONE
-    if weights is not None and weights.requires_grad:
-        return Gradients.WEIGHTS
-    if rows.requires_grad or any(other is not None and other.requires_grad for other in others):
-        return Gradients.ROWS
-    return Gradients.NONE
 
 
 def _waits(name: str, overflow: Overflow | None) -> bool:
@@ -408,6 +409,16 @@ def _wire_of(wire: Wire | None, y: torch.Tensor) -> torch.dtype | None:
 
 
 def _check_handle(handle: Handle) -> None:
-    """Raise BadInput for other handles, for example those of Buffer.dispatch, which have other fields."""
+    """Raise BadInput for other handles, such as those of Buffer.dispatch, and for fields that no dispatch returns."""
+    want = "the .handle of what moecomm.ops.dispatch returned"
     if not isinstance(handle, Handle):
-        raise BadInput("handle", type(handle).__name__, "the .handle of what moecomm.ops.dispatch returned")
+        raise BadInput("handle", type(handle).__name__, want)
+    if torch.compiler.is_compiling():
+        return
+    if not all(map(isinstance, handle, _FIELDS)):
+        fields = zip(handle._fields, handle, _FIELDS, strict=True)
+        name, value = next((name, value) for name, value, kinds in fields if not isinstance(value, kinds))
+        raise BadInput("handle", f"one whose {name} is of type {type(value).__name__}", want)
+    graph = handle.graph
+    if graph is not None and (graph.shape != (0,) or graph.dtype != names.find(handle.buffer).dtype):
+        raise BadInput("handle", f"one whose graph is {graph.dtype} {tuple(graph.shape)}", want)

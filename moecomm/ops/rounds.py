@@ -274,6 +274,19 @@ def _(
     return grad, x.new_empty((0,) if weights is None else (num_tokens, topk), dtype=torch.float32)
 
 
+def wanted_gradients(
+    rows: torch.Tensor, weights: torch.Tensor | None = None, *others: torch.Tensor | None
+) -> dispatch_options.Gradients:
+    """Return which gradients this rank wants of a round of these tensors."""
+    wanted = dispatch_options.Gradients
+    if not torch.is_grad_enabled():
+        return wanted.NONE
+    if weights is not None and weights.requires_grad:
+        return wanted.WEIGHTS
+    some = rows.requires_grad or any(other is not None and other.requires_grad for other in others)
+    return wanted.ROWS if some else wanted.NONE
+
+
 def rows_shape(rounds: Rounds, layout: str, rows: int) -> tuple[int, ...]:
     """Return the shape of rows without their last dimension."""
     local = len(rounds.local_experts)
