@@ -31,6 +31,9 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
     One thread at a time: a collective call or check() while another one is under way raises ConcurrentCall, and the one
     under way goes on undisturbed.  Threads may take turns; abort() and close() work from any thread at any time.
 
+    Rounds have no gradients.  A tensor that requires grad is BadInput, unless under torch.no_grad(): moecomm.ops has
+    rounds with gradients.
+
     Args:
         group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
             moecomm.local_ranks(), or "self" for one rank alone.  None is "self" in a program of one process; in one

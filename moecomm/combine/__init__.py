@@ -12,7 +12,7 @@ from moecomm.combine import chunks, verify
 from moecomm.combine.arguments import check
 from moecomm.combine.options import Key, Options
 from moecomm.combine.plan import Combining, Plan
-from moecomm.core.arrays import note_written, warn_of_gradients, window_tensor
+from moecomm.core.arrays import note_written, refuse_gradients, window_tensor
 from moecomm.core.plans import check_hashable
 from moecomm.core.protocol import DTYPES
 from moecomm.core.rounds import Rounds
@@ -36,14 +36,15 @@ def combine(
     weight_grads: Any = None,
     topk_weights: Any = None,
     sum_grads: bool = False,
+    gradients: bool = False,
     call: str = "combine",
     layer: int = 0,
 ) -> Any:
-    """Buffer.combine.  `sum_grads`, `call`, `layer`: see prepare()."""
+    """Buffer.combine.  `sum_grads`, `gradients`, `call`, `layer`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
         return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads)
-    tensors = (out, bias, weight_grads, topk_weights)
-    return _round(rounds, prepare(rounds, options, y, handle, *tensors, sum_grads, call=call, layer=layer))
+    given = (y, handle, out, bias, weight_grads, topk_weights, sum_grads)
+    return _round(rounds, prepare(rounds, options, *given, gradients=gradients, call=call, layer=layer))
 
 
 def prepare(
@@ -57,6 +58,7 @@ def prepare(
     topk_weights: Any = None,
     sum_grads: bool = False,
     same_call: bool = False,
+    gradients: bool = False,
     call: str = "combine",
     layer: int = 0,
 ) -> Combining:
@@ -64,7 +66,7 @@ def prepare(
 
     Args:
         rounds, options, y, handle, out, bias, weight_grads, topk_weights: see Buffer.combine.
-        sum_grads, call, layer: see Key.
+        sum_grads, gradients, call, layer: see Key.
         same_call: the dispatch belongs to the same call of the user.  The error that it may have left behind is not
             raised yet: ranks that see it early would leave, and the others would wait for them.
     """
@@ -74,9 +76,9 @@ def prepare(
         rounds.require_usable()
     _check_arrived(rounds, handle)
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
-        warn_of_gradients(y, bias, weight_grads, topk_weights)
+        refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     combining: Combining | None = None
-    how = options, sum_grads, call, layer
+    how = options, sum_grads, gradients, call, layer
     if isinstance(y, torch.Tensor):
         key = (handle.layout, y.dtype, *how)  # Key, which takes longer to make
         combining = rounds.plans.start(key, (handle, y, out, bias, weight_grads, topk_weights))
@@ -152,7 +154,7 @@ def _combine_chunks(
 ) -> Any:
     rounds.require_usable()
     check_handle(rounds, handle)
-    warn_of_gradients(y, bias, weight_grads, topk_weights)
+    refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
 
     def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:

@@ -153,5 +153,6 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
         weighted=args.weighted,
         weight_grads_given=int(like.weight_grads is not None),
         topk_weights_given=int(like.topk_weights is not None),
+        gradients_wanted=int(key.gradients),
     )
     return args

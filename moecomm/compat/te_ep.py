@@ -201,6 +201,7 @@ class EpBuffer:
         self.tokens_per_expert: torch.Tensor | None = None
         self.total_recv_tokens: torch.Tensor | None = None
         self.handle: Handle | None = None
+        self.graph: torch.Tensor | None = None  # see moecomm.ops.Handle
 
 
 def ep_dispatch(
@@ -232,7 +233,8 @@ def ep_dispatch(
     check_dimensions("tokens", tokens, "tokens", "hidden")
     check_dimensions("topk_idx", topk_idx, "tokens", "topk")
     check_dimensions("topk_weights", topk_weights, "tokens", "topk")
-    rows, weights = _Dispatch.apply(tokens, topk_weights, topk_idx, buffer)  # type: ignore[no-untyped-call]
+    found = _Dispatch.apply(tokens, topk_weights, topk_idx, buffer)  # type: ignore[no-untyped-call]
+    rows, weights, buffer.graph = found
     assert buffer.tokens_per_expert is not None
     return rows, weights, buffer.tokens_per_expert
 
@@ -263,7 +265,8 @@ def ep_combine(
     check_dimensions("expert_out", expert_out, "rows", "hidden")
     if buffer.handle is None:
         raise BadInput("ep_combine", "no dispatch before it", "ep_dispatch with the same buffer")
-    out: torch.Tensor = _Combine.apply(expert_out, buffer)  # type: ignore[no-untyped-call]
+    graph = None if expert_out.requires_grad else buffer.graph  # schedules may cut the rows off from the dispatch
+    out: torch.Tensor = _Combine.apply(expert_out, graph, buffer)  # type: ignore[no-untyped-call]
     most = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens
     if most < len(out):
         raise BadInput("num_local_tokens", most, f"at least {len(out)}, as many as were dispatched")
@@ -274,18 +277,21 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, buffer: EpBuffer
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group, alignment = buffer.group, buffer.alignment or 1
         given = (tokens.contiguous(), topk_idx.contiguous(), weights.contiguous())
         rows, row_weights, counts, total, handle = group.dispatch(*given, alignment)
         buffer.tokens_per_expert, buffer.total_recv_tokens, buffer.handle = counts.long(), total.long(), handle
         ctx.handle, ctx.sms = handle, group.settings.num_sms
         most = buffer.recv_capacity_per_rank
-        return (rows, row_weights) if most is None else (_of_length(rows, most), _of_length(row_weights, most))
+        graph = tokens.new_empty(0)
+        if most is None:
+            return rows, row_weights, graph
+        return _of_length(rows, most), _of_length(row_weights, most), graph
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         room = ctx.handle.args.max_rows
         grads = grad_weights[:room].float().contiguous() if ctx.needs_input_grad[1] else None
         found = _combined(ctx.handle, grad_rows[:room], ctx.sms, weight_grads=grads)
@@ -295,7 +301,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, buffer: EpBuffer) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, graph: torch.Tensor | None, buffer: EpBuffer) -> torch.Tensor:
         handle = buffer.handle
         assert handle is not None
         ctx.handle, ctx.sms, ctx.rows, ctx.dtype = handle, buffer.group.settings.num_sms, len(y), y.dtype
@@ -311,7 +317,7 @@ class _Combine(torch.autograd.Function):
             options = Options(num_sms=limit_of(grad, ctx.sms))
             rows = dispatch(handle.rounds, options, grad, handle=handle, sync=False).x
         padding.zero(rows, src=source(handle))
-        return _of_length(rows, ctx.rows).to(ctx.dtype, copy=True), None
+        return _of_length(rows, ctx.rows).to(ctx.dtype, copy=True), None, None
 
 
 def _combined(handle: Handle, rows: torch.Tensor, sms: int, **tensors: Any) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -141,21 +139,13 @@ def note_written(argument: str, *written: Any) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def warn_of_gradients(*tensors: Any) -> None:
-    """Warn once that results of a Buffer have no gradient, if one of the tensors requires one."""
+def refuse_gradients(**arguments: Any) -> None:
+    """Raise BadInput for a tensor, or one of a tuple, whose gradient would be lost: rounds of a Buffer have none."""
     if torch.is_grad_enabled():
-        for tensor in tensors:
-            if getattr(tensor, "requires_grad", False):
-                _say_that_gradients_end()
-
-
-@lru_cache(maxsize=1)
-def _say_that_gradients_end() -> None:
-    warnings.warn(
-        "dispatch, combine and moe of a moecomm.Buffer have no gradients, and were given a tensor that requires grad: "
-        "use moecomm.ops, or torch.no_grad() where no gradient is wanted",
-        stacklevel=2,
-    )
+        for argument, value in arguments.items():
+            if any(getattr(part, "requires_grad", False) for part in (value if isinstance(value, tuple) else (value,))):
+                want = "moecomm.ops, which has gradients, or torch.no_grad() where none is wanted"
+                raise BadInput(argument, "a tensor that requires grad", want)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from moecomm.core.protocol import LAYOUTS, SCALE_FORMATS, TYPES
 
 GROW = "asks for a larger buffer"
-LAYERS = (1 << 16) - 1  # numbers of layers, from 1
+LAYERS = (1 << 14) - 1  # numbers of layers, from 1
 # The calls of users that rounds belong to.
 DISPATCHES = (
     "dispatch",
@@ -34,6 +34,8 @@ _DTYPES = tuple(TYPES)
 _LAYOUT: _Field = ("layout", 2, LAYOUTS)
 _DTYPE: _Field = ("dtype", 3, _DTYPES)
 _LAYER: _Field = ("layer", LAYERS.bit_length(), ())  # 0: has no number
+_GRADIENTS: _Field = ("gradients wanted", 1, _NO_YES)  # of moecomm.ops: all ranks take part in a backward pass
+_WEIGHTS: _Field = ("weight_grads given", 1, _NO_YES)  # of a dispatch: by its backward pass
 _DISPATCH: tuple[_Field, ...] = (
     ("call", 4, DISPATCHES),
     _LAYOUT,
@@ -43,11 +45,12 @@ _DISPATCH: tuple[_Field, ...] = (
     ("scale_format", 3, SCALE_FORMATS),
     ("scale_layout", 2, ("row", "column")),
     ("handle given", 1, _NO_YES),
+    _GRADIENTS,
 )
 _GROW: _Field = (GROW, 1, _NO_YES)
 _LONG = ("scale bytes", "expert_alignment")
-_FORM: _Field = ("", 1, ())  # which of the two forms of a dispatch follows; both leave one bit
-_SHORT_FORM = (_FORM, _LAYER, *_DISPATCH, *((name, 12, ()) for name in _LONG), _GROW)
+_FORM: _Field = ("", 1, ())  # which of the two forms of a dispatch follows
+_SHORT_FORM = (_FORM, _LAYER, *_DISPATCH, *((name, 12, ()) for name in _LONG), _GROW, _WEIGHTS)
 _LONG_FORM = (_FORM, *_DISPATCH, *((name, 20, ()) for name in _LONG), _GROW)
 _COMBINE: tuple[_Field, ...] = (
     _LAYER,
@@ -56,15 +59,16 @@ _COMBINE: tuple[_Field, ...] = (
     _DTYPE,
     ("wire", 3, _DTYPES),
     ("weighted", 1, _NO_YES),
-    ("weight_grads given", 1, _NO_YES),
+    _WEIGHTS,
     ("topk_weights given", 1, _NO_YES),
+    _GRADIENTS,
 )
 
 
 def pack(op: str = "dispatch", /, **fields: int) -> int:
     """Pack the fields of a call (names with underscores) into one integer.
 
-    `layer` is dropped beside rows of scales, or an alignment, of 4096 and more.
+    `layer`, and `weight_grads given` of a dispatch, are dropped beside rows of scales, or an alignment, of 4096 and more.
     """
     if op == "combine":
         table = _COMBINE

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import warn_of_gradients, window_tensor
+from moecomm.core.arrays import refuse_gradients, window_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flag
 from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
-from moecomm.dispatch.options import Key, Options, check_options, check_overflow
+from moecomm.dispatch.options import Gradients, Key, Options, check_options, check_overflow
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
@@ -72,13 +72,14 @@ def dispatch(
     sync: bool | None = None,
     grow: bool = False,
     chunk: bool = False,
+    gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
 ) -> Routed:
-    """Buffer.dispatch.  `grow`, `chunk`, `call`, `layer`: see prepare()."""
+    """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
         return _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
-    about = (False, grow, None, chunk, call, layer)
+    about = (False, grow, None, chunk, gradients, call, layer)
     routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
     if not chunk:  # the whole has been shown
         observers.show(rounds, topk_idx, topk_weights)
@@ -136,6 +137,7 @@ def prepare(
     grow: bool = False,
     descriptors: PublishedOffsets | None = None,
     chunk: bool = False,
+    gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
 ) -> Routed:
@@ -148,7 +150,7 @@ def prepare(
             all ask.
         descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
             It has waited for all kernels before it, and dispatch reads nothing else that it writes.
-        chunk, call, layer: see Key.
+        chunk, gradients, call, layer: see Key.
     """
     rounds.require_usable()
     if sync is not None:
@@ -156,7 +158,7 @@ def prepare(
     if rounds.begun is not None:
         raise BadInput("dispatch", "a second dispatch before dispatch_end()", "dispatch_end(routed) first")
     if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):
-        warn_of_gradients(x, topk_weights)
+        refuse_gradients(x=x, topk_weights=topk_weights)
     layout, dropped = options.layout, None
     if options.overflow is not None:
         check_overflow(options.overflow, max_rows)
@@ -172,7 +174,7 @@ def prepare(
                 "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
             )
     # Not a Key, which takes longer to make.
-    key = (layout, options, handle is not None, begin, descriptors is not None, grow, chunk, call, layer)
+    key = (layout, options, handle is not None, begin, descriptors is not None, grow, chunk, gradients, call, layer)
     routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)

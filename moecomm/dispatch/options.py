@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple, TypedDict, get_args
 
 from moecomm.core.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
@@ -39,6 +40,14 @@ class OptionsDict(TypedDict, total=False):
     overflow: Overflow | None
 
 
+class Gradients(enum.IntEnum):
+    """Gradients that a rank wants of a round of moecomm.ops: the rounds of its backward pass, on which ranks agree."""
+
+    NONE = 0
+    ROWS = 1
+    WEIGHTS = 2  # those of topk_weights, too
+
+
 class Key(NamedTuple):
     """Everything that dispatches of one plan have in common, except the types of their tensors."""
 
@@ -49,6 +58,7 @@ class Key(NamedTuple):
     descriptors: bool = False  # row descriptors travel in the place of rows
     grow: bool = False  # this rank asks for a larger Buffer, and has no tokens
     chunk: bool = False  # a part of a dispatch whose rows had no room: see chunks.py
+    gradients: Gradients = Gradients.NONE
     call: str = "dispatch"  # of the user: "dispatch", "moe", "backward of combine" or "backward of moe"
     layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
 

@@ -15,7 +15,7 @@ from moecomm.core.protocol import DESCRIPTOR_BYTES, LAYOUTS, SCALE_FORMATS, TYPE
 from moecomm.core.rounds import Rounds
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype
-from moecomm.dispatch.options import SCALE_LAYOUTS, Key
+from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key
 from moecomm.routed import BEGIN, END, WHOLE, Handle, Routed
 
 
@@ -167,5 +167,7 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
         expert_alignment=args.alignment,
         handle_given=args.repeat,
         asks_for_a_larger_buffer=int(key.grow),
+        gradients_wanted=int(key.gradients is not Gradients.NONE),
+        weight_grads_given=int(key.gradients is Gradients.WEIGHTS),  # by the backward pass
     )
     return args

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
-from moecomm.core.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
+from moecomm.core.arrays import as_tensor, check_tensor, note_written, refuse_gradients
 from moecomm.core.choices import Overflow, Quantize
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
@@ -20,7 +20,7 @@ from moecomm.core.validation import check_flags, check_name
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.drop import drop_checked
-from moecomm.dispatch.options import check_overflow
+from moecomm.dispatch.options import Gradients, check_overflow
 from moecomm.dispatch.parts import in_parts
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
@@ -52,11 +52,13 @@ def moe(
     out: Any = None,
     bias: Any = None,
     dropped: Any = None,
+    gradients: Gradients = Gradients.NONE,
     number: int = 0,
 ) -> Any:
-    """Buffer.moe.  `number`: of the layer, see prepare()."""
+    """Buffer.moe.  `gradients`, `number`: see prepare()."""
     outputs: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped}
-    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, **outputs, number=number)
+    of_layer: dict[str, Any] = {"gradients": gradients, "number": number}
+    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, **outputs, **of_layer)
     waits = goes_in_parts(rounds, options.overflow, options.max_rows)
     observers.show(rounds, topk_idx, topk_weights)
     routed = pipeline.start(rounds, given)
@@ -74,7 +76,7 @@ def moe(
         some = None if weights is None else weights[tokens]
         more = bias if bias is None or bias.ndim == 1 else bias[tokens]
         tensors = (x[tokens], ids[tokens], some, w13, w2)
-        part = prepare(rounds, options, *tensors, bias=more, chunk=True, number=number)
+        part = prepare(rounds, options, *tensors, bias=more, chunk=True, **of_layer)
         return _finish(rounds, part, pipeline.start(rounds, part), waits)
 
     for tokens, part in in_parts(len(x), rounds.max_tokens, of):
@@ -106,6 +108,7 @@ def prepare(
     bias: Any = None,
     dropped: Any = None,
     chunk: bool = False,
+    gradients: Gradients = Gradients.NONE,
     number: int = 0,
 ) -> Pipeline:
     """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
@@ -113,11 +116,12 @@ def prepare(
     Args:
         rounds, options, x, topk_idx, topk_weights, w13, w2, out, bias, dropped: see Buffer.moe.
         chunk: the arguments are those of some tokens of a call.
+        gradients: see moecomm.dispatch.options.Key.
         number: of the layer among those of the Buffer, which round headers carry; 0: it has none.
     """
     rounds.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_operand("w13", w13), as_operand("w2", w2)
-    warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
+    refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias)
     check_name("activation", options.activation, ("swiglu",))
     interleaved, max_rows = options.interleaved, options.max_rows
     check_flags(interleaved=interleaved, check_weights=options.check_weights)
@@ -153,7 +157,7 @@ def prepare(
             max_rows=max_rows,
             num_sms=options.num_sms,
             expected_rows=rows,
-            of={"chunk": chunk, "call": "moe", "layer": number},
+            of={"chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
         )
 
     def experts(routed: Routed) -> torch.Tensor:
@@ -167,7 +171,7 @@ def prepare(
     dispatching = DispatchCall(
         dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
         (x, topk_idx, topk_weights),
-        {"max_rows": max_rows, "chunk": chunk, "call": "moe", "layer": number},
+        {"max_rows": max_rows, "chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
     )
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)

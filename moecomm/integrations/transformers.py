@@ -15,12 +15,14 @@ import torch
 
 from moecomm import ops
 from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.core import names
 from moecomm.core.choices import BackendName
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
-from moecomm.errors import Unsupported
+from moecomm.errors import Mismatch, Unsupported
 from moecomm.nn.buffers import number_layer, shared_buffer
+from moecomm.ops.rounds import wanted_gradients
 
 try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
@@ -32,11 +34,11 @@ except ImportError as error:
 
 __all__ = ["ExpertParallel", "register"]
 
-_LEAST_TOKENS = 128  # so that a short first batch is no limit
+_LEAST_TOKENS = 128  # so that not every batch takes a larger Buffer than a short first one
 
 
 class ExpertParallel(EPImplementation):  # type: ignore[misc]
-    """A row for each (token, rank): a rank's experts run on it and add up its outputs, and combine adds those of ranks.
+    """A row for each (token, expert), on which experts run with a weight of 1; combine weights and adds their results.
 
     Ranks that share a batch (tensor parallelism) send disjoint slices of it and gather the results.
 
@@ -44,7 +46,8 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         experts, ep_mesh, tp_mesh: of EPImplementation.
 
     Attributes:
-        max_tokens: of a rank and a call; None: at least those of the first call on any rank.
+        max_tokens: room for so many tokens of a rank from the start; None: for those of the first call on any rank.
+            Ranks that have more take a larger Buffer, all together.
         timeout_s: how long a rank waits for another, in seconds.
         backend: see Buffer; None: "host" for tensors on the CPU, else "auto".
     """
@@ -57,6 +60,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         super().__init__(experts, ep_mesh, tp_mesh)
         self._number = number_layer(ep_mesh, None)  # of this layer
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], Buffer] = {}
+        self._outgrown: list[Buffer] = []  # backward passes may still need them
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -69,18 +73,23 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
             top_k_weights: floating `[T, K]`.
 
         Raises:
-            BadInput: more tokens than `max_tokens`, or than at first.
-            As moecomm.ops.dispatch.
+            As Buffer and moecomm.ops.dispatch.
         """
         tokens = len(hidden_states)
-        x, ids, weights = (self._own(tensor) for tensor in (hidden_states, top_k_index, top_k_weights))
-        name = names.of_layer(self._buffer(x, ids).name, self._number)
-        routed = ops.dispatch(name, x, ids, weights, layout="flat", overflow="chunks")
-        assert routed.topk_idx is not None and routed.topk_weights is not None
-        elsewhere = routed.topk_idx < 0
-        local = torch.where(elsewhere, self.num_local_experts, routed.topk_idx)  # which experts leave out
-        y = self.experts_forward(routed.x, local, routed.topk_weights.to(x.dtype))
+        routed = self._route(*(self._own(tensor) for tensor in (hidden_states, top_k_index, top_k_weights)))
+        y = self._experts(routed.x, routed.tokens_per_expert)
         return self._whole(ops.combine(y, routed.handle), tokens)
+
+    def _experts(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """Rows of the experts, and zeros behind them: those have no id that all kinds of experts would leave out."""
+        counts = tokens_per_expert.long()
+        rows = int(counts.sum())
+        # Without rows, the experts run on one of zeros, so that their parameters have gradients on every rank.
+        given = x[:rows] if rows else x.new_zeros((1, x.shape[1]))
+        ids = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=rows)
+        ids = ids if rows else ids.new_zeros(1)
+        y: torch.Tensor = self.experts_forward(given, ids.unsqueeze(1), given.new_ones((len(given), 1)))
+        return torch.nn.functional.pad(y[:rows], (0, 0, 0, len(x) - rows))
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Our slice of what the ranks of tensor parallelism share; its backward pass gathers the slices."""
@@ -101,19 +110,40 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         parts = DTensor.from_local(rows, self.tp_mesh, [Shard(0)], shape=shape, stride=(rows.shape[1], 1))
         return parts.full_tensor()
 
-    def _buffer(self, x: torch.Tensor, ids: torch.Tensor) -> Buffer:
+    def _route(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ops.Dispatched:
+        """ops.dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
         key = (x.shape[1], ids.shape[1], x.dtype, x.device)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
-            buffer = self._buffers[key] = self._open(x, ids.shape[1])
-        return buffer
+            buffer = self._buffers[key] = self._open(x, ids.shape[1], self.max_tokens)
+        if len(x) > buffer.max_tokens:
+            wanted = wanted_gradients(x, weights)
+            ask_to_grow(buffer, x, ids.long(), None, "expert", gradients=wanted, layer=self._number)
+        else:
+            try:
+                return self._dispatch(buffer, x, ids, weights)
+            except Mismatch as error:
+                if not asks_to_grow(error):
+                    raise
+        self._outgrown.append(buffer)
+        least = buffer.max_tokens + buffer.max_tokens // 4
+        buffer = self._buffers[key] = self._open(x, ids.shape[1], None, least)
+        return self._dispatch(buffer, x, ids, weights)
 
-    def _open(self, x: torch.Tensor, topk: int) -> Buffer:
-        """Open one, or take that of another layer of the same sizes.  Collective."""
-        group, most = self.ep_mesh.get_group(), self.max_tokens
+    def _dispatch(self, buffer: Buffer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ops.Dispatched:
+        # The experts read only rows that the counts cover.
+        name = names.of_layer(buffer.name, self._number)
+        return ops.dispatch(name, x, ids, weights, layout="expert", overflow="chunks", zero_padding=False)
+
+    def _open(self, x: torch.Tensor, topk: int, most: int | None, least: int = _LEAST_TOKENS) -> Buffer:
+        """Open one for `most` tokens, or take that of another layer of the same sizes.  Collective.
+
+        None: as many as a rank has, and at least `least`.
+        """
+        group = self.ep_mesh.get_group()
         if most is None:
             everybody = gather(rendezvous(group), struct.pack("<q", len(x)), self.timeout_s)
-            most = max(_LEAST_TOKENS, *(int(struct.unpack("<q", theirs)[0]) for theirs in everybody))
+            most = max(least, *(int(struct.unpack("<q", theirs)[0]) for theirs in everybody))
         return shared_buffer(
             group,
             hidden=x.shape[1],

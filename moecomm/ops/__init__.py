@@ -10,7 +10,8 @@ Differences from the methods of Buffer:
 
 - Shapes never depend on what arrives: outputs have `max_rows` rows, and counts stay on the device.
 - x, y and the routing weights have gradients.  The rounds of backward passes are collective, too: every rank that took
-  part in the forward pass runs the backward pass, in the same order.
+  part in the forward pass runs the backward pass, in the same order.  So does a rank whose experts got no token: the
+  handle leads from combine to dispatch.  Ranks that want different gradients raise Mismatch in the forward pass.
 - A handle consists of tensors, strings and numbers.
 
 A compiler may reorder rounds that do not depend on each other, and differently on ranks whose tensors have other sizes.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +36,7 @@ from moecomm.core.integers import check_alignment
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import check_max_rows
-from moecomm.dispatch.options import check_num_sms, check_overflow
+from moecomm.dispatch.options import Gradients, check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.fp8 import as_operand
 from moecomm.fused.layer import check_dropped, fused_or_not
@@ -47,6 +48,18 @@ from moecomm.ops.handles import Handle
 __all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
 
 gradients.register()
+_NUMBER, _TENSOR, _NONE = (int, torch.SymInt), torch.Tensor, type(None)
+_FIELDS: tuple[Any, ...] = (  # types of those of Handle
+    _TENSOR,
+    (_TENSOR, _NONE),
+    str,
+    str,
+    _NUMBER,
+    _NUMBER,
+    bool,
+    (*_NUMBER, _NONE),
+    (_TENSOR, _NONE),
+)
 
 
 class Dispatched(NamedTuple):
@@ -135,12 +148,12 @@ def dispatch(
         x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, chunk: bool
     ) -> chunks.Arrived:
         room = -1 if max_rows is None else max_rows
-        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk)
+        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk, rounds.wanted_gradients(x, weights))
         found = rounds.dispatch(x, topk_idx, weights, *about)
-        rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory = found
+        rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory, graph = found
         room, flat = src.numel() // 2, layout == "flat"
         route = (name, layout, x.shape[0], room, bool(zero_padding), num_sms)
-        handle = Handle(memory, None if flat else row_weights, *route)
+        handle = Handle(memory, None if flat else row_weights, *route, graph)
         return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, local_idx if flat else None, handle)
 
     whole = (x, topk_idx, weights, expert_alignment, False)
@@ -181,11 +194,13 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         return chunks.dispatch_again(as_tensor("x", x)[0], handle, dispatch_again)
     _check_handle(handle)
     x = as_tensor("x", x)[0]
-    check_same_device(x=x, handle=handle.memory)
+    check_same_device(x=x, handle=handle.memory, graph=handle.graph)
     if x.ndim != 2:
         raise BadInput("x", f"shape {tuple(x.shape)}", "[tokens, hidden]")
     tangents.refuse("moecomm.ops.dispatch_again", x)
-    rows: torch.Tensor = rounds.dispatch_again(
+    wanted = rounds.wanted_gradients(x)
+    rows: torch.Tensor
+    rows, graph = rounds.dispatch_again(
         x,
         handle.memory,
         handle.buffer,
@@ -193,7 +208,10 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         handle.max_rows,
         handle.zero_padding,
         handle.num_sms,
+        wanted,
     )
+    if handle.graph is not None and wanted is not Gradients.NONE:
+        handle.graph.add_(graph)  # both empty: combines from now on lead to this round as well
     return rows
 
 
@@ -224,7 +242,7 @@ def combine(
     check_flag("weighted", weighted)
     y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
     wire = _wire_of(wire, y)
-    check_same_device(y=y, handle=handle.memory, row_weights=row_weights)
+    check_same_device(y=y, handle=handle.memory, row_weights=row_weights, graph=handle.graph)
     tangents.refuse("moecomm.ops.combine", y, row_weights)
     out: torch.Tensor = rounds.combine(
         y,
@@ -237,6 +255,8 @@ def combine(
         wire,
         handle.zero_padding,
         handle.num_sms,
+        handle.graph,
+        rounds.wanted_gradients(y, row_weights, handle.graph) is not Gradients.NONE,
     )
     return out
 
@@ -299,6 +319,7 @@ def moe(
     )
     bias = None if bias is None else as_tensor("bias", bias)[0]
     check_same_device(x=x, w13=w13, w2=w2, bias=bias)
+    fp8 = w13_scales is not None or w2_scales is not None
     for argument, scales in (("w13", w13_scales), ("w2", w2_scales)):
         check_same_device(x=x, **{argument: scales})
     tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias)
@@ -326,6 +347,8 @@ def moe(
         bool(check_weights),
         fused_or_not(fused),
         overflow,
+        # Weights in FP8 have no backward pass.
+        not fp8 and rounds.wanted_gradients(x, topk_weights, w13, w2) is not Gradients.NONE,
     )
     return out
 
@@ -387,6 +410,16 @@ def _wire_of(wire: Wire | None, y: torch.Tensor) -> torch.dtype | None:
 
 
 def _check_handle(handle: Handle) -> None:
-    """Raise BadInput for other handles, for example those of Buffer.dispatch, which have other fields."""
+    """Raise BadInput for other handles, such as those of Buffer.dispatch, and for fields that no dispatch returns."""
+    want = "the .handle of what moecomm.ops.dispatch returned"
     if not isinstance(handle, Handle):
-        raise BadInput("handle", type(handle).__name__, "the .handle of what moecomm.ops.dispatch returned")
+        raise BadInput("handle", type(handle).__name__, want)
+    if torch.compiler.is_compiling():
+        return
+    if not all(map(isinstance, handle, _FIELDS)):
+        fields = zip(handle._fields, handle, _FIELDS, strict=True)
+        name, value = next((name, value) for name, value, kinds in fields if not isinstance(value, kinds))
+        raise BadInput("handle", f"one whose {name} is of type {type(value).__name__}", want)
+    graph = handle.graph
+    if graph is not None and (graph.shape != (0,) or graph.dtype != names.find(handle.buffer).dtype):
+        raise BadInput("handle", f"one whose graph is {graph.dtype} {tuple(graph.shape)}", want)

@@ -2,6 +2,8 @@
 
 - The gradient of a dispatch is a combine without weights, which also returns the gradients of the weights.
 - The gradient of a combine is a dispatch with the same handle, and a product (combine_gradients).
+- `graph`, an empty tensor, leads from a combine to the dispatches of its handle, so that all have their backward rounds
+  on a rank whose experts got no token.
 - The gradient of a whole layer is one operator with all of these, moecomm.ops.layer.moe_backward.
 """
 
@@ -23,35 +25,35 @@ def _of_round(ctx: Any) -> tuple[str, str, int]:
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _ = inputs
-    rows, *_, memory = output
+    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _, _ = inputs
+    rows, *_, memory, _ = output
     ctx.num_tokens, ctx.max_rows = x.shape[0], math.prod(rows.shape[:-1])
     ctx.save_for_backward(memory)
 
 
-def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tensor, *others: Any) -> tuple[Any, ...]:
     (memory,) = ctx.saved_tensors
-    weighted = ctx.needs_input_grad[2]  # the same on all ranks, which have the same model
+    weighted = ctx.needs_input_grad[2]  # the same on all ranks, as the round of the dispatch has checked
     x, weights = rounds.dispatch_backward(
-        grad_x, grad_weights if weighted else None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms
+        grad_x, grad_weights if weighted else None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms, others[-1]
     )
-    return x, None, weights if weighted else None, *(None for _ in range(7))
+    return x, None, weights if weighted else None, *(None for _ in range(8))
 
 
-def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _ = inputs
+def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _, _ = inputs
     ctx.num_tokens = x.shape[0]
     ctx.save_for_backward(memory)
 
 
-def _dispatch_again_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _dispatch_again_backward(ctx: Any, grad: torch.Tensor, graph: torch.Tensor) -> tuple[Any, ...]:
     (memory,) = ctx.saved_tensors
-    x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms)
-    return x, *(None for _ in range(7))
+    x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms, graph)
+    return x, *(None for _ in range(8))
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, _, ctx.zero_padding, ctx.num_sms = inputs
+    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, *_, ctx.zero_padding, ctx.num_sms, _, _ = inputs
     ctx.dtype = y.dtype
     # Only the gradient of the weights needs y.
     weights_alone = ctx.needs_input_grad[1]
@@ -61,11 +63,15 @@ def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     memory, row_weights, y = ctx.saved_tensors
     sent = grad.to(names.find(ctx.buffer).dtype)
-    rows = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, True)
+    rows, _ = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, backward=True)
+    wants_y, *_, wants_graph, _ = ctx.needs_input_grad
+    # A part of the rows, so that compilers keep the round where nothing needs the gradient of y.
+    graph = rows.flatten()[:0] if wants_graph and not wants_y else None
+    others = (*(None for _ in range(8)), graph, None)
     if row_weights is None:
-        return rows.to(ctx.dtype), *(None for _ in range(9))
+        return rows.to(ctx.dtype), None, *others
     grad_y, grad_weights = combine_gradients(rows, row_weights, y, ctx.dtype)
-    return grad_y, None if y is None else grad_weights, *(None for _ in range(8))
+    return grad_y, None if y is None else grad_weights, *others
 
 
 def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -84,6 +90,7 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.max_rows,
         *_,
         ctx.overflow,
+        _,
     ) = inputs
     if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
         raise Unsupported("gradients of a layer with weights in FP8: call it under torch.no_grad()")

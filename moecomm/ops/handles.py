@@ -44,6 +44,9 @@ class Handle(NamedTuple):
         max_rows: rows that the dispatch made room for.
         zero_padding: rows without a token are zeros, also in gradients.
         num_sms: of rounds with this handle.
+        graph: `[0]`, through which the backward pass of a combine leads to those of the dispatch and its repeats, also
+            on a rank whose `y` does not depend on their rows.  `handle._replace(graph=None)`: it does not, for stages
+            whose backward passes are run one by one.
     """
 
     memory: torch.Tensor
@@ -54,6 +57,7 @@ class Handle(NamedTuple):
     max_rows: int
     zero_padding: bool
     num_sms: int | None = None
+    graph: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return shown.of_tensors("moecomm.ops.Handle", self._asdict())

@@ -17,6 +17,7 @@ from moecomm.core import names, tangents
 from moecomm.core.choices import Activation, Overflow
 from moecomm.core.state import CollectiveCall
 from moecomm.dispatch import observers
+from moecomm.dispatch.options import Gradients
 from moecomm.dispatch.parts import in_parts
 from moecomm.errors import TooManyRows
 from moecomm.fused import layer
@@ -49,8 +50,9 @@ def moe(
     check_weights: bool,
     fused: bool | None,
     overflow: str | None,
+    gradients: bool = False,
 ) -> torch.Tensor:
-    """Operator of moecomm.ops.moe; scales only for FP8 weights."""
+    """Operator of moecomm.ops.moe; scales only for FP8 weights.  `gradients`: this rank wants some."""
     tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
     options = Options(
         activation=cast("Activation", activation),
@@ -72,6 +74,7 @@ def moe(
         w13 if w13_scales is None else (w13, w13_scales),
         w2 if w2_scales is None else (w2, w2_scales),
         bias=None if bias is None else rounds.rows_of(bias),
+        gradients=Gradients.ROWS if gradients else Gradients.NONE,
         number=names.layer_of(buffer),
     )
     return out
@@ -153,12 +156,12 @@ def _backward(
 ) -> _Gradients:
     room = -1 if max_rows is None else max_rows
     how = (buffer, *_ROWS, room, False, None, chunk)
-    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD)
+    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, call=_BACKWARD)
     if wait:
         names.find(buffer).check()
     rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
-    seen = rounds.run_again(grad, *back, False, None, _BACKWARD)
+    seen = rounds.run_again(grad, *back, False, None, call=_BACKWARD)
     ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
     width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
     # Without the routing weight: the weight's gradient is the dot product of this with silu(gate) * up.

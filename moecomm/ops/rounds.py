@@ -60,13 +60,20 @@ def dispatch(
     zero_padding: bool,
     num_sms: int | None = None,
     chunk: bool = False,
+    gradients: int = 0,
 ) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
-    """Operator of moecomm.ops.dispatch.  `max_rows` -1: as the Buffer says; `chunk`: of some tokens of a call."""
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory, graph
+    """Operator of moecomm.ops.dispatch.
+
+    Args:
+        max_rows: -1: as the Buffer says.
+        chunk: x has some tokens of a call.
+        gradients: see dispatch_options.Gradients.
+    """
     tangents.refuse("moecomm::dispatch", x, topk_weights)
     how = (buffer, layout, expert_alignment, max_rows, zero_padding, num_sms, chunk)
-    return run_new(x, topk_idx, topk_weights, *how, "dispatch")
+    return *run_new(x, topk_idx, topk_weights, *how, "dispatch", gradients), x.new_empty(0)
 
 
 def run_new(
@@ -81,6 +88,7 @@ def run_new(
     num_sms: int | None,
     chunk: bool,
     call: str,
+    gradients: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run a dispatch with routing: the operator's arguments, and the call of the user that it belongs to."""
     owner = names.find(buffer)
@@ -93,6 +101,7 @@ def run_new(
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,
         chunk=chunk,
+        gradients=dispatch_options.Gradients(gradients),
         call=call,
         layer=names.layer_of(buffer),
     )
@@ -128,6 +137,7 @@ def _(
     zero_padding: bool,
     num_sms: int | None = None,
     chunk: bool = False,
+    gradients: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     settings = (owner := names.find(buffer)).settings
     if max_rows < 0:
@@ -144,6 +154,7 @@ def _(
         x.new_empty((local,), dtype=torch.int32),
         x.new_empty((1,), dtype=torch.int32),
         x.new_empty((handles.memory_bytes(owner, layout, rows),), dtype=torch.uint8),
+        x.new_empty(0),
     )
 
 
@@ -156,15 +167,17 @@ def dispatch_again(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
+    gradients: int = 0,
     backward: bool = False,
-) -> torch.Tensor:
-    """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x, and graph.
 
     `backward`: the backward pass of a combine makes the call.
     """
     tangents.refuse("moecomm::dispatch_again", x)
     call = "backward of combine" if backward else "dispatch"
-    return run_again(x, memory, buffer, layout, max_rows, zero_padding, num_sms, call)
+    how = (buffer, layout, max_rows, zero_padding, num_sms)
+    return run_again(x, memory, *how, call, gradients), x.new_empty(0)
 
 
 def run_again(
@@ -176,12 +189,14 @@ def run_again(
     zero_padding: bool,
     num_sms: int | None,
     call: str,
+    gradients: int = 0,
 ) -> torch.Tensor:
     """Run a dispatch by a handle: the operator's arguments, and the call of the user that it belongs to."""
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     options = dispatch_options.Options(num_sms=num_sms)
-    of: dict[str, Any] = {"call": call, "layer": names.layer_of(buffer)}
+    wanted = dispatch_options.Gradients(gradients)
+    of: dict[str, Any] = {"gradients": wanted, "call": call, "layer": names.layer_of(buffer)}
     rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False, **of).x
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
@@ -197,10 +212,11 @@ def _(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
+    gradients: int = 0,
     backward: bool = False,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     owner = names.find(buffer)
-    return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden))
+    return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden)), x.new_empty(0)
 
 
 @torch.library.custom_op("moecomm::combine", mutates_args=())
@@ -215,8 +231,17 @@ def combine(
     wire: torch.dtype | None,
     zero_padding: bool,
     num_sms: int | None = None,
+    graph: torch.Tensor | None = None,
+    gradients: bool = False,
 ) -> torch.Tensor:
-    """Operator of moecomm.ops.combine: rows -> [T, H].  `zero_padding`: for the gradient of y."""
+    """Operator of moecomm.ops.combine: rows -> [T, H].
+
+    Args:
+        zero_padding: for the gradient of y.
+        graph: of the handle.  Not read: with it, the backward passes of dispatches follow that of the combine, also
+            where y does not depend on their rows.
+        gradients: this rank wants some.
+    """
     tangents.refuse("moecomm::combine", y, row_weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, weights = handle.rounds, None
@@ -225,7 +250,8 @@ def combine(
             weights = _where_peers_read(owner, handle, row_weights)
         handle.args.route.row_weights = weights.data_ptr()
     options = combine_options.Options(weights is not None, wire, num_sms)
-    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, layer=names.layer_of(buffer))
+    of: dict[str, Any] = {"gradients": gradients, "layer": names.layer_of(buffer)}
+    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, **of)
     return out
 
 
@@ -241,6 +267,8 @@ def _(
     wire: torch.dtype | None,
     zero_padding: bool,
     num_sms: int | None = None,
+    graph: torch.Tensor | None = None,
+    gradients: bool = False,
 ) -> torch.Tensor:
     return y.new_empty((num_tokens, y.shape[-1]))
 
@@ -255,8 +283,12 @@ def dispatch_backward(
     max_rows: int,
     num_tokens: int,
     num_sms: int | None = None,
+    graph: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights)."""
+    """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights).
+
+    `graph`: the gradient of the handle's.  Not read: with it, compilers keep the round that it comes from, before this.
+    """
     tangents.refuse("moecomm::dispatch_backward", x, weights)
     return run_back(x, weights, memory, buffer, layout, max_rows, num_tokens, num_sms, "backward of dispatch")
 
@@ -295,10 +327,24 @@ def _(
     max_rows: int,
     num_tokens: int,
     num_sms: int | None = None,
+    graph: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     topk = names.find(buffer).topk
     grad = x.new_empty((num_tokens, x.shape[-1]))
     return grad, x.new_empty((0,) if weights is None else (num_tokens, topk), dtype=torch.float32)
+
+
+def wanted_gradients(
+    rows: torch.Tensor, weights: torch.Tensor | None = None, *others: torch.Tensor | None
+) -> dispatch_options.Gradients:
+    """Return which gradients this rank wants of a round of these tensors."""
+    wanted = dispatch_options.Gradients
+    if not torch.is_grad_enabled():
+        return wanted.NONE
+    if weights is not None and weights.requires_grad:
+        return wanted.WEIGHTS
+    some = rows.requires_grad or any(other is not None and other.requires_grad for other in others)
+    return wanted.ROWS if some else wanted.NONE
 
 
 def rows_shape(rounds: Rounds, layout: str, rows: int) -> tuple[int, ...]:

@@ -112,6 +112,12 @@ LIKE: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+def _alike(value: Any, good: torch.Tensor) -> bool:
+    """Return whether a change has left an empty tensor as it was."""
+    names = ("dtype", "device", "layout", "shape", "requires_grad", "is_quantized")
+    return type(value) is type(good) and all(getattr(value, name) == getattr(good, name) for name in names)
+
+
 def bad(good: Any) -> Iterator[tuple[str, Any]]:
     """(name, value) of all that may stand in the place of `good`."""
     for name, make in GENERAL.items():
@@ -124,6 +130,8 @@ def bad(good: Any) -> Iterator[tuple[str, Any]]:
         for name, like in LIKE.items():
             with contextlib.suppress(RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
                 value = like(part)  # not every tensor can be all of it
+                if part.numel() == 0 and _alike(value, part):
+                    continue
                 whole = (*parts[:at], value, *parts[at + 1 :]) if isinstance(good, tuple) else value
                 if isinstance(good, tuple) and hasattr(good, "_fields"):
                     whole = type(good)(*whole)

@@ -98,6 +98,23 @@ def test_outputs_and_gradients_are_those_of_plain_torch(ranks: Any) -> None:
         assert found == dict.fromkeys(CASES, [True] * 4)
 
 
+def _starved(rank: int, group: Any, rows: int | None) -> list[float]:
+    """No token picks an expert of the last rank, whose rows then have no graph."""
+    buffer, x = opened(group, rows), torch.ones(TOKENS, HIDDEN, requires_grad=True)
+    weights, ids = torch.ones(TOKENS, TOPK), torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    found, _, counts = te_ep.ep_dispatch(buffer, x, ids, weights)
+    y = 3 * found if int(counts.sum()) else torch.zeros_like(found)
+    (te_ep.ep_combine(buffer, y, num_local_tokens=TOKENS).sum() + x.sum()).backward()
+    te_ep.ep_finalize()
+    assert x.grad is not None
+    return x.grad.unique().tolist()
+
+
+@pytest.mark.parametrize("rows", [None, ROOM])
+def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(ranks: Any, rows: int | None) -> None:
+    assert ranks.run(RANKS, _starved, rows) == [[3.0 * TOPK + 1]] * RANKS
+
+
 def test_rows_that_have_no_room_change_nothing(ranks: Any) -> None:
     assert ranks.run(RANKS, _same_in_chunks) == [([True] * 4, True)] * RANKS
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 import moecomm
 from moecomm import ops
-from moecomm.core import arrays
 from moecomm.fused import grouped_gemm
 
 T, H, E, K = 4, 32, 4, 2
@@ -190,15 +188,16 @@ def test_a_gradient_that_would_be_lost(
     tensors = {name: tensor for other, name, tensor in READ if other is call}
     for name in names:
         wants_grad = tensors[name].clone().requires_grad_()
-        arrays._say_that_gradients_end.cache_clear()
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("error")
-            call(buffer, **{name: wants_grad})
-        with pytest.warns(UserWarning, match=r"use moecomm\.ops"):
-            call(buffer, **{name: wants_grad})
-        with warnings.catch_warnings():  # once
-            warnings.simplefilter("error")
-            call(buffer, **{name: wants_grad})
+        with torch.no_grad():
+            torch.testing.assert_close(
+                call(buffer, **{name: wants_grad}), call(buffer, **{name: tensors[name]}), rtol=0, atol=0
+            )
+        for given in (wants_grad, torch.nn.Parameter(wants_grad), wants_grad * 1):  # also by plans that are known
+            with pytest.raises(moecomm.BadInput, match=r"requires grad; want moecomm\.ops") as raised:
+                call(buffer, **{name: given})
+            assert raised.value.argument == {"own": "topk_weights"}.get(name, name)
+        with torch.inference_mode():
+            call(buffer, **{name: tensors[name]})
 
 
 def test_out_over_the_tables_of_the_handle() -> None:

@@ -24,6 +24,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from moecomm.core.settings import Settings
 from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
+from moecomm.integrations.megatron.exchange import Exchange
+from moecomm.integrations.megatron.padded import PaddedExchange
 from moecomm.tracing import reading
 from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, built, config_of, parallel, spec, without_cuda
 from tests.little_room import little_room
@@ -214,6 +216,23 @@ def _dispatchers(rank: int, group: Any) -> list[bool]:
 def test_the_dispatcher_takes_and_gives_what_theirs_does(ranks: Any) -> None:
     """Sums of small integers are exact."""
     assert ranks.run(2, _dispatchers) == [[True] * 6] * 2
+
+
+def _starved(rank: int, group: Any, padded: bool) -> list[float]:
+    """No token picks an expert of the last rank, whose rows then have no graph."""
+    limits, x = Limits(timeout_s=20), torch.ones(4, HIDDEN, requires_grad=True)
+    weights, ids = torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int64)
+    exchange = PaddedExchange(group, EXPERTS, 1, limits) if padded else Exchange(group, EXPERTS, 1, limits)
+    found = exchange.dispatch(x, ids, weights, 8 if padded else 1)
+    y = torch.zeros_like(found.x) if rank else 3 * found.x
+    (exchange.combine(y, found.way).sum() + x.sum()).backward()
+    assert x.grad is not None
+    return x.grad.unique().tolist()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(ranks: Any, padded: bool) -> None:
+    assert ranks.run(2, _starved, padded) == [[4.0]] * 2
 
 
 def _schedules(rank: int, group: Any) -> list[bool]:

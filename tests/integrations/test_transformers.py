@@ -17,30 +17,39 @@ PROMPTS = 4, 7  # and their tokens
 
 
 def model_of(folder: Path, **how: Any) -> Any:
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager", **how)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager", **how)
 
 
-def make(folder: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def make(folder: Path, kind: str = "Qwen3Moe") -> None:
+    import transformers
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=3,
-        decoder_sparse_step=1,
-        initializer_range=0.3,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    own = {
+        "Qwen3Moe": {"intermediate_size": 32, "moe_intermediate_size": 24, "num_experts": 8, "decoder_sparse_step": 1},
+        "GptOss": {"intermediate_size": 32, "num_local_experts": 8, "layer_types": ["full_attention"] * 2},
+    }[kind]
+    how = {"vocab_size": 64, "head_dim": 16, "num_experts_per_tok": 3, "initializer_range": 0.3}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **own, **how)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+
+
+def both(folder: Path, ranks: int, **settings: Any) -> tuple[Any, Any]:
+    """A model over the ranks, and the same on one."""
+    from transformers.distributed import DistributedConfig
+
+    from moecomm.integrations.transformers import register
+
+    register(**settings)
+    how = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation="moecomm")
+    return model_of(folder, distributed_config=how), model_of(folder)
+
+
+def off(found: torch.Tensor, want: torch.Tensor) -> float:
+    found = getattr(found, "full_tensor", lambda: found)()
+    return float((found - want).abs().max() / want.abs().max())
 
 
 def prompts() -> torch.Tensor:
@@ -49,14 +58,9 @@ def prompts() -> torch.Tensor:
 
 def _same(rank: int, group: Any, folder: Path) -> tuple[float, bool, float]:
     """How far logits are off, whether the tokens that follow are the same, and how far the gradient is off."""
-    from transformers.distributed import DistributedConfig
+    from moecomm.integrations.transformers import ExpertParallel
 
-    from moecomm.integrations.transformers import ExpertParallel, register
-
-    register()
-    ranks = group.size()
-    how = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation="moecomm")
-    ours, theirs = model_of(folder, distributed_config=how), model_of(folder)
+    ours, theirs = both(folder, group.size())
     with pytest.MonkeyPatch.context() as patch:
         calls = []
         call = ExpertParallel.__call__
@@ -69,15 +73,61 @@ def _same(rank: int, group: Any, folder: Path) -> tuple[float, bool, float]:
         for model in (ours, theirs):
             model(ids, labels=ids).loss.backward()
         assert len(calls) == 2 * (1 + 6 + 1)
-    grads = [model.model.layers[0].mlp.gate.weight.grad for model in (ours, theirs)]
-    error = float((found - want).abs().max() / want.abs().max())
-    return error, same, float((grads[0] - grads[1]).abs().max() / grads[1].abs().max())
+    name = next(name for name, _ in theirs.named_parameters() if name.endswith(("gate.weight", "router.weight")))
+    return off(found, want), same, off(*(dict(model.named_parameters())[name].grad for model in (ours, theirs)))
 
 
-def test_logits_tokens_and_gradients_are_those_of_one_rank(ranks: Any, tmp_path: Path) -> None:
-    make(tmp_path)
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+def test_logits_tokens_and_gradients_are_those_of_one_rank(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """The eager experts of GPT-OSS, and of some more, take no id that is none of their experts'."""
+    make(tmp_path, kind)
     ranks.start(2, _same, tmp_path)
     for result in ranks.results(2, timeout_s=240).values():
         assert not isinstance(result, BaseException), result
         error, same, gradient = result
         assert error < 1e-5 and same and gradient < 1e-5, result
+
+
+def _step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """A pass forward and back; the gradient of a weight below all experts."""
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    grad: torch.Tensor = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    return grad
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "to_local", lambda: tensor)()
+
+
+def _one_model_after_another(rank: int, group: Any, folder: Path) -> tuple[list[float], bool]:
+    """Longer prompts, the same model loaded once more, and routing to the experts of one rank alone.
+
+    Return how far gradients are off, and whether the experts of this rank had tokens then.
+    """
+    errors, ours = [], None
+    for most in (None, 3):  # the second model begins with a smaller Buffer than the first has
+        kept, (ours, theirs) = ours, both(folder, group.size(), timeout_s=60, max_tokens=most)
+        for length in (5, 70, 3, 90):
+            ids = torch.randint(0, 64, (4, length), generator=torch.Generator().manual_seed(length))
+            errors.append(off(_step(ours, ids), _step(theirs, ids)))
+    errors.append(off(_step(kept, ids), _step(theirs, ids)))
+    for model in (ours, theirs):
+        for layer in model.model.layers:
+            torch.nn.init.zeros_(_local(layer.mlp.gate.weight))  # all tokens pick the same experts
+    errors.append(off(_step(ours, ids), _step(theirs, ids)))
+    grads = [p.grad for layer in ours.model.layers for p in layer.mlp.experts.parameters()]
+    assert all(grad is not None for grad in grads), "no gradient where others have one: FSDP would wait"
+    return errors, any(bool(_local(grad).any()) for grad in grads)
+
+
+def test_prompts_grow_models_are_loaded_again_and_experts_starve(ranks: Any, tmp_path: Path) -> None:
+    make(tmp_path)
+    ranks.start(2, _one_model_after_another, tmp_path)
+    had_tokens = []
+    for result in ranks.results(2, timeout_s=240).values():
+        assert not isinstance(result, BaseException), result
+        errors, had = result
+        assert max(errors) < 1e-5, errors
+        had_tokens.append(had)
+    assert sorted(had_tokens) == [False, True]

@@ -44,20 +44,3 @@ def test_a_backward_pass_without_a_peer_names_it(ranks: Any, whole: bool) -> Non
     assert rank == 0 and not isinstance(result, BaseException), result
     name, peer, seconds = result
     assert (name, peer) == ("PeerLost", 1) and seconds < 5
-
-
-def _with_other_gradients(rank: int, group: Any) -> str:
-    c = case(2, seed=1)
-    with c.buffer(group, timeout_s=5) as buffer:
-        x, weights = c.x[rank].clone().requires_grad_(), c.topk_weights[rank].clone()
-        weights.requires_grad_(rank == 0)  # as if one rank alone had a frozen gate
-        routed = ops.dispatch(buffer, x, c.topk_idx[rank], weights)
-        try:
-            ops.combine(routed.x * 2, routed.handle).sum().backward()
-        except moecomm.Mismatch as error:
-            return error.field
-        return "nothing"
-
-
-def test_ranks_that_want_other_gradients_hear_of_it(ranks: Any) -> None:
-    assert ranks.run(2, _with_other_gradients) == ["weight_grads given"] * 2

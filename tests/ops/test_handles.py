@@ -209,15 +209,27 @@ def test_outputs_outlive_the_buffer_and_its_handle_says_closed() -> None:
         ("handle", {"num_tokens": 4}),
         ("handle", {"memory": torch.zeros(8, dtype=torch.uint8)}),
         ("row_weights", {"row_weights": torch.zeros(3)}),
+        ("handle", {"graph": torch.zeros(3)}),
+        ("handle", {"graph": torch.zeros(0, dtype=torch.float64)}),
+        *(
+            ("handle", {name: None})
+            for name in ("memory", "buffer", "layout", "num_tokens", "max_rows", "zero_padding")
+        ),
+        *(("handle", {name: []}) for name in ops.Handle._fields),
     ],
 )
 def test_a_handle_that_is_none_is_named(argument: str, change: dict[str, Any]) -> None:
     c = case(1)
     with c.buffer(None) as buffer:
         routed = ops.dispatch(buffer, torch.zeros(5, c.hidden), torch.zeros(5, c.topk, dtype=torch.int64))
+        handle = routed.handle._replace(**change)
         with pytest.raises(moecomm.BadInput) as caught:
-            ops.combine(routed.x, routed.handle._replace(**change))
+            ops.combine(routed.x, handle)
         assert caught.value.argument == argument
+        if argument != "row_weights":  # of which a repeat has no use
+            with pytest.raises(moecomm.BadInput) as caught:
+                ops.dispatch_again(torch.zeros(handle.num_tokens or 5, c.hidden), handle)
+            assert caught.value.argument == argument
 
 
 def test_a_handle_of_the_buffer_is_none() -> None:

@@ -27,7 +27,7 @@ from moecomm.core.settings import MAX_FLAT_ROWS, Settings
 from moecomm.core.signature import GROW
 from moecomm.core.validation import MOST_SIZE
 from moecomm.dispatch import dispatch
-from moecomm.dispatch.options import Options, check_num_sms
+from moecomm.dispatch.options import Gradients, Options, check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch, Unsupported
 from moecomm.routed import Handle
 
@@ -245,12 +245,15 @@ def ask_to_grow(
     scales: torch.Tensor | None,
     layout: Layout = "flat",
     alignment: int = 1,
+    gradients: Gradients = Gradients.NONE,
+    layer: int = 0,
 ) -> None:
     """Tell the ranks that wait in a dispatch that this rank has more tokens than the Buffer takes."""
     none = None if scales is None else scales[:0]
     try:
         options = Options(layout, alignment)  # those of the ranks that wait: a difference would be told first
-        dispatch(buffer.rounds, options, x[:0], topk_idx[:0], scales=none, max_rows=1, sync=True, grow=True)
+        how: dict[str, Any] = {"max_rows": 1, "sync": True, "grow": True, "gradients": gradients, "layer": layer}
+        dispatch(buffer.rounds, options, x[:0].detach(), topk_idx[:0], scales=none, **how)
     except Mismatch as error:  # unless all ranks asked
         if not asks_to_grow(error):
             raise

@@ -58,7 +58,9 @@ class Exchange(Buffers):
         Raises:
             As Buffer and Buffer.dispatch.
         """
-        return Dispatched(*_Dispatch.apply(x, topk_weights, topk_idx, self, alignment))  # type: ignore[no-untyped-call]
+        found = _Dispatch.apply(x, topk_weights, topk_idx, self, alignment)  # type: ignore[no-untyped-call]
+        rows, weights, counts, way, graph = found
+        return Dispatched(rows, weights, counts, way._replace(graph=graph))
 
     @staticmethod
     def combine(y: torch.Tensor, way: Way) -> torch.Tensor:
@@ -67,7 +69,9 @@ class Exchange(Buffers):
         Raises:
             As Buffer.combine.
         """
-        out: torch.Tensor = _Combine.apply(y, way)  # type: ignore[no-untyped-call]
+        # Schedules cut y off from the dispatch, and run the backward pass of each stage themselves.
+        graph = None if y.requires_grad else way.graph
+        out: torch.Tensor = _Combine.apply(y, graph, way._replace(graph=None))  # type: ignore[no-untyped-call]
         return out
 
     def route(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, alignment: int) -> Routed:
@@ -115,10 +119,11 @@ class Exchange(Buffers):
 
 
 class Way(NamedTuple):
-    """The routing of a dispatch, by which its rows return."""
+    """The routing of a dispatch, by which its rows return; `graph` is that of moecomm.ops.Handle."""
 
     handle: Handle
     num_sms: int | None
+    graph: torch.Tensor | None = None
 
 
 class Dispatched(NamedTuple):
@@ -138,7 +143,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, exchange: Exchange, alignment: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Way]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Way, torch.Tensor]:
         routed = exchange.route(rows_of(x), topk_idx.contiguous(), weights.float().contiguous(), alignment)
         rows: torch.Tensor = routed.x
         handle = routed.handle
@@ -153,7 +158,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.way, ctx.weights_dtype = Way(handle, exchange.limits.num_sms), weights.dtype
         counts = routed.rows_per_expert.to("cpu", copy=True)
         ctx.mark_non_differentiable(counts)
-        return rows, row_weights, counts, ctx.way
+        return rows, row_weights, counts, ctx.way, x.new_empty(0)
 
     @staticmethod
     @once_differentiable
@@ -167,7 +172,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, way: Way) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, graph: torch.Tensor | None, way: Way) -> torch.Tensor:
         ctx.way, ctx.dtype = way, y.dtype
         out: torch.Tensor = _home(y, way)
         return out
@@ -175,15 +180,15 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        handle, num_sms = ctx.way
+        handle, num_sms, _ = ctx.way
         with CollectiveCall(handle.rounds):
             grad, options = rows_of(grad.to(handle.rounds.dtype)), dispatch.Options(num_sms=num_sms)
             rows = dispatch.dispatch(handle.rounds, options, grad, handle=handle).x
         if isinstance(handle, ChunkedHandle):
-            return rows.to(ctx.dtype), None
+            return rows.to(ctx.dtype), None, None
         if handle.args.alignment > 1:
             padding.zero(rows, src=handles.sources(handle))
-        return settled(handle.rounds, rows)[0].to(ctx.dtype), None
+        return settled(handle.rounds, rows)[0].to(ctx.dtype), None, None
 
 
 def _home(rows: torch.Tensor, way: Way, **tensors: Any) -> Any:
@@ -191,7 +196,7 @@ def _home(rows: torch.Tensor, way: Way, **tensors: Any) -> Any:
 
     The call names the dtype of the rows, so that no default of a Buffer changes it.
     """
-    handle, num_sms = way
+    handle, num_sms, _ = way
     with CollectiveCall(handle.rounds):
         options = combining.Options(weighted=False, wire=rows.dtype, num_sms=num_sms)
         return combining.combine(handle.rounds, options, rows_of(rows), handle, **tensors)

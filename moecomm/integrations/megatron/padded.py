@@ -62,6 +62,8 @@ class PaddedExchange(Buffers):
         """
         assert way.row_weights is not None
         y = y.reshape(*way.row_weights.shape, y.shape[-1])
+        if y.requires_grad:  # schedules cut y off from the dispatch: see exchange.py
+            way = way._replace(graph=None)
         return ops.combine(y, way, weighted=False, wire=y.dtype)
 
     def _buffer(self, x: torch.Tensor, rows: int) -> Buffer:
