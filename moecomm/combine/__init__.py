@@ -178,7 +178,7 @@ def _check_arrived(rounds: Rounds, handle: Handle) -> None:
 
 def _start_checked(
     rounds: Rounds,
-    how: tuple[Options, bool, str, int],
+    how: tuple[Options, bool, bool, str, int],
     handle: Handle,
     y: Any,
     out: Any,

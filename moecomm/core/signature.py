@@ -68,7 +68,7 @@ _COMBINE: tuple[_Field, ...] = (
 def pack(op: str = "dispatch", /, **fields: int) -> int:
     """Pack the fields of a call (names with underscores) into one integer.
 
-    `layer`, and `weight_grads given` of a dispatch, are dropped beside rows of scales, or an alignment, of 4096 and more.
+    A dispatch drops `layer` and `weight_grads given` beside rows of scales, or an alignment, of 4096 and more.
     """
     if op == "combine":
         table = _COMBINE
