@@ -115,7 +115,8 @@ class Plan:
         args = self._native.bind(handle.args, y, out, bias, weight_grads, grads, at, topk_weights)
         if args is None:
             return None
-        if self._peers_read_weights and not args.ctx.in_heap(args.route.row_weights):
+        outside = type(handle.block) is not _native.Block  # the tables
+        if outside and self._peers_read_weights and not args.ctx.in_heap(args.route.row_weights):
             scratch, args.route.row_weights = self._weights_in_window(handle)
         if tokens not in self._runs:
             self._runs[tokens] = self._session.combiner(args)

@@ -24,6 +24,9 @@ class WindowMemory:
     Captures share both, because rounds of one Buffer never run at the same time.  No eager output is ever in memory
     that a replay writes to.
 
+    Attributes:
+        end: of blocks that stay.
+
     Args:
         arena: of the heap.
         capturing: returns whether a graph is being captured.
@@ -43,7 +46,7 @@ class WindowMemory:
         A round that takes more than the reserve enlarges it.
         """
         self._reserve = min(-(-reserve // _UNIT) * _UNIT, self._arena.end - self._arena.begin)
-        self._end = self._arena.end - self._reserve  # of blocks that stay
+        self.end = self._arena.end - self._reserve
         self._first_row = self._arena.begin + tables
 
     @property
@@ -58,7 +61,7 @@ class WindowMemory:
 
     def stays(self, block: _native.Block) -> bool:
         """Return whether a block may be in use when its call has returned."""
-        return block.end <= self._end
+        return block.end <= self.end
 
     def allocate(self, tables: int, rows: int) -> tuple[_native.Block, _native.Block]:
         """Allocate blocks for the tables and the rows of a round.  Raises BadInput when there is no room."""
@@ -85,8 +88,8 @@ class WindowMemory:
 
     def scratch(self, nbytes: int) -> _native.Block:
         """Allocate a block that is freed before the call returns.  Raises BadInput when there is no room."""
-        block = self._arena.allocate(nbytes, self._end)
-        if block is None or (block.offset < self._end and self._capturing()):
+        block = self._arena.allocate(nbytes, self.end)
+        if block is None or (block.offset < self.end and self._capturing()):
             raise self._no_room(nbytes)
         return block
 
@@ -98,7 +101,7 @@ class WindowMemory:
         heap = self._arena.end - self._arena.begin
         warnings.warn(
             f"a window of {heap} bytes has no room for further outputs beside those that are alive or belong to "
-            f"graphs: new ones are copied out of it, which takes about a tenth of a round.  Keep fewer outputs, or "
+            f"graphs: new ones are copied out of it.  Keep fewer outputs, or "
             f"open the Buffer with window_bytes={max(heap, self._arena.used) + self._reserve} for one more round",
             stacklevel=2,
         )

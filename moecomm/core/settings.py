@@ -36,6 +36,7 @@ _WIRES = (None, "exact")
 _TRIPS = 3
 
 CAPACITY_FACTOR = 1.5
+_HOST_ROUNDS = 16
 # Bytes of one round's rows.  So much is never too much: few tokens have room for the worst case whatever is expected.
 _ROOM = 512 << 20
 
@@ -268,11 +269,15 @@ class Settings:
         return min(-(-rows // groups) * groups, worst)
 
     def default_heap(self) -> int:
-        """Window memory for outputs by default: those of a round, and a reserve; on CPUs of up to four small rounds."""
+        """Window memory for outputs by default: those of a round, and a reserve; on CPUs of up to 16 small rounds.
+
+        A copy out of the window takes a CPU nearly as long as the round itself, and pages of the window that are not
+        used take no memory there.
+        """
         tables, rows = self._largest_round
         reserve = self._default_reserve
         if self.backend == "host":
-            return max(2 * reserve, min(4 * reserve, _ROOM))
+            return max(2 * reserve, min(_HOST_ROUNDS * reserve, _ROOM))
         return tables + rows + reserve
 
     def heap_parts(self, heap_bytes: int) -> tuple[int, int]:

@@ -246,6 +246,7 @@ def finish(rounds: Rounds, pending: Routed | Ending, *, copied: bool = False) ->
         routed.args.part = END
         if not routed.args.repeat:
             routed.handle.args.part = END
+        outputs.fill(routed)
     else:
         routed = pending
         routed.inputs = None
@@ -261,10 +262,11 @@ def finish(rounds: Rounds, pending: Routed | Ending, *, copied: bool = False) ->
         rounds.raise_failure()
     if routed.sync and not rounds.on_cpu:
         rounds.flight.settle()
-    outputs.fill(routed)  # tables of a dispatch that had begun
     if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:
         routed.plan.trim(routed, int(outputs.num_rows(routed)))
-    if not (copied or routed.args.descriptors or outputs.stay(rounds, routed)):
+    end, tables = rounds.memory.end, routed.handle.block
+    outside = routed.payload.end > end or (type(tables) is outputs.BLOCK and tables.end > end)
+    if outside and not (copied or routed.args.descriptors):  # a layer frees its memory before its call returns
         outputs.copy_out(rounds, routed)
     return routed
 

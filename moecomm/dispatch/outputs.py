@@ -108,6 +108,10 @@ MAKE = {
 }
 
 
+BLOCK = _native.Block  # isinstance(..., torch.Tensor) takes much longer
+_NOTHING = cast("_native.Block", _native.Arena(0, 256).allocate(0))
+
+
 class ByName:
     """Groups of tensors of a DispatchPlan, from its tensor()."""
 
@@ -147,18 +151,10 @@ class Outside(ByName):
         return self.placed[name] if name in self.placed else MAKE[name](routed)
 
 
-def stay(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> bool:
-    """Return whether all outputs of a dispatch stay where they are."""
-    if type(routed.plan) is Outside or not rounds.memory.stays(routed.payload):
-        return False
-    block = routed.handle.block  # of a repeat, any: it is the caller's
-    return routed.args.repeat == 1 or rounds.memory.stays(block)
-
-
 def place_tables(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
     """Give the tables of a dispatch a place outside of the window, unless they stay there; copy_out() fills it."""
     handle = routed.handle
-    if routed.args.repeat or isinstance(handle.block, torch.Tensor) or rounds.memory.stays(handle.block):
+    if type(handle.block) is not BLOCK or handle.block.end <= rounds.memory.end:
         return
     inside = tables_of(routed)
     outside = torch.empty_like(inside)
@@ -173,7 +169,7 @@ def place_rows(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
 
     Their tensors may be made from then on, also before the dispatch has arrived.
     """
-    if isinstance(routed.payload, torch.Tensor) or rounds.memory.stays(routed.payload):
+    if routed.payload.end <= rounds.memory.end:
         return
     rounds.memory.warn_of_copies()
     inside = {"x": x(routed), "scales": scales(routed)}
@@ -186,7 +182,7 @@ def place_rows(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
         outside = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         plan.placed[name] = outside
         plan.sources.append((outside, tensor))
-    routed.payload = cast("_native.Block", plan.placed["x"])  # the tensors in `sources` keep the block
+    routed.payload = _NOTHING  # the tensors in `sources` keep the block
 
 
 def copy_out(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:

@@ -25,7 +25,7 @@ class Plan(outputs.ByName):
 
     def __init__(self, rounds: Rounds, key: Key, like: Tensors) -> None:
         self._session = session = rounds.session
-        self.layout, self._key = key.layout, key
+        self.layout, self._key, self._is_layer = key.layout, key, key.descriptors
         self.device, self.owner = session.device, session.owner
         self.base = session.context.peers[rounds.rank]
         self.topk, self.local_experts = rounds.topk, len(rounds.local_experts)
@@ -81,7 +81,7 @@ class Plan(outputs.ByName):
                     return None
                 rows = min(max_rows * self._groups, self._worst_rows)
             sizes = self._native.kept_bytes(rows), self._native.payload_bytes(rows)
-            if self._key.descriptors:  # a layer frees them before its call returns
+            if self._is_layer:  # a layer frees them before its call returns
                 kept, payload = map(self._memory.scratch, sizes)
             else:
                 kept, payload = self._memory.allocate(*sizes)
@@ -109,7 +109,7 @@ class Plan(outputs.ByName):
     def _load(self, args: _native.DispatchArgs) -> None:
         """Ask the session for the function that runs dispatches with as many tokens."""
         self._runs[args.num_tokens] = self._session.dispatcher(args)
-        if self.device.type == "cuda" and not self._key.descriptors:
+        if self.device.type == "cuda" and not self._is_layer:
             used_rows.load(self.device.index, args.row_bytes)
         if self._key.begin:
             end = copy.copy(args)
@@ -119,7 +119,9 @@ class Plan(outputs.ByName):
     def trim(self, routed: Routed, rows: int) -> None:
         """Free the memory of rows that did not arrive.  Before the first tensor of rows is made."""
         args, payload = routed.args, routed.payload
-        args.max_rows = routed.handle.args.max_rows = rows
+        args.max_rows = rows
+        if routed.handle.args is not args:  # its tables have moved
+            routed.handle.args.max_rows = rows
         if payload.nbytes > 0:
             payload.shrink(max(1, args.out_x - payload.offset + rows * args.row_bytes))
 
@@ -128,17 +130,17 @@ class Plan(outputs.ByName):
         return outputs.MAKE[name](routed)
 
     def flat_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        if isinstance(routed.handle.block, torch.Tensor):
+        if type(routed.handle.block) is not _native.Block:
             return super().flat_tensors(routed)
         return self._native.flat_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
     def expert_tensors(self, routed: Routed, *, counted: bool = False) -> tuple[Any, ...]:
-        if isinstance(routed.handle.block, torch.Tensor):
+        if type(routed.handle.block) is not _native.Block:
             return super().expert_tensors(routed, counted=counted)
         return self._native.expert_outputs(routed.args, routed.payload, routed.handle.block, self.owner, counted)
 
     def batched_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(routed.handle.block, torch.Tensor):
+        if type(routed.handle.block) is not _native.Block:
             return super().batched_tensors(routed)
         return self._native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 

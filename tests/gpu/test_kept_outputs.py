@@ -56,7 +56,7 @@ def call(seed: int, **more: Any) -> dict[str, Any]:
 
 
 def wanted(given: dict[str, Any]) -> torch.Tensor:
-    """What a layer of doubled rows returns, but for rounding: weighted, in `flat` by the caller."""
+    """Return the result of a layer that doubles rows, but for rounding."""
     return (given["x"].float() * 2 * given["topk_weights"].sum(dim=1, keepdim=True)).bfloat16()
 
 
