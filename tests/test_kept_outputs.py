@@ -11,6 +11,7 @@ import torch
 
 import moecomm
 from moecomm import ops
+from moecomm.backends import host
 from moecomm.compat.deep_ep import Buffer
 from moecomm.testing import LocalBuffers, random_sizes
 
@@ -44,6 +45,16 @@ def test_random_cases_of_which_each_rank_keeps_others(seed: int) -> None:
         keeper.run(range(40 * seed, 40 * seed + 40), **sizes)
     if seed in PLAIN:
         assert keeper.inside > 10 and keeper.outside > 10, "some find room in the window, and some do not"
+
+
+@pytest.mark.parametrize("seed", few(range(20), 4))
+def test_rounds_between_domains(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if seed % 4:
+        monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)  # all tokens go by way of a forwarder
+    sizes = random_sizes(seed, ranks=(4,))
+    sizes["max_tokens"] = max(8, sizes["max_tokens"])
+    with LocalBuffers(**sizes, backend="host", domain_ranks=2, window_bytes=window_for(1.5, sizes)) as ranks:
+        Keeper(ranks, seed, 14).run(range(30 * seed, 30 * seed + 30), **sizes)
 
 
 @pytest.mark.parametrize("seed", few(range(20), 2))

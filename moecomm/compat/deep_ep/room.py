@@ -13,8 +13,8 @@ from moecomm.core.choices import Layout
 from moecomm.core.settings import Settings
 
 # Rounds with room in a window, one of them in the reserve.  The outputs of the others stay: those of two micro-batches
-# and, in "flat", what a combine copies.
-_ROUNDS: dict[Layout, int] = {"flat": 4, "expert": 2, "batched": 3}
+# and, in "flat", what a combine copies; in "batched" rows for a combine without a copy.
+_ROUNDS: dict[Layout, int] = {"flat": 4, "expert": 2, "batched": 4}
 _HANDLES = 64  # that may be alive at a time
 _ALIGNMENT = 128
 
