@@ -339,15 +339,24 @@ class Block:
     ) -> torch.Tensor:
         """As tensor(), a torch tensor."""
     @property
+    def end(self) -> int:
+        """`offset + nbytes`."""
+    @property
     def nbytes(self) -> int: ...
     @property
     def offset(self) -> int: ...
 
 class Arena:
-    """Allocator of ranges of [offset, offset + nbytes): first fit, 256-byte aligned, from any thread."""
+    """Allocator of ranges of [offset, offset + nbytes): 256-byte aligned, from any thread."""
     def __init__(self, offset: int, nbytes: int) -> None: ...
-    def allocate(self, nbytes: int) -> Block | None:
-        """None if no free range is long enough."""
+    def allocate(self, nbytes: int, at_least: int = 0) -> Block | None:
+        """First fit at the offset `at_least` or above, else first fit.  None if no free range is long enough."""
+    @property
+    def begin(self) -> int:
+        """The first offset, a multiple of 256."""
+    @property
+    def end(self) -> int:
+        """The offset behind the last byte."""
     @property
     def largest_free(self) -> int: ...
     @property

@@ -43,6 +43,10 @@ class DispatchPlan(Protocol):
         """Run a dispatch, or half of one, on the executor."""
         ...
 
+    def record(self, args: _native.DispatchArgs) -> int:
+        """Enter a call into the flight recorder; return its number there."""
+        ...
+
     def trim(self, routed: Any, rows: int) -> None:
         """Free the memory of rows that did not arrive."""
         ...

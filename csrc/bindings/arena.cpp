@@ -78,6 +78,7 @@ void bind_arena(py::module_& m) {
         m, "Block", "A range of an Arena.  It goes back when the object and everything made by tensor() are gone.")
         .def_property_readonly("offset", &Block::offset)
         .def_property_readonly("nbytes", &Block::bytes)
+        .def_property_readonly("end", &Block::end, "`offset + nbytes`.")
         .def("shrink", &Block::shrink, py::arg("nbytes"), R"(Give the tail back.  No tensor may reach past `nbytes`.
 
 Raises:
@@ -100,16 +101,19 @@ Raises:
             py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"), py::arg("device_id"),
             py::arg("owner"), "As tensor(), a torch tensor.");
     py::class_<Arena, std::shared_ptr<Arena>>(
-        m, "Arena", "Allocator of ranges of [offset, offset + nbytes): first fit, 256-byte aligned, from any thread.")
+        m, "Arena", "Allocator of ranges of [offset, offset + nbytes): 256-byte aligned, from any thread.")
         .def(py::init<u64, u64>(), py::arg("offset"), py::arg("nbytes"))
         .def(
             "allocate",
-            [](Arena& arena, u64 nbytes) -> std::optional<std::shared_ptr<Block>> {
-                auto block = arena.allocate(nbytes);
+            [](Arena& arena, u64 nbytes, u64 from) -> std::optional<std::shared_ptr<Block>> {
+                auto block = arena.allocate(nbytes, from);
                 if (block == nullptr) return std::nullopt;
                 return block;
             },
-            py::arg("nbytes"), "None if no free range is long enough.")
+            py::arg("nbytes"), py::arg("at_least") = 0,
+            "First fit at the offset `at_least` or above, else first fit.  None if no free range is long enough.")
+        .def_property_readonly("begin", &Arena::begin, "The first offset, a multiple of 256.")
+        .def_property_readonly("end", &Arena::end, "The offset behind the last byte.")
         .def_property_readonly("used", &Arena::used, "Bytes allocated, in multiples of 256.")
         .def_property_readonly("largest_free", &Arena::largest_free);
     py::class_<HostMemory>(m, "HostMemory", "Zeroed memory at a multiple of 256, freed with the object.")

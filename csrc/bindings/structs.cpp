@@ -88,6 +88,7 @@ Structs structs() {
     STRUCT(ExpertLayerArgs, FIELD(first), FIELD(second), FIELD(layer), FIELD(fetchers), FIELD(together), FIELD(lag),
            FIELD(row_tiles_per_turn))
     STRUCT(PaddingArgs, FIELD(rows), FIELD(src), FIELD(num_rows), FIELD(counts), FIELD(bytes), FIELD(count), FIELD(group))
+    STRUCT(CopyRowsArgs, FIELD(of), FIELD(to))
     STRUCT(MapArgs, FIELD(map), FIELD(dense), FIELD(ids), FIELD(weights), FIELD(tokens), FIELD(experts), FIELD(topk), FIELD(pad))
     STRUCT(BudgetArgs, FIELD(ids), FIELD(kept), FIELD(table), FIELD(parts), FIELD(to), FIELD(overflow), FIELD(needed), FIELD(entries),
            FIELD(experts), FIELD(ranks), FIELD(rank), FIELD(alignment), FIELD(budget), FIELD(pitch), FIELD(segments))

@@ -13,21 +13,29 @@ u64 units(u64 bytes) { return align_up(std::max<u64>(bytes, 1), Arena::kAlignmen
 
 Arena::Arena(u64 offset, u64 bytes) {
     if (offset + bytes < offset) throw std::invalid_argument("the range of an arena wraps around");
-    const u64 begin = align_up(offset, kAlignment);
-    const u64 end = (offset + bytes) / kAlignment * kAlignment;
-    if (end > begin) free_.emplace(begin, end - begin);
+    begin_ = align_up(offset, kAlignment);
+    end_ = std::max(begin_, (offset + bytes) / kAlignment * kAlignment);
+    if (end_ > begin_) free_.emplace(begin_, end_ - begin_);
 }
 
-std::shared_ptr<Block> Arena::allocate(u64 bytes) {
+std::shared_ptr<Block> Arena::allocate(u64 bytes, u64 from) {
     std::lock_guard lock(mutex_);
     if (bytes > ~u64{0} - kAlignment) return nullptr;
     const u64 need = units(bytes);
-    const auto fit = std::find_if(free_.begin(), free_.end(), [&](const auto& range) { return range.second >= need; });
+    u64 first = align_up(std::min(from, end_), kAlignment);
+    const auto fits = [&](const auto& range) { return range.first + range.second >= std::max(first, range.first) + need; };
+    auto fit = std::find_if(free_.begin(), free_.end(), fits);
+    if (fit == free_.end() && first > 0) {
+        first = 0;
+        fit = std::find_if(free_.begin(), free_.end(), fits);
+    }
     if (fit == free_.end()) return nullptr;
-    const auto [offset, size] = *fit;
+    const auto [low, size] = *fit;
+    const u64 offset = std::max(first, low), high = low + size;
     auto block = std::make_shared<Block>(shared_from_this(), offset, bytes);
     free_.erase(fit);
-    if (size > need) free_.emplace(offset + need, size - need);
+    if (offset > low) free_.emplace(low, offset - low);
+    if (high > offset + need) free_.emplace(offset + need, high - offset - need);
     used_ += need;
     return block;
 }

@@ -1,4 +1,4 @@
-// Allocator of a window's heap, for outputs of dispatch, which peers write.  First fit, 256-byte aligned, thread-safe.
+// Allocator of a window's heap, for outputs of dispatch, which peers write.  256-byte aligned, thread-safe.
 #pragma once
 #include <map>
 #include <memory>
@@ -17,8 +17,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
     // Manage the range [offset, offset + bytes), rounded inward to multiples of kAlignment.
     Arena(u64 offset, u64 bytes);
 
-    // Allocate at least kAlignment bytes, so that every Block has a distinct offset; null if no free range is long enough.
-    std::shared_ptr<Block> allocate(u64 bytes);
+    // Allocate at least kAlignment bytes, so that every Block has a distinct offset; null if no free range is long enough.  First fit at
+    // or above `from`; if there is none, first fit.
+    std::shared_ptr<Block> allocate(u64 bytes, u64 from = 0);
+    u64 begin() const { return begin_; }
+    u64 end() const { return end_; }
     u64 used() const;
     u64 largest_free() const;
 
@@ -26,6 +29,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
     friend class Block;
     void return_forward_chunk(u64 offset, u64 bytes);
 
+    u64 begin_, end_;
     mutable std::mutex mutex_;
     std::map<u64, u64> free_;  // bytes by offset; adjacent ranges are always merged
     u64 used_ = 0;
@@ -40,6 +44,7 @@ class Block {
     ~Block();
 
     u64 offset() const { return offset_; }
+    u64 end() const { return offset_ + bytes_; }
     u64 bytes() const { return bytes_; }  // as requested, not rounded up
     // Free the tail; existing tensors must not reach past `bytes`.  Throws std::invalid_argument if `bytes` is larger than before.
     void shrink(u64 bytes);

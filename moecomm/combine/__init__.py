@@ -130,7 +130,13 @@ def empty(rounds: Rounds, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     check_dtype("dtype", dtype, DTYPES)
     if isinstance(handle, ChunkedHandle):
         return torch.empty(handle.y_shape, dtype=dtype, device=rounds.device)
-    (block,) = rounds.memory.allocate(math.prod(handle.y_shape) * dtype.itemsize)
+    try:
+        block = rounds.memory.rows(math.prod(handle.y_shape) * dtype.itemsize)
+    except BadInput:
+        block = None
+    if block is None or not rounds.memory.stays(block):
+        rounds.memory.warn_of_copies()
+        return torch.empty(handle.y_shape, dtype=dtype, device=rounds.device)
     address = handle.plan.base + block.offset
     return window_tensor(block, address, handle.y_shape, dtype, rounds.device, rounds.session.owner)
 

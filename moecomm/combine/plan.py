@@ -11,8 +11,10 @@ from moecomm import _native
 from moecomm.combine.arguments import Tensors
 from moecomm.combine.options import Key, wire_dtype
 from moecomm.core import packets, signature
+from moecomm.core.arrays import window_tensor
 from moecomm.core.protocol import DTYPES, LAYOUTS
 from moecomm.core.rounds import Rounds
+from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
 
@@ -56,6 +58,7 @@ class Plan:
         self._pitch = 0 if in_ring or (flat and in_window) else row + grads
         self._most_rows, self._memory = rounds.num_ranks * rounds.max_tokens, rounds.memory
         args = _args(rounds, key, like)
+        self._peers_read_weights = rounds.on_cpu and args.weighted == 1 and not flat and like.topk_weights is None
         self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = rounds.session
         self._few: dict[int, bool] = {}  # whether so many tokens return in packets
@@ -93,10 +96,9 @@ class Plan:
             return None
         rows = min(handle.args.max_rows, self._most_rows)
         try:
-            (block,) = self._memory.allocate(rows * self._pitch)
+            return self._memory.scratch(rows * self._pitch)
         except BadInput:  # no room
             return None
-        return block
 
     def start(
         self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any, topk_weights: Any
@@ -108,14 +110,27 @@ class Plan:
         grads = None
         if weight_grads is not None:
             grads = self._none.new_empty(tokens, self._topk, dtype=torch.float32)
-        reduced_rows = self._room_for_reduced_rows(handle)
+        scratch = reduced_rows = self._room_for_reduced_rows(handle)
         at = 0 if reduced_rows is None else handle.plan.base + reduced_rows.offset
         args = self._native.bind(handle.args, y, out, bias, weight_grads, grads, at, topk_weights)
         if args is None:
             return None
+        outside = type(handle.block) is not _native.Block  # the tables
+        if outside and self._peers_read_weights and not args.ctx.in_heap(args.route.row_weights):
+            scratch, args.route.row_weights = self._weights_in_window(handle)
         if tokens not in self._runs:
             self._runs[tokens] = self._session.combiner(args)
-        return Combining(self, args, out, grads, reduced_rows)
+        return Combining(self, args, out, grads, scratch)
+
+    def _weights_in_window(self, handle: Handle) -> tuple[_native.Block, int]:
+        """Return a copy of the weights of rows, and its address.  CPU ranks read them where the rows are."""
+        plan = handle.plan
+        shape = plan.rows_shape(handle.args)
+        weights = table(handle, handle.args.route.row_weights, shape, torch.float32)
+        block = self._memory.scratch(weights.nbytes)
+        address = plan.base + block.offset
+        window_tensor(block, address, shape, torch.float32, plan.device, plan.owner).copy_(weights)
+        return block, address
 
     def run(self, args: _native.CombineArgs) -> None:
         """Run a combine on the executor."""

@@ -91,8 +91,6 @@ class _Group:
         found, _, row_weights, counts = routed.plan.expert_tensors(routed, counted=True)
         if alignment > 1 or not waits:
             padding.zero(found, src=source(routed.handle))
-        if pool.is_filling(routed.handle.rounds):
-            found = found.clone()
         total = counts.sum(dim=0, keepdim=True) if needed is None else needed
         return found, row_weights, counts, total, routed.handle
 

@@ -1,7 +1,8 @@
-"""Window memory for outputs, with blocks of captured graphs kept apart."""
+"""Window memory: tables, outputs, and a reserve that is empty between calls; what captured graphs write to is apart."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 from moecomm import _native
@@ -13,16 +14,40 @@ _UNIT = 256  # bytes; an arena hands out multiples of it
 class WindowMemory:
     """Allocator of blocks in the heap of a window.  A block is freed when the last tensor over it is gone.
 
-    A captured graph writes to its blocks at every replay, also after the tensors of the capture are gone.  So blocks
-    allocated during a capture come from pieces of the heap that only captures use.  Captures share them, because
-    rounds of one Buffer never run at the same time.  No eager round is ever given memory that a replay writes to.
+    The heap begins with the tables that handles keep, because these live longer than rows and must not cut their free
+    memory into pieces.  Rows follow.  The end of the heap is the reserve: whatever callers keep, the next round finds
+    room there.  Blocks that stay() lie below the reserve.  Outputs in other blocks are copied out of the window before
+    their call returns (moecomm/dispatch/outputs.py), so the reserve is empty between calls.
+
+    A captured graph writes to its blocks at every replay, also after the tensors of the capture are gone.  So its
+    outputs come from pieces of the heap that only captures use, and what it needs during a call from the reserve.
+    Captures share both, because rounds of one Buffer never run at the same time.  No eager output is ever in memory
+    that a replay writes to.
+
+    Attributes:
+        end: of blocks that stay.
+
+    Args:
+        arena: of the heap.
+        capturing: returns whether a graph is being captured.
+        tables, reserve: see divide().
     """
 
-    def __init__(self, arena: _native.Arena, capturing: Callable[[], bool]) -> None:
+    def __init__(self, arena: _native.Arena, capturing: Callable[[], bool], tables: int = 0, reserve: int = 0) -> None:
         self._arena = arena
         self._capturing = capturing
         self._for_graphs: list[tuple[_native.Arena, _native.Block]] = []
-        self._own = 0  # bytes in blocks of allocate_own()
+        self._warned = False
+        self.divide(tables, reserve)
+
+    def divide(self, tables: int, reserve: int) -> None:
+        """Set the bytes that tables fill before they lie among rows, and those of the reserve.
+
+        A round that takes more than the reserve enlarges it.
+        """
+        self._reserve = min(-(-reserve // _UNIT) * _UNIT, self._arena.end - self._arena.begin)
+        self.end = self._arena.end - self._reserve
+        self._first_row = self._arena.begin + tables
 
     @property
     def used(self) -> int:
@@ -32,39 +57,73 @@ class WindowMemory:
     @property
     def held(self) -> int:
         """Bytes in blocks of eager rounds, which tensors or handles still hold."""
-        return self._arena.used - self._own - sum(piece.nbytes for _, piece in self._for_graphs)
+        return self._arena.used - sum(piece.nbytes for _, piece in self._for_graphs)
 
-    def allocate(self, *sizes: int) -> list[_native.Block]:
-        """Allocate a block of at least so many bytes each, 256-byte aligned.  Raises BadInput when there is no room."""
-        return self._taken(self._allocate_for_graph if self._capturing() else self._arena.allocate, sizes)
+    def stays(self, block: _native.Block) -> bool:
+        """Return whether a block may be in use when its call has returned."""
+        return block.end <= self.end
 
-    def allocate_own(self, *sizes: int) -> list[_native.Block]:
-        """Allocate likewise, for a plan that keeps the blocks, and what captured graphs know of them, to the end."""
-        before = self._arena.used
-        blocks = self._taken(self._arena.allocate, sizes)
-        self._own += self._arena.used - before
-        return blocks
+    def allocate(self, tables: int, rows: int) -> tuple[_native.Block, _native.Block]:
+        """Allocate blocks for the tables and the rows of a round.  Raises BadInput when there is no room."""
+        if tables + rows > self._reserve:
+            self.divide(self._first_row - self._arena.begin, tables + rows + 2 * _UNIT)
+        if self._capturing():
+            return self._for_graph(tables, self._arena.begin), self._for_graph(rows, self._first_row)
+        kept = self._arena.allocate(tables)
+        if kept is None:
+            raise self._no_room(tables)
+        payload = self._arena.allocate(rows, self._first_row)
+        if payload is None:
+            raise self._no_room(rows)
+        return kept, payload
 
-    def _taken(self, take: Callable[[int], _native.Block | None], sizes: tuple[int, ...]) -> list[_native.Block]:
-        blocks = []
-        for nbytes in sizes:
-            block = take(nbytes)
-            if block is None:
-                raise BadInput(
-                    "window_bytes",
-                    f"a window with {self._arena.largest_free} bytes free in one piece",
-                    f"{nbytes} for this round: keep fewer outputs, pass max_rows=, or open the Buffer with more",
-                )
-            blocks.append(block)
-        return blocks
+    def rows(self, nbytes: int) -> _native.Block:
+        """Allocate a block for rows alone.  Raises BadInput when there is no room."""
+        if self._capturing():
+            return self._for_graph(nbytes, self._first_row)
+        block = self._arena.allocate(nbytes, self._first_row)
+        if block is None:
+            raise self._no_room(nbytes)
+        return block
 
-    def _allocate_for_graph(self, nbytes: int) -> _native.Block | None:
+    def scratch(self, nbytes: int) -> _native.Block:
+        """Allocate a block that is freed before the call returns.  Raises BadInput when there is no room."""
+        block = self._arena.allocate(nbytes, self.end)
+        if block is None or (block.offset < self.end and self._capturing()):
+            raise self._no_room(nbytes)
+        return block
+
+    def warn_of_copies(self) -> None:
+        """Warn, once, that outputs are copied out of the window."""
+        if self._warned:
+            return
+        self._warned = True
+        heap = self._arena.end - self._arena.begin
+        warnings.warn(
+            f"a window of {heap} bytes has no room for further outputs beside those that are alive or belong to "
+            f"graphs: new ones are copied out of it.  Keep fewer outputs, or "
+            f"open the Buffer with window_bytes={max(heap, self._arena.used) + self._reserve} for one more round",
+            stacklevel=2,
+        )
+
+    def _for_graph(self, nbytes: int, first: int) -> _native.Block:
+        """Allocate a block in a piece for graphs, or in the reserve when no further piece fits below it."""
         for arena, _ in self._for_graphs:
             if block := arena.allocate(nbytes):
                 return block
-        piece = self._arena.allocate(-(-max(1, nbytes) // _UNIT) * _UNIT)
-        if piece is None:
-            return None
+        piece = self._arena.allocate(-(-max(1, nbytes) // _UNIT) * _UNIT, first)
+        if piece is None or not self.stays(piece):
+            del piece
+            return self.scratch(nbytes)
         arena = _native.Arena(piece.offset, piece.nbytes)
         self._for_graphs.append((arena, piece))
-        return arena.allocate(nbytes)
+        block = arena.allocate(nbytes)
+        assert block is not None, "the piece is as large"
+        return block
+
+    def _no_room(self, nbytes: int) -> BadInput:
+        return BadInput(
+            "window_bytes",
+            f"a window with {self._arena.largest_free} bytes free in one piece",
+            f"{nbytes} for this round: keep fewer outputs, pass max_rows=, or open the Buffer with more",
+        )

@@ -54,7 +54,8 @@ class Rounds(RoundState):
         self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
         self.device = session.device
         self.on_cpu = session.device.type == "cpu"
-        self.memory = WindowMemory(session.arena, session.capturing)
+        parts = settings.heap_parts(shape.heap_bytes)
+        self.memory = WindowMemory(session.arena, session.capturing, *parts)
         self.plans = PlanCache()
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.core.membership

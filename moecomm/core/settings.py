@@ -36,6 +36,7 @@ _WIRES = (None, "exact")
 _TRIPS = 3
 
 CAPACITY_FACTOR = 1.5
+_HOST_ROUNDS = 16
 # Bytes of one round's rows.  So much is never too much: few tokens have room for the worst case whatever is expected.
 _ROOM = 512 << 20
 
@@ -268,29 +269,59 @@ class Settings:
         return min(-(-rows // groups) * groups, worst)
 
     def default_heap(self) -> int:
-        """Window memory for outputs by default: two rounds of the layout that takes the most, small ones on CPUs four.
+        """Window memory for outputs by default: those of a round, and a reserve; on CPUs of up to 16 small rounds.
 
-        On GPUs there is room for a fused layer of `max_tokens`, too, also where a small factor of the caller's asks for
-        less.  The worst case of `batched`, for which a factor may ask, counts up to 2 GiB.
+        A copy out of the window takes a CPU nearly as long as the round itself, and pages of the window that are not
+        used take no memory there.
         """
-        rows, batched = (
-            max(self.capacity_rows("flat"), self.capacity_rows("expert", 128)),
-            self.capacity_rows("batched"),
-        )
-        if batched * self._output_row_bytes <= 2 << 30:
-            rows = max(rows, batched)
-        tables, few = self.tables_bytes, 16 * self.local_experts() + (1 << 16)
+        tables, rows = self._largest_round
+        reserve = self._default_reserve
+        if self.backend == "host":
+            return max(2 * reserve, min(_HOST_ROUNDS * reserve, _ROOM))
+        return tables + rows + reserve
+
+    def heap_parts(self, heap_bytes: int) -> tuple[int, int]:
+        """Divide a heap: return the bytes for tables, and of the reserve (moecomm/core/memory.py).
+
+        The reserve has room for any round that names no `max_rows`, but takes at most half of a heap that is smaller
+        than the default.
+        """
+        tables, rows = self._largest_round
+        reserve = self._default_reserve
+        if heap_bytes < self.default_heap():
+            reserve = min(reserve, heap_bytes // 2)
+        return (heap_bytes - reserve) * tables // (tables + rows), reserve
+
+    @property
+    def _default_reserve(self) -> int:
+        """Bytes of a round of any layout; on GPUs of a fused layer of `max_tokens`, too, which may take more."""
+        tables, rows = self._largest_round
+        if self.backend == "host":
+            return tables + rows
+        # A fused layer publishes rows and receives one for each entry, beside row descriptors.
+        published = self.max_tokens * (self.topk + 1) * self._output_row_bytes
+        descriptors = self._largest_rows * 16
+        return max(tables + rows, published + descriptors + tables)
+
+    @property
+    def _largest_rows(self) -> int:
+        """Rows of the layout that takes the most.  The worst case of `batched` counts up to 2 GiB."""
+        rows = max(self.capacity_rows("flat"), self.capacity_rows("expert", 128))
+        batched = self.capacity_rows("batched")
+        return max(rows, batched) if batched * self._output_row_bytes <= 2 << 30 else rows
+
+    @property
+    def _largest_round(self) -> tuple[int, int]:
+        """Bytes of a round's tables, with what verifies it, and of its rows, in the layout that takes the most."""
+        rows = self._largest_rows
+        arriving = self.hidden * self.dtype.itemsize
+        tables = rows * (self._output_row_bytes - arriving) + self.max_tokens * self.tables_bytes
+        tables += 16 * self.local_experts() + (1 << 16)
         if self.verify_every:  # for each row hashes, and the tables of the round that says what was found
             domains = self.ranks // (self.domain_ranks or self.ranks)
             hashes = 2 if self.backend == "host" else hash_words(self.ranks, domains)
-            few += 8 * hashes * rows + self.max_tokens * tables
-        round_ = rows * self._output_row_bytes + self.max_tokens * tables + few
-        if self.backend == "host":
-            return max(2 * round_, min(4 * round_, _ROOM))
-        # A fused layer publishes rows and receives one for each entry, beside row descriptors.
-        descriptors = rows * (self._output_row_bytes - self.hidden * self.dtype.itemsize + 16)
-        published = self.max_tokens * (self.topk + 1) * self._output_row_bytes
-        return max(2 * round_, published + descriptors + self.max_tokens * tables + few)
+            tables += 8 * hashes * rows + self.max_tokens * self.tables_bytes
+        return int(tables), int(rows * arriving)  # of sizes that may be NumPy's
 
     @property
     def tables_bytes(self) -> int:

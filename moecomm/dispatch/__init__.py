@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -89,9 +89,13 @@ def dispatch(
         return finish(rounds, routed)
     except TooManyRows as error:
         waits = routed.sync and max_rows is None and options.overflow in (None, "chunks")
-        if not (waits and is_of(routed, error)):
+        in_chunks = waits and is_of(routed, error)
+        _free(routed)
+        if not in_chunks:
             raise
-    del routed  # frees its memory
+    except BaseException:
+        _free(routed)
+        raise
     return _dispatch_in_chunks(rounds, options, x, topk_idx, topk_weights, scales)
 
 
@@ -105,13 +109,17 @@ def dispatch_begin(
     scales: Any = None,
     max_rows: int | None = None,
     handle: Handle | None = None,
+    early: bool = False,
 ) -> Routed:
-    """Buffer.dispatch_begin."""
+    """Buffer.dispatch_begin.  `early`: the tensors of its plan are made before dispatch_end()."""
     routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, begin=True)
     observers.show(rounds, topk_idx, topk_weights)
     run(routed)
     rounds.made += 1
-    return finish(rounds, routed)
+    finish(rounds, routed)
+    if early:
+        outputs.place_rows(rounds, routed)
+    return routed
 
 
 @collective(rounds=0)
@@ -231,13 +239,19 @@ def prepare_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) -> 
     return Ending(routed, routed.plan, args, check)
 
 
-def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
-    """Return the outputs; with `sync`, wait for the rows and return exactly those that arrived."""
+def finish(rounds: Rounds, pending: Routed | Ending, *, copied: bool = False) -> Routed:
+    """Return the outputs; with `sync`, wait for the rows and return exactly those that arrived.
+
+    `copied`: the caller copies them before its call returns, so they may lie where no outputs stay.
+    """
     if isinstance(pending, Ending):
         routed = pending.routed
         rounds.begun = None
         rounds.raise_failure()
         routed.args.part = END
+        if not routed.args.repeat:
+            routed.handle.args.part = END
+        outputs.fill(routed)
     else:
         routed = pending
         routed.inputs = None
@@ -245,6 +259,7 @@ def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
             if rounds.on_cpu:
                 rounds.raise_failure()  # the round is invalid on every rank: there is nothing to end
             rounds.begun = routed  # keeps the memory that peers write to
+            outputs.place_tables(rounds, routed)  # the handle may be in use before the rest
             return routed
     if routed.sync:
         rounds.wait()
@@ -254,7 +269,18 @@ def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
         rounds.flight.settle()
     if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:
         routed.plan.trim(routed, int(outputs.num_rows(routed)))
+    end, tables = rounds.memory.end, routed.handle.block
+    outside = routed.payload.end > end or (type(tables) is outputs.BLOCK and tables.end > end)
+    if outside and not (copied or routed.args.descriptors):  # a layer frees its memory before its call returns
+        outputs.copy_out(rounds, routed)
     return routed
+
+
+def _free(routed: Routed[Any, Any, Any, Any]) -> None:
+    """Free the memory of a dispatch that failed, which the traceback of its error refers to."""
+    routed.payload = cast("_native.Block", None)
+    if not routed.args.repeat:
+        routed.handle.block = cast("_native.Block", None)
 
 
 def _drop(
@@ -322,9 +348,10 @@ def _repeat_in_chunks(
 
 
 def _round(rounds: Rounds, routed: Routed) -> Routed:
+    """Run the round of a chunk."""
     run(routed)
     rounds.made += 1
-    return finish(rounds, routed)
+    return finish(rounds, routed, copied=True)
 
 
 def _start_checked(

@@ -17,6 +17,7 @@ from moecomm.core.arrays import window_tensor
 from moecomm.core.choices import Layout
 from moecomm.core.rounds import Rounds
 from moecomm.dispatch.options import Options
+from moecomm.dispatch.outputs import ByName, as_bytes
 from moecomm.dispatch.parts import in_parts
 from moecomm.dispatch.tables import in_window, over, tables_of
 from moecomm.routed import Chunk, ChunkedHandle, DispatchPlan, Handle, Routed
@@ -25,7 +26,7 @@ _BY_ROW = ("x", "scales", "topk_idx", "topk_weights", "row_weights")
 _NO_ROW = {"topk_idx": -1, "src": -1}  # in padding; else 0
 
 
-class Whole:
+class Whole(ByName):
     """The outputs of all chunks: the DispatchPlan of a Routed whose tensors are there already."""
 
     def __init__(self, like: DispatchPlan, rows: tuple[int, ...], tensors: dict[str, torch.Tensor | None]) -> None:
@@ -41,21 +42,14 @@ class Whole:
     def run(self, args: _native.DispatchArgs) -> None:
         raise AssertionError("the rounds of the chunks have run")
 
+    def record(self, args: _native.DispatchArgs) -> int:
+        raise AssertionError("each chunk has its record")
+
     def trim(self, routed: Any, rows: int) -> None:
         pass
 
     def tensor(self, name: str, routed: Any) -> torch.Tensor | None:
         return self._tensors[name]
-
-    def flat_tensors(self, routed: Any) -> tuple[Any, ...]:
-        return tuple(self._tensors[name] for name in ("x", "scales", "topk_idx", "topk_weights"))
-
-    def expert_tensors(self, routed: Any, *, counted: bool = False) -> tuple[Any, ...]:
-        names = ("x", "scales", "row_weights", *(("rows_per_expert",) if counted else ()))
-        return tuple(self._tensors[name] for name in names)
-
-    def batched_tensors(self, routed: Any) -> tuple[Any, ...]:
-        return self._tensors["x"], self._tensors["tokens_per_expert"]
 
     def repeated(self, like: DispatchPlan, rows: dict[str, torch.Tensor | None]) -> Whole:
         """Return the outputs of a repeat: x and scales are new."""
@@ -239,12 +233,12 @@ def _whole(rounds: Rounds, options: Options, arrived: list[_Arrived], tokens: in
 
 def _take(tensor: torch.Tensor | None, rows: torch.Tensor, dims: int) -> torch.Tensor | None:
     """Copy rows of an output whose rows have `dims` dimensions."""
-    return None if tensor is None else _bytes(tensor)[_index(rows, tensor, dims)]
+    return None if tensor is None else as_bytes(tensor)[_index(rows, tensor, dims)]
 
 
 def _put(output: torch.Tensor | None, places: torch.Tensor, rows: torch.Tensor | None, dims: int) -> None:
     if output is not None and rows is not None:
-        _bytes(output)[_index(places, output, dims)] = rows
+        as_bytes(output)[_index(places, output, dims)] = rows
 
 
 def _index(rows: torch.Tensor, tensor: torch.Tensor, dims: int) -> tuple[torch.Tensor, ...]:
@@ -261,8 +255,3 @@ def _room(name: str, shape: tuple[int, ...], like: torch.Tensor | None, by_colum
     *groups, rows = shape
     stored = like.new_zeros((*groups, *columns, -(-rows // 4) * 4))
     return stored.transpose(-1, -2)[..., :rows, :]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return float8 as bytes: not every operation knows such types."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

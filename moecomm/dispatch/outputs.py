@@ -1,11 +1,21 @@
-"""The tensors of a Routed: views of the window memory that a dispatch has filled."""
+"""The tensors of a Routed: views of the window memory that a dispatch has filled, or copies outside of the window.
+
+Outputs whose blocks do not stay (moecomm/core/memory.py) are copied out before the call returns, on the stream of the
+round.  Peers do not access the outputs of a round that has ended, so each rank decides alone.
+"""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 
+from moecomm import _native
 from moecomm.core.arrays import window_tensor
-from moecomm.routed import Routed
+from moecomm.core.rounds import Rounds
+from moecomm.dispatch.tables import begin, moved, table, tables_of
+from moecomm.kernels import used_rows
+from moecomm.routed import DispatchPlan, Routed
 
 
 def x(routed: Routed) -> torch.Tensor:
@@ -98,11 +108,122 @@ MAKE = {
 }
 
 
+BLOCK = _native.Block  # isinstance(..., torch.Tensor) takes much longer
+_NOTHING = cast("_native.Block", _native.Arena(0, 256).allocate(0))
+
+
+class ByName:
+    """Groups of tensors of a DispatchPlan, from its tensor()."""
+
+    def tensor(self, name: str, routed: Any) -> Any:
+        """See DispatchPlan, here and below."""
+        raise NotImplementedError
+
+    def flat_tensors(self, routed: Any) -> tuple[Any, ...]:
+        return tuple(self.tensor(name, routed) for name in ("x", "scales", "topk_idx", "topk_weights"))
+
+    def expert_tensors(self, routed: Any, *, counted: bool = False) -> tuple[Any, ...]:
+        names = ("x", "scales", "row_weights", *(("rows_per_expert",) if counted else ()))
+        return tuple(self.tensor(name, routed) for name in names)
+
+    def batched_tensors(self, routed: Any) -> tuple[Any, ...]:
+        return self.tensor("x", routed), self.tensor("tokens_per_expert", routed)
+
+
+class Outside(ByName):
+    """The DispatchPlan of a Routed with tensors outside of the window."""
+
+    def __init__(self, inside: DispatchPlan) -> None:
+        self._inside = inside
+        self.layout, self.base, self.topk, self.local_experts = (
+            inside.layout,
+            inside.base,
+            inside.topk,
+            inside.local_experts,
+        )
+        self.x_dtype, self.scales_dtype = inside.x_dtype, inside.scales_dtype
+        self.device, self.owner = inside.device, inside.owner
+        self.rows_shape, self.run, self.record, self.trim = inside.rows_shape, inside.run, inside.record, inside.trim
+        self.placed: dict[str, torch.Tensor | None] = {}  # x and scales, if they lie outside
+        self.sources: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies that are not made yet: to, from
+
+    def tensor(self, name: str, routed: Any) -> torch.Tensor | None:
+        return self.placed[name] if name in self.placed else MAKE[name](routed)
+
+
+def place_tables(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
+    """Give the tables of a dispatch a place outside of the window, unless they stay there; copy_out() fills it."""
+    handle = routed.handle
+    if type(handle.block) is not BLOCK or handle.block.end <= rounds.memory.end:
+        return
+    inside = tables_of(routed)
+    outside = torch.empty_like(inside)
+    _outside(routed).sources.append((outside, inside))
+    # `routed.args` is what the round itself still needs.
+    handle.args = moved(handle.args, outside.data_ptr() - begin(handle))
+    handle.block = cast("_native.Block", outside)
+
+
+def place_rows(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
+    """Give rows and scales a place outside of the window, unless they stay there; copy_out() fills it.
+
+    Their tensors may be made from then on, also before the dispatch has arrived.
+    """
+    if routed.payload.end <= rounds.memory.end:
+        return
+    rounds.memory.warn_of_copies()
+    inside = {"x": x(routed), "scales": scales(routed)}
+    plan = _outside(routed)
+    for name, tensor in inside.items():
+        if tensor is None:
+            plan.placed[name] = None
+            continue
+        # torch.empty_like() would drop the gap behind a column of scales.
+        outside = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        plan.placed[name] = outside
+        plan.sources.append((outside, tensor))
+    routed.payload = _NOTHING  # the tensors in `sources` keep the block
+
+
+def copy_out(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
+    """Copy outputs that do not stay out of the window, once they have arrived, and free their memory."""
+    place_tables(rounds, routed)
+    place_rows(rounds, routed)
+    fill(routed)
+
+
+def fill(routed: Routed[Any, Any, Any, Any]) -> None:
+    """Copy what has arrived to the places outside of the window that it has so far."""
+    plan: Any = routed.plan
+    if type(plan) is not Outside:
+        return
+    sources, plan.sources = plan.sources, []
+    # The counts may move with the tables, which come first.
+    for to, inside in sources:
+        if to is not plan.placed.get("x"):
+            as_bytes(to).copy_(as_bytes(inside))
+        elif plan.layout == "batched":
+            used_rows.copy(as_bytes(to), as_bytes(inside), counts=tokens_per_expert(routed))
+        else:
+            used_rows.copy(as_bytes(to), as_bytes(inside), num_rows=num_rows(routed))
+
+
+def _outside(routed: Routed[Any, Any, Any, Any]) -> Outside:
+    plan = routed.plan
+    if not isinstance(plan, Outside):
+        routed.plan = plan = Outside(plan)
+    return plan
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float8 as bytes: not every operation knows such types."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
 def _payload(routed: Routed, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     plan = routed.plan
     return window_tensor(routed.payload, address, shape, dtype, plan.device, plan.owner)
 
 
 def _kept(routed: Routed, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    plan = routed.plan
-    return window_tensor(routed.handle.block, address, shape, dtype, plan.device, plan.owner)
+    return table(routed.handle, address, shape, dtype)

@@ -16,15 +16,16 @@ from moecomm.core.rounds import Rounds
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype
 from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key
+from moecomm.kernels import used_rows
 from moecomm.routed import BEGIN, END, WHOLE, Handle, Routed
 
 
-class Plan:
+class Plan(outputs.ByName):
     """Dispatches of one Key, for tensors of the types that `like` has."""
 
     def __init__(self, rounds: Rounds, key: Key, like: Tensors) -> None:
         self._session = session = rounds.session
-        self.layout, self._key = key.layout, key
+        self.layout, self._key, self._is_layer = key.layout, key, key.descriptors
         self.device, self.owner = session.device, session.owner
         self.base = session.context.peers[rounds.rank]
         self.topk, self.local_experts = rounds.topk, len(rounds.local_experts)
@@ -71,7 +72,7 @@ class Plan:
     ) -> Routed | None:
         """A dispatch that is ready to run, or None if the plan is not for these tensors, or one can't be used."""
         if handle is not None:
-            (payload,) = self._memory.allocate(self._native.payload_bytes(handle.args.max_rows))
+            payload = self._memory.rows(self._native.payload_bytes(handle.args.max_rows))
             args = self._native.repeat(payload, handle.args, x, scales)
         else:
             rows = self._rows
@@ -79,8 +80,11 @@ class Plan:
                 if not is_integer(max_rows) or not 0 <= max_rows < 1 << 63:
                     return None
                 rows = min(max_rows * self._groups, self._worst_rows)
-            # `kept` lives longer: in front, it does not cut the range that `payload` gives back.
-            kept, payload = self._memory.allocate(self._native.kept_bytes(rows), self._native.payload_bytes(rows))
+            sizes = self._native.kept_bytes(rows), self._native.payload_bytes(rows)
+            if self._is_layer:  # a layer frees them before its call returns
+                kept, payload = map(self._memory.scratch, sizes)
+            else:
+                kept, payload = self._memory.allocate(*sizes)
             args = self._native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
         if args is None:
             return None
@@ -105,6 +109,8 @@ class Plan:
     def _load(self, args: _native.DispatchArgs) -> None:
         """Ask the session for the function that runs dispatches with as many tokens."""
         self._runs[args.num_tokens] = self._session.dispatcher(args)
+        if self.device.type == "cuda" and not self._is_layer:
+            used_rows.load(self.device.index, args.row_bytes)
         if self._key.begin:
             end = copy.copy(args)
             end.part = END
@@ -114,6 +120,8 @@ class Plan:
         """Free the memory of rows that did not arrive.  Before the first tensor of rows is made."""
         args, payload = routed.args, routed.payload
         args.max_rows = rows
+        if routed.handle.args is not args:  # its tables have moved
+            routed.handle.args.max_rows = rows
         if payload.nbytes > 0:
             payload.shrink(max(1, args.out_x - payload.offset + rows * args.row_bytes))
 
@@ -122,12 +130,18 @@ class Plan:
         return outputs.MAKE[name](routed)
 
     def flat_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        if type(routed.handle.block) is not _native.Block:
+            return super().flat_tensors(routed)
         return self._native.flat_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
     def expert_tensors(self, routed: Routed, *, counted: bool = False) -> tuple[Any, ...]:
+        if type(routed.handle.block) is not _native.Block:
+            return super().expert_tensors(routed, counted=counted)
         return self._native.expert_outputs(routed.args, routed.payload, routed.handle.block, self.owner, counted)
 
     def batched_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
+        if type(routed.handle.block) is not _native.Block:
+            return super().batched_tensors(routed)
         return self._native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
     def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:

@@ -48,11 +48,10 @@ class SmallDispatch:
         self._layout, self._room = layout, rounds.num_ranks
         self._runs: dict[int, Callable[[_native.DispatchArgs], None]] = {}
         self._recorded = self._flight.kind("verify", args.call, torch.float32, 8 * words)
-        self._blocks: tuple[_native.Block, ...] = ()
 
     def by_handle(self, handle: Handle, rows: torch.Tensor) -> tuple[_native.DispatchArgs, torch.Tensor]:
         """Make room for int64 `[T, words]` to travel as rows of a dispatch; return where: `[rows, words]`."""
-        (payload,) = self._memory.allocate(self._native.payload_bytes(handle.args.max_rows))
+        payload = self._memory.scratch(self._native.payload_bytes(handle.args.max_rows))
         self._schedule(len(rows))
         args = self._native.repeat(payload, handle.args, rows.view(torch.float32), None)
         assert args is not None, "as many tokens as the handle has"
@@ -61,18 +60,20 @@ class SmallDispatch:
         shape = (handle.args.max_rows, self._words)
         return args, window_tensor(payload, address, shape, torch.int64, self._device, self._session.owner)
 
-    def of_one_token(self, ids: torch.Tensor) -> _native.DispatchArgs:
-        """Prepare a dispatch of one token with these ids, int64 `[1, K]`.  Its tables are used again by the next."""
-        if not self._blocks:
-            sizes = (self._native.kept_bytes(self._room), self._native.payload_bytes(self._room))
-            self._blocks = tuple(self._memory.allocate_own(*sizes))
-        kept, payload = self._blocks
+    def of_one_token(self, ids: torch.Tensor) -> tuple[_native.DispatchArgs, object]:
+        """Prepare a dispatch of one token with these ids, int64 `[1, K]`.
+
+        Returns:
+            Its arguments, and the owner of its memory until it has been launched.
+        """
+        sizes = (self._native.kept_bytes(self._room), self._native.payload_bytes(self._room))
+        kept, payload = blocks = tuple(map(self._memory.scratch, sizes))
         self._schedule(1)
         x = torch.zeros(1, 2 * self._words, device=self._device)
         args = self._native.bind(payload, kept, self._room, x, None, ids, None)
         assert args is not None, "the tensors that the plan was made for"
         self._load(args)
-        return args
+        return args, blocks
 
     def run(self, args: _native.DispatchArgs) -> None:
         """Run it on the executor."""

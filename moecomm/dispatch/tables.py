@@ -1,13 +1,14 @@
 """The tables that a dispatch keeps for rounds with its handle: one block of memory, which may be copied.
 
 They contain no addresses, so a copy at another address, for example one that was offloaded and loaded again, works as
-well.
+well.  A handle over such a copy has a tensor in the place of its block of the window.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import cast
+import math
+from typing import Any, cast
 
 import torch
 
@@ -15,15 +16,32 @@ from moecomm import _native
 from moecomm.core.arrays import window_tensor
 from moecomm.routed import Handle, Routed
 
-_OF_ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src")
+_OF_ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src", "forwarded")
 _COUNTS = ("tokens_per_expert", "rows_per_expert", "num_rows")
+_OFFSETS = ("out_src", "out_topk_idx", "out_weights")  # from the begin of the window
+_MOST = (1 << 64) - 1  # addresses and offsets wrap around
 
 
 def tables_of(routed: Routed) -> torch.Tensor:
-    """Return the tables of a dispatch, in the window, as a uint8 tensor."""
-    block = routed.handle.block
-    address = routed.plan.base + block.offset
-    return window_tensor(block, address, (block.nbytes,), torch.uint8, routed.plan.device, routed.plan.owner)
+    """Return the tables of a dispatch as a uint8 tensor."""
+    handle = routed.handle
+    memory: Any = handle.block
+    return memory if isinstance(memory, torch.Tensor) else table(handle, begin(handle), (memory.nbytes,), torch.uint8)
+
+
+def begin(handle: Handle) -> int:
+    """Return the address of a handle's tables."""
+    memory: Any = handle.block
+    return memory.data_ptr() if isinstance(memory, torch.Tensor) else handle.plan.base + memory.offset
+
+
+def table(handle: Handle, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return one of a handle's tables, wherever they lie.  The tensor keeps them alive."""
+    memory: Any = handle.block
+    if not isinstance(memory, torch.Tensor):
+        return window_tensor(memory, address, shape, dtype, handle.plan.device, handle.plan.owner)
+    first = (address & _MOST) - memory.data_ptr()
+    return memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def moved(args: _native.DispatchArgs, distance: int) -> _native.DispatchArgs:
@@ -34,13 +52,16 @@ def moved(args: _native.DispatchArgs, distance: int) -> _native.DispatchArgs:
             setattr(args.route, field, address + distance)
     for field in _COUNTS:
         setattr(args, field, getattr(args, field) + distance)
+    for field in _OFFSETS:
+        if (offset := getattr(args, field)) != 0:
+            setattr(args, field, (offset + distance) & _MOST)
     return args
 
 
 def in_window(handle: Handle) -> Handle:
     """Return a handle whose tables are a copy in the window, where peers read weights."""
     rounds, memory = handle.rounds, cast("torch.Tensor", handle.block)
-    (block,) = rounds.memory.allocate(memory.nbytes)
+    block = rounds.memory.scratch(memory.nbytes)
     address = handle.plan.base + block.offset
     rounds.session.order()  # a round on another stream may still use this memory
     window_tensor(block, address, memory.shape, torch.uint8, rounds.device, rounds.session.owner).copy_(memory)
@@ -49,6 +70,6 @@ def in_window(handle: Handle) -> Handle:
 
 def over(memory: torch.Tensor, made: Handle) -> Handle:
     """Return a handle like `made` over `memory`: its tables, or a copy of them."""
-    args = moved(made.args, memory.data_ptr() - made.plan.base - made.block.offset)
+    args = moved(made.args, memory.data_ptr() - begin(made))
     # The tensor stands in for a block of the window: rounds only need it to keep the tables alive.
     return Handle(made.rounds, made.plan, args, cast("_native.Block", memory))

@@ -14,12 +14,13 @@ import torch
 
 from moecomm import _native
 from moecomm.core import corruption
-from moecomm.core.arrays import as_tensor, window_tensor
+from moecomm.core.arrays import as_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.dispatch import outputs, reference
 from moecomm.dispatch.options import Options
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
+from moecomm.dispatch.tables import table
 from moecomm.routed import Handle, Routed
 
 
@@ -48,7 +49,7 @@ class Verdict:
         self._round = rounds.flight.rounds + 1
         self._ids = torch.full((1, rounds.topk), -1, dtype=torch.int64, device=rounds.device)
         self._small = small_dispatch(rounds, "flat", False)
-        self._args = self._small.of_one_token(self._ids)
+        self._args, self._memory = self._small.of_one_token(self._ids)
 
     def say(self, is_bad: torch.Tensor, row: torch.Tensor) -> None:
         """Name a row if `is_bad`; `row`: int64, corruption.row_bits().  Does not wait for the device."""
@@ -91,6 +92,7 @@ class DispatchCheck:
         if failed(self._rounds) or len(self._arrived) == 0:
             return
         rounds, routed = self._rounds, self._routed
+        outputs.fill(routed)  # its tables may have a place outside of the window since it began
         src, in_use = table_of_rows(routed.handle)
         rows, scales = outputs.x(routed).flatten(0, -2), outputs.scales(routed)
         scales = None if scales is None else scales.flatten(0, -2)
@@ -120,18 +122,9 @@ def table_of_rows(handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
     """Return source rank and token of each row, int32 `[rows, 2]`, and which rows are in use."""
     args = handle.args
     shape = handle.plan.rows_shape(args)
-    src = _table(handle, args.route.src, (*shape, 2)).flatten(0, -2)
+    src = table(handle, args.route.src, (*shape, 2), torch.int32).flatten(0, -2)
     rows = torch.arange(shape[-1], device=src.device)
     if handle.layout == "batched":
-        counts = _table(handle, args.tokens_per_expert, (handle.plan.local_experts,))
+        counts = table(handle, args.tokens_per_expert, (handle.plan.local_experts,), torch.int32)
         return src, (rows < counts[:, None]).flatten()
-    return src, (rows < _table(handle, args.num_rows, (1,))) & (src[:, 0] >= 0)
-
-
-def _table(handle: Handle, address: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return an int32 table of a handle.  It may lie outside of the window: see moecomm/dispatch/tables.py."""
-    memory: Any = handle.block
-    if not isinstance(memory, torch.Tensor):
-        return window_tensor(memory, address, shape, torch.int32, handle.plan.device, handle.plan.owner)
-    first = address - memory.data_ptr()
-    return memory[first : first + 4 * torch.Size(shape).numel()].view(torch.int32).view(shape)
+    return src, (rows < table(handle, args.num_rows, (1,), torch.int32)) & (src[:, 0] >= 0)

@@ -238,7 +238,8 @@ class Fused:
         rounds, session, args, plan = self._rounds, self._session, self._args, self._plan
         tokens, at = max(1, args.num_tokens), plan.scratch
         ctypes.memmove(args.ctx, session.context.address, session.context.nbytes)
-        published, received = rounds.memory.allocate(tokens * plan.pitch, tokens * rounds.topk * 2 * rounds.hidden)
+        sizes = tokens * plan.pitch, tokens * rounds.topk * 2 * rounds.hidden
+        published, received = map(rounds.memory.scratch, sizes)
         args.published, args.received = published.offset, received.offset
         scratch = torch.empty(at.nbytes, dtype=torch.uint8, device=rounds.device)
         begin = self._scratch = args.failed = scratch.data_ptr()

@@ -24,6 +24,11 @@ def kernel(word: str) -> plain_kernel.PlainKernel:
     return row_pass.kernel("elementwise/padding", f"zero_padding<{word}>", "PaddingArgs")
 
 
+def word_of(multiple: int) -> str:
+    """Return the largest type of a word that divides addresses and bytes of rows, all of them multiples of this."""
+    return next(name for name, size in _WORDS.items() if multiple % size == 0)
+
+
 def zero(
     rows: torch.Tensor,
     *,
@@ -91,6 +96,5 @@ def _by_kernel(rows: torch.Tensor, **told: torch.Tensor | None) -> None:
     count, nbytes = rows.shape[:-1].numel(), rows.shape[-1] * rows.itemsize
     if count == 0:
         return
-    word = next(name for name, size in _WORDS.items() if (rows.data_ptr() | nbytes) % size == 0)
     args = args_of(rows.data_ptr(), nbytes, rows.shape[:-1], **told)
-    row_pass.launch(kernel(word), rows.device, count * row_pass.ROW, args)
+    row_pass.launch(kernel(word_of(rows.data_ptr() | nbytes)), rows.device, count * row_pass.ROW, args)

@@ -19,7 +19,7 @@ from moecomm.core.arrays import check_memory
 from moecomm.core.choices import Layout
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.state import CollectiveCall
-from moecomm.dispatch.tables import moved
+from moecomm.dispatch.tables import begin, moved
 from moecomm.errors import BadInput
 from moecomm.routed import Handle as NativeHandle
 
@@ -79,9 +79,9 @@ def remember(rounds: Rounds, routed: Routed) -> Route:
     key = (routed.plan.layout, args.max_rows, args.num_tokens)
     route = rounds.routes.get(key)
     if route is None:
-        address = routed.plan.base + routed.handle.block.offset
+        address = begin(routed.handle)
         size = memory_bytes(rounds, routed.plan.layout, args.max_rows)
-        route = rounds.routes[key] = Route(routed.plan, copy.copy(args), address, size, {})
+        route = rounds.routes[key] = Route(routed.handle.plan, copy.copy(args), address, size, {})
     return route
 
 

@@ -20,6 +20,7 @@ from moecomm.core.state import CollectiveCall
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.dispatch import options as dispatch_options
 from moecomm.dispatch.drop import drop_checked
+from moecomm.dispatch.tables import tables_of
 from moecomm.errors import BadInput
 from moecomm.kernels import padding
 from moecomm.ops import handles
@@ -105,15 +106,8 @@ def run_new(
         call=call,
         layer=names.layer_of(buffer),
     )
-    block = routed.handle.block
-    memory = window_tensor(
-        block,
-        routed.plan.base + block.offset,
-        (handles.remember(owner, routed).memory_bytes,),
-        torch.uint8,
-        owner.device,
-        routed.plan.owner,
-    )
+    handles.remember(owner, routed)
+    memory = tables_of(routed)
     rows, src, counts, num_rows = routed.x, routed.src, routed.tokens_per_expert, routed.num_rows
     if zero_padding:
         padding.zero(rows, **padding.told(layout, src, counts, num_rows))
@@ -121,7 +115,6 @@ def run_new(
     assert weights is not None
     about = tidied(layout, About(weights, routed.topk_idx, src, counts, num_rows))
     local_idx = topk_idx.new_empty(0) if about.ids is None else about.ids
-    rows, memory = settled(owner, rows, memory)
     return rows, about.weights, local_idx, about.src, about.tokens_per_expert, about.num_rows, memory
 
 
@@ -200,7 +193,7 @@ def run_again(
     rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False, **of).x
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
-    return settled(owner, rows)[0]
+    return rows
 
 
 @dispatch_again.register_fake
@@ -372,19 +365,7 @@ def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tenso
     weights = weights.contiguous()
     if not rounds.on_cpu:
         return weights
-    (block,) = rounds.memory.allocate(weights.nbytes)
+    block = rounds.memory.scratch(weights.nbytes)
     address = rounds.session.context.peers[rounds.rank] + block.offset
     here = window_tensor(block, address, shape, torch.float32, rounds.device, rounds.session.owner)
     return here.copy_(weights)
-
-
-def settled(rounds: Rounds, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The outputs of a round, or copies outside the window when less than half of that is free in one piece.
-
-    Autograd keeps a layer's inputs until the backward pass, and the window has no room for all layers of a model.  Each
-    rank decides alone: peers do not access the outputs of a round that has ended.
-    """
-    session = rounds.session
-    if 2 * session.arena.largest_free >= session.context.shape.heap_bytes:
-        return outputs
-    return tuple(output.clone() for output in outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_a_combine_leaves_out_what_its_own_ids_do(
     assert sum(together(3, body)) > 9
 
 
-def test_three_results_may_be_alive_and_a_fourth_is_refused() -> None:
+def test_any_number_of_results_may_be_alive() -> None:
     def body(group: Any) -> None:
         buffer, x = Buffer(group), torch.ones(64, 4096, dtype=torch.bfloat16)
         ids = torch.arange(2 * 64).view(64, 2) % 4
@@ -190,10 +191,9 @@ def test_three_results_may_be_alive_and_a_fourth_is_refused() -> None:
             return recv_x
 
         alive = [dispatch() for _ in range(3)]
-        with pytest.raises(moecomm.BadInput, match="keep fewer outputs"):
-            dispatch()
-        alive.pop()
-        assert (dispatch()[:, 0] == 1).all() and all((y[:, 0] == 1).all() for y in alive)
+        with pytest.warns(UserWarning, match="window_bytes=") if group.rank == 0 else contextlib.nullcontext():
+            alive += [dispatch() for _ in range(6)]
+        assert all((y[:, 0] == 1).all() for y in alive)
 
     together(2, body)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,13 +18,13 @@ from moecomm.core.memory import WindowMemory
 from ..backends.conftest import run_ranks
 
 
-def ranges(blocks: list[_native.Block]) -> set[range]:
+def ranges(blocks: Sequence[_native.Block]) -> set[range]:
     return {range(block.offset, block.offset + block.nbytes) for block in blocks}
 
 
 def test_blocks_come_back() -> None:
     memory = WindowMemory(_native.Arena(512, 4096), lambda: False)
-    blocks = memory.allocate(1000, 0, 256)
+    blocks = [*memory.allocate(1000, 0), memory.rows(256)]
     assert [block.nbytes for block in blocks] == [1000, 0, 256]
     assert memory.used == 1024 + 256 + 256
     del blocks
@@ -46,6 +50,74 @@ def test_a_graph_keeps_its_memory_for_graphs() -> None:
     assert not any(set(mine) & set(graph) for mine in ranges(eager) for graph in theirs)
     capturing = True
     assert ranges(memory.allocate(1000, 2000)) == theirs, "rounds of two graphs never run at the same time"
+
+
+def test_tables_and_rows_do_not_cut_each_other() -> None:
+    memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, tables=8192, reserve=1 << 14)
+    handles = []
+    for _ in range(8):  # rows are dropped, their handles are kept
+        kept, rows = memory.allocate(1000, 1 << 13)
+        assert rows.offset == 8192 and kept.end <= 8192
+        handles.append(kept)
+        del rows
+    kept, rows = memory.allocate(1000, 1 << 13)
+    assert memory.stays(kept) and memory.stays(rows), "further tables lie among rows, while there is room"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_round_finds_room_whatever_stays(seed: int) -> None:
+    """Blocks of graphs and of callers, of any sizes: only those that stay are kept, and no two of them meet."""
+    rng, capturing = random.Random(seed), False
+    end, reserve = 1 << 20, 1 << 18
+    memory = WindowMemory(_native.Arena(256, end - 256), lambda: capturing, tables=1 << 15, reserve=reserve)
+    kept: list[_native.Block] = []
+    most = 0
+    replayed: set[range] = set()  # what replays write to
+    for _ in range(600):
+        capturing = rng.random() < 0.2
+        tables, rows = rng.randrange(1 << 12), rng.randrange(reserve - (1 << 12) - 512)
+        blocks = list(memory.allocate(tables, rows))
+        if rng.random() < 0.5:
+            blocks[1].shrink(rng.randrange(blocks[1].nbytes + 1))
+        stay = [block for block in blocks if memory.stays(block)]
+        del blocks
+        scratch = memory.scratch(rng.randrange(reserve)) if rng.random() < 0.3 else None
+        if capturing:
+            replayed |= ranges(stay) | ({range(scratch.offset, scratch.end)} if scratch is not None else set())
+        else:
+            kept += stay
+        del scratch, stay
+        rng.shuffle(kept)
+        del kept[rng.randrange(12) :]
+        most = max(most, len(kept))
+        spans = sorted((block.offset, block.end) for block in kept)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+        assert not any(start < graph.stop and graph.start < stop for start, stop in spans for graph in replayed)
+        assert all(stop <= end - reserve for _, stop in spans)
+    assert replayed and most > 4
+
+
+def test_a_larger_round_enlarges_the_reserve() -> None:
+    memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, tables=1024, reserve=1 << 12)
+    large = memory.allocate(1000, 1 << 15)
+    assert not memory.stays(large[1]), "another one would find no room"
+    del large
+    kept = []
+    for _ in range(20):
+        blocks = memory.allocate(1000, 1 << 13)
+        kept += [block for block in blocks if memory.stays(block)]
+        del blocks
+        memory.allocate(1000, 1 << 15)
+    assert kept
+
+
+def test_copies_are_told_once() -> None:
+    memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, reserve=1 << 14)
+    with pytest.warns(UserWarning, match=f"window_bytes={(1 << 16) + (1 << 14)} "):
+        memory.warn_of_copies()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory.warn_of_copies()
 
 
 def test_memory_that_is_out_on_one_rank_ends_the_round_on_all() -> None:

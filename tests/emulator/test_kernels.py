@@ -345,7 +345,7 @@ def test_ids_that_change_meanwhile_reach_no_other_memory(
                     prepare_dispatch(b, torch.ones(20, 64).bfloat16(), ids, layout=layout, max_rows=80, sync=False)
                     for b, ids in zip(ranks.buffers, given, strict=True)
                 ]
-                behind = [b.rounds.memory.allocate(BEHIND)[0] for b in ranks.buffers]
+                behind = [b.rounds.memory.rows(BEHIND) for b in ranks.buffers]
                 memory = [
                     (ctypes.c_uint8 * BEHIND).from_address(here.plan.base + block.offset)
                     for here, block in zip(routed, behind, strict=True)

@@ -13,7 +13,7 @@ import torch
 import moecomm
 from moecomm.core.protocol import DTYPES
 from moecomm.jit import plain_kernel
-from moecomm.kernels import budgets, expert_table, padding, routing_map
+from moecomm.kernels import budgets, expert_table, padding, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from tests.gpu import test_plain_kernels as cases
 
@@ -50,6 +50,15 @@ def test_padding(columns: tuple[torch.dtype, int]) -> None:
         padding.zero(wanted, **told)
         padding._by_kernel(rows, **told)
         assert torch.equal(rows.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("columns", cases.COLUMNS, ids=str)
+def test_copies(columns: tuple[torch.dtype, int]) -> None:
+    for rows, told in cases.used(*columns, most=60):
+        wanted, got = torch.zeros_like(rows), torch.zeros_like(rows)
+        used_rows.copy(wanted, rows, **told)
+        used_rows.by_kernel(got, rows, **told)
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_maps() -> None:

@@ -13,7 +13,7 @@ from moecomm.backends import leave, quiesce
 from moecomm.core.protocol import DESCRIPTOR_BYTES
 from moecomm.fused import structs
 from moecomm.jit import loader, plain_kernel
-from moecomm.kernels import budgets, expert_table, padding, routing_map
+from moecomm.kernels import budgets, expert_table, padding, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.overlap import kernels_structs
 from moecomm.window import gpu_calls
@@ -27,6 +27,7 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
     }
     found |= {
         "PaddingArgs": padding.Args,
+        "CopyRowsArgs": used_rows._Args,
         "MapArgs": routing_map._Args,
         "BudgetArgs": budgets._Args,
         "ExpertTableArgs": expert_table._Args,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moecomm.core.protocol import DTYPES
-from moecomm.kernels import budgets, expert_table, padding, routing_map
+from moecomm.kernels import budgets, expert_table, padding, routing_map, used_rows
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
@@ -31,6 +31,16 @@ def padded(dtype: torch.dtype, columns: int, most: int) -> Iterator[tuple[torch.
             yield rows.clone(), told
         counts = torch.tensor([0, count, count // 2], dtype=torch.int32)
         yield rows.unsqueeze(0).repeat(3, 1, 1), {"counts": counts}
+
+
+def used(dtype: torch.dtype, columns: int, most: int) -> Iterator[tuple[torch.Tensor, Told]]:
+    """Rows, and what is told of those in use; a failed round may tell any number."""
+    for rows, told in padded(dtype, columns, most):
+        if "src" not in told:
+            yield rows, told
+    yield rows, {"counts": torch.tensor([most, 1, 0], dtype=torch.int32)}
+    yield rows[0], {"num_rows": torch.tensor([1 << 30], dtype=torch.int32)}
+    yield rows[0], {"num_rows": torch.tensor([0], dtype=torch.int32)}
 
 
 def maps(most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, int]]:
@@ -161,6 +171,16 @@ def test_padding(columns: tuple[torch.dtype, int]) -> None:
         padding.zero(rows, **told)
         padding.zero(there, **{name: tensor.cuda() for name, tensor in told.items()})
         assert torch.equal(there.cpu().view(torch.uint8), rows.view(torch.uint8))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("columns", COLUMNS, ids=str)
+def test_copies(columns: tuple[torch.dtype, int]) -> None:
+    for rows, told in used(*columns, most=70_000):
+        wanted, got = torch.zeros_like(rows), torch.zeros_like(rows).cuda()
+        used_rows.copy(wanted, rows, **told)
+        used_rows.copy(got, rows.cuda(), **{name: tensor.cuda() for name, tensor in told.items()})
+        assert torch.equal(got.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.gpu1

@@ -59,7 +59,7 @@ CALLS: dict[str, Callable[[Any, ops.Handle, torch.Tensor, torch.Tensor], torch.T
 
 
 def _in_window(buffer: moecomm.Buffer, rows: torch.Tensor) -> torch.Tensor:
-    (block,) = buffer.rounds.memory.allocate(rows.nbytes)
+    block = buffer.rounds.memory.rows(rows.nbytes)
     address = buffer.rounds.session.context.peers[buffer.rank] + block.offset
     here = window_tensor(block, address, tuple(rows.shape), rows.dtype, rows.device, buffer.rounds.session.owner)
     return here.copy_(rows)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm import ops
+from moecomm.backends import host
 from moecomm.core.protocol import LAYOUTS
 from tests.ops.ranks import Case, case, on_threads
 
@@ -174,6 +175,25 @@ def test_nothing_is_freed_before_the_backward_pass_and_everything_after_it() -> 
         assert in_window[0] and not in_window[layers - 1]
         assert in_window == in_window[:layers] * 3, "not all memory came back after a backward pass"
         assert used == 0, f"rank {rank}: {used} bytes are still held"
+
+
+def test_copies_of_tables_have_the_tokens_that_were_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several dispatches of one size: each has tables of its own, also of the tokens that cross between domains."""
+    monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)  # all tokens go by way of a forwarder
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(
+            group, hidden=64, num_experts=8, topk=2, max_tokens=16, backend="host", domain_ranks=2
+        ) as buffer:
+            g, kept = torch.Generator().manual_seed(group.rank), []
+            for _ in range(3):
+                x, ids = torch.randn(16, 64, generator=g).bfloat16(), torch.rand(16, 8, generator=g).topk(2).indices
+                kept.append((x, ops.dispatch(buffer, x, ids, torch.full((16, 2), 0.5))))
+            for x, routed in [*kept[1:], kept[0]]:
+                handle = routed.handle._replace(memory=routed.handle.memory.clone())
+                assert torch.equal(ops.combine(routed.x, handle), x)
+
+    on_threads(4, body)
 
 
 def test_outputs_outlive_the_buffer_and_its_handle_says_closed() -> None:

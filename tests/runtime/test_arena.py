@@ -16,7 +16,7 @@ def units(nbytes: int) -> int:
 
 
 class Model:
-    """First fit over a sorted list of what is taken."""
+    """First fit, from some offset on if it fits there, over a sorted list of what is taken."""
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.begin, self.end = -(-offset // UNIT) * UNIT, (offset + nbytes) // UNIT * UNIT
@@ -27,8 +27,13 @@ class Model:
         gaps = [(a + size, b - a - size) for (a, size), (b, _) in itertools.pairwise(edges)]
         return [(at, size) for at, size in gaps if size > 0]
 
-    def first_fit(self, nbytes: int) -> int | None:
-        return next((at for at, size in self.gaps() if size >= units(nbytes)), None)
+    def first_fit(self, nbytes: int, at_least: int) -> int | None:
+        at_least = min(-(-at_least // UNIT) * UNIT, self.end)
+        for first in (at_least, 0):
+            above = ((max(at, first), at + size) for at, size in self.gaps())
+            if (found := next((at for at, end in above if at + units(nbytes) <= end), None)) is not None:
+                return found
+        return None
 
 
 def check(arena: _native.Arena, model: Model) -> None:
@@ -41,16 +46,18 @@ def test_against_a_model(seed: int) -> None:
     rng = random.Random(seed)
     offset, nbytes = rng.randrange(0, 5000), rng.randrange(20_000, 200_000)
     arena, model = _native.Arena(offset, nbytes), Model(offset, nbytes)
+    assert (arena.begin, arena.end) == (model.begin, model.end)
     live: list[_native.Block] = []
     for _ in range(2000):
         action = rng.random()
         if action < 0.5 or not live:
             size = rng.choice([0, 1, 255, 256, 257, rng.randrange(20_000)])
-            expected = model.first_fit(size)
-            block = arena.allocate(size)
+            at_least = rng.choice([0, 0, rng.randrange(offset + nbytes + UNIT), 1 << 63])
+            expected = model.first_fit(size, at_least)
+            block = arena.allocate(size, at_least)
             assert (block.offset if block else None) == expected
             if block:
-                assert block.nbytes == size
+                assert (block.nbytes, block.end) == (size, block.offset + size)
                 assert block.offset % UNIT == 0
                 model.taken[block.offset] = units(size)
                 live.append(block)

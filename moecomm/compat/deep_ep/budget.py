@@ -6,7 +6,7 @@ import torch
 
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import Pool
-from moecomm.dispatch import Options, dispatch, outputs
+from moecomm.dispatch import Options, dispatch
 from moecomm.kernels import budgets
 
 _FLAT = Options("flat")
@@ -27,4 +27,4 @@ def within_budgets(pool: Pool, ids: torch.Tensor, num_experts: int, rows: int, a
     words = counted.rows.view(torch.float32)  # rows travel as bits
     buffer: Buffer = pool.flat(words, counted.to, rule.ranks, rule.ranks)
     routed = dispatch(buffer.rounds, _FLAT, words, counted.to, max_rows=rule.ranks, sync=False)
-    return budgets.kept(ids, outputs.x(routed).view(torch.int32), rule, counted.parts)
+    return budgets.kept(ids, routed.x.view(torch.int32), rule, counted.parts)

@@ -253,7 +253,8 @@ class ElasticBuffer:
                 cumulative_local_expert_recv_stats.add_(routed.tokens_per_expert)
         if recv_x is None:
             recv_x, recv_sf = routed.x, None if scales is None else routed.scales
-        recv_x, recv_sf = self._received(routed, recv_x, recv_sf, do_zero_padding)
+        if do_zero_padding:
+            _zero_padding(routed, recv_x, recv_sf)
         if recv_x.dtype is not as_given:
             recv_x = recv_x.view(as_given)
         packed = recv_x if scales is None else (recv_x, recv_sf)
@@ -304,23 +305,6 @@ class ElasticBuffer:
         found = self._rooms[sizes] = buffer, room, dispatch.Options("expert", align) if expand else _FLAT
         return found
 
-    def _received(
-        self, routed: Routed, x: torch.Tensor, scales: torch.Tensor | None, zero_padding: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and scales; copied out of a window that would have no room for another round."""
-        if zero_padding:
-            src = source(routed.handle)
-            padding.zero(x, src=src)
-            if scales is not None and scales.is_contiguous():
-                padding.zero(scales, src=src)
-            elif scales is not None:
-                scales.masked_fill_(src[:, :1] < 0, 0)
-        if self._pool.is_filling(routed.handle.rounds):
-            # torch keeps the strides of column-major scales, but not the gap after a column
-            wide = scales is not None and scales.stride(0) == 1 and scales.shape[0] % 4
-            x, scales = x.clone(), scales if scales is None or wide else scales.clone()
-        return x, scales
-
     def _send_weights(self, handle: EPHandle, topk_weights: torch.Tensor) -> torch.Tensor:
         """New routing weights for an old dispatch, beside 16-byte rows; they land in the order of its rows."""
         native = handle.native
@@ -345,7 +329,7 @@ class ElasticBuffer:
         )
         weights: torch.Tensor | None = routed.row_weights if handle.do_expand else routed.topk_weights
         assert weights is not None
-        return weights.clone() if self._pool.is_filling(small.rounds) else weights
+        return weights
 
     def _check_handle(self, handle: Any) -> None:
         if not isinstance(handle, EPHandle):
@@ -371,6 +355,15 @@ class ElasticBuffer:
                 raise BadInput(name, given, f"{getattr(handle, name)}, which the handle has")
         if do_expand != handle.do_expand:
             raise Unsupported(f"do_expand={do_expand} with a handle of do_expand={handle.do_expand}")
+
+
+def _zero_padding(routed: Routed, x: torch.Tensor, scales: torch.Tensor | None) -> None:
+    src = source(routed.handle)
+    padding.zero(x, src=src)
+    if scales is not None and scales.is_contiguous():
+        padding.zero(scales, src=src)
+    elif scales is not None:
+        scales.masked_fill_(src[:, :1] < 0, 0)
 
 
 def _overridden(options: dispatch.Options, scales: ScaleLayout, limit: int | None) -> dispatch.Options:

@@ -7,7 +7,8 @@ from functools import cached_property
 import torch
 
 from moecomm.compat.deep_ep import layout
-from moecomm.compat.deep_ep.lazy import by_token, kept, num_rows, of_chunks, source, tokens_per_expert
+from moecomm.compat.deep_ep.lazy import by_token, num_rows, of_chunks, source, tokens_per_expert
+from moecomm.dispatch.tables import table
 from moecomm.routed import ChunkedHandle, Handle
 
 
@@ -119,7 +120,7 @@ class EPHandle:
             return of_chunks(self.native, "topk_idx")
         dtype = torch.int64 if args.idx_bytes == 8 else torch.int32
         shape = (args.max_rows, self.native.plan.topk)
-        return kept(self.native, self.native.plan.base + args.out_topk_idx, shape, dtype)
+        return table(self.native, self.native.plan.base + args.out_topk_idx, shape, dtype)
 
     def _came(self) -> torch.Tensor:
         """With do_expand: bool `[R, num_max_tokens_per_rank]`: whether a token has a row here."""
@@ -135,12 +136,12 @@ def expert_rows(native: Handle, tokens: int) -> torch.Tensor:
     """int32 `[tokens, K]`, with do_expand: the row of each k of a token that came, or -1; by source rank and token."""
     topk = native.plan.topk
     if not isinstance(native, ChunkedHandle):
-        return kept(native, native.args.route.rows, (tokens, topk), torch.int32)
+        return table(native, native.args.route.rows, (tokens, topk), torch.int32)
     src, found, keys = source(native).long(), [], []
     key = src[:, 0] * native.rounds.num_ranks * native.rounds.max_tokens + src[:, 1]
     for chunk in native.chunks:
         here = key[chunk.places].unique()  # type: ignore[no-untyped-call]
-        slots = kept(chunk.handle, chunk.handle.args.route.rows, (len(here), topk), torch.int32).long()
+        slots = table(chunk.handle, chunk.handle.args.route.rows, (len(here), topk), torch.int32).long()
         whole = torch.full((chunk.handle.args.max_rows + 1,), -1, device=src.device)  # the last place: no row
         whole[chunk.rows] = chunk.places
         found.append(whole[slots])

@@ -347,7 +347,7 @@ class HybridEPBuffer:
     def _received(
         self, routed: Routed, found: _Received, rows: int, pad_multiple: int | None, as_given: torch.dtype
     ) -> _Received:
-        """Rows, their weights and scales; copied out of a window that would have no room for another round."""
+        """Rows, their weights and scales."""
         x, weights, scales = found
         if pad_multiple is not None and pad_multiple > 1:
             src = source(routed.handle)
@@ -358,8 +358,6 @@ class HybridEPBuffer:
             x = x.view(as_given)
         if x.shape[0] < rows:  # more room was asked for than all tokens of all ranks can fill
             return _longer(x, rows), _longer(weights, rows), _longer(scales, rows)
-        if self._pool.is_filling(routed.handle.rounds):
-            x, scales = x.clone(), None if scales is None else scales.clone()
         return x, weights, scales
 
     def _native_of(self, handle: Any) -> Handle:

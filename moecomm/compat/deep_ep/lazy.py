@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from moecomm.core.arrays import window_tensor
+from moecomm.dispatch import tables
 from moecomm.routed import ChunkedHandle, Handle
 
 
@@ -50,42 +49,33 @@ class LazyTuple(tuple[Any, ...]):
         return f"<{type(self).__name__} of {len(self)}>"
 
 
-def kept(handle: Handle, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over what a moecomm handle keeps, in the window or in a copy of its tables; it keeps that alive."""
-    memory: Any = handle.block
-    if isinstance(memory, torch.Tensor):
-        begin = address - memory.data_ptr()
-        return memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-    return window_tensor(handle.block, address, shape, dtype, handle.plan.device, handle.plan.owner)
-
-
 def source(handle: Handle) -> torch.Tensor:
     """int32 `[rows, 2]` or `[E/R, R * max_tokens, 2]`: source rank and token of each row."""
     if isinstance(handle, ChunkedHandle):
         return of_chunks(handle, "src")
     args, plan = handle.args, handle.plan
-    return kept(handle, plan.base + args.out_src, (*plan.rows_shape(args), 2), torch.int32)
+    return tables.table(handle, plan.base + args.out_src, (*plan.rows_shape(args), 2), torch.int32)
 
 
 def num_rows(handle: Handle) -> torch.Tensor:
     """int32 `[1]`: rows in use."""
     if isinstance(handle, ChunkedHandle):
         return of_chunks(handle, "num_rows")
-    return kept(handle, handle.args.num_rows, (1,), torch.int32)
+    return tables.table(handle, handle.args.num_rows, (1,), torch.int32)
 
 
 def tokens_per_expert(handle: Handle) -> torch.Tensor:
     """int32 `[E/R]`."""
     if isinstance(handle, ChunkedHandle):
         return of_chunks(handle, "tokens_per_expert")
-    return kept(handle, handle.args.tokens_per_expert, (handle.plan.local_experts,), torch.int32)
+    return tables.table(handle, handle.args.tokens_per_expert, (handle.plan.local_experts,), torch.int32)
 
 
 def tokens_of_ranks(handle: Handle) -> torch.Tensor:
     """int32 `[R]`: how many tokens each rank passed to the dispatch."""
     if isinstance(handle, ChunkedHandle):
         return torch.stack([tokens_of_ranks(chunk.handle) for chunk in handle.chunks]).sum(0, dtype=torch.int32)
-    return kept(handle, handle.args.route.sent, (handle.rounds.num_ranks, 2), torch.int32)[:, 0]
+    return tables.table(handle, handle.args.route.sent, (handle.rounds.num_ranks, 2), torch.int32)[:, 0]
 
 
 def by_token(handle: Handle, table: str, columns: int) -> torch.Tensor:
@@ -95,7 +85,7 @@ def by_token(handle: Handle, table: str, columns: int) -> torch.Tensor:
     shape = (handle.num_tokens, columns)
     if handle.num_tokens == 0:
         return torch.zeros(shape, dtype=torch.int32, device=handle.plan.device)
-    return kept(handle, getattr(handle.args.route, table), shape, torch.int32)
+    return tables.table(handle, getattr(handle.args.route, table), shape, torch.int32)
 
 
 def of_chunks(handle: ChunkedHandle, name: str) -> torch.Tensor:

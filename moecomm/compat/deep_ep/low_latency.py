@@ -11,7 +11,7 @@ from moecomm import combine as combining
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
-from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
+from moecomm.compat.deep_ep.lazy import LazyTuple, source, tokens_per_expert
 from moecomm.compat.deep_ep.masks import MaskBuffer
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
@@ -19,7 +19,8 @@ from moecomm.compat.deep_ep.waits import WaitCost
 from moecomm.core.arrays import as_tensor, check_tensor
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_flags
-from moecomm.dispatch import Options, dispatch, dispatch_begin, outputs
+from moecomm.dispatch import Options, dispatch, dispatch_begin
+from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput
 from moecomm.routed import Handle, Routed
 
@@ -126,7 +127,7 @@ class LowLatency(MaskBuffer):
             cost.before(buffer.rounds, "dispatch")
         ids = buffer.rounds.own_ids(topk_idx)  # of masked ranks: -1
         if return_recv_hook:
-            routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights)
+            routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights, early=True)
         else:
             routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False)
         if cost is not None:
@@ -283,7 +284,7 @@ def _arriving(routed: Routed, x: torch.Tensor, options: Options) -> tuple[Any, t
     if options is _PLAIN:
         return x, None
     if options is not _ROUNDED:
-        return (x, outputs.scales(routed)), None
+        return (x, routed.plan.tensor("scales", routed)), None
     experts, rows, hidden = x.shape
     columns = torch.empty((experts, -(-hidden // 128), rows), dtype=torch.float32, device=x.device)
     scales = columns.transpose(1, 2)
@@ -299,7 +300,7 @@ def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weigh
     rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=rounds.device)
     weights = small.dispatch(rows, topk_idx, topk_weights, layout="batched", sync=False).row_weights
     assert weights is not None
-    kept(native, native.args.route.row_weights, native.y_shape[:-1], torch.float32).copy_(weights)
+    table(native, native.args.route.row_weights, native.y_shape[:-1], torch.float32).copy_(weights)
 
 
 def _without_the_left_out(native: Handle, topk_idx: Any, topk_weights: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from moecomm.core.validation import check_dense, check_same_device
 from moecomm.dispatch import Options
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported
-from moecomm.routed import ChunkedHandle, Handle, Routed
+from moecomm.routed import Handle, Routed
 
 _FLAT, _SUMS = Options("flat"), combining.Options()
 
@@ -59,7 +59,7 @@ def dispatch(
     routed = route(pool, rows, scales, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
     handle = normal_handle(routed.handle, channel_sms)
     recv, recv_scales, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
-    recv_x = _out_of_a_full_window(pool, routed, recv, recv_scales)
+    recv_x = recv if recv_scales is None else (recv, recv_scales)
     if topk_idx is None:
         with CountedCall(pool.calls):  # another round
             counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
@@ -74,7 +74,7 @@ def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     native = native_of(pool, handle)
     options = _FLAT if num_sms is None else _limited(num_sms)
     routed = run_dispatch(native.rounds, options, rows, scales=scales, handle=native, sync=False)
-    return received(pool, routed, scales is not None)
+    return routed.x if scales is None else (routed.x, routed.scales)
 
 
 def combine(
@@ -158,17 +158,6 @@ def route(
                 raise
     buffer = pool.flat(rows, ids, num_experts, worst, grow=True)
     return run_dispatch(buffer.rounds, options, rows, ids, weights, scales=scales, sync=True)
-
-
-def received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
-    """x, or x and scales; copied out of a window that would have no room for another round."""
-    return _out_of_a_full_window(pool, routed, routed.x, routed.scales if with_scales else None)
-
-
-def _out_of_a_full_window(pool: Pool, routed: Routed, x: torch.Tensor, scales: torch.Tensor | None) -> Any:
-    if not isinstance(routed.handle, ChunkedHandle) and pool.is_filling(routed.handle.rounds):
-        x, scales = x.clone(), None if scales is None else scales.clone()
-    return x if scales is None else (x, scales)
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.room import BATCHED_ROUNDS, Room, room_for
+from moecomm.compat.deep_ep.room import Room, batched_room, room_for
 from moecomm.core.arrays import check_tensor
 from moecomm.core.call_count import CallCount, counted
 from moecomm.core.choices import Layout, OnTimeout
@@ -22,7 +22,6 @@ from moecomm.core.group import Group
 from moecomm.core.integers import check_alignment, check_integer, is_integer
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
-from moecomm.core.rounds import Rounds
 from moecomm.core.settings import MAX_FLAT_ROWS, Settings
 from moecomm.core.signature import GROW
 from moecomm.core.validation import MOST_SIZE
@@ -52,7 +51,6 @@ class Pool:
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
         self.calls = CallCount()
         self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
-        self._reserve: dict[int, int] = {}  # bytes that outputs leave free, in one piece, by id of the Buffer
 
     def require_open(self) -> None:
         """Raise Closed after close()."""
@@ -98,14 +96,6 @@ class Pool:
                 return buffer
         return None
 
-    def is_filling(self, rounds: Rounds) -> bool:
-        """Return whether no free piece of the window is as large as the reserve: the caller then copies what arrived.
-
-        A dispatch takes memory for its handle first and for its rows behind that.  A copy of the rows hence gives back
-        the largest piece but for one handle, however the outputs that callers keep have cut up the window.
-        """
-        return rounds.session.arena.largest_free < self._reserve[id(rounds)]
-
     def flat(self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, worst: int, grow: bool = False) -> Buffer:
         """Return the Buffer for normal rounds.
 
@@ -147,8 +137,7 @@ class Pool:
         check_experts(num_experts, self.ranks.ranks)
         check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
-        window = BATCHED_ROUNDS * settings.round_bytes("batched")
-        return self.get(key, lambda: self.open(device, settings, window, "mask" if self._masks else "raise"))
+        return self._opened_with(key, device, settings, batched_room(settings), "mask" if self._masks else "raise")
 
     def low_latency(self) -> list[Buffer]:
         """Return the Buffers for low-latency rounds."""
@@ -181,9 +170,17 @@ class Pool:
         room = None if rows is None else max(_MORE_ROWS * self.most(rows), self.ranks.ranks * settings.max_tokens)
         return self._opened_with(key, device, settings, room_for(settings, "expert" if expand else "flat", room))
 
-    def _opened_with(self, key: tuple[Any, ...], device: torch.device, settings: Settings, room: Room) -> Buffer:
-        buffer = self.get(key, lambda: self.open(device, settings, max(self._num_bytes, room.window)))
-        self._reserve[id(buffer.rounds)] = room.reserve
+    def _opened_with(
+        self,
+        key: tuple[Any, ...],
+        device: torch.device,
+        settings: Settings,
+        room: Room,
+        on_timeout: OnTimeout = "raise",
+    ) -> Buffer:
+        window = room.window if key[0] == "batched" else max(self._num_bytes, room.window)
+        buffer = self.get(key, lambda: self.open(device, settings, window, on_timeout))
+        buffer.rounds.memory.divide(room.tables, room.reserve)
         return buffer
 
     def open(

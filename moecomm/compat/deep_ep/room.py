@@ -12,19 +12,18 @@ from typing import NamedTuple
 from moecomm.core.choices import Layout
 from moecomm.core.settings import Settings
 
-FLAT_ROUNDS = 4  # with room in a window: two micro-batches, what a combine copies, and what arrives next
-BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
-EXPANDED_ROUNDS = 2
-_KEPT: dict[Layout, int] = {"flat": 2, "expert": 1}  # of those, rounds whose outputs stay in the window
-_ROUNDS: dict[Layout, int] = {"flat": FLAT_ROUNDS, "expert": EXPANDED_ROUNDS}
+# Rounds with room in a window, one of them in the reserve.  The outputs of the others stay: those of two micro-batches
+# and, in "flat", what a combine copies; in "batched" rows for a combine without a copy.
+_ROUNDS: dict[Layout, int] = {"flat": 4, "expert": 2, "batched": 4}
 _HANDLES = 64  # that may be alive at a time
 _ALIGNMENT = 128
 
 
 class Room(NamedTuple):
-    """Bytes of a window for outputs, and of those that outputs leave free, in one piece."""
+    """Bytes of a window for outputs, and of those the bytes for tables, and of the reserve: see WindowMemory."""
 
     window: int
+    tables: int
     reserve: int
 
 
@@ -40,5 +39,12 @@ def room_for(settings: Settings, layout: Layout, max_rows: int | None = None) ->
     round_bytes = settings.round_bytes(layout, rows)
     handle = rows * (12 * settings.topk + 16) + settings.max_tokens * settings.tables_bytes
     handles = min(_HANDLES * handle, 4 * round_bytes)
-    rounds = _ROUNDS[layout]
-    return Room(rounds * round_bytes + handles, (rounds - _KEPT[layout]) * round_bytes + handles)
+    return Room(_ROUNDS[layout] * round_bytes + handles, handles, round_bytes)
+
+
+def batched_room(settings: Settings) -> Room:
+    """Return the room for low-latency rounds, whose rows have the worst case's shape."""
+    round_bytes = settings.round_bytes("batched")
+    tables = round_bytes - settings.worst_rows("batched") * settings.hidden * settings.dtype.itemsize
+    rounds = _ROUNDS["batched"]
+    return Room(rounds * round_bytes, (rounds - 1) * tables, round_bytes)

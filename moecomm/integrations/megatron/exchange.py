@@ -24,7 +24,7 @@ from moecomm.errors import Mismatch
 from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
 from moecomm.kernels import padding
 from moecomm.ops import handles
-from moecomm.ops.rounds import rows_of, settled
+from moecomm.ops.rounds import rows_of
 from moecomm.routed import ChunkedHandle, Handle, Routed
 
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
@@ -152,8 +152,7 @@ class _Dispatch(torch.autograd.Function):
         else:
             if alignment > 1:
                 padding.zero(rows, src=routed.src)
-            rows, tables = settled(handle.rounds, rows, tables_of(routed))
-            handle = over(tables, handle)
+            handle = over(tables_of(routed), handle)
             row_weights = handles.row_weights(handle)
         ctx.way, ctx.weights_dtype = Way(handle, exchange.limits.num_sms), weights.dtype
         counts = routed.rows_per_expert.to("cpu", copy=True)
@@ -188,7 +187,7 @@ class _Combine(torch.autograd.Function):
             return rows.to(ctx.dtype), None, None
         if handle.args.alignment > 1:
             padding.zero(rows, src=handles.sources(handle))
-        return settled(handle.rounds, rows)[0].to(ctx.dtype), None, None
+        return rows.to(ctx.dtype), None, None
 
 
 def _home(rows: torch.Tensor, way: Way, **tensors: Any) -> Any:

@@ -22,7 +22,7 @@ from vllm.v1.worker.ubatching import (
 )
 
 from moecomm import combine as combining
-from moecomm.compat.deep_ep.normal import received, route
+from moecomm.compat.deep_ep.normal import route
 from moecomm.core.call_count import CountedCall
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import Rounds
@@ -116,8 +116,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
     def _receive(
         self, routed: Routed, with_scales: bool, num_experts: int, quant_config: Any, defer_input_quant: bool
     ) -> Any:
-        found = received(self._rounds.pool, routed, with_scales)
-        x, scales = found if with_scales else (found, None)
+        x, scales = routed.x, routed.scales if with_scales else None
         local, weights = routed.topk_idx, routed.topk_weights
         assert local is not None
         elsewhere = num_experts - 1 if self._first_expert == 0 else 0
