@@ -62,8 +62,7 @@ def opening(
     opened = Opening(ranks, call, of, interruption, others)
     try:
         with last_calls.noted(ranks.board, ranks.rank, note) if note and ranks.ranks > 1 else nullcontext():
-            opened.begin()
-            opened.timeout_s = seconds(timeout_s)
+            opened.begin(timeout_s)
             yield opened
     except MoecommError as error:
         opened.announce(error)
@@ -124,8 +123,23 @@ class Opening:
         """Return the moment of this phase, as the end of a sentence."""
         return f"while the {self._kind} was opened" if self._call == "open" else f"during {self._call}()"
 
-    def begin(self) -> None:
-        """Find out which opening of these ranks this is."""
+    def begin(self, timeout_s: Any) -> None:
+        """Find out which opening of these ranks this is.
+
+        Raises:
+            BadInput: no time that can be waited; peers of this opening learn of it.
+            As opening(), for the store.
+        """
+        refused: BadInput | None = None
+        try:
+            self.timeout_s = seconds(timeout_s)  # first: a busy store may need it
+        except BadInput as error:
+            refused = error
+        self._count()
+        if refused is not None:
+            raise refused
+
+    def _count(self) -> None:
         if self._board is None:
             return
         if not self.in_process and strays.withdraw():

@@ -265,6 +265,24 @@ def without_threads(rank: int, group: Any, what: str) -> tuple[str, str, str]:
     return name, text, attempt(group, {"timeout_s": 20.0})[0]
 
 
+def with_a_busy_store(rank: int, group: Any) -> str:
+    """It answers late, but long before the deadline, whatever it is asked first."""
+    asked = StoreBoard._call
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(StoreBoard, "count", lambda self, key: asked(self, slowly, self._store, self._prefix + key))
+        return attempt(group, {"timeout_s": 20.0})[0]
+
+
+def slowly(store: Any, key: str) -> int:
+    time.sleep(0.6)  # longer than a board has that only names an error
+    return int(store.add(key, 1)) - 1
+
+
+def test_a_store_that_answers_late_has_until_the_deadline(ranks: Ranks) -> None:
+    assert ranks.run(2, with_a_busy_store) == ["open"] * 2
+
+
 def no_thread(*_: Any, **__: Any) -> None:
     raise RuntimeError("can't start new thread")
 
