@@ -8,7 +8,7 @@ import torch
 
 from moecomm import backends, combine, config, dispatch, elastic, flight, masking, overloads, stats, tracing
 from moecomm.combine import options as combine_options
-from moecomm.core import suspension
+from moecomm.core import last_calls, suspension
 from moecomm.core.choices import BackendName, OnTimeout, Wire
 from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
@@ -90,7 +90,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
         on_timeout: OnTimeout = "raise",
     ) -> None:
         group = rendezvous(group)
-        with opening(group, timeout_s) as ranks:
+        with opening(group, timeout_s, note="Buffer()", others=lambda: last_calls.others_over(group)) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             flight.prepare()
             stats.publish()

@@ -14,12 +14,13 @@ import torch
 
 from moecomm import backends, flight, tracing
 from moecomm.backends.row_tables import RowTables
-from moecomm.core import masking, membership, names
+from moecomm.core import last_calls, masking, membership, names
 from moecomm.core.expert_tables import ExpertIds
 from moecomm.core.group import Group
 from moecomm.core.integers import check_integer
 from moecomm.core.membership import Meeting, Shrunk, counts_of, ids_of, members_of, require_idle
 from moecomm.core.opening import Opening, opening
+from moecomm.core.processes import memory_bytes
 from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
@@ -58,7 +59,9 @@ def open_rounds(
     """
     identity = settings.agree(ranks)
     settings.check()
-    if settings.backend != "host":
+    if settings.backend == "host":
+        settings.check_memory(backends.load("host"), memory_bytes())
+    else:
         limits.check(settings)
     shape = settings.shape(backends.load(settings.backend))
     how = settings.backend, buffer.chosen_because
@@ -93,6 +96,7 @@ class ElasticRanks(MaskableRanks):
         if rounds.settings.on_timeout == "mask":
             rounds.recover = partial(masking.recover, weakref.proxy(rounds), members)
         rounds.global_ranks = members.group.global_ranks()
+        last_calls.watch(rounds, members)
         flight.watch(rounds, before)
         tracing.watch(rounds, before)
         self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
@@ -138,14 +142,15 @@ class ElasticRanks(MaskableRanks):
         check_flag("keep_ids", keep_ids)
         old = self.rounds
         with CollectiveCall(old, 0), span(old.flight.spans, "shrink"):
-            meeting = Meeting(old, self._members)
-            for found in meeting.attempts(group):
-                try:
-                    rounds, members, shrunk = self._reopen(found, keep_ids, meeting.lost)
-                except MoecommError as error:
-                    meeting.failed(error)
-                else:
-                    break
+            meeting = Meeting(old, self._members, "shrink(keep_ids=True)" if keep_ids else "shrink()")
+            with meeting.noted():
+                for found in meeting.attempts(group):
+                    try:
+                        rounds, members, shrunk = self._reopen(found, keep_ids, meeting.lost)
+                    except MoecommError as error:
+                        meeting.failed(error)
+                    else:
+                        break
         self._take(rounds, members)
         old.retire()
         return shrunk
@@ -192,7 +197,13 @@ class ElasticRanks(MaskableRanks):
             old.require_usable()
             require_idle(old, "grow")
             found = rendezvous(group)
-            with opening(found, timeout_s, interruption=lambda: _ended(old)) as ranks:
+            with opening(
+                found,
+                timeout_s,
+                interruption=lambda: _ended(old),
+                note="grow()",
+                others=lambda: last_calls.others(old, self._members),
+            ) as ranks:
                 settings = replace(old.settings, ranks=ranks.ranks, num_experts=self.num_experts)
                 rounds = open_rounds(self, ranks, settings, old.device, timeout_s)
         self._take(rounds, Members(found, ranks.number, timeout_s))

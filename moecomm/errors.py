@@ -171,7 +171,9 @@ class MemoryReleased(MoecommError):
     """release_memory() has given the Buffer's memory back, and restore() has not been called since."""
 
     def __init__(self) -> None:
-        super().__init__("the memory of this Buffer is released; call restore() on every rank first")
+        super().__init__(
+            "the memory of this Buffer is released; call restore() on every rank first, or shrink() if one is lost"
+        )
 
 
 class Unsupported(MoecommError):

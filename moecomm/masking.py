@@ -55,7 +55,7 @@ class MaskableRanks:
             if named is not None and not named:
                 masking.update_experts(rounds)
             else:
-                masking.Masking(rounds, self._members, "mask", named or ()).hold()
+                masking.Masking(rounds, self._members, "mask()", named or ()).hold()
         return self.masked
 
     def unmask(self, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -77,8 +77,9 @@ class MaskableRanks:
         rounds = self.rounds
         joining = _checked(rounds, ranks)
         with CollectiveCall(rounds, 0):
-            masking.Masking(rounds, self._members, "unmask", joining=joining).hold()
-            masking.require_members(rounds, joining)
+            agreement = masking.Masking(rounds, self._members, "unmask()", joining=joining)
+            agreement.hold()
+            agreement.require_joined()
         return self.masked
 
     @property

@@ -68,3 +68,26 @@ def test_all_that_wait_are_told_soon(aborts: int, pytestconfig: pytest.Config) -
         took = [seconds_until_all_know(pool, draw) for _ in range(aborts)]
     print(f"{aborts} aborts: median {1e3 * median(took):.1f} ms, longest {1e3 * max(took):.1f} ms")
     assert median(took) < SOON_S and max(took) < AT_LAST_S
+
+
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_peers_of_a_rank_that_aborts_in_no_call_and_closes_do_not_wait(how: str) -> None:
+    """They hear of it when it closes: no round has told them."""
+    closed = threading.Event()
+
+    def aborts(opened: list[moecomm.Buffer]) -> None:
+        opened[0].abort()
+        if how == "close":
+            opened[0].close()
+        opened.clear()
+        closed.set()
+
+    def goes_on(buffer: moecomm.Buffer) -> None:
+        assert closed.wait(60)
+        with pytest.raises(moecomm.PeerLost, match="rank 1 is gone"):
+            dispatches(buffer, 1)
+
+    with LocalBuffers(RANKS, **SIZES) as ranks, ThreadPoolExecutor(RANKS) as pool:
+        one = pool.submit(aborts, [ranks.buffers.pop(1)])
+        for each in [one, *(pool.submit(goes_on, buffer) for buffer in ranks.buffers)]:
+            each.result()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -288,6 +289,41 @@ def _use_in_a_child(rank: int, group: Any, domain_ranks: int | None) -> list[str
 def test_a_forked_child_is_told_that_it_has_no_buffer(ranks: Ranks, domain_ranks: int | None) -> None:
     told = "this Buffer, opened before this process was forked, is closed; open a new one"
     assert ranks.run(2, _use_in_a_child, domain_ranks) == [[], [*[told] * 7, "closed"]]
+
+
+def _fork_beside_a_round(rank: int, group: Any) -> list[str]:
+    """Rank 0 forks while a thread of its is in a round: the child has a copy of its locks, and no such thread."""
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
+    x, idx, weights = routing(rank)
+    if rank == 1:
+        dist.barrier()
+        buffer.dispatch(x, idx, weights)
+        return []
+    thread = threading.Thread(target=buffer.dispatch, args=(x, idx, weights))
+    thread.start()
+    while not buffer.rounds._running:
+        time.sleep(1e-3)
+    here, there = multiprocessing.Pipe()
+    if os.fork() == 0:
+        said: list[str] = []
+        for call in (lambda: buffer.dispatch(x, idx, weights), buffer.check, buffer.shrink, buffer.abort, buffer.close):
+            try:
+                call()
+                said.append("fine")
+            except moecomm.MoecommError as error:
+                said.append(str(error))
+        there.send(said)
+        os._exit(0)
+    found = here.recv() if here.poll(20) else ["the child hangs"]
+    dist.barrier()
+    thread.join()
+    buffer.close()
+    return found
+
+
+def test_a_child_that_is_forked_beside_a_round_is_told_so_and_can_close(ranks: Ranks) -> None:
+    told = "this Buffer, opened before this process was forked, is closed; open a new one"
+    assert ranks.run(2, _fork_beside_a_round) == [[told, told, told, "fine", "fine"], []]
 
 
 def _abort_from_a_thread(rank: int, group: Any) -> tuple[str, float]:

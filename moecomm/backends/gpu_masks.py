@@ -32,6 +32,12 @@ class Masks:
         torch.cuda.synchronize(self.device)  # a graph may have been replayed on any stream
         return int.from_bytes(self._read(self.context.window.state), "little")
 
+    def begun(self, rank: int) -> str:
+        """See Maskable."""
+        last_round = self.last_round()
+        offset = _native.leave_offset(self.context.window, self.context.shape.ranks, last_round, rank)
+        return failures.begun_op(self._read(offset, 8), last_round)
+
     def excluded(self) -> bool:
         """See Maskable."""
         return self._read(self.context.window.abort) == _native.excluded_word(self.context.rank)
@@ -66,14 +72,14 @@ class Masks:
         # A loss ends the waits for all ranks: name only those that are lost.
         return peers.dead_peers().keys() - set(masked) or missing
 
-    def _read(self, offset: int) -> bytes:
-        """Return a word of this rank's window."""
+    def _read(self, offset: int, nbytes: int = 4) -> bytes:
+        """Return a word, or more, of this rank's window."""
         peers = self._peers
         with torch.cuda.device(self.device):
             cuda_driver.bind_thread(self.device.index)
-            peers.copies.to_host(peers.control.address + _WORDS, self._own_window().address + offset, 4)
+            peers.copies.to_host(peers.control.address + _WORDS, self._own_window().address + offset, nbytes)
             peers.copies.wait()
-        return peers.control.read(_WORDS, 4)
+        return peers.control.read(_WORDS, nbytes)
 
     def _write(self, address: int, data: bytes) -> None:
         peers = self._peers

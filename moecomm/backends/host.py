@@ -171,6 +171,11 @@ class HostSession:
     def last_round(self) -> int:
         return _native.host_round(self.context)
 
+    def begun(self, rank: int) -> str:
+        own, layout, last_round = self.context.rank, self.context.window, self.last_round()
+        offset = _native.leave_offset(layout, self.context.shape.ranks, last_round, rank)
+        return failures.begun_op(ctypes.string_at(self._peers.addresses[own] + offset, 8), last_round)
+
     def excluded(self) -> bool:
         rank, layout = self.context.rank, self.context.window
         word = _native.read_word(self.context.peers[rank] + layout.abort)

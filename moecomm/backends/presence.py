@@ -12,6 +12,7 @@ from moecomm.backends.collective import MappedWindow, all_or_none, map_windows, 
 from moecomm.core.group import Rendezvous
 from moecomm.core.pages import LEFT, PAGE_BYTES, Pages
 from moecomm.core.processes import pid_namespace, pidfd
+from moecomm.errors import Unsupported
 
 log = logging.getLogger("moecomm")
 _NAP_S = 1e-3
@@ -38,7 +39,10 @@ class Presence:
             addresses = [page.address for page in self._mapped]
             self.pages = Pages(addresses, ranks.rank)
             left = [address + LEFT for address in addresses]
-            self._watcher = _native.Watcher(pids, ranks.rank, abort_address, left=left, passed=passed)
+            try:
+                self._watcher = _native.Watcher(pids, ranks.rank, abort_address, left=left, passed=passed)
+            except RuntimeError as error:
+                raise Unsupported(f"a thread that watches the processes of the other ranks: {error}") from error
             undo.pop_all()
 
     def dead_peers(self) -> dict[int, str]:

@@ -162,7 +162,8 @@ class StoreBoard:
     """A Board over the store of a process group, which every kind of group has.
 
     A store may be another process, which may be stopped.  So an own thread makes the calls.  A call that does not
-    return in time is left behind with its thread, which ends when the store answers or breaks.
+    return in time is left behind with its thread, which ends when the store answers or breaks.  Where no thread can be
+    started, the caller's makes them: peers must learn of that, and `limit_s` holds as long as the store answers.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -172,8 +173,12 @@ class StoreBoard:
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], _Results] | None]
         self._calls = queue.SimpleQueue()
         self._stuck = False
-        self._thread = threading.Thread(target=_serve, args=(self._calls,), name="moecomm-opening", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=_serve, args=(self._calls,), name="moecomm-opening", daemon=True)
+        self._thread: threading.Thread | None = thread
+        try:
+            thread.start()
+        except RuntimeError:  # out of memory, or of processes
+            self._thread = None
 
     def write(self, key: str, value: bytes) -> None:
         self._call(self._store.set, self._prefix + key, value)
@@ -205,12 +210,15 @@ class StoreBoard:
 
     def close(self) -> None:
         self._calls.put(None)
-        if not self._stuck:
+        if self._thread is not None and not self._stuck:
             self._thread.join()
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         results: _Results = queue.SimpleQueue()
         self._calls.put((function, args, results))
+        if self._thread is None:
+            self._calls.put(None)
+            _serve(self._calls)
         try:
             value, error = results.get(timeout=None if self.limit_s == float("inf") else max(0.0, self.limit_s))
         except queue.Empty:

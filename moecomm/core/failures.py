@@ -7,6 +7,7 @@ from typing import Any
 
 from moecomm import _native
 from moecomm.core import signature
+from moecomm.core.protocol import ROUND_HEADER_BYTES
 from moecomm.errors import (
     Aborted,
     BadInput,
@@ -21,6 +22,7 @@ from moecomm.errors import (
 
 Failure, Argument, Phase = _native.Failure, _native.Argument, _native.Phase
 _FIELDS = ("code", "op", "phase", "argument", "rank", "peer", "round", "expected", "seen", "waited_ns")
+_HEADER_WORDS = ROUND_HEADER_BYTES // 4
 _OPS = ("no operation", "dispatch", "combine", "close")
 _PHASES = {
     Phase.header: "its round header and counts",
@@ -32,15 +34,24 @@ _PHASES = {
 
 
 def round_failed(context: _native.Context) -> bool:
-    """Return whether a round of this rank failed or was aborted, so that none can follow; not for an invalid round."""
+    """Return whether a round of this rank failed or was aborted, so that none can follow; not for an invalid round.
+
+    The ranks whose round failed, too, know of it.  Of an abort() outside of rounds none knows.
+    """
     record = _native.record(context.record)
-    fatal = record is not None and record.code in (
+    return record is not None and record.code in (
         Failure.timeout,
         Failure.peer_lost,
         Failure.aborted,
         Failure.excluded,
     )
-    return fatal or _native.read_word(context.abort_host) != 0
+
+
+def begun_op(word: bytes, last_round: int) -> str:
+    """Return the operation of a round header, by its first tagged word, if it is of the round after `last_round`."""
+    op, tag = word[0] & 0xF, word[4:8]  # RoundHeader::op
+    expected: bytes = _native.leave_words(last_round, _HEADER_WORDS)[4:8]
+    return _OPS[op] if tag == expected and op < len(_OPS) else ""
 
 
 def fields(record: _native.FailureRecordView) -> dict[str, int | str]:

@@ -8,12 +8,15 @@ late finds that it is not in it, so there are never two jobs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from moecomm.core import entries, last_calls
 from moecomm.core.board import Board, Part
+from moecomm.core.entries import Coming, Decision, Disagreement
 from moecomm.core.expert_tables import ExpertIds
 from moecomm.core.experts import experts_of
 from moecomm.core.group import Group
@@ -21,7 +24,9 @@ from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
 from moecomm.core.suspension import Members, refuse_capture
-from moecomm.errors import BadInput, Closed, Excluded, MoecommError, PeerLost, Timeout
+from moecomm.errors import BadInput, Closed, Excluded, Mismatch, MoecommError, PeerLost, Timeout
+
+_KEPT = 4  # agreements whose words a rank keeps: others may still read them
 
 # For a rank that a peer has named in a Timeout.  It may have waited for another one itself, and then comes at once.
 GRACE_S = 0.05
@@ -73,25 +78,34 @@ class Survivors:
 
 
 class Meeting:
-    """The ranks of a Buffer that shrinks.
+    """The ranks of a Buffer that agree on who goes on.
+
+    Agreements are numbered, and take two boards each: of shrink() for the decision and for the opening, of mask() for
+    the decision and for the new beginning.  Ranks that made different calls find that on the first, all of them raise
+    Mismatch, and the next agreement has the same number everywhere.
 
     Args:
         rounds: of that Buffer, failed or not.
         members: its ranks.
-        call: that the ranks make.
+        call: that the ranks make, with its parentheses.
 
     Raises:
         Closed: the Buffer is closed.
         BadInput: a graph is being captured.
     """
 
-    def __init__(self, rounds: Rounds, members: Members, call: str = "shrink") -> None:
+    def __init__(self, rounds: Rounds, members: Members, call: str) -> None:
         if rounds.closed:
             raise Closed
-        require_idle(rounds, call)
+        self._op = call.partition("(")[0]
+        require_idle(rounds, self._op)
         self._rounds, self._members, self._timeout_s, self._call = rounds, members, members.timeout_s, call
         self._suspects = set(_named(rounds.failure()))
         self._ranks: tuple[int, ...] = ()  # that had agreed to go on
+
+    def noted(self) -> AbstractContextManager[None]:
+        """Leave a note of this call for ranks that wait in another one."""
+        return last_calls.noted_beside(self._rounds, self._members, self._call)
 
     def attempts(self, group: object = None) -> Iterator[Group]:
         """Yield groups of the ranks that are left, each of fewer than the one before.
@@ -103,19 +117,33 @@ class Meeting:
 
         Raises:
             Excluded: the others have decided to go on without this rank.
+            Mismatch: another rank makes another call.
             PeerLost, Timeout: there is no board over which ranks could agree any more.
         """
         if group is not None:
             yield rendezvous(group)
+        self._require_member()
         while True:
-            self._rounds.attempts += 1
-            with self._board(self._rounds.attempts) as board:
+            with self._next() as board:
                 self._ranks = self._agree(board)
             if self._rounds.rank not in self._ranks:
-                raise Excluded(self._rounds.rank, self._ranks)
+                raise self._excluded(self._ranks)
             place, in_process = self._ranks.index(self._rounds.rank), self._members.group.in_process
             board_of = self._board_of(self._rounds.attempts)
             yield Survivors(place, len(self._ranks), in_process, board_of, self._timeout_s)
+
+    def _require_member(self) -> None:
+        """Raise Excluded, at once, if the others have gone on without this rank: it must decide nothing any more."""
+        failure = self._rounds.failure()
+        if isinstance(failure, Excluded):
+            raise failure
+        if self._rounds.session.excluded():
+            raise self._excluded(())
+
+    def _excluded(self, ranks: Sequence[int]) -> Excluded:
+        error = Excluded(self._rounds.rank, tuple(ranks))
+        self._rounds.fail(error)
+        return error
 
     def lost(self) -> PeerLost | None:
         """Return the error of a rank that is gone since the ranks agreed: opening() knows those that came to it."""
@@ -154,23 +182,89 @@ class Meeting:
 
     def _no_board(self, kind: type[PeerLost | Timeout], error: Exception) -> MoecommError:
         text = f"the ranks that are left can't agree, because the store of their group is lost ({error}); pass group="
-        return kind(text, rank=self._rounds.rank, peer=-1, phase="agreement", op=self._call, round=0)
+        return kind(text, rank=self._rounds.rank, peer=-1, phase="agreement", op=self._op, round=0)
+
+    @contextmanager
+    def _next(self) -> Iterator[Board]:
+        """Make the first board of the next agreement.  If nothing is decided there, this rank's next call comes again.
+
+        So ranks that gave up, and those that made other calls meanwhile, meet at the next call.
+        """
+        self._rounds.attempts += 2
+        self._forget()
+        try:
+            with self._board(self._rounds.attempts - 1) as board:
+                yield board
+        except Mismatch:  # is decided
+            raise
+        except BaseException:
+            with suppress(MoecommError), self._board(self._rounds.attempts - 1) as board:
+                board.limit_s = 0.0 if self._rounds.session.pages is None else self._timeout_s
+                board.erase([f"here/{self._rounds.rank}"])
+            self._rounds.attempts -= 2
+            raise
 
     def _agree(self, board: Board) -> tuple[int, ...]:
-        everybody = range(self._rounds.num_ranks)
-        board.write(f"here/{self._rounds.rank}", packed(self._suspects - {self._rounds.rank}))
+        decision = self._decided(board)
+        assert decision is not None
+        return tuple(decision.members)
+
+    def _decided(self, board: Board) -> Decision | None:
+        """Come to an agreement; return the decision that stands, or None if this rank is no part of it and _leaves().
+
+        Raises:
+            Mismatch: another rank makes another call.
+        """
+        board.write(f"here/{self._rounds.rank}", entries.pack(self._coming()))
         begin = time.monotonic()
         while (decided := board.read(["members"])) is None:
-            said = {rank: found[0] for rank in everybody if (found := board.read([f"here/{rank}"])) is not None}
-            gone = self._gone() | self._rounds.masked
-            here = said.keys() - gone
-            suspected = {rank for suspects in said.values() for rank in unpacked(suspects)} - here
+            said = {
+                rank: entries.unpack(found[0], Coming)
+                for rank in range(self._rounds.num_ranks)
+                if (found := board.read([f"here/{rank}"])) is not None
+            }
             waited = time.monotonic() - begin
-            missing = set(everybody) - here - gone - (suspected if waited >= GRACE_S else set())
-            if not missing or waited >= self._timeout_s:
-                return unpacked(board.decide("members", packed(here)))
+            if self._leaves(waited):
+                return None
+            if (proposal := self._proposal(said, waited)) is not None:
+                decided = [board.decide("members", entries.pack(proposal))]
+                break
             board.wait(min(self._timeout_s - waited, GRACE_S))
-        return unpacked(decided[0])
+        stands: Any = entries.unpack(decided[0], Decision, Disagreement)
+        if isinstance(stands, Disagreement):
+            calls = dict(zip(stands.ranks, (stands.first, stands.second), strict=True))
+            rank = next(rank for rank, call in calls.items() if _kind(call) != _kind(self._call))
+            raise Mismatch("call", self._call, calls[rank], rank)
+        assert isinstance(stands, Decision)
+        return stands
+
+    def _coming(self) -> Coming:
+        """Return what this rank tells the others."""
+        return Coming(self._call, 0, 0, sorted(self._suspects - {self._rounds.rank}), [], [])
+
+    def _leaves(self, waited_s: float) -> bool:
+        """Return whether this rank waits for another agreement.  One that takes part does not."""
+        return False
+
+    def _proposal(self, said: Mapping[int, Coming], waited_s: float) -> Decision | Disagreement | None:
+        """Return what the ranks that have come so far amount to; None: wait for more."""
+        gone = self._gone()
+        there = sorted(said.keys() - gone - self._rounds.masked)
+        for rank in there:
+            if _kind(said[rank].call) != _kind(said[there[0]].call):
+                return Disagreement([there[0], rank], said[there[0]].call, said[rank].call)
+        wanted = _wanted(self._rounds, said)
+        here = {rank: said[rank] for rank in sorted(said.keys() & wanted - gone)}
+        suspected = {rank for coming in here.values() for rank in coming.suspects} - here.keys()
+        missing = wanted - here.keys() - gone - (suspected if waited_s >= GRACE_S else set())
+        return None if missing and waited_s < self._timeout_s else _decision(self._call, here)
+
+    def _forget(self) -> None:
+        """Remove this rank's words of old agreements from its page."""
+        pages, old = self._rounds.session.pages, self._rounds.attempts - _KEPT
+        if pages is not None:
+            rank = self._rounds.rank
+            pages.erase([f"{old - 1}/here/{rank}", f"{old}/ready/{rank}"])
 
     def _gone(self) -> set[int]:
         """Return the ranks whose process has ended, or that have closed the Buffer."""
@@ -184,14 +278,28 @@ def _named(failure: MoecommError | None) -> Iterator[int]:
         yield failure.peer
 
 
-def packed(ranks: Collection[int]) -> bytes:
-    """Return ranks as bytes; see unpacked()."""
-    return ",".join(map(str, sorted(ranks))).encode()
+def _kind(call: str) -> str:
+    """Return the kind of agreement of a call.  mask() and unmask() come to one: each may find what the other wants."""
+    return "mask()" if call == "unmask()" else call
 
 
-def unpacked(data: bytes) -> tuple[int, ...]:
-    """Return the ranks that packed() has packed."""
-    return tuple(int(word) for word in data.decode().split(",") if word)
+def _wanted(rounds: Rounds, said: Mapping[int, Coming]) -> set[int]:
+    """Return the ranks that are to take part.  Where ranks name each other, the lower one's word counts."""
+    taking_part = set(range(rounds.num_ranks)) - rounds.masked
+    named: set[int] = set()
+    joining: set[int] = set()
+    for rank in sorted(said.keys() & taking_part):
+        if rank not in named:
+            named.update(said[rank].named)
+            joining.update(said[rank].joining)
+    return (taking_part | joining) - named
+
+
+def _decision(call: str, here: Mapping[int, Coming]) -> Decision:
+    failed = {coming.failed for coming in here.values()}
+    # A round may have begun after the last that has ended; no rank has seen the one after that.
+    last = max((coming.round for coming in here.values()), default=0)  # nobody is left if this rank has named itself
+    return Decision(call, list(here), last + 2, len(failed) == 1 and 0 not in failed)
 
 
 def require_idle(rounds: Rounds, call: str) -> None:
@@ -206,7 +314,8 @@ def members_of(group: Group, old: Rounds, rounds: Rounds, number: int, timeout_s
     if isinstance(group, Survivors) and old.session.pages is not None and pages is not None:
         # The board of the group is in the pages of the old session.  Decisions come in the order of their numbers.
         # Without such pages it is the store, which is kept: it may be in this process, and others may still read it.
-        board = lambda: Part(pages, f"{rounds.attempts}/")  # noqa: E731
+        opened = weakref.proxy(rounds)  # which refers to its ranks itself
+        board = lambda: Part(pages, f"{opened.attempts}/")  # noqa: E731
         group = Survivors(group.rank, group.ranks, group.in_process, board, timeout_s)
     return Members(group, number, timeout_s)
 

@@ -8,22 +8,22 @@ decided once: by the first rank that fails, or by the first rank that sees all r
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from moecomm import errors
-from moecomm.core import strays
+from moecomm.core import entries, last_calls, strays
 from moecomm.core.board import Board
+from moecomm.core.entries import Failed, Opened
 from moecomm.core.group import Group
 from moecomm.core.processes import Deaths, pid_namespace
 from moecomm.core.settings import seconds
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
 
-_OPEN = b"open"
+_OPEN = entries.pack(Opened())
 _GRACE_S = 0.25  # for the store to answer after the deadline
 _CALL = 64  # bytes
 _IDENTITY = 36 + _CALL  # bytes
@@ -38,6 +38,9 @@ def opening(
     call: str = "open",
     of: str = "",
     interruption: Callable[[], RoundFailed | None] = lambda: None,
+    *,
+    note: str = "",
+    others: Callable[[], str] = lambda: "",
 ) -> Iterator[Opening]:
     """Collective: exchange data between ranks until a Buffer is open.
 
@@ -49,16 +52,18 @@ def opening(
         call: "open", or the method of an open Buffer on which its ranks agree in this way.
         of: the Buffer of that call, as all ranks name it; "open": the kind of object, a Buffer unless it says another.
         interruption: returns the error that ends this rank's waits, if there is one.
+        note: name of this call, with parentheses, for ranks that wait in another one; "": they know of it.
+        others: returns where the other ranks are, as the end of the text of a Timeout.
 
     Raises:
         BadInput, Mismatch, Timeout, PeerLost, Aborted, Unsupported: the error of this rank, or one that another rank
             announced.  KeyboardInterrupt and other exceptions that are no Exception pass unchanged.
     """
-    opened = Opening(ranks, call, of, interruption)
+    opened = Opening(ranks, call, of, interruption, others)
     try:
-        opened.begin()
-        opened.timeout_s = seconds(timeout_s)
-        yield opened
+        with last_calls.noted(ranks.board, ranks.rank, note) if note and ranks.ranks > 1 else nullcontext():
+            opened.begin(timeout_s)
+            yield opened
     except MoecommError as error:
         opened.announce(error)
         raise
@@ -96,9 +101,10 @@ class Opening:
         call: str = "open",
         of: str = "",
         interruption: Callable[[], RoundFailed | None] = lambda: None,
+        others: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank, self.ranks, self.in_process = ranks.rank, ranks.ranks, ranks.in_process
-        self._call, self._of, self._interruption = call, of, interruption
+        self._call, self._of, self._interruption, self._others = call, of, interruption, others
         self._kind = of or "Buffer" if call == "open" else "Buffer"
         self.timeout_s = _GRACE_S
         self._board: Board | None = ranks.board() if ranks.ranks > 1 else None
@@ -117,8 +123,23 @@ class Opening:
         """Return the moment of this phase, as the end of a sentence."""
         return f"while the {self._kind} was opened" if self._call == "open" else f"during {self._call}()"
 
-    def begin(self) -> None:
-        """Find out which opening of these ranks this is."""
+    def begin(self, timeout_s: Any) -> None:
+        """Find out which opening of these ranks this is.
+
+        Raises:
+            BadInput: no time that can be waited; peers of this opening learn of it.
+            As opening(), for the store.
+        """
+        refused: BadInput | None = None
+        try:
+            self.timeout_s = seconds(timeout_s)  # first: a busy store may need it
+        except BadInput as error:
+            refused = error
+        self._count()
+        if refused is not None:
+            raise refused
+
+    def _count(self) -> None:
         if self._board is None:
             return
         if not self.in_process and strays.withdraw():
@@ -145,8 +166,8 @@ class Opening:
     def _is_over_for_us(self, stands: bytes | None) -> bool:
         if stands in (None, _OPEN):
             return False
-        said = json.loads(stands)
-        return said["rank"] == self.rank and "stray" in said
+        said = entries.unpack(stands, Failed)
+        return said.rank == self.rank and said.stray
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank.  The ranks may pass different numbers of bytes.
@@ -273,6 +294,7 @@ class Opening:
         begun = f"begun to open its {self._kind}" if self._call == "open" else f"called {self._call}()"
         what = begun if self._step == 0 else "come so far"
         text = f"rank {self.rank} waited {self.timeout_s:g} s for rank {names}, which has not {what} ({self.where})"
+        text += self._others()
         return self.failed(Timeout, missing[0] if missing else -1, text)
 
     def _missing(self, keys: list[str], deadline: float | None) -> list[int]:
@@ -285,9 +307,8 @@ class Opening:
             return
         if (found := self._lookout.find(self._missing(keys, deadline))) is not None:
             rank, said = found
-            fields = {"argument": "group", "got": said["got"], "want": said["want"], "rank": rank}
-            record = {"kind": "BadInput", "rank": rank, "stray": True, "text": "", "fields": fields}
-            raise self._announced(self._set_outcome(json.dumps(record).encode()))
+            fields = {"argument": "group", "got": said.got, "want": said.want, "rank": rank}
+            raise self._announced(self._set_outcome(entries.pack(Failed("BadInput", rank, "", fields, True))))
 
     def _lost(self, rank: int) -> RoundFailed:
         return self.failed(PeerLost, rank, f"rank {rank} is gone: its process has ended {self.during}")
@@ -309,7 +330,7 @@ class Opening:
 
     def _decide(self, error: MoecommError) -> bytes:
         """Decide the outcome, unless a peer has; return the outcome."""
-        return self._set_outcome(json.dumps(_record(error, self.rank)).encode())
+        return self._set_outcome(entries.pack(_record(error, self.rank)))
 
     def _set_outcome(self, record: bytes) -> bytes:
         """Write the outcome, if the store can still be reached."""
@@ -342,13 +363,13 @@ class Opening:
     def _announced(self, record: bytes) -> MoecommError:
         """Make the error that another rank has announced, as this rank raises it."""
         self._decided = True
-        said = json.loads(record)
-        rank, fields = said["rank"], said["fields"]
-        if said["kind"] == "BadInput":
+        said = entries.unpack(record, Failed)
+        rank, fields = said.rank, said.fields
+        if said.kind == "BadInput":
             named = fields["rank"] if fields["rank"] is not None else rank
             return BadInput(fields["argument"], fields["got"], fields["want"], named)
-        kind = getattr(errors, said["kind"], Unsupported)
-        text = said["text"] if said["text"].startswith(f"rank {rank}") else f"rank {rank}: {said['text']}"
+        kind = getattr(errors, said.kind, Unsupported)
+        text = said.text if said.text.startswith(f"rank {rank}") else f"rank {rank}: {said.text}"
         if issubclass(kind, RoundFailed):
             return self.failed(kind, fields["peer"], text)  # type: ignore[arg-type]
         error: MoecommError = kind.__new__(kind, text)
@@ -356,12 +377,12 @@ class Opening:
         return error
 
 
-def _record(error: MoecommError, rank: int) -> dict[str, Any]:
+def _record(error: MoecommError, rank: int) -> Failed:
     fields = {
         name: value if value is None or isinstance(value, int) else str(value)[:_TEXT]
         for name, value in vars(error).items()
     }
-    return {"kind": type(error).__name__, "rank": rank, "text": str(error)[:_TEXT], "fields": fields}
+    return Failed(type(error).__name__, rank, str(error)[:_TEXT], fields, False)
 
 
 def _shown(label: bytes) -> str:

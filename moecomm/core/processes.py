@@ -1,4 +1,4 @@
-"""Processes of other ranks on this machine: whether their ids are valid here, and whether they have ended."""
+"""Processes on this machine: whether ids of others are valid here, whether they have ended, what memory they share."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def _boot_and_namespace(kind: str) -> list[str]:
     with suppress(OSError):
         parts.append(os.readlink(f"/proc/self/ns/{kind}"))
     return parts
+
+
+def memory_bytes() -> int:
+    """Return the memory and swap of this machine."""
+    with open("/proc/meminfo") as file:
+        found = dict(line.split(":") for line in file)
+    return sum(int(found[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
 
 
 def pidfd(pid: int) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -133,9 +133,24 @@ def _group_of(group: object) -> Group:
             raise BadInput("group", f"a DeviceMesh of {group.ndim} dimensions", 'one dimension of it, as in mesh["ep"]')
         group = group.get_group()
     if hasattr(group, "rank") and hasattr(group, "size") and callable(group.size):
+        _check_not_destroyed(group)
         return ProcessGroup(group)  # type: ignore[arg-type]
     got = repr(group) if isinstance(group, str) else type(group).__name__
     raise BadInput("group", got, 'a torch.distributed ProcessGroup, a DeviceMesh dimension, a LocalRank or "self"')
+
+
+def _check_not_destroyed(group: Any) -> None:
+    """Raise BadInput after destroy_process_group(): another process may have the store, or nobody."""
+    import torch.distributed as dist
+
+    try:
+        group.group_name  # noqa: B018 - raises where no name has been set: the caller has made the group himself
+    except (AttributeError, RuntimeError):
+        return
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        raise BadInput("group", "a process group that has been destroyed", "one that is there") from None
 
 
 def _check_alone() -> None:

@@ -32,6 +32,10 @@ class Maskable(Protocol):
         """Return the number of the last round that has ended on this rank."""
         ...
 
+    def begun(self, rank: int) -> str:
+        """Return the operation of the round after the last one here if that rank has begun it; "": it has not."""
+        ...
+
     def excluded(self) -> bool:
         """Return whether others have excluded this rank."""
         ...

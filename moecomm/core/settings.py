@@ -173,6 +173,20 @@ class Settings:
         if self.domain_ranks is not None and (self.domain_ranks < 1 or self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
 
+    def check_memory(self, backend: Backend, memory_bytes: int) -> None:
+        """Raise BadInput, with the size that takes the most, for a window that is larger than all memory there is."""
+        window = self._window_bytes(backend)
+        if window <= memory_bytes:
+            return
+        least: dict[str, Any] = {"num_experts": self.ranks, "hidden": 16, "max_tokens": 1, "topk": 1}
+        least |= {} if self.window_bytes is None else {"window_bytes": 1}
+        name = min(least, key=lambda name: replace(self, **{name: least[name]})._window_bytes(backend))
+        want = f"sizes whose window fits the {memory_bytes >> 20} MiB of this machine; this takes {window >> 20} MiB"
+        raise BadInput(name, getattr(self, name), want)
+
+    def _window_bytes(self, backend: Backend) -> int:
+        return int(_native.window_layout(self.shape(backend)).bytes)
+
     @property
     def is_multi_domain(self) -> bool:
         """Return whether there are several domains, in which few tokens travel directly and not in packets."""

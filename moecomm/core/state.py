@@ -40,6 +40,7 @@ class RoundState:
         self._failure: MoecommError | None = None  # has ended this Buffer
         self._close: weakref.finalize[..., Any] = forks.closer(self, session)
         self._open = True
+        self._forked = False  # this is a child's copy, whose locks may be held by threads that are not there
         self.released = False  # the memory of outputs, by release_memory()
         self._what = "Buffer"
         self.made, self.rejected = 0, 0  # dispatches and combines, and calls that count_rejected has counted
@@ -51,6 +52,7 @@ class RoundState:
         self._before = 0  # number of the last round before the call under way
         self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.core.masking
         self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
+        self.elsewhere: Callable[[], str] = lambda: ""  # the end of a Timeout's text: see moecomm.core.last_calls
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
         self._raised: Callable[[], MoecommError | None] = lambda: None  # the last error that a round left behind
 
@@ -91,6 +93,8 @@ class RoundState:
         A call in another thread is aborted and awaited.  In a signal handler, the interrupted call is aborted, and
         closes the Buffer when it ends.
         """
+        if self._forked:
+            return
         if not self._turn.acquire(blocking=False):
             self.abort()
             self._turn.acquire()
@@ -121,6 +125,8 @@ class RoundState:
         self._close()
 
     def _refuse(self, rounds: int) -> NoReturn:
+        if self._forked:
+            raise Closed(self._what)
         if rounds:
             self._refused.append(None)
         raise ConcurrentCall
@@ -203,6 +209,8 @@ class RoundState:
         if record is None:
             return
         error = self._error_of(record)
+        if isinstance(error, Timeout):
+            error.args = (f"{error}{self.elsewhere()}",)
         self.flight.failed(error, failures.fields(record))
         if isinstance(error, (RoundFailed, OutOfStep, Excluded)):
             self._failure = error
@@ -281,7 +289,7 @@ class RoundState:
 
     def disown(self) -> None:
         """Close a parent's Buffer in a forked child, without a word to peers."""
-        self._open, self.flight.closed = False, True
+        self._open, self._forked, self.flight.closed = False, True, True
         if self._close.detach() is not None:
             self._what = "Buffer, opened before this process was forked,"
 

@@ -7,15 +7,15 @@ removes its own note; it looks for none in that call, because peers may have mad
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
+from moecomm.core import entries
 from moecomm.core.board import StoreBoard
+from moecomm.core.entries import Stray
 from moecomm.errors import BadInput
 
 # For the store to answer.  Without a note peers wait for their deadline, so a busy store has time to take it; a rank
@@ -31,7 +31,7 @@ _found: dict[int, str] = {}  # by process: the id of its last note that has ende
 def announce(error: BadInput) -> None:
     """Leave a note of a call with a bad group, if there is a default group."""
     global _notice
-    notice = json.dumps({"id": uuid.uuid4().hex, "got": str(error.got), "want": str(error.want)}).encode()
+    notice = entries.pack(Stray(uuid.uuid4().hex, str(error.got), str(error.want)))
     with suppress(OSError, RuntimeError), _notices(_LEAVE_S) as board:
         with _lock:
             _notice = notice  # from here on: the store may take it later than we wait
@@ -60,7 +60,7 @@ class Lookout:
         """Return whether it is time to look."""
         return bool(self._global_ranks) and time.monotonic() >= self._next
 
-    def find(self, missing: Sequence[int]) -> tuple[int, dict[str, Any]] | None:
+    def find(self, missing: Sequence[int]) -> tuple[int, Stray] | None:
         """Return a missing rank that has left a note, and the note, which is removed."""
         self._next = time.monotonic() + _INTERVAL_S
         with suppress(OSError, RuntimeError), _notices(_LOOK_S) as board:
@@ -72,17 +72,17 @@ class Lookout:
         return None
 
 
-def _claimed(board: StoreBoard, process: int, found: bytes) -> dict[str, Any] | None:
+def _claimed(board: StoreBoard, process: int, found: bytes) -> Stray | None:
     """Return a note if this rank may act on it.  An earlier call of ours may have removed it and answered too late."""
     for_us = _taken(b"")
     if found.startswith(for_us):
-        said: dict[str, Any] = json.loads(found[len(for_us) :])
+        said = entries.unpack(found[len(for_us) :], Stray)
     elif found.startswith(_TAKEN) or not _take(board, process, found):
         return None
     else:
-        said = json.loads(found)
+        said = entries.unpack(found, Stray)
     with _lock:
-        is_new, _found[process] = _found.get(process) != said["id"], said["id"]
+        is_new, _found[process] = _found.get(process) != said.id, said.id
     return said if is_new else None
 
 

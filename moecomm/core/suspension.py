@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from moecomm import _native
+from moecomm.core import last_calls
 from moecomm.core.failures import Failure
 from moecomm.core.group import Group
 from moecomm.core.opening import Opening, opening
@@ -79,7 +80,15 @@ def agreement(rounds: Rounds, members: Members, call: str) -> Iterator[Opening]:
     """
     before, name = rounds.released, f"Buffer {members.number} of the group"
     try:
-        with opening(members.group, members.timeout_s, call, name, lambda: interruption(rounds, call)) as ranks:
+        with opening(
+            members.group,
+            members.timeout_s,
+            call,
+            name,
+            lambda: interruption(rounds, call),
+            note=f"{call}()",
+            others=lambda: last_calls.others(rounds, members),
+        ) as ranks:
             yield ranks
     except MoecommError as error:
         if isinstance(error, RoundFailed) or rounds.released != before:

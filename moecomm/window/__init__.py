@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm import _native, backends, config
 from moecomm.backends.collective import all_or_none
-from moecomm.core import forks
+from moecomm.core import forks, last_calls
 from moecomm.core.arrays import as_tensor, check_memory
 from moecomm.core.choices import BackendName
 from moecomm.core.integers import check_integer
@@ -73,7 +74,8 @@ class Window:
         memory: torch.Tensor | Literal["torch"] | None = None,
     ) -> None:
         group = rendezvous(group)
-        with opening(group, timeout_s, of="Window") as ranks:
+        others = partial(last_calls.others_over, group)
+        with opening(group, timeout_s, of="Window", note="Window()", others=others) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             size: Any = nbytes if memory is None else symmetric.asked_bytes(memory, nbytes, group)
             if isinstance(memory, torch.Tensor):

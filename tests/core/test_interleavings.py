@@ -154,7 +154,7 @@ class Survivor(Meeting):
     """A rank that agrees with others on who is left, after an error that names `suspects`."""
 
     def __init__(self, run: Run, rank: int, ranks: int, suspects: set[int]) -> None:
-        self._run, self._suspects, self._timeout_s = run, set(suspects), TIMEOUT_S
+        self._run, self._suspects, self._timeout_s, self._call = run, set(suspects), TIMEOUT_S, "shrink()"
         self._rounds: Any = SimpleNamespace(rank=rank, num_ranks=ranks, masked=set())
 
     def _gone(self) -> set[int]:

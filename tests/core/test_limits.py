@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import _native
+from moecomm import _native, backends, elastic
 from moecomm.compat.deep_ep.pool import check_experts
 from moecomm.core import protocol
 from moecomm.core.integers import check_alignment
@@ -63,6 +63,25 @@ def test_a_limit_is_bad_input_when_a_buffer_opens(argument: str, good: dict[str,
     with pytest.raises(moecomm.BadInput) as caught:
         check(Settings(**{**GPUS, **bad}))
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(("argument", "size"), [("num_experts", 1 << 30), ("hidden", 1 << 28), ("max_tokens", 8388607)])
+def test_a_window_larger_than_all_memory_is_bad_input(
+    argument: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any of it is taken."""
+    if argument == "max_tokens":  # large machines have that much
+        monkeypatch.setattr(elastic, "memory_bytes", lambda: 64 << 20)
+    sizes = {"hidden": 64, "num_experts": 4, "topk": 32, "max_tokens": 8}
+    monkeypatch.setattr(backends, "open_session", lambda *_: pytest.fail("memory is taken"))
+    with pytest.raises(moecomm.BadInput, match=f"{size}; want sizes whose window fits") as caught:
+        moecomm.Buffer("self", **{**sizes, argument: size}, device="cpu")
+    assert caught.value.argument == argument
+
+
+def test_an_asked_window_larger_than_all_memory_is_bad_input() -> None:
+    with pytest.raises(moecomm.BadInput, match="window_bytes: got"):
+        moecomm.Buffer("self", hidden=64, num_experts=4, topk=1, max_tokens=8, device="cpu", window_bytes=1 << 50)
 
 
 def test_a_domain_of_more_ranks_than_a_warp_has_lanes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

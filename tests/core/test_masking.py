@@ -577,6 +577,61 @@ def test_killed_forwarders_are_masked(ranks: Ranks) -> None:
     assert ranks.results(2, timeout_s=60) == dict.fromkeys((0, 3), (1, 2))
 
 
+def test_a_rank_that_was_masked_decides_nothing_any_more() -> None:
+    """It may not know yet, and find a decision of another call than its own; or know, and come again and again."""
+    late = threading.Event()
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        if buffer.rank == 2:
+            assert late.wait(60)
+            begin = time.monotonic()
+            for again in (buffer.shrink, buffer.shrink, buffer.mask, lambda: buffer.shrink(keep_ids=True)):
+                with pytest.raises(moecomm.Excluded):
+                    again()
+            return time.monotonic() - begin < 20 / 2  # no call waits for ranks that make no such call
+        buffer.mask([2])
+        late.set()
+        rounds(buffer, 3)
+        assert buffer.mask() == (2,)
+        rounds(buffer, 3)
+        return buffer.shrink()
+
+    assert over_threads(call, timeout_s=20) == [((0, 1), (2,)), ((0, 1), (2,)), True]
+
+
+def test_a_rank_that_gave_up_meets_the_others_in_its_next_call() -> None:
+    """unmask() of a rank that waits alone leaves neither a word nor a number behind."""
+    tried = threading.Barrier(3)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        if buffer.rank == 1:
+            with pytest.raises(moecomm.Timeout, match="no rank has called unmask"):
+                buffer.unmask([1])
+        tried.wait(60)
+        found = buffer.shrink()
+        rounds(buffer, 3)
+        return found.lost
+
+    assert over_threads(call, timeout_s=1) == [()] * 3
+
+
+def test_memory_that_is_released_refuses_a_mask() -> None:
+    """Nothing but shrink() would work afterwards: all ranks take their memory again together."""
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        buffer.release_memory()
+        if buffer.rank == 0:
+            buffer.close()
+            return None
+        for refuses in (buffer.mask, lambda: buffer.mask([0]), lambda: buffer.unmask([0])):
+            refused(refuses, moecomm.MemoryReleased, r"restore\(\) on every rank first, or shrink\(\)")
+        found = buffer.shrink()
+        rounds(buffer, 3)
+        return found.lost
+
+    assert over_threads(call, timeout_s=1) == [None, (0,), (0,)]
+
+
 def test_memory_is_not_released_without_all_ranks() -> None:
     def call(buffer: moecomm.Buffer) -> Any:
         if buffer.rank == 0:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm import _native
-from moecomm.core import membership
+from moecomm.core import entries, membership
 from moecomm.core.expert_tables import AbsentEntries, ExpertIds
 from moecomm.core.pages import PAGE_BYTES, Pages
 from moecomm.testing import LocalBuffers
@@ -328,6 +330,44 @@ def test_one_decision_stands() -> None:
     assert pages[0].decide("1/190/outcome", b"late") == found[0][190]
     with pytest.raises(moecomm.Unsupported, match="no room"):
         pages[0].write("large", b"x" * PAGE_BYTES)
+
+
+ENTRIES: list[tuple[Any, ...]] = [
+    entries.Coming("shrink()", 1, 0, [2], [], []),
+    entries.Decision("mask()", [0, 1], 7, True),
+    entries.Disagreement([0, 1], "mask()", "shrink()"),
+    entries.Lost([]),
+    entries.Agreed(3),
+    entries.LastCall("grow()", 0.0, False),
+    entries.Opened(),
+    entries.Failed("Timeout", 1, "text", {"peer": None}, False),
+    entries.Stray("id", "got", "want"),
+]
+
+
+def test_entries_are_read_as_what_they_are_alone() -> None:
+    for entry in ENTRIES:
+        packed = entries.pack(entry)
+        assert entries.unpack(packed, type(entry)) == entry
+        for other in ENTRIES:
+            if other is not entry:
+                with pytest.raises(moecomm.Unsupported, match=f"no {type(other).__name__} of this version"):
+                    entries.unpack(packed, type(other))
+
+
+def test_what_is_no_entry_is_named() -> None:
+    draw, kinds = random.Random(0), [type(entry) for entry in ENTRIES]
+    broken = [b"", b"1", b"[0", b"[]", b"{}", b"null", b"\xff", b'["Lost", [true]]', b'["Agreed", "1"]', b"[" * 9999]
+    for entry in ENTRIES:
+        packed = bytearray(entries.pack(entry))
+        for _ in range(200):
+            changed = packed.copy()
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+            broken += [bytes(changed), bytes(changed[: draw.randrange(len(changed))])]
+    for data in broken:
+        with suppress(moecomm.Unsupported):
+            found: Any = entries.unpack(data, *kinds)
+            assert entries.unpack(entries.pack(found), type(found)) == found  # a change within a number or a word
 
 
 def test_erased_values_are_gone() -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 import moecomm
+from moecomm import _native
+from moecomm.backends.collective import close_descriptors
 from moecomm.core.board import StoreBoard
 from moecomm.core.opening import gather, opening
 from moecomm.core.rendezvous import local_ranks, rendezvous
@@ -249,6 +251,66 @@ def stopped(rank: int, group: Any) -> Any:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     return attempt(group, {})
+
+
+def without_threads(rank: int, group: Any, what: str) -> tuple[str, str, str]:
+    """Rank 1 can start no thread: of Python, which asks the store, or of the watcher of processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and what == "of Python":
+            patch.setattr(threading.Thread, "start", no_thread)
+        elif rank == 1:
+            patch.setattr(_native, "Watcher", no_watcher)
+        name, text, _, _ = attempt(group, {"timeout_s": 20.0})
+        group.barrier().wait()
+    return name, text, attempt(group, {"timeout_s": 20.0})[0]
+
+
+def with_a_busy_store(rank: int, group: Any) -> str:
+    """It answers late, but long before the deadline, whatever it is asked first."""
+    asked = StoreBoard._call
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(StoreBoard, "count", lambda self, key: asked(self, slowly, self._store, self._prefix + key))
+        return attempt(group, {"timeout_s": 20.0})[0]
+
+
+def slowly(store: Any, key: str) -> int:
+    time.sleep(0.6)  # longer than a board has that only names an error
+    return int(store.add(key, 1)) - 1
+
+
+def test_a_store_that_answers_late_has_until_the_deadline(ranks: Ranks) -> None:
+    assert ranks.run(2, with_a_busy_store) == ["open"] * 2
+
+
+def no_thread(*_: Any, **__: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def no_watcher(*_: Any, passed: list[int], **__: Any) -> None:
+    close_descriptors(passed)  # as a Watcher does that raises
+    no_thread()
+
+
+def test_a_rank_that_can_start_no_thread(ranks: Ranks) -> None:
+    assert ranks.run(3, without_threads, "of Python") == [("open", "", "open")] * 3
+    for rank, (name, text, again) in enumerate(ranks.run(3, without_threads, "of the watcher")):
+        where = "" if rank == 1 else "rank 1: "
+        assert name == "Unsupported" and again == "open"
+        assert text == f"{where}a thread that watches the processes of the other ranks: can't start new thread"
+
+
+def with_destroyed_groups(rank: int, group: Any) -> list[tuple[str, str]]:
+    sub = dist.new_group([0, 1])
+    dist.destroy_process_group(sub)
+    found = [attempt(sub, {}), attempt(group, {})]
+    dist.destroy_process_group()
+    return [(name, text) for name, text, _, _ in [*found, attempt(group, {}), attempt(sub, {})]]
+
+
+def test_a_destroyed_process_group_is_bad_input(ranks: Ranks) -> None:
+    refused = "BadInput", "group: got a process group that has been destroyed; want one that is there"
+    assert ranks.run(2, with_destroyed_groups) == [[refused, ("open", ""), refused, refused]] * 2
 
 
 def test_a_stopped_rank_is_a_timeout(ranks: Ranks) -> None:

@@ -1,0 +1,163 @@
+"""Entries: the typed values that ranks leave each other on a board, in one format.
+
+An entry is a NamedTuple of whole numbers, words, flags, lists of numbers and tables.  Its name travels with it, and a
+reader says which kinds it takes.  So a rank that made another call is found by the name of its entry.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from moecomm.errors import Unsupported
+
+_Kind = TypeVar("_Kind", bound=tuple[Any, ...])
+_SHOWN = 80  # bytes of what is no entry
+
+
+class LastCall(NamedTuple):
+    """The last membership call of a rank, or the last opening over its group.
+
+    Attributes:
+        call: its name, with parentheses.
+        left_at: when the rank left it, in seconds since the epoch; 0: it is under way.
+        failed: by an error.
+    """
+
+    call: str
+    left_at: float
+    failed: bool
+
+
+class Coming(NamedTuple):
+    """A rank's part in an agreement on who goes on.
+
+    Attributes:
+        call: that this rank makes.
+        round: the last that has ended here; shrink(): 0.
+        failed: number of the call that has failed and could be repeated, since the last agreement; 0: none.
+        suspects: ranks that are left out unless they come.
+        named: ranks that are left out.
+        joining: ranks that are taken in again.
+    """
+
+    call: str
+    round: int
+    failed: int
+    suspects: list[int]
+    named: list[int]
+    joining: list[int]
+
+
+class Decision(NamedTuple):
+    """An agreement that stands.
+
+    Attributes:
+        call: of the ranks that have agreed.
+        members: ranks that take part.
+        round: after which they go on.
+        repeats: all have failed in the same call, which they make again.
+    """
+
+    call: str
+    members: list[int]
+    round: int
+    repeats: bool
+
+    @property
+    def masks(self) -> bool:
+        """Return whether the ranks go on in the same windows, and may take in others."""
+        return not self.call.startswith("shrink")
+
+
+class Disagreement(NamedTuple):
+    """An agreement that has failed, because two ranks made different calls."""
+
+    ranks: list[int]
+    first: str
+    second: str
+
+
+class Lost(NamedTuple):
+    """The ranks that were lost before all had begun anew after a Decision.  If there are any, ranks agree again."""
+
+    ranks: list[int]
+
+
+class Agreed(NamedTuple):
+    """The number of the last agreement on masks that a rank has ended."""
+
+    number: int
+
+
+class Opened(NamedTuple):
+    """The outcome of an opening that has succeeded."""
+
+
+class Failed(NamedTuple):
+    """The outcome of an opening that has failed.
+
+    Attributes:
+        kind: name of the class of the error.
+        rank: the rank that announced it.
+        text: of the error.
+        fields: its attributes.
+        stray: `rank` passed a group that is none, and has raised the error itself.
+    """
+
+    kind: str
+    rank: int
+    text: str
+    fields: dict[str, Any]
+    stray: bool
+
+
+class Stray(NamedTuple):
+    """A call whose `group` is no group.  `id`: of the call."""
+
+    id: str
+    got: str
+    want: str
+
+
+def pack(entry: tuple[Any, ...]) -> bytes:
+    """Return an entry as bytes; see unpack()."""
+    return json.dumps([type(entry).__name__, *entry]).encode()
+
+
+def unpack(data: bytes, *kinds: type[_Kind]) -> _Kind:
+    """Return the entry that pack() has packed, of one of these kinds.
+
+    Raises:
+        Unsupported: it is of another kind, or no entry of this version of moecomm.
+    """
+    try:
+        name, *fields = json.loads(data)
+    except (TypeError, ValueError, RecursionError):
+        name, fields = None, []
+    for kind in kinds:
+        hints = _hints(kind)
+        if kind.__name__ == name and len(fields) == len(hints) and all(map(_fits, fields, hints.values())):
+            return kind(*fields)
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    raise Unsupported(
+        f"another rank has left {data[:_SHOWN]!r}, which is no {wanted} of this version of moecomm; do all ranks run "
+        "the same version?"
+    )
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
+    return isinstance(value, get_origin(hint) or hint)
