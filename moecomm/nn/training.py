@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -27,22 +27,40 @@ from moecomm.core.validation import check_flag, check_real
 from moecomm.errors import BadInput
 from moecomm.nn.shard import ExpertShard, is_dtensor
 
+_AVERAGED_OVER = "averaged_over"  # attribute of experts in a DistributedDataParallel: its number of ranks
 _lock = threading.Lock()
 _experts: WeakSet[torch.nn.Module] = WeakSet()  # modules whose other experts are on other ranks
-_has_experts: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()  # optimizers that have made a step
+# Optimizers that have made a step: the number of their groups then, and whether those have experts.
+_seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = WeakKeyDictionary()
 
 
 def watch(experts: torch.nn.Module, shard: ExpertShard) -> None:
-    """Have DistributedDataParallel, optimizers and clipping know experts whose other ranks have others."""
+    """Have wrappers, optimizers and clipping know experts of which other ranks have others.
+
+    Called again when a module has new parameters.
+    """
     if shard.ranks == 1:
         return
     with _lock:
         _experts.add(experts)
     _install()
+    ranks = vars(experts).get(_AVERAGED_OVER, 1)
     for param in experts.parameters(recurse=False):
-        if param.requires_grad and not is_dtensor(param) and not getattr(param, "_is_marked", False):
-            param._is_marked = True  # type: ignore[attr-defined]
+        if not param.requires_grad or is_dtensor(param):
+            continue
+        if _mark not in (param._post_accumulate_grad_hooks or {}).values():
             param.register_post_accumulate_grad_hook(_mark)  # type: ignore[no-untyped-call]
+        if ranks > 1 and not any(isinstance(hook, _Average) for hook in (param._backward_hooks or {}).values()):
+            param.register_hook(_Average(ranks))  # type: ignore[no-untyped-call]
+
+
+class _Average(NamedTuple):
+    """Divides a sum over all ranks' tokens as DistributedDataParallel divides its sums."""
+
+    ranks: int
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / self.ranks
 
 
 class _ShardGradient(torch.Tensor):
@@ -98,16 +116,14 @@ def _experts_of(model: Any) -> list[tuple[str, torch.nn.Module, ExpertShard]]:
 def _on_parameter(module: torch.nn.Module, name: str, param: Any) -> None:
     """Refuse DTensors over ranks that own other experts, as fully_shard() and distribute_module() make them."""
     if is_dtensor(param) and isinstance(shard := vars(module).get("shard"), ExpertShard):
-        _refuse_sharding(shard, f"experts.{name}", param.device_mesh.mesh.flatten().tolist(), "ignored_params")
+        what_to_do = "fully_shard(model, ignored_params=set(moecomm.nn.expert_parameters(model)))"
+        _refuse_sharding(shard, f"experts.{name}", param.device_mesh.mesh.flatten().tolist(), what_to_do)
 
 
-def _refuse_sharding(shard: ExpertShard, name: str, ranks: list[int], argument: str) -> None:
+def _refuse_sharding(shard: ExpertShard, name: str, ranks: list[int], what_to_do: str) -> None:
     if shard.is_mixed_by(ranks):
-        raise BadInput(
-            name,
-            "weights that are shared with ranks that own other experts",
-            f"weights of this rank alone; for FSDP: {argument}=set(moecomm.nn.expert_parameters(model))",
-        )
+        got = "weights that are shared with ranks that own other experts"
+        raise BadInput(name, got, f"weights of this rank alone: {what_to_do}")
 
 
 def _on_module(parent: torch.nn.Module, name: str, child: Any) -> None:
@@ -120,52 +136,66 @@ def _on_module(parent: torch.nn.Module, name: str, child: Any) -> None:
             own = set(experts._parameters.values())
             if not own or not own <= parent._ignored_params:
                 ranks = dist.get_process_group_ranks(parent.process_group)
-                _refuse_sharding(shard, prefix or "experts", ranks, "ignored_states")
+                what_to_do = "FullyShardedDataParallel(ignored_states=set(moecomm.nn.expert_parameters(model)))"
+                _refuse_sharding(shard, prefix or "experts", ranks, what_to_do)
 
 
 def _leave_out(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
     """Leave experts out of what a DistributedDataParallel, under construction, will broadcast and reduce."""
     ranks = dist.get_process_group_ranks(ddp.process_group)
-    for prefix, experts, shard in _experts_of(model):
-        names = {f"{prefix}.{own}" if prefix else own for own in experts._parameters}
-        if names <= ddp.parameters_to_ignore or not shard.is_mixed_by(ranks):
+    owners = _owners()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        experts = owners.get(id(param))
+        if experts is None or name in ddp.parameters_to_ignore or not experts.shard.is_mixed_by(ranks):
             continue
-        if sorted(shard.global_ranks) != sorted(ranks):
+        if sorted(experts.shard.global_ranks) != sorted(ranks):
             raise BadInput(
-                prefix or "experts",
-                f"experts of a group of {shard.ranks} ranks in a DistributedDataParallel of {len(ranks)}",
+                name,
+                f"experts of a group of {experts.shard.ranks} ranks in a DistributedDataParallel of {len(ranks)}",
                 "the same ranks; or name the experts in the model's _ddp_params_and_buffers_to_ignore, and reduce "
                 "their gradients over the ranks that own the same experts",
             )
-        ddp.parameters_to_ignore.update(names)
-        own = {id(param) for param in experts._parameters.values()}
-        ddp._module_parameters = [param for param in ddp._module_parameters if id(param) not in own]
-        for param in experts._parameters.values():
-            if param is not None and param.requires_grad:
-                param.register_hook(partial(_averaged, len(ranks)))  # type: ignore[no-untyped-call]
+        ddp.parameters_to_ignore.update((name, f".{name}"))  # as it builds the names of the outermost module's own
+        ddp._module_parameters = [other for other in ddp._module_parameters if other is not param]
+        setattr(experts, _AVERAGED_OVER, len(ranks))
+        watch(experts, experts.shard)
 
 
-def _averaged(ranks: int, gradient: torch.Tensor) -> torch.Tensor:
-    """Divide the sum over all ranks' tokens as DistributedDataParallel divides its sums."""
-    return gradient / ranks
+def _owners() -> dict[int, Any]:
+    """Return the module of each parameter of experts, by the parameter's id()."""
+    with _lock:
+        modules = list(_experts)
+    return {id(param): module for module in modules for param in module.parameters(recurse=False)}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch has a graph break there as well
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Have the states of experts saved and loaded as their weights are, from the first step of an optimizer."""
-    if optimizer not in _has_experts:
-        _has_experts[optimizer] = any(_shards_of(optimizer))
-        if _has_experts[optimizer]:
+    groups = len(optimizer.param_groups)
+    if _seen.get(optimizer, (0, False))[0] != groups:
+        has_experts = any(_shards_of(optimizer))
+        if has_experts and not _seen.get(optimizer, (0, False))[1]:
             _attach(optimizer)
-    if _has_experts[optimizer]:
+        _seen[optimizer] = (groups, has_experts)
+    if _seen[optimizer][1]:
         for param in _params_of(optimizer):
             if isinstance(param.grad, _ShardGradient):  # a compiled step takes plain tensors alone
                 param.grad = _plain(param.grad)
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    for param, shard in zip(_params_of(optimizer), _shards_of(optimizer), strict=True):
-        if shard is not None and param in optimizer.state:  # loaded before the first step
+    of_all = zip(_params_of(optimizer), _shards_of(optimizer), strict=True)
+    owned = [(param, shard) for param, shard in of_all if shard is not None]
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        _refuse_sharding(
+            owned[0][1],
+            "params",
+            dist.get_process_group_ranks(optimizer.process_group),
+            "give experts an optimizer that is not sharded",
+        )
+    for param, shard in owned:
+        if param in optimizer.state:  # loaded before the first step
             optimizer.state[param] = _unpacked(shard, param, optimizer.state[param])
     optimizer.register_state_dict_post_hook(_pack_state)
     optimizer.register_load_state_dict_pre_hook(_unpack_state)
@@ -177,12 +207,9 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _shards_of(optimizer: torch.optim.Optimizer) -> list[ExpertShard | None]:
     """Return the shard of each parameter; None of those that are not of experts, or that FSDP2 shards as well."""
-    shards: dict[int, ExpertShard] = {}
-    with _lock:
-        modules = list(_experts)
-    for module in modules:
-        shards.update((id(param), module.shard) for param in module.parameters(recurse=False))  # type: ignore[misc]
-    return [None if is_dtensor(param) else shards.get(id(param)) for param in _params_of(optimizer)]
+    owners = _owners()
+    of_each = [None if is_dtensor(param) else owners.get(id(param)) for param in _params_of(optimizer)]
+    return [None if module is None else module.shard for module in of_each]
 
 
 def _pack_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -186,6 +186,12 @@ def _forms(rank: int, group: Any) -> None:
         with pytest.raises(moecomm.BadInput, match=r"layer: got pickle or torch.save .* want its state_dict\(\)"):
             torch.save(unpicklable, io.BytesIO())
     assert copy.copy(model[0]).experts is model[0].experts
+    sizes = {name: SIZES[name] for name in ("hidden", "topk", "max_tokens", "backend")}
+    with moecomm.Buffer(group, **sizes, num_experts=8, dtype=torch.float32) as buffer:
+        given = ExpertParallel(**SIZES, num_experts=8, buffer=buffer, seed=OTHER)
+        given.load_state_dict(model[0].state_dict())
+        assert isinstance(given.state_dict()["experts.w13"], DTensor)
+        assert torch.equal(given.experts.w13, model[0].experts.w13)
 
 
 def test_states_have_dtensors_over_processes_and_layers_are_not_pickled(ranks: Any) -> None:

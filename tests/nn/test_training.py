@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -207,10 +209,12 @@ def _refused(rank: int, group: Any) -> None:
         lambda: fully_shard(Model(group, 8).blocks[0], mesh=mesh),
         lambda: distribute_module(Model(group, 8), mesh),
     ):
-        with pytest.raises(moecomm.BadInput, match=r"experts\.w13: got weights that are shared .* ignored_params="):
+        with pytest.raises(
+            moecomm.BadInput, match=r"experts\.w13: got weights that are shared .* want .*ignored_params="
+        ):
             wrap()
     for kept in (False, True):
-        with pytest.raises(moecomm.BadInput, match=r"blocks\.0\.1\.experts: got weights .* ignored_states="):
+        with pytest.raises(moecomm.BadInput, match=r"blocks\.0\.1\.experts: got weights .*ignored_states="):
             FullyShardedDataParallel(Model(group, 8), device_id=torch.device("cpu"), use_orig_params=kept)
     left = Model(group, 8)
     FullyShardedDataParallel(left, device_id=torch.device("cpu"), ignored_states=set(expert_parameters(left)))
@@ -218,12 +222,20 @@ def _refused(rank: int, group: Any) -> None:
     # DDP over other ranks than the experts'; experts of one rank are replicas.
     alone = [dist.new_group([other]) for other in range(group.size())][rank]
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    with pytest.raises(moecomm.BadInput, match=r"blocks\.0\.1\.experts: got experts of a group of 4 .* of 2"):
+    with pytest.raises(moecomm.BadInput, match=r"blocks\.0\.1\.experts\.w13: got experts of a group of 4 .* of 2"):
         DistributedDataParallel(model, process_group=pair)
     DistributedDataParallel(model, process_group=alone)
     replicas = DistributedDataParallel(Model(alone, 8))
     assert replicas.parameters_to_ignore == set()
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+    # An optimizer that keeps each parameter on one rank.
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes long, and warns
+
+    zero = Model(group, 8)
+    optimizer = ZeroRedundancyOptimizer(zero.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(moecomm.BadInput, match="params: got weights that are shared"):
+        optimizer.step()
 
     # FSDP2 over ranks that have the same experts is fine; its shards have no state that torch.checkpoint could take.
     ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
@@ -254,6 +266,66 @@ def _refused(rank: int, group: Any) -> None:
 
 def test_what_would_mix_experts_or_let_gates_drift_is_refused(ranks: Any) -> None:
     ranks.run(4, _refused)
+
+
+def _wrapped_again(rank: int, group: Any) -> None:
+    """Gradients of experts are divided once, however often a model is wrapped; in copies, too."""
+    model = Model(group, 8)
+    x = tokens_of(rank)
+    model(x).square().mean().backward()
+    want = [param.grad / 2 for param in expert_parameters(model)]
+    model.zero_grad()
+    DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model)
+    composed = Model(group, 8)
+    replicate(composed)
+    assigned = copy.deepcopy(model)
+    assigned.load_state_dict(gather_state(model.state_dict(), group), assign=True)
+    for each in (wrapped, copy.deepcopy(model), composed, assigned):
+        each(x).square().mean().backward()
+        for param, gradient in zip(expert_parameters(each), want, strict=True):
+            torch.testing.assert_close(param.grad, gradient)
+
+
+def test_gradients_are_divided_once(ranks: Any) -> None:
+    ranks.run(2, _wrapped_again)
+
+
+def _scaled(rank: int, group: Any) -> None:
+    """A rank whose experts overflow has all ranks leave out the step."""
+    model = Model(group, 8)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), ShardedGradScaler("cpu", process_group=group)
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler.scale(model(tokens_of(rank)).square().mean()).backward()
+    if rank == 0:
+        expert_parameters(model)[0].grad[0] = torch.inf
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_a_sharded_scaler_keeps_ranks_together(ranks: Any) -> None:
+    ranks.run(2, _scaled)
+
+
+def _added(rank: int, group: Any) -> None:
+    """Experts that an optimizer gets after its first step are saved like others."""
+    model = Model(group, 8)
+    own = set(expert_parameters(model))
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param not in own], lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = param.detach().clone()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(own)})
+    optimizer.step()
+    moments = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
+    assert sum(isinstance(moment, DTensor) for moment in moments) == len(own)
+
+
+def test_experts_may_be_added_to_an_optimizer(ranks: Any) -> None:
+    ranks.run(2, _added)
 
 
 FORMS = ("plain", "foreach", "fused", "compiled")
