@@ -34,7 +34,8 @@ class Experts(torch.nn.Module):
         hidden: H, columns of a row.
         intermediate: I, columns inside an expert; a multiple of 16 bytes.
         num_experts: E, of all ranks together; needed with `group`.
-        group: the ranks that have the other experts, as a Buffer splits them; see Buffer.  None: not known.
+        group: the ranks that have the other experts, as a Buffer splits them; see Buffer.  None: not known, so that
+            torch's wrappers and clip_grad_norm_() take the weights for those of every rank.
         seed: of the weights.
         dtype: of the weights.
         device: of the weights; default: torch's.

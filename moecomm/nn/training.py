@@ -92,14 +92,16 @@ def _install() -> None:
 
 
 def expert_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of a model that differ from rank to rank: those of its Experts.
+    """Return the parameters of a model that differ from rank to rank: those of Experts over several ranks.
 
-    For `fully_shard(model, ignored_params=set(...))`.  Their gradients are sums over the tokens of all ranks.
+    For `fully_shard(model, ignored_params=set(...))`.  Their gradients are sums over the tokens of all ranks.  Experts
+    of one rank, as of a layer over the group "self", are not among them.
 
     Raises:
         BadInput: `model` is no module.
     """
-    return [param for _, module, _ in _experts_of(model) for param in module.parameters(recurse=False)]
+    modules = [module for _, module, shard in _experts_of(model) if shard.group is None or shard.ranks > 1]
+    return [param for module in modules for param in module.parameters(recurse=False)]
 
 
 def _experts_of(model: Any) -> list[tuple[str, torch.nn.Module, ExpertShard]]:

@@ -56,7 +56,9 @@ def tokens_of(rank: int) -> torch.Tensor:
 
 def train(model: torch.nn.Module, step: Callable[[], Any], x: torch.Tensor) -> list[list[float]]:
     """Return losses and norms of some steps.  `step` reduces gradients, if the model does not, and clips them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    own = set(expert_parameters(model))
+    groups = [{"params": [p for p in model.parameters() if (p in own) == owned]} for owned in (False, True)]
+    optimizer = torch.optim.SGD(groups, lr=0.3, momentum=0.5, foreach=True)  # as on GPUs
     found = []
     for _ in range(STEPS):
         loss = (model(x) - 1).square().mean()
@@ -164,8 +166,9 @@ def test_norms_are_those_of_one_rank(ranks: Any) -> None:
     for kind in KINDS:
         for param in one.parameters():
             param.grad = param.detach().clone()
-        for param in expert_parameters(one):
-            param.grad[:2] = 0  # experts of rank 0 of 4
+        for block in one.blocks:
+            for param in block[1].experts.parameters():
+                param.grad[:2] = 0  # experts of rank 0 of 4
         want.append([torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0, kind).item(), 1.0])
     for found in ranks.run(4, _norms):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(want), rtol=1e-5, atol=0)
@@ -226,6 +229,7 @@ def _refused(rank: int, group: Any) -> None:
         DistributedDataParallel(model, process_group=pair)
     DistributedDataParallel(model, process_group=alone)
     replicas = DistributedDataParallel(Model(alone, 8))
+    assert expert_parameters(replicas) == [] and len(expert_parameters(model)) == 4
     assert replicas.parameters_to_ignore == set()
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
