@@ -42,9 +42,11 @@ class ExpertParallel(torch.nn.Module):
     collective: every rank runs both, with any number of tokens up to `max_tokens` (also none), and all ranks run their
     layers in the same order.
 
-    State: `gate.weight` [E, H] (and `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and `experts.w2`
-    [E/R, H, I]; see shard_state and gather_state.  Gradients of the gate are those of this rank's tokens: sum them over
-    ranks like those of other replicated parameters.  Gradients of the experts are those of all ranks' tokens.
+    Parameters: `gate.weight` [E, H] (and the buffer `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and
+    `experts.w2` [E/R, H, I].  state_dict() has experts as DTensors of all ranks, see Experts; gather_state makes plain
+    tensors of them.  Gradients of the gate are those of this rank's tokens: sum them over ranks like those of other
+    replicated parameters.  Gradients of the experts are those of all ranks' tokens.  A layer with a group or a given
+    Buffer is not pickled, which is BadInput: save its state_dict().
 
     Args:
         group: the ranks; see Buffer.
