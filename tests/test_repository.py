@@ -67,14 +67,11 @@ def test_only_config_reads_the_environment() -> None:
 
 
 def test_nothing_is_unpickled_or_evaluated_and_no_shell_is_asked() -> None:
-    """Not even through torch: object collectives pickle."""
+    """Not even through torch: object collectives pickle.  Tests of checkpoints load tensors alone."""
     mine = [path for path in PYTHON if path != Path(__file__)]
-    assert (
-        those_with(
-            r"^\s*(import|from) (pickle|marshal|shelve|dill|cloudpickle)\b|torch\.load\(|_object(_list)?\(", mine
-        )
-        == []
-    )
+    unpickles = r"^\s*(import|from) (pickle|marshal|shelve|dill|cloudpickle)\b|_object(_list)?\("
+    assert those_with(unpickles, mine) == []
+    assert those_with(r"torch\.load\((?!.*weights_only=True)", mine) == []
     assert those_with(r"shell=True|os\.system\(|os\.popen\(", mine) == []
     assert (
         those_with(r"(?<![\w.])(eval|exec)\(", [path for path in mine if not path.is_relative_to(ROOT / "tests")]) == []

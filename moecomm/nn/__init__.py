@@ -5,5 +5,15 @@ from moecomm.nn.expert_parallel import ExpertParallel
 from moecomm.nn.experts import Experts
 from moecomm.nn.gate import Gate
 from moecomm.nn.state import gather_state, shard_state
+from moecomm.nn.training import clip_grad_norm_, expert_parameters
 
-__all__ = ["ExpertParallel", "Experts", "Gate", "gather_state", "shard_state", "shared_buffer"]
+__all__ = [
+    "ExpertParallel",
+    "Experts",
+    "Gate",
+    "clip_grad_norm_",
+    "expert_parameters",
+    "gather_state",
+    "shard_state",
+    "shared_buffer",
+]

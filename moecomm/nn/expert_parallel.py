@@ -12,6 +12,7 @@ from moecomm.buffer import Buffer
 from moecomm.core import names
 from moecomm.core.choices import BackendName, GateKind, Overflow, Wire, is_exact
 from moecomm.core.experts import experts_of
+from moecomm.core.group import Group
 from moecomm.core.protocol import DTYPES
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.validation import (
@@ -29,6 +30,7 @@ from moecomm.errors import BadInput
 from moecomm.nn.buffers import number_layer, shared_buffer
 from moecomm.nn.experts import Experts
 from moecomm.nn.gate import Gate
+from moecomm.nn.shard import refuse_pickle
 from moecomm.ops.counted import counted
 from moecomm.ops.rounds import rows_of
 from moecomm.router import Gating
@@ -42,9 +44,11 @@ class ExpertParallel(torch.nn.Module):
     layers in the same order, and run them in the same order: rounds carry the number of the layer, by the order in
     which those of a group (or over a given Buffer) are made, and Mismatch names the numbers where two ranks differ.
 
-    State: `gate.weight` [E, H] (and `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and `experts.w2`
-    [E/R, H, I]; see shard_state and gather_state.  Gradients of the gate are those of this rank's tokens: sum them over
-    ranks like those of other replicated parameters.  Gradients of the experts are those of all ranks' tokens.
+    Parameters: `gate.weight` [E, H] (and the buffer `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and
+    `experts.w2` [E/R, H, I].  state_dict() has experts as DTensors of all ranks, see Experts; gather_state makes plain
+    tensors of them.  Gradients of the gate are those of this rank's tokens: sum them over ranks like those of other
+    replicated parameters.  Gradients of the experts are those of all ranks' tokens.  A layer with a group or a given
+    Buffer is not pickled, which is BadInput: save its state_dict().
 
     Args:
         group: the ranks; see Buffer.
@@ -109,15 +113,16 @@ class ExpertParallel(torch.nn.Module):
         if wire is not None and not is_exact(wire):
             check_dtype("wire", wire, DTYPES)
         check_name("backend", backend, ("auto", *backends.NAMES))
-        rank, num_ranks = _place(group, buffer)
-        if num_experts < num_ranks:
-            raise BadInput("num_experts", num_experts, f"at least {num_ranks}, the number of ranks")
+        place = _place(group, buffer)
+        if num_experts < place.ranks:
+            raise BadInput("num_experts", num_experts, f"at least {place.ranks}, the number of ranks")
         self.gate: Gate | None = None
         if gate is not None:
             gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
             self.gate = Gate(gating, corrected=corrected, seed=seed, dtype=dtype, device=device)
-        mine = experts_of(rank, num_experts, num_ranks)
-        self.experts = Experts(mine, hidden, intermediate, seed=seed, dtype=dtype, device=device)
+        mine = experts_of(place.rank, num_experts, place.ranks)
+        owned: dict[str, Any] = {"num_experts": num_experts, "group": place}
+        self.experts = Experts(mine, hidden, intermediate, **owned, seed=seed, dtype=dtype, device=device)
         self.payload, self.wire = dtype if payload is None else payload, wire
         self.max_rows, self.overflow = max_rows, overflow
         self.dropped: torch.Tensor | None
@@ -168,7 +173,7 @@ class ExpertParallel(torch.nn.Module):
         """Send every token through its experts.
 
         Args:
-            x: `[..., H]`, any floating dtype; T tokens in all.
+            x: `[..., H]`, any floating dtype but float64; T tokens in all.
             topk_idx: int64 or int32 `[T, K]`, in place of the gate's choice; -1 picks none.
             topk_weights: floating `[T, K]`, with `topk_idx`; None: every weight is 1.
 
@@ -226,9 +231,21 @@ class ExpertParallel(torch.nn.Module):
         return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without a default Buffer: the copy opens its own.  A given Buffer stays."""
+        """Return the state for pickling, without a default Buffer: the copy opens its own."""
         unopened = {} if self._buffer_given else {"_buffer": None, "_buffer_name": ""}
         return {**self.__dict__, **unopened}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a layer of one rank.  Raises BadInput for a group or a Buffer, which only this process has."""
+        if self._buffer_given or not (self._group is None or isinstance(self._group, str)):
+            refuse_pickle("a layer with a given Buffer, or with a group")
+        return super().__reduce_ex__(protocol)
+
+    def __copy__(self) -> ExpertParallel:
+        """Share the weights; the copy uses the same group, and a Buffer that was given."""
+        copied = self.__class__.__new__(self.__class__)
+        copied.__setstate__(self.__getstate__())  # type: ignore[no-untyped-call]
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """Copy the weights; the copy uses the same group and the same Buffer."""
@@ -241,19 +258,21 @@ class ExpertParallel(torch.nn.Module):
 
 
 def _tokens_of(x: Any) -> torch.Tensor:
-    """Return x as `[T, H]`.  Raises BadInput for integers, whose dtype the output could not have."""
+    """Return x as `[T, H]`.
+
+    Raises BadInput for integers, whose dtype the output could not have, and for float64, which no payload can carry.
+    """
     check_dense("x", x)
-    if not x.is_floating_point() or x.ndim == 0:
-        raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", "a floating tensor [..., hidden]")
+    if not x.is_floating_point() or x.dtype == torch.float64 or x.ndim == 0:
+        raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", "[..., hidden] of float32 or a narrower floating dtype")
     tokens: torch.Tensor = x.reshape(-1, x.shape[-1])
     return tokens
 
 
-def _place(group: Any, buffer: Buffer | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks."""
+def _place(group: Any, buffer: Buffer | None) -> Group:
+    """Return the ranks of the layer."""
     if buffer is not None:
         if not isinstance(buffer, Buffer):
             raise BadInput("buffer", type(buffer).__name__, "a Buffer, or None")
-        return buffer.rank, buffer.num_ranks
-    ranks = rendezvous(group)
-    return ranks.rank, ranks.ranks
+        return buffer._members.group
+    return rendezvous(group)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import silu
 
 from moecomm.core.validation import MOST_SIZE, check_dense, check_drawn, check_same_device, check_sizes
 from moecomm.errors import BadInput
+from moecomm.nn import training
+from moecomm.nn.shard import ExpertShard
 from moecomm.ops.grouped import grouped_linear
 from moecomm.tools.demo_layer import expert_weights
+
+EXTRA_STATE = "_extra_state"  # torch's name
 
 
 class Experts(torch.nn.Module):
@@ -17,16 +23,26 @@ class Experts(torch.nn.Module):
     `w13` [experts, 2 I, H] (gate and up projections) and `w2` [experts, H, I] are drawn from `seed` and the expert's
     number, so they do not depend on the rank that owns it.
 
+    State: with a `group` of processes, state_dict() has DTensors `[E, ...]` that are sharded along the experts, as
+    torch.distributed.checkpoint takes them; with `keep_vars=True` it has the parameters themselves.  Otherwise, unless
+    there are no other experts, it has plain tensors, and their numbers as extra state.  load_state_dict() takes both,
+    and plain tensors of all experts, of which it takes this rank's.  Plain tensors of the shape of the parameters
+    without extra state are taken as they are.
+
     Args:
         experts: numbers of the experts, among those of all ranks.
         hidden: H, columns of a row.
         intermediate: I, columns inside an expert; a multiple of 16 bytes.
+        num_experts: E, of all ranks together; needed with `group`.
+        group: the ranks that have the other experts, as a Buffer splits them; see Buffer.  None: not known, so that
+            torch's wrappers and clip_grad_norm_() take the weights for those of every rank.
         seed: of the weights.
         dtype: of the weights.
         device: of the weights; default: torch's.
 
     Raises:
-        BadInput: sizes that grouped GEMMs do not support.
+        BadInput: sizes that grouped GEMMs do not support; experts that are not those of this rank of the group; in
+            load_state_dict(), a state without all experts of this rank.
     """
 
     def __init__(
@@ -35,6 +51,8 @@ class Experts(torch.nn.Module):
         hidden: int,
         intermediate: int,
         *,
+        num_experts: int | None = None,
+        group: Any = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -46,10 +64,12 @@ class Experts(torch.nn.Module):
         check_drawn(seed, dtype, device)
         if intermediate * dtype.itemsize % 16:
             raise BadInput("intermediate", intermediate, f"rows of a multiple of 16 bytes, in {dtype}")
+        self.shard = ExpertShard(experts, num_experts, group)
         device = torch.get_default_device() if device is None else device
         drawn = [expert_weights(e, hidden, intermediate, seed=seed, dtype=dtype) for e in experts]
         w13, w2 = (torch.stack(weights).to(device=device) for weights in zip(*drawn, strict=True))
         self.w13, self.w2 = torch.nn.Parameter(w13), torch.nn.Parameter(w2)
+        training.watch(self, self.shard)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """Apply each expert to its group of rows.
@@ -79,3 +99,39 @@ class Experts(torch.nn.Module):
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
         gate, up = grouped_linear(x.to(dtype), self.w13.to(dtype), ends).chunk(2, dim=-1)
         return grouped_linear(silu(gate) * up, self.w2.to(dtype), ends)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.  fully_shard() would go past torch's hooks in a module without this method."""
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        training.watch(self, self.shard)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars:
+            return
+        for name in self._parameters:
+            destination[prefix + name] = self.shard.pack(destination[prefix + name])
+        if (extra := self.shard.extra()) is not None:
+            destination[prefix + EXTRA_STATE] = extra
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        state = dict(state_dict)
+        extra = state.pop(prefix + EXTRA_STATE, None)
+        for name in self._parameters:
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor):
+                mine = self.shard.unpack(prefix + name, value, extra)
+                is_assigned = local_metadata.get("assign_to_params_buffers", False)
+                state[prefix + name] = mine.clone() if is_assigned and mine is not value else mine
+        super()._load_from_state_dict(state, prefix, local_metadata, *args)
+        training.watch(self, self.shard)  # parameters that were assigned are new
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Experts:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        training.watch(self, self.shard)  # a move from the meta device makes new parameters
+        return self

@@ -12,33 +12,45 @@ from moecomm.core.integers import check_integer, is_integer
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.validation import check_dense
 from moecomm.errors import BadInput
+from moecomm.nn.experts import EXTRA_STATE
+from moecomm.nn.shard import is_dtensor, local_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+EXTRA = f"experts.{EXTRA_STATE}"
 SHARDED = ("experts.w13", "experts.w2")  # suffixes of the names of tensors that are sharded along the experts
 
 
 def is_sharded(name: str) -> bool:
     """Return whether a tensor of that name is sharded over ranks; other tensors are replicated."""
-    return any(name == end or name.endswith(f".{end}") for end in SHARDED)
+    return any(_ends(name, end) for end in SHARDED)
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
 
 
 def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     """Extract the state of one rank from a state with the weights of all experts.
 
+    load_state_dict() does it by itself: it takes a rank's experts from a state that has all.
+
     Args:
         state: state_dict of a model whose ExpertParallel layers all have `[E, ...]` weights.
         rank: the rank.
-        num_ranks: R, ranks of the group.
+        num_ranks: R, ranks of the group.  If it does not divide E, the first E % R ranks have one expert more.
 
     Returns:
         The same names; weights of experts are views of shape `[E/R, ...]`.
 
     Raises:
-        BadInput: E is smaller than R; a rank out of range; not a state_dict.
+        BadInput: E is smaller than R; a rank out of range; not a state_dict, or that of one rank of several.
     """
     _check_state(state)
+    for name, value in state.items():
+        if _ends(name, EXTRA) or (is_sharded(name) and is_dtensor(value)):
+            raise BadInput("state", f"{name} of one rank of several", "what gather_state() returns")
     check_integer("num_ranks", num_ranks, 1)
     if not is_integer(rank) or not 0 <= rank < num_ranks:
         raise BadInput("rank", repr(rank), f"0 to {num_ranks - 1}")
@@ -64,15 +76,17 @@ def gather_state(
             see Buffer.
 
     Returns:
-        The same names, on every rank; weights of experts are `[E, ...]`.
+        The same names, on every rank; weights of experts are tensors `[E, ...]`, which a layer of any number of ranks
+        loads.
 
     Raises:
         BadInput: another group; not a state_dict.
     """
     _check_state(state)
+    state = {name: value for name, value in state.items() if not _ends(name, EXTRA)}
     if group is None or isinstance(group, str):
         rendezvous(group)  # raises unless it is one rank
-        return dict(state)
+        return state
     import torch.distributed as dist
 
     if not isinstance(group, dist.ProcessGroup):
@@ -80,9 +94,9 @@ def gather_state(
 
     whole = {}
     for name in sorted(state):  # the same order of collectives on all ranks
-        tensor = state[name].detach()
+        tensor = state[name]
         if is_sharded(name):
-            tensor = _gathered(tensor, group)
+            tensor = _gathered(local_of(name, tensor)[0] if is_dtensor(tensor) else tensor.detach(), group)
         whole[name] = tensor
     return {name: whole[name] for name in state}
 
@@ -92,7 +106,7 @@ def _check_state(state: Any) -> None:
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise BadInput("state", type(state).__name__, "tensors by name, as a state_dict has them")
     for name, tensor in state.items():
-        if is_sharded(name):
+        if is_sharded(name) and not is_dtensor(tensor):
             check_dense(f"state[{name!r}]", tensor)
 
 

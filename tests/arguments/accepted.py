@@ -72,7 +72,7 @@ TABLE = (
                 "wire",
             ),
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
-            *("activation", "capacity_factor", "dropped", "offsets", "overflow"),
+            *("activation", "capacity_factor", "dropped", "offsets", "overflow", "nn.Experts(num_experts)"),
             *_of("routing.RoutingRecorder", "watch", "experts"),
             *_of("routing.RoutingRecorder.add", "rank", "ranks"),
             *_of("routing.join", "layer"),
@@ -86,6 +86,7 @@ TABLE = (
         ("0", "True", "False"),
         (
             *("allow_multiple_reduction", "async_finish", "async_with_compute_stream", "check_weights", "corrected"),
+            "error_if_nonfinite",
             *(
                 "do_cpu_sync",
                 "do_expand",
@@ -190,6 +191,8 @@ TABLE = (
         ("-1", "0", "2**31", "2**63", "2**70", "-2**70", "0.5", "2.0", "True", "False", "np.int64(-3)", "np.float64"),
         ("scale",),
     ),
+    Row("a norm", ("2**31", "2**63", "2**70", "inf", "0.5", "2.0", "True", "np.float64"), ("max_norm", "norm_type")),
+    Row("a norm of nothing", ("0", "False"), ("max_norm",)),
     Row("memory is taken when it is touched", ("2**31",), ("nbytes",)),
     Row("memory of its own", ("None",), ("moecomm.Window(memory)",)),
     Row(

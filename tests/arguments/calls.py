@@ -442,12 +442,31 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(nn.ExpertParallel, {**layer_sizes, "buffer": buffer_32}),
         ],
         "nn.ExpertParallel.forward": [Call(layer.forward, {"x": rows, "topk_idx": idx, "topk_weights": weights})],
-        "nn.Experts": [Call(nn.Experts, {"experts": range(2), "hidden": H, "intermediate": I, **weights_of})],
+        "nn.Experts": [
+            Call(
+                nn.Experts,
+                {
+                    "experts": range(2),
+                    "hidden": H,
+                    "intermediate": I,
+                    "num_experts": 2,
+                    "group": "self",
+                    **weights_of,
+                },
+            )
+        ],
         "nn.Experts.forward": [
             Call(four.forward, {"x": rows, "tokens_per_expert": torch.ones(E, dtype=torch.int32)}),
         ],
         "nn.Gate": [Call(nn.Gate, {"gating": gating, "corrected": False, **weights_of})],
         "nn.Gate.forward": [Call(nn.Gate(gating).forward, {"x": rows})],
+        "nn.clip_grad_norm_": [
+            Call(
+                nn.clip_grad_norm_,
+                {"model": layer, "max_norm": 1.0, "norm_type": 2.0, "error_if_nonfinite": False},
+            )
+        ],
+        "nn.expert_parameters": [Call(nn.expert_parameters, {"model": layer})],
         "nn.gather_state": [Call(nn.gather_state, {"state": state, "group": None})],
         "nn.shard_state": [Call(nn.shard_state, {"state": state, "rank": 1, "num_ranks": 2})],
         "nn.shared_buffer": [

@@ -61,6 +61,9 @@ def _on_a_rank(rank: int, group: Any, page: str, code: str, folder: str) -> bool
 @pytest.fixture(scope="module")
 def warm() -> None:
     """Imports that torch puts off, once here and not in every rank."""
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.Adam([parameter])

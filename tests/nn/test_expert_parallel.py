@@ -309,6 +309,7 @@ def test_what_is_cut_is_told_by_its_name() -> None:
         ("topk_weights", lambda: layer_of(None)(draw(3, HIDDEN), topk_weights=torch.ones(3, TOPK))),
         ("x", lambda: layer_of(None)(draw(MOST + 1, HIDDEN))),
         ("x", lambda: layer_of(None)(draw(3, HIDDEN).long())),
+        ("x", lambda: layer_of(None)(draw(3, HIDDEN).double())),
         ("x", lambda: layer_of(None)(torch.tensor(1.0))),
         ("x", lambda: layer_of(None)([1.0])),
     ],
