@@ -36,11 +36,13 @@ def combine(
     weight_grads: Any = None,
     topk_weights: Any = None,
     sum_grads: bool = False,
+    bias_first: bool = False,
 ) -> Any:
-    """Buffer.combine.  `sum_grads`: see prepare()."""
+    """Buffer.combine.  `sum_grads`, `bias_first`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
-        return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads)
-    return _round(rounds, prepare(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads))
+        return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads, bias_first)
+    given = y, handle, out, bias, weight_grads, topk_weights, sum_grads, bias_first
+    return _round(rounds, prepare(rounds, options, *given))
 
 
 def prepare(
@@ -53,13 +55,14 @@ def prepare(
     weight_grads: Any = None,
     topk_weights: Any = None,
     sum_grads: bool = False,
+    bias_first: bool = False,
     same_call: bool = False,
 ) -> Combining:
     """Check the arguments of Buffer.combine and make room for the reduced rows.
 
     Args:
         rounds, options, y, handle, out, bias, weight_grads, topk_weights: see Buffer.combine.
-        sum_grads: see Key.
+        sum_grads, bias_first: see Key.
         same_call: the dispatch belongs to the same call of the user.  The error that it may have left behind is not
             raised yet: ranks that see it early would leave, and the others would wait for them.
     """
@@ -72,10 +75,11 @@ def prepare(
         warn_of_gradients(y, bias, weight_grads, topk_weights)
     combining: Combining | None = None
     if isinstance(y, torch.Tensor):
-        key = (handle.layout, y.dtype, options, sum_grads)  # Key, which takes longer to make
+        key = (handle.layout, y.dtype, options, sum_grads, bias_first)  # Key, which takes longer to make
         combining = rounds.plans.start(key, (handle, y, out, bias, weight_grads, topk_weights))
     if combining is None:
-        combining = _start_checked(rounds, options, handle, y, out, bias, weight_grads, topk_weights, sum_grads)
+        given = y, out, bias, weight_grads, topk_weights
+        combining = _start_checked(rounds, options, handle, *given, sum_grads, bias_first)
     if out is not None:
         note_written("out", out)
     if rounds.sampling is not None:
@@ -143,6 +147,7 @@ def _combine_chunks(
     weight_grads: Any,
     topk_weights: Any,
     sum_grads: bool,
+    bias_first: bool,
 ) -> Any:
     rounds.require_usable()
     check_handle(rounds, handle)
@@ -150,7 +155,8 @@ def _combine_chunks(
     given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
 
     def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:
-        return _round(rounds, prepare(rounds, options, y, handle, None, bias, weight_grads, topk_weights, sum_grads))
+        chunk = y, handle, None, bias, weight_grads, topk_weights, sum_grads, bias_first
+        return _round(rounds, prepare(rounds, options, *chunk))
 
     found = chunks.combine(given, handle, rounds.topk, one)
     if out is not None:
@@ -178,10 +184,11 @@ def _start_checked(
     weight_grads: Any,
     topk_weights: Any,
     sum_grads: bool,
+    bias_first: bool,
 ) -> Combining:
     """The first combine of its kind or with so many tokens, or one whose arguments have to be converted."""
     given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
-    key = Key(handle.layout, given.y.dtype, options, sum_grads)
+    key = Key(handle.layout, given.y.dtype, options, sum_grads, bias_first)
     check_hashable(key)  # y may be another library's
     tensors = (handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
     combining: Combining = rounds.plans.start_checked(

@@ -38,6 +38,7 @@ class Key(NamedTuple):
     dtype: torch.dtype  # of y
     options: Options
     sum_grads: bool  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
+    bias_first: bool  # one domain: start the sum of a token from its bias, in the place of adding the bias to the sum
 
 
 def check_options(options: Options, dtype: torch.dtype) -> None:

@@ -287,7 +287,9 @@ class ElasticBuffer:
         wire: Wire = x.dtype if handle.do_expand and self.allow_multiple_reduction else "exact"
         options = _combine_options(wire, limit_of(x, num_sms or handle.num_sms))
         native, total = handle.native, one_bias(bias)
-        out = combining.combine(native.rounds, options, x, native, bias=total, weight_grads=topk_weights)
+        out = combining.combine(
+            native.rounds, options, x, native, bias=total, weight_grads=topk_weights, bias_first=True
+        )
         combined, weights = out if isinstance(out, tuple) else (out, None)
         return combined, weights, finished(async_with_compute_stream)
 

@@ -84,7 +84,9 @@ def combine(
     native = native_of(pool, handle)
     total = None if bias is None else one_bias(bias)
     options = _SUMS if num_sms is None else combining.Options(num_sms=num_sms)
-    out = combining.combine(native.rounds, options, x, native, bias=total, weight_grads=topk_weights, sum_grads=True)
+    out = combining.combine(
+        native.rounds, options, x, native, bias=total, weight_grads=topk_weights, sum_grads=True, bias_first=True
+    )
     if topk_weights is None:
         return out, None
     both: tuple[torch.Tensor, torch.Tensor] = out
