@@ -276,6 +276,7 @@ class CombineArgs:
     @property
     def address(self) -> int: ...
     bias: int
+    bias_first: int
     bias_stride: int
     bias_type: int
     call: int

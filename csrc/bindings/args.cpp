@@ -222,6 +222,7 @@ void bind_combine(py::module_& m) {
         .def_readwrite("workers", &CombineArgs::workers)
         .def_readwrite("chunk_tokens", &CombineArgs::chunk_tokens)
         .def_readwrite("sum_grads", &CombineArgs::sum_grads)
+        .def_readwrite("bias_first", &CombineArgs::bias_first)
         .def_readwrite("out", &CombineArgs::out)
         .def_readwrite("out_weight_grads", &CombineArgs::out_weight_grads)
         .def_readwrite("out_stride", &CombineArgs::out_stride)

@@ -222,13 +222,17 @@ struct CombineCall {
         return {reinterpret_cast<u8*>(a.out) + token * a.out_stride,
                 a.bias != 0 ? reinterpret_cast<const u8*>(a.bias) + token * a.bias_stride : nullptr, token};
     }
-    // Adds the bias to n columns of a token's sum, rounds once, and stores the columns for the caller.
+    template <i32 n>
+    MOECOMM_FN void load_bias(const OutputRow& out, i32 column, float (&bias)[n]) const {
+        constexpr Type type = cfg.wide_bias ? Type::fp32 : cfg.type;
+        load_columns<type>(out.bias + column * bytes_of(type), bias);
+    }
+    // Adds the bias to n columns of a token's sum, unless the sum starts from it, rounds once, and stores the columns for the caller.
     template <i32 n>
     MOECOMM_FN void store_out(const OutputRow& out, i32 column, float (&sum)[n]) const {
-        if (out.bias != nullptr) {
+        if (!cfg.bias_first && out.bias != nullptr) {
             float bias[n];
-            constexpr Type type = cfg.wide_bias ? Type::fp32 : cfg.type;
-            load_columns<type>(out.bias + column * bytes_of(type), bias);
+            load_bias(out, column, bias);
 #pragma unroll
             for (i32 i = 0; i < n; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
         }

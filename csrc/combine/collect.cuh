@@ -165,6 +165,7 @@ struct Collect {
     // not arrive.
     MOECOMM_FN bool collect(u64 owners, u64 singles, i32 token, i32 piece) {
         float sum[P::kSteps][2][P::kColumns] = {};
+        if constexpr (cfg.bias_first) start(token, piece, sum);
         do {
             const u64 now = take(owners);
             const i32 count = __popcll(now);
@@ -214,6 +215,18 @@ struct Collect {
             widen_word<kType>(static_cast<u32>(both[i] >> 32), columns + P::kColumns / 2);
 #pragma unroll
             for (i32 k = 0; k < P::kColumns; ++k) sum[i][k] = __fadd_rn(sum[i][k], columns[k]);
+        }
+    }
+
+    // bias_first: sets this lane's columns of a piece to the bias.
+    MOECOMM_FN void start(i32 token, i32 piece, float (&sum)[P::kSteps][2][P::kColumns]) const {
+        const OutputRow out = c.out_of(token);
+        const i32 words = P::words(piece);
+#pragma unroll
+        for (i32 step = 0; step < P::kSteps; ++step) {
+#pragma unroll
+            for (i32 i = 0; i < 2; ++i)
+                if (P::has(step, i, words)) c.load_bias(out, P::column(piece) + (packet_word(step) + i) * P::kColumns, sum[step][i]);
         }
     }
 

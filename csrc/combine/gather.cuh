@@ -19,6 +19,7 @@ namespace moecomm {
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
 //       u64* hash                   kHashes: after open(), to which the hash of this lane's row is added.
+//       void start(target, i32 column, float (&)[n])   kStarts: sets this lane's n columns of the sum before the first source is added.
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;
@@ -151,9 +152,19 @@ struct Gather {
         }
     }
 
+    MOECOMM_FN void start(float (&sum)[kVectors][kColumns], const Item& item, i32 vectors) const {
+        const auto target = role.target(item);
+#pragma unroll
+        for (i32 v = 0; v < kVectors; ++v) {
+            const i32 vector = v * kWarp + lane_id();
+            if (vector < vectors) role.start(target, item.column + vector * kColumns, sum[v]);
+        }
+    }
+
     // Adds up the pieces of the oldest open item, and stores the sum.
     MOECOMM_FN void add_up(const Item& item, i32 vectors) {
         float sum[kVectors][kColumns] = {};
+        if constexpr (Role::kStarts) start(sum, item, vectors);
         for (i32 added = 0; added < item.sources; ++added) {
             if (added > 0) fill();
             add(sum, item, vectors, Role::kSingles && (item.singles >> added & 1) != 0);

@@ -83,7 +83,7 @@ struct Pull {
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
     static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false;
-    static constexpr bool kHashes = cfg.verifies, kHashesSums = false;
+    static constexpr bool kHashes = cfg.verifies, kHashesSums = false, kStarts = cfg.bias_first;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
     static constexpr Type kSingleType = cfg.type;
@@ -297,6 +297,10 @@ struct Pull {
     }
 
     MOECOMM_FN OutputRow target(const Item& item) const { return c.out_of(item.token); }
+    template <i32 n>
+    MOECOMM_FN void start(const OutputRow& out, i32 column, float (&sum)[n]) const {
+        c.load_bias(out, column, sum);
+    }
     template <i32 n>
     MOECOMM_FN void store(const OutputRow& out, i32 column, float (&sum)[n]) const {
         c.store_out(out, column, sum);

@@ -90,9 +90,10 @@ struct CombineConfig {
     i32 ranks, experts, topk, hidden;
     i32 domain_ranks;  // as in Shape
     Layout layout;
-    Type type;       // of y and out
-    bool wide_bias;  // the bias is float32 and y is not
-    Type wire;       // of a reduced row
+    Type type;        // of y and out
+    bool wide_bias;   // the bias is float32 and y is not
+    bool bias_first;  // CombineArgs::bias_first
+    Type wire;        // of a reduced row
     bool weighted;
     bool own_weights;                    // the source ranks give the weights, in place of those that the dispatch carried
     bool in_place;                       // peers read this rank's rows of y in place: nothing is staged

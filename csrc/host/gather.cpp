@@ -92,10 +92,12 @@ void Gather::check(i32 token) const {
     }
 }
 
-void Gather::add_up(float* sum, i32 token, i64 column, i64 n) const {
+void Gather::add_up(float* sum, i32 token, i64 column, i64 n, const u8* bias) const {
     const i32* slot = tokens_.slots_of(token);
+    const Type bias_type = static_cast<Type>(c_.a.bias_type);
     Addends rows;
     bool several = false;
+    if (bias != nullptr) rows.add(bias, bias_type, 1.0f);
     for (i32 p = 0; p < c_.r.scaleup_ranks && !several; ++p) {
         if (slot[p] < 0) continue;
         const Contribution part = contribution(c_.r.first + p, slot[p], token);
@@ -104,6 +106,7 @@ void Gather::add_up(float* sum, i32 token, i64 column, i64 n) const {
     }
     if (!several) return sum_rows(sum, rows, column, n);
     std::fill_n(sum, n, 0.0f);
+    if (bias != nullptr) add_row(sum, bias + column * bytes_of(bias_type), bias_type, 1.0f, n);
     for (i32 p = 0; p < c_.r.scaleup_ranks; ++p) {
         if (slot[p] < 0) continue;
         const Contribution part = contribution(c_.r.first + p, slot[p], token);

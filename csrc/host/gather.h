@@ -25,8 +25,9 @@ class Gather {
   public:
     Gather(const Combine& c, const Tokens& tokens) : c_(c), tokens_(tokens) {}
 
-    // Sum n <= kColumns columns of the token over the ranks of this domain, in rank order.
-    void add_up(float* sum, i32 token, i64 column, i64 n) const;
+    // Sum n <= kColumns columns of the token over the ranks of this domain, in rank order, starting from `bias`, a row of bias_type (null:
+    // from 0).
+    void add_up(float* sum, i32 token, i64 column, i64 n, const u8* bias = nullptr) const;
     // With checks: compare the token's rows with what the ranks of this domain sent.
     void check(i32 token) const;
     // The gradient of the k-th expert's weight, as staged by `owner`, a rank of this domain.

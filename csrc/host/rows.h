@@ -27,7 +27,7 @@ struct Addends {
         factor[count++] = f;
     }
 };
-static_assert(kMaxHostRanks >= kMaxTopk, "a token has a row a rank, or a row an expert");
+static_assert(kMaxHostRanks > kMaxTopk, "a token has a row an expert at most, and a bias");
 // sum[i] = ((0 + factor[0] * row[0][first + i]) + factor[1] * row[1][first + i]) + ..., for i < n.
 void sum_rows(float* sum, const Addends& rows, i64 first, i64 n);
 // sum[i] = sum[i] + factor * row[i].

@@ -148,7 +148,8 @@ struct CombineArgs {
     u64 call;
     i32 workers;
     i32 chunk_tokens;  // of this rank's tokens, as in the dispatch
-    i32 sum_grads;  // flat: 1: out_weight_grads sums over all ranks with a row of the token; 0: it takes the value of each expert's owner
+    i32 sum_grads;   // flat: 1: out_weight_grads sums over all ranks with a row of the token; 0: it takes the value of each expert's owner
+    i32 bias_first;  // one domain, with a bias: 1: the sum of a token starts from it; 0: it is added to the sum
     // f32[num_tokens][topk], contiguous: replaces the weights that the dispatch carried; 0: the dispatched weights apply
     u64 topk_weights;
     // Scratch. Kernels, one domain: address, in this rank's window, of one reduced row for each flat row here, each followed by its

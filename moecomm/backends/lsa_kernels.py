@@ -129,6 +129,7 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         sum_grads=args.weight_grads != 0 and args.sum_grads != 0,
         verifies=args.staged_hashes != 0,
         wide_bias=args.bias_type != args.type,
+        bias_first=args.bias_first != 0,
         **_domains(shape),
     )
     may_be_few = args.weight_grads == 0 and not spec.verifies

@@ -36,14 +36,15 @@ def combine(
     weight_grads: Any = None,
     topk_weights: Any = None,
     sum_grads: bool = False,
+    bias_first: bool = False,
     gradients: bool = False,
     call: str = "combine",
     layer: int = 0,
 ) -> Any:
-    """Buffer.combine.  `sum_grads`, `gradients`, `call`, `layer`: see prepare()."""
+    """Buffer.combine.  `sum_grads`, `bias_first`, `gradients`, `call`, `layer`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
-        return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads)
-    given = (y, handle, out, bias, weight_grads, topk_weights, sum_grads)
+        return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads, bias_first)
+    given = (y, handle, out, bias, weight_grads, topk_weights, sum_grads, bias_first)
     return _round(rounds, prepare(rounds, options, *given, gradients=gradients, call=call, layer=layer))
 
 
@@ -57,6 +58,7 @@ def prepare(
     weight_grads: Any = None,
     topk_weights: Any = None,
     sum_grads: bool = False,
+    bias_first: bool = False,
     same_call: bool = False,
     gradients: bool = False,
     call: str = "combine",
@@ -66,7 +68,7 @@ def prepare(
 
     Args:
         rounds, options, y, handle, out, bias, weight_grads, topk_weights: see Buffer.combine.
-        sum_grads, gradients, call, layer: see Key.
+        sum_grads, bias_first, gradients, call, layer: see Key.
         same_call: the dispatch belongs to the same call of the user.  The error that it may have left behind is not
             raised yet: ranks that see it early would leave, and the others would wait for them.
     """
@@ -78,7 +80,7 @@ def prepare(
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     combining: Combining | None = None
-    how = options, sum_grads, gradients, call, layer
+    how = options, sum_grads, bias_first, gradients, call, layer
     if isinstance(y, torch.Tensor):
         key = (handle.layout, y.dtype, *how)  # Key, which takes longer to make
         combining = rounds.plans.start(key, (handle, y, out, bias, weight_grads, topk_weights))
@@ -157,6 +159,7 @@ def _combine_chunks(
     weight_grads: Any,
     topk_weights: Any,
     sum_grads: bool,
+    bias_first: bool,
 ) -> Any:
     rounds.require_usable()
     check_handle(rounds, handle)
@@ -164,7 +167,8 @@ def _combine_chunks(
     given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
 
     def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:
-        return _round(rounds, prepare(rounds, options, y, handle, None, bias, weight_grads, topk_weights, sum_grads))
+        chunk = y, handle, None, bias, weight_grads, topk_weights, sum_grads, bias_first
+        return _round(rounds, prepare(rounds, options, *chunk))
 
     found = chunks.combine(given, handle, rounds.topk, one)
     if out is not None:
@@ -184,7 +188,7 @@ def _check_arrived(rounds: Rounds, handle: Handle) -> None:
 
 def _start_checked(
     rounds: Rounds,
-    how: tuple[Options, bool, bool, str, int],
+    how: tuple[Options, bool, bool, bool, str, int],
     handle: Handle,
     y: Any,
     out: Any,

@@ -38,6 +38,7 @@ class Key(NamedTuple):
     dtype: torch.dtype  # of y
     options: Options
     sum_grads: bool = False  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
+    bias_first: bool = False  # one domain: the sum of a token starts from its bias, which is not added last
     gradients: bool = False  # of moecomm.ops: this rank wants some, and takes part in the backward pass
     call: str = "combine"  # of the user: a word of signature.COMBINES
     layer: int = 0  # its number, up to signature.LAYERS; 0: it has none

@@ -158,6 +158,8 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     args.wire = DTYPES.index(wire_of(rounds, key))
     args.layout, args.weighted = LAYOUTS.index(key.layout), int(bool(options.weighted))
     args.sum_grads = int(key.sum_grads)
+    one_domain = args.ctx.shape.domain_ranks in (0, rounds.num_ranks)
+    args.bias_first = int(key.bias_first and like.bias is not None and one_domain)
     args.call = signature.pack(
         "combine",
         layer=key.layer,

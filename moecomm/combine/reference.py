@@ -19,6 +19,7 @@ def combine(
     wire: Wire | None = None,
     domain_ranks: int | None = None,
     topk_weights: list[torch.Tensor] | None = None,
+    bias_first: bool = False,
 ) -> list[torch.Tensor]:
     """Combine experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) to [T_r, H] of every rank r.
 
@@ -27,6 +28,7 @@ def combine(
     or else the weight that dispatch carried.
     flat: partial_p = the row of rank p.
     out = sum over p ascending of partial_p in float32, plus bias, rounded once to the dtype of `ys`.
+    bias_first, in one domain: ((bias + partial_0) + partial_1) + ..., as DeepEP adds.
 
     domain_ranks: with several domains, the partial sums of the ranks of each domain are added; the sum of a domain that
     is not the token's own is rounded to `wire`; then the sums of the domains are added, ascending.  Before the rounding
@@ -43,6 +45,10 @@ def combine(
     for source in range(len(ys)):
         tokens, topk = arrived[0].rows[source].shape
         reduced_rows = torch.zeros(len(ys) // size, tokens, ys[0].shape[1])  # by domain
+        added = None if bias is None else bias[source]
+        starts = bias_first and size == len(ys)
+        if added is not None and starts:
+            reduced_rows += added.float()
         for p, (y, here) in enumerate(zip(ys, arrived, strict=True)):
             rows = here.rows[source]
             on = rows >= 0
@@ -64,8 +70,7 @@ def combine(
         total = torch.zeros_like(reduced_rows[0])
         for domain, part in enumerate(reduced_rows):
             total += part if domain == source // size else part.to(wire).float()
-        added = None if bias is None else bias[source]
-        if added is not None:
+        if added is not None and not starts:
             total = total + added.float()
         out.append(total.to(dtype))
     return out

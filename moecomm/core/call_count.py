@@ -36,8 +36,11 @@ class CallCount:
         """Return the progress of all Buffers, for count_failure()."""
         return self.failed, {b: b.made + b.rejected for ref in self._states if (b := ref()) is not None}
 
-    def count_failure(self, marks: Marks) -> None:
-        """Count a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted."""
+    def count_failure(self, marks: Marks, error: BaseException | None = None) -> None:
+        """Count a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted.
+
+        `error`: with which it has failed.
+        """
         failed, before = marks
         _, now = self.marks()
         if self.failed != failed or any(now[buffer] != before.get(buffer, failed) for buffer in now):
@@ -62,7 +65,7 @@ class CountedCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._count.count_failure(self._marks)
+            self._count.count_failure(self._marks, error)
 
 
 def counted(of: Callable[[Any], CallCount]) -> Callable[[_Method], _Method]:
@@ -75,8 +78,8 @@ def counted(of: Callable[[Any], CallCount]) -> Callable[[_Method], _Method]:
             marks = count.marks()
             try:
                 return method(self, *args, **named)
-            except BaseException:
-                count.count_failure(marks)
+            except BaseException as error:
+                count.count_failure(marks, error)
                 raise
 
         return cast("_Method", call)

@@ -16,7 +16,8 @@ from moecomm.errors import Unsupported
 
 PAGE_BYTES = 128 << 10
 LEFT = 0  # a word: its rank has announced that it leaves
-_DECISION, _VERSION, _VALUES = 64, 128, 256  # offsets
+CALLS, KEPT_CALLS = 256, 64  # words of 8 bytes: what calls of several Buffers its rank has made last
+_DECISION, _VERSION, _VALUES = 64, 128, CALLS + 8 * KEPT_CALLS  # offsets
 _ROOM = (PAGE_BYTES - _VALUES) // 2  # of each of two copies of a rank's values; version v is in copy v % 2
 _ENTRY = struct.Struct("<II")  # bytes of a key, and of its value
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-4, 2e-3
@@ -41,7 +42,7 @@ class Pages:
     limit_s = float("inf")
 
     def __init__(self, addresses: Sequence[int], rank: int) -> None:
-        self._addresses, self._rank = addresses, rank
+        self.addresses, self._rank = addresses, rank
         self._mine: dict[str, bytes] = {}
         self._version = 0
         self._seen: list[tuple[int, dict[str, bytes]]] = [(0, {})] * len(addresses)
@@ -49,7 +50,7 @@ class Pages:
 
     def left(self) -> set[int]:
         """Return the ranks that have announced that they leave."""
-        return {rank for rank, address in enumerate(self._addresses) if _native.read_word(address + LEFT)}
+        return {rank for rank, address in enumerate(self.addresses) if _native.read_word(address + LEFT)}
 
     def write(self, key: str, value: bytes) -> None:
         """See Board."""
@@ -68,7 +69,7 @@ class Pages:
         number = _number(key)
         self.write(f"?{number}", value)
         while True:
-            stands = _native.read_long_word(self._addresses[0] + _DECISION)
+            stands = _native.read_long_word(self.addresses[0] + _DECISION)
             if stands >> _RANK_BITS >= number:
                 decided = self._decided(key)
                 if decided is None:  # so many decisions ago that no rank has kept it
@@ -77,7 +78,7 @@ class Pages:
             if stands:
                 self.write(f"={stands >> _RANK_BITS}", self._proposal(stands))
             mine = number << _RANK_BITS | self._rank
-            if _native.replace_word(self._addresses[0] + _DECISION, stands, mine):
+            if _native.replace_word(self.addresses[0] + _DECISION, stands, mine):
                 self._forget()
                 return value
 
@@ -108,7 +109,7 @@ class Pages:
 
     def _decided(self, key: str) -> bytes | None:
         number = _number(key)
-        stands = _native.read_long_word(self._addresses[0] + _DECISION)
+        stands = _native.read_long_word(self.addresses[0] + _DECISION)
         if stands >> _RANK_BITS < number:
             return None
         if stands >> _RANK_BITS == number:
@@ -117,7 +118,7 @@ class Pages:
 
     def _first(self, key: str) -> bytes | None:
         """Return the value of the lowest rank that has one of this key."""
-        for rank in range(len(self._addresses)):
+        for rank in range(len(self.addresses)):
             if (value := self._values(rank).get(key)) is not None:
                 return value
         return None
@@ -131,7 +132,7 @@ class Pages:
         if len(packed) + 4 > _ROOM:
             raise Unsupported(f"{len(packed)} bytes of values, for which the page of a rank has no room")
         self._version += 1
-        own = self._addresses[self._rank]
+        own = self.addresses[self._rank]
         where = own + _VALUES + self._version % 2 * _ROOM
         ctypes.memmove(where, len(packed).to_bytes(4, "little") + packed, 4 + len(packed))
         _native.store_word(own + _VERSION, self._version)
@@ -139,7 +140,7 @@ class Pages:
     def _values(self, rank: int) -> dict[str, bytes]:
         if rank == self._rank:
             return self._mine
-        address = self._addresses[rank]
+        address = self.addresses[rank]
         while (version := _native.read_word(address + _VERSION)) != self._seen[rank][0]:
             where = address + _VALUES + version % 2 * _ROOM
             nbytes = min(int.from_bytes(ctypes.string_at(where, 4), "little"), _ROOM - 4)

@@ -43,6 +43,7 @@ class KernelSpec:
     sum_grads: bool = False  # CombineArgs.sum_grads
     verifies: bool = False  # CombineArgs.staged_hashes
     wide_bias: bool = False  # the bias is float32, and not of `type`
+    bias_first: bool = False  # CombineArgs.bias_first
     transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
     domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other
     traced: bool = False  # with spans: see span_ring

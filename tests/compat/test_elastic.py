@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm.compat import deep_ep
-from moecomm.compat.deep_ep import ElasticBuffer, EPHandle, EventHandle
+from moecomm.compat.deep_ep import Buffer, ElasticBuffer, EPHandle, EventHandle
 
 from . import oracle
 from .together import together
@@ -264,3 +264,27 @@ def test_a_handle_repeats_what_it_was_made_for() -> None:
             buffer.dispatch(x, handle=handle)
 
     together(1, body)
+
+
+def test_the_bias_is_added_first_as_there() -> None:
+    """The sum of two ranks cancels: a small bias that was added first is lost in it."""
+    tiny = torch.full((2, 128), 2.0**-27).bfloat16()
+    ids, x, weights = torch.tensor([[0, 2]] * 2), torch.ones(2, 128).bfloat16(), torch.ones(2, 2)
+
+    def body(group: Any) -> None:
+        sign = 1.0 - 2 * group.rank
+        elastic = ElasticBuffer(group, num_max_tokens_per_rank=2, hidden=128, num_topk=2)
+        rows, _, _, handle, _ = elastic.dispatch(x, topk_idx=ids, topk_weights=weights, num_experts=4)
+        y = torch.full_like(rows, 1.375 * sign)
+        normal = Buffer(group)
+        counts = normal.get_dispatch_layout(ids, 4)[2]
+        sent, *_, normal_handle, _ = normal.dispatch(
+            x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=counts
+        )
+        for bias, want in ((tiny, 0.0), ((tiny, tiny), 0.0), (None, 0.0), ((tiny, torch.ones_like(tiny)), 1.0)):
+            assert elastic.combine(y, handle, bias=bias)[0].eq(want).all()
+            assert normal.combine(torch.full_like(sent, 1.375 * sign), normal_handle, bias=bias)[0].eq(want).all()
+        elastic.destroy()
+        normal.destroy()
+
+    together(2, body)

@@ -132,6 +132,12 @@ SPECS = {
     ),
     "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
     "combine flat, sums of gradients, float32 bias": combine(layout=FLAT, sum_grads=True, wide_bias=True),
+    "combine flat, bias first": combine(layout=FLAT, bias_first=True),
+    "combine in place, float32 bias first": combine(layout=FLAT, in_place=True, wide_bias=True, bias_first=True),
+    "combine bias first": combine(bias_first=True, weighted=False),
+    "combine few tokens, bf16 on the wire, float32 bias first": combine(
+        packets=True, wire=BF16, wide_bias=True, bias_first=True
+    ),
     "combine across domains, flat, sums of gradients": combine(layout=FLAT, sum_grads=True, **ACROSS),
     "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
 }

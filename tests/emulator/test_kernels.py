@@ -24,6 +24,7 @@ from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
+from ..combine import test_bias_first as bias_first
 from ..combine.test_summed_grads import check_sums
 from ..few import few
 from ..wrap import rounds_since_wrap, wrap_after
@@ -288,6 +289,32 @@ def test_gradients_of_every_rank_are_added(way: str, machine: Machine, monkeypat
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", way == "sums in the heap")
         try:
             check_sums(ranks, machine.run_all, monkeypatch)
+        finally:
+            machine.forget()
+
+
+@pytest.mark.parametrize("wide", few([False, True], False), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "wire", "way"),
+    [
+        ("flat", None, "packets"),
+        ("flat", None, "ring"),
+        *few(
+            [("expert", None, "sums in the heap"), ("expert", "exact", "packets"), ("expert", "exact", "ring")],
+            ("expert", "exact", "packets"),
+        ),
+    ],
+)
+def test_the_sum_starts_from_the_bias(
+    layout: str, wire: str | None, way: str, wide: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "packets":
+        monkeypatch.setattr(host, "packet_bytes", packets.room)
+    with LocalBuffers(bias_first.RANKS, **bias_first.SIZES, backend="host") as ranks:
+        for buffer in ranks.buffers:
+            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", way == "sums in the heap")
+        try:
+            bias_first.check_bias_first(ranks, layout, wire, wide, machine.run_all, monkeypatch)
         finally:
             machine.forget()
 

@@ -115,7 +115,7 @@ void SourceReduce::sum_grads(i32 token, float* grads) const {
     }
 }
 
-// Write the token's row of `out`: add the bias to the sum, then round once.
+// Write the token's row of `out`: add the bias to the sum, or start the sum from it, then round once.
 void SourceReduce::pull_token(i32 token) {
     gather_.check(token);
     check_domains(token);
@@ -125,8 +125,12 @@ void SourceReduce::pull_token(i32 token) {
     u8* out = memory<u8>(a.out) + token * a.out_stride;
     for (i64 column = 0; column < a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, a.hidden - column);
-        add_domains(scratch_, token, column, n);
-        if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(bias_type), bias_type, 1.0f, n);
+        if (a.bias_first != 0) {
+            gather_.add_up(scratch_, token, column, n, bias);
+        } else {
+            add_domains(scratch_, token, column, n);
+            if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(bias_type), bias_type, 1.0f, n);
+        }
         round_row(out + column * bytes_of(c_.type), scratch_, c_.type, n);
     }
     if (a.out_weight_grads != 0) load_grads(token);

@@ -26,5 +26,6 @@ def within_budgets(pool: Pool, ids: torch.Tensor, num_experts: int, rows: int, a
     counted = budgets.counted(ids, rule)
     words = counted.rows.view(torch.float32)  # rows travel as bits
     buffer: Buffer = pool.flat(words, counted.to, rule.ranks, rule.ranks)
+    pool.calls.begin(buffer.rounds)
     routed = dispatch(buffer.rounds, _FLAT, words, counted.to, max_rows=rule.ranks, sync=False)
     return budgets.kept(ids, routed.x.view(torch.int32), rule, counted.parts)

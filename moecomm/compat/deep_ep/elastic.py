@@ -78,7 +78,8 @@ class ElasticBuffer:
             allow_multiple_reduction=allow_multiple_reduction, prefer_overlap_with_compute=prefer_overlap_with_compute
         )
         check_real("num_gpu_timeout_secs", num_gpu_timeout_secs, 1e-3, 1e5)
-        self._pool = Pool(group, num_bytes or 0, timeout_s=float(num_gpu_timeout_secs))
+        timeout_s = float(num_gpu_timeout_secs)
+        self._pool = Pool(group, num_bytes or 0, timeout_s, method="ElasticBuffer.dispatch")
         self._rooms: dict[tuple[Any, ...], _Room] = {}  # by sizes of calls, so that one look-up finds them
         self.group = group
         self.rank_idx, self.num_ranks = self._pool.ranks.rank, self._pool.ranks.ranks
@@ -120,12 +121,13 @@ class ElasticBuffer:
         """An event on the current stream."""
         return EventHandle()
 
+    @counted_by_pool
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Return when the work before it is done on every rank: the host waits, with or without `with_cpu_sync`."""
         self._pool.require_open()
         if uses_cuda():
             torch.cuda.synchronize()
-        self._pool.ranks.all_gather(b"\0")
+        self._pool.calls.agree("ElasticBuffer.barrier", "")
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The current stream, which is where moecomm works."""
@@ -216,6 +218,7 @@ class ElasticBuffer:
             self._check_repeat(handle, given, topk_idx, do_cpu_sync, do_expand)
             native = handle.native
             options = _overridden(_REPEAT, scale_layout, limit)
+            self._pool.calls.begin(native.rounds)
             routed = dispatch.dispatch(native.rounds, options, rows, scales=scales, handle=native, sync=False)
             recv_topk_idx = None if do_expand else handle.recv_topk_idx
             recv_topk_weights = None if topk_weights is None else self._send_weights(handle, topk_weights)
@@ -235,6 +238,7 @@ class ElasticBuffer:
             if rows.shape[0] > most:  # which len() takes longer for
                 raise BadInput("x", f"{len(rows)} tokens", f"at most num_max_tokens_per_rank = {most}")
             options = _overridden(options, scale_layout, limit)
+            self._pool.calls.begin(buffer.rounds)
             routed = dispatch.dispatch(
                 buffer.rounds, options, rows, topk_idx, topk_weights, scales=scales, max_rows=room, sync=sync
             )
@@ -288,7 +292,10 @@ class ElasticBuffer:
         wire: Wire = x.dtype if handle.do_expand and self.allow_multiple_reduction else "exact"
         options = _combine_options(wire, limit_of(x, num_sms or handle.num_sms))
         native, total = handle.native, one_bias(bias)
-        out = combining.combine(native.rounds, options, x, native, bias=total, weight_grads=topk_weights)
+        self._pool.calls.begin(native.rounds, combines=True)
+        out = combining.combine(
+            native.rounds, options, x, native, bias=total, weight_grads=topk_weights, bias_first=True
+        )
         combined, weights = out if isinstance(out, tuple) else (out, None)
         return combined, weights, finished(async_with_compute_stream)
 
@@ -318,6 +325,7 @@ class ElasticBuffer:
             torch.bfloat16,
             handle.do_expand,
         )
+        self._pool.calls.begin(small.rounds)
         routed = small.dispatch(
             rows,
             handle.topk_idx,

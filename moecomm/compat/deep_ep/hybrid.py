@@ -34,6 +34,8 @@ from moecomm.routed import Handle, Routed
 
 __all__ = ["HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
 
+_METHOD = "HybridEPBuffer.dispatch_with_permute"
+
 _Received = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -79,7 +81,7 @@ class HybridEPBuffer:
         for name, sms in (("num_sms_dispatch_api", num_sms_dispatch_api), ("num_sms_combine_api", num_sms_combine_api)):
             if sms is not None:
                 check_integer(name, sms, 1, 1024)
-        self._pool = Pool(group)
+        self._pool = Pool(group, method=_METHOD)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
         self.use_fp8 = use_fp8
@@ -152,6 +154,7 @@ class HybridEPBuffer:
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
             options = self._options_of(hidden, 1)
             hidden, as_given = _values(hidden)
+            self._pool.calls.begin(native.rounds)
             routed = dispatch(native.rounds, options, hidden, scales=scaling_factor, handle=native, sync=False)
             received = self._received(routed, (routed.x, None, routed.scales), handle.rows, pad_multiple, as_given)
             return (*received, handle.tokens_per_expert, handle)
@@ -204,6 +207,7 @@ class HybridEPBuffer:
             wire=hidden.dtype,  # deep_ep, too, rounds the sum of a rank's rows before it travels
             num_sms=limit_of(hidden, self.num_sms_combine_api),
         )
+        self._pool.calls.begin(native.rounds, combines=True)
         out = combining.combine(native.rounds, options, hidden, native, weight_grads=probs)
         if isinstance(out, torch.Tensor):  # no probs
             return out, None
@@ -282,7 +286,8 @@ class HybridEPBuffer:
 
     def _most_picks(self, routing_map: torch.Tensor) -> int:
         """Collective: the most experts of a token."""
-        most = self._pool.most(int(routing_map.sum(dim=1).max()) if len(routing_map) else 0)
+        picks = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
+        most = self._pool.calls.agree(_METHOD, f"routing_map of {routing_map.shape[1]} experts", picks)
         if most > MAX_TOPK:
             raise BadInput("routing_map", f"{most} experts for a token of a rank", f"at most {MAX_TOPK}")
         return max(1, most)
@@ -302,6 +307,7 @@ class HybridEPBuffer:
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=False)
+        self._pool.calls.begin(buffer.rounds)
         if rows is not None:
             return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, max_rows=rows, sync=False)
         if len(hidden) > buffer.max_tokens:
@@ -320,7 +326,8 @@ class HybridEPBuffer:
         sizes = self.config
         if grow or not self._agreed:
             tokens = len(hidden) if grow else max(len(hidden), sizes.max_num_of_tokens_per_rank)
-            sizes.max_num_of_tokens_per_rank, self._agreed = self._pool.most(tokens), True
+            most = self._pool.calls.agree(_METHOD, f"num_of_experts={routing.num_experts}", tokens)
+            sizes.max_num_of_tokens_per_rank, self._agreed = most, True
         return self._pool.elastic(
             hidden.device,
             hidden.shape[1],

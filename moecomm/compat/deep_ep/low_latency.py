@@ -120,6 +120,7 @@ class LowLatency(MaskBuffer):
         buffer = pool.batched(
             x.device, x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.dtype
         )
+        pool.calls.begin(buffer.rounds)
         if pool.receiving:
             pool.receive(buffer)
         options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
@@ -197,6 +198,7 @@ class LowLatency(MaskBuffer):
             raise _two_waits()
         pool = self._pool
         native = _native_of(pool, handle)
+        pool.calls.begin(native.rounds, combines=True)
         if topk_weights is None:
             raise BadInput("topk_weights", "None", "the routing weights, float32 [tokens, topk]")
         if zero_copy:
@@ -298,6 +300,7 @@ def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weigh
         rounds.device, _WEIGHTS_HIDDEN, rounds.num_experts, rounds.topk, rounds.max_tokens, torch.bfloat16
     )
     rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=rounds.device)
+    pool.calls.begin(small.rounds)
     weights = small.dispatch(rows, topk_idx, topk_weights, layout="batched", sync=False).row_weights
     assert weights is not None
     table(native, native.args.route.row_weights, native.y_shape[:-1], torch.float32).copy_(weights)

@@ -72,6 +72,7 @@ def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     """recv_x of rows that go where those of an earlier dispatch went."""
     rows, scales = unpack(x)
     native = native_of(pool, handle)
+    pool.calls.begin(native.rounds)
     options = _FLAT if num_sms is None else _limited(num_sms)
     routed = run_dispatch(native.rounds, options, rows, scales=scales, handle=native, sync=False)
     return routed.x if scales is None else (routed.x, routed.scales)
@@ -82,9 +83,12 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
     native = native_of(pool, handle)
+    pool.calls.begin(native.rounds, combines=True)
     total = None if bias is None else one_bias(bias)
     options = _SUMS if num_sms is None else combining.Options(num_sms=num_sms)
-    out = combining.combine(native.rounds, options, x, native, bias=total, weight_grads=topk_weights, sum_grads=True)
+    out = combining.combine(
+        native.rounds, options, x, native, bias=total, weight_grads=topk_weights, sum_grads=True, bias_first=True
+    )
     if topk_weights is None:
         return out, None
     both: tuple[torch.Tensor, torch.Tensor] = out
@@ -145,6 +149,7 @@ def route(
 ) -> Routed:
     """A flat dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
     buffer = pool.flat(rows, ids, num_experts, worst)
+    pool.calls.begin(buffer.rounds)
     options = _FLAT if num_sms is None else _limited(num_sms)
     if worst:
         return run_dispatch(buffer.rounds, options, rows, ids, weights, scales=scales, max_rows=worst, sync=False)
@@ -184,6 +189,7 @@ def _exchange_counts(pool: Pool, num_tokens_per_expert: torch.Tensor) -> list[in
     counts[:, :local] = num_tokens_per_expert.view(ranks, local)  # float32 is exact up to 2^24
     ids = torch.arange(ranks, device=counts.device).unsqueeze(1)
     buffer: Buffer = pool.flat(counts, ids, ranks, 0)
+    pool.calls.begin(buffer.rounds)
     rows = buffer.dispatch(counts, ids, layout="flat", sync=True).x
     return [int(count) for count in rows[:, :local].sum(dim=0).tolist()]
 

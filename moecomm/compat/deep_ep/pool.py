@@ -7,20 +7,19 @@ so all of them are here with the same sizes at the same time; only the number of
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.calls import Calls
 from moecomm.compat.deep_ep.room import Room, batched_room, room_for
 from moecomm.core.arrays import check_tensor
-from moecomm.core.call_count import CallCount, counted
+from moecomm.core.call_count import counted
 from moecomm.core.choices import Layout, OnTimeout
 from moecomm.core.group import Group
 from moecomm.core.integers import check_alignment, check_integer, is_integer
-from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import MAX_FLAT_ROWS, Settings
 from moecomm.core.signature import GROW
@@ -38,18 +37,25 @@ _MORE_ROWS = 4  # times those that the first caller asks for
 
 class Pool:
     """Opens and keeps moecomm.Buffers of a group.  `num_bytes`: the least window of one with normal rounds;
-    `masks`: low-latency rounds mask ranks that are lost.
+    `masks`: low-latency rounds mask ranks that are lost; `method`: that makes rounds which are not low-latency ones.
     """
 
     unless_masked = ""  # what a caller can do before
 
-    def __init__(self, group: Any, num_bytes: int = 0, timeout_s: float = _TIMEOUT_S, masks: bool = False) -> None:
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int = 0,
+        timeout_s: float = _TIMEOUT_S,
+        masks: bool = False,
+        method: str = "Buffer.dispatch",
+    ) -> None:
         self.ranks: Group = rendezvous(group)
         self.closed = False
         self.receiving: dict[int, Callable[[], None]] = {}  # hooks of dispatches that have begun, by id of the Buffer
-        self._num_bytes, self._timeout_s, self._masks = num_bytes, timeout_s, masks
+        self._num_bytes, self._timeout_s, self.masks = num_bytes, timeout_s, masks
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
-        self.calls = CallCount()
+        self.calls, self._method = Calls(self.ranks, timeout_s, self.close, compared=not masks), method
         self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
 
     def require_open(self) -> None:
@@ -60,6 +66,7 @@ class Pool:
     def close(self) -> None:
         """Give all memory back.  Idempotent."""
         self.closed = True
+        self.calls.stop()
         for buffer in self._opened:
             buffer.close()
         self._by_sizes.clear()
@@ -116,7 +123,7 @@ class Pool:
             return buffer
         self.require_open()
         check_experts(num_experts, self.ranks.ranks)
-        tokens = self.most(x.shape[0])
+        tokens = self.most(x.shape[0], x.shape[1], num_experts, topk_idx.shape[1], dtype, num_worst_tokens=worst)
         if worst:
             tokens = max(tokens, -(-worst // self.ranks.ranks))
         most = (MAX_FLAT_ROWS - 1) // self.ranks.ranks
@@ -136,8 +143,10 @@ class Pool:
         self.require_open()
         check_experts(num_experts, self.ranks.ranks)
         check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
+        sizes = (hidden, num_experts, topk, dtype)
+        self.most(0, *sizes, method="Buffer.low_latency_dispatch", num_max_dispatch_tokens_per_rank=tokens)
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
-        return self._opened_with(key, device, settings, batched_room(settings), "mask" if self._masks else "raise")
+        return self._opened_with(key, device, settings, batched_room(settings), "mask" if self.masks else "raise")
 
     def low_latency(self) -> list[Buffer]:
         """Return the Buffers for low-latency rounds."""
@@ -165,9 +174,12 @@ class Pool:
         if buffer is not None:
             return buffer
         self.require_open()
+        few = rows is not None
+        sizes = (hidden, num_experts, topk, dtype)
+        most = self.most(rows or 0, *sizes, num_max_tokens_per_rank=tokens, do_expand=expand, waits=waits, few_rows=few)
         factor = None if waits else math.inf
         settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype, factor)
-        room = None if rows is None else max(_MORE_ROWS * self.most(rows), self.ranks.ranks * settings.max_tokens)
+        room = None if rows is None else max(_MORE_ROWS * most, self.ranks.ranks * settings.max_tokens)
         return self._opened_with(key, device, settings, room_for(settings, "expert" if expand else "flat", room))
 
     def _opened_with(
@@ -189,11 +201,8 @@ class Pool:
         """Open a moecomm.Buffer of these sizes.  Collective.
 
         Raises:
-            Unsupported: a rank is masked, which would have to come.
             As moecomm.Buffer.
         """
-        if any(buffer.masked for buffer in self.low_latency()):
-            raise Unsupported(f"rounds of new sizes while ranks are masked{self.unless_masked}")
         if device.type not in ("cpu", "cuda"):
             raise BadInput("x", f"a tensor on {device}", "one on a CPU or a GPU")
         buffer = Buffer(
@@ -211,7 +220,7 @@ class Pool:
             on_timeout=on_timeout,
         )
         self._opened.append(buffer)
-        self.calls.add(buffer.rounds)
+        self.calls.opened(buffer.rounds)
         return buffer
 
     def _settings(
@@ -226,10 +235,27 @@ class Pool:
         sizes = (self.ranks.ranks, hidden, num_experts, topk, tokens, dtype)
         return Settings(*sizes, "", None, capacity_factor=factor)
 
-    def most(self, tokens: int) -> int:
-        """Collective: the most that a rank has."""
-        everybody = gather(self.ranks, struct.pack("<q", tokens), self._timeout_s)
-        return max(int(struct.unpack("<q", theirs)[0]) for theirs in everybody)
+    def most(
+        self,
+        tokens: int,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        dtype: torch.dtype,
+        method: str | None = None,
+        **sizes: object,
+    ) -> int:
+        """Return the most that a rank has, once all ranks make this call, with such sizes.  Collective.
+
+        Raises:
+            Unsupported: a rank is masked, which would have to come.
+            As Calls.agree.
+        """
+        if any(buffer.masked for buffer in self.low_latency()):
+            raise Unsupported(f"rounds of new sizes while ranks are masked{self.unless_masked}")
+        sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "dtype": dtype, **sizes}
+        shown = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not False)
+        return self.calls.agree(method or self._method, shown, tokens)
 
 
 counted_by_pool = counted(lambda self: self._pool.calls)  # decorates collective methods

@@ -1,0 +1,187 @@
+"""The calls of a deep_ep buffer, in the order in which all ranks make them.
+
+Calls of other modes or sizes use other moecomm.Buffers.  Ranks that make different calls would wait in different ones,
+each for the others.  Calls compares them before that, so that the error comes at once and names both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+
+from moecomm.core.call_count import CallCount, Marks
+from moecomm.core.group import Group
+from moecomm.core.opening import opening
+from moecomm.core.pages import CALLS, KEPT_CALLS
+from moecomm.core.rounds import Rounds
+from moecomm.errors import Mismatch, MoecommError, RoundFailed
+
+# A word has the number of a call, a hash of what it is, and two flags.
+_NUMBER, _OPENS, _COMBINES, _FLAG_BITS = 32, 1, 2, 2
+_HASHED = (1 << _NUMBER) - 1 - _OPENS - _COMBINES
+_Words = ctypes.Array[ctypes.c_uint64]
+_METHODS = {"dispatch_with_permute": "combine_with_unpermute", "dispatch": "combine"}
+
+
+class Calls(CallCount):
+    """The calls of one deep_ep buffer.
+
+    A call that opens a window is compared over the group.  Later ones are compared through the pages of the first
+    Buffer, which all ranks of a host map: each has the last calls of its rank, by number.  A call stores its word and
+    reads those of the two neighbouring ranks, so of two neighbours that differ the later one knows.  It closes its
+    Buffers; ranks that wait in one of them then raise PeerLost, and find the word that differs.
+
+    Args:
+        ranks: of the buffer.
+        timeout_s: of a wait.
+        close: closes the Buffers.
+        compared: False: calls are compared only where they open a window, because ranks may be masked.
+    """
+
+    def __init__(self, ranks: Group, timeout_s: float, close: Callable[[], None], compared: bool = True) -> None:
+        super().__init__()
+        self._ranks, self._timeout_s, self._close, self._compared = ranks, timeout_s, close, compared
+        self._begun = self._last = self._word = self._at = 0
+        self._texts: dict[int, str] = {}  # by hash
+        self._hashes: dict[Rounds, int] = {}
+        self._rounds: Rounds | None = None  # in whose pages the words are
+        self._words: list[_Words] = []  # by rank
+        self._neighbours: list[_Words] = []
+
+    def agree(self, method: str, sizes: str, tokens: int = 0) -> int:
+        """Return the most tokens that a rank has, once all ranks make this call.  Collective.
+
+        Args:
+            method: name of the call.
+            sizes: with which it opens a window; alike on all ranks.
+            tokens: that this rank has.
+
+        Raises:
+            Mismatch: a rank makes another call, or has other sizes; names both.
+            Timeout, PeerLost, Aborted: a rank did not come.
+        """
+        text = f"{method}({sizes})"
+        self._last = self._noted(text)
+        self._store(self._last | _OPENS)
+        if any(self._differs(words) for words in self._words):
+            self._fail(begun=False)
+        try:
+            with opening(self._ranks, self._timeout_s, of=f"window of {method}") as opened:
+                everybody = opened.all_gather(struct.pack("<q", tokens) + text.encode())
+                opened.settle()
+        except Mismatch:
+            if any(self._differs(words) and not words[self._at] & _OPENS for words in self._words):
+                self._close()  # as the rank has that makes a call without a window to open
+            raise
+        for rank, theirs in enumerate(everybody):
+            if theirs[8:] != text.encode():
+                raise Mismatch("call", text, theirs[8:].decode(errors="replace"), rank)
+        return max(int(struct.unpack("<q", theirs[:8])[0]) for theirs in everybody)
+
+    def opened(self, rounds: Rounds) -> None:
+        """Take note of the Buffer that the last call of agree() has opened."""
+        self.add(rounds)
+        self._hashes[rounds] = self._last
+        pages = rounds.session.pages
+        if not self._compared or pages is None or self._rounds is not None:
+            return
+        ring = ctypes.c_uint64 * KEPT_CALLS
+        self._rounds, self._words = rounds, [ring.from_address(page + CALLS) for page in pages.addresses]
+        rank, ranks = self._ranks.rank, self._ranks.ranks
+        self._neighbours = [self._words[other] for other in {(rank + 1) % ranks, (rank - 1) % ranks} - {rank}]
+        for text in list(self._texts.values()):
+            self._noted(text)
+
+    def begin(self, rounds: Rounds, combines: bool = False) -> None:
+        """Compare the next round with those of neighbours.
+
+        Raises:
+            Mismatch: a rank makes another call; names both.
+        """
+        if not self._words:
+            self._begun += 1
+            return
+        self._store(self._hashes[rounds] | _COMBINES if combines else self._hashes[rounds])
+        for words in self._neighbours:
+            if words[self._at] != self._word and self._differs(words):
+                self._fail(begun=False)
+
+    def count_failure(self, marks: Marks, error: BaseException | None = None) -> None:
+        """See CallCount.
+
+        Raises:
+            Mismatch: in the place of an error of a rank that waited for one that makes another call; names both.
+        """
+        super().count_failure(marks)
+        if isinstance(error, RoundFailed) and self._difference() is not None:
+            self._fail(begun=self._word & _OPENS != 0, cause=error)
+
+    def stop(self) -> None:
+        """Forget the words: their memory goes with the Buffers."""
+        self._rounds, self._words, self._neighbours = None, [], []
+
+    def _store(self, what: int) -> None:
+        """Number the call and store its word."""
+        self._begun += 1
+        if self._rounds is None:
+            return
+        if self._rounds.closed:  # in the child of a fork, which has no part in the calls of its parent
+            return self.stop()
+        number = self._begun + self.failed
+        self._at, self._word = number % KEPT_CALLS, number << _NUMBER | what
+        self._words[self._ranks.rank][self._at] = self._word
+
+    def _differs(self, words: _Words) -> bool:
+        """Return whether another rank makes another call of this number."""
+        there = words[self._at]
+        return there >> _NUMBER == self._word >> _NUMBER and (there ^ self._word) & ~_COMBINES != 0
+
+    def _fail(self, begun: bool, cause: BaseException | None = None) -> None:
+        """Raise Mismatch once the ranks that wait for this one are told.  `begun`: it has begun an opening itself."""
+        found = self._difference()
+        assert found is not None, "the words are still there"
+        number, error = found
+        opens = any(words[number % KEPT_CALLS] & _OPENS for words in self._words if _is(number, words))
+        if opens and not begun:  # ranks count the openings of a group: either all have begun this one, or none
+            with suppress(MoecommError), opening(self._ranks, self._timeout_s):
+                raise error
+        self._close()
+        raise error from cause
+
+    def _difference(self) -> tuple[int, Mismatch] | None:
+        """Return the first call in which a rank differs from this one, and the error; None if none is known."""
+        if not self._words:
+            return None
+        last, own = self._word >> _NUMBER, self._words[self._ranks.rank]
+        for number in range(max(1, last - KEPT_CALLS + 1), last + 1):
+            for rank, words in enumerate(self._words):
+                mine, theirs = own[number % KEPT_CALLS], words[number % KEPT_CALLS]
+                if _is(number, own) and _is(number, words) and (mine ^ theirs) & ~_COMBINES:
+                    return number, Mismatch("call", self._named(mine), self._named(theirs), rank)
+        return None
+
+    def _noted(self, text: str) -> int:
+        """Return the hash of a call, and let other ranks know what it means."""
+        hashed = zlib.crc32(text.encode()) & _HASHED
+        self._texts[hashed] = text
+        if self._rounds is not None and self._rounds.session.pages is not None:
+            self._rounds.session.pages.write(f"call/{hashed}", text.encode())
+        return hashed
+
+    def _named(self, word: int) -> str:
+        hashed, text = word & _HASHED, "another call"
+        assert self._rounds is not None and self._rounds.session.pages is not None, "there are words"
+        if (found := self._rounds.session.pages.read([f"call/{hashed}"])) is not None:
+            text = found[0].decode(errors="replace")
+        if word & _COMBINES:
+            name = next(name for name in _METHODS if name in text)
+            text = text.replace(name, _METHODS[name], 1)
+        return text
+
+
+def _is(number: int, words: _Words) -> bool:
+    """Return whether a rank has made the call of that number, and not yet one whose word has taken its place."""
+    return words[number % KEPT_CALLS] >> _NUMBER == number
