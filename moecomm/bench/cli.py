@@ -280,20 +280,18 @@ def gemm(
     replays: Replays = 5,
     json: Json = None,
 ) -> None:
-    """Time the grouped GEMMs of one rank's experts, alternating with torch's. On one GPU; without one, on the CPU."""
-    import torch
-
+    """Time the grouped GEMMs of one rank's experts, alternating with torch's. On one GPU."""
     from moecomm.bench import gemm as measured
     from moecomm.bench import table
-    from moecomm.bench.ranks import leads
+    from moecomm.bench.ranks import leads, need_gpu
 
     if not leads():
         return
     models = measured.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
     lists = numbers("ranks", ranks), numbers("tokens", tokens)
     dtypes = dtype.split(",")
-    if not torch.cuda.is_available():
-        say_on_cpu("bench gemm times the reference in torch, not moecomm's kernels; with the default sizes for minutes")
+    measured.check(models, *lists, replays=replays, dtypes=dtypes)
+    need_gpu("bench gemm", "CPU ranks multiply with torch")
     result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays, dtypes=dtypes)
     table.show_gemm(result, table.console())
     keep(result, json)
@@ -353,10 +351,3 @@ def moe(
 add_overlap(app)
 add_steps(app)
 add_results(app)
-
-
-def say_on_cpu(what: str) -> None:
-    """Print on standard error what a command measures without a GPU, before it begins."""
-    from rich.console import Console
-
-    Console(stderr=True).print(f"No GPU here: {what}.", highlight=False, markup=False, soft_wrap=True)

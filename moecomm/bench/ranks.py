@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moecomm import backends, config
 from moecomm.core.choices import BackendName
 from moecomm.core.rendezvous import rendezvous
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.tools.launch import launch
 
 Step = Callable[[str], None]  # announces the next measurement
@@ -54,6 +54,12 @@ def leads() -> bool:
         return True
     _join()
     return dist.get_rank() == 0
+
+
+def need_gpu(command: str, why: str) -> None:
+    """Raise Unsupported without a GPU: what a command measures is not on CPUs."""
+    if not torch.cuda.is_available():
+        raise Unsupported(f"moecomm {command} needs a GPU, and there is none here: {why}")
 
 
 def starter() -> list[str]:
