@@ -16,7 +16,8 @@ from moecomm.errors import Unsupported
 
 PAGE_BYTES = 128 << 10
 LEFT = 0  # a word: its rank has announced that it leaves
-_DECISION, _VERSION, _VALUES = 64, 128, 256  # offsets
+_DECISION, _VERSION, _ERROR, _VALUES = 64, 128, 256, 1024  # offsets
+_ERROR_TEXT = _ERROR + 8  # behind the number of bytes, and of the last round before
 _ROOM = (PAGE_BYTES - _VALUES) // 2  # of each of two copies of a rank's values; version v is in copy v % 2
 _ENTRY = struct.Struct("<II")  # bytes of a key, and of its value
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-4, 2e-3
@@ -50,6 +51,27 @@ class Pages:
     def left(self) -> set[int]:
         """Return the ranks that have announced that they leave."""
         return {rank for rank, address in enumerate(self._addresses) if _native.read_word(address + LEFT)}
+
+    def leave_error(self, text: str, last_round: int) -> None:
+        """Leave an error of this rank after its round `last_round`, for ranks that wait for it in a later one."""
+        own = self._addresses[self._rank]
+        data = text.encode(errors="replace")[: _VALUES - _ERROR_TEXT]
+        _native.store_word(own + _ERROR, 0)
+        ctypes.memmove(own + _ERROR_TEXT, data, len(data))
+        _native.store_word(own + _ERROR + 4, last_round)
+        _native.store_word(own + _ERROR, len(data))
+
+    def error_before(self, rank: int, number: int) -> str:
+        """Return the error after which a rank has made no round before `number`; "": it has left none."""
+        if not 0 <= rank < len(self._addresses):
+            return ""
+        address = self._addresses[rank]
+        length = min(_native.read_word(address + _ERROR), _VALUES - _ERROR_TEXT)
+        last_round = _native.read_word(address + _ERROR + 4)
+        data = ctypes.string_at(address + _ERROR_TEXT, length)
+        if last_round + 1 < number or _native.read_word(address + _ERROR) != length:
+            return ""
+        return data.decode(errors="replace")
 
     def write(self, key: str, value: bytes) -> None:
         """See Board."""
