@@ -1,4 +1,4 @@
-"""The ranks of the examples: those that torchrun has started, or a single rank."""
+"""Ranks of the examples: those that torchrun has started, or a single one; and packages that an example may lack."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+@contextmanager
+def installed_by(command: str) -> Iterator[None]:
+    """End the program with the command that installs a package whose import in this block fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}; install it: {command}") from None
 
 
 def torchrun() -> bool:

@@ -1,4 +1,4 @@
-"""Megatron-core's MoE layer with moecomm as its token dispatcher; needs megatron-core.
+"""Megatron-core's MoE layer with moecomm as its token dispatcher; needs megatron-core (pip install megatron-core).
 
     torchrun --nproc-per-node 4 examples/megatron_layer.py
 
@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launched import group, torchrun
-from megatron.core import parallel_state
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from launched import group, installed_by, torchrun
 
-from moecomm.integrations.megatron import use_moecomm
+with installed_by("pip install megatron-core"):
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from moecomm.integrations.megatron import use_moecomm
 
 HIDDEN, EXPERTS = 64, 8
 

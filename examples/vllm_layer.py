@@ -1,4 +1,4 @@
-"""An expert layer as vLLM runs it, over moecomm's prepare and finalize; needs vLLM.
+"""An expert layer as vLLM runs it, over moecomm's prepare and finalize; needs vLLM (pip install vllm).
 
     torchrun --nproc-per-node 4 examples/vllm_layer.py
 
@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from launched import group, torchrun
+from launched import group, installed_by, torchrun
 
 HIDDEN, EXPERTS, TOPK, TOKENS = 128, 8, 2, 12
+INSTALL = "pip install vllm"
 
 
 def experts(x: torch.Tensor, ids: torch.Tensor, first: int, local: int) -> torch.Tensor:
@@ -28,10 +29,11 @@ def layer(ranks: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
 
     `ranks` is a process group, or a rank of moecomm.local_ranks().
     """
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+    with installed_by(INSTALL):
+        from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-    from moecomm.integrations.vllm.managers import StandardManager
-    from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
+        from moecomm.integrations.vllm.managers import StandardManager
+        from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
 
     rank, num_ranks = (ranks.rank(), ranks.size()) if callable(ranks.rank) else (ranks.rank, ranks.ranks)
     local = EXPERTS // num_ranks
@@ -49,7 +51,8 @@ def layer(ranks: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
 
 def main(ranks: Any) -> None:
     """Run and check one layer over the ranks of torchrun."""
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    with installed_by(INSTALL):
+        from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(TOKENS, HIDDEN, device=device)

@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from launched import group
+from launched import group, installed_by
 
 import moecomm
-import moecomm.triton as mt
+
+with installed_by("pip install triton"):
+    import triton
+    import triton.language as tl
+
+    import moecomm.triton as mt
 
 
 @triton.jit

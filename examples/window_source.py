@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launched import installed_by
 
 import moecomm
 
@@ -17,7 +18,8 @@ THREADS = 256
 
 def cubin(source: str, arch: str = "sm_90a") -> Any:
     """Compile for a GPU.  Needs none."""
-    from cuda.core import Program, ProgramOptions
+    with installed_by("pip install 'moecomm[cu13]'"):
+        from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(std="c++17", arch=arch, include_path=[moecomm.include_dir()])
     return Program(source, "c++", options).compile("cubin")

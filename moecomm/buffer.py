@@ -403,4 +403,5 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             flight.left(self.rounds, error)
+            self.rounds.leave_error(error)
         self.close()

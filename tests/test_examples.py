@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,3 +216,45 @@ def test_another_curve_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(example, "launch", lambda target, job, ranks: [[5.0, 4.0 if ranks == 1 else 4.5]])
     assert example.main() == 1
     assert capsys.readouterr().out.splitlines()[-1] == "largest difference: 0.5"
+
+
+@pytest.mark.parametrize(
+    ("script", "missing", "command"),
+    [
+        ("megatron_layer", "megatron", "pip install megatron-core"),
+        ("vllm_layer", "vllm", "pip install vllm"),
+        ("window_halo_triton", "triton", "pip install triton"),
+        ("window_ring_triton", "triton", "pip install triton"),
+        ("window_source", "cuda", r"pip install 'moecomm\[cu13\]'"),
+    ],
+)
+def test_an_example_says_what_installs_the_framework_that_it_lacks(
+    script: str, missing: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name == script or name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    def run() -> None:
+        example = importlib.import_module(script)
+        example.main("self") if script == "vllm_layer" else example.cubin("")
+
+    with pytest.raises(SystemExit, match=rf"{missing}.*; install it: {command}$"):
+        run()
+    monkeypatch.delitem(sys.modules, script, raising=False)
+
+
+def packages(nodes: Iterable[ast.AST]) -> set[str]:
+    """The packages that imports among these nodes name."""
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    found += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in found}
+
+
+def test_every_example_says_what_installs_a_package_beside_torch() -> None:
+    examples = list((ROOT / "examples").glob("*.py"))
+    known = {*sys.stdlib_module_names, "torch", "moecomm", *(path.stem for path in examples)}
+    for path in examples:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        guarded = packages([inner for node in nodes if isinstance(node, ast.With) for inner in node.body])
+        assert packages(nodes) - known <= guarded, path.name

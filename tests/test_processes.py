@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -198,6 +202,66 @@ def _leave_early(rank: int, group: Any) -> tuple[str, int] | None:
 
 def test_a_rank_that_closes_is_not_waited_for(ranks: Ranks) -> None:
     assert ranks.run(3, _leave_early) == [("PeerLost", 1), None, ("PeerLost", 1)]
+
+
+def _fail_alone(rank: int, group: Any, how: str) -> str:
+    with moecomm.Buffer(group, **SIZES) as buffer:
+        x, ids, _ = routing(rank)
+        if how == "and go on":
+            with pytest.raises(moecomm.BadInput):
+                buffer.dispatch(x.double(), ids)  # on all ranks
+        buffer.dispatch(x, ids)
+        try:
+            with buffer if rank == 1 else contextlib.nullcontext():
+                if rank == 1 and how == "a call":
+                    buffer.dispatch(x.double(), ids)
+                elif rank == 1 and how == "the program":
+                    raise LookupError("no such batch")
+                elif rank == 1:
+                    return ""
+                buffer.dispatch(x, ids)
+        except (moecomm.PeerLost, moecomm.BadInput, LookupError) as error:
+            return str(error) if rank != 1 else ""
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("a call", ": it has left, after BadInput: x: got torch.float64; want torch.bfloat16 or torch.float8_e4m3fn"),
+        ("the program", ": it has left, after LookupError: no such batch"),
+        ("and go on", ""),
+    ],
+)
+def test_the_error_with_which_a_rank_leaves_reaches_its_peers(ranks: Ranks, how: str, why: str) -> None:
+    for said in ranks.run(3, _fail_alone, how)[::2]:
+        assert re.fullmatch(
+            rf"rank 1 is gone \(noticed by rank \d in dispatch, round 2, phase \w+\){re.escape(why)}", said
+        )
+
+
+FAILS = """
+import datetime, sys, torch, torch.distributed as dist, moecomm
+store = dist.FileStore(sys.argv[1], 2)
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+buffer = moecomm.Buffer(dist.group.WORLD, hidden=64, num_experts=4, topk=1, max_tokens=8, backend="host")
+x, ids = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
+buffer.dispatch(x, ids)
+if rank == 1:
+    raise LookupError("no such batch")
+buffer.dispatch(x, ids)
+"""
+
+
+def test_an_exception_that_ends_a_process_reaches_its_peers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FAILS, str(tmp_path / "store")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    said, _ = (process.communicate(timeout=240)[1] for process in started)
+    assert "PeerLost: rank 1 is gone" in said and "it has left, after LookupError: no such batch" in said
 
 
 def _end_before_the_others(rank: int, group: Any) -> str:

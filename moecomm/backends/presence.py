@@ -9,13 +9,15 @@ from contextlib import ExitStack
 
 from moecomm import _native
 from moecomm.backends.collective import MappedWindow, all_or_none, map_windows, share_descriptor
+from moecomm.core.flight import shown
 from moecomm.core.group import Rendezvous
 from moecomm.core.pages import LEFT, PAGE_BYTES, Pages
-from moecomm.core.processes import pid_namespace, pidfd
+from moecomm.core.processes import exit_error, pid_namespace, pidfd
 from moecomm.errors import Unsupported
 
 log = logging.getLogger("moecomm")
 _NAP_S = 1e-3
+_NO_LATER_ROUND = (1 << 32) - 1
 
 
 class Presence:
@@ -58,6 +60,8 @@ class Presence:
 
         `linger_s`: how long to wait until all peers have left, too, or died.
         """
+        if (error := exit_error()) is not None:
+            self.pages.leave_error(shown(error), _NO_LATER_ROUND)
         _native.store_word(self._page.address + LEFT, 1)
         deadline = time.monotonic() + linger_s
         while time.monotonic() < deadline and not self._alone():

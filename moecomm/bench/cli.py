@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,11 @@ import typer
 from moecomm.bench import options
 from moecomm.bench.kept import Kept, keep
 from moecomm.bench.options import (
+    INNER,
+    REPLAYED,
+    TOKENS,
     Backend,
+    Default,
     DomainsRanks,
     Experts,
     Hidden,
@@ -46,7 +51,6 @@ Limit = Annotated[
 ]
 Model = Annotated[str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")]
 Models = Annotated[str, typer.Option(help="Models that set the sizes (names in moecomm.router.MODELS).")]
-Tokens = Annotated[str, typer.Option(help="Tokens of a rank: one number or several, 1,128,4096.")]
 Layouts = Annotated[str, typer.Option("--layout", help="flat, expert, batched; several: flat,expert.")]
 Payloads = Annotated[
     str, typer.Option("--payload", help="Payload of dispatch: bf16, fp8, fp8-ue8m0; each fp8 also with -column.")
@@ -56,13 +60,6 @@ Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph o
 Cold = Annotated[bool, typer.Option("--cold", help="Flush the caches before each operation.")]
 Skew = Annotated[bool, typer.Option("--skew", help="Route a quarter of the tokens to one rank.")]
 Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed together; 0: chosen by size.")]
-Singles = Annotated[
-    int,
-    typer.Option(
-        callback=whole(0),
-        help="Single calls, caches flushed before each; 0: no such times, and none of eager calls beside graphs.",
-    ),
-]
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Others = Annotated[
@@ -75,8 +72,22 @@ Others = Annotated[
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
 
 SKEW = 0.25
+SINGLES = Default(200, 0)
+Singles = Annotated[
+    int | None,
+    SINGLES.option(
+        "Single calls, caches flushed before each; 0: no such times, and none of eager calls beside graphs.", whole(0)
+    ),
+]
+FEW_AND_MANY = Default("128,4096", "16,128")
+FewAndMany = Annotated[str | None, FEW_AND_MANY.option(TOKENS)]
+REPLAYS, SWEPT = Default(30, 5), Default(20, 5)
+ManyReplays = Annotated[int | None, REPLAYS.option(REPLAYED, whole(1))]
+FewerReplays = Annotated[int | None, SWEPT.option(REPLAYED, whole(1))]
 GEMM_MODELS = "deepseek-v3,qwen3-235b,mixtral-8x7b,gpt-oss-120b"
-EVERY_SIZE = ",".join(str(1 << power) for power in range(15))  # 1 to 16384
+EVERY_SIZE = Default(*(",".join(str(1 << power) for power in range(most)) for most in (15, 9)))  # to 16384, or to 256
+MOST_BYTES = Default(64 << 20, 1 << 20)
+LAYER_TOKENS, LAYER_REPLAYS = Default("16,128,512,1024,2048,4096,8192", "16,128"), Default(10, 3)
 
 
 @app.command()
@@ -85,7 +96,7 @@ def dispatch_combine(
     hidden: Hidden = None,
     topk: Topk = None,
     experts: Experts = None,
-    tokens: Tokens = "128,4096",
+    tokens: FewAndMany = None,
     layout: Layouts = "flat,expert",
     payload: Payloads = "bf16,fp8",
     sms: Sms = "0",
@@ -94,8 +105,8 @@ def dispatch_combine(
     skew: Skew = False,
     routing: Routing = None,
     chain: Chain = 0,
-    replays: Replays = 30,
-    singles: Singles = 200,
+    replays: ManyReplays = None,
+    singles: Singles = None,
     ceiling: Ceiling = True,
     peers: Peers = True,
     others: Others = "",
@@ -111,12 +122,15 @@ def dispatch_combine(
     from moecomm import config
     from moecomm.bench import backends, table
 
+    sizes = FEW_AND_MANY.of(tokens, backend)
+    times = {"replays": REPLAYS.of(replays, backend), "singles": SINGLES.of(singles, backend)}
+
     def case_of(way: backends.Way) -> Case:
-        timing = {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays, "singles": singles}
+        timing = {"cold": cold, "skew": SKEW * skew, "chain": chain, **times}
         beside = {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm}
         return options.case_of(
             (model, hidden, topk, experts),
-            (tokens, layout, payload, sms),
+            (sizes, layout, payload, sms),
             (way.backend, ranks, mode),
             routing,
             domain_ranks=way.domain_ranks,
@@ -132,7 +146,7 @@ def dispatch_combine(
             _run_case(case_of(ways[0]), json)
             return
         kept = Kept(json)
-        backends.dispatch_combine(ways, numbers("tokens", tokens), case_of, limit, kept)
+        backends.dispatch_combine(ways, numbers("tokens", sizes), case_of, limit, kept)
     table.show_backends(kept.result, table.console())
 
 
@@ -142,11 +156,11 @@ def sweep(
     hidden: Hidden = None,
     topk: Topk = None,
     experts: Experts = None,
-    tokens: Tokens = EVERY_SIZE,
+    tokens: Annotated[str | None, EVERY_SIZE.option(TOKENS)] = None,
     layout: Layouts = "flat",
     payload: Payloads = "fp8",
     mode: Mode = None,
-    replays: Replays = 20,
+    replays: FewerReplays = None,
     ceiling: Ceiling = True,
     peers: Peers = True,
     ranks: Ranks = None,
@@ -156,9 +170,9 @@ def sweep(
     """Run dispatch-combine over all sizes without pairs, for plots."""
     case = options.case_of(
         (model, hidden, topk, experts),
-        (tokens, layout, payload, "0"),
+        (EVERY_SIZE.of(tokens, backend), layout, payload, "0"),
         (backend, ranks, mode),
-        replays=replays,
+        replays=SWEPT.of(replays, backend),
         pairs=False,
         ceiling=ceiling,
         peers=peers,
@@ -181,11 +195,11 @@ def deep_ep_layer(
     hidden: Hidden = None,
     topk: Topk = None,
     experts: Experts = None,
-    tokens: Tokens = "128,4096",
+    tokens: FewAndMany = None,
     mode: Mode = None,
     cold: Cold = False,
     chain: Chain = 0,
-    replays: Replays = 30,
+    replays: ManyReplays = None,
     ranks: Ranks = None,
     backend: Backend = "auto",
     json: Json = None,
@@ -196,11 +210,11 @@ def deep_ep_layer(
 
     case = options.case_of(
         (model, hidden, topk, experts),
-        (tokens, "flat,batched", "bf16,fp8", "0"),
+        (FEW_AND_MANY.of(tokens, backend), "flat,batched", "bf16,fp8", "0"),
         (backend, ranks, mode),
         cold=cold,
         chain=chain,
-        replays=replays,
+        replays=REPLAYS.of(replays, backend),
         ceiling=False,
         peers=False,
     )
@@ -212,9 +226,9 @@ def deep_ep_layer(
 
 @app.command()
 def latency(
-    most_bytes: Annotated[int, typer.Option(callback=whole(1, 1 << 40), help="The largest size.")] = 64 << 20,
+    most_bytes: Annotated[int | None, MOST_BYTES.option("The largest size.", whole(1, 1 << 40))] = None,
     least_bytes: Annotated[int, typer.Option(callback=whole(1, 1 << 40), help="The smallest size.")] = 1,
-    replays: Replays = 20,
+    replays: FewerReplays = None,
     backend: Backends = "auto",
     limit: Limit = 120.0,
     json: Json = None,
@@ -224,12 +238,13 @@ def latency(
     from moecomm.bench import latency as measured
     from moecomm.errors import BadInput
 
-    sizes = [size for size in measured.SIZES if least_bytes <= size <= most_bytes]
-    if not sizes or replays < 1:
+    most, repeated = MOST_BYTES.of(most_bytes, backend), SWEPT.of(replays, backend)
+    sizes = [size for size in measured.SIZES if least_bytes <= size <= most]
+    if not sizes or repeated < 1:
         raise BadInput(
-            "least_bytes, most_bytes, replays", (least_bytes, most_bytes, replays), "a power of two between; at least 1"
+            "least_bytes, most_bytes, replays", (least_bytes, most, repeated), "a power of two between; at least 1"
         )
-    job: dict[str, Any] = {"sizes": sizes, "replays": replays}
+    job: dict[str, Any] = {"sizes": sizes, "replays": repeated}
     ways = backends.ways(backend)
     if len(ways) > 1:
         kept = Kept(json)
@@ -273,27 +288,25 @@ def gemm(
     intermediate: Intermediate = None,
     topk: Topk = None,
     experts: Experts = None,
-    tokens: Tokens = "16,128,512,1024,2048,4096,8192",
+    tokens: Annotated[str, typer.Option(help=TOKENS)] = "16,128,512,1024,2048,4096,8192",
     ranks: Annotated[str, typer.Option(help="Ranks that share the experts (one is measured): 4,8.")] = "4,8",
     dtype: Annotated[str, typer.Option(help="bf16, fp8 (e4m3 with scales), or both: bf16,fp8.")] = "bf16",
     every_schedule: Annotated[bool, typer.Option("--every-schedule", help="Measure every schedule.")] = False,
     replays: Replays = 5,
     json: Json = None,
 ) -> None:
-    """Time the grouped GEMMs of one rank's experts, alternating with torch's. On one GPU; without one, on the CPU."""
-    import torch
-
+    """Time the grouped GEMMs of one rank's experts, alternating with torch's. On one GPU."""
     from moecomm.bench import gemm as measured
     from moecomm.bench import table
-    from moecomm.bench.ranks import leads
+    from moecomm.bench.ranks import leads, need_gpu
 
     if not leads():
         return
     models = measured.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
     lists = numbers("ranks", ranks), numbers("tokens", tokens)
     dtypes = dtype.split(",")
-    if not torch.cuda.is_available():
-        say_on_cpu("bench gemm times the reference in torch, not moecomm's kernels; with the default sizes for minutes")
+    measured.check(models, *lists, replays=replays, dtypes=dtypes)
+    need_gpu("bench gemm", "CPU ranks multiply with torch")
     result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays, dtypes=dtypes)
     table.show_gemm(result, table.console())
     keep(result, json)
@@ -303,18 +316,18 @@ def gemm(
 def moe(
     model: Models = GEMM_MODELS,
     hidden: Hidden = None,
-    intermediate: Intermediate = None,
+    intermediate: Annotated[int | None, INNER.option("Columns inside an expert.", whole(1))] = None,
     topk: Topk = None,
     experts: Experts = None,
-    tokens: Tokens = "16,128,512,1024,2048,4096,8192",
+    tokens: Annotated[str | None, LAYER_TOKENS.option(TOKENS)] = None,
     mode: Mode = None,
-    replays: Replays = 10,
+    replays: Annotated[int | None, LAYER_REPLAYS.option(REPLAYED, whole(1))] = None,
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Also measure torch's layer and other libraries' experts.")
     ] = True,
     fp8: Annotated[bool, typer.Option("--fp8", help="Also measure our layer with FP8 weights.")] = False,
     room: Annotated[int, typer.Option(callback=whole(0), help="max_tokens of Buffers; 0: the measured size.")] = 0,
-    singles: Singles = 200,
+    singles: Singles = None,
     sustained: Annotated[
         float, typer.Option(callback=real(0, 60), help="Seconds of a run without a pause, on GPUs; 0: no such times.")
     ] = 0.5,
@@ -330,17 +343,20 @@ def moe(
     from moecomm.bench import table
 
     name, count = of_ranks.plan(backend, ranks)
+    models = sizes.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
+    if (inner := INNER.of(intermediate, backend)) is not None and intermediate is None:
+        models = [replace(one, intermediate=inner, name=one.name and f"{one.name} (I = {inner})") for one in models]
     case = measured.Case(
-        sizes.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts),
-        numbers("tokens", tokens),
+        models,
+        numbers("tokens", LAYER_TOKENS.of(tokens, backend)),
         ranks=count,
         backend=name,
         mode=options.mode_of(mode, name),
-        replays=replays,
+        replays=LAYER_REPLAYS.of(replays, backend),
         peers=peers,
         fp8=fp8,
         room=room,
-        singles=singles,
+        singles=SINGLES.of(singles, backend),
         sustained_s=sustained,
         routing_file="" if routing is None else str(routing),
     )
@@ -353,10 +369,3 @@ def moe(
 add_overlap(app)
 add_steps(app)
 add_results(app)
-
-
-def say_on_cpu(what: str) -> None:
-    """Print on standard error what a command measures without a GPU, before it begins."""
-    from rich.console import Console
-
-    Console(stderr=True).print(f"No GPU here: {what}.", highlight=False, markup=False, soft_wrap=True)

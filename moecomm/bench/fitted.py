@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
+from itertools import compress
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -24,19 +25,21 @@ def new_table(names: Iterable[str], figures: Iterable[str] = ()) -> Table:
 
 
 def show_table(table: Table, out: Console, names: int | None = None) -> None:
-    """Print a table.
+    """Print a table, without the columns of figures that are empty in all rows.
 
     Args:
         table: a table without a box.
         out: the console.
         names: number of leading columns that name a row; default: those before the first right-aligned column.
     """
+    if names is None:
+        names = next((n for n, column in enumerate(table.columns) if column.justify == "right"), 1) or 1
+    filled = [n < names or not table.row_count or any(column.cells) for n, column in enumerate(table.columns)]
+    table.columns = list(compress(table.columns, filled))
     widths = [max(map(_width, (column.header, *column.cells)), default=0) for column in table.columns]
     if sum(widths) + _GAP * (len(widths) - 1) <= out.width:
         out.print(table)
         return
-    if names is None:
-        names = next((n for n, column in enumerate(table.columns) if column.justify == "right"), 1) or 1
     named = _narrowed(widths[:names], out.width - _LEAST)
     room = out.width - sum(named) - _GAP * names
     parts: list[list[int]] = [[]]

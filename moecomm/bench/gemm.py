@@ -128,6 +128,15 @@ def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = ("bf16"
     return found
 
 
+def check(
+    models: list[Model], ranks: list[int], tokens: list[int], *, replays: int, dtypes: Sequence[str] = ("bf16",)
+) -> list[Gemm]:
+    """Return the GEMMs of a run.  Raises BadInput if an argument is out of range."""
+    if not tokens or min(tokens) < 1 or replays < 1:
+        raise BadInput("tokens, replays", (tokens, replays), "at least 1 each")
+    return gemms(models, ranks, dtypes)
+
+
 def run(
     models: list[Model],
     ranks: list[int],
@@ -146,10 +155,9 @@ def run(
     Raises:
         BadInput: an argument is out of range.
     """
-    if not tokens or min(tokens) < 1 or replays < 1:
-        raise BadInput("tokens, replays", (tokens, replays), "at least 1 each")
+    cases = check(models, ranks, tokens, replays=replays, dtypes=dtypes)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    rows, cases = [], gemms(models, ranks, dtypes)
+    rows = []
     with progress(None, len(cases) * len(tokens)) as step:
         for case in cases:
             weights = _weights(case, device)

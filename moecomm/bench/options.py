@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
@@ -17,6 +18,7 @@ from moecomm.errors import BadInput
 if TYPE_CHECKING:
     from moecomm.bench.case import Case
 
+_T = TypeVar("_T")
 MOST = 1 << 20  # of a size; larger than in any model
 
 
@@ -66,6 +68,30 @@ def numbers(name: str, text: str) -> list[int]:
     if not 0 <= min(found) <= max(found) < MAX_FLAT_ROWS:
         raise BadInput(name, text, f"0 to {MAX_FLAT_ROWS - 1} each")
     return found
+
+
+@dataclass(frozen=True)
+class Default(Generic[_T]):
+    """The default of an option: of GPUs, and a smaller one of CPU ranks, which share a few cores.
+
+    With these, a command ends on two cores within half a minute.
+    """
+
+    gpus: _T
+    cpus: _T
+
+    def option(self, help: str, callback: Any = None) -> Any:  # noqa: A002 - as typer names it
+        """Return the option, to be declared with the default None."""
+        gpus = "the model's" if self.gpus is None else self.gpus
+        return typer.Option(help=f"{help} Default: {gpus}; on CPU ranks {self.cpus}.", callback=callback)
+
+    def of(self, given: _T | None, backend: str) -> _T:
+        """Return what was given, or the default of (the first) backend.  Raises BadInput, Unsupported."""
+        from moecomm.bench.ranks import plan
+
+        if given is not None:
+            return given
+        return self.cpus if plan(backend.split(",")[0], None)[0] == "host" else self.gpus
 
 
 def mode_of(asked: str | None, backend: str) -> str:
@@ -133,7 +159,10 @@ DomainsRanks = Annotated[
 ]
 Ranks = Annotated[int | None, typer.Option(help="Number of processes; default: 4 on CPUs, one per GPU.")]
 Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
-Replays = Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of the chain, for percentiles.")]
+INNER: Default[int | None] = Default(None, 16)  # columns inside an expert: a model's own would fill the memory
+TOKENS = "Tokens of a rank: one number or several, 1,128,4096."
+REPLAYED = "Timed repetitions of the chain, for percentiles."
+Replays = Annotated[int, typer.Option(callback=whole(1), help=REPLAYED)]
 Routing = Annotated[
     Path | None,
     typer.Option("--routing", help="Use the routing of this file of moecomm record."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from moecomm.bench import (
     plot_links,
     plot_operators,
     plot_times,
+    schema,
 )
 from moecomm.bench.plot_axes import over_tokens, save
 from moecomm.bench.plot_looks import ROW_INCHES, finish
@@ -32,6 +32,7 @@ Draw = Callable[..., None]  # (axes, result)
 _COLORS = {"dispatch": "tab:blue", "combine": "tab:orange", "pair": "tab:green"}
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = "osv^Dx"
+_MOST_PANELS = 64  # rows of a picture
 
 
 def draw(results: Iterable[Path], out: Path) -> None:
@@ -46,7 +47,8 @@ def draw(results: Iterable[Path], out: Path) -> None:
     paths = list(results)
     found = [_read(path) for path in paths]
     # Equal numbers give an equal file: no date, no random names.
-    with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 8}):
+    # Names are no formulas.
+    with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 8, "text.parse_math": False}):
         save(figure_of(found), out, digest(paths))
 
 
@@ -55,6 +57,8 @@ def figure_of(results: Sequence[dict[str, Any]]) -> Figure:
     from matplotlib.figure import Figure
 
     panels = [panel for result in results for panel in _panels(result)]
+    if not panels or len(panels) > _MOST_PANELS:
+        raise BadInput("results", f"{len(panels)} rows of panels", f"1 to {_MOST_PANELS}: fewer models or results")
     width, height = ROW_INCHES
     figure = Figure(figsize=(width, height * len(panels)), layout="constrained")
     for row, draw_them in zip(figure.subfigures(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
@@ -123,18 +127,13 @@ def _bound(rows: Iterable[Iterable[Draw]], result: dict[str, Any]) -> list[tuple
 
 def _read(path: Path) -> dict[str, Any]:
     """Load a result that can be drawn.  Raises BadInput, which names a benchmark that has no plot."""
-    got = str(path)
-    try:
-        found = json.loads(path.read_text())
-        kind = found["benchmark"]
-        chosen = kind != "gemm" or all("chosen" in row for row in found["rows"])
-        if kind in DRAWN and found["rows"] and chosen:
-            return dict(found)
-        if kind not in DRAWN:
-            got += f": {kind}, which has no plot; `moecomm bench show` prints its table"
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise BadInput("results", got, f"JSON of moecomm bench: {', '.join(DRAWN)}")
+    found = schema.read(path)
+    kind = found.get("benchmark", "none")
+    if kind not in DRAWN:
+        schema.RESULT.refuse(path, f"{kind}, which has no plot; `moecomm bench show` prints its table")
+    if (not any("us" in row for row in found["rows"]) and kind != plot_domains.PREDICTED) or not found["rows"]:
+        schema.RESULT.refuse(path, "no row with a time")
+    return found
 
 
 def _draw_times(axes: Axes, result: dict[str, Any]) -> None:
@@ -146,7 +145,8 @@ def _draw_times(axes: Axes, result: dict[str, Any]) -> None:
         if limits and rows[0]["who"] == "moecomm":
             wire = [row["wire_bytes"] / limits[0]["gbs"] / 1e3 for row in rows]
             axes.plot(tokens, wire, color=style["color"], linewidth=0.6, alpha=0.5)
-    axes.set_ylim(bottom=0.5 * min(row["us"]["p50"] for rows in series(result).values() for row in rows))
+    times = [row["us"]["p50"] for rows in series(result).values() for row in rows]
+    axes.set_ylim(bottom=0.5 * min(times, default=1.0))
     _label(axes, result, "us (thin: wire time at the ceiling)")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moecomm.bench.plot_axes import over_tokens
+from moecomm.bench.plot_axes import machine_of, over_tokens
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 
 if TYPE_CHECKING:
@@ -64,5 +64,5 @@ def _draw(axes: Axes, result: dict[str, Any], part: Part, column: int, y: str) -
             linewidth=1.2,
         )
     model, ranks = part
-    machine = result["machine"]["gpus"][0] if result["device"] == "cuda" else result["machine"]["cpu"]
+    machine = machine_of(result) if result["device"] == "cuda" else result["machine"]["cpu"]
     over_tokens(axes, f"{machine}, experts of one of {ranks} ranks: {model}", sorted(tokens), y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def finish(figure: SubFigure, panels: Sequence[Axes]) -> None:
         axes.title.set_visible(False)
         if axes.get_yscale() == "log":
             number(axes.yaxis)
-        elif axes.get_ylim()[0] == 0:
+        elif axes.get_ylim()[0] == 0 and isfinite(axes.dataLim.y1):
             axes.set_ylim(0, axes.dataLim.y1 * 1.05)  # keeps markers off the frame
     lines = labelled(panels)
     distinguish(lines)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moecomm import backends, config
 from moecomm.core.choices import BackendName
 from moecomm.core.rendezvous import rendezvous
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.tools.launch import launch
 
 Step = Callable[[str], None]  # announces the next measurement
 MOST_RANKS = 64
 _TEXT_BYTES = 200
+_LINE_S = 5.0  # between lines of progress
 
 
 def plan(backend: str, ranks: int | None) -> tuple[BackendName, int]:
@@ -54,6 +57,12 @@ def leads() -> bool:
         return True
     _join()
     return dist.get_rank() == 0
+
+
+def need_gpu(command: str, why: str) -> None:
+    """Raise Unsupported without a GPU: what a command measures is not on CPUs."""
+    if not torch.cuda.is_available():
+        raise Unsupported(f"moecomm {command} needs a GPU, and there is none here: {why}")
 
 
 def starter() -> list[str]:
@@ -136,17 +145,31 @@ def device_of(group: dist.ProcessGroup, backend: str) -> torch.device:
 
 @contextmanager
 def progress(group: dist.ProcessGroup | None, total: int) -> Iterator[Step]:
-    """Show a progress bar on standard error, from rank 0 on a terminal; each step names the current measurement.
+    """Show the progress on standard error, from rank 0: a bar on a terminal, else a line now and then.
 
-    Without a group this process is alone.
+    Each step names the current measurement.  Without a group this process is alone.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    silent = (group is not None and group.rank() != 0) or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
-        task, done = bar.add_task("", total=total), itertools.count()
+    if group is not None and group.rank() != 0:
+        yield lambda text: None
+    elif not console.is_terminal:
+        yield _lines(total)
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task, done = bar.add_task("", total=total), itertools.count()
+            yield lambda text: bar.update(task, completed=next(done), description=text)
 
-        def step(text: str) -> None:
-            bar.update(task, completed=next(done), description=text)
 
-        yield step
+def _lines(total: int) -> Step:
+    """Return a step that prints a line, at most one every _LINE_S seconds."""
+    done, begun, last = itertools.count(), time.monotonic(), -_LINE_S
+
+    def step(text: str) -> None:
+        nonlocal last
+        number, elapsed = next(done), time.monotonic() - begun
+        if elapsed - last >= _LINE_S:
+            last = elapsed
+            print(f"{number}/{total} after {elapsed:.0f} s: {text}", file=sys.stderr, flush=True)
+
+    return step

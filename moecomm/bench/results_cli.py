@@ -9,7 +9,7 @@ import typer
 
 from moecomm.bench.options import written
 
-Results = Annotated[list[Path], typer.Argument(help="JSON of a benchmark.", exists=True, dir_okay=False)]
+Results = Annotated[list[Path], typer.Argument(help="JSON of a benchmark.")]
 
 
 def plot(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from moecomm.bench import gather_table, operator_table, steps_table, table
-from moecomm.errors import BadInput
+from moecomm.bench import gather_table, operator_table, schema, steps_table, table
 from moecomm.simulate.dlrm.table import show_dlrm
 from moecomm.simulate.table import show_check, show_predictions
 
@@ -41,16 +39,13 @@ def show(paths: Iterable[Path]) -> None:
 
 
 def _show(path: Path, out: Console) -> None:
-    try:
-        result = json.loads(path.read_text())
-        about = f"{result['what']}: {result['date']}, commit {result['commit'] or 'unknown'}; {result['command']}"
-        rows = result.get("rows", [])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BadInput("results", str(path), "JSON that a benchmark has written") from None
+    result = schema.read(path)
+    about = f"{result['what']}: {result['date']}, commit {result['commit'] or 'unknown'}; {result['command']}"
     out.print(about, style="bold", highlight=False, markup=False, soft_wrap=True)
     if "how" in result:
         out.print(result["how"], highlight=False, markup=False)
     if shown := _TABLES.get(result.get("benchmark", "")):
         shown(result, out)
     else:
-        table.show_rows(rows or [{"by": by, **medians} for by, medians in result.get("medians", {}).items()], out)
+        medians = [{"by": by, **of} for by, of in result.get("medians", {}).items()]
+        table.show_rows(result.get("rows") or medians, out)

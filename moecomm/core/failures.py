@@ -61,10 +61,13 @@ def fields(record: _native.FailureRecordView) -> dict[str, int | str]:
     return found | named
 
 
-def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> MoecommError:
+def error_of(record: _native.FailureRecordView, dead: Mapping[int, str], last: str = "") -> MoecommError:
     """Make the error of a record.  A timeout on a rank that is known to be gone becomes PeerLost.
 
-    `dead`: see Session.dead_peers.
+    Args:
+        record: of this rank.
+        dead: see Session.dead_peers.
+        last: the error with which the record's peer has ended; "": not known.
     """
     if record.code == Failure.bad_input:
         return _bad_input(record)
@@ -89,6 +92,8 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
     where = f"{_OPS[record.op]}, round {record.round}, phase {Phase(record.phase).name}"
     why = f": {dead[record.peer]}" if record.peer in dead else ""
     if record.code == Failure.peer_lost or (why and record.peer != record.rank):
+        if last:
+            why = f": {dead.get(record.peer, 'it has left')}, after {last}"
         return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where}){why}", **known)
     if record.code == Failure.timeout:
         if record.peer == record.rank and known["phase"] != "grid":  # the peer that gave up has aborted this rank

@@ -17,7 +17,8 @@ from moecomm.errors import Unsupported
 PAGE_BYTES = 128 << 10
 LEFT = 0  # a word: its rank has announced that it leaves
 CALLS, KEPT_CALLS = 256, 64  # words of 8 bytes: what calls of several Buffers its rank has made last
-_DECISION, _VERSION, _VALUES = 64, 128, CALLS + 8 * KEPT_CALLS  # offsets
+_DECISION, _VERSION, _ERROR, _VALUES = 64, 128, CALLS + 8 * KEPT_CALLS, 1536  # offsets
+_ERROR_TEXT = _ERROR + 8  # behind the number of bytes, and of the last round before
 _ROOM = (PAGE_BYTES - _VALUES) // 2  # of each of two copies of a rank's values; version v is in copy v % 2
 _ENTRY = struct.Struct("<II")  # bytes of a key, and of its value
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-4, 2e-3
@@ -51,6 +52,27 @@ class Pages:
     def left(self) -> set[int]:
         """Return the ranks that have announced that they leave."""
         return {rank for rank, address in enumerate(self.addresses) if _native.read_word(address + LEFT)}
+
+    def leave_error(self, text: str, last_round: int) -> None:
+        """Leave an error of this rank after its round `last_round`, for ranks that wait for it in a later one."""
+        own = self.addresses[self._rank]
+        data = text.encode(errors="replace")[: _VALUES - _ERROR_TEXT]
+        _native.store_word(own + _ERROR, 0)
+        ctypes.memmove(own + _ERROR_TEXT, data, len(data))
+        _native.store_word(own + _ERROR + 4, last_round)
+        _native.store_word(own + _ERROR, len(data))
+
+    def error_before(self, rank: int, number: int) -> str:
+        """Return the error after which a rank has made no round before `number`; "": it has left none."""
+        if not 0 <= rank < len(self.addresses):
+            return ""
+        address = self.addresses[rank]
+        length = min(_native.read_word(address + _ERROR), _VALUES - _ERROR_TEXT)
+        last_round = _native.read_word(address + _ERROR + 4)
+        data = ctypes.string_at(address + _ERROR_TEXT, length)
+        if last_round + 1 < number or _native.read_word(address + _ERROR) != length:
+            return ""
+        return data.decode(errors="replace")
 
     def write(self, key: str, value: bytes) -> None:
         """See Board."""

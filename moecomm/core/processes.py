@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import select
+import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -89,3 +91,9 @@ class Deaths:
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._pidfds = {}
+
+
+def exit_error() -> BaseException | None:
+    """Return the exception that has ended the main thread, while the interpreter exits."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return None if threading.main_thread().is_alive() else error

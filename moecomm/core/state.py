@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from moecomm import _native
 from moecomm.core import corruption, failures, forks, signature
 from moecomm.core.compiling import not_traced
-from moecomm.core.flight import Failure, FlightRecorder
+from moecomm.core.flight import Failure, FlightRecorder, shown
 from moecomm.core.session import Session
 from moecomm.errors import (
     Closed,
@@ -151,6 +151,13 @@ class RoundState:
             self.rejected += 1
             self.flight.reject(call, error)
             self._session.count_rejected()
+            if error is not None:
+                self.leave_error(error)
+
+    def leave_error(self, error: BaseException) -> None:
+        """Leave an error for ranks that wait for this one in vain from now on."""
+        if self._open and self._session.pages is not None:
+            self._session.pages.leave_error(shown(error), self.flight.rounds)
 
     def is_alone(self, error: BaseException, made: int) -> bool:
         """Return whether a call fails on this rank only, as far as this rank knows.
@@ -262,7 +269,11 @@ class RoundState:
 
     def _error_of(self, record: _native.FailureRecordView) -> MoecommError:
         found = corruption.error_of(record, self._session, self.masked)
-        return failures.error_of(record, self._session.dead_peers()) if found is None else found
+        if found is not None:
+            return found
+        pages, peer = self._session.pages, record.peer
+        last = "" if pages is None or peer == record.rank else pages.error_before(peer, record.round)
+        return failures.error_of(record, self._session.dead_peers(), last)
 
     def failure(self) -> MoecommError | None:
         """Return the error that raise_failure() would raise, if any."""

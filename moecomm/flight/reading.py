@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from moecomm.core import signature
+from moecomm.core.documents import Document
 from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.errors import BadInput
 from moecomm.flight.record import FORMAT
 from moecomm.stats.counters import Stats
-
-_MOST_BYTES = 16 << 20
-_Value = TypeVar("_Value")
+from moecomm.stats.reading import Counters, Rank, Ranks, Whole
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,66 @@ class RankRecord:
     rejections: list[Rejection] = field(default_factory=list)
 
 
+class _FailureRecord(msgspec.Struct):
+    """The record of a round that failed; a failure outside rounds lacks its fields."""
+
+    peer: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_HOST_RANKS)] = -1
+    phase: str = ""
+    waited_ns: Whole = 0
+
+
+class _Failure(msgspec.Struct):
+    error: str
+    text: str
+    record: _FailureRecord
+
+
+class _About(msgspec.Struct):
+    """The part of a record that only moecomm writes."""
+
+    format: Literal[1]
+    buffer: str
+    rank: Rank
+    ranks: Ranks
+    opened_ns: Whole
+    written_ns: Whole
+    reasons: list[str]
+    raised: str
+    rejected: Whole
+    gone: list[Rank]
+    failures: list[_Failure]
+    stats: Counters | None = None
+
+
+class _Entry(msgspec.Struct):
+    """An entry of torch's flight recorder, with the fields that moecomm adds."""
+
+    collective_seq_id: Whole
+    profiling_name: str
+    state: str
+    time_created_ns: Whole
+    rejected: Whole
+    call: dict[str, str]
+    round: Whole | None = None
+    error: str | None = None
+
+
+class _Status(msgspec.Struct):
+    last_enqueued_collective: Whole
+
+
+class _File(msgspec.Struct):
+    """The file of a rank; see moecomm.flight.record."""
+
+    moecomm: _About
+    pg_status: dict[str, _Status]
+    entries: list[_Entry]
+
+
+assert FORMAT == 1, "the one that _About describes"
+_RECORD = Document("FILE", "a flight record of moecomm", _File, most_bytes=16 << 20)
+
+
 def read(paths: Sequence[Path]) -> list[RankRecord]:
     """Read files, and all files of folders.  Raises BadInput for what is no flight record."""
     files: list[Path] = []
@@ -118,67 +178,48 @@ def read(paths: Sequence[Path]) -> list[RankRecord]:
         files += sorted(path.glob("moecomm-*.json")) if path.is_dir() else [path]
     if not files:
         raise BadInput("FILE", "none", "files that Buffer.dump_flight_record or MOECOMM_FLIGHT_DIR has written")
-    return [_read(path) for path in files]
+    ranks: dict[str, int] = {}
+    found = []
+    for path in files:
+        record = _read(path)
+        if (size := ranks.setdefault(record.buffer, record.ranks)) != record.ranks:
+            _RECORD.refuse(path, f"{record.ranks} ranks, where another file of its Buffer has {size}")
+        found.append(record)
+    return found
 
 
 def _read(path: Path) -> RankRecord:
+    found = _RECORD.read(path)
+    about, status = found.moecomm, found.pg_status.get("0")
+    if about.rank >= about.ranks or max(about.gone, default=0) >= about.ranks:
+        _RECORD.refuse(path, f"rank {max([about.rank, *about.gone])} of {about.ranks}")
+    if status is None:
+        _RECORD.refuse(path, "pg_status has no group 0")
+    ending = _ending(about.failures)
+    if ending is not None and ending.peer >= about.ranks:
+        _RECORD.refuse(path, f"a failure of rank {ending.peer} of {about.ranks}")
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ValueError(f"{size} bytes")
-        found = json.loads(path.read_bytes())
-        return _record(found)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise BadInput("FILE", f"{path} ({why})", "a flight record of moecomm") from error
-
-
-def _record(found: Any) -> RankRecord:
-    about = _of(found, "moecomm", dict)
-    if about["format"] != FORMAT:
-        raise ValueError(f"format {about['format']}, not {FORMAT}")
-    ranks = _of(about, "ranks", int)
-    rank = _of(about, "rank", int)
-    if not 0 <= rank < ranks <= MAX_HOST_RANKS:
-        raise ValueError(f"rank {rank} of {ranks}")
-    status = _of(_of(_of(found, "pg_status", dict), "0", dict), "last_enqueued_collective", int)
-    record = RankRecord(
-        rank=rank,
-        ranks=ranks,
-        buffer=_of(about, "buffer", str),
-        opened_ns=_of(about, "opened_ns", int),
-        written_ns=_of(about, "written_ns", int),
-        reasons=[str(reason) for reason in _of(about, "reasons", list)],
-        raised=_of(about, "raised", str),
-        rejected=_of(about, "rejected", int),
-        last=status,
-        ending=_ending(_of(about, "failures", list)),
-        gone=[int(other) for other in _of(about, "gone", list)],
-        stats=None if about.get("stats") is None else Stats.of_lists(_of(about, "stats", dict), ranks),
-    )
-    for entry in _of(found, "entries", list):
-        step, op = _of(entry, "collective_seq_id", int), _of(entry, "profiling_name", str).partition(":")[2]
-        if _of(entry, "state", str) == "rejected":
-            record.rejections.append(Rejection(step, op, str(entry["error"])))
+        stats = None if about.stats is None else about.stats.stats(about.ranks)
+    except ValueError as error:
+        _RECORD.refuse(path, error)
+    names = ("rank", "ranks", "buffer", "opened_ns", "written_ns", "reasons", "raised", "rejected", "gone")
+    known: dict[str, Any] = {name: getattr(about, name) for name in names}
+    record = RankRecord(**known, last=status.last_enqueued_collective, ending=ending, stats=stats)
+    for entry in found.entries:
+        step, op = entry.collective_seq_id, entry.profiling_name.partition(":")[2]
+        if entry.state == "rejected":
+            record.rejections.append(Rejection(step, op, entry.error or ""))
             continue
         # Ranks may differ in it: the round is then invalid, and nobody has gone astray.
-        options = tuple((n, str(v)) for n, v in _of(entry, "call", dict).items() if n != signature.GROW)
-        known = (_of(entry, "state", str), _of(entry, "time_created_ns", int), _of(entry, "rejected", int))
-        record.calls[step] = Call(step, op, options, int(entry["round"] or 0), *known)
+        options = tuple((name, value) for name, value in entry.call.items() if name != signature.GROW)
+        made = entry.round or 0, entry.state, entry.time_created_ns, entry.rejected
+        record.calls[step] = Call(step, op, options, *made)
     return record
 
 
-def _of(found: Any, name: str, kind: type[_Value]) -> _Value:
-    value = found[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{name} is no {kind.__name__}")
-    return value
-
-
-def _ending(failures: list[Any]) -> Ending | None:
+def _ending(failures: list[_Failure]) -> Ending | None:
     for failure in failures:
-        if failure["error"] in ("Timeout", "PeerLost", "Aborted"):
-            record = _of(failure, "record", dict)
-            peer, waited_ns = int(record.get("peer", -1)), int(record.get("waited_ns", 0))
-            phase = str(record.get("phase", ""))
-            return Ending(failure["error"], str(failure["text"]), peer, phase, waited_ns)
+        if failure.error in ("Timeout", "PeerLost", "Aborted"):
+            record = failure.record
+            return Ending(failure.error, failure.text, record.peer, record.phase, record.waited_ns)
     return None

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 
+from moecomm.core import documents
 from moecomm.errors import BadInput
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Non-blocking: a FIFO of that name must not stop the caller.
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -32,16 +31,13 @@ class Access(Enum):
 
 def read(path: Path, access: Access, most_bytes: int) -> bytes:
     """Read a complete file.  Raises OSError for one that is not regular, not safe, or larger than `most_bytes`."""
-    with _directory(path.parent, access) as directory:
-        descriptor = os.open(path.name, _READ_FLAGS, dir_fd=directory)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(f"{path.name} is not a regular file")
-            _check(path.name, status, access)
-            if status.st_size > most_bytes:
-                raise OSError(f"{path.name} has {status.st_size} bytes (want at most {most_bytes})")
-            return file.read(status.st_size)
+    with (
+        _directory(path.parent, access) as directory,
+        documents.opened(path.name, most_bytes, os.O_NOFOLLOW, directory) as file,
+    ):
+        status = os.fstat(file.fileno())
+        _check(path.name, status, access)
+        return file.read(status.st_size)
 
 
 def write(path: Path, access: Access, content: bytes) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from moecomm.core.documents import opened
 from moecomm.errors import BadInput
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -26,8 +27,7 @@ _METADATA = "__metadata__"
 _LENGTH = 8  # bytes in front of the header
 _MOST_HEADER = 16 << 20  # bytes
 _MOST_DIMENSIONS = 2
-# Non-blocking: a FIFO of that name must not stop the caller.
-_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_MOST_BYTES = 1 << 36  # of a file
 
 
 def write(path: Path, metadata: dict[str, str], arrays: Arrays) -> None:
@@ -52,20 +52,24 @@ def write(path: Path, metadata: dict[str, str], arrays: Arrays) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, str], Arrays]:
-    """Return metadata and tensors of a file.  Raises BadInput that says what is wrong with it."""
+    """Return metadata and tensors of a file.  Raises BadInput that says what is wrong with it.
+
+    The size that the header states is compared with the file's before the tensors are read.
+    """
     try:
-        descriptor = os.open(path, _READ_FLAGS)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                refuse(path, "not a regular file")
-            data = file.read()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        refuse(path, str(error))
-    return parse(path, data)
+        with opened(path, _MOST_BYTES) as file:
+            size = os.fstat(file.fileno()).st_size
+            metadata, tensors, begin = _header(path, file.read(min(size, _LENGTH + _MOST_HEADER)), size)
+            file.seek(begin)
+            return metadata, _arrays(tensors, memoryview(file.read(size - begin)))
+    except (OSError, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
+        refuse(path, str(error))  # ValueError: a null byte in the name
 
 
-def parse(path: Path, data: bytes) -> tuple[dict[str, str], Arrays]:
-    """Return metadata and tensors of the bytes of a file."""
+def _header(path: Path, data: bytes, size: int) -> tuple[dict[str, str], list[_Tensor], int]:
+    """Return the metadata of a file of so many bytes, its tensors, and where the first of them begins."""
     length = int.from_bytes(data[:_LENGTH], "little")
     if len(data) < _LENGTH or length > min(len(data) - _LENGTH, _MOST_HEADER):
         refuse(path, f"{len(data)} bytes do not hold the header")
@@ -78,7 +82,17 @@ def parse(path: Path, data: bytes) -> tuple[dict[str, str], Arrays]:
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         refuse(path, f"{_METADATA} is no map of strings")
-    return metadata, _arrays(path, header, memoryview(data)[_LENGTH + length :])
+    tensors = sorted(_tensor(path, name, about) for name, about in header.items())
+    begin = _LENGTH + length
+    end = 0
+    for tensor in tensors:
+        if tensor.begin != end or tensor.end > size - begin:
+            where = f"bytes {tensor.begin} to {tensor.end} of {size - begin}"
+            refuse(path, f"tensor {tensor.name!r} lies at {where}, and {end} is next")
+        end = tensor.end
+    if end != size - begin:
+        refuse(path, f"{size - begin - end} bytes behind the last tensor")
+    return metadata, tensors, begin
 
 
 def refuse(path: Path, why: str) -> NoReturn:
@@ -86,21 +100,21 @@ def refuse(path: Path, why: str) -> NoReturn:
     raise BadInput("routing", f"{str(path)!r}: {why}", "a file that moecomm.routing has written") from None
 
 
-def _arrays(path: Path, header: dict[str, Any], data: memoryview) -> Arrays:
-    entries = [(*_entry(path, name, about), name) for name, about in header.items()]
-    found, end = {}, 0
-    for first, last, dtype, shape, name in sorted(entries, key=lambda entry: entry[:2]):
-        if first != end or last > len(data):
-            refuse(path, f"tensor {name!r} lies at bytes {first} to {last} of {len(data)}, and {end} is next")
-        found[name] = np.frombuffer(data[first:last], dtype).reshape(shape)
-        end = last
-    if end != len(data):
-        refuse(path, f"{len(data) - end} bytes behind the last tensor")
-    return found
+class _Tensor(NamedTuple):
+    """Where a tensor lies behind the header, and what it is."""
+
+    begin: int
+    end: int
+    name: str
+    dtype: str
+    shape: list[int]
 
 
-def _entry(path: Path, name: str, about: Any) -> tuple[int, int, np.dtype[Any], tuple[int, ...]]:
-    """Return where a tensor begins and ends, its dtype and its shape."""
+def _arrays(tensors: Iterable[_Tensor], data: memoryview) -> Arrays:
+    return {one.name: np.frombuffer(data[one.begin : one.end], _TYPES[one.dtype]).reshape(one.shape) for one in tensors}
+
+
+def _tensor(path: Path, name: str, about: Any) -> _Tensor:
     if not isinstance(about, dict) or set(about) != {"dtype", "shape", "data_offsets"}:
         refuse(path, f"tensor {name!r} does not have dtype, shape and data_offsets")
     kind, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
@@ -110,7 +124,7 @@ def _entry(path: Path, name: str, about: Any) -> tuple[int, int, np.dtype[Any], 
         refuse(path, f"shape or data_offsets of tensor {name!r} are no sizes")
     if offsets[1] - offsets[0] != math.prod(shape) * _TYPES[kind].itemsize:
         refuse(path, f"tensor {name!r} of shape {shape} has {offsets[1] - offsets[0]} bytes")
-    return offsets[0], offsets[1], _TYPES[kind], tuple(shape)
+    return _Tensor(offsets[0], offsets[1], name, kind, shape)
 
 
 def _are_sizes(values: Any) -> bool:

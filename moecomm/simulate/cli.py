@@ -122,9 +122,7 @@ def predict(
 def check(
     results: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="JSON of the benchmark; default: bench/results of a checkout.", exists=True, dir_okay=False
-        ),
+        typer.Argument(help="JSON of the benchmark; default: bench/results of a checkout."),
     ] = None,
     nic_gbs: NicGbs = NIC[0],
     nic_latency_us: NicLatency = NIC[1],
@@ -158,9 +156,7 @@ def fit(
     out: Annotated[Path, typer.Option(callback=written, help="File for the parameters.")],
     results: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="JSON of dispatch-combine or sweep; default: bench/results of a checkout.", exists=True, dir_okay=False
-        ),
+        typer.Argument(help="JSON of dispatch-combine or sweep; default: bench/results of a checkout."),
     ] = None,
 ) -> None:
     """Fit the terms of one domain to results, and the share of a NIC to published times."""

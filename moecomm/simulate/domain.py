@@ -7,8 +7,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+from typing_extensions import NotRequired, TypedDict
+
+from moecomm.core.documents import Document
 from moecomm.errors import BadInput
 from moecomm.simulate import direct
 from moecomm.simulate.direct import DirectLine
@@ -166,6 +170,61 @@ def _named(operation: Operation, regime: str) -> str:
     return f"{name} of {regime} tokens"
 
 
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+
+
+class _Operation(TypedDict):
+    what: Literal["dispatch", "combine"]
+    layout: str
+    variant: str
+
+
+class _Line(_Operation):
+    regime: Literal["few", "many"]
+    floor_us: _Time
+    alpha_us: _Time
+    gbs: _Positive
+    row_ns: _Time
+    block_gbs: _Positive
+    copy_gbs: _Positive
+
+
+class _Direct(_Operation):
+    start_us: _Time
+    row_ns: _Time
+    block_gbs: _Positive
+    copy_gbs: _Positive
+    overlap: Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class _Gemm(TypedDict):
+    tflops: _Positive
+    kept: _Positive
+
+
+class _Nic(TypedDict):
+    efficiency: NotRequired[_Positive]
+
+
+class _Parameters(TypedDict):
+    """The form of a fit, as far as the model reads it."""
+
+    domain: str
+    ranks: list[int]
+    lines: list[_Line]
+    direct: NotRequired[list[_Direct]]
+    direct_other_gpu_us: NotRequired[Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]
+    gemm: _Gemm
+    word_ns: dict[str, _Time]
+    cold_us: dict[str, _Time]
+    host_us: dict[str, _Time]
+    nic: NotRequired[_Nic]
+
+
+PARAMETERS = Document("parameters", "JSON that moecomm simulate fit has written", dict[str, Any])
+
+
 def load(path: Path | None = None) -> Domain:
     """Load the JSON of `moecomm simulate fit`, by default the one in the package. Raises BadInput."""
     return parse(content(path), str(path or SHIPPED))
@@ -173,12 +232,12 @@ def load(path: Path | None = None) -> Domain:
 
 def content(path: Path | None = None) -> dict[str, Any]:
     """Return the JSON of `moecomm simulate fit`. Raises BadInput."""
-    file = path or importlib.resources.files(__package__) / SHIPPED
-    try:
-        found = json.loads(file.read_text())
-        return dict(found)
-    except (OSError, ValueError, TypeError) as error:
-        raise _not_parameters(str(file), error) from error
+    if path is None:
+        found: dict[str, Any] = json.loads((importlib.resources.files(__package__) / SHIPPED).read_text())
+        return found
+    found = PARAMETERS.read(path)
+    _check(found, str(path))
+    return found
 
 
 def fitted_efficiency(path: Path | None = None) -> float:
@@ -188,28 +247,29 @@ def fitted_efficiency(path: Path | None = None) -> float:
 
 def parse(found: dict[str, Any], name: str = "") -> Domain:
     """Return the domain that the JSON of `moecomm simulate fit` describes. Raises BadInput."""
+    _check(found, name)
+    lines = {
+        (Operation(line["what"], line["layout"], line["variant"]), line["regime"]): Line.of(
+            line["what"], (line[term] for term in TERMS)
+        )
+        for line in found["lines"]
+    }
+    known = {
+        Operation(line["what"], line["layout"], line["variant"]): DirectLine(
+            *(float(line[term]) for term in direct.TERMS)
+        )
+        for line in found.get("direct", [])
+    }
+    gemm = found["gemm"]
+    word_ns, cold_us, host_us = (dict(found[part]) for part in ("word_ns", "cold_us", "host_us"))
+    other_gpu_us, ranks = found.get("direct_other_gpu_us", 0.0), tuple(found["ranks"])
+    speeds = float(gemm["tflops"]), float(gemm["kept"])
+    return Domain(found["domain"], lines, *speeds, ranks, word_ns, cold_us, host_us, known, other_gpu_us)
+
+
+def _check(found: dict[str, Any], name: str) -> None:
+    """Raise BadInput unless these are parameters."""
     try:
-        lines = {
-            (Operation(line["what"], line["layout"], line["variant"]), line["regime"]): Line.of(
-                line["what"], (line[term] for term in TERMS)
-            )
-            for line in found["lines"]
-        }
-        known = {
-            Operation(line["what"], line["layout"], line["variant"]): DirectLine(
-                *(float(line[term]) for term in direct.TERMS)
-            )
-            for line in found.get("direct", [])
-        }
-        gemm = found["gemm"]
-        word_ns, cold_us, host_us = (dict(found[part]) for part in ("word_ns", "cold_us", "host_us"))
-        speeds = float(gemm["tflops"]), float(gemm["kept"])
-        other_gpu_us, ranks = float(found.get("direct_other_gpu_us", 0.0)), tuple(found["ranks"])
-        gpu = str(found["domain"])
-        return Domain(gpu, lines, *speeds, ranks, word_ns, cold_us, host_us, known, other_gpu_us)
-    except (ValueError, KeyError, TypeError) as error:
-        raise _not_parameters(name, error) from error
-
-
-def _not_parameters(name: str, error: Exception) -> BadInput:
-    return BadInput("parameters", name, f"JSON that moecomm simulate fit has written ({error})")
+        msgspec.convert(found, _Parameters)
+    except ValueError as error:
+        PARAMETERS.refuse(name, error)

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from moecomm.bench import schema
 from moecomm.bench.ours import IN_WINDOW
 from moecomm.errors import BadInput
 from moecomm.simulate.domain import FEW, MANY, TERMS, Domain, Key, Line, Load, Operation, parse
 from moecomm.simulate.fit_direct import direct_points, written
-from moecomm.simulate.measured import Part, Row, links, read, rows_of
+from moecomm.simulate.measured import Part, Row, content, links, read, rows_of
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import fit_efficiency
 from moecomm.simulate.routing import Array
@@ -140,8 +141,8 @@ def fitted_domain(paths: Iterable[Path], without: str) -> Domain:
 
 
 def _origin(path: Path) -> dict[str, str]:
-    data = path.read_bytes()
-    return {"date": json.loads(data)["date"], "sha256": hashlib.sha256(data).hexdigest()}
+    data = schema.RESULT.bytes_of(path)
+    return {"date": content(path, data)["date"], "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _lines(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moecomm.backends import emulated_nic
+from moecomm.bench import schema
 from moecomm.bench.ours import FP32_WIRE
-from moecomm.errors import BadInput
 from moecomm.simulate.blocks import blocks_of, direct_blocks_of
 from moecomm.simulate.domain import Load, Operation
 from moecomm.simulate.excluded import why_excluded
@@ -128,39 +127,33 @@ class Row:
 
 
 @lru_cache(maxsize=256)
-def content(data: bytes) -> Any:
-    """Return the content of a result, which is not to be changed: a check reads each file once for every other one.
+def content(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the result in a file, which is not to be changed: a check reads each file once for every other one.
 
     Raises:
-        ValueError: it is not JSON.
+        BadInput: it is none.
     """
-    return json.loads(data)
+    return schema.checked(path, data)
 
 
 def read(path: Path) -> list[Result]:
     """Read the results in a file: one for a single backend, else one for each backend and number of domains.
 
-    Other JSON, results of the host backend and those of replayed routing give none.
+    Those of other benchmarks, of the host backend and of replayed routing give none.
 
     Raises:
-        BadInput: the file is not JSON.
+        BadInput: the file is no result.
     """
-    return list(_results(path, path.read_bytes()))
+    return list(_results(path, schema.RESULT.bytes_of(path)))
 
 
 @lru_cache(maxsize=256)
 def _results(path: Path, data: bytes) -> Sequence[Result]:
-    try:
-        found = content(data)
-    except ValueError:
-        raise BadInput("results", str(path), "JSON of the benchmark") from None
-    try:
-        alone, several = (found["benchmark"] == name for name in ("dispatch-combine", "backends"))
-        if not (alone or several) or not found["machine"]["gpus"] or found["case"].get("backend") == "host":
-            return []
-        if found["case"].get("routing_file"):
-            return []
-    except (KeyError, TypeError):
+    found = content(path, data)
+    alone, several = (found.get("benchmark") == name for name in ("dispatch-combine", "backends"))
+    if not (alone or several) or not found["machine"]["gpus"] or not found["case"]:
+        return []
+    if found["case"].get("backend") == "host" or found["case"].get("routing_file"):
         return []
     digest = hashlib.sha256(data).hexdigest()
     if alone:
@@ -180,11 +173,9 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
     """
     found = {}
     for path in paths:
-        try:
-            result = content(path.read_bytes())
-            rows = result["rows"] if result["benchmark"] == "latency-backends" and result["machine"]["gpus"] else []
-        except (ValueError, KeyError, TypeError):
-            continue
+        result = content(path, schema.RESULT.bytes_of(path))
+        is_link = result.get("benchmark") == "latency-backends" and result["machine"]["gpus"]
+        rows = result["rows"] if is_link else []
         for backend in {row["backend"] for row in rows if "us" in row}:
             own = [row for row in rows if row["backend"] == backend and "us" in row]
             smallest = min(own, key=lambda row: int(row["bytes"]))

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from moecomm.bench import schema
 from moecomm.bench.ours import BF16_WIRE, IN_WINDOW
 from moecomm.simulate.domain import Line, Operation
 from moecomm.simulate.measured import content
@@ -39,12 +41,13 @@ class Slope:
 def _rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in paths:
-        try:
-            result = content(path.read_bytes())
-            if "benchmark" not in result and {"ranks", "blocks", "us"} <= set(result["rows"][0]):
-                found += result["rows"]
-        except (ValueError, KeyError, TypeError, IndexError):
-            continue
+        result = content(path, schema.RESULT.bytes_of(path))
+        rows = [] if "benchmark" in result else result.get("rows", [])
+        if rows and {"ranks", "blocks", "us"} <= rows[0].keys():
+            try:
+                found += msgspec.convert(rows, list[schema.VirtualRow])
+            except ValueError as error:
+                schema.RESULT.refuse(path, error)
     return found
 
 

@@ -71,32 +71,8 @@ class Stats:
         counts |= {"rows_per_expert": found[at_experts : at_experts + experts], "wait_ns": peers[len(_PEERS) :]}
         return cls(rounds=int(found[ROUNDS]), dropped=int(found[DROPPED]), **beside._asdict(), **counts)
 
-    @classmethod
-    def of_lists(cls, found: Any, ranks: int) -> Stats:
-        """Read what lists() has made, which may come from anywhere.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is nothing of the kind.
-        """
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            value = found[field.name]
-            if field.name in _NUMBERS:
-                if type(value) is not int:
-                    raise ValueError(f"{field.name} is no integer")
-                values[field.name] = value
-                continue
-            tensor = torch.tensor(value)
-            want = (len(WAITS), ranks) if field.name == "wait_ns" else (ranks,)
-            if tensor.dtype is not torch.int64 and tensor.numel() > 0:
-                raise ValueError(f"{field.name} has no integers")
-            if tensor.shape != want and field.name != "rows_per_expert":
-                raise ValueError(f"{field.name} has the shape {tuple(tensor.shape)}, not {want}")
-            values[field.name] = tensor.long()
-        return cls(**values)
-
     def lists(self) -> dict[str, Any]:
-        """Return the counters as numbers and lists, for JSON."""
+        """Return the counters as numbers and lists, for JSON; moecomm.stats.reading reads them back."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 

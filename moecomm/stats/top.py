@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from moecomm.core.protocol import MAX_HOST_RANKS
+from moecomm.core.documents import Document
 from moecomm.errors import BadInput
 from moecomm.stats.classify import classify
 from moecomm.stats.counters import WAITS, JobStats, Stats
 from moecomm.stats.publish import EVERY_S, FORMAT
+from moecomm.stats.reading import Rank, Ranks, Sample, Whole
 
-_MOST_BYTES = 16 << 20
 _OLD_S = 5.0  # without a new sample, which comes every second: the rank is gone, or stopped
+
+
+class _File(msgspec.Struct):
+    """A file of moecomm.stats.publish."""
+
+    format: Literal[1]
+    buffer: str
+    rank: Rank
+    ranks: Ranks
+    host: str
+    pid: Whole
+    samples: Annotated[list[Sample], msgspec.Meta(min_length=2, max_length=2)]
+
+
+assert FORMAT == 1, "the one that _File describes"
+_FILE = Document("FOLDER", "a folder of MOECOMM_TOP_DIR", _File)
 
 
 @dataclass(frozen=True)
@@ -59,17 +75,19 @@ def read(folder: Path) -> list[RankView]:
 
 
 def _read(folder: Path) -> list[RankView]:
-    found = []
+    found: dict[tuple[str, int], RankView] = {}
+    sizes: dict[str, int] = {}
     for file in sorted(folder.glob("moecomm-top-*.json")):
         try:
-            if (size := file.stat().st_size) > _MOST_BYTES:
-                raise ValueError(f"{size} bytes")
-            found.append(_view(json.loads(file.read_bytes())))
-        except FileNotFoundError:  # its Buffer has been closed
-            continue
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadInput("FOLDER", f"{file} ({error})", "a folder of MOECOMM_TOP_DIR") from error
-    return found
+            view = _view(file)
+        except BadInput:
+            if file.exists():
+                raise
+            continue  # its Buffer has been closed
+        if sizes.setdefault(view.buffer, view.ranks) != view.ranks or (view.buffer, view.rank) in found:
+            _FILE.refuse(file, f"rank {view.rank} of {view.ranks}, unlike other files of its Buffer")
+        found[view.buffer, view.rank] = view
+    return list(found.values())
 
 
 def watch(folder: Path, console: Console) -> None:
@@ -88,18 +106,21 @@ def watch(folder: Path, console: Console) -> None:
         console.print("all Buffers are closed")
 
 
-def _view(found: Any) -> RankView:
-    if found["format"] != FORMAT:
-        raise ValueError(f"format {found['format']}, not {FORMAT}")
-    rank, ranks = int(found["rank"]), int(found["ranks"])
-    if not 0 <= rank < ranks <= MAX_HOST_RANKS:
-        raise ValueError(f"rank {rank} of {ranks}")
-    first, last = found["samples"]
-    begun, ended = int(first["time_ns"]), int(last["time_ns"])
-    before, stats = (Stats.of_lists(sample["stats"], ranks) for sample in (first, last))
-    where = f"{found['host']}:{int(found['pid'])}"
-    since = stats.since(before) if ended > begun else stats
-    return RankView(str(found["buffer"]), rank, ranks, where, (ended - begun) / 1e9, since, ended)
+def _view(file: Path) -> RankView:
+    found = _FILE.read(file)
+    first, last = found.samples
+    try:
+        if found.rank >= found.ranks:
+            raise ValueError(f"rank {found.rank} of {found.ranks}")
+        before, stats = (sample.stats.stats(found.ranks) for sample in (first, last))
+        if before.rows_per_expert.shape != stats.rows_per_expert.shape:
+            raise ValueError("rows_per_expert of two lengths")
+    except ValueError as error:
+        _FILE.refuse(file, error)
+    where = f"{found.host}:{found.pid}"
+    since = stats.since(before) if last.time_ns > first.time_ns else stats
+    seconds = (last.time_ns - first.time_ns) / 1e9
+    return RankView(found.buffer, found.rank, found.ranks, where, seconds, since, last.time_ns)
 
 
 def frame(views: Sequence[RankView], now_ns: int | None = None) -> Group:

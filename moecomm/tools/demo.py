@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from moecomm import backends, config
+from moecomm.bench.ranks import progress
 from moecomm.buffer import Buffer
 from moecomm.core.choices import BackendName
+from moecomm.core.experts import experts_of, owners_of
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
@@ -85,8 +87,7 @@ def demo(
 
     Args:
         model: name in `moecomm.router.MODELS`; sets hidden size, number of experts, top-k and gate.
-        ranks: number of processes, a divisor of the number of experts. Default: 4 on CPUs; on GPUs the largest divisor
-            up to the number of GPUs, at most 8.
+        ranks: number of processes, at most one for each expert. Default: 4 on CPUs, one per GPU, at most 8.
         tokens: tokens of each rank.
         intermediate: columns inside an expert.
         backend: "auto", "host", "lsa", "gin" or "nvshmem".
@@ -124,10 +125,11 @@ def demo(
 
 def _ranks(wanted: int | None, backend: str, num_experts: int) -> int:
     most = 64 if backend == "host" else torch.cuda.device_count()
+    most = min(most, num_experts)
     if wanted is None:
-        wanted = 4 if backend == "host" else max(n for n in range(1, min(most, 8) + 1) if num_experts % n == 0)
-    if not 1 <= wanted <= most or num_experts % wanted:
-        raise BadInput("ranks", wanted, f"a divisor of {num_experts} experts, at most {most}")
+        wanted = min(most, 4 if backend == "host" else 8)
+    if not 1 <= wanted <= most:
+        raise BadInput("ranks", wanted, f"1 to {most}")
     return wanted
 
 
@@ -146,33 +148,34 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     x = hidden_states(case.tokens, model.hidden, first=rank * case.tokens, seed=case.seed).to(device)
     gate = router(case.model, device=device, seed=case.seed)
     topk_idx, topk_weights = gate(x)
-    local = model.num_experts // case.ranks
-    mine = [_expert(case, expert, device) for expert in range(rank * local, (rank + 1) * local)]
-    w13, w2 = (torch.stack(weights) for weights in zip(*mine, strict=True))
-    del mine
-
     layouts, outputs = {}, {}
-    with Buffer(
-        group,
-        hidden=model.hidden,
-        num_experts=model.num_experts,
-        topk=model.topk,
-        max_tokens=case.tokens,
-        backend=case.backend,
-        device=device,
-    ) as buffer:
-        backend = buffer.backend
-        for layout in LAYOUTS:
-            layer = MoELayer(gate, buffer, w13, w2, layout=layout)
-            outputs[layout] = layer(x)
-            layouts[layout] = _time_rounds(layer, x, topk_idx, topk_weights, group)
-            layouts[layout] |= _traffic(case, rank, layout, topk_idx)
-        buffer.check()
-    del w13, w2
-    whole = [_gather(t, group) for t in (x, topk_idx, topk_weights, *outputs.values())]
-    errors = (
-        {} if rank else _errors(case, device, whole[0], whole[1], whole[2], dict(zip(outputs, whole[3:], strict=True)))
-    )
+    with progress(group, len(LAYOUTS) + 2) as step:
+        step("weights of the experts")
+        mine = [_expert(case, expert, device) for expert in experts_of(rank, model.num_experts, case.ranks)]
+        w13, w2 = (torch.stack(weights) for weights in zip(*mine, strict=True))
+        del mine
+        with Buffer(
+            group,
+            hidden=model.hidden,
+            num_experts=model.num_experts,
+            topk=model.topk,
+            max_tokens=case.tokens,
+            backend=case.backend,
+            device=device,
+        ) as buffer:
+            backend = buffer.backend
+            for layout in LAYOUTS:
+                step(f"{layout} layout")
+                layer = MoELayer(gate, buffer, w13, w2, layout=layout)
+                outputs[layout] = layer(x)
+                layouts[layout] = _time_rounds(layer, x, topk_idx, topk_weights, group)
+                layouts[layout] |= _traffic(case, rank, layout, topk_idx)
+            buffer.check()
+        del w13, w2
+        step("the same layer on a single rank")
+        whole = [_gather(t, group) for t in (x, topk_idx, topk_weights, *outputs.values())]
+        by_layout: dict[str, torch.Tensor] = dict(zip(outputs, whole[3:], strict=True))
+        errors = {} if rank else _errors(case, device, whole[0], whole[1], whole[2], by_layout)
     return {"backend": backend, "layouts": layouts, "errors": errors}
 
 
@@ -230,7 +233,7 @@ def _traffic(case: Case, rank: int, layout: str, topk_idx: torch.Tensor) -> dict
     Dispatch carries bfloat16. Combine carries bfloat16 rows for `flat`, and float32 reduced rows for the other layouts.
     """
     model = MODELS[case.model]
-    owner = topk_idx // (model.num_experts // case.ranks)
+    owner = owners_of(topk_idx, model.num_experts, case.ranks)
     tokens = [int((owner == peer).any(dim=1).sum()) for peer in range(case.ranks)]
     remote = (sum(tokens) - tokens[rank]) * model.hidden
     return {"dispatched_bytes": remote * 2, "combined_bytes": remote * (2 if layout == "flat" else 4)}

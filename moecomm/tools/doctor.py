@@ -109,8 +109,8 @@ class Report:
     tables: dict[str, str] = field(default_factory=dict)  # by the name of a GPU: where its tuning table comes from
     multicast: str = MULTICAST  # over NVLink; the same on every machine
 
-    def details(self) -> str:
-        """Return versions, topology, multicast, kernel cache, tuning tables and the limits of packets as text."""
+    def details(self, limits: bool = False) -> str:
+        """Return versions, topology, multicast, cache, tuning tables and, with `limits`, those of packets as text."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
         shown = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
@@ -122,7 +122,8 @@ class Report:
         if cache.unusable:
             what = f"NOT in use, every process compiles: {cache.unusable}"
         tables = [f"tuning table of {gpu}: {table}" for gpu, table in self.tables.items()]
-        shown += ["", f"kernel cache: {cache.path} ({what})", *tables, "", *lines(self.few_tokens)]
+        shown += ["", f"kernel cache: {cache.path} ({what})", *tables]
+        shown += ["", *lines(self.few_tokens)] if limits else []
         return "\n".join(shown)
 
     def json(self) -> str:

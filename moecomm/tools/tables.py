@@ -10,6 +10,7 @@ import torch
 from moecomm import tuning
 from moecomm.bench import results
 from moecomm.config import cache_dir
+from moecomm.core.documents import opened
 from moecomm.errors import BadInput
 from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
@@ -55,7 +56,8 @@ def store(gpu: str, measured: Table, path: Path | None) -> Path:
 def _table_in(path: Path) -> Table:
     """Return the table in a file that the caller named; an empty one if it holds none."""
     try:
-        return tuning.parse(path.read_text())
+        with opened(path, tuning.MOST_BYTES) as file:
+            return tuning.parse(file.read())
     except (OSError, ValueError):
         return Table()
 

@@ -55,9 +55,8 @@ def rounds(
     `gemms` and `layers` measure other choices. Entries of an existing table that are not measured again are kept.
     """
     from moecomm.bench.case import Case, model_sizes
-    from moecomm.bench.cli import say_on_cpu
     from moecomm.bench.ranks import plan
-    from moecomm.errors import BadInput
+    from moecomm.errors import BadInput, Unsupported
     from moecomm.tools.tune import Candidates, tune
 
     if context.invoked_subcommand is not None:
@@ -81,12 +80,11 @@ def rounds(
         mode="eager" if name == "host" else "graph",
         replays=replays,
     )
+    candidates = Candidates(case, numbers("chunks", chunks))
+    candidates.check()
     if name == "host":
-        say_on_cpu(
-            "times are those of the host transport between CPU ranks and do not carry over to GPUs; rounds on CPUs use "
-            "no table; with the default sizes it takes minutes"
-        )
-    _say(tune(Candidates(case, numbers("chunks", chunks)), out, json))
+        raise Unsupported("moecomm tune needs GPUs: rounds on CPU ranks use no table")
+    _say(tune(candidates, out, json))
 
 
 @app.command()

@@ -10,7 +10,7 @@ import torch
 
 from moecomm import tuning
 from moecomm.bench import gemm, results
-from moecomm.bench.ranks import progress
+from moecomm.bench.ranks import need_gpu, progress
 from moecomm.errors import BadInput
 from moecomm.router import Model
 from moecomm.tools import tables
@@ -49,11 +49,11 @@ def tune(candidates: Candidates, path: Path | None = None, measurements: Path | 
     """Measure on the current GPU and write the table; see moecomm.tools.tune.tune.
 
     Raises:
-        BadInput: a candidate is out of range, there is no GPU, or the folder cannot be created.
+        BadInput: a candidate is out of range, or the folder cannot be created.
+        Unsupported: there is no GPU.
     """
     cases = candidates.gemms()
-    if not torch.cuda.is_available():
-        raise BadInput("device", "cpu", "a GPU: schedules are those of its kernels")
+    need_gpu("tune gemms", "schedules are those of GPU kernels")
     tables.make_folder(path)
     device = torch.device("cuda", torch.cuda.current_device())
     rows = measure(candidates, cases, device)

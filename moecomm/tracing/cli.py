@@ -18,6 +18,11 @@ app = typer.Typer(
 )
 
 
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILE...", help="Files of spans of all ranks, or folders with them.")
+]
+
+
 @app.callback()
 def traces() -> None:
     """Traces that MOECOMM_TRACE_DIR or moecomm.trace has written."""
@@ -25,7 +30,7 @@ def traces() -> None:
 
 @app.command("merge")
 def merge_files(
-    folder: Annotated[Path, typer.Argument(help="The folder with the files of all ranks.")],
+    files: Files,
     out: Annotated[Path, typer.Option("--out", "-o", callback=written, help="The file, for ui.perfetto.dev.")] = Path(
         "trace.json"
     ),
@@ -34,15 +39,15 @@ def merge_files(
     from moecomm.tracing import reading
     from moecomm.tracing.merge import merge
 
-    files = reading.read(folder)
-    merged = merge(files)
+    found = reading.read(files)
+    merged = merge(found)
     with out.open("w") as file:
         json.dump(merged, file)
-    spans = sum(len(rank.spans) for rank in files)
-    typer.echo(f"{out}: {spans} spans of {len(files)} files")
+    spans = sum(len(rank.spans) for rank in found)
+    typer.echo(f"{out}: {spans} spans of {len(found)} files")
     for clock in merged["otherData"]["clocks"]:
         if not clock["aligned"]:
-            typer.echo(f"{clock['host']}: its clock can't be aligned with that of {files[0].host}", err=True)
+            typer.echo(f"{clock['host']}: its clock can't be aligned with that of {found[0].host}", err=True)
         elif clock["error_ns"]:
             typer.echo(f"{clock['host']}: aligned to within {clock['error_ns'] / 1000:.1f} us")
     if dropped := sum(merged["otherData"]["dropped"].values()):
@@ -51,10 +56,13 @@ def merge_files(
 
 @app.command("summary")
 def summary(
-    folder: Annotated[Path, typer.Argument(help="The folder with the files of all ranks.")],
+    files: Files,
     skip: Annotated[int, typer.Option(callback=whole(0), help="First rounds of each operation to leave out.")] = 0,
 ) -> None:
-    """Show when the roles of rounds begin and end: medians over rounds, in us after the last rank has begun."""
+    """Show when the roles of rounds begin and end: medians over rounds, in us after the last rank has begun.
+
+    0.0: before that.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -64,7 +72,7 @@ def summary(
     table = Table("operation", "role")
     for column in ("rounds", "begins", "usually ends", "last ends"):
         table.add_column(column, justify="right", no_wrap=True)
-    for row in summarize(reading.read(folder), skip):
+    for row in summarize(reading.read(files), skip):
         times = (f"{us:.1f}" for us in (row.begins, row.usually_ends, row.ends))
         table.add_row(row.operation, row.role, str(row.rounds), *times)
     Console().print(table)

@@ -8,11 +8,14 @@ tracks of each of its Buffers are threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecomm.core.spans import CALLS
 from moecomm.tracing.clocks import Offset, offsets
 from moecomm.tracing.reading import RankSpans
+
+_MOST_DIGITS = 20  # of a number in the name of a track
 
 
 class _Process(NamedTuple):
@@ -36,7 +39,7 @@ def merge(files: Sequence[RankSpans]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     tracks: dict[tuple[int, str, str], int] = {}
     for file in files:
-        pid = pids[file.path.name]
+        pid = pids[file.path]
         for span in file.spans:
             tid = tracks.setdefault((pid, file.buffer, span.track), len(tracks) + 1)
             begin_ns = span.begin_ns - _offset(file, aligned) - first_ns
@@ -72,7 +75,7 @@ def _offset(file: RankSpans, aligned: dict[str, Offset]) -> int:
     return aligned[file.clock].offset_ns if file.clock in aligned else 0
 
 
-def _pids(files: Sequence[RankSpans]) -> dict[str, int]:
+def _pids(files: Sequence[RankSpans]) -> dict[Path, int]:
     """Return the process of the trace that each file belongs to."""
     known = {(file.buffer, file.rank): file for file in files}
 
@@ -83,20 +86,20 @@ def _pids(files: Sequence[RankSpans]) -> dict[str, int]:
             file = known[file.before]
         return _Process(file.clock, file.pid, file.rank)
 
-    processes = {file.path.name: process(file) for file in files}
+    processes = {file.path: process(file) for file in files}
     numbers = {found: number for number, found in enumerate(sorted(set(processes.values()), key=_order), 1)}
-    return {name: numbers[found] for name, found in processes.items()}
+    return {path: numbers[found] for path, found in processes.items()}
 
 
 def _order(process: _Process) -> tuple[int, str, int]:
     return process.rank, process.host, process.pid
 
 
-def _names(files: Sequence[RankSpans], pids: dict[str, int], tracks: dict[tuple[int, str, str], int]) -> list[Any]:
+def _names(files: Sequence[RankSpans], pids: dict[Path, int], tracks: dict[tuple[int, str, str], int]) -> list[Any]:
     """Return the events that name processes and threads, and put them in order."""
     of_process: dict[int, list[RankSpans]] = {}
     for file in files:
-        of_process.setdefault(pids[file.path.name], []).append(file)
+        of_process.setdefault(pids[file.path], []).append(file)
     buffers = {file.buffer: number for number, file in reversed([*enumerate(files)])}
     order = {buffer: place for place, buffer in enumerate(sorted(buffers, key=lambda buffer: buffers[buffer]))}
     events = []
@@ -114,8 +117,8 @@ def _names(files: Sequence[RankSpans], pids: dict[str, int], tracks: dict[tuple[
 
 def _place(track: str) -> tuple[bool, list[tuple[bool, int, str]]]:
     """Return the key of a track among those of a Buffer: calls first, then by words, numbers as such."""
-    words = [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in track.split()]
-    return track != CALLS, words
+    words = [(word, word.isdecimal() and len(word) < _MOST_DIGITS) for word in track.split()]
+    return track != CALLS, [(is_number, int(word) if is_number else 0, word) for word, is_number in words]
 
 
 def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

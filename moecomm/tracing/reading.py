@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-from moecomm.core.protocol import MAX_HOST_RANKS
+import msgspec
+
+from moecomm.core.documents import Document, opened
 from moecomm.errors import BadInput
+from moecomm.stats.reading import Rank, Ranks, Whole
 from moecomm.tracing.device import ClockPoint, decode, on_host
 from moecomm.tracing.files import FORMAT, OF_KERNELS, SUFFIX
 
-_MOST_NS = 1 << 63
-_Value = TypeVar("_Value")
+_MOST_BYTES, _MOST_LINE = 4 << 30, 1 << 20  # of a file, and of a line in it
 
 
 class Span(NamedTuple):
@@ -21,8 +23,8 @@ class Span(NamedTuple):
 
     name: str
     track: str
-    begin_ns: int
-    end_ns: int
+    begin_ns: Whole
+    end_ns: Whole
     args: dict[str, Any]
 
 
@@ -60,86 +62,108 @@ class RankSpans:
     dropped: int = 0
 
 
-def read(folder: Path) -> list[RankSpans]:
-    """Read all files of a folder, by Buffer and rank.
+class _Before(msgspec.Struct):
+    buffer: str
+    rank: Rank
+
+
+class _Header(msgspec.Struct):
+    """The first line of a file; see moecomm.tracing.files."""
+
+    format: Literal[1]
+    buffer: str
+    rank: Rank
+    ranks: Ranks
+    host: str
+    clock: str
+    pid: Whole
+    backend: str
+    barrier: tuple[Whole, Whole]
+    before: _Before | None = None
+
+
+class _Note(msgspec.Struct):
+    """A line between spans: a comparison of clocks (ClockPoint), or a number of spans that had no room."""
+
+    clock: tuple[Whole, Whole, Whole] | None = None
+    dropped: Whole | None = None
+
+
+assert FORMAT == 1, "the one that _Header describes"
+_SPANS = Document("FILE", "a file of spans that MOECOMM_TRACE_DIR or moecomm.trace has written", _Header, _MOST_BYTES)
+_KERNELS = Document("FILE", "records of kernels beside a file of spans", bytes, _MOST_BYTES)
+_FIRST, _LATER = msgspec.json.Decoder(_Header), msgspec.json.Decoder(Span | _Note)  # lines
+
+
+def read(paths: Sequence[Path]) -> list[RankSpans]:
+    """Read files, and all files of folders, by Buffer and rank.
 
     Raises:
         BadInput: there is none, or one is no file of spans.
     """
-    files = sorted(folder.glob(f"moecomm-*{SUFFIX}")) if folder.is_dir() else []
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(path.glob(f"moecomm-*{SUFFIX}")) if path.is_dir() else [path]
     if not files:
-        raise BadInput("FOLDER", str(folder), "a folder in which MOECOMM_TRACE_DIR or moecomm.trace has written files")
-    return sorted((_read(path) for path in files), key=lambda found: (found.barrier[1], found.buffer, found.rank))
+        raise BadInput("FILE", ", ".join(map(str, paths)) or "none", f"{_SPANS.want}, or a folder of such files")
+    ranks: dict[str, int] = {}
+    found = {}
+    for path in dict.fromkeys(files):
+        found[path] = one = _read(path)
+        if (size := ranks.setdefault(one.buffer, one.ranks)) != one.ranks:
+            _SPANS.refuse(path, f"{one.ranks} ranks, where another file of its Buffer has {size}")
+    return sorted(found.values(), key=lambda one: (one.barrier[1], one.buffer, one.rank))
 
 
 def _read(path: Path) -> RankSpans:
-    lines = 1
+    number = 1
     try:
-        with path.open("rb") as file:
-            found = _header(path, json.loads(file.readline()))
-            for line in file:
-                lines += 1
-                if not line.endswith(b"\n"):
+        with opened(path, _MOST_BYTES) as file:
+            found = _header(path, file.readline(_MOST_LINE))
+            while line := file.readline(_MOST_LINE):
+                number += 1
+                if len(line) < _MOST_LINE and not line.endswith(b"\n"):
                     break  # the process ended while it wrote
-                _add(found, json.loads(line))
-        _add_kernels(found)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise BadInput("FOLDER", f"{path}, line {lines} ({why})", "a file of spans of moecomm") from error
+                _add(found, _LATER.decode(line))
+    except (OSError, ValueError, RecursionError) as error:
+        _SPANS.refuse(f"{path}, line {number}", error)
+    _add_kernels(found)
     return found
 
 
-def _add(found: RankSpans, line: Any) -> None:
-    if isinstance(line, dict) and "clock" in line:
-        device_ns, host_ns, error_ns = (int(number) for number in _of(line, "clock", list))
-        found.clock_points.append(ClockPoint(device_ns, host_ns, error_ns))
-        return
-    if isinstance(line, dict):
-        found.dropped += _of(line, "dropped", int)
-        return
-    name, track, begin_ns, end_ns, args = line
-    named = isinstance(name, str) and isinstance(track, str) and isinstance(args, dict)
-    timed = isinstance(begin_ns, int) and isinstance(end_ns, int) and 0 <= begin_ns <= end_ns < _MOST_NS
-    if not (named and timed):
-        raise ValueError("no span")
-    found.spans.append(Span(name, track, begin_ns, end_ns, args))
+def _add(found: RankSpans, said: Span | _Note) -> None:
+    if isinstance(said, Span):
+        if said.begin_ns > said.end_ns:
+            raise ValueError("a span that ends before it begins")
+        found.spans.append(said)
+    elif said.clock is not None:
+        found.clock_points.append(ClockPoint(*said.clock))
+    elif said.dropped is not None:
+        found.dropped += said.dropped
+    else:
+        raise ValueError("neither a span, nor a clock, nor dropped spans")
 
 
 def _add_kernels(found: RankSpans) -> None:
     """Add the spans of kernels, if the GPU's clock was compared with the host's."""
     beside = found.path.with_suffix(OF_KERNELS)
-    if not found.clock_points or not beside.is_file():
+    if not found.clock_points or not beside.exists():
         return
     found.clock_points.sort()
-    for span in decode(beside.read_bytes()):
+    records = _KERNELS.bytes_of(beside)
+    try:
+        kernels = list(decode(records))
+    except ValueError as error:
+        _KERNELS.refuse(beside, error)
+    for span in kernels:
         begin_ns, end_ns = (on_host(found.clock_points, time) for time in (span.begin_ns, span.end_ns))
         found.spans.append(Span(span.name, span.track, begin_ns, max(begin_ns, end_ns), {"round": span.round}))
 
 
-def _header(path: Path, line: Any) -> RankSpans:
-    if line["format"] != FORMAT:
-        raise ValueError(f"format {line['format']}, not {FORMAT}")
-    rank, ranks = _of(line, "rank", int), _of(line, "ranks", int)
-    if not 0 <= rank < ranks <= MAX_HOST_RANKS:
-        raise ValueError(f"rank {rank} of {ranks}")
-    came_ns, left_ns = (int(time) for time in _of(line, "barrier", list))
-    before = line["before"]
-    return RankSpans(
-        path=path,
-        buffer=_of(line, "buffer", str),
-        before=None if before is None else (_of(before, "buffer", str), _of(before, "rank", int)),
-        rank=rank,
-        ranks=ranks,
-        host=_of(line, "host", str),
-        clock=_of(line, "clock", str),
-        pid=_of(line, "pid", int),
-        backend=_of(line, "backend", str),
-        barrier=(came_ns, left_ns),
-    )
-
-
-def _of(found: Any, name: str, kind: type[_Value]) -> _Value:
-    value = found[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{name} is no {kind.__name__}")
-    return value
+def _header(path: Path, line: bytes) -> RankSpans:
+    said = _FIRST.decode(line)
+    if said.rank >= said.ranks:
+        raise ValueError(f"rank {said.rank} of {said.ranks}")
+    names = ("buffer", "rank", "ranks", "host", "clock", "pid", "backend", "barrier")
+    about: dict[str, Any] = {name: getattr(said, name) for name in names}
+    return RankSpans(path, before=None if said.before is None else (said.before.buffer, said.before.rank), **about)

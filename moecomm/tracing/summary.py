@@ -12,7 +12,7 @@ from moecomm.core.spans import CALLS
 from moecomm.tracing.clocks import offsets
 from moecomm.tracing.reading import RankSpans
 
-_ROUND = re.compile(r"(\w+) round (\d+)")
+_ROUND = re.compile(r"(\w+) round (\d{1,18})")
 _WAIT = "wait for "
 
 
@@ -25,7 +25,8 @@ class _Span(NamedTuple):
 class RoleTimes(NamedTuple):
     """Medians over rounds of one role, in us from the moment at which the last rank begins the round's work.
 
-    No round can end before that, however early other ranks have begun to wait.
+    No round can end before that, however early other ranks have begun to wait.  What lies before it counts as 0: ranks
+    that came earlier may have sent already.
 
     Attributes:
         operation: "dispatch", "combine" and so on.
@@ -75,8 +76,8 @@ def summarize(files: Sequence[RankSpans], skip: int = 0) -> list[RoleTimes]:
             continue
         zero = max(begun.values())
         for role, spans in work[key].items():
-            ends = [span.end_ns - zero for span in spans]
-            begin = max(_begins(spans).values()) - zero
+            ends = [max(0, span.end_ns - zero) for span in spans]
+            begin = max(0, max(_begins(spans).values()) - zero)
             times[operations[key], role].append((begin / 1e3, statistics.median(ends) / 1e3, max(ends) / 1e3))
     rows = [
         RoleTimes(*name, len(of), *(statistics.median(column) for column in zip(*of, strict=True)))

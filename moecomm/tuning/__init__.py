@@ -46,7 +46,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
 CHUNKS = (1, 2, 4, 8, 16, 32)
 DEFAULT_GPU = "NVIDIA H200"  # whose table holds for a GPU without one
-_MOST_BYTES = 1 << 20  # of a user's table; shipped tables have a few thousand
+MOST_BYTES = 1 << 20  # of a user's table; shipped tables have a few thousand
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def users(gpu: str) -> Table:
     """
     path = users_path(gpu)
     try:
-        return parse(trusted_files.read(path, Access.READ_ONLY, _MOST_BYTES))
+        return parse(trusted_files.read(path, Access.READ_ONLY, MOST_BYTES))
     except FileNotFoundError:
         return Table()
     except (OSError, ValueError) as error:

@@ -182,12 +182,15 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return there
 
 
-def ends(words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code, and what was said on standard error."""
+def ends(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *, shown: bool = False
+) -> tuple[int, str]:
+    """Exit code, and what was said on standard error, or shown on standard output."""
     monkeypatch.setattr("sys.argv", ["moecomm", *words])
     with pytest.raises(SystemExit) as ended:
         cli.run(COMMANDS)
-    return int(ended.value.code or 0), capfd.readouterr().err
+    said = capfd.readouterr()
+    return int(ended.value.code or 0), said.out if shown else said.err
 
 
 @pytest.mark.parametrize("command", TABLE)
@@ -213,26 +216,16 @@ def test_files_that_are_none(
     assert code == 2 and said.strip()
 
 
-@pytest.mark.parametrize(
-    ("line", "worth"),
-    [
-        (
-            "tune --backend host",
-            "times are those of the host transport between CPU ranks and do not carry over to GPUs",
-        ),
-        ("bench gemm", "bench gemm times the reference in torch"),
-    ],
-)
-def test_what_a_command_is_worth_without_gpus_is_said_at_once(
-    line: str,
-    worth: str,
-    places: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("line", ["tune", "tune --backend host", "tune gemms", "tune layers", "bench gemm"])
+def test_a_command_that_needs_gpus_refuses_at_once_and_names_its_own_options(
+    line: str, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, said = ends(line.split(), monkeypatch, capfd)
-    assert code == 1 and said.startswith(f"No GPU here: {worth}") and said.endswith("MoecommError: started\n")
+    name, _, text = said.partition(": ")
+    assert (code, name) in ((1, "Unsupported"), (2, "BadInput")) and "GPU" in text
+    argument, got, _ = text.partition(": got ")
+    assert not got or f"--{argument}" in ends([*line.split(), "--help"], monkeypatch, capfd, shown=True)[1]
 
 
 def test_a_result_has_a_folder_before_it_is_measured(

@@ -23,6 +23,8 @@ from moecomm.errors import BadInput
 
 from ..few import few
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
 
 def result() -> dict[str, Any]:
     rows = []
@@ -65,8 +67,9 @@ def test_the_lines_drawn_are_those() -> None:
 
 
 def test_an_svg_says_what_it_was_drawn_from_and_is_the_same_each_time(tmp_path: Path) -> None:
+    kept = json.loads((RESULTS / "cold-h200-2.json").read_text())
     source = tmp_path / "found.json"
-    source.write_text(json.dumps(result()))
+    source.write_text(json.dumps(kept))
     for name in ("a.svg", "b.svg", "c.png"):
         plot.draw([source], tmp_path / name)
     with pytest.raises(BadInput, match=r"d\.gif"):
@@ -74,15 +77,14 @@ def test_an_svg_says_what_it_was_drawn_from_and_is_the_same_each_time(tmp_path: 
     assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
     assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-    source.write_text(json.dumps(result() | {"date": "2000-01-01"}))
+    source.write_text(json.dumps(kept | {"date": "2000-01-01"}))
     assert plot.digest([source]) not in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize("kind", ["decode", "training"])
 def test_a_benchmark_without_a_plot_is_named(tmp_path: Path, kind: str) -> None:
-    source = tmp_path / "steps.json"
-    source.write_text(json.dumps({"benchmark": kind, "rows": [{"us": {"p50": 1.0}}]}))
-    with pytest.raises(BadInput, match=rf"steps\.json: {kind}, which has no plot; `moecomm bench show`"):
+    source = RESULTS / f"{kind}-h100-2.json"
+    with pytest.raises(BadInput, match=rf"-h100-2\.json \({kind}, which has no plot; `moecomm bench show`"):
         plot.draw([source], tmp_path / "out.png")
 
 
@@ -134,8 +136,7 @@ def test_layers_are_drawn_by_model(tmp_path: Path) -> None:
     times = {line.get_label(): list(line.get_ydata()) for line in axes[0].get_lines()}
     assert times == {"moecomm layer two launches": [80, 320], "moecomm GEMMs": [80, 320]}
     assert list(axes[1].get_lines()[0].get_ydata()) == [1, 4] and len(axes[1].get_lines()) == 2
-    source = tmp_path / "moe.json"
-    source.write_text(json.dumps(layers()))
+    source = RESULTS / "moe-mixtral-8x7b-h200-2.json"
     plot.draw([source], tmp_path / "a.svg")
     assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
 
@@ -160,8 +161,7 @@ def test_gemms_are_drawn_by_model_and_ranks(tmp_path: Path) -> None:
     times, speeds = ({line.get_label(): list(line.get_ydata()) for line in one.get_lines()} for one in axes)
     assert times == {"moecomm GEMM 1 swiglu bf16": [80, 320], "torch GEMM 1 swiglu bf16": [160, 640]}
     assert speeds == {"moecomm GEMM 1 swiglu bf16": [600, 600], "torch GEMM 1 swiglu bf16": [300, 300]}
-    source = tmp_path / "gemm.json"
-    source.write_text(json.dumps(gemms()))
+    source = RESULTS / "gemm-fp8-h200.json"
     plot.draw([source], tmp_path / "a.svg")
     assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
 
@@ -278,7 +278,6 @@ def test_times_alone_are_drawn_with_their_spread(mode: str) -> None:
     assert [len(bars.get_segments()) for bars in left.collections] == [3, 3], "a bar to p99 for each"
 
 
-RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
 BENCHMARKS = {path: json.loads(path.read_text()).get("benchmark") for path in sorted(RESULTS.glob("*.json"))}
 DRAWN = [path for path, benchmark in BENCHMARKS.items() if benchmark in plot.DRAWN]
 

@@ -283,7 +283,7 @@ def _named(rank: int, group: Any, folder: str) -> None:
 
 def test_a_trace_has_the_names_of_layers(ranks: Any, tmp_path: Path) -> None:
     ranks.run(2, _named, str(tmp_path))
-    files = reading.read(tmp_path)
+    files = reading.read([tmp_path])
     assert {file.rank for file in files} == {0, 1}
     for file in files:
         rounds = [span.args.get("layer") for span in file.spans if " round " in span.name]

@@ -63,7 +63,7 @@ def test_owners(path: Path, place: str, owner: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_more_is_read_than_is_allowed(path: Path) -> None:
-    with pytest.raises(OSError, match="has 7 bytes"):
+    with pytest.raises(OSError, match="7 bytes, at most 6"):
         trusted_files.read(path, Access.PRIVATE, 6)
 
 

@@ -314,7 +314,7 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
     )
     cli.show_doctor(report, Console())
     sizes = "7168 columns, 8 experts a token; float16 as bf16"
-    assert capfd.readouterr().out.splitlines() == [
+    plain = [
         "host     can run",
         "gin      can't run: pip install 'moecomm[cu13]'",
         "",
@@ -328,6 +328,11 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         "",
         "kernel cache: /c (3.0 MiB, private)",
         "tuning table of H200: shipped",
+    ]
+    assert capfd.readouterr().out.splitlines() == plain
+    cli.show_doctor(report, Console(), limits=True)
+    assert capfd.readouterr().out.splitlines() == [
+        *plain,
         "",
         f"most tokens of a rank in packets (one NVLink domain, every layout, {sizes}):",
         "   4 ranks,  32 MiB: dispatch bf16 256; combine bf16 273",

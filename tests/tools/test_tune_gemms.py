@@ -11,7 +11,7 @@ import torch
 
 from moecomm import tuning
 from moecomm.bench import gemm
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, kernels
 from moecomm.fused.schedules import schedule_of
 from moecomm.router import MODELS
@@ -104,7 +104,7 @@ def test_candidates_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BadInput, match="a GPU"):
+    with pytest.raises(Unsupported, match="a GPU"):
         tune_gemms.tune(candidates())
 
 

@@ -7,16 +7,13 @@ import dataclasses
 import json
 import os
 import pwd
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import moecomm
 from moecomm import tuning
-from moecomm.bench.case import Case
+from moecomm.bench.case import Case, model_sizes
 from moecomm.errors import BadInput
 from moecomm.tools import tune
 from moecomm.tuning import Choice, Entry, Table
@@ -277,25 +274,11 @@ def test_a_home_that_is_not_there_is_named(chosen: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
-def test_the_command_writes_a_table_that_is_then_used(tmp_path: Path) -> None:
-    packages = Path(moecomm.__file__).parent.parent
-    older = [Entry("dispatch", "flat", 2, 40, 99, 32), Entry("dispatch", "batched", 2, 40, 99, 32)]
-    write("cpu", older)
-    sizes = ["--model", "mixtral-8x7b", "--backend", "host", "--ranks", "2", "--tokens", "2,40", "--layout", "flat"]
-    done = subprocess.run(
-        [
-            *("/usr/bin/env", f"PYTHONPATH={packages}", f"MOECOMM_CACHE_DIR={tmp_path / 'cache'}"),
-            *(sys.executable, "-m", "moecomm", "tune", *sizes, "--sms", "1,2", "--chunks", "1,4", "--replays", "2"),
-            *("--json", str(tmp_path / "times.json")),
-        ],
-        cwd=tmp_path,  # not the repository, whose moecomm may not have been built
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().replace("\n", "") == str(tmp_path / "cache" / "tuning-cpu.json")
+def test_what_is_measured_becomes_a_table_that_is_then_used(tmp_path: Path) -> None:
+    write("cpu", [Entry("dispatch", "flat", 2, 40, 99, 32), Entry("dispatch", "batched", 2, 40, 99, 32)])
+    case = Case(*model_sizes("mixtral-8x7b", None, None, None), 2, "host", [2, 40], ["flat"], ["fp8"], [1, 2], "eager")
+    candidates = tune.Candidates(dataclasses.replace(case, replays=2), [1, 4])
+    assert tune.tune(candidates, measurements=tmp_path / "times.json") == tuning.users_path("cpu")
     written = json.loads(tuning.users_path("cpu").read_text())
     assert {"command", "machine", "versions", "gpu"} <= set(written)
     rows = json.loads((tmp_path / "times.json").read_text())["rows"]

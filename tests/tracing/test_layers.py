@@ -34,7 +34,7 @@ def layer_of(**settings: Any) -> nn.ExpertParallel:
 
 def layers_of(folder: Path) -> dict[str, str | None]:
     """The layer of each span of a round."""
-    [file] = reading.read(folder)
+    [file] = reading.read([folder])
     spans = [span for span in file.spans if span.track == CALLS and " round " in span.name]
     return {span.name: span.args.get("layer") for span in spans}
 
@@ -62,7 +62,7 @@ def test_rounds_in_a_layer_have_its_name_and_others_have_none(tmp_path: Path, ra
         *("moecomm:dispatch round 5", "moecomm:combine round 6"),
     ]
     assert ranges.open == []
-    [file] = reading.read(tmp_path)
+    [file] = reading.read([tmp_path])
     calls = [span.args.get("layer") for span in file.spans if span.name in ("dispatch", "combine")]
     assert calls == ["layers.0", "layers.0", None, "layers.0.mtp", "layers.0.mtp", None, None]
 

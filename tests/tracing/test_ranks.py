@@ -135,9 +135,9 @@ def test_a_file_that_ends_in_a_line_is_read_so_far(tmp_path: Path) -> None:
         traces.make_rounds(buffer)
     (path,) = tmp_path.glob("*.spans")
     text = path.read_bytes()
-    whole = reading.read(tmp_path)[0].spans
+    whole = reading.read([tmp_path])[0].spans
     path.write_bytes(text[:-7])
-    assert reading.read(tmp_path)[0].spans == whole[:-1]
+    assert reading.read([tmp_path])[0].spans == whole[:-1]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_what_is_no_file_of_spans_is_bad_input(damage: bytes, tmp_path: Path) ->
         pass
     (path,) = tmp_path.glob("*.spans")
     path.write_bytes(damage)
-    with pytest.raises(moecomm.BadInput, match="FOLDER"):
-        reading.read(tmp_path)
+    with pytest.raises(moecomm.BadInput, match="FILE"):
+        reading.read([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -172,20 +172,20 @@ def test_a_line_that_is_no_span_is_bad_input(line: str, tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.spans")
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(moecomm.BadInput, match=r"spans, line \d"):
-        reading.read(tmp_path)
+        reading.read([tmp_path])
 
 
 def test_a_summary_has_the_roles_of_each_operation_in_order(ranks: Ranks, tmp_path: Path) -> None:
     ranks.start(2, traces.run_traced, str(tmp_path / "trace"))
     ranks.results(2)
-    rows = summarize(reading.read(tmp_path / "trace"))
+    rows = summarize(reading.read([tmp_path / "trace"]))
     by_role = {(row.operation, row.role): row for row in rows}
     assert {role for operation, role in by_role if operation == "dispatch"} >= {"agree", "send", "receive"}
     assert {role for operation, role in by_role if operation == "combine"} >= {"announce", "reduce", "pull"}
     assert all(row.rounds == traces.ROUNDS for row in rows)
     assert all(0 <= row.begins <= row.ends >= row.usually_ends for row in rows)
     assert by_role["dispatch", "agree"].begins <= by_role["dispatch", "receive"].begins
-    assert {row.rounds for row in summarize(reading.read(tmp_path / "trace"), skip=1)} == {traces.ROUNDS - 1}
+    assert {row.rounds for row in summarize(reading.read([tmp_path / "trace"]), skip=1)} == {traces.ROUNDS - 1}
     said = CliRunner().invoke(app, ["trace", "summary", str(tmp_path / "trace")], env={"COLUMNS": "120"})
     assert said.exit_code == 0 and "receive" in said.output, said.output
 
@@ -204,3 +204,30 @@ def test_a_summary_leaves_out_rounds_that_a_rank_lacks() -> None:
 
     rows = summarize([file(0, 5, 1_000), file(1, 3, 4_000)])
     assert rows == [RoleTimes("dispatch", "send", 3, 0.0, 18.5, 20.0)]
+
+
+def test_a_summary_has_no_negative_times() -> None:
+    def file(rank: int, late_ns: int, role: str) -> RankSpans:
+        spans = [
+            Span("dispatch round 1", CALLS, 1_000, 900_000, {}),
+            Span("agree", "thread 0", 1_000 + late_ns, 2_000 + late_ns, {"round": 1}),
+            Span(role, "thread 0", 2_000 + late_ns, 3_000 + late_ns, {"round": 1}),
+        ]
+        return RankSpans(Path(f"moecomm-{rank}"), "a", None, rank, 2, "host", "clock", rank, "host", (0, 1), spans)
+
+    rows = {row.role: row for row in summarize([file(0, 0, "sends early"), file(1, 500_000, "send")])}
+    assert rows["sends early"][3:] == (0, 0, 0) and rows["send"][3:] == (1, 2, 2)
+    assert rows["agree"].ends == 1 and min(min(row[3:]) for row in rows.values()) == 0
+
+
+def test_traces_are_merged_from_files_and_folders_by_name(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        with moecomm.trace(tmp_path / folder), moecomm.Buffer("self", **traces.SIZES) as buffer:
+            traces.make_rounds(buffer, 1)
+    [one] = (tmp_path / "a").glob("*.spans")
+    out = tmp_path / "trace.json"
+    said = CliRunner().invoke(app, ["trace", "merge", str(one), str(tmp_path / "b"), "-o", str(out)])
+    assert said.exit_code == 0 and "of 2 files" in said.output, said.output
+    assert len({event["pid"] for event in json.loads(out.read_text())["traceEvents"]}) == 1, "a process"
+    with pytest.raises(moecomm.BadInput, match="FILE"):
+        reading.read([tmp_path / "absent.spans"])

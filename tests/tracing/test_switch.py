@@ -34,7 +34,7 @@ def test_buffers_that_are_open_are_traced_for_as_long_as_the_block_lasts(tmp_pat
             traces.make_rounds(buffer, 1)
         assert _native.take_steps(buffer.rounds.session.context.record) == ([], 0)
     first, second = sorted(
-        [[span.args["round"] for span in file.spans if " round " in span.name] for file in reading.read(tmp_path)]
+        [[span.args["round"] for span in file.spans if " round " in span.name] for file in reading.read([tmp_path])]
     )
     assert (first, second) == ([3, 4], [7, 8])
     trace = traces.merged(tmp_path)
@@ -74,7 +74,7 @@ def test_a_second_folder_is_refused_while_a_trace_goes_on(tmp_path: Path, monkey
     monkeypatch.setenv("MOECOMM_TRACE_DIR", str(tmp_path / "one"))
     with pytest.raises(moecomm.BadInput, match="where a trace has begun"), moecomm.trace(tmp_path / "two"):
         pytest.fail("it began")
-    assert len(reading.read(tmp_path / "one")) == 1
+    assert len(reading.read([tmp_path / "one"])) == 1
 
 
 def test_descriptors_of_files_are_closed(tmp_path: Path) -> None:

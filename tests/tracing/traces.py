@@ -74,7 +74,7 @@ def threads(ranks: int, *arguments: Any, run: Any = run_rank) -> None:
 
 
 def merged(folder: Path) -> dict[str, Any]:
-    found = merge(reading.read(folder))
+    found = merge(reading.read([folder]))
     check(found)
     return found
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moecomm.errors import BadInput
+import msgspec
+
+from moecomm.core.documents import Document
 from moecomm.simulate.dlrm.shape import Lookups, Product
 
 SHIPPED = "h100.json"
@@ -145,6 +147,23 @@ class Gpu:
         )
 
 
+class _Terms(msgspec.Struct):
+    bags: FusedBags
+    torch_bags: TorchBags
+    products: Products
+    all_to_all: AllToAll
+    all_reduce: AllReduce
+
+
+class _Fit(msgspec.Struct):
+    """The form of a fit, as far as the model reads it."""
+
+    gpu: str
+    terms: _Terms
+
+
+_FIT = Document("parameters", "JSON that bench/refit.py has written for `dlrm`", dict[str, Any])
+_MOST = 1e12  # of a term
 PARTS: dict[str, type[Any]] = {
     "bags": FusedBags,
     "torch_bags": TorchBags,
@@ -161,10 +180,15 @@ def parse(found: Mapping[str, Any]) -> Gpu:
 
 def content(path: Path | None = None) -> dict[str, Any]:
     """Return the content of a fit; None: that of the package. Raises BadInput."""
-    where = importlib.resources.files("moecomm.simulate.dlrm").joinpath(SHIPPED) if path is None else path
+    if path is None:
+        shipped: dict[str, Any] = json.loads((importlib.resources.files(__package__) / SHIPPED).read_text())
+        return shipped
+    found = _FIT.read(path)
     try:
-        found = dict(json.loads(where.read_text()))
-        parse(found)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BadInput("parameters", str(where), "JSON that bench/refit.py has written for `dlrm`") from None
+        checked = msgspec.convert(found, _Fit)
+        for name, part in msgspec.structs.asdict(checked.terms).items():
+            if wrong := [term for term, value in vars(part).items() if not 0 < value < _MOST]:
+                raise ValueError(f"{name}.{wrong[0]} is not above 0, or is too large")
+    except ValueError as error:
+        _FIT.refuse(path, error)
     return found

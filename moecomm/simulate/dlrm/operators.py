@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moecomm.bench import schema
 from moecomm.simulate.dlrm.shape import ITEM_BYTES, Lookups, Product
 
 LEAST_ROWS = 128  # a training step has no product of fewer rows
@@ -49,7 +49,7 @@ def read(paths: Iterable[Path], gpu: str, ranks: int) -> tuple[list[Measured], l
     """
     found, origins = [], []
     for path in paths:
-        result = json.loads(path.read_text())
+        result = schema.read(path)
         if result.get("benchmark") != "overlap" or (result["machine"]["gpus"][0], result["ranks"]) != (gpu, ranks):
             continue
         cases = list(_cases(path.name, result))
