@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from readme import WINDOW, line, load, names, round_parts, source, table, time_of, window_in
+from readme import WINDOW, WINDOW_IS, line, load, names, round_parts, source, table, time_of, window_in
 from times import gpu
 
 from moecomm.bench import beside
@@ -37,8 +37,7 @@ def front() -> list[str]:
         "DeepSeek-V3 (hidden 7168, top-8 of 256 experts), all libraries in one run. A time is the period of many calls "
         "in a captured graph; in parentheses, the time of one call alone with caches flushed. Both are medians of the "
         "slowest rank. The ratio divides the graph time of the fastest other library by moecomm's: below 1, that "
-        "library is faster. *Window*: peer-visible memory of a rank of moecomm. "
-        "DeepEP runs with the SMs of its tests and with moecomm's, and the fastest counts. NCCL EP "
+        f"library is faster. {WINDOW_IS} {_sms_of_deep_ep(load(used))} NCCL EP "
         "and FlashInfer run with their defaults; NCCL EP's high-throughput kernels use 16 SMs. UCCL-EP was not "
         "measured: the benchmark has no adapter for it, and its CPU proxies need a network, which these machines "
         "lack. torch's all-to-all over symmetric memory was not measured either: torch 2.11 takes at most 15 experts "
@@ -67,6 +66,24 @@ def front() -> list[str]:
         notes += f"\n{_PPLX}"
     shown = table(" | ".join(columns) + WINDOW, _rows(result, others))
     return [picture, head, shown, notes, f"{_versions(result)} {source([used])}"]
+
+
+def _sms_of_deep_ep(result: dict[str, Any]) -> str:
+    """Say with how many SMs DeepEP runs, and in which rows it has no run with as many as moecomm."""
+    lacking: dict[str, list[str]] = {}
+    for one in beside.operations(result):
+        alike = {"tokens": one.tokens, "layout": one.layout, "what": one.what, "payload": one.payload}
+        rows = [row for row in result["rows"] if "us" in row and alike.items() <= row.items()]
+        (ours,) = (row["sms"] for row in rows if (row["who"], row["variant"]) == ("moecomm", one.variant))
+        theirs = {row["sms"] for row in rows if row["who"] in ("deep_ep", "deep_ep elastic")}
+        if theirs and ours not in theirs:
+            what = " of ".join(filter(None, (one.what, one.payload or one.variant)))
+            lacking.setdefault(f"{one.tokens} tokens, `{one.layout}`, moecomm by {ours} SMs", []).append(what)
+    said = "DeepEP runs with the SMs of its tests and with those of moecomm's dispatch of this size in `flat`"
+    if not lacking:
+        return "DeepEP runs with the SMs of its tests and with moecomm's, and the fastest counts."
+    missing = "; ".join(f"{where}: {', '.join(of)}" for where, of in lacking.items())
+    return f"{said}, and the fastest counts. It has no run with the SMs of moecomm in these rows ({missing})."
 
 
 def _rows(result: dict[str, Any], others: list[str]) -> list[str]:

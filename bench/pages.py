@@ -28,7 +28,7 @@ Below each table are the hosts, backend, model, mode, date and commit of its res
 {LEGEND}
 Each result keeps its commit and a digest of the source of each kernel, with what it includes and without comments.
 A time is marked if its kernels have other digests today, unless [`equal_kernels.py`](equal_kernels.py) has found both
-sources to compile to the same machine code.
+sources to compile to the same machine code, or if the host launches them otherwise ([`launches.py`](launches.py)).
 `tests/test_readme.py` fails if the marks or figures of this page or the main README are not those of the generator."""
 
 CALLS_HEAD = f"""# Measured calls and steps

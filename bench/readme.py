@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import equal_kernels
+import launches
 
 from moecomm.bench import beside, sources
 from moecomm.bench.layers import BY_RANK
@@ -22,14 +23,27 @@ CSRC = ROOT / "csrc"
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
 OLDER = "†"
 WINDOW = " | window"  # the end of the heads of a table
+WINDOW_IS = (
+    "*Window*: peer-visible memory of a rank of moecomm, of a Buffer that a caller opens for these sizes. The run had "
+    "more open, for the outputs of all inputs that it rotates among; results so far do not say how much."
+)
 LEGEND = (
-    f"{OLDER}: the source of moecomm's kernels behind this time has changed since the run, and is not shown to compile "
-    "to the same machine code. Today's time may be shorter or longer. Times of other libraries are not affected."
+    f"{OLDER}: moecomm's kernels behind this time, or the blocks, chunks or schedules that the host chooses for them, "
+    "have changed since the run, or are not shown to be the same. Today's time may be shorter or longer. Times of "
+    "other libraries are not affected. Marks do not cover the Python that a call runs, on which eager times and host "
+    "times depend."
 )
 MANY = ("dispatch", "combine")  # of one domain
 FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
 ROUNDS = (*MANY, *FEW)
 DOMAINS = ("dispatch between domains", "combine between domains")
+# Further parts of rounds between domains, by what they put through.
+THROUGH = {
+    "lsa": ("puts",),
+    "emulated NIC": ("puts", "NIC", "rounds by NIC"),
+    "gin": ("gin", "RMA plugin", "rounds by gin"),
+    "nvshmem": ("nvshmem", "rounds by nvshmem"),
+}
 LAYER = (*ROUNDS, "GEMM", "fused layer")
 OPERATORS = (
     "all-gather-matmul",
@@ -54,16 +68,25 @@ def names() -> list[str]:
 
 
 def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
-    """Return True if any of these parts (moecomm.bench.sources) has changed since the measurement.
+    """Return True if any of these parts (moecomm.bench.sources, bench/launches.py) has changed since the measurement.
 
-    A part has changed if its source has, unless bench/equal_kernels.py has found the machine code to be the same.
+    A part has changed if its source has, unless bench/equal_kernels.py has found the machine code to be the same, or if
+    the host launches it otherwise.
     """
-    now = digests()
-    of_parts = ((part, equal_kernels.source_of(part)) for part in parts)
-    return any(
-        found["kernels"].get(source) not in (now[source], *equal_kernels.equal(part, now[source]))
-        for part, source in of_parts
-    )
+    now, launched, ranks = digests(), launches.digests(), found.get("case", {}).get("ranks")
+    then = launches.noted(found.get("commit", ""))
+    kernels, chosen = then.get("kernels", {}) | found["kernels"], then.get("launches", {})
+
+    def changed(part: str) -> bool:
+        source, choices = equal_kernels.source_of(part), launches.keys(part, ranks)
+        if any(chosen.get(key) != launched[key] for key in choices):
+            return True
+        if source not in now:
+            assert choices, f"no part: {part}"
+            return False
+        return kernels.get(source) not in (now[source], *equal_kernels.equal(part, now[source]))
+
+    return any(map(changed, parts))
 
 
 def round_parts(tokens: int, what: str = "pair") -> tuple[str, ...]:
@@ -190,7 +213,7 @@ def layers() -> list[str]:
         "first ratio divides the faster of these two layers by our two grouped GEMMs alone, which are separate "
         "launches: a fused layer can take a little less. The second divides torch's layer (all_to_all and grouped "
         f"GEMMs, same run, {torchs_rows(used)}) by the faster of ours. The last column is the fused layer with FP8 "
-        "weights. *Window*: peer-visible memory of a rank, here with room for any routing; a Buffer takes "
+        "weights. *Window*: peer-visible memory of a rank of a Buffer with room for any routing; a Buffer takes "
         "[less](docs/memory.md) by default. No fused layer of another library (DeepGEMM's Mega MoE, FlashInfer) was "
         "measured:"
     )

@@ -41,16 +41,17 @@ def variants() -> list[str]:
 
 
 def sizes() -> list[str]:
-    """Return TFLOP/s of squares by library."""
+    """Return TFLOP/s of squares by type and library."""
     found = load(GATHERS)
-    of_cases: dict[str, dict[str, float]] = {}
+    of_cases: dict[tuple[str, str], dict[str, float]] = {}
     for row in found["rows"]:
         if "^3" in row["case"] and "us" in row:
-            of_cases.setdefault(row["case"].removesuffix("^3"), {})[row["who"]] = row["tflops"]
+            case = (row["dtype"], row["case"].removesuffix("^3"))
+            of_cases.setdefault(case, {})[row["who"]] = row["tflops"]
     whos = ("moecomm", "nccl", "torch", "alone")
-    rows = [line(found, ("overlap",), case, *(f"{of[who]:.0f}" for who in whos)) for case, of in of_cases.items()]
-    heads = "M = N = K, TFLOP/s | 8: one kernel | 1: NCCL, cuBLAS | torch's fused operator | the product alone"
-    return [table(heads, rows), f"{found['ranks']} {_gpu(found)}s, fp16: {_source(GATHERS)}. {LEGEND}"]
+    rows = [line(found, ("overlap",), *case, *(f"{of[who]:.1f}" for who in whos)) for case, of in of_cases.items()]
+    heads = "type | M = N = K | 8: one kernel, TFLOP/s | 1: NCCL, cuBLAS | torch's fused operator | the product alone"
+    return [table(heads, rows), f"{found['ranks']} {_gpu(found)}s: {_source(GATHERS)}. {LEGEND}"]
 
 
 def _gpu(found: dict) -> str:

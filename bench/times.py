@@ -11,6 +11,7 @@ from typing import Any
 
 from readme import (
     WINDOW,
+    WINDOW_IS,
     layer_parts,
     line,
     load,
@@ -55,7 +56,7 @@ def front() -> list[str]:
         "a single call with caches flushed; ranks start within a microsecond. *In a graph*: the period of many calls. "
         "*Eager*: the period of calls that the host enqueues one by one. These are times of the slowest rank, medians "
         "unless the column says p99. *Host*: the time until an eager call returns, of the median rank. *SMs*: blocks "
-        "of the launch, one on each SM. *Window*: peer-visible memory of a rank. In `expert` and `batched`, each rank "
+        f"of the launch, one on each SM. {WINDOW_IS} In `expert` and `batched`, each rank "
         "first adds up its rows of a token; the sum travels in bf16 by default, or in fp32 with `wire='exact'`. Rows "
         "of `batched` take the time of `expert` within 2 %, in a graph and alone. Their eager times differ by more "
         "with 128 tokens, and their host times at both sizes, in both directions. They are in [Calls and "
@@ -85,7 +86,7 @@ def skewed() -> list[str]:
     head = (
         f"Skewed routing, {zipf['case']['ranks']} {gpu(zipf)}, {size} tokens a rank, in a graph: experts are drawn by "
         f"Zipf's law with exponent {exponent}. Times of even routing are from another run. The ratio divides skewed by "
-        "even; it includes the longer transfer to the busiest rank. *Window* is that of the skewed run. "
+        "even; it includes the longer transfer to the busiest rank. *Window* is that of a Buffer for the skewed run. "
         "[Calls and steps](docs/measured_calls.md) has "
         "single and eager calls:"
     )

@@ -16,6 +16,7 @@ from readme import (
     PEERS,
     README_LAYERS,
     ROUNDS,
+    THROUGH,
     WINDOW,
     figure,
     has_rows_by_rank,
@@ -32,8 +33,6 @@ from readme import (
     window_of,
 )
 from study import RESULT as STUDY
-
-from moecomm.bench import sources
 
 
 class Topic(NamedTuple):
@@ -219,7 +218,7 @@ def backends() -> str:
         rows.append(
             line(
                 found,
-                DOMAINS,
+                (*DOMAINS, *THROUGH["emulated NIC" if nic else through.split("/")[0]]),
                 f"`{through}`{nic}",
                 f"2, {each} each, 32 SMs",
                 *cells,
@@ -240,11 +239,10 @@ def backends() -> str:
                 for tokens in (128, 4096)
             ]
             domains = found["case"]["ranks"] // (ranks or found["case"]["ranks"])
-            library = (backend,) if backend in sources.PARTS else ()
-            rounds_of = ROUNDS if domains == 1 else DOMAINS
+            parts = ROUNDS if domains == 1 else (*DOMAINS, *THROUGH[backend])
             where = f"{domains}, {found['case']['ranks'] // domains} {times.gpu(found)}{' each' * (domains > 1)}"
             window = window_of(*(row for row in found["rows"] if of_way.items() <= row.items()))
-            rows.append(line(found, (*rounds_of, *library), f"`{through}`", where, *cells, window))
+            rows.append(line(found, parts, f"`{through}`", where, *cells, window))
     heads = f"through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096{WINDOW}"
     rounds = table(heads, rows)
     found, tcp = load("latency-backends-h100-4"), load("latency-gin-tcp-h200-2")
@@ -505,7 +503,8 @@ TOPICS = (
     Topic(
         "Whole operations by layout",
         "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
-        "in the type of `wire`.  `window`: memory of a rank.  Caches flushed: the time of the flush is subtracted.  "
+        "in the type of `wire`.  `window`: memory of a rank's Buffer as a caller opens it for these sizes; runs had "
+        "more open, for the outputs of several inputs.  Caches flushed: the time of the flush is subtracted.  "
         "The picture is a sweep over tokens of `flat`.",
         (
             "times-many-h200-4",
@@ -585,7 +584,7 @@ TOPICS = (
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
         "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest "
-        "window of a rank; empty if the result lacks it.  "
+        "window of a rank, as a caller opens it; empty if the result lacks it.  "
         "![Put + signal over bytes, by backend](results/latency-backends-h100-4.svg) "
         "![Rounds between two domains over tokens, by backend](results/backends-domains-h100-4.svg) "
         "![4096 tokens over the number of domains](results/domain-counts-h100-4.svg)",

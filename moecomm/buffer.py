@@ -63,6 +63,13 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             moe() then run again, if all ranks failed in the same call (on GPUs a dispatch with `sync=True`, before
             any capture); else it raises, and the next call works.
 
+    Attributes:
+        rank: this rank's number in the group.
+        num_ranks: ranks of the group.
+        domain_ranks: ranks that load and store each other's memory.
+        local_experts: range of the experts of this rank.
+        why: the reason for the backend, in words.
+
     Raises:
         BadInput: a value that can't be used, here or on the rank that it names.
         Mismatch: ranks passed different values; names the field.

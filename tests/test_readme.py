@@ -197,7 +197,17 @@ def test_the_page_is_short_enough_to_be_read() -> None:
     assert len(lines) <= 250 and sum(line.startswith("## ") for line in lines) == 11
 
 
-def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def launched_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every result is of a commit at which the host launched what it launches today."""
+    import launches
+
+    monkeypatch.setattr(launches, "noted", lambda commit: {"launches": launches.digests()})
+
+
+def test_a_figure_that_is_older_than_its_kernels_is_marked(
+    launched_today: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import readme
 
     from moecomm.bench import sources
@@ -210,6 +220,7 @@ def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.M
         monkeypatch.setattr(readme, "digests", lambda part=part: now | {part: "other"})
         assert readme.line(found, readme.ROUNDS, "4", "5 us") == "| 4 † | 5 us |"
         assert readme.line(found, ("GEMM",), "4", "5 us") == "| 4 | 5 us |", "of another part"
+    monkeypatch.setattr(readme, "digests", lambda: now)
     assert readme.older({"kernels": {}}, ("host",)), "a part that was not there then"
     monkeypatch.setattr(readme, "digests", lambda: now)
     earlier = {"kernels": now | {"combine": "other"}}
@@ -235,7 +246,9 @@ def test_times_of_other_libraries_are_never_marked(monkeypatch: pytest.MonkeyPat
     assert all([index for index, cell in enumerate(line.split(" | ")) if "†" in cell] == [ours] for line in shown)
 
 
-def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(
+    launched_today: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A result as if it were of today, and then another kernel."""
     import head_to_head
     import pages
@@ -262,7 +275,9 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeyp
         assert marked() == (of_page, of_calls, True, of_headlines), part
 
 
-def test_headlines_are_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headlines_are_of_what_was_measured(
+    launched_today: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import readme
 
     folder = tmp_path / "bench" / "results"

@@ -46,9 +46,26 @@ def test_a_workflow_has_what_github_wants(path: Path) -> None:
 
 @pytest.mark.parametrize(("workflow", "command"), [("test", ".ci/run"), ("proofs", ".ci/run proofs")])
 def test_the_cpu_workflows_run_all_of_ci(workflow: str, command: str) -> None:
-    path = ROOT / ".github" / "workflows" / f"{workflow}.yml"
-    assert [step["run"] for step in steps(path) if "run" in step] == [command]
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text())["jobs"]
+    first = next(iter(jobs.values()))
+    assert [step["run"] for step in first["steps"] if "run" in step] == [command]
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_every_python_of_the_readme_is_tested() -> None:
+    """One by .ci/run, the others by the command of the README, with a torch that moecomm takes."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "proofs.yml").read_text())["jobs"]
+    (all_of_ci,) = (step["with"]["python-version"] for step in jobs["proofs"]["steps"] if "with" in step)
+    others = jobs["pythons"]["strategy"]["matrix"]["include"]
+    assert "Python 3.10 to 3.13" in (ROOT / "README.md").read_text()
+    want = [f"3.{minor}" for minor in range(10, 14)]
+    assert sorted([all_of_ci, *(other["python"] for other in others)]) == want
+    wheels = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
+    assert re.findall(r"\bcp(\d)(\d+)-", wheels) == [tuple(version.split(".")) for version in want]
+    oldest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest and min(other["torch"] for other in others) == f"{oldest[1]}.0"
+    command = jobs["pythons"]["steps"][-1]["run"]
+    assert f"\n{command}\n" in (ROOT / "README.md").read_text()
 
 
 def test_wheels_are_built_with_all_that_shims_need() -> None:

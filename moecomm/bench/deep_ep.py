@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moecomm.bench.case import QUANT_GROUP, Case
 from moecomm.bench.clock import Timed, device_us
 from moecomm.bench.exchange import nccl_group
-from moecomm.bench.ours import Input, Operation, Ours
+from moecomm.bench.ours import Input, Ours, operations
 
 NAME = "deep_ep"
 _TEST_SMS = 24  # of DeepEP's test of its intranode kernels
@@ -62,10 +62,13 @@ def _about(what: str, payload: str, layout: str, sms: int, variant: str = "") ->
     return {"what": what, "payload": payload, "layout": layout, "sms": sms, "variant": variant}
 
 
-def _sms(ours: Ours, *more: int) -> list[int]:
-    """Return `more` and the SMs of moecomm's dispatch at this size, without repetitions; DeepEP wants even numbers."""
-    own = ours.sms(Operation("dispatch", "flat", "bf16", "", 0))
-    return list(dict.fromkeys([*more, own + own % 2]))
+def _sms(case: Case, ours: Ours, layout: str, *more: int) -> list[int]:
+    """Return `more` and the SMs of moecomm's dispatches and combines of this size in this layout, each once.
+
+    DeepEP wants even numbers.
+    """
+    own = [ours.sms(op) for op in operations(case) if op.layout == layout and op.what != "pair"]
+    return list(dict.fromkeys([*more, *(sms + sms % 2 for sms in own)]))
 
 
 def _payloads(case: Case, given: Input) -> dict[str, Any]:
@@ -91,7 +94,7 @@ class Normal:
 
     def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: Case, ours: Ours) -> None:
         self._kind, self._config, self._group, self._case, self._ours = module.Buffer, module.Config, group, case, ours
-        self._settings = _sms(ours, _TEST_SMS)
+        self._settings = _sms(case, ours, "flat", _TEST_SMS)
         ranks, hidden_bytes = group.size(), 2 * case.hidden
         sizes = (
             config.get_nvl_buffer_size_hint(hidden_bytes, ranks)
@@ -238,7 +241,7 @@ class Elastic:
     """ElasticBuffer without a wait on the host: layout `flat`, and with its rows expanded `expert`. Collective.
 
     Its SMs are the number that it chooses where nothing overlaps, as in DeepEP's test, that of the intranode kernels,
-    and moecomm's; a second kernel in each call takes all of them.
+    and those of moecomm's operations in this layout; a second kernel in each call takes all of them.
     """
 
     def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: Case, ours: Ours) -> None:
@@ -248,11 +251,11 @@ class Elastic:
 
     def calls(self) -> list[Timed]:
         """Return the timed calls."""
-        settings = _sms(
-            self._ours, self._buffer.get_theoretical_num_sms(self._case.experts, self._case.topk), _TEST_SMS
-        )
+        usual = self._buffer.get_theoretical_num_sms(self._case.experts, self._case.topk), _TEST_SMS
         layouts = ["flat", "expert"] if "expert" in self._case.layouts else ["flat"]
-        return [timed for layout in layouts for timed in self._with(layout, settings)]
+        return [
+            timed for layout in layouts for timed in self._with(layout, _sms(self._case, self._ours, layout, *usual))
+        ]
 
     def _with(self, layout: str, settings: list[int]) -> list[Timed]:
         payloads = [_payloads(self._case, given) for given in self._ours.inputs]

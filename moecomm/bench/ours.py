@@ -151,14 +151,15 @@ class Ours:
         self.buffer.close()
 
     def memory(self) -> dict[str, Any]:
-        """Return the bytes of this rank's window as a caller opens it: all of them, and those that are not for outputs.
+        """Return the bytes of this rank's window: as a caller opens it, those that are not for outputs, as opened here.
 
-        The rows of all inputs but one, which combine rotates among, are left out.
+        A caller's window lacks the rows of all inputs but one, which combine rotates among.
         """
         outputs = self.buffer.rounds.session.context.shape.heap_bytes
         layout, window = self._case.layouts[0], self.buffer.nbytes
         beyond = window - outputs
-        return {"tokens": self.tokens, "layout": layout, "window": window - self._extra, "beyond_outputs": beyond}
+        sizes = {"window": window - self._extra, "beyond_outputs": beyond, "opened": window}
+        return {"tokens": self.tokens, "layout": layout, **sizes}
 
     def row(self, op: Operation, *, host: bool = True) -> dict[str, Any]:
         """Measure an operation on this rank; returns its row, or one with `why` it has no figures.
@@ -186,8 +187,7 @@ class Ours:
 
         With `flush`, a pair flushes the caches between its parts if the clock is cold.
         """
-        if self._layout != op.layout:  # frees the window memory of the earlier layout
-            self._layout, self._handles, self._y = op.layout, [], {}
+        self._use(op.layout)
         calls: list[Call]
         if op.what == "dispatch":
             calls = [partial(self.buffer.dispatch, **given) for given in self.dispatches(op)]
@@ -196,6 +196,10 @@ class Ours:
         else:
             calls = self._pairs(op, self.clock.flush if flush else _nothing)
         return Rotation(calls)
+
+    def _use(self, layout: str) -> None:
+        if self._layout != layout:  # frees the window memory of the earlier layout
+            self._layout, self._handles, self._y = layout, [], {}
 
     def _pairs(self, op: Operation, between: Call) -> list[Call]:
         options: dict[str, Any] = {"wire": _wire(op.variant), "num_sms": op.sms or None}
@@ -244,6 +248,7 @@ class Ours:
 
     def sms(self, op: Operation) -> int:
         """Return the blocks (CPUs: threads) of an operation; for a pair, of its dispatch."""
+        self._use(op.layout)
         return self._launched(op)["sms"]
 
     def _launched(self, op: Operation) -> dict[str, int]:

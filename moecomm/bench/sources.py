@@ -36,11 +36,14 @@ PARTS: dict[str, tuple[str, ...]] = {
     "all-gather study": ("bench/gather_matmul.cu",),
     "all-to-all": ("bench/all_to_all.cuh",),
     "put + signal": ("bench/ping_pong.cuh", "bench/ping_pong_through.cuh"),
+    "puts": ("transport/puts.cuh",),
+    "NIC": ("transport/nic.cuh",),
     "gin": ("transport/gin.cuh", "shims/gin.cu"),
     "nvshmem": ("transport/nvshmem.cuh", "shims/nvshmem.cu"),
     "RMA plugin": ("rma_plugin/plugin.cpp",),
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
 }
+YOUNGER = ("puts", "NIC")  # parts that older results lack: bench/launches.json has them by commit
 # Parts of one domain leave out folders named `scaleout`. Kernels of one domain use nothing there but constants of
 # ScaleoutSums, which say that rows of a token begin at lane 0.
 _ONE_DOMAIN = ("dispatch", "combine")
@@ -62,12 +65,19 @@ def digests(csrc: Path | None = None) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of the package's repository; empty without a repository or git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    """Return the commit of the package's repository, with "-dirty" where the package or csrc differ from it.
+
+    Empty without a repository or git.
+    """
+    package = Path(__file__).parents[1]
+    git = ["git", "-C", str(package)]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
+        places = [str(package), *(str(place) for place in [package.parent / "csrc"] if place.is_dir())]
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *places], capture_output=True, check=False)
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return found.stdout.strip() + "-dirty" * (changed.returncode == 1)
 
 
 def _digest(files: Iterable[str], root: Path, without: str) -> str:

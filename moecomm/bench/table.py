@@ -40,8 +40,8 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
     for memory in result["memory"]:
         layout = f", {memory['layout']}" if "layout" in memory else ""
         out.print(
-            f"{memory['tokens']} tokens{layout}: window {memory['window'] / 2**20:.1f} MiB, "
-            f"{memory['beyond_outputs'] / 2**20:.1f} MiB of it beside room for outputs",
+            f"{memory['tokens']} tokens{layout}: a caller's window {memory['window'] / 2**20:.1f} MiB, "
+            f"{memory['beyond_outputs'] / 2**20:.1f} MiB of it beside room for outputs{_opened(memory)}",
             highlight=False,
         )
     table = new_table(
@@ -64,6 +64,11 @@ def _mode(case: dict[str, Any]) -> str:
     mode = "one by one" if case["backend"] == "host" else f"{case['mode']} of several"
     skewed = f"; {case['skew']:.0%} of the tokens want rank 0" if case["skew"] else ""
     return f"{mode}, {'caches flushed' if case['cold'] else 'chained'}{skewed}{escape(replay.said(case))}"
+
+
+def _opened(memory: dict[str, Any]) -> str:
+    """Return the window of the run, which has room for the inputs of the benchmark; older results lack it."""
+    return f"; opened here {memory['opened'] / 2**20:.1f} MiB" if "opened" in memory else ""
 
 
 def _figures(row: dict[str, Any]) -> list[str]:

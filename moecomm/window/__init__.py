@@ -55,6 +55,11 @@ class Window:
             Window allocates `nbytes` there.  Either way torch's operators on symmetric memory take views of
             `window.local`.  `group` is a process group then, and every rank passes the same kind.
 
+    Attributes:
+        rank: this rank's number in the group.
+        num_ranks: ranks of the group.
+        nbytes: memory of each rank.
+
     Raises:
         BadInput: a value that can't be used, here or on the rank that it names; `memory` that torch has not made.
         Mismatch: ranks passed different values; names the field.

@@ -13,7 +13,7 @@ import torch
 
 from moecomm.bench import deep_ep, peers
 from moecomm.bench.clock import Timed
-from moecomm.bench.ours import Ours
+from moecomm.bench.ours import IN_WINDOW, OUTSIDE, Ours
 from moecomm.bench.peers import Peers
 
 from ..conftest import Ranks
@@ -243,6 +243,15 @@ def test_deep_ep_is_measured_like_for_like(deep_ep_found: list[Any]) -> None:
     ]
     for abouts, _, _ in deep_ep_found:
         assert abouts == [*normal, *low_latency, *elastic]
+
+
+def test_deep_ep_has_the_sms_of_each_of_our_operations_in_its_layout() -> None:
+    """A combine of rows in the window takes fewer blocks than one of rows outside, and `expert` more than `flat`."""
+    sms = {("flat", ""): 64, ("flat", IN_WINDOW): 15, ("flat", OUTSIDE): 128}
+    ours: Any = types.SimpleNamespace(sms=lambda op: sms.get((op.layout, op.variant), 96))
+    case = dataclasses.replace(CASE, layouts=["flat", "expert"])
+    assert deep_ep._sms(case, ours, "flat", 24) == [24, 64, 16, 128]
+    assert deep_ep._sms(case, ours, "expert", 32, 24) == [32, 24, 96]
 
 
 def test_deep_ep_is_called_as_its_interface_wants(deep_ep_found: list[Any]) -> None:

@@ -60,11 +60,21 @@ def test_a_kernel_of_one_domain_is_not_older_by_a_change_between_domains(part: s
 
 
 def test_the_commit_is_empty_where_there_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
+    file = tmp_path / "moecomm" / "bench" / "sources.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    (tmp_path / "page").write_text("")
+    monkeypatch.setattr(sources, "__file__", str(file))
     assert sources.commit() == ""
-    for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a", "--allow-empty"]):
+    who = ["-c", "user.name=a", "-c", "user.email=a"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "a"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
-    assert len(sources.commit()) >= 8
+    clean = sources.commit()
+    assert len(clean) >= 8 and "dirty" not in clean
+    (tmp_path / "page").write_text("of no kernel")
+    assert sources.commit() == clean
+    file.write_text("launches = 'otherwise'")
+    assert sources.commit() == f"{clean}-dirty", "the commit does not have what ran"
     monkeypatch.setenv("PATH", "")
     assert sources.commit() == "", "no git"
 

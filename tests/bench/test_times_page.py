@@ -12,6 +12,7 @@ from moecomm.bench import sources
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import launches
 import readme
 import times
 import topics
@@ -98,6 +99,7 @@ def with_results(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (readme, times, topics):
         monkeypatch.setattr(module, "names", lambda: sorted(RESULTS))
         monkeypatch.setattr(module, "load", RESULTS.__getitem__)
+    monkeypatch.setattr(launches, "noted", lambda commit: {"launches": launches.digests()})
 
 
 def test_rows_have_the_time_alone_in_a_graph_and_eager(with_results: None) -> None:

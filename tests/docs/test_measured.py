@@ -65,6 +65,8 @@ def test_shares_of_the_line_rate_of_an_emulated_nic() -> None:
     ranges = {what: f"{min(of_what)} to {max(of_what)}" for what, of_what in shares.items()}
     measured = aim("An emulated NIC at 0.93 of its line rate")[0]
     assert measured.startswith(f"Dispatch {ranges['dispatch']}, combine {ranges['combine']} ")
+    of_h200 = [share for (gpus, cells, _) in found if "H200" in gpus for share in re.findall(r"[\d.]+", cells)[2:]]
+    assert f"on H200s a combine reaches {max(of_h200)} at most" in measured
     everything = shares["dispatch"] + shares["combine"]
     assert f"rounds reach {min(everything)} to {max(everything)} of the line rate" in DECISIONS
 
@@ -156,6 +158,18 @@ def test_results_with_clocks_are_as_many_as_there_are() -> None:
     of_gpus = [one for one in found if isinstance(one, dict) and one.get("machine", {}).get("gpus")]
     clocks = sum(bool(one.get("conditions", {}).get("gpus")) for one in of_gpus)
     assert f"{clocks} of {len(of_gpus)} results of GPUs have clocks" in aim("Every table from current code")[0]
+
+
+def test_ranks_that_share_gpus_shrink_as_slowly_as_the_results_say() -> None:
+    measured, reason = aim("`shrink()` within 0.1 s")
+    named = re.findall(r"`(kill-plans[\w-]+)\.json`", measured)
+    p99 = {name: [round(row["shrink_ms"]["p99"]) for row in content(name)["rows"]] for name in named}
+    every = [ms for of_result in p99.values() for ms in of_result]
+    assert f"{min(every)} to {max(every)} ms" in measured
+    # Two plans on one GPU: all of the one result, and the first row of the other.
+    assert {*p99["kill-plans-counted-h100"], p99["kill-plans-gpus-h100"][0]} == {317} and "317 ms" in measured
+    (alone,) = {round(row["shrink_ms"]["p99"]) for row in content("kill-plans-h100-4")["rows"]}
+    assert f"{alone} ms" in reason
 
 
 def test_agreement_beyond_16_ranks_takes_as_long_as_the_result_says() -> None:

@@ -20,6 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 DECISIONS = DOCS / "decisions.md"
 FIGURES = sorted(DOCS.glob("figures/*.svg"))
+BASES = r"Bases: (.*?)</p>"
 GENERATED = ("wide_ep", "dlrm", "measured_calls", "measured_checks")
 # Written elsewhere: mkdocs shows files of the repository under these names.
 SHOWN = {"measurements.md", "contributing.md", "changelog.md"}
@@ -48,16 +49,20 @@ def test_every_public_name_is_in_the_reference(package: str) -> None:
     assert names(package) - documented() == set()
 
 
-def test_every_public_call_of_a_buffer_is_in_the_reference() -> None:
-    """Its other attributes are for the modules of moecomm."""
-    members = re.search(
-        r"^::: moecomm\.Buffer\n +options:\n +members: \[(.*)\]$", (DOCS / "api/moecomm.md").read_text(), re.M
-    )
-    assert members
-    listed = set(members[1].split(", "))
-    calls = {name for name in vars(moecomm.Buffer) if not name.startswith("_")}
-    assert calls - listed == set()
-    assert all(hasattr(moecomm.Buffer, name) for name in listed)
+def public(kind: type) -> set[str]:
+    """Return the public names of a class, inherited ones included."""
+    return {name for of in kind.__mro__[:-1] for name in vars(of) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("kind", [moecomm.Buffer, moecomm.Window])
+def test_every_public_call_is_in_the_reference(kind: type) -> None:
+    """Other attributes of an instance are for the modules of moecomm, but for those of its docstring."""
+    text = (DOCS / "api/moecomm.md").read_text()
+    (options,) = re.findall(rf"^::: moecomm\.{kind.__name__}\n +options:\n((?: +.*\n)+)", text, re.M)
+    listed = {name: set(names.split(", ")) for name, names in re.findall(r" (\w+): \[(.*)\]", options)}
+    assert public(kind) - {"disown"} == listed["members"]  # disown() is for forked children
+    own = {name for name in vars(kind) if not name.startswith("_")}
+    assert listed.get("inherited_members", set()) == listed["members"] - own
 
 
 def test_every_error_is_on_the_page_of_failures() -> None:
@@ -127,7 +132,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "api/moecomm/index.html").read_text()
-    assert 'id="moecomm.Buffer.moe"' in reference
+    shown = set(re.findall(r'id="moecomm\.Buffer\.(\w+)"', reference))
+    assert {"shrink", "grow", "joining", "mask", "unmask", "compile_for"} < shown == public(moecomm.Buffer)
+    for attribute in ("rank", "num_ranks", "local_experts"):
+        assert f'title="moecomm.Buffer.{attribute}"' in reference, "the docstring has no such attribute"
+    bases = [base for page in tmp_path.glob("api/*/index.html") for base in re.findall(BASES, page.read_text(), re.S)]
+    assert bases and [base for base in bases if not re.search(r"moecomm\.errors|RuntimeError|ValueError", base)] == []
+    assert (tmp_path / "site.css").read_text() == (DOCS / "site.css").read_text() and "site.css" in reference
     loaded = re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?://[^"]+)"', reference)
     assert loaded == [], "a page loads something from another host"
 
@@ -149,6 +160,14 @@ def test_figures_of_measurements_are_not_typed_into_pages(page: Path) -> None:
 def test_pages_of_frameworks_say_what_to_change_and_what_is_missing(framework: str) -> None:
     text = (DOCS / f"{framework}.md").read_text()
     assert "## Lines to change" in text and "## Not supported" in text
+
+
+def test_no_section_of_the_navigation_is_a_long_list() -> None:
+    """Those of frameworks and of the reference have an entry for each framework and package."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    sizes = {name: len(entries) for section in nav for name, entries in section.items() if isinstance(entries, list)}
+    lists = {"Frameworks", "Reference", "Project"}
+    assert set(sizes) > lists and {name: size for name, size in sizes.items() if size > 6 and name not in lists} == {}
 
 
 def test_the_navigation_has_every_framework() -> None:

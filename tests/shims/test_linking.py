@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from moecomm.backends import leave, quiesce
 from moecomm.bench import kernels
 from moecomm.errors import Unsupported
 from moecomm.jit import linking
+from tests.gpu import compile_rounds
 from tests.shims import cubin
 
 core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
@@ -87,6 +89,25 @@ def test_the_benchmark_and_who_leaves_put_through_it(transport: str, directory: 
     for kernel in (*kernels.putting(transport).values(), leave.putter(transport), quiesce.kernel(transport)):
         found, _ = link(kernel.source, transport)
         assert found.undefined <= {"vprintf"} and "moecomm_plain" in found.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["gin", "gin_proxy", "nvshmem"])
+def test_rounds_between_domains_link(transport: str, directory: Path) -> None:
+    """A dispatch and a combine of DeepSeek-V3.  gin has the code of a NIC that GPUs post to (GDAKI) beside the proxy's,
+    and nvshmem that of IBGDA.
+    """
+    kernels = {spec.op: spec for spec in compile_rounds.kernels(4, transport, 4096)}
+    assert set(kernels) == {"dispatch", "combine"}
+    for op, spec in kernels.items():
+        found, _ = link(jit.source(spec), transport)
+        assert found.undefined <= {"vprintf"} and f"moecomm_{op}" in found.text
+        if transport == "nvshmem":
+            assert "nvshmemi_ibgda_device_state_d" in found.defined
+        if transport == "gin":
+            proxy, _ = link(jit.source(replace(spec, transport="gin_proxy")), "gin_proxy")
+            with_nic, without = (sum(map(len, one.text.values())) for one in (found, proxy))
+            assert with_nic - without > 32 << 10, "no code of a NIC"
 
 
 @pytest.mark.parametrize("transport", ["gin", "gin_proxy", "nvshmem"])

@@ -28,7 +28,7 @@ class FakeSymmetricMemory:
         if says_what_is_symmetric:
             real.is_symm_mem_tensor = lambda tensor: self._key(tensor) in self._blocks
         else:  # torch before 2.12
-            del real.is_symm_mem_tensor
+            vars(real).pop("is_symm_mem_tensor", None)  # torch 2.11 has none
 
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return memory full of ones."""

@@ -43,7 +43,7 @@ def test_the_examples_compile_with_release_and_acquire(entry: str) -> None:
     kernel = getattr(importlib.import_module(module), entry)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    assert re.search(r"red[\w.]*sys[\w.]*release[\w.]*add", ptx) and re.search(r"exch", ptx)
+    assert re.search(r"(?:red|atom)[\w.]*sys[\w.]*release[\w.]*add", ptx) and re.search(r"exch", ptx)
     assert re.search(r"ld[\w.]*sys[\w.]*acquire", ptx) and "globaltimer" in ptx and "trap;" not in ptx
 
 
