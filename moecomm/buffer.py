@@ -9,6 +9,7 @@ import torch
 from moecomm import backends, combine, config, dispatch, elastic, flight, masking, overloads, stats, tracing
 from moecomm.combine import options as combine_options
 from moecomm.core import last_calls, suspension
+from moecomm.core.bound import Bound
 from moecomm.core.choices import BackendName, OnTimeout, Wire
 from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
@@ -22,7 +23,7 @@ from moecomm.routed import Handle, Routed
 _DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
 
 
-class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded, stats.Counted):
+class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded, stats.Counted, Bound):
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in

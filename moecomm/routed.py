@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from typing_extensions import TypeVar
 
 from moecomm import _native
+from moecomm.core.bound import Bound
 from moecomm.core.choices import Layout
 from moecomm.core.rounds import Rounds
 from moecomm.errors import BadInput
@@ -68,16 +70,19 @@ class DispatchPlan(Protocol):
         ...
 
 
-class Handle:
+class Handle(Bound):
     """The routing of one dispatch: the input of combine, and of a dispatch that repeats it.  Opaque.
 
     It keeps its part of the window until it is gone.  One handle serves any number of combines and repeats.
     """
 
-    __slots__ = ("__weakref__", "args", "block", "plan", "rounds")
+    __slots__ = ("__weakref__", "args", "block", "plan", "rounds", "weights_read")
+    _instead = "topk_idx and topk_weights, and dispatch again"
 
     def __init__(self, rounds: Rounds, plan: DispatchPlan, args: _native.DispatchArgs, block: _native.Block) -> None:
         self.rounds, self.plan, self.args, self.block = rounds, plan, args, block
+        # Routed.row_weights, once a caller has read them, with their address and version then.
+        self.weights_read: tuple[weakref.ref[torch.Tensor], int, int] | None = None
 
     def __repr__(self) -> str:
         rows = f"{self.num_tokens} tokens, y {list(self.y_shape)}"
@@ -97,6 +102,16 @@ class Handle:
     def y_shape(self) -> tuple[int, ...]:
         """Shape of the `y` that combine takes."""
         return (*self.plan.rows_shape(self.args), self.args.hidden)
+
+    def check_weights(self) -> None:
+        """Raise BadInput if a caller has changed `row_weights` in a way of which combine does not know."""
+        if self.weights_read is None:
+            return
+        read, address, _ = self.weights_read
+        weights = read()
+        if weights is not None and weights.data_ptr() != address:  # by `.data =` or set_()
+            want = "a change in place, which combine reads, or combine(topk_weights=)"
+            raise BadInput("row_weights", "a tensor whose memory has been replaced", want)
 
 
 class Chunk(NamedTuple):
@@ -119,6 +134,21 @@ class ChunkedHandle(Handle):
         super().__init__(rounds, plan, args, block)
         self.chunks = chunks
 
+    def check_weights(self) -> None:
+        """Raise BadInput as for other handles, and for a change in place: combine reads the weights of the chunks."""
+        super().check_weights()
+        if self.weights_read is not None:
+            read, _, version = self.weights_read
+            weights = read()
+            if weights is not None and _version_of(weights) != version:
+                got = "a tensor that has been changed, of a dispatch that took several rounds"
+                raise BadInput("row_weights", got, "an unmodified one: multiply y instead")
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Return the number of changes in place; 0 for tensors of torch.inference_mode(), which do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
 
 def has_arrived(args: _native.DispatchArgs) -> bool:
     """Return whether a dispatch is complete: False from dispatch_begin() until dispatch_end() has succeeded.
@@ -128,7 +158,7 @@ def has_arrived(args: _native.DispatchArgs) -> bool:
     return args.part != BEGIN
 
 
-class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
+class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
     """The tokens that arrived at this rank's experts.  R ranks, K = topk, H = hidden, E = num_experts.
 
     Attributes:
@@ -148,6 +178,8 @@ class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
             of another rank.  With `max_rows` given and no `sync`, -1 in rows past `num_rows`, too.
         topk_weights: flat: float32 `[rows, K]`, 0 beside -1.
         row_weights: expert, batched: float32 `[rows]` (`[E/R, rows]`), the routing weight of each row, 0 in padding.
+            Combine reads them where they are: a change in place counts, and other memory (by `.data =`) is BadInput,
+            as is any change after a dispatch that took several rounds.
         dropped: int32 `[1]`, on the device: entries of this rank's `topk_idx` that found no room; None unless
             `overflow="drop"`.
         handle: for combine, and to repeat the dispatch.
@@ -169,6 +201,7 @@ class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
         "plan",
         "sync",
     )
+    _instead = "its tensors, and topk_idx and topk_weights to dispatch again"
 
     def __init__(self, handle: Handle, plan: DispatchPlan, args: _native.DispatchArgs, payload: _native.Block) -> None:
         self.handle, self.plan, self.args, self.payload = handle, plan, args, payload
@@ -240,6 +273,8 @@ class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
                     "routed", "a dispatch that has only begun", "dispatch_end(routed) before its tensors are read"
                 )
             tensor = self.plan.tensor(name, self)
+            if name == "row_weights" and tensor is not None:
+                self.handle.weights_read = weakref.ref(tensor), tensor.data_ptr(), _version_of(tensor)
             self._tensors[name] = tensor if tensor is None or self.back is None else self.back(tensor)
         return self._tensors[name]
 

@@ -79,6 +79,8 @@ def prepare(
     _check_arrived(rounds, handle)
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
+    if handle.weights_read is not None and options.weighted and topk_weights is None:
+        handle.check_weights()
     combining: Combining | None = None
     how = options, sum_grads, bias_first, gradients, call, layer
     if isinstance(y, torch.Tensor):
@@ -163,6 +165,8 @@ def _combine_chunks(
 ) -> Any:
     rounds.require_usable()
     check_handle(rounds, handle)
+    if options.weighted and topk_weights is None:
+        handle.check_weights()
     refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
 

@@ -24,6 +24,7 @@ from moecomm import combine as combining
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of
+from moecomm.core.bound import Bound
 from moecomm.core.integers import check_alignment, check_integer
 from moecomm.core.state import CollectiveCall
 from moecomm.core.validation import MOST_SIZE, check_flags
@@ -158,7 +159,7 @@ def ep_finalize() -> None:
     _group = None
 
 
-class EpBuffer:
+class EpBuffer(Bound):
     """The state of one dispatch and its combine; its attributes are those of TransformerEngine's.
 
     Attributes:

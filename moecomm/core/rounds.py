@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moecomm.core.bound import Bound
 from moecomm.core.expert_tables import AbsentEntries, ExpertIds, LiveExperts
 from moecomm.core.experts import experts_of
 from moecomm.core.memory import WindowMemory
@@ -18,7 +19,7 @@ from moecomm.core.spans import span
 from moecomm.core.state import RoundState, collective
 
 
-class Rounds(RoundState):
+class Rounds(RoundState, Bound):
     """Sizes, session, window memory and plans of a Buffer, and what its last rounds left behind.
 
     A Handle refers to it, and so keeps the session open when the Buffer itself is gone.

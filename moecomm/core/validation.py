@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -90,14 +91,23 @@ def check_dense(argument: str, value: Any) -> None:
         raise Unsupported(f"{argument} under torch.func.vmap")
 
 
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    """Return whether it is a DTensor.  Does not import their package, without which there is none."""
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(tensor, package.DTensor)
+
+
 def check_same_device(**values: Any) -> None:
     """Run check_dense() for each tensor that is not None.
 
-    Raises BadInput as well for tensors on another device than the first, and for a FakeTensor beside real ones.
+    Raises BadInput as well for tensors on another device than the first, for a FakeTensor beside real ones, and for
+    DTensors.
     """
     given = {argument: value for argument, value in values.items() if value is not None}
     for argument, value in given.items():
         check_dense(argument, value)
+        if type(value) is not torch.Tensor and not torch.compiler.is_compiling() and _is_distributed(value):
+            raise BadInput(argument, "a DTensor", "a tensor of this rank, such as its to_local()")
     (first, like), *_ = given.items()
     if like.device.type == "meta":
         raise BadInput(first, "a tensor on meta", "one with memory")

@@ -43,7 +43,7 @@ from moecomm.fused.layer import check_dropped, fused_or_not
 from moecomm.ops import chunks, gradients, layer, rounds
 from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
-from moecomm.ops.handles import Handle
+from moecomm.ops.handles import Handle, deep_copied
 
 __all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
 
@@ -90,6 +90,9 @@ class Dispatched(NamedTuple):
 
     def __repr__(self) -> str:
         return shown.of_tensors("moecomm.ops.Dispatched", self._asdict())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatched:
+        return deep_copied(self, memo)
 
 
 @counted("buffer", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +49,9 @@ class ChunkedHandle(NamedTuple):
 
     def __repr__(self) -> str:
         return shown.of_tensors("moecomm.ops.ChunkedHandle", self._replace(chunks=())._asdict())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedHandle:
+        return handles.deep_copied(self, memo)
 
 
 class Whole(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -20,13 +20,14 @@ from moecomm.core.choices import Layout
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.state import CollectiveCall
 from moecomm.dispatch.tables import begin, moved
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle as NativeHandle
 
 if TYPE_CHECKING:
     from moecomm.core.rounds import Rounds
     from moecomm.routed import DispatchPlan, Routed
 
+_Tuple = TypeVar("_Tuple", bound="NamedTuple")
 _MOST_MOVED = 16
 _ALIGNMENT = 16  # bytes, of the tables
 
@@ -61,6 +62,24 @@ class Handle(NamedTuple):
 
     def __repr__(self) -> str:
         return shown.of_tensors("moecomm.ops.Handle", self._asdict())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return deep_copied(self, memo)
+
+
+def deep_copied(given: _Tuple, memo: dict[int, Any]) -> _Tuple:
+    """Return a copy of a NamedTuple with tensors.
+
+    Raises:
+        Unsupported: a tensor is part of an autograd graph, which a copy would not be.
+    """
+    for name, value in given._asdict().items():
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+            kind = type(given).__name__
+            raise Unsupported(
+                f"a deep copy of a {kind} whose {name} has a gradient: replace it by {name}.detach() first"
+            )
+    return type(given)(*copy.deepcopy(tuple(given), memo))
 
 
 class Route(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from moecomm.core.bound import Bound
 from moecomm.core.choices import BackendName
 from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep, RoundFailed
 from moecomm.overlap import agreement
@@ -27,7 +28,7 @@ _numbers = itertools.count()
 _named: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
 
 
-class Workspace:
+class Workspace(Bound):
     """Memory and counters of the operators of moecomm.overlap.  Opening is collective.
 
     One thread at a time uses a Workspace.  All ranks make the same calls in the same order, those of backward passes

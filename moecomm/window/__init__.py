@@ -16,6 +16,7 @@ from moecomm import _native, backends, config
 from moecomm.backends.collective import all_or_none
 from moecomm.core import forks, last_calls
 from moecomm.core.arrays import as_tensor, check_memory
+from moecomm.core.bound import Bound
 from moecomm.core.choices import BackendName
 from moecomm.core.integers import check_integer
 from moecomm.core.opening import opening
@@ -34,7 +35,7 @@ from moecomm.window.settings import WindowSettings
 _MOST_VALUE = (1 << 63) - 1
 
 
-class Window:
+class Window(Bound):
     """Symmetric memory: as many bytes on every rank of a group, which all ranks load from and store to.
 
     Opening is collective, and so is barrier().  The memory and the signals are zero at first.  On CPUs a call has

@@ -11,6 +11,8 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import host
+from moecomm.core.protocol import LAYOUTS
+from moecomm.errors import BadInput
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 
@@ -56,3 +58,34 @@ def test_what_every_rank_gives_is_added(domain_ranks: int, direct: bool, monkeyp
         monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     with LocalBuffers(RANKS, **SIZES, domain_ranks=domain_ranks, backend="host") as ranks:
         check_sums(ranks, _native.host_run_all, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "domain_ranks"), [(torch.bfloat16, 4), (torch.float16, 2), (torch.float32, 4)])
+def test_a_bias_in_float32_is_added_before_the_rounding(layout: str, dtype: torch.dtype, domain_ranks: int) -> None:
+    """Rows and weights are whole numbers, whose sums are exact in every dtype; biases are not."""
+    g = torch.Generator().manual_seed(1)
+    ids = [torch.rand(20 - 6 * rank, 8, generator=g).argsort(dim=1)[:, :TOPK] for rank in range(RANKS)]
+    xs = [torch.randint(-4, 5, (len(i), 64), generator=g).to(dtype) for i in ids]
+    weights = [torch.randint(1, 4, i.shape, generator=g).float() for i in ids]
+    sizes = {**SIZES, "dtype": dtype}
+    with LocalBuffers(RANKS, **sizes, domain_ranks=domain_ranks, backend="host") as ranks:
+        names = ("x", "topk_idx", "topk_weights", "layout")
+        calls = [dict(zip(names, (*call, layout), strict=True)) for call in zip(xs, ids, weights, strict=True)]
+        routed = ranks.dispatch(calls)
+        plain = ranks.combine([{"y": here.x, "handle": here.handle} for here in routed])
+        for one_row, wire in ((True, None), (False, None), (False, "exact")):
+            biases = [torch.randn(out.shape[1:] if one_row else out.shape, generator=g) for out in plain]
+            found = ranks.combine(
+                [
+                    {"y": here.x, "handle": here.handle, "bias": bias, "wire": wire}
+                    for here, bias in zip(routed, biases, strict=True)
+                ]
+            )
+            for out, want, bias in zip(found, plain, biases, strict=True):
+                assert out.dtype is dtype and torch.equal(out, (want.float() + bias).to(dtype))
+        for wrong in {torch.float64, torch.bfloat16, torch.float16, torch.int32} - {dtype}:
+            with pytest.raises(BadInput, match=f"bias: got {wrong}; want {dtype} or torch.float32"):
+                ranks.combine(
+                    [{"y": here.x, "handle": here.handle, "bias": torch.ones(64).to(wrong)} for here in routed]
+                )

@@ -228,3 +228,61 @@ def test_a_product_over_its_operands() -> None:
         counted = counts if name == "x" else torch.tensor([16], dtype=torch.int32)
         with pytest.raises(moecomm.BadInput, match="out: got memory of"):
             grouped_gemm(*given, counted, out=x)
+
+
+def _replaced(tensor: torch.Tensor, values: torch.Tensor, how: str) -> torch.Tensor:
+    """`values` in the place of an output of the window."""
+    if how == "data":
+        tensor.data = values
+    elif how == "set_":
+        tensor.set_(values)
+    elif how == "storage":
+        tensor.set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())
+    elif how == "another tensor over the window":
+        other = torch.empty(0)
+        other.set_(tensor)
+        return other.copy_(values)
+    else:
+        tensor.copy_(values)
+    return tensor
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "set_", "storage", "another tensor over the window"])
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_an_output_whose_memory_is_replaced(buffer: moecomm.Buffer, layout: Any, how: str) -> None:
+    """Rows count as they are when combine is called.  Weights that are not those that it reads are named."""
+    for arrived in (False, True):
+        routed = buffer.dispatch(drawn(T, H), **routing(), layout=layout)
+        values = drawn(*routed.handle.y_shape, seed=7)
+        want = buffer.combine(values.clone(), routed.handle)
+        y = routed.x if arrived else buffer.empty(routed.handle)
+        assert torch.equal(buffer.combine(_replaced(y, values, how), routed.handle), want)
+    if layout == "flat":
+        return
+    replaced = how in ("data", "set_", "storage")
+    weights, plain = routed.row_weights, buffer.combine(values, routed.handle, weighted=False)
+    weights = _replaced(weights, 2 * weights, how)
+    assert torch.equal(buffer.combine(values, routed.handle, weighted=False), plain)
+    if not replaced:
+        assert torch.equal(buffer.combine(values, routed.handle), 2 * want)
+        return
+    with pytest.raises(moecomm.BadInput, match="row_weights: got a tensor whose memory has been replaced"):
+        buffer.combine(values, routed.handle)
+    own = {"topk_weights": routing()["topk_weights"]}
+    assert torch.equal(buffer.combine(values, routed.handle, **own), want)
+
+
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_weights_that_are_changed_after_a_dispatch_in_chunks(how: str) -> None:
+    sizes: dict[str, Any] = {"hidden": H, "num_experts": E, "topk": K, "max_tokens": 8, "dtype": torch.float32}
+    with moecomm.Buffer(None, **sizes, backend="host", capacity_factor=0.2) as small:
+        routed = small.dispatch(drawn(T, H), **routing(), layout="expert")
+        want = small.combine(routed.x, routed.handle)
+        _replaced(routed.row_weights, 2 * routed.row_weights, how)
+        with pytest.raises(moecomm.BadInput, match="row_weights: got a tensor"):
+            small.combine(routed.x, routed.handle)
+        with torch.inference_mode():
+            routed = small.dispatch(drawn(T, H), **routing(), layout="expert")
+            assert torch.equal(small.combine(routed.x, routed.handle), want)
+            assert torch.equal(routed.row_weights, routed.row_weights.clone())
+            assert torch.equal(small.combine(routed.x, routed.handle), want)

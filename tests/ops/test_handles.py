@@ -318,3 +318,51 @@ def test_rows_that_did_not_come_disturb_no_sum() -> None:
         ops.combine(routed.x @ weight, routed.handle).sum().backward()
     total = torch.where(idx >= 0, c.topk_weights[0], 0.0).sum(dim=1, keepdim=True)
     torch.testing.assert_close(weight.grad, (x * total).sum(dim=0).unsqueeze(1).expand(-1, c.hidden))
+
+
+def _given_a_dtensor(rank: int, group: Any) -> dict[str, str]:
+    """The error of each call of an operator or a Buffer whose tensors are right but for one, a DTensor."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, c, found = DeviceMesh.from_group(group, "cpu"), case(1, seed=1), {}
+    x, idx, weights = c.x[0], c.topk_idx[0], c.topk_weights[0]
+    with c.buffer(group) as buffer:
+        routed, native = ops.dispatch(buffer, x, idx, weights), buffer.dispatch(x, idx, weights)
+        (memory, row_weights, *fields), y = routed.handle, routed.x
+        sent = {"x": x, "topk_idx": idx, "topk_weights": weights}
+        experts = {"w13": torch.ones(c.num_experts, 32, c.hidden), "w2": torch.ones(c.num_experts, c.hidden, 16)}
+        bias = torch.ones_like(x)
+
+        def handle_of(memory: torch.Tensor, row_weights: torch.Tensor) -> ops.Handle:
+            return ops.Handle(memory, row_weights, *fields)
+
+        calls: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
+            "ops.dispatch": (lambda **t: ops.dispatch(buffer, **t), sent),
+            "ops.dispatch_again": (
+                lambda x, handle: ops.dispatch_again(x, handle_of(handle, row_weights)),
+                {"x": x, "handle": memory},
+            ),
+            "ops.combine": (
+                lambda y, handle, row_weights: ops.combine(y, handle_of(handle, row_weights)),
+                {"y": y, "handle": memory, "row_weights": row_weights},
+            ),
+            "ops.moe": (lambda **t: ops.moe(buffer, **t), {**sent, **experts, "bias": bias}),
+            "dispatch": (buffer.dispatch, sent),
+            "combine": (lambda **t: buffer.combine(handle=native.handle, **t), {"y": native.x, "bias": bias}),
+            "moe": (buffer.moe, {**sent, **experts}),
+        }
+        for name, (call, tensors) in calls.items():
+            for argument, tensor in tensors.items():
+                with pytest.raises(moecomm.BadInput) as raised:
+                    call(**{**tensors, argument: DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)})
+                assert raised.value.argument == argument, (name, argument, raised.value)
+                found[f"{name}({argument})"] = str(raised.value.got)
+            call(**tensors)
+    return found
+
+
+def test_a_dtensor_is_named(ranks: Any) -> None:
+    (found,) = ranks.run(1, _given_a_dtensor)
+    assert len(found) == 24
+    assert {got for name, got in found.items() if name.startswith("ops.")} == {"a DTensor"}

@@ -24,6 +24,7 @@ from moecomm.compat.deep_ep.pool import (
     counted_by_pool,
     limit_of,
 )
+from moecomm.core.bound import Bound
 from moecomm.core.choices import ScaleLayout, Wire
 from moecomm.core.integers import check_integer
 from moecomm.core.rendezvous import rendezvous
@@ -40,7 +41,7 @@ _Room = tuple[Buffer, int | None, dispatch.Options]  # for what rows to make roo
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
-class ElasticBuffer:
+class ElasticBuffer(Bound):
     """Dispatch and combine of deep_ep 2; see its documentation, and the package for differences.
 
     Memory is taken by the first call with new sizes, on all ranks alike.  `num_bytes`, if given, is the least that a

@@ -23,6 +23,7 @@ from moecomm.compat.deep_ep.pool import (
     limit_of,
 )
 from moecomm.core.arrays import check_tensor
+from moecomm.core.bound import Bound
 from moecomm.core.integers import check_integer
 from moecomm.core.protocol import MAX_TOPK
 from moecomm.core.validation import MOST_SIZE, check_flag, check_sizes
@@ -47,7 +48,7 @@ class _Routing(NamedTuple):
     few: bool = False  # far fewer experts a token than columns of ids: the window is for rows that callers ask for
 
 
-class HybridEPBuffer:
+class HybridEPBuffer(Bound):
     """Dispatch grouped by expert and padded, and its combine; both can be repeated the other way for gradients.
 
     `num_sms_dispatch_api` and `num_sms_combine_api` limit blocks; the other settings are of deep_ep's kernels.  More

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
+from moecomm.core.bound import Bound
 from moecomm.dispatch import tables
 from moecomm.routed import ChunkedHandle, Handle
 
 
-class LazyTuple(tuple[Any, ...]):
+class LazyTuple(Bound, tuple[Any, ...]):
     """len(), indexing, slicing, iteration and unpacking, as of a tuple; an item is made once.  Equal to itself only.
 
     `makers`, of a subclass, make the items of an instance.
     """
 
+    _instead = Handle._instead
     makers: tuple[Callable[[Any], Any], ...] = ()
     _items: dict[int, Any] | None = None  # until one is read
 

@@ -6,13 +6,14 @@ import torch
 
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions
 from moecomm.core.arrays import has_memory
+from moecomm.core.bound import Bound
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_flag, check_same_device
 from moecomm.errors import BadInput, Unsupported
 from moecomm.masking import is_masked
 
 
-class MaskBuffer:
+class MaskBuffer(Bound):
     """The calls of Buffer that mask ranks.  Those that change a mask are collective, other than deep_ep's."""
 
     _pool: Pool

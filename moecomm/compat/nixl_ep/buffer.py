@@ -14,6 +14,7 @@ from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
 from moecomm.compat.deep_ep.masks import write_mask
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions
 from moecomm.compat.nixl_ep.meeting import meet
+from moecomm.core.bound import Bound
 from moecomm.core.integers import check_integer, is_integer
 from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.core.validation import check_flag
@@ -77,7 +78,7 @@ class _Ranks(LowLatency):
         self._pool.close()
 
 
-class Buffer:
+class Buffer(Bound):
     """Low-latency dispatch and combine among the ranks that are connected; see NIXL-EP's documentation, and the package
     for differences.
 
