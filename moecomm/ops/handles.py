@@ -46,8 +46,8 @@ class Handle(NamedTuple):
         zero_padding: rows without a token are zeros, also in gradients.
         num_sms: of rounds with this handle.
         graph: `[0]`, through which the backward pass of a combine leads to those of the dispatch and its repeats, also
-            on a rank whose `y` does not depend on their rows.  `handle._replace(graph=None)`: it does not, for stages
-            whose backward passes are run one by one.
+            on a rank whose `y` does not depend on their rows.  `handle._replace(graph=None)`: it does not, for a handle
+            that several backward passes use, or stages whose backward passes are run one by one.
     """
 
     memory: torch.Tensor

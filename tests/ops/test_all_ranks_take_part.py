@@ -118,21 +118,6 @@ def test_a_repeated_dispatch_has_its_backward_pass_there_too(layout: Any) -> Non
         assert same(got, expected(rank, layout, True, "x")[1:2])
 
 
-def test_a_graph_of_the_compiler_keeps_the_rounds_of_rows_that_nothing_reads() -> None:
-    def layer(buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor) -> torch.Tensor:
-        routed = ops.dispatch(buffer, x, idx, layout="flat")
-        return ops.combine(torch.zeros_like(routed.x), routed.handle) + x
-
-    x, idx, _ = given(0)
-    with opened("self") as buffer:
-        for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-            before, leaf = buffer.rounds.flight.rounds, x.clone().requires_grad_()
-            function(buffer, leaf, idx).sum().backward()
-            assert buffer.rounds.flight.rounds - before == 4
-            assert torch.equal(leaf.grad, torch.ones_like(x))
-    torch.compiler.reset()
-
-
 def _first_rank_alone(group: Any, call: str, alone: str) -> None:
     """One rank wants gradients that the others do not want: every rank hears of it in the forward pass."""
     x, idx, weights = given(group.rank)

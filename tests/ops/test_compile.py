@@ -80,7 +80,8 @@ def test_torch_finds_nothing_wrong_with_the_operators(layout: str) -> None:
         y = torch.randn(routed.x.shape, requires_grad=True)
         row_weights = None if handle.row_weights is None else handle.row_weights.detach().requires_grad_()
         combine = operators.combine.default
-        torch.library.opcheck(combine, (y, row_weights, memory, *here, rows, len(x), None, True))
+        graph = torch.empty(0, requires_grad=True)
+        torch.library.opcheck(combine, (y, row_weights, memory, *here, rows, len(x), None, True, None, graph, True))
         torch.library.opcheck(combine, (y.detach(), None, memory, *here, rows, len(x), torch.float32, False))
         grads = torch.randn((rows, c.topk) if layout == "flat" else routed.x.shape[:-1])
         for weight_grads in (grads, None):
@@ -170,3 +171,19 @@ def test_a_graph_of_a_closed_buffer_says_closed() -> None:
         run(compiled, buffer, c, "expert", 9)
     with c.buffer(None) as another:
         run(compiled, another, c, "expert", 9)
+
+
+def test_a_graph_keeps_the_rounds_of_rows_that_nothing_reads() -> None:
+    """As on a rank whose experts got no token: its backward pass has the rounds of the other ranks."""
+
+    def constant(buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor) -> torch.Tensor:
+        routed = ops.dispatch(buffer, x, idx, layout="flat")
+        return ops.combine(torch.zeros_like(routed.x), routed.handle) + x
+
+    c = case(1, seed=1)
+    with c.buffer(None) as buffer:
+        for function in (constant, torch.compile(constant, fullgraph=True, backend="aot_eager")):
+            before, x = buffer.rounds.flight.rounds, c.x[0].clone().requires_grad_()
+            function(buffer, x, c.topk_idx[0]).sum().backward()
+            assert buffer.rounds.flight.rounds - before == 4
+            assert torch.equal(x.grad, torch.ones_like(x))
