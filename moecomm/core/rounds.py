@@ -66,6 +66,7 @@ class Rounds(RoundState):
         self.sampling = Sampling(settings.verify_every) if settings.verify_every else None
         self.row_tables = row_tables
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
+        self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
         self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
         self.live = LiveExperts(self.num_experts, self.device) if settings.on_timeout == "mask" else None
 
@@ -83,8 +84,21 @@ class Rounds(RoundState):
         return self.ids is not None or self.live is not None
 
     def resumed(self, number: int, masked: frozenset[int]) -> None:
-        """Take note that these ranks are masked, and rounds go on after this one."""
-        self.masked, self.begun, self.calls = masked, None, 0
+        """Take note that these ranks are masked, and rounds go on after this one.
+
+        A masked rank that was stopped in a dispatch goes on to store its rows when it is resumed.  No output is given
+        the memory where they belong, until it has come back or its process has ended.
+        """
+        pages = self.session.pages
+        gone = self.session.dead_peers().keys() | (set() if pages is None else pages.left())
+        if masked - gone:
+            self._late += [self.unfinished, self.begun]
+            if self.sampling is not None:  # its dispatches use their memory again
+                self._late.append(self.sampling.plans)
+                self.sampling.plans = {}
+        else:
+            self._late.clear()
+        self.masked, self.begun, self.unfinished, self.calls = masked, None, None, 0
         self.recovered()
         self.flight.resumed(number)
 
@@ -107,5 +121,6 @@ class Rounds(RoundState):
     def _release(self) -> None:
         super()._release()
         self.plans.clear()
-        self.row_tables, self.sampling = None, None
+        self.row_tables, self.sampling, self.unfinished = None, None, None
+        self._late.clear()
         self.routes.clear()

@@ -53,6 +53,7 @@ class RoundState:
         self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.core.masking
         self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
         self.elsewhere: Callable[[], str] = lambda: ""  # the end of a Timeout's text: see moecomm.core.last_calls
+        self.unfinished: object = None  # the dispatch that is under way or has failed, with the memory of its outputs
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
 
     def _begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
@@ -206,6 +207,7 @@ class RoundState:
             self._failure = error
         else:
             _native.clear_record(self._record)
+            self.unfinished = None  # no rank writes to it any more
         if isinstance(error, (RoundFailed, CorruptRow)) or (
             isinstance(error, Mismatch) and error.field != signature.GROW
         ):

@@ -228,6 +228,7 @@ def prepare_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) -> 
 
 def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
     """Return the outputs; with `sync`, wait for the rows and return exactly those that arrived."""
+    rounds.unfinished = pending
     if isinstance(pending, Ending):
         routed = pending.routed
         rounds.begun = None
@@ -239,12 +240,13 @@ def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
         if routed.args.part == BEGIN:
             if rounds.on_cpu:
                 rounds.raise_failure()  # the round is invalid on every rank: there is nothing to end
-            rounds.begun = routed  # keeps the memory that peers write to
+            rounds.begun, rounds.unfinished = routed, None  # which keeps the memory that peers write to
             return routed
     if routed.sync:
         rounds.wait()
     if routed.sync or rounds.on_cpu:  # there the round is over when the call is
         rounds.raise_failure()
+    rounds.unfinished = None
     if routed.sync and not rounds.on_cpu:
         rounds.flight.settle()
     if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:
