@@ -25,7 +25,7 @@ from moecomm.core.expert_tables import AbsentEntries, ExpertIds
 from moecomm.core.pages import PAGE_BYTES, Pages
 from moecomm.testing import LocalBuffers
 
-from .. import kill_plans
+from .. import call_plans, kill_plans
 from ..conftest import Ranks
 from ..few import few
 
@@ -83,6 +83,20 @@ def test_more_kill_plans(tmp_path: Path) -> None:
         (tmp_path / str(seed)).mkdir()
         found.add(kill_plans.check(tmp_path / str(seed), seed))
     found.check_soon()
+
+
+def test_plans_of_every_membership_call() -> None:
+    """Ends are errors of moecomm or exact rounds, and most ranks go on."""
+    found = call_plans.run(range(50), jobs=12)
+    assert not found["plans_failed"] and found["plans"] == 50, found
+    assert found["rounds"] > 500 and found["ended"] > 50, found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_more_plans_of_every_membership_call() -> None:
+    found = call_plans.run(range(1000, 2000), jobs=12)
+    assert not found["plans_failed"] and found["plans"] == 1000, found
 
 
 def keep_ids(rank: int, group: Any) -> tuple[range, range]:
