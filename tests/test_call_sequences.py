@@ -176,7 +176,7 @@ def test_no_wrong_result_and_no_hang(domain_ranks: int) -> None:
 
 PAIR_S = 1.0  # timeout of a pair of calls
 TRIED = 2  # exact rounds after a second try
-AT_ONCE = 8  # pairs, which wait most of the time
+AT_ONCE = 16  # pairs, which wait most of the time
 
 
 class Member:

@@ -121,6 +121,7 @@ def finish(rounds: Rounds, combining: Combining) -> Any:
     combining.inputs = combining.reduced_rows = None
     if rounds.on_cpu:
         rounds.raise_failure()
+    rounds.unfinished.clear()
     back, grads = combining.back, combining.out_weight_grads
     if grads is None:
         return combining.out

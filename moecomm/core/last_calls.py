@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
-from moecomm.core import entries
+from moecomm.core import messages
 from moecomm.core.board import Board, Part
-from moecomm.core.entries import LastCall
 from moecomm.core.group import Group
+from moecomm.core.messages import LastCall
 from moecomm.core.state import RoundState
 from moecomm.errors import MoecommError
 
@@ -105,7 +105,7 @@ def _note(make: Callable[[], Board], rank: int, last: LastCall | None) -> None:
         if last is None:
             board.erase([_place(rank)])
         else:
-            board.write(_place(rank), entries.pack(last))
+            board.write(_place(rank), messages.pack(last))
 
 
 def _excluded(rounds: RoundState) -> str:
@@ -145,7 +145,7 @@ def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> d
         for rank in ranks:
             if (there := board.read([_place(rank)])) is None:
                 continue
-            last: LastCall = entries.unpack(there[0], LastCall)
+            last: LastCall = messages.unpack(there[0], LastCall)
             if last.left_at == 0:
                 found[rank] = f"is in {last.call}"
             elif time.time() - last.left_at < recent_s:

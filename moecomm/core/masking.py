@@ -11,13 +11,13 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from moecomm.core import entries, last_calls
+from moecomm.core import last_calls, messages
 from moecomm.core.board import Board, Part
-from moecomm.core.entries import Agreed, Coming, Decision, Disagreement, Lost
 from moecomm.core.expert_tables import LiveExperts
 from moecomm.core.experts import experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.membership import GRACE_S, Meeting
+from moecomm.core.messages import Agreed, Coming, Decision, Disagreement, Lost
 from moecomm.core.rounds import Rounds
 from moecomm.core.suspension import Members
 from moecomm.errors import BadInput, Excluded, MemoryReleased, MoecommError, PeerLost, RoundFailed, Timeout
@@ -131,7 +131,7 @@ class Masking(Meeting):
         for rank in masked:
             self._rounds.session.exclude(rank)
         if lost := self._rounds.session.resume(decision.round, masked, self._rounds.attempts):
-            board.decide("members", entries.pack(Lost(sorted(lost))))
+            board.decide("members", messages.pack(Lost(sorted(lost))))
         else:
             board.write(f"ready/{self._rounds.rank}", b"1")
         begin = time.monotonic()
@@ -140,10 +140,10 @@ class Masking(Meeting):
             waited = time.monotonic() - begin
             lost = missing if waited >= self._timeout_s else missing & self._gone()
             if lost or not missing:
-                went = [board.decide("members", entries.pack(Lost(sorted(lost))))]
+                went = [board.decide("members", messages.pack(Lost(sorted(lost))))]
                 break
             board.wait(min(self._timeout_s - waited, GRACE_S))
-        return set(entries.unpack(went[0], Lost).ranks)
+        return set(messages.unpack(went[0], Lost).ranks)
 
     def _settle(self, decision: Decision) -> None:
         rounds = self._rounds
@@ -151,7 +151,7 @@ class Masking(Meeting):
         rounds.resumed(decision.round, frozenset(range(rounds.num_ranks)) - set(decision.members))
         update_experts(rounds)
         with self._newest_board() as board:
-            board.write(str(rounds.rank), entries.pack(Agreed(rounds.attempts)))
+            board.write(str(rounds.rank), messages.pack(Agreed(rounds.attempts)))
         if rounds.masked != before:
             log.warning("rank %d: masked ranks are now %s", rounds.rank, sorted(rounds.masked) or "none")
 
@@ -159,7 +159,7 @@ class Masking(Meeting):
         """Return the number of the last agreement that has ended, as far as any rank knows."""
         with self._newest_board() as board:
             found = [board.read([str(rank)]) for rank in range(self._rounds.num_ranks)]
-        return max((entries.unpack(one[0], Agreed).number for one in found if one is not None), default=0)
+        return max((messages.unpack(one[0], Agreed).number for one in found if one is not None), default=0)
 
     @contextmanager
     def _newest_board(self) -> Iterator[Board]:

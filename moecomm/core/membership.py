@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from moecomm.core import entries, last_calls
+from moecomm.core import last_calls, messages
 from moecomm.core.board import Board, Part
-from moecomm.core.entries import Coming, Decision, Disagreement
 from moecomm.core.expert_tables import ExpertIds
 from moecomm.core.experts import experts_of
 from moecomm.core.group import Group
+from moecomm.core.messages import Coming, Decision, Disagreement
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
@@ -215,11 +215,11 @@ class Meeting:
         Raises:
             Mismatch: another rank makes another call.
         """
-        board.write(f"here/{self._rounds.rank}", entries.pack(self._coming()))
+        board.write(f"here/{self._rounds.rank}", messages.pack(self._coming()))
         begin = time.monotonic()
         while (decided := board.read(["members"])) is None:
             said = {
-                rank: entries.unpack(found[0], Coming)
+                rank: messages.unpack(found[0], Coming)
                 for rank in range(self._rounds.num_ranks)
                 if (found := board.read([f"here/{rank}"])) is not None
             }
@@ -227,10 +227,10 @@ class Meeting:
             if self._leaves(waited):
                 return None
             if (proposal := self._proposal(said, waited)) is not None:
-                decided = [board.decide("members", entries.pack(proposal))]
+                decided = [board.decide("members", messages.pack(proposal))]
                 break
             board.wait(min(self._timeout_s - waited, GRACE_S))
-        stands: Any = entries.unpack(decided[0], Decision, Disagreement)
+        stands: Any = messages.unpack(decided[0], Decision, Disagreement)
         if isinstance(stands, Disagreement):
             calls = dict(zip(stands.ranks, (stands.first, stands.second), strict=True))
             rank = next(rank for rank, call in calls.items() if _kind(call) != _kind(self._call))

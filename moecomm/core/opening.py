@@ -15,15 +15,15 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from moecomm import errors
-from moecomm.core import entries, last_calls, strays
+from moecomm.core import last_calls, messages, strays
 from moecomm.core.board import Board
-from moecomm.core.entries import Failed, Opened
 from moecomm.core.group import Group
+from moecomm.core.messages import Failed, Opened
 from moecomm.core.processes import Deaths, pid_namespace
 from moecomm.core.settings import seconds
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
 
-_OPEN = entries.pack(Opened())
+_OPEN = messages.pack(Opened())
 _GRACE_S = 0.25  # for the store to answer after the deadline
 _CALL = 64  # bytes
 _IDENTITY = 36 + _CALL  # bytes
@@ -166,7 +166,7 @@ class Opening:
     def _is_over_for_us(self, stands: bytes | None) -> bool:
         if stands in (None, _OPEN):
             return False
-        said = entries.unpack(stands, Failed)
+        said = messages.unpack(stands, Failed)
         return said.rank == self.rank and said.stray
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -308,7 +308,7 @@ class Opening:
         if (found := self._lookout.find(self._missing(keys, deadline))) is not None:
             rank, said = found
             fields = {"argument": "group", "got": said.got, "want": said.want, "rank": rank}
-            raise self._announced(self._set_outcome(entries.pack(Failed("BadInput", rank, "", fields, True))))
+            raise self._announced(self._set_outcome(messages.pack(Failed("BadInput", rank, "", fields, True))))
 
     def _lost(self, rank: int) -> RoundFailed:
         return self.failed(PeerLost, rank, f"rank {rank} is gone: its process has ended {self.during}")
@@ -330,7 +330,7 @@ class Opening:
 
     def _decide(self, error: MoecommError) -> bytes:
         """Decide the outcome, unless a peer has; return the outcome."""
-        return self._set_outcome(entries.pack(_record(error, self.rank)))
+        return self._set_outcome(messages.pack(_record(error, self.rank)))
 
     def _set_outcome(self, record: bytes) -> bytes:
         """Write the outcome, if the store can still be reached."""
@@ -363,7 +363,7 @@ class Opening:
     def _announced(self, record: bytes) -> MoecommError:
         """Make the error that another rank has announced, as this rank raises it."""
         self._decided = True
-        said = entries.unpack(record, Failed)
+        said = messages.unpack(record, Failed)
         rank, fields = said.rank, said.fields
         if said.kind == "BadInput":
             named = fields["rank"] if fields["rank"] is not None else rank

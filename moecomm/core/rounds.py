@@ -68,6 +68,7 @@ class Rounds(RoundState, Bound):
         self.sampling = Sampling(settings.verify_every) if settings.verify_every else None
         self.row_tables = row_tables
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
+        self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
         self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
         self.live = LiveExperts(self.num_experts, self.device) if settings.on_timeout == "mask" else None
 
@@ -85,8 +86,19 @@ class Rounds(RoundState, Bound):
         return self.ids is not None or self.live is not None
 
     def resumed(self, number: int, masked: frozenset[int]) -> None:
-        """Take note that these ranks are masked, and rounds go on after this one."""
+        """Take note that these ranks are masked, and rounds go on after this one.
+
+        A masked rank that was stopped in a dispatch goes on to store its rows when it is resumed.  No output is given
+        the memory where they belong, until it has come back or its process has ended.
+        """
+        pages = self.session.pages
+        gone = self.session.dead_peers().keys() | (set() if pages is None else pages.left())
+        if masked - gone:
+            self._late += [*self.unfinished, self.begun]
+        else:
+            self._late.clear()
         self.masked, self.begun, self.calls = masked, None, 0
+        self.unfinished.clear()
         if self.sampling is not None:
             self.sampling.restart()
         self.recovered()
@@ -112,4 +124,6 @@ class Rounds(RoundState, Bound):
         super()._release()
         self.plans.clear()
         self.row_tables, self.sampling = None, None
+        self.unfinished.clear()
+        self._late.clear()
         self.routes.clear()

@@ -53,6 +53,7 @@ class RoundState:
         self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.core.masking
         self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
         self.elsewhere: Callable[[], str] = lambda: ""  # the end of a Timeout's text: see moecomm.core.last_calls
+        self.unfinished: list[object] = []  # memory that peers write to in a dispatch that is under way or has failed
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
         self._raised: Callable[[], MoecommError | None] = lambda: None  # the last error that a round left behind
 
@@ -70,6 +71,8 @@ class RoundState:
         if self._refused and self._depth == 0:
             self._count_refused()
         if rounds and self._depth == 0:
+            if self._failure is None:
+                self.unfinished.clear()
             self.calls += 1
             self._before = self.flight.rounds
         if outer:
@@ -223,6 +226,7 @@ class RoundState:
             self._failure = error
         else:
             _native.clear_record(self._record)
+            self.unfinished.clear()  # no rank writes to it any more
             if isinstance(error, Mismatch) and error.field != signature.GROW:
                 self._failure = OutOfStep.after(error)  # the next calls of the ranks may differ by one
         if isinstance(error, (RoundFailed, CorruptRow)) or (

@@ -13,9 +13,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from moecomm.core import entries
+from moecomm.core import messages
 from moecomm.core.board import StoreBoard
-from moecomm.core.entries import Stray
+from moecomm.core.messages import Stray
 from moecomm.errors import BadInput
 
 # For the store to answer.  Without a note peers wait for their deadline, so a busy store has time to take it; a rank
@@ -31,7 +31,7 @@ _found: dict[int, str] = {}  # by process: the id of its last note that has ende
 def announce(error: BadInput) -> None:
     """Leave a note of a call with a bad group, if there is a default group."""
     global _notice
-    notice = entries.pack(Stray(uuid.uuid4().hex, str(error.got), str(error.want)))
+    notice = messages.pack(Stray(uuid.uuid4().hex, str(error.got), str(error.want)))
     with suppress(OSError, RuntimeError), _notices(_LEAVE_S) as board:
         with _lock:
             _notice = notice  # from here on: the store may take it later than we wait
@@ -76,11 +76,11 @@ def _claimed(board: StoreBoard, process: int, found: bytes) -> Stray | None:
     """Return a note if this rank may act on it.  An earlier call of ours may have removed it and answered too late."""
     for_us = _taken(b"")
     if found.startswith(for_us):
-        said = entries.unpack(found[len(for_us) :], Stray)
+        said = messages.unpack(found[len(for_us) :], Stray)
     elif found.startswith(_TAKEN) or not _take(board, process, found):
         return None
     else:
-        said = entries.unpack(found, Stray)
+        said = messages.unpack(found, Stray)
     with _lock:
         is_new, _found[process] = _found.get(process) != said.id, said.id
     return said if is_new else None

@@ -244,8 +244,9 @@ def finish(rounds: Rounds, pending: Routed | Ending, *, copied: bool = False) ->
 
     `copied`: the caller copies them before its call returns, so they may lie where no outputs stay.
     """
+    routed = pending.routed if isinstance(pending, Ending) else pending
+    rounds.unfinished += (routed.payload, routed.handle.block)
     if isinstance(pending, Ending):
-        routed = pending.routed
         rounds.begun = None
         rounds.raise_failure()
         routed.args.part = END
@@ -253,18 +254,19 @@ def finish(rounds: Rounds, pending: Routed | Ending, *, copied: bool = False) ->
             routed.handle.args.part = END
         outputs.fill(routed)
     else:
-        routed = pending
         routed.inputs = None
         if routed.args.part == BEGIN:
             if rounds.on_cpu:
                 rounds.raise_failure()  # the round is invalid on every rank: there is nothing to end
             rounds.begun = routed  # keeps the memory that peers write to
+            rounds.unfinished.clear()
             outputs.place_tables(rounds, routed)  # the handle may be in use before the rest
             return routed
     if routed.sync:
         rounds.wait()
     if routed.sync or rounds.on_cpu:  # there the round is over when the call is
         rounds.raise_failure()
+    rounds.unfinished.clear()
     if routed.sync and not rounds.on_cpu:
         rounds.flight.settle()
     if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:

@@ -50,6 +50,7 @@ class Verdict:
         self._ids = torch.full((1, rounds.topk), -1, dtype=torch.int64, device=rounds.device)
         self._small = small_dispatch(rounds, "flat", False)
         self._args, self._memory = self._small.of_one_token(self._ids)
+        rounds.unfinished.append(self._memory)
 
     def say(self, is_bad: torch.Tensor, row: torch.Tensor) -> None:
         """Name a row if `is_bad`; `row`: int64, corruption.row_bits().  Does not wait for the device."""
@@ -75,6 +76,7 @@ class DispatchCheck:
         sent[:, 1] = torch.arange(len(x), device=rounds.device) + rounds.rank * rounds.max_tokens
         self._sent = sent
         self._args, self._arrived = self._small.by_handle(routed.handle, sent)
+        rounds.unfinished.append(self._arrived)
         self._verdict = Verdict(rounds, "dispatch")
 
     def stages(self) -> tuple[Callable[[], None], ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -630,6 +632,94 @@ def test_memory_that_is_released_refuses_a_mask() -> None:
         return found.lost
 
     assert over_threads(call, timeout_s=1) == [None, (0,), (0,)]
+
+
+def offsets_of_small(rounds: Any) -> set[int]:
+    """Memory of the dispatches that verify others."""
+    plans = {} if rounds.sampling is None else rounds.sampling.plans
+    return {block.offset for plan in plans.values() for block in plan._blocks}
+
+
+@pytest.mark.parametrize("verify_every", [0, 1])
+def test_memory_of_a_failed_dispatch_waits_for_ranks_that_may_write_there(verify_every: int) -> None:
+    """Rank 0 comes late to a dispatch that the others have given up: no output lies where its rows belong."""
+    held: dict[int, int] = {}
+    gave_up, back = threading.Barrier(2), threading.Barrier(3)
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        rounds(buffer, 3)
+        mine = buffer.rounds
+        if buffer.rank == 0:
+            back.wait(60)
+            buffer.unmask([0])
+            rounds(buffer, 3)
+            return None
+        before = mine.memory.used
+        assert isinstance(failure_of(lambda: exact_round(buffer, 0)), moecomm.Timeout)
+        failed: Any = mine.unfinished
+        places = [range(block.offset, block.offset + block.nbytes) for block in (failed.payload, failed.handle.block)]
+        small = offsets_of_small(mine)
+        del failed
+        gave_up.wait(60)
+        buffer.mask([0])
+        gc.collect()
+        outputs = [buffer.dispatch(*tokens_of(buffer.rank, number)) for number in range(3)]
+        for routed in outputs:
+            for block in (routed.payload, routed.handle.block):
+                assert all(block.offset + block.nbytes <= place.start or block.offset >= place.stop for place in places)
+        if verify_every:
+            assert (again := offsets_of_small(mine)) and not again & small
+        del outputs, routed, block
+        held[buffer.rank] = mine.memory.used
+        back.wait(60)
+        buffer.unmask([0])
+        rounds(buffer, 3)
+        gc.collect()
+        return mine.memory.used <= before < held[buffer.rank]
+
+    found = over_threads(call, timeout_s=1, verify_every=verify_every)
+    assert found == [None, True, True]
+
+
+def stopped_in_a_dispatch(rank: int, group: Any, pids: Any, after_s: float) -> Any:
+    """Rank 0 stops while it stores its rows, and goes on when the others have masked it and use their memory again."""
+    sizes: dict[str, Any] = {"hidden": 4096, "num_experts": 3, "topk": 1, "max_tokens": 1024, "dtype": torch.float32}
+    buffer = moecomm.Buffer(group, **sizes, backend="host", timeout_s=20)
+    buffer.rounds.session.context.timeout_ns = 300_000_000
+    pids[rank] = os.getpid()
+
+    def small(count: int = 8) -> Any:
+        return buffer.dispatch(torch.full((count, 4096), rank + 1.0), torch.ones(count, 1, dtype=torch.int64))
+
+    small()
+    if rank == 0:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        with suppress(moecomm.RoundFailed, moecomm.Excluded):
+            small(1024)
+            small()
+        buffer.unmask([0])
+        small()
+        return True
+    failure_of(lambda: small(1024))
+    buffer.mask([0])
+    gc.collect()
+    outputs = [small() for _ in range(20)]
+    if rank == 1:
+        os.kill(pids[0], signal.SIGCONT)
+    buffer.unmask([0])
+    want = [0, 2 * 8, 0][rank]
+    for routed in outputs:  # as they were before
+        assert routed.tokens_per_expert.tolist() == [want], routed.tokens_per_expert
+        assert routed.x.unique().tolist() == ([2.0, 3.0] if want else [])
+    small()
+    return True
+
+
+def test_rows_of_a_rank_that_was_stopped_in_a_dispatch_change_no_output(ranks: Ranks) -> None:
+    for after_ms in (1, 3, 5, 8, 12):
+        pids = ranks._context.Array("i", 3)
+        ranks.start(3, stopped_in_a_dispatch, pids, after_ms / 1e3)
+        assert ranks.results(3) == dict.fromkeys(range(3), True)
 
 
 def test_memory_is_not_released_without_all_ranks() -> None:

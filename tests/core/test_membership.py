@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm import _native
-from moecomm.core import entries, membership
+from moecomm.core import membership, messages
 from moecomm.core.expert_tables import AbsentEntries, ExpertIds
 from moecomm.core.pages import PAGE_BYTES, Pages
 from moecomm.testing import LocalBuffers
 
-from .. import kill_plans
+from .. import call_plans, kill_plans
 from ..conftest import Ranks
 from ..few import few
 
@@ -83,6 +83,20 @@ def test_more_kill_plans(tmp_path: Path) -> None:
         (tmp_path / str(seed)).mkdir()
         found.add(kill_plans.check(tmp_path / str(seed), seed))
     found.check_soon()
+
+
+def test_plans_of_every_membership_call() -> None:
+    """Ends are errors of moecomm or exact rounds, and most ranks go on."""
+    found = call_plans.run(range(50), jobs=12)
+    assert not found["plans_failed"] and found["plans"] == 50, found
+    assert found["rounds"] > 500 and found["ended"] > 50, found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_more_plans_of_every_membership_call() -> None:
+    found = call_plans.run(range(1000, 2000), jobs=12)
+    assert not found["plans_failed"] and found["plans"] == 1000, found
 
 
 def keep_ids(rank: int, group: Any) -> tuple[range, range]:
@@ -332,42 +346,42 @@ def test_one_decision_stands() -> None:
         pages[0].write("large", b"x" * PAGE_BYTES)
 
 
-ENTRIES: list[tuple[Any, ...]] = [
-    entries.Coming("shrink()", 1, 0, [2], [], []),
-    entries.Decision("mask()", [0, 1], 7, True),
-    entries.Disagreement([0, 1], "mask()", "shrink()"),
-    entries.Lost([]),
-    entries.Agreed(3),
-    entries.LastCall("grow()", 0.0, False),
-    entries.Opened(),
-    entries.Failed("Timeout", 1, "text", {"peer": None}, False),
-    entries.Stray("id", "got", "want"),
+MESSAGES: list[tuple[Any, ...]] = [
+    messages.Coming("shrink()", 1, 0, [2], [], []),
+    messages.Decision("mask()", [0, 1], 7, True),
+    messages.Disagreement([0, 1], "mask()", "shrink()"),
+    messages.Lost([]),
+    messages.Agreed(3),
+    messages.LastCall("grow()", 0.0, False),
+    messages.Opened(),
+    messages.Failed("Timeout", 1, "text", {"peer": None}, False),
+    messages.Stray("id", "got", "want"),
 ]
 
 
-def test_entries_are_read_as_what_they_are_alone() -> None:
-    for entry in ENTRIES:
-        packed = entries.pack(entry)
-        assert entries.unpack(packed, type(entry)) == entry
-        for other in ENTRIES:
-            if other is not entry:
+def test_messages_are_read_as_what_they_are_alone() -> None:
+    for message in MESSAGES:
+        packed = messages.pack(message)
+        assert messages.unpack(packed, type(message)) == message
+        for other in MESSAGES:
+            if other is not message:
                 with pytest.raises(moecomm.Unsupported, match=f"no {type(other).__name__} of this version"):
-                    entries.unpack(packed, type(other))
+                    messages.unpack(packed, type(other))
 
 
-def test_what_is_no_entry_is_named() -> None:
-    draw, kinds = random.Random(0), [type(entry) for entry in ENTRIES]
+def test_what_is_no_message_is_named() -> None:
+    draw, kinds = random.Random(0), [type(message) for message in MESSAGES]
     broken = [b"", b"1", b"[0", b"[]", b"{}", b"null", b"\xff", b'["Lost", [true]]', b'["Agreed", "1"]', b"[" * 9999]
-    for entry in ENTRIES:
-        packed = bytearray(entries.pack(entry))
+    for message in MESSAGES:
+        packed = bytearray(messages.pack(message))
         for _ in range(200):
             changed = packed.copy()
             changed[draw.randrange(len(changed))] = draw.randrange(256)
             broken += [bytes(changed), bytes(changed[: draw.randrange(len(changed))])]
     for data in broken:
         with suppress(moecomm.Unsupported):
-            found: Any = entries.unpack(data, *kinds)
-            assert entries.unpack(entries.pack(found), type(found)) == found  # a change within a number or a word
+            found: Any = messages.unpack(data, *kinds)
+            assert messages.unpack(messages.pack(found), type(found)) == found  # a change within a number or a word
 
 
 def test_erased_values_are_gone() -> None:

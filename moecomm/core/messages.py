@@ -1,7 +1,7 @@
-"""Entries: the typed values that ranks leave each other on a board, in one format.
+"""Messages: the typed values that ranks leave each other on a board, in one format.
 
-An entry is a NamedTuple of whole numbers, words, flags, lists of numbers and tables.  Its name travels with it, and a
-reader says which kinds it takes.  So a rank that made another call is found by the name of its entry.
+A message is a NamedTuple of whole numbers, words, flags, lists of numbers and tables.  Its name travels with it, and a
+reader says which kinds it takes.  So a rank that made another call is found by the name of its message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 from moecomm.errors import Unsupported
 
 _Kind = TypeVar("_Kind", bound=tuple[Any, ...])
-_SHOWN = 80  # bytes of what is no entry
+_SHOWN = 80  # bytes of what is no message
 
 
 class LastCall(NamedTuple):
@@ -122,16 +122,16 @@ class Stray(NamedTuple):
     want: str
 
 
-def pack(entry: tuple[Any, ...]) -> bytes:
-    """Return an entry as bytes; see unpack()."""
-    return json.dumps([type(entry).__name__, *entry]).encode()
+def pack(message: tuple[Any, ...]) -> bytes:
+    """Return a message as bytes; see unpack()."""
+    return json.dumps([type(message).__name__, *message]).encode()
 
 
 def unpack(data: bytes, *kinds: type[_Kind]) -> _Kind:
-    """Return the entry that pack() has packed, of one of these kinds.
+    """Return the message that pack() has packed, of one of these kinds.
 
     Raises:
-        Unsupported: it is of another kind, or no entry of this version of moecomm.
+        Unsupported: it is of another kind, or no message of this version of moecomm.
     """
     try:
         name, *fields = json.loads(data)
