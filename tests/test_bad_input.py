@@ -21,7 +21,7 @@ T = 8
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LocalBuffers]:
-    with LocalBuffers(**SIZES, backend="host", timeout_s=5) as buffers:
+    with LocalBuffers(**SIZES, backend="host", timeout_s=60) as buffers:
         yield buffers
 
 

@@ -28,13 +28,13 @@ def call(rank: int, tokens: int = 10) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def ranks() -> Iterator[LocalBuffers]:
-    with LocalBuffers(3, **SIZES, backend="host", timeout_s=5) as buffers:
+    with LocalBuffers(3, **SIZES, backend="host", timeout_s=60) as buffers:
         yield buffers
 
 
 @pytest.fixture
 def buffer() -> Iterator[moecomm.Buffer]:
-    with moecomm.Buffer(**SIZES, backend="host", timeout_s=5) as alone:
+    with moecomm.Buffer(**SIZES, backend="host", timeout_s=60) as alone:
         yield alone
 
 

@@ -143,7 +143,7 @@ def run_sequence(seed: int, domain_ranks: int) -> list[Counter[str]]:
     def run(rank: int, group: Any) -> None:
         fails = random.Random(seed * RANKS + rank)
         try:
-            with moecomm.Buffer(group, **SIZES, backend="host", domain_ranks=domain_ranks, timeout_s=10) as buffer:
+            with moecomm.Buffer(group, **SIZES, backend="host", domain_ranks=domain_ranks, timeout_s=60) as buffer:
                 program = Program(seed, rank, buffer, fails)
                 program.run()
                 seen[rank] = program.seen

@@ -21,6 +21,7 @@ from moecomm.testing import LocalBuffers, check_case, check_case_on_rank, random
 from .backends.conftest import run_ranks
 from .conftest import Ranks
 from .few import few
+from .live import FAR_S, ROOM_S
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 4, "max_tokens": 40, "backend": "host"}
 DOMAINS = [(4, 2), (8, 4), (8, 2), (3, 1), (2, 1)]  # ranks, of them in a domain
@@ -75,9 +76,9 @@ def test_processes_match_the_reference(ranks: Ranks) -> None:
 
 def _until_a_peer_dies(rank: int, group: Any, victim: int, kind: str, died: Any) -> tuple[str, int, float]:
     # Where a rank dies, the deadline is far: a rank that is merely late must not end the rounds first.
-    buffer = moecomm.Buffer(group, **SIZES, domain_ranks=2, timeout_s=3 if kind == "idle" else 30)
+    buffer = moecomm.Buffer(group, **SIZES, domain_ranks=2, timeout_s=3 if kind == "idle" else FAR_S)
     if rank == victim and kind == "idle":
-        time.sleep(60)
+        time.sleep(FAR_S)
     begun = time.monotonic()
     try:
         for number in itertools.count():
@@ -103,7 +104,7 @@ def test_a_killed_relay_is_named_by_all(ranks: Ranks, victim: int, kind: str) ->
         ranks.kill(victim)
     for name, peer, seconds in ranks.results(3).values():
         assert (name, peer) == ("PeerLost", victim)
-        assert seconds < 1.0, "a death on the same host is noticed at once"
+        assert seconds < ROOM_S, "a death on the same host ends the wait, not the deadline"
 
 
 @pytest.mark.long
@@ -111,7 +112,7 @@ def test_a_silent_relay_is_a_timeout_on_all(ranks: Ranks) -> None:
     ranks.start(4, _until_a_peer_dies, 1, "idle", ranks.died)
     for name, peer, seconds in ranks.results(3).values():
         assert (name, peer) == ("Timeout", 1)
-        assert seconds < 4.0, "timeout_s + 1 s"
+        assert seconds < ROOM_S
 
 
 def _close_early(rank: int, group: Any) -> tuple[str, int] | None:

@@ -20,6 +20,7 @@ from moecomm import metrics
 from moecomm.core import tally
 
 from .backends.conftest import run_ranks
+from .live import shorten
 
 client = pytest.importorskip("prometheus_client")
 DASHBOARD = Path(__file__).parent.parent / "docs" / "grafana" / "moecomm.json"
@@ -98,7 +99,8 @@ def test_failures_are_counted_by_rank_and_error(values: Callable[[], dict[str, f
 
     def rank(group: Any) -> None:
         number = group.rank
-        with moecomm.Buffer(group, **{**SIZES, "num_experts": 3}, timeout_s=0.2) as buffer:
+        with moecomm.Buffer(group, **{**SIZES, "num_experts": 3}) as buffer:
+            shorten(buffer, 0.2)
             try:
                 if number != 1:
                     buffer.dispatch(X, IDS)

@@ -105,6 +105,7 @@ class DeviceCheck:
         self._launch = rounds.session.combiner(args)
         self._small = small_dispatch(rounds, handle.layout, True, self._added.shape[1])
         self._args, self._arrived = self._small.by_handle(handle, self._added)
+        rounds.unfinished.append(self._arrived)
         self._verdict = Verdict(rounds, "combine")
 
     def launch(self) -> None:

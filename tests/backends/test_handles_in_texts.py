@@ -22,6 +22,8 @@ from moecomm.testing import LocalBuffers
 from tests.backends.conftest import run_ranks
 from tests.backends.fake_driver import REFUSABLE, FabricHandle, FakeDriver, HandleType, Status
 
+from ..live import shorten
+
 Install = Callable[[FakeDriver], FakeDriver]
 PIECE = 8  # bytes of a handle that are enough to be found
 
@@ -115,10 +117,12 @@ def test_handles_of_memory(
 def test_addresses_of_windows(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     sizes: dict[str, Any] = {"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8, "backend": "host"}
-    with LocalBuffers(2, **sizes, timeout_s=0.2) as ranks:
+    with LocalBuffers(2, **sizes) as ranks:
         first, second = ranks.buffers
         addresses = {address for buffer in ranks.buffers for address in buffer.rounds.session.context.peers} - {0}
         x, ids = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 3], [1, 2]])
+        for buffer in ranks.buffers:
+            shorten(buffer, 2)
         ranks.dispatch([{"x": x, "topk_idx": ids}] * 2)
         errors = []
         for wrong in ({"x": x, "topk_idx": ids + 9}, {"x": x.double(), "topk_idx": ids}, {"x": x, "topk_idx": ids}):

@@ -68,7 +68,7 @@ def test_ranks_in_several_pid_namespaces(tmp_path: Path) -> None:
         pytest.skip("needs the right to make PID namespaces (unshare --pid)")
     processes = start_in_namespaces(tmp_path / "store")
     try:
-        said = [process.communicate(timeout=60)[0].split() for process in processes]
+        said = [process.communicate(timeout=240)[0].split() for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -15,6 +15,7 @@ from moecomm.bench import latency
 from moecomm.bench.receive_buffer import ReceiveBuffer
 
 from ..conftest import Ranks
+from ..live import ROOM_S
 
 MOST = 1 << 20
 SIZES = [1, 3, 16, 4096, 70000, MOST]
@@ -117,13 +118,13 @@ def ping_pong(**other: Any) -> int | None:
 def test_a_wait_ends_at_its_deadline() -> None:
     begin = time.monotonic()
     assert ping_pong() is None
-    assert 0.05 <= time.monotonic() - begin < 5
+    assert 0.05 <= time.monotonic() - begin < ROOM_S
 
 
 def test_a_wait_ends_when_it_is_called_off() -> None:
     begin = time.monotonic()
-    assert ping_pong(timeout_ns=60_000_000_000, aborted=True) is None
-    assert time.monotonic() - begin < 5
+    assert ping_pong(timeout_ns=240_000_000_000, aborted=True) is None
+    assert time.monotonic() - begin < ROOM_S
 
 
 @pytest.mark.parametrize("wrong", [{"here": 0}, {"there": 12}, {"source": 0}, {"nbytes": 0}, {"rounds": 0}])

@@ -17,7 +17,7 @@ X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 0]])
 
 
 def opened(group: Any) -> moecomm.Buffer:
-    return moecomm.Buffer(group, hidden=64, num_experts=2, topk=2, max_tokens=2, backend="host", timeout_s=10)
+    return moecomm.Buffer(group, hidden=64, num_experts=2, topk=2, max_tokens=2, backend="host", timeout_s=60)
 
 
 def fails(calls: CallCount, after: Callable[[], object] = list) -> None:

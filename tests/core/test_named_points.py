@@ -24,11 +24,12 @@ from moecomm.core.settings import Settings
 
 from ..conftest import Ranks
 from ..few import few
+from ..live import FAR_S, ROOM_S
 from .test_masking import rounds
 from .test_membership import SIZES, die_in_a_round, sums, until_it_fails
 
 EXACT = 100  # exact rounds that the ranks that are left make
-TIMEOUT_S, SOON_S = 30, 15  # no survivor waits for the deadline
+TIMEOUT_S, SOON_S = FAR_S, ROOM_S  # no survivor waits for the deadline
 OPENING = [(Settings, "agree"), (backends, "open_session"), (Opening, "settle")]
 MEETING = [(Meeting, "_agree"), (Pages, "decide"), *OPENING, (Rounds, "retire")]
 MASKING = [(Masking, "_decision"), (HostSession, "resume"), (Masking, "_begin_anew"), (Masking, "_settle")]

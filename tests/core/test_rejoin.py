@@ -19,6 +19,7 @@ from moecomm.testing import LocalBuffers
 from .. import kill_plans
 from ..conftest import Ranks
 from ..few import few
+from ..live import FAR_S, ROOM_S
 from ..rejoin import Job, Member
 from ..supervisor import Supervisor
 from .test_membership import SIZES, failure_of, sums, until_it_fails
@@ -118,7 +119,7 @@ def test_a_rank_that_gave_up_does_not_wait() -> None:
 
 
 def test_abort_ends_grow() -> None:
-    buffer = moecomm.Buffer("self", **SIZES, device="cpu", timeout_s=30)
+    buffer = moecomm.Buffer("self", **SIZES, device="cpu", timeout_s=FAR_S)
     group = moecomm.local_ranks(2)
     timer = threading.Timer(0.05, buffer.abort)
     timer.start()
@@ -135,9 +136,9 @@ def is_lost_in_grow(rank: int, group: Any) -> Any:
     """Rank 2 dies while ranks 0 and 1 are in grow(), and rank 3 opens."""
     first = dist.new_group([0, 1, 2])
     if rank == 3:
-        error = failure_of(lambda: moecomm.Buffer(group, **SIZES, timeout_s=30))
+        error = failure_of(lambda: moecomm.Buffer(group, **SIZES, timeout_s=FAR_S))
         return type(error), error.peer
-    buffer = moecomm.Buffer(first, **SIZES, timeout_s=30)
+    buffer = moecomm.Buffer(first, **SIZES, timeout_s=FAR_S)
     sums(buffer)
     if rank == 2:
         while buffer.joining(group) != [0, 1, 3]:
@@ -145,7 +146,7 @@ def is_lost_in_grow(rank: int, group: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     error = failure_of(lambda: buffer.grow(group))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < ROOM_S
     assert until_it_fails(buffer).peer == 2
     found = buffer.shrink()
     sums(buffer)
@@ -161,7 +162,7 @@ def test_a_rank_that_is_lost_before_it_comes_ends_grow(ranks: Ranks) -> None:
 def stops_in_shrink(rank: int, group: Any, pids: Any, delay_s: float) -> Any:
     """Rank 1 dies; rank 2 stops while it shrinks, and goes on when rank 0 has waited for it."""
     pids[rank] = os.getpid()
-    buffer = moecomm.Buffer(group, **SIZES, timeout_s=30)
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=FAR_S)
     sums(buffer)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,6 +17,7 @@ from moecomm.core import opening
 
 from ..conftest import Ranks
 from ..few import few
+from ..live import ROOM_S
 from .test_masking import exact_round, rounds
 from .test_membership import SIZES, failure_of, sums
 from .test_opening import group_of_a_tcp_store
@@ -93,7 +94,7 @@ def without_the_store(rank: int, group: Any, folder: str, call: str, how: int) -
     for _ in range(EXACT):
         sums(buffer)
     buffer.close()
-    return about, seconds < TIMEOUT_S + 1
+    return about, seconds < ROOM_S
 
 
 @pytest.mark.parametrize("call", AGREE)

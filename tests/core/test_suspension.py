@@ -21,10 +21,11 @@ from moecomm.testing import LocalBuffers, check_case, random_case
 from ..backends.conftest import run_ranks
 from ..conftest import Ranks
 from ..few import few
+from ..live import FAR_S, ROOM_S
 
 SIZES: dict[str, Any] = {"hidden": 1024, "num_experts": 12, "topk": 2, "max_tokens": 256}
-HOST: dict[str, Any] = {**SIZES, "backend": "host", "timeout_s": 20}
-SHORT: dict[str, Any] = {**HOST, "timeout_s": 1}
+HOST: dict[str, Any] = {**SIZES, "backend": "host", "timeout_s": FAR_S}
+SHORT: dict[str, Any] = {**HOST, "timeout_s": 2}
 
 
 def one_round(buffer: moecomm.Buffer, seed: int = 0) -> torch.Tensor:
@@ -185,7 +186,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(call: str) -> None:
             start = time.monotonic()
             with pytest.raises(moecomm.Timeout, match=rf"for rank 2, which has not called {call}\(\)") as caught:
                 getattr(buffer, call)()
-            assert time.monotonic() - start < 3 and (caught.value.peer, caught.value.op) == (2, call)
+            assert time.monotonic() - start < ROOM_S and (caught.value.peer, caught.value.op) == (2, call)
             assert buffer.failed
             with pytest.raises(moecomm.Timeout):
                 one_round(buffer)
@@ -207,7 +208,7 @@ def test_abort_ends_the_wait(call: str) -> None:
             start = time.monotonic()
             with pytest.raises(moecomm.Aborted, match=rf"rank 0 was stopped by abort\(\) or an interrupt \({call}\)"):
                 getattr(buffer, call)()
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < ROOM_S
             timer.join()
         buffer.close()
 

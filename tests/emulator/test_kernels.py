@@ -325,7 +325,7 @@ def test_ranks_that_differ_about_weights_are_told(
 ) -> None:
     """A rank that gives no weights posts none: nobody waits for them."""
     monkeypatch.setattr(host, "packet_bytes", packets.room)
-    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
+    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=60) as ranks:
         calls = [{**tokens(rank, "expert"), "layout": "expert"} for rank in range(4)]
         monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
         routed = ranks.dispatch(calls)
@@ -397,7 +397,7 @@ def test_ranks_that_are_out_of_step_are_told(
     monkeypatch.setattr(host, "packet_bytes", packets.room if way == "packets" else lambda *_: 0)
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     sizes = DOMAINS if way == "domains" else {"ranks": 4}
-    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
+    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=60) as ranks:
         calls = [tokens(rank, "expert") for rank in range(4)]
         try:
             for buffer in ranks.buffers:
@@ -433,7 +433,7 @@ def test_ranks_with_handles_of_different_dispatches_are_told(
     monkeypatch.setattr(host, "packet_bytes", packets.room if way == "packets" else lambda *_: 0)
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     sizes = DOMAINS if way == "domains" else {"ranks": 4}
-    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
+    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=60) as ranks:
         for buffer in ranks.buffers:
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", way == "sums in the heap")
         calls = [tokens(rank, layout) for rank in range(4)]

@@ -102,7 +102,7 @@ def test_ranks_that_make_another_call_are_told(way: str, machine: Machine, monke
         }
         for _ in range(18)
     ]
-    with LocalBuffers(18, **sizes(18), backend="host", timeout_s=5) as buffers:
+    with LocalBuffers(18, **sizes(18), backend="host", timeout_s=60) as buffers:
         try:
             routed = buffers.dispatch(calls)
             calls[5] = {"x": calls[5]["x"], "handle": routed[5].handle}

@@ -72,7 +72,7 @@ def test_every_rank_hears_of_it_and_goes_on(layout: str, domain_ranks: int | Non
 
     def body(group: Any) -> list[str]:
         rank, heard = group.rank, []
-        with c.buffer(group, domain_ranks=domain_ranks, timeout_s=10) as buffer:
+        with c.buffer(group, domain_ranks=domain_ranks, timeout_s=60) as buffer:
             routed = ops.dispatch(buffer, c.x[rank], c.topk_idx[rank], c.topk_weights[rank], layout=layout)
             handle, x = routed.handle, c.x[rank]
             route = next(iter(buffer.rounds.routes.values())).args.route
@@ -119,7 +119,7 @@ def test_a_backward_pass_with_a_changed_handle() -> None:
 
     def body(group: Any) -> str:
         rank = group.rank
-        with c.buffer(group, timeout_s=10) as buffer:
+        with c.buffer(group, timeout_s=60) as buffer:
             x = c.x[rank].clone().requires_grad_()
 
             def pack(t: torch.Tensor) -> torch.Tensor:

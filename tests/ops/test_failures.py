@@ -14,6 +14,8 @@ import moecomm
 from moecomm import ops
 from tests.ops.ranks import case
 
+from ..live import ROOM_S
+
 
 def _until_a_peer_dies(rank: int, group: Any, whole: bool) -> tuple[str, int, float]:
     c = case(2, seed=1)
@@ -43,4 +45,4 @@ def test_a_backward_pass_without_a_peer_names_it(ranks: Any, whole: bool) -> Non
     ((rank, result),) = ranks.results(1).items()
     assert rank == 0 and not isinstance(result, BaseException), result
     name, peer, seconds = result
-    assert (name, peer) == ("PeerLost", 1) and seconds < 5
+    assert (name, peer) == ("PeerLost", 1) and seconds < ROOM_S

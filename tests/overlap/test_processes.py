@@ -14,6 +14,7 @@ import moecomm
 from moecomm import overlap
 
 from ..conftest import Ranks
+from ..live import ROOM_S
 from .cases import HOST, OPERATORS, random_case, same
 
 
@@ -58,7 +59,7 @@ def test_survivors_name_a_killed_rank(ranks: Ranks, operator: str, backward: boo
     found = ranks.results(2)
     assert sorted(found) == [0, 2]
     for rank, (peer, noticed_by, seconds) in found.items():
-        assert (peer, noticed_by) == (1, rank) and seconds < 10, found
+        assert (peer, noticed_by) == (1, rank) and seconds < ROOM_S, found
 
 
 def _interrupted(rank: int, group: Any) -> str:

@@ -18,6 +18,7 @@ from moecomm.routing.recorder import file_of
 
 from ..backends.conftest import run_ranks
 from ..conftest import Ranks
+from ..live import ROOM_S
 
 SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 8, "topk": 3, "max_tokens": 12, "backend": "host"}
 
@@ -254,7 +255,7 @@ def test_shrunk_ranks_keep_their_file_and_the_ids_of_callers(tmp_path: Path) -> 
     ids = torch.tensor([[4, 5, 6], [7, 4, -1]])
 
     def body(group: Any) -> Any:
-        buffer = Buffer(group, **SIZES, timeout_s=2)
+        buffer = Buffer(group, **SIZES, timeout_s=ROOM_S)
         with RoutingRecorder(tmp_path / f"{group.rank}" / "x", watch=buffer) as recorder:
             buffer.dispatch(rows(2), ids)
             if group.rank == 0:

@@ -11,6 +11,7 @@ import pytest
 
 from moecomm import _native
 
+from ..live import ROOM_S
 from .processes import open_fds
 
 PEER_LOST = 2
@@ -31,7 +32,7 @@ def sleepers(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def becomes(address: int, wanted: int, within_s: float = 1.0) -> bool:
+def becomes(address: int, wanted: int, within_s: float = ROOM_S) -> bool:
     """Polls a word until it is no longer 0."""
     end = time.monotonic() + within_s
     while (found := _native.read_word(address)) == 0 and time.monotonic() < end:
@@ -44,7 +45,7 @@ def threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
-def all_end(besides: set[str], within_s: float = 10.0) -> bool:
+def all_end(besides: set[str], within_s: float = ROOM_S) -> bool:
     """Return whether no other threads are left: the system lists one for a moment longer than it can be joined."""
     end = time.monotonic() + within_s
     while (left := threads() - besides) and time.monotonic() < end:
@@ -149,7 +150,7 @@ def test_silent_after_close() -> None:
         start = time.monotonic()
         watcher.close()
         watcher.close()
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < ROOM_S
         processes[0].kill()
         processes[0].wait()
         assert (watcher.dead(), _native.read_word(memory.address)) == ([], 0)

@@ -21,6 +21,8 @@ from moecomm.stats.counters import Beside
 from moecomm.stats.reading import Counters
 from moecomm.testing import LocalBuffers
 
+from ..live import shorten
+
 RANKS, EXPERTS, TOPK, TOKENS, HIDDEN = 4, 10, 3, 24, 128
 SIZES: dict[str, Any] = {
     "hidden": HIDDEN,
@@ -248,8 +250,9 @@ def test_a_closed_buffer_has_no_counters() -> None:
 
 def test_counters_outlast_a_failure_and_name_who_was_missing() -> None:
     """Only this rank calls: it waits for the other until its deadline."""
-    with LocalBuffers(2, **{**SIZES, "timeout_s": 0.2}) as ranks:
+    with LocalBuffers(2, **SIZES) as ranks:
         buffer = ranks.buffers[0]
+        shorten(buffer, 0.2)
         ids = torch.zeros(1, TOPK, dtype=torch.int64)
         with pytest.raises(moecomm.Timeout):
             buffer.dispatch(x_of(ids), ids)

@@ -16,6 +16,7 @@ import moecomm
 
 from ..backends.conftest import run_ranks
 from ..core.test_opening import left_behind
+from ..live import shorten
 
 HOST: dict[str, Any] = {"backend": "host", "timeout_s": 20.0}
 RANKS = 3
@@ -190,7 +191,8 @@ def test_a_silent_rank_is_a_timeout_that_names_it() -> None:
     done = threading.Barrier(RANKS)
 
     def run(group: Any) -> Any:
-        window = moecomm.Window(group, 64, backend="host", timeout_s=0.3)
+        window = moecomm.Window(group, 64, **HOST)
+        shorten(window, 0.3)
         try:
             if group.rank == 2:
                 done.wait()
