@@ -271,6 +271,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
         """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
         Combine reads such rows in place, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
+        If the window has no room for them beside other outputs, they are in ordinary memory.
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)
 

@@ -14,7 +14,9 @@ import torch
 import moecomm
 from moecomm import _native, backends
 from moecomm.compat.deep_ep.pool import _MORE_TOKENS
-from moecomm.compat.deep_ep.room import room_for
+from moecomm.compat.deep_ep.room import batched_room, room_for
+from moecomm.core.memory import WindowMemory
+from moecomm.core.protocol import LAYOUTS
 from moecomm.core.settings import Settings
 from moecomm.dispatch import finish, run
 from moecomm.errors import TooManyRows
@@ -315,6 +317,54 @@ def test_a_small_factor_leaves_room_for_a_fused_layer() -> None:
     """It publishes rows and receives one for each entry."""
     settings = settings_of(8, 4096, capacity_factor=0.1)
     assert settings.default_heap() > 4096 * (row_pitch(torch.bfloat16, 7168) + 8 * 2 * 7168)
+
+
+def stays(settings: Settings, heap: int, parts: tuple[int, int], layout: str, **payload: int) -> int:
+    """Dispatch into a heap that is divided so, while outputs of all rounds are alive: how many rounds stay there."""
+    args = _native.DispatchArgs()
+    args.ctx.set_shape(settings.shape(backends.load("lsa")))
+    args.layout, args.idx_bytes, args.alignment = LAYOUTS.index(layout), 8, 128 if layout == "expert" else 1
+    args.row_bytes, args.scale_bytes = payload["row"], payload["scales"]
+    plan = _native.DispatchPlan(args, bool(payload["by_column"]), None, None, None, None)
+    rows = settings.capacity_rows(layout, args.alignment)
+    memory = WindowMemory(_native.Arena(args.ctx.window.heap, heap), lambda: False, *parts)
+    kept: list[Any] = []
+    while True:
+        blocks = memory.allocate(plan.kept_bytes(rows), plan.payload_bytes(rows))
+        if not all(map(memory.stays, blocks)):
+            return len(kept)
+        kept.append(blocks)
+
+
+PAYLOADS = {
+    "plain": {"row": 2 * 7168, "scales": 0, "by_column": 0},
+    "FP8": {"row": 7168, "scales": 224, "by_column": 0},
+    "FP8, scales by column": {"row": 7168, "scales": 224, "by_column": 1},
+}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize(("ranks", "tokens"), [(1, 4096), (2, 512), (4, 128), (8, 4096), (8, 1), (64, 4096)])
+def test_a_round_stays_in_a_default_window_of_gpus(ranks: int, tokens: int, payload: str) -> None:
+    """Without a copy: the other half, which is the reserve, has room for the next one."""
+    settings = settings_of(ranks, tokens)
+    heap = settings.default_heap()
+    for layout in LAYOUTS:
+        if layout == "batched" and settings.capacity_rows("batched") * 2 * 7168 > 2 << 30:
+            continue
+        assert stays(settings, heap, settings.heap_parts(heap), layout, **PAYLOADS[payload]) >= 1, layout
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize(("layout", "most"), [("flat", 3), ("expert", 1), ("batched", 3)])
+def test_rounds_stay_in_windows_behind_deep_ep(layout: Any, most: int, payload: str) -> None:
+    for ranks, tokens in ((2, 64), (8, 128), (8, 4096)):
+        if (layout, tokens) == ("batched", 4096):
+            continue
+        settings = settings_of(ranks, tokens, capacity_factor=math.inf)
+        room = batched_room(settings) if layout == "batched" else room_for(settings, layout)
+        given = PAYLOADS[payload]
+        assert stays(settings, room.window, (room.tables, room.reserve), layout, **given) >= most, (ranks, tokens)
 
 
 @pytest.mark.parametrize("domain_ranks", [None, 2])

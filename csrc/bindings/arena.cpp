@@ -100,8 +100,8 @@ Raises:
             },
             py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"), py::arg("device_id"),
             py::arg("owner"), "As tensor(), a torch tensor.");
-    py::class_<Arena, std::shared_ptr<Arena>>(
-        m, "Arena", "Allocator of ranges of [offset, offset + nbytes): 256-byte aligned, from any thread.")
+    py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena",
+                                              "Allocator of ranges of [offset, offset + nbytes): 256-byte aligned, from any thread.")
         .def(py::init<u64, u64>(), py::arg("offset"), py::arg("nbytes"))
         .def(
             "allocate",

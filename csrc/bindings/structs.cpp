@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "../device/between_rounds_args.h"
-#include "../elementwise/args.h"
+#include "../elementwise/copy_rows_args.h"
 #include "../fused/layer_args.h"
 #include "../overlap/args.h"
 #include "../window/call_args.h"

@@ -12,12 +12,6 @@ struct PaddingArgs {
     i32 count, group;  // rows; rows of a group (each group has one of `counts`)
 };
 
-// copy_rows.cuh
-struct CopyRowsArgs {
-    PaddingArgs of;  // which rows are empty, and the rows themselves
-    u64 to;          // as many rows, contiguous
-};
-
 // routing_map.cuh
 struct MapArgs {
     u64 map;           // bool [tokens][experts]

@@ -1,5 +1,6 @@
 // Copy the rows that hold a token.  Buffers have room for many more than arrive, and a plain copy would move all of it.
 #pragma once
+#include "copy_rows_args.h"
 #include "padding.cuh"
 
 namespace moecomm {

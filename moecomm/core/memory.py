@@ -9,6 +9,7 @@ from moecomm import _native
 from moecomm.errors import BadInput
 
 _UNIT = 256  # bytes; an arena hands out multiples of it
+_SLACK = 16 * _UNIT
 
 
 class WindowMemory:
@@ -43,8 +44,10 @@ class WindowMemory:
     def divide(self, tables: int, reserve: int) -> None:
         """Set the bytes that tables fill before they lie among rows, and those of the reserve.
 
-        A round that takes more than the reserve enlarges it.
+        The rest is for rows, and a little of the tables' part, because blocks begin at multiples of 256.  A round that
+        takes more than the reserve enlarges it.
         """
+        tables = max(0, tables - _SLACK)
         self._reserve = min(-(-reserve // _UNIT) * _UNIT, self._arena.end - self._arena.begin)
         self.end = self._arena.end - self._reserve
         self._first_row = self._arena.begin + tables
@@ -66,7 +69,7 @@ class WindowMemory:
     def allocate(self, tables: int, rows: int) -> tuple[_native.Block, _native.Block]:
         """Allocate blocks for the tables and the rows of a round.  Raises BadInput when there is no room."""
         if tables + rows > self._reserve:
-            self.divide(self._first_row - self._arena.begin, tables + rows + 2 * _UNIT)
+            self.divide(self._first_row - self._arena.begin + _SLACK, tables + rows + 2 * _UNIT)
         if self._capturing():
             return self._for_graph(tables, self._arena.begin), self._for_graph(rows, self._first_row)
         kept = self._arena.allocate(tables)

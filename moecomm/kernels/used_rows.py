@@ -12,7 +12,7 @@ from moecomm.kernels import padding, row_pass
 
 
 class _Args(ctypes.Structure):
-    """CopyRowsArgs of csrc/elementwise/args.h."""
+    """CopyRowsArgs of csrc/elementwise/copy_rows_args.h."""
 
     _fields_ = fields_of("CopyRowsArgs", PaddingArgs=padding.Args)
 

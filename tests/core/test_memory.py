@@ -53,7 +53,7 @@ def test_a_graph_keeps_its_memory_for_graphs() -> None:
 
 
 def test_tables_and_rows_do_not_cut_each_other() -> None:
-    memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, tables=8192, reserve=1 << 14)
+    memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, tables=8192 + 4096, reserve=1 << 14)
     handles = []
     for _ in range(8):  # rows are dropped, their handles are kept
         kept, rows = memory.allocate(1000, 1 << 13)
