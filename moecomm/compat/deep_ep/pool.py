@@ -261,6 +261,26 @@ class Pool:
         return self.calls.agree(method or self._method, shown, tokens)
 
 
+def not_here(name: str, instead: str = "see moecomm.compat.deep_ep for what is not supported") -> Callable[..., Any]:
+    """Return a function that raises Unsupported and names a call of deep_ep."""
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        raise Unsupported(f"{name}: {instead}")
+
+    return refuse
+
+
+class OverPool:
+    """Base of the buffers of deep_ep."""
+
+    _pool: Pool
+
+    @property
+    def runtime(self) -> Any:
+        """The buffer itself, which has the calls of deep_ep's runtime; None after it is destroyed."""
+        return None if self._pool.closed else self
+
+
 counted_by_pool = counted(lambda self: self._pool.calls)  # decorates collective methods
 
 
