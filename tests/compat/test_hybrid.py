@@ -348,3 +348,28 @@ def test_a_rank_with_more_tokens_than_at_first_takes_all_to_a_larger_buffer(pad:
         return same
 
     assert together(2, body) == [[True] * 3] * 2
+
+
+def test_a_configuration_makes_room_for_more_tokens() -> None:
+    """Beside num_permuted_tokens nothing waits, and tokens are limited to those of the configuration."""
+    x, ids = torch.ones(40, HIDDEN).bfloat16(), torch.arange(80).view(40, 2) % 4
+
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, HIDDEN, 16, 2)
+        buffer.empty_jit_cache()
+        for tokens in (16, 40):
+            config = buffer.update_template_config(HIDDEN, tokens, 2, pad_multiple=8, num_of_stages_dispatch_api=3)
+            assert (
+                config.max_num_of_tokens_per_rank == buffer.config.max_num_of_tokens_per_rank == -(-tokens // 16) * 16
+            )
+            assert (config.pad_multiple, config.num_of_stages_dispatch_api) == (8, 3)
+            routing = {"topk_idx": ids[:tokens], "topk_weights": torch.ones(tokens, 2), "num_of_experts": 4}
+            rows, *_, handle = buffer.dispatch_with_permute(
+                hidden=x[:tokens], **routing, num_permuted_tokens=400, non_blocking=True
+            )
+            out, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle)
+            assert torch.equal(out, 2 * x[:tokens])
+        with pytest.raises(moecomm.BadInput, match="num_of_tokens_per_rank"):
+            buffer.update_template_config(num_of_tokens_per_rank=-1)
+
+    together(2, body)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +155,73 @@ def test_masks(phases: Phases) -> None:
     phases.run([0, 1, 2], lambda buffer: buffer.clean_mask_buffer())
 
 
+LOST = MOST - 1
+
+
+def lose_a_rank(rank: int, _: Any, directory: Path, when: str, how: str) -> list[float]:
+    """The last rank ends before or after its second dispatch.  The calls of the others go on without its tokens and its
+    experts, and their handles keep the order of rows that they have had.
+    """
+    buffer = open_buffer(dist.FileStore(str(directory / "elastic"), -1), rank)
+    buffer.connect_ranks(range(MOST))
+    for _ in range(2):
+        exact_round(buffer)
+    (directory / f"made{rank}").touch()
+    until_there(*(directory / f"made{other}" for other in range(MOST)))
+
+    def end() -> None:
+        if how == "leaves":
+            buffer.destroy()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == LOST and when == "dispatch":
+        end()
+    g = torch.Generator().manual_seed(rank)
+    x = torch.randint(1, 9, (TOKENS, HIDDEN), generator=g).bfloat16()
+    ids = torch.stack([torch.randperm(MOST * EXPERTS, generator=g)[:TOPK] for _ in range(TOKENS)])
+    weights = torch.randint(1, 4, (TOKENS, TOPK), generator=g).float()
+    there = (ids // EXPERTS < LOST).float()
+    with_hook = rank % 2 == 1
+    rows, counts, handle, _, hook = buffer.dispatch(x, ids, TOKENS, use_fp8=False, return_recv_hook=with_hook)
+    if hook is not None:
+        hook()
+    if rank == LOST:
+        end()
+    if when == "combine":
+        (directory / f"sent{rank}").touch()
+        until_there(*(directory / f"sent{other}" for other in range(LOST)))
+    seen = [handle[0].clone(), handle[1].clone()]
+    for zero_copy in (False, True, False):  # the second and the third without anybody to lose
+        if zero_copy:
+            buffer.get_next_combine_buffer(handle).copy_(rows)
+        out, *_ = buffer.combine(rows, ids, weights, handle, zero_copy=zero_copy)
+        assert torch.equal(out, (x.float() * (weights * there).sum(dim=1, keepdim=True)).bfloat16())
+        ids[ids // EXPERTS >= LOST] = -1  # as DeepEP's test does, in the tensor that the dispatch was given
+    assert counts.sum() == (seen[1] & 0xFFFFFFFF).sum()
+    assert all(torch.equal(before, after) for before, after in zip(seen, handle[:2], strict=True))
+    status = torch.zeros(MOST, dtype=torch.int32)
+    buffer.query_mask_buffer(status)
+    assert status.tolist() == [0] * LOST + [1]
+    exact_round(buffer)
+    return [float(out.sum())]
+
+
+@pytest.mark.parametrize(("when", "how"), [("dispatch", "killed"), ("combine", "killed"), ("combine", "leaves")])
+def test_a_call_that_loses_a_rank_goes_on(when: str, how: str, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.start(MOST, lose_a_rank, tmp_path, when, how)
+    found = ranks.results(LOST)
+    assert all(isinstance(found[rank], list) for rank in range(LOST)), found
+
+
+def test_one_rank_connects_nobody() -> None:
+    """As NIXL's plan of one rank."""
+    buffer = open_buffer(dist.HashStore(), 0)
+    exact_round(buffer)
+    exact_round(buffer, zero_copy=True)
+    buffer.barrier()
+    buffer.destroy()
+
+
 def until_there(*paths: Path) -> None:
     deadline = time.monotonic() + 60
     while not all(path.exists() for path in paths):
@@ -265,10 +334,10 @@ def test_what_is_not_supported_or_out_of_turn_is_named() -> None:
     buffer = nixl_ep.Buffer(rank=0, tcp_store_group=store)
     with pytest.raises(moecomm.BadInput, match="update_memory_buffers"):
         buffer.connect_ranks([0])
-    buffer.update_memory_buffers(2, EXPERTS, 0)
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    with pytest.raises(moecomm.BadInput, match="connect_ranks"):
+    with pytest.raises(moecomm.BadInput, match="update_memory_buffers"):
         buffer.dispatch(torch.zeros(1, HIDDEN).bfloat16(), ids, 1)
+    buffer.update_memory_buffers(2, EXPERTS, 0)
     for wrong in ([2], 5, "x", [True]):
         with pytest.raises(moecomm.BadInput, match="0 to 1"):
             buffer.connect_ranks(wrong)

@@ -1,4 +1,4 @@
-"""Names, order and defaults of deep_ep's public calls, as its sources have them."""
+"""Names, order and defaults of the public calls of deep_ep and nixl_ep, as their sources have them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import inspect
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from moecomm.compat import deep_ep
+import moecomm
+from moecomm.compat import deep_ep, nixl_ep
 
 # deep_ep 2.1.0 (dd758ca), deep_ep/buffers/legacy.py, deep_ep/utils/event.py and the bindings; "name" or "name=default".
 EVENT = "previous_event=None async_finish=False allocate_on_comm_stream=False"
@@ -79,12 +81,15 @@ ELASTIC = {
     "get_physical_domain_size": "group",
     "get_logical_domain_size": "group allow_hybrid_mode=True",
 }
-# The hybrid-ep branch, deep_ep/hybrid_ep_buffer.py, whose dispatch_with_permute has fuse_permute_dispatch.
+# The hybrid-ep branch (94a9f8f), deep_ep/hybrid_ep_buffer.py.
 HYBRID = {
     "HybridEPBuffer": "group hidden_dim max_num_of_tokens_per_rank num_local_experts use_fp8=False"
     " num_sms_dispatch_api=None num_sms_combine_api=None num_sms_preprocessing_api=None num_blocks_permute=None"
-    " num_blocks_unpermute=None use_shared_buffer=True enable_custom_allgather=False"
+    " num_blocks_unpermute=None load_cached_kernels=False use_shared_buffer=True enable_custom_allgather=False"
     " num_of_hybrid_ep_ranks_per_nvlink_domain=None use_mnnvl=None",
+    "HybridEPBuffer.empty_jit_cache": "self",
+    "HybridEPBuffer.update_template_config": "self hidden_dim=None num_of_tokens_per_rank=None num_local_experts=None"
+    " pad_multiple=None use_fp8=None fuse_permute_dispatch=False kwargs",
     "HybridEPBuffer.dispatch_with_permute": "self hidden topk_idx=None topk_weights=None num_of_experts_per_rank=None"
     " num_of_experts=None use_fp8=None routing_map=None probs=None scaling_factor=None num_permuted_tokens=None"
     " pad_multiple=None handle=None non_blocking=False fuse_permute_dispatch=False num_dispatched_tokens=None"
@@ -93,13 +98,65 @@ HYBRID = {
     " fuse_unpermute_combine=False num_dispatched_tokens=None",
 }
 CALLS = LEGACY | ELASTIC | HYBRID
+# nixl_ep (8770b655), examples/device/ep/nixl_ep/buffer.py.
+NIXL = {
+    "Buffer": "disable_ll_nvlink=False explicitly_destroy=False rank=0 low_latency_mode=True group=None comm=None"
+    " tcp_store_group=None timeout_ms=30000",
+    "Buffer.destroy": "self",
+    "Buffer.is_sm90_compiled": "",
+    "Buffer.set_num_sms": "new_num_sms",
+    "Buffer.capture": "",
+    "Buffer.get_low_latency_buffer_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
+    "Buffer.get_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
+    "Buffer.get_comm_stream": "self",
+    "Buffer.get_local_buffer_tensor": "self dtype size=None offset=0 use_rdma_buffer=False",
+    "Buffer.get_dispatch_config": "num_ranks",
+    "Buffer.get_combine_config": "num_ranks",
+    "Buffer.low_latency_dispatch": "self x topk_idx num_max_dispatch_tokens_per_rank num_experts=None"
+    " cumulative_local_expert_recv_stats=None dispatch_wait_recv_cost_stats=None use_fp8=True round_scale=False"
+    " use_ue8m0=False async_finish=False return_recv_hook=False",
+    "Buffer.low_latency_combine": LEGACY["Buffer.low_latency_combine"],
+    "Buffer.update_mask_buffer": "self rank_to_mask mask=False",
+    "Buffer.query_mask_buffer": "self mask_status",
+    "Buffer.clean_mask_buffer": "self",
+    "Buffer.get_next_combine_buffer": "self handle",
+    "Buffer.update_memory_buffers": "self num_ranks num_experts_per_rank num_rdma_bytes num_nvl_bytes=0",
+    "Buffer.set_tcp_store_group": "self tcp_store_group",
+    "Buffer.connect_ranks": "self remote_ranks activate=True",
+    "Buffer.disconnect_ranks": "self remote_ranks",
+    "Buffer.barrier": "self",
+    "Config": LEGACY["Config"],
+    "EventOverlap": LEGACY["EventOverlap"],
+}
+NIXL |= {f"Buffer.{name}": NIXL[f"Buffer.low_latency_{name}"] for name in ("dispatch", "combine")}
+# Calls that are here to say that they are not.
+REFUSED = {
+    deep_ep.Buffer: "internode_dispatch internode_combine dispatch_pcie combine_pcie",
+    deep_ep.ElasticBuffer: "get_engram_storage_size_hint engram_write engram_fetch get_pp_buffer_size_hint"
+    " pp_set_config pp_send pp_recv get_agrs_num_max_session_bytes get_agrs_buffer_size_hint agrs_set_config"
+    " create_agrs_session destroy_agrs_session agrs_new_session agrs_get_inplace_tensor all_gather",
+    deep_ep.HybridEPBuffer: "dispatch combine",
+    nixl_ep.Buffer: "get_dispatch_layout ht_dispatch ht_combine",
+}
+# Attributes of objects; `runtime` is None after destroy().
+ATTRIBUTES = {
+    deep_ep.Buffer: "group rank group_size num_nvl_bytes num_rdma_bytes low_latency_mode explicitly_destroy"
+    " enable_shrink runtime num_sms",
+    deep_ep.ElasticBuffer: "group num_bytes num_max_tokens_per_rank num_ranks rank_idx num_rdma_ranks num_nvlink_ranks"
+    " num_scaleout_ranks num_scaleup_ranks scaleout_rank_idx scaleup_rank_idx deterministic allow_hybrid_mode"
+    " allow_multiple_reduction prefer_overlap_with_compute num_allocated_qps explicitly_destroy runtime",
+    deep_ep.HybridEPBuffer: "group rank group_size local_rank node_rank num_of_nodes configurer runtime"
+    " num_of_hybrid_ep_ranks_per_nvlink_domain",
+    nixl_ep.Buffer: "rank group_size low_latency_mode timeout_ms explicitly_destroy group comm tcp_store_group"
+    " num_nvl_bytes num_rdma_bytes runtime num_sms",
+}
 OURS = {  # what deep_ep does not have, after what it has
-    "Buffer": "use_fabric=False",  # 1.2.1 forks had it
+    "Buffer": "use_fabric=False allow_nvlink_for_normal_mode=True",  # of forks, and of the hybrid-ep branch
     # Arguments of newer versions and forks come after ours, by name.
-    "Buffer.low_latency_dispatch": "topk_weights=None use_nvfp4=False x_global_scale=None num_sms=None",
+    "Buffer.low_latency_dispatch": "topk_weights=None use_nvfp4=False use_ue8m0_for_sf=False"
+    " x_global_scale=None num_sms=None",
     "Buffer.low_latency_combine": "overlap=False src_signals=None src_signal_expect_value=None packed_recv_count=None"
     " comp_signal=None block_m=None threshold=None num_sms=None",
-    "HybridEPBuffer": "load_cached_kernels=False",  # of earlier commits
 }
 
 
@@ -108,12 +165,41 @@ def written(call: Any) -> list[str]:
     return [p.name if p.default is inspect.Parameter.empty else f"{p.name}={p.default}" for p in parameters]
 
 
+def called(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
 @pytest.mark.parametrize(("name", "theirs"), CALLS.items(), ids=CALLS)
 def test_a_call_is_written_as_there(name: str, theirs: str) -> None:
-    call: Any = deep_ep
-    for part in name.split("."):
-        call = getattr(call, part)
-    assert written(call) == theirs.split() + OURS.get(name, "").split()
+    assert written(called(deep_ep, name)) == theirs.split() + OURS.get(name, "").split()
+
+
+@pytest.mark.parametrize(("name", "theirs"), NIXL.items(), ids=NIXL)
+def test_a_call_of_nixl_ep_is_written_as_there(name: str, theirs: str) -> None:
+    assert written(called(nixl_ep, name)) == theirs.split()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in REFUSED.items() for name in names.split()])
+def test_a_call_that_is_not_here_says_so(kind: Any, name: str) -> None:
+    with pytest.raises(moecomm.Unsupported, match=name):
+        getattr(kind, name)(1, several=2)
+
+
+@pytest.mark.parametrize("kind", ATTRIBUTES)
+def test_objects_have_the_same_attributes(kind: Any) -> None:
+    if kind is nixl_ep.Buffer:
+        buffer = kind(rank=0, tcp_store_group=dist.HashStore())
+    else:
+        buffer = kind("self", 64, 4, 2) if kind is deep_ep.HybridEPBuffer else kind("self")
+    missing = [name for name in ATTRIBUTES[kind].split() if not hasattr(buffer, name)]
+    assert not missing
+    assert buffer.runtime is not None
+    if kind is deep_ep.HybridEPBuffer:
+        return
+    buffer.destroy()
+    assert buffer.runtime is None
 
 
 def test_attributes_are_those_of_deep_ep() -> None:

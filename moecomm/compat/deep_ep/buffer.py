@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from moecomm.compat.deep_ep import layout, normal
-from moecomm.compat.deep_ep.config import Config
+from moecomm.compat.deep_ep.config import Config, check_even_sms
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.low_latency import LowLatency
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, not_here
 from moecomm.core.arrays import has_memory
-from moecomm.core.integers import check_integer, is_integer
+from moecomm.core.integers import check_integer
 from moecomm.core.protocol import MAX_RANKS
 from moecomm.core.settings import Settings
 from moecomm.core.validation import check_flag, check_sizes
@@ -26,9 +26,10 @@ class Buffer(LowLatency):
 
     Memory is not taken here but by the first call with new sizes (hidden, experts, K, tokens), on all ranks alike.
     `num_nvl_bytes` is the least that a window for normal calls gets; more keeps more outputs alive without a copy.
-    `low_latency_mode`, `num_qps_per_rank`, `allow_nvlink_for_low_latency_mode` and `allow_mnnvl` are accepted and
-    change nothing: both modes are always there, and ranks are reached over NVLink.  With `enable_shrink` a low-latency
-    call that finds a rank lost masks it and raises PeerLost or Timeout; the next call works.
+    `low_latency_mode`, `num_qps_per_rank`, `allow_nvlink_for_*`, `allow_mnnvl` and `use_fabric` are accepted and change
+    nothing: both modes are always there, and ranks are reached over NVLink.  With `enable_shrink` a low-latency call
+    that finds a rank lost masks it and goes on; where ranks lost it in different calls, and on GPUs, it raises PeerLost
+    or Timeout, and the next call works.
     """
 
     num_sms: int = 20
@@ -47,6 +48,7 @@ class Buffer(LowLatency):
         enable_shrink: bool = False,
         comm: Any = None,
         use_fabric: bool = False,
+        allow_nvlink_for_normal_mode: bool = True,
     ) -> None:
         normal.check_nothing(comm=comm)
         if group is None:
@@ -72,8 +74,7 @@ class Buffer(LowLatency):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Limit the SMs of normal calls without a config; until it is called, moecomm's own table decides."""
-        if not is_integer(new_num_sms) or not 2 <= new_num_sms <= 1024 or new_num_sms % 2:
-            raise BadInput("new_num_sms", repr(new_num_sms), "an even number, 2 to 1024")
+        check_even_sms(new_num_sms)
         Buffer.num_sms, Buffer._num_sms_was_set = new_num_sms, True
 
     @staticmethod
@@ -214,13 +215,10 @@ class Buffer(LowLatency):
         out, weights = normal.combine(self._pool, x, handle, topk_weights, bias, self._limit(config, x))
         return out, weights, finished(async_finish)
 
-    def internode_dispatch(self, *args: Any, **named: Any) -> Any:
-        """Unsupported: dispatch serves every rank there is."""
-        raise Unsupported("internode_dispatch: call dispatch, which serves every rank")
-
-    def internode_combine(self, *args: Any, **named: Any) -> Any:
-        """Unsupported: combine serves every rank there is."""
-        raise Unsupported("internode_combine: call combine, which serves every rank")
+    internode_dispatch = staticmethod(not_here("internode_dispatch", "call dispatch, which serves every rank"))
+    internode_combine = staticmethod(not_here("internode_combine", "call combine, which serves every rank"))
+    dispatch_pcie = staticmethod(not_here("dispatch_pcie", "call dispatch"))
+    combine_pcie = staticmethod(not_here("combine_pcie", "call combine"))
 
     @staticmethod
     def _limit(config: Config | None, x: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moecomm.core.integers import check_integer
+from moecomm.core.integers import check_integer, is_integer
 from moecomm.errors import BadInput
 
 _METADATA = 128 * (8 + 4 + 4) + 8  # bytes beside a row, as deep_ep plans: 128 ids, weights and scales, and its source
@@ -45,3 +45,9 @@ class Config:
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """0: no rank is behind RDMA."""
         return 0
+
+
+def check_even_sms(new_num_sms: int) -> None:
+    """Raise BadInput unless set_num_sms() takes it."""
+    if not is_integer(new_num_sms) or not 2 <= new_num_sms <= 1024 or new_num_sms % 2:
+        raise BadInput("new_num_sms", repr(new_num_sms), "an even number, 2 to 1024")

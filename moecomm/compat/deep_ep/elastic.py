@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, us
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing, one_bias, unpack
 from moecomm.compat.deep_ep.pool import (
+    OverPool,
     Pool,
     check_dimensions,
     check_dispatch_sizes,
@@ -23,8 +23,8 @@ from moecomm.compat.deep_ep.pool import (
     check_stats,
     counted_by_pool,
     limit_of,
+    not_here,
 )
-from moecomm.core.bound import Bound
 from moecomm.core.choices import ScaleLayout, Wire
 from moecomm.core.integers import check_integer
 from moecomm.core.rendezvous import rendezvous
@@ -41,7 +41,7 @@ _Room = tuple[Buffer, int | None, dispatch.Options]  # for what rows to make roo
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
-class ElasticBuffer(Bound):
+class ElasticBuffer(OverPool):
     """Dispatch and combine of deep_ep 2; see its documentation, and the package for differences.
 
     Memory is taken by the first call with new sizes, on all ranks alike.  `num_bytes`, if given, is the least that a
@@ -384,13 +384,6 @@ def _combine_options(wire: Wire, limit: int | None) -> combining.Options:
     return combining.Options(weighted=False, wire=wire, num_sms=limit)
 
 
-def _not_here(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **named: Any) -> Any:
-        raise Unsupported(f"{name}: see moecomm.compat.deep_ep for what is not supported")
-
-    return refuse
-
-
 # Names of deep_ep's experiments: memory of others' entries, pipelines, and collectives.
 EXPERIMENTS = (
     *("get_engram_storage_size_hint", "engram_write", "engram_fetch"),
@@ -399,4 +392,4 @@ EXPERIMENTS = (
     *("destroy_agrs_session", "agrs_new_session", "agrs_get_inplace_tensor", "all_gather"),
 )
 for _name in EXPERIMENTS:
-    setattr(ElasticBuffer, _name, staticmethod(_not_here(_name)))
+    setattr(ElasticBuffer, _name, staticmethod(not_here(_name)))

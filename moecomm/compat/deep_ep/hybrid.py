@@ -14,6 +14,7 @@ from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, chec
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import (
+    OverPool,
     Pool,
     ask_to_grow,
     asks_to_grow,
@@ -21,14 +22,14 @@ from moecomm.compat.deep_ep.pool import (
     check_experts,
     counted_by_pool,
     limit_of,
+    not_here,
 )
 from moecomm.core.arrays import check_tensor
-from moecomm.core.bound import Bound
 from moecomm.core.integers import check_integer
 from moecomm.core.protocol import MAX_TOPK
 from moecomm.core.validation import MOST_SIZE, check_flag, check_sizes
 from moecomm.dispatch import Options, dispatch
-from moecomm.errors import BadInput, Mismatch, Unsupported
+from moecomm.errors import BadInput, Mismatch
 from moecomm.kernels import padding
 from moecomm.kernels.routing_map import ids_of, weights_at
 from moecomm.routed import Handle, Routed
@@ -48,7 +49,7 @@ class _Routing(NamedTuple):
     few: bool = False  # far fewer experts a token than columns of ids: the window is for rows that callers ask for
 
 
-class HybridEPBuffer(Bound):
+class HybridEPBuffer(OverPool):
     """Dispatch grouped by expert and padded, and its combine; both can be repeated the other way for gradients.
 
     `num_sms_dispatch_api` and `num_sms_combine_api` limit blocks; the other settings are of deep_ep's kernels.  More
@@ -69,11 +70,11 @@ class HybridEPBuffer(Bound):
         num_sms_preprocessing_api: int | None = None,
         num_blocks_permute: int | None = None,
         num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
         use_shared_buffer: bool = True,
         enable_custom_allgather: bool = False,
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
-        load_cached_kernels: bool = False,
     ) -> None:
         if group is None:
             raise BadInput("group", "None", "a process group")
@@ -85,6 +86,8 @@ class HybridEPBuffer(Bound):
         self._pool = Pool(group, method=_METHOD)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
+        self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
         self.use_fp8 = use_fp8
         self.num_sms_dispatch_api, self.num_sms_combine_api = num_sms_dispatch_api, num_sms_combine_api
         self.config = SimpleNamespace(
@@ -100,13 +103,36 @@ class HybridEPBuffer(Bound):
         self._options: dict[tuple[Any, ...], Options] = {}
         self._buffers: dict[tuple[Any, ...], Buffer] = {}  # the pool's, by what a call has at hand
 
-    def dispatch(self, *args: Any, **named: Any) -> Any:
-        """Unsupported: dispatch_with_permute is what frameworks call."""
-        raise Unsupported("HybridEPBuffer.dispatch: call dispatch_with_permute")
+    dispatch = staticmethod(not_here("HybridEPBuffer.dispatch", "call dispatch_with_permute"))
+    combine = staticmethod(not_here("HybridEPBuffer.combine", "call combine_with_unpermute"))
 
-    def combine(self, *args: Any, **named: Any) -> Any:
-        """Unsupported: combine_with_unpermute is what frameworks call."""
-        raise Unsupported("HybridEPBuffer.combine: call combine_with_unpermute")
+    def empty_jit_cache(self) -> None:
+        """Do nothing: an entry of moecomm's cache fits its kernel, or is not used."""
+
+    def update_template_config(
+        self,
+        hidden_dim: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        num_local_experts: int | None = None,
+        pad_multiple: int | None = None,
+        use_fp8: bool | None = None,
+        fuse_permute_dispatch: bool = False,
+        **kwargs: Any,
+    ) -> SimpleNamespace:
+        """Return a configuration with these values, and make room for as many tokens.  All ranks make this call.
+
+        `num_of_tokens_per_rank` counts if there are more than before; the next dispatch then opens a larger window.
+        Nothing else depends on a configuration: calls say their own sizes, and the rest is of deep_ep's kernels.
+        """
+        if num_of_tokens_per_rank is not None:
+            check_integer("num_of_tokens_per_rank", num_of_tokens_per_rank, 0, MOST_SIZE)
+            tokens = -(-num_of_tokens_per_rank // 16) * 16  # as deep_ep rounds
+            if tokens > self.config.max_num_of_tokens_per_rank:
+                self.config.max_num_of_tokens_per_rank, self._agreed = tokens, False
+        given = {"hidden_dim": hidden_dim, "num_of_experts_per_rank": num_local_experts, "pad_multiple": pad_multiple}
+        values = vars(self.config) | {name: value for name, value in given.items() if value is not None}
+        dtype = torch.uint8 if (self.use_fp8 if use_fp8 is None else use_fp8) else torch.bfloat16
+        return SimpleNamespace(**values | {"token_data_type": dtype} | kwargs)
 
     @counted_by_pool
     def dispatch_with_permute(

@@ -21,7 +21,8 @@ from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_flags
 from moecomm.dispatch import Options, dispatch, dispatch_begin
 from moecomm.dispatch.tables import table
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, RoundFailed
+from moecomm.masking import require_repeats
 from moecomm.routed import Handle, Routed
 
 # Options of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
@@ -37,12 +38,13 @@ class LowLatencyHandle(LazyTuple):
     """deep_ep's handle of a low-latency dispatch: `packed_recv_src_info` i32[E/R, R * Tmax], token of its source rank
     for each row; `packed_recv_layout_range` i64[E/R, R], begin << 32 | count of the rows from each rank; Tmax; H; E.
 
-    The two tensors are computed when they are first read, after the dispatch has arrived.
+    The two tensors are computed when they are first read, after the dispatch has arrived.  A combine that has lost a
+    rank leaves them as they were: rows of that rank are not used.
     """
 
     makers = (
-        lambda self: source(self.native)[..., 1].contiguous(),
-        lambda self: layout_range(self.native),
+        lambda self: source(self.first or self.native)[..., 1].contiguous(),
+        lambda self: layout_range(self.first or self.native),
         lambda self: self.native.rounds.max_tokens,
         lambda self: self.native.rounds.hidden,
         lambda self: self.native.rounds.num_experts,
@@ -52,6 +54,7 @@ class LowLatencyHandle(LazyTuple):
     topk_idx: torch.Tensor  # of the dispatch, by which a combine knows it again
     ids: torch.Tensor  # for the round that sends weights; the caller may have changed `topk_idx` since
     topk_weights: torch.Tensor | None  # those that the dispatch carried, until others have taken their place
+    first: Handle | None = None  # of the dispatch, whose rows the caller has, where a later one has lost a rank
     combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
 
 
@@ -80,6 +83,7 @@ class LowLatency(MaskBuffer):
         *,
         topk_weights: torch.Tensor | None = None,
         use_nvfp4: bool = False,
+        use_ue8m0_for_sf: bool = False,
         x_global_scale: torch.Tensor | None = None,
         num_sms: int | None = None,
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
@@ -90,9 +94,11 @@ class LowLatency(MaskBuffer):
         of their own each, and `dispatch_wait_recv_cost_stats`, in nanoseconds, three.  A hook that has not been called
         when the next dispatch of these sizes begins runs then.
         """
-        if not (x_global_scale is None and num_sms is None and use_nvfp4 is False):
+        none = x_global_scale is None and num_sms is None and use_nvfp4 is False and use_ue8m0_for_sf is False
+        if not none:
             check_nothing(
                 use_nvfp4=use_nvfp4,
+                use_ue8m0_for_sf=use_ue8m0_for_sf,
                 x_global_scale=x_global_scale,
                 num_sms=num_sms,
             )
@@ -127,24 +133,34 @@ class LowLatency(MaskBuffer):
         if cost is not None:
             cost.before(buffer.rounds, "dispatch")
         ids = buffer.rounds.own_ids(topk_idx)  # of masked ranks: -1
-        if return_recv_hook:
-            routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights, early=True)
-        else:
-            routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False)
+        # With masks, CPU ranks receive at once: a call that has lost a rank is then over, and can be made again.
+        repeats = pool.masks and buffer.rounds.on_cpu
+        begins = return_recv_hook and not repeats
+        try:
+            if begins:
+                routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights, early=True)
+            else:
+                routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False)
+        except RoundFailed as error:
+            require_repeats(error)
+            named: dict[str, Any] = {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}
+            named |= {"async_finish": async_finish, "return_recv_hook": return_recv_hook, "topk_weights": topk_weights}
+            sizes = num_max_dispatch_tokens_per_rank, num_experts
+            return self.low_latency_dispatch(x, topk_idx, *sizes, stats, dispatch_wait_recv_cost_stats, **named)
         if cost is not None:
             cost.after(buffer.rounds, "dispatch")
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
         handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
         follow = topk_weights is None and not takes_weights(buffer.rounds)
-        handle.ids = topk_idx.clone() if follow else topk_idx
+        handle.ids = topk_idx.clone() if follow or repeats else topk_idx
         rows, counts = routed.plan.batched_tensors(routed)
         recv_x, rounded = _arriving(routed, rows, options)
-        if return_recv_hook:
+        if begins:
             hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats, cost)
             return recv_x, counts, handle, finished(async_finish), hook
         if rounded is not None or stats is not None:
             Receive(buffer, routed, rounded, counts, stats).account()
-        return recv_x, counts, handle, finished(async_finish), None
+        return recv_x, counts, handle, finished(async_finish), _nothing if return_recv_hook else None
 
     @counted_by_pool
     def low_latency_combine(
@@ -219,7 +235,14 @@ class LowLatency(MaskBuffer):
                 handle.topk_weights = None
         if cost is not None:
             cost.before(native.rounds, "combine")
-        combined = combining.combine(native.rounds, _WEIGHTED, x, native, out=out, topk_weights=own)
+        rows = x if handle.first is None else _rows_left(handle, x)
+        try:
+            combined = combining.combine(native.rounds, _WEIGHTED, rows, native, out=out, topk_weights=own)
+        except RoundFailed as error:
+            require_repeats(error)
+            _route_again(handle, topk_weights)
+            waits: dict[str, Any] = {"async_finish": async_finish, "return_recv_hook": return_recv_hook}
+            return self.low_latency_combine(x, handle.topk_idx, topk_weights, handle, out=out, **waits)
         if cost is not None:
             cost.after(native.rounds, "combine")
         return combined, finished(async_finish), _nothing if return_recv_hook else None
@@ -304,6 +327,34 @@ def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weigh
     weights = small.dispatch(rows, topk_idx, topk_weights, layout="batched", sync=False).row_weights
     assert weights is not None
     table(native, native.args.route.row_weights, native.y_shape[:-1], torch.float32).copy_(weights)
+
+
+def _route_again(handle: LowLatencyHandle, topk_weights: torch.Tensor) -> None:
+    """Dispatch a handle's tokens again, to the ranks that are left.  The rows that arrive are not used."""
+    rounds = handle.native.rounds
+    rows = torch.empty((handle.native.num_tokens, rounds.hidden), dtype=rounds.dtype, device=rounds.device)
+    try:
+        routed = dispatch(rounds, _PLAIN, rows, rounds.own_ids(handle.ids), topk_weights, sync=False)
+    except RoundFailed as error:
+        require_repeats(error)
+        return _route_again(handle, topk_weights)
+    handle.first = handle.first or handle.native
+    handle.native, handle.topk_weights = routed.handle, topk_weights
+    return None
+
+
+def _rows_left(handle: LowLatencyHandle, y: torch.Tensor) -> torch.Tensor:
+    """Return the rows `y` of the first dispatch of a handle in the order of its last one, which has lost ranks."""
+    assert handle.first is not None, "the caller has looked"
+    if not isinstance(y, torch.Tensor) or y.shape != handle.first.y_shape:
+        return y  # which combine refuses
+    ranks, counts = source(handle.first)[..., 0], tokens_per_expert(handle.first).tolist()
+    lost = torch.tensor(sorted(handle.native.rounds.masked), dtype=ranks.dtype, device=ranks.device)
+    left = torch.empty_like(y)
+    for expert, count in enumerate(counts):
+        rows = y[expert, :count][~torch.isin(ranks[expert, :count], lost)]
+        left[expert, : len(rows)] = rows
+    return left
 
 
 def _without_the_left_out(native: Handle, topk_idx: Any, topk_weights: Any) -> torch.Tensor:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions
+from moecomm.compat.deep_ep.pool import OverPool, check_dimensions
 from moecomm.core.arrays import has_memory
-from moecomm.core.bound import Bound
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_flag, check_same_device
 from moecomm.errors import BadInput, Unsupported
 from moecomm.masking import is_masked
 
 
-class MaskBuffer(Bound):
+class MaskBuffer(OverPool):
     """The calls of Buffer that mask ranks.  Those that change a mask are collective, other than deep_ep's."""
 
-    _pool: Pool
     group_size: int
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:

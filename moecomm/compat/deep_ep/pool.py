@@ -16,6 +16,7 @@ from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.calls import Calls
 from moecomm.compat.deep_ep.room import Room, batched_room, room_for
 from moecomm.core.arrays import check_tensor
+from moecomm.core.bound import Bound
 from moecomm.core.call_count import counted
 from moecomm.core.choices import Layout, OnTimeout
 from moecomm.core.group import Group
@@ -256,6 +257,26 @@ class Pool:
         sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "dtype": dtype, **sizes}
         shown = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not False)
         return self.calls.agree(method or self._method, shown, tokens)
+
+
+def not_here(name: str, instead: str = "see moecomm.compat.deep_ep for what is not supported") -> Callable[..., Any]:
+    """Return a function that raises Unsupported and names a call of deep_ep."""
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        raise Unsupported(f"{name}: {instead}")
+
+    return refuse
+
+
+class OverPool(Bound):
+    """Base of the buffers of deep_ep."""
+
+    _pool: Pool
+
+    @property
+    def runtime(self) -> Any:
+        """The buffer itself, which has the calls of deep_ep's runtime; None after it is destroyed."""
+        return None if self._pool.closed else self
 
 
 counted_by_pool = counted(lambda self: self._pool.calls)  # decorates collective methods

@@ -9,10 +9,11 @@ import torch
 
 from moecomm.buffer import Buffer as NativeBuffer
 from moecomm.compat.deep_ep.buffer import Buffer as DeepEP
+from moecomm.compat.deep_ep.config import check_even_sms
 from moecomm.compat.deep_ep.event import EventOverlap, uses_cuda
 from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
 from moecomm.compat.deep_ep.masks import write_mask
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here
 from moecomm.compat.nixl_ep.meeting import meet
 from moecomm.core.bound import Bound
 from moecomm.core.integers import check_integer, is_integer
@@ -23,6 +24,9 @@ from moecomm.masking import is_masked
 
 DEFAULT_TIMEOUT_MS = 30_000
 _MEETING_S = 300.0  # a rank that is added may only be starting
+
+
+_INSTEAD = "moecomm.compat.deep_ep.Buffer has such rounds"
 
 
 class _Pool(Pool):
@@ -93,6 +97,8 @@ class Buffer(Bound):
         explicitly_destroy: accepted; destroy() is always allowed.
     """
 
+    num_sms: int = 20  # of the calls that are not here
+
     def __init__(
         self,
         disable_ll_nvlink: bool = False,
@@ -116,7 +122,8 @@ class Buffer(Bound):
         if tcp_store_group is None and not hasattr(group, "get_group_store"):
             raise BadInput("group", type(group).__name__, "a process group")
         self.rank, self.group_size, self.low_latency_mode = rank, 0, low_latency_mode
-        self.group, self.tcp_store_group = group, tcp_store_group
+        self.group, self.comm, self.tcp_store_group = group, comm, tcp_store_group
+        self.num_rdma_bytes = self.num_nvl_bytes = 0
         self.timeout_ms, self.explicitly_destroy = timeout_ms, explicitly_destroy
         self._experts_per_rank = 0
         self._connected: set[int] = set()
@@ -126,15 +133,23 @@ class Buffer(Bound):
         self._coming: Any = None  # the store in which the connected ranks meet next; None: they have met
         self._destroyed = False
 
-    @staticmethod
-    def is_sm90_compiled() -> bool:
-        """True: kernels are compiled for the GPU at hand."""
-        return True
+    @property
+    def runtime(self) -> Buffer | None:
+        """The Buffer itself, which has the calls of nixl_ep's runtime; None after destroy()."""
+        return None if self._destroyed else self
+
+    is_sm90_compiled = staticmethod(DeepEP.is_sm90_compiled)
+    capture = staticmethod(DeepEP.capture)
+    get_dispatch_config = staticmethod(DeepEP.get_dispatch_config)
+    get_combine_config = staticmethod(DeepEP.get_combine_config)
+    get_comm_stream = DeepEP.get_comm_stream
+    get_local_buffer_tensor = DeepEP.get_local_buffer_tensor
 
     @staticmethod
-    def capture() -> EventOverlap:
-        """An event on the current stream."""
-        return DeepEP.capture()
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set `num_sms`, which low-latency rounds do not use."""
+        check_even_sms(new_num_sms)
+        Buffer.num_sms = new_num_sms
 
     @staticmethod
     def get_low_latency_buffer_size_hint(
@@ -156,6 +171,7 @@ class Buffer(Bound):
         if self._connected:
             raise BadInput("update_memory_buffers", "a call with connected ranks", "one before connect_ranks()")
         self.group_size, self._experts_per_rank = num_ranks, num_experts_per_rank
+        self.num_rdma_bytes, self.num_nvl_bytes = num_rdma_bytes, num_nvl_bytes
 
     def set_tcp_store_group(self, tcp_store_group: Any) -> None:
         """Take another store for later meetings."""
@@ -268,6 +284,9 @@ class Buffer(Bound):
         )
 
     dispatch, combine = low_latency_dispatch, low_latency_combine
+    get_dispatch_layout = staticmethod(not_here("get_dispatch_layout", _INSTEAD))
+    ht_dispatch = staticmethod(not_here("ht_dispatch", _INSTEAD))
+    ht_combine = staticmethod(not_here("ht_combine", _INSTEAD))
 
     def get_next_combine_buffer(self, handle: Any) -> torch.Tensor:
         """`[E/R, R * Tmax, H]` in the window, for combine(zero_copy=True); the same one for one handle."""
@@ -326,7 +345,9 @@ class Buffer(Bound):
         if self._destroyed:
             raise Closed("nixl_ep buffer")
         if not self._connected:
-            raise BadInput("Buffer", "no connected ranks", "update_memory_buffers() and connect_ranks() before")
+            if not self._experts_per_rank:
+                raise BadInput("Buffer", "no connected ranks", "update_memory_buffers() and connect_ranks() before")
+            self._take_in(set())  # this rank alone
         if self._coming is not None:
             self._meet(self._coming)
         assert self._met is not None
