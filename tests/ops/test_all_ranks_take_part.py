@@ -139,8 +139,6 @@ def _first_rank_alone(group: Any, call: str, alone: str) -> None:
             calls[call]()
         of_weights = call == "dispatch" and alone.startswith("topk_weights")
         assert raised.value.field == ("weight_grads given" if of_weights else "gradients wanted")
-        with torch.no_grad():  # the Buffer goes on
-            assert torch.equal(calls["dispatch"]().x, routed.x)
 
 
 @pytest.mark.parametrize(
