@@ -10,6 +10,7 @@ from moecomm.errors import BadInput
 
 _UNIT = 256  # bytes; an arena hands out multiples of it
 _SLACK = 16 * _UNIT
+_Pieces = list[tuple[_native.Arena, _native.Block]]
 
 
 class WindowMemory:
@@ -37,7 +38,8 @@ class WindowMemory:
     def __init__(self, arena: _native.Arena, capturing: Callable[[], bool], tables: int = 0, reserve: int = 0) -> None:
         self._arena = arena
         self._capturing = capturing
-        self._for_graphs: list[tuple[_native.Arena, _native.Block]] = []
+        self._tables_of_graphs: _Pieces = []  # apart from rows: other graphs may need more of the one or the other
+        self._rows_of_graphs: _Pieces = []
         self._warned = False
         self.divide(tables, reserve)
 
@@ -60,7 +62,7 @@ class WindowMemory:
     @property
     def held(self) -> int:
         """Bytes in blocks of eager rounds, which tensors or handles still hold."""
-        return self._arena.used - sum(piece.nbytes for _, piece in self._for_graphs)
+        return self._arena.used - sum(piece.nbytes for _, piece in self._tables_of_graphs + self._rows_of_graphs)
 
     def stays(self, block: _native.Block) -> bool:
         """Return whether a block may be in use when its call has returned."""
@@ -69,9 +71,10 @@ class WindowMemory:
     def allocate(self, tables: int, rows: int) -> tuple[_native.Block, _native.Block]:
         """Allocate blocks for the tables and the rows of a round.  Raises BadInput when there is no room."""
         if tables + rows > self._reserve:
-            self.divide(self._first_row - self._arena.begin + _SLACK, tables + rows + 2 * _UNIT)
+            self._enlarge(tables + rows)
         if self._capturing():
-            return self._for_graph(tables, self._arena.begin), self._for_graph(rows, self._first_row)
+            captured = self._for_graph(self._tables_of_graphs, tables, self._arena.begin)
+            return captured, self._for_graph(self._rows_of_graphs, rows, self._first_row)
         kept = self._arena.allocate(tables)
         if kept is None:
             raise self._no_room(tables)
@@ -82,8 +85,10 @@ class WindowMemory:
 
     def rows(self, nbytes: int) -> _native.Block:
         """Allocate a block for rows alone.  Raises BadInput when there is no room."""
+        if nbytes > self._reserve:
+            self._enlarge(nbytes)
         if self._capturing():
-            return self._for_graph(nbytes, self._first_row)
+            return self._for_graph(self._rows_of_graphs, nbytes, self._first_row)
         block = self._arena.allocate(nbytes, self._first_row)
         if block is None:
             raise self._no_room(nbytes)
@@ -109,9 +114,13 @@ class WindowMemory:
             stacklevel=2,
         )
 
-    def _for_graph(self, nbytes: int, first: int) -> _native.Block:
+    def _enlarge(self, nbytes: int) -> None:
+        """Enlarge the reserve for a round that takes so much."""
+        self.divide(self._first_row - self._arena.begin + _SLACK, nbytes + 2 * _UNIT)
+
+    def _for_graph(self, pieces: _Pieces, nbytes: int, first: int) -> _native.Block:
         """Allocate a block in a piece for graphs, or in the reserve when no further piece fits below it."""
-        for arena, _ in self._for_graphs:
+        for arena, _ in pieces:
             if block := arena.allocate(nbytes):
                 return block
         piece = self._arena.allocate(-(-max(1, nbytes) // _UNIT) * _UNIT, first)
@@ -119,7 +128,7 @@ class WindowMemory:
             del piece
             return self.scratch(nbytes)
         arena = _native.Arena(piece.offset, piece.nbytes)
-        self._for_graphs.append((arena, piece))
+        pieces.append((arena, piece))
         block = arena.allocate(nbytes)
         assert block is not None, "the piece is as large"
         return block

@@ -52,6 +52,17 @@ def test_a_graph_keeps_its_memory_for_graphs() -> None:
     assert ranges(memory.allocate(1000, 2000)) == theirs, "rounds of two graphs never run at the same time"
 
 
+def test_graphs_with_larger_tables_have_the_same_rows() -> None:
+    memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: True, tables=8192, reserve=1 << 14)
+    places = set()
+    for tables in (1000, 2000, 3000):
+        kept, rows = memory.allocate(tables, 1 << 13)
+        assert memory.stays(kept) and memory.stays(rows)
+        places.add(rows.offset)
+        del kept, rows
+    assert len(places) == 1
+
+
 def test_tables_and_rows_do_not_cut_each_other() -> None:
     memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, tables=8192 + 4096, reserve=1 << 14)
     handles = []
