@@ -15,12 +15,11 @@ import torch
 
 from moecomm import ops
 from moecomm.buffer import Buffer
-from moecomm.core import names
 from moecomm.core.choices import BackendName
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Unsupported
-from moecomm.nn.buffers import number_layer, shared_buffer
+from moecomm.nn.buffers import shared_buffer
 
 try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
@@ -55,7 +54,6 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self._number = number_layer(ep_mesh, None)  # of this layer
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], Buffer] = {}
 
     def __call__(
@@ -74,8 +72,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         """
         tokens = len(hidden_states)
         x, ids, weights = (self._own(tensor) for tensor in (hidden_states, top_k_index, top_k_weights))
-        name = names.of_layer(self._buffer(x, ids).name, self._number)
-        routed = ops.dispatch(name, x, ids, weights, layout="flat", overflow="chunks")
+        routed = ops.dispatch(self._buffer(x, ids), x, ids, weights, layout="flat", overflow="chunks")
         assert routed.topk_idx is not None and routed.topk_weights is not None
         elsewhere = routed.topk_idx < 0
         local = torch.where(elsewhere, self.num_local_experts, routed.topk_idx)  # which experts leave out

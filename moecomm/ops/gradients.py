@@ -23,7 +23,7 @@ def _of_round(ctx: Any) -> tuple[str, str, int]:
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _ = inputs
+    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _, ctx.layer = inputs
     rows, *_, memory = output
     ctx.num_tokens, ctx.max_rows = x.shape[0], math.prod(rows.shape[:-1])
     ctx.save_for_backward(memory)
@@ -33,25 +33,26 @@ def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tenso
     (memory,) = ctx.saved_tensors
     weighted = ctx.needs_input_grad[2]  # the same on all ranks, which have the same model
     x, weights = rounds.dispatch_backward(
-        grad_x, grad_weights if weighted else None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms
+        grad_x, grad_weights if weighted else None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms, ctx.layer
     )
-    return x, None, weights if weighted else None, *(None for _ in range(7))
+    return x, None, weights if weighted else None, *(None for _ in range(8))
 
 
 def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _ = inputs
+    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _, ctx.layer = inputs
     ctx.num_tokens = x.shape[0]
     ctx.save_for_backward(memory)
 
 
 def _dispatch_again_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (memory,) = ctx.saved_tensors
-    x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms)
-    return x, *(None for _ in range(7))
+    about = ctx.num_tokens, ctx.num_sms, ctx.layer
+    x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), *about)
+    return x, *(None for _ in range(8))
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, _, ctx.zero_padding, ctx.num_sms = inputs
+    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, *_, ctx.zero_padding, ctx.num_sms, ctx.layer = inputs
     ctx.dtype = y.dtype
     # Only the gradient of the weights needs y.
     weights_alone = ctx.needs_input_grad[1]
@@ -61,11 +62,11 @@ def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     memory, row_weights, y = ctx.saved_tensors
     sent = grad.to(names.find(ctx.buffer).dtype)
-    rows = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, True)
+    rows = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, True, ctx.layer)
     if row_weights is None:
-        return rows.to(ctx.dtype), *(None for _ in range(9))
+        return rows.to(ctx.dtype), *(None for _ in range(10))
     grad_y, grad_weights = combine_gradients(rows, row_weights, y, ctx.dtype)
-    return grad_y, None if y is None else grad_weights, *(None for _ in range(8))
+    return grad_y, None if y is None else grad_weights, *(None for _ in range(9))
 
 
 def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -84,6 +85,7 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.max_rows,
         *_,
         ctx.overflow,
+        ctx.layer,
     ) = inputs
     if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
         raise Unsupported("gradients of a layer with weights in FP8: call it under torch.no_grad()")
@@ -96,7 +98,8 @@ def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x = weights = w13 = w2 = bias = None
     if wants_x or wants_weights or wants_w13 or wants_w2:
         about = ctx.buffer, ctx.interleaved, ctx.max_rows, ctx.overflow
-        x, weights, w13, w2 = layer.moe_backward(grad, *ctx.saved_tensors, *about, wants_w13, wants_w2)
+        wants = wants_w13, wants_w2, ctx.layer
+        x, weights, w13, w2 = layer.moe_backward(grad, *ctx.saved_tensors, *about, *wants)
     if wants_bias:
         bias = grad.sum(dim=0) if ctx.one_bias else grad
     return (

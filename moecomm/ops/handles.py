@@ -44,6 +44,7 @@ class Handle(NamedTuple):
         max_rows: rows that the dispatch made room for.
         zero_padding: rows without a token are zeros, also in gradients.
         num_sms: of rounds with this handle.
+        layer: number of the layer, which round headers carry; 0: it has none.
     """
 
     memory: torch.Tensor
@@ -54,6 +55,7 @@ class Handle(NamedTuple):
     max_rows: int
     zero_padding: bool
     num_sms: int | None = None
+    layer: int = 0
 
     def __repr__(self) -> str:
         return shown.of_tensors("moecomm.ops.Handle", self._asdict())

@@ -60,13 +60,17 @@ def dispatch(
     zero_padding: bool,
     num_sms: int | None = None,
     chunk: bool = False,
+    layer: int = 0,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
-    """Operator of moecomm.ops.dispatch.  `max_rows` -1: as the Buffer says; `chunk`: of some tokens of a call."""
+    """Operator of moecomm.ops.dispatch.  `max_rows` -1: as the Buffer says; `chunk`: of some tokens of a call.
+
+    `layer`, here and below: see Handle.
+    """
     tangents.refuse("moecomm::dispatch", x, topk_weights)
     how = (buffer, layout, expert_alignment, max_rows, zero_padding, num_sms, chunk)
-    return run_new(x, topk_idx, topk_weights, *how, "dispatch")
+    return run_new(x, topk_idx, topk_weights, *how, layer, "dispatch")
 
 
 def run_new(
@@ -80,6 +84,7 @@ def run_new(
     zero_padding: bool,
     num_sms: int | None,
     chunk: bool,
+    layer: int,
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run a dispatch with routing: the operator's arguments, and the call of the user that it belongs to."""
@@ -94,7 +99,7 @@ def run_new(
         sync=False,
         chunk=chunk,
         call=call,
-        layer=names.layer_of(buffer),
+        layer=layer,
     )
     block = routed.handle.block
     memory = window_tensor(
@@ -128,6 +133,7 @@ def _(
     zero_padding: bool,
     num_sms: int | None = None,
     chunk: bool = False,
+    layer: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     settings = (owner := names.find(buffer)).settings
     if max_rows < 0:
@@ -157,6 +163,7 @@ def dispatch_again(
     zero_padding: bool,
     num_sms: int | None = None,
     backward: bool = False,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x.
 
@@ -164,7 +171,7 @@ def dispatch_again(
     """
     tangents.refuse("moecomm::dispatch_again", x)
     call = "backward of combine" if backward else "dispatch"
-    return run_again(x, memory, buffer, layout, max_rows, zero_padding, num_sms, call)
+    return run_again(x, memory, buffer, layout, max_rows, zero_padding, num_sms, layer, call)
 
 
 def run_again(
@@ -175,13 +182,14 @@ def run_again(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None,
+    layer: int,
     call: str,
 ) -> torch.Tensor:
     """Run a dispatch by a handle: the operator's arguments, and the call of the user that it belongs to."""
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     options = dispatch_options.Options(num_sms=num_sms)
-    of: dict[str, Any] = {"call": call, "layer": names.layer_of(buffer)}
+    of: dict[str, Any] = {"call": call, "layer": layer}
     rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False, **of).x
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
@@ -198,6 +206,7 @@ def _(
     zero_padding: bool,
     num_sms: int | None = None,
     backward: bool = False,
+    layer: int = 0,
 ) -> torch.Tensor:
     owner = names.find(buffer)
     return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden))
@@ -215,6 +224,7 @@ def combine(
     wire: torch.dtype | None,
     zero_padding: bool,
     num_sms: int | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Operator of moecomm.ops.combine: rows -> [T, H].  `zero_padding`: for the gradient of y."""
     tangents.refuse("moecomm::combine", y, row_weights)
@@ -225,7 +235,7 @@ def combine(
             weights = _where_peers_read(owner, handle, row_weights)
         handle.args.route.row_weights = weights.data_ptr()
     options = combine_options.Options(weights is not None, wire, num_sms)
-    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, layer=names.layer_of(buffer))
+    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, layer=layer)
     return out
 
 
@@ -241,6 +251,7 @@ def _(
     wire: torch.dtype | None,
     zero_padding: bool,
     num_sms: int | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     return y.new_empty((num_tokens, y.shape[-1]))
 
@@ -255,10 +266,12 @@ def dispatch_backward(
     max_rows: int,
     num_tokens: int,
     num_sms: int | None = None,
+    layer: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights)."""
     tangents.refuse("moecomm::dispatch_backward", x, weights)
-    return run_back(x, weights, memory, buffer, layout, max_rows, num_tokens, num_sms, "backward of dispatch")
+    how = (buffer, layout, max_rows, num_tokens, num_sms, layer)
+    return run_back(x, weights, memory, *how, "backward of dispatch")
 
 
 def run_back(
@@ -270,12 +283,13 @@ def run_back(
     max_rows: int,
     num_tokens: int,
     num_sms: int | None,
+    layer: int,
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the combine of a backward pass: the operator's arguments, and the call of the user that it belongs to."""
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, options = handle.rounds, combine_options.Options(weighted=False, num_sms=num_sms)
-    of: dict[str, Any] = {"call": call, "layer": names.layer_of(buffer)}
+    of: dict[str, Any] = {"call": call, "layer": layer}
     if weights is None:
         grad = run_combine(owner, options, rows_of(x), handle, **of)
         return grad, x.new_empty(0, dtype=torch.float32)
@@ -295,6 +309,7 @@ def _(
     max_rows: int,
     num_tokens: int,
     num_sms: int | None = None,
+    layer: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     topk = names.find(buffer).topk
     grad = x.new_empty((num_tokens, x.shape[-1]))
