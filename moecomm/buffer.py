@@ -343,7 +343,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
                 experts a rank, or where the Buffer's dtype is float32.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
-        number = options.pop("_layer", 0)  # of nn.ExpertParallel: see names.of_layer
+        number = options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
         given = layer_options.Options(**options)
         ids = self.rounds.own_ids(topk_idx)
         outputs: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped}

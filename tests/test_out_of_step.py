@@ -211,3 +211,46 @@ def test_an_error_of_all_ranks_counts_on_none() -> None:
             return outcomes(buffer, calls)
 
     assert run_ranks(RANKS, body) == [["BadInput", "right", "BadInput", TooManyRows.__name__, "right"]] * RANKS
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_numbered_layers_of_operators_in_another_order(whole: bool, backward: bool) -> None:
+    """Their weights are of the same sizes."""
+
+    def body(group: Any) -> tuple[object, ...]:
+        x, ids, weights = inputs(0, group.rank)
+        w13 = torch.ones(EXPERTS // RANKS, 2 * INNER, HIDDEN, requires_grad=True)
+        w2 = torch.ones(EXPERTS // RANKS, HIDDEN, INNER)
+        with opened(group) as buffer:
+
+            def run(layer: int) -> torch.Tensor:
+                if whole:
+                    return ops.moe(buffer, x, ids, weights, w13, w2, layer=layer)
+                made = ops.dispatch(buffer, x.requires_grad_(), ids, weights, layer=layer)
+                return ops.combine(made.x, made.handle)
+
+            first, second = (2, 1) if group.rank == 1 else (1, 2)
+            calls = {1: run(1).sum().backward, 2: run(2).sum().backward} if backward else {}
+            with pytest.raises(Mismatch) as caught:
+                calls[first]() if backward else run(first)
+            with pytest.raises(OutOfStep):
+                run(second)
+            return caught.value.field, caught.value.mine, caught.value.theirs
+
+    here, there = ("layer", 1, 2), ("layer", 2, 1)
+    assert run_ranks(RANKS, body) == [here, there, here]
+
+
+@pytest.mark.parametrize("layer", [-1, 1 << 16, 1.5, "1", None, True])
+def test_no_number_of_a_layer(layer: Any) -> None:
+    x, ids, weights = inputs(0, 0)
+    w13, w2 = torch.ones(EXPERTS, 2 * INNER, HIDDEN), torch.ones(EXPERTS, HIDDEN, INNER)
+    with opened("self") as buffer:
+        for call in (
+            lambda: ops.dispatch(buffer, x, ids, weights, layer=layer),
+            lambda: ops.moe(buffer, x, ids, weights, w13, w2, layer=layer),
+        ):
+            with pytest.raises(moecomm.BadInput) as caught:
+                call()
+            assert caught.value.argument == "layer"

@@ -16,7 +16,7 @@ from moecomm.core.arrays import note_written, refuse_gradients, window_tensor
 from moecomm.core.plans import check_hashable
 from moecomm.core.protocol import DTYPES
 from moecomm.core.rounds import Rounds
-from moecomm.core.state import collective
+from moecomm.core.state import SeveralRounds, collective
 from moecomm.core.validation import check_dtype
 from moecomm.dispatch.arguments import check_handle
 from moecomm.errors import BadInput
@@ -175,7 +175,8 @@ def _combine_chunks(
         chunk = y, handle, None, bias, weight_grads, topk_weights, sum_grads, bias_first
         return _round(rounds, prepare(rounds, options, *chunk))
 
-    found = chunks.combine(given, handle, rounds.topk, one)
+    with SeveralRounds(rounds):
+        found = chunks.combine(given, handle, rounds.topk, one)
     if out is not None:
         note_written("out", out)
     if given.back is None:

@@ -6,10 +6,9 @@ import itertools
 import weakref
 
 from moecomm.core.rounds import Rounds
-from moecomm.core.signature import LAYERS
 from moecomm.errors import BadInput, Closed
 
-_PREFIX, _LAYER = "moecomm_buffer_", "/"
+_PREFIX = "moecomm_buffer_"
 _numbers = itertools.count()
 _named: weakref.WeakValueDictionary[str, Rounds] = weakref.WeakValueDictionary()
 
@@ -21,23 +20,8 @@ def give(rounds: Rounds) -> str:
     return name
 
 
-def of_layer(name: str, number: int) -> str:
-    """Return the name of a Buffer for rounds of its layer of this number, 1 to LAYERS, which their headers carry."""
-    return f"{name}{_LAYER}{number}"
-
-
-def layer_of(name: str) -> int:
-    """Return the layer's number in the name of a Buffer; 0: there is none.  Raises BadInput."""
-    number = name.partition(_LAYER)[2]
-    if not number:
-        return 0
-    if not (number.isascii() and number.isdecimal() and 1 <= int(number) <= LAYERS):
-        raise BadInput("buffer", repr(name), f"behind the {_LAYER!r} the number of a layer, 1 to {LAYERS}")
-    return int(number)
-
-
 def find(name: str) -> Rounds:
-    """The rounds of the Buffer of that name, with or without a layer's number.
+    """The rounds of the Buffer of that name.
 
     Raises:
         Closed: the Buffer has been closed, or is gone.
@@ -60,4 +44,4 @@ def opened() -> list[Rounds]:
 
 def get(name: str) -> Rounds | None:
     """The rounds of that name, of an open or a closed Buffer, if they are there."""
-    return _named.get(name.partition(_LAYER)[0])
+    return _named.get(name)

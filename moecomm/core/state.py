@@ -142,7 +142,7 @@ class RoundState:
                 self._session.count_rejected()
 
     def count_rejected(self, error: BaseException | None = None, call: str = "") -> None:
-        """Count a collective call that fails on this rank alone: see is_alone().
+        """Count a collective call that fails on this rank before all its rounds are made.
 
         The round headers of later rounds carry the count.  Where counts differ, every rank raises OutOfStep.
 
@@ -161,15 +161,6 @@ class RoundState:
         """Leave an error for ranks that wait for this one in vain from now on."""
         if self._open and self._session.pages is not None:
             self._session.pages.leave_error(shown(error), self.flight.rounds)
-
-    def is_alone(self, error: BaseException, made: int) -> bool:
-        """Return whether a call fails on this rank only, as far as this rank knows.
-
-        Args:
-            error: that ends it.  Every rank raises an error that a round has left behind.
-            made: how many rounds this rank would have made after the call.
-        """
-        return self.made < made or error is not self._raised()
 
     def count_failed(self) -> None:
         """Count a rejected call from outside of a call; while one is under way, in the next one."""
@@ -312,7 +303,7 @@ class RoundState:
 def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
     """Decorate a function of Rounds, its first argument, that makes `rounds` dispatches and combines.
 
-    It raises ConcurrentCall while another call is under way.  A call that fails on this rank only is counted.
+    It raises ConcurrentCall while another call is under way, and is counted if it fails before its last round.
     """
 
     def decorate(function: _Call) -> _Call:
@@ -326,7 +317,7 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
                 return function(state, *args, **kwargs)
             except BaseException as error:
                 failure = error
-                if rounds and state.rejected == rejected and state.is_alone(error, made):
+                if state.rejected == rejected and state.made < made:
                     state.count_rejected(error, function.__name__)
                 raise
             finally:
@@ -361,7 +352,28 @@ class CollectiveCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         state = self._state
-        counts = self._rounds > 0 and state.rejected == self._rejected
-        if error is not None and counts and state.is_alone(error, self._made):
+        if kind is not None and state.rejected == self._rejected and state.made < self._made:
             state.count_rejected(error)
         state._end_call(outer=True)
+
+
+class SeveralRounds:
+    """Context of rounds whose number is not known ahead.  They are counted if they end before the last one.
+
+    Not if a round has left the error behind, because every rank raises that.
+    """
+
+    __slots__ = ("_rejected", "_state")
+
+    def __init__(self, state: RoundState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._rejected = self._state.rejected
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = self._state
+        if error is not None and error is not state._raised() and state.rejected == self._rejected:
+            state.count_rejected(error)

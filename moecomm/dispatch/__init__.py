@@ -12,7 +12,7 @@ import torch
 from moecomm import _native
 from moecomm.core.arrays import refuse_gradients, window_tensor
 from moecomm.core.rounds import Rounds
-from moecomm.core.state import collective
+from moecomm.core.state import SeveralRounds, collective
 from moecomm.core.validation import check_flag
 from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
@@ -322,7 +322,8 @@ def _dispatch_in_chunks(
         rounds.retries += 1
         return _round(rounds, prepare(rounds, small, x, ids, weights, scales, sync=True, chunk=True))
 
-    routed = chunks.dispatch(rounds, options, len(given.x), one)
+    with SeveralRounds(rounds):
+        routed = chunks.dispatch(rounds, options, len(given.x), one)
     routed.back, routed.sync = given.back, True
     return routed
 
@@ -344,7 +345,8 @@ def _repeat_in_chunks(
     def one(x: torch.Tensor, scales: torch.Tensor | None, handle: Handle) -> Routed:
         return _round(rounds, prepare(rounds, options, x, scales=scales, handle=handle, sync=sync))
 
-    routed = chunks.repeat(given.x, given.scales, handle, options.scale_layout == "column", one)
+    with SeveralRounds(rounds):
+        routed = chunks.repeat(given.x, given.scales, handle, options.scale_layout == "column", one)
     routed.back = given.back
     return routed
 

@@ -64,7 +64,7 @@ class Key(NamedTuple):
 
     def described(self) -> int:
         """Return the index of the call in signature.DISPATCHES."""
-        call = "dispatch_begin" if self.begin else f"fused {self.call}" if self.descriptors else self.call
+        call = "dispatch_begin" if self.begin else "fused moe" if self.descriptors else self.call
         return DISPATCHES.index(f"{call} in chunks" if self.chunk else call)
 
 

@@ -15,7 +15,7 @@ from moecomm import combine, dispatch
 from moecomm.core.arrays import as_tensor, check_tensor, note_written, refuse_gradients
 from moecomm.core.choices import Overflow, Quantize
 from moecomm.core.rounds import Rounds
-from moecomm.core.state import collective
+from moecomm.core.state import SeveralRounds, collective
 from moecomm.core.validation import check_flags, check_name
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
@@ -79,8 +79,9 @@ def moe(
         part = prepare(rounds, options, *tensors, bias=more, chunk=True, **of_layer)
         return _finish(rounds, part, pipeline.start(rounds, part), waits)
 
-    for tokens, part in in_parts(len(x), rounds.max_tokens, of):
-        found[tokens] = part
+    with SeveralRounds(rounds):
+        for tokens, part in in_parts(len(x), rounds.max_tokens, of):
+            found[tokens] = part
     return out if out is not None else found if back is None else back(found)
 
 

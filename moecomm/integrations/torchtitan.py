@@ -14,10 +14,9 @@ import torch
 
 from moecomm import ops
 from moecomm.buffer import Buffer
-from moecomm.core import names
 from moecomm.core.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
-from moecomm.nn.buffers import number_layer, shared_buffer
+from moecomm.nn.buffers import shared_buffer
 
 try:
     from torchtitan.config.override import derive, override
@@ -85,7 +84,6 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             raise BadInput("dtype", config.dtype, ", ".join(_DTYPES))
         self._config = config
         self._buffers: dict[Key, Buffer] = {}
-        self._number = 0  # of this layer, by the order in which those of a group open their Buffers
         self._outgrown: list[Buffer] = []  # backward passes may still need them
 
     def init_buffer(self) -> None:
@@ -173,19 +171,18 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
                 raise Unsupported(
                     "torch.compile before a Buffer is open: set dtype, hidden_dim and num_max_tokens_per_rank"
                 )
-            return names.of_layer(buffer.name, self._number)
+            return buffer.name
         if buffer is None or buffer.closed:
             buffer = self._open(key, max(len(x), self._config.num_max_tokens_per_rank or 1))
         elif len(x) > buffer.max_tokens:
             self._outgrown.append(buffer)
             buffer = self._open(key, max(len(x), buffer.max_tokens + buffer.max_tokens // 4))
-        return names.of_layer(buffer.name, self._number)
+        return buffer.name
 
     def _open(self, key: Key, tokens: int) -> Buffer:
         """Open one for as many tokens, or take that of another layer of the same sizes.  Collective."""
         assert self.ep_mesh is not None
         hidden, dtype, device = key
-        self._number = self._number or number_layer(self.ep_mesh, None)
         buffer = self._buffers[key] = shared_buffer(
             self.ep_mesh.get_group(),
             hidden=hidden,

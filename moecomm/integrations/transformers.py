@@ -16,12 +16,11 @@ import torch
 from moecomm import ops
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
-from moecomm.core import names
 from moecomm.core.choices import BackendName
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Mismatch, Unsupported
-from moecomm.nn.buffers import number_layer, shared_buffer
+from moecomm.nn.buffers import shared_buffer
 from moecomm.ops.rounds import wanted_gradients
 
 try:
@@ -58,7 +57,6 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self._number = number_layer(ep_mesh, None)  # of this layer
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], Buffer] = {}
         self._outgrown: list[Buffer] = []  # backward passes may still need them
 
@@ -117,8 +115,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         if buffer is None or buffer.closed:
             buffer = self._buffers[key] = self._open(x, ids.shape[1], self.max_tokens)
         if len(x) > buffer.max_tokens:
-            wanted = wanted_gradients(x, weights)
-            ask_to_grow(buffer, x, ids.long(), None, "expert", gradients=wanted, layer=self._number)
+            ask_to_grow(buffer, x, ids.long(), None, "expert", gradients=wanted_gradients(x, weights))
         else:
             try:
                 return self._dispatch(buffer, x, ids, weights)
@@ -132,8 +129,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
 
     def _dispatch(self, buffer: Buffer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ops.Dispatched:
         # The experts read only rows that the counts cover.
-        name = names.of_layer(buffer.name, self._number)
-        return ops.dispatch(name, x, ids, weights, layout="expert", overflow="chunks", zero_padding=False)
+        return ops.dispatch(buffer, x, ids, weights, layout="expert", overflow="chunks", zero_padding=False)
 
     def _open(self, x: torch.Tensor, topk: int, most: int | None, least: int = _LEAST_TOKENS) -> Buffer:
         """Open one for `most` tokens, or take that of another layer of the same sizes.  Collective.

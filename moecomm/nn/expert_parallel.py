@@ -9,7 +9,6 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
-from moecomm.core import names
 from moecomm.core.choices import BackendName, GateKind, Overflow, Wire, is_exact
 from moecomm.core.experts import experts_of
 from moecomm.core.group import Group
@@ -132,9 +131,9 @@ class ExpertParallel(torch.nn.Module):
         self._sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "max_tokens": max_tokens}
         self._buffer: Buffer | None = None
         self._buffer_name, self._buffer_given = "", buffer is not None
+        self._number = number_layer(group, buffer)
         if buffer is not None:
             self._use(buffer)
-        self._number = number_layer(group, buffer)
 
     def open(self) -> Buffer:
         """Return the layer's Buffer.  Opens the default Buffer, collectively, if it is not open.
@@ -165,6 +164,9 @@ class ExpertParallel(torch.nn.Module):
             got = f"one with {len(buffer.local_experts)} experts on this rank"
             raise BadInput("buffer", got, f"{len(self.experts.w13)}, as the layer: after a loss, shrink(keep_ids=True)")
         self._buffer, self._buffer_name = buffer, buffer.name
+        # Graphs of torch.compile take a number of a module for a constant, and each layer would be compiled anew.  The
+        # shape of a tensor may vary.
+        self._numbered = torch.empty(0, 1 + self._number, device=self.experts.w13.device)
 
     @counted("self", 0, rounds=2)
     def forward(
@@ -198,21 +200,21 @@ class ExpertParallel(torch.nn.Module):
                 raise BadInput("topk_weights", "weights without topk_idx", "both, or neither: the gate says both")
             topk_idx, topk_weights = self.gate(tokens)
         check_same_device(x=tokens, topk_idx=topk_idx, topk_weights=topk_weights)
-        rows, name = tokens.to(self.payload), names.of_layer(self._buffer_name, self._number)
+        rows, number = tokens.to(self.payload), self._numbered.shape[1] - 1
         if self._runs_fused(tokens):
             weights = None if topk_weights is None else topk_weights.float()
             given = (rows, topk_idx, weights, self.experts.w13, self.experts.w2)
             room: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "dropped": self.dropped}
             if torch.compiler.is_compiling():
-                out = ops.moe(name, *given, wire=self.wire, **room)
+                out = ops.moe(self._buffer_name, *given, wire=self.wire, **room, layer=number)
             else:  # the same, without the overhead of torch's operator dispatch
                 assert self._buffer is not None
-                room["_layer"] = self._number
+                room["_layer"] = number
                 out = self._buffer.moe(rows_of(rows), *given[1:], wire=self.wire, **room)
             return out.to(x.dtype).view(x.shape)
         # No padding is needed: the experts read only rows that tokens_per_expert counts.
-        about: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "zero_padding": False}
-        routed = ops.dispatch(name, rows, topk_idx, topk_weights, **about)
+        about: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "layer": number}
+        routed = ops.dispatch(self._buffer_name, rows, topk_idx, topk_weights, zero_padding=False, **about)
         if self.dropped is not None and routed.dropped is not None:
             self.dropped.copy_(routed.dropped)
         y = self.experts(routed.x, routed.tokens_per_expert)

@@ -32,15 +32,18 @@ from moecomm.buffer import Buffer
 from moecomm.core import names, shown, tangents
 from moecomm.core.arrays import as_tensor
 from moecomm.core.choices import Activation, Layout, Overflow, Wire, is_exact
-from moecomm.core.integers import check_alignment
+from moecomm.core.integers import check_alignment, check_integer
 from moecomm.core.protocol import LAYOUTS
+from moecomm.core.signature import LAYERS
+from moecomm.core.state import SeveralRounds
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import Gradients, check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.fp8 import as_operand
 from moecomm.fused.layer import check_dropped, fused_or_not
-from moecomm.ops import chunks, gradients, layer, rounds
+from moecomm.ops import chunks, gradients, rounds
+from moecomm.ops import layer as whole_layer
 from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle, deep_copied
@@ -108,12 +111,12 @@ def dispatch(
     zero_padding: bool = True,
     num_sms: int | None = None,
     overflow: Overflow | None = None,
+    layer: int = 0,
 ) -> Dispatched:
     """Dispatch tokens like Buffer.dispatch.  Collective.  Gradients: x, topk_weights.
 
     Args:
-        buffer: a Buffer, or its `name`; f"{name}/{number}" for the layer of this number, 1 to 65535.  Rounds carry it,
-            so that layers that ranks run in another order, forward or backward, raise Mismatch.
+        buffer: a Buffer, or its `name`.
         x: `[T, H]` of the Buffer's dtype.
         topk_idx: int64 or int32 `[T, K]`; -1 picks none.
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
@@ -125,6 +128,9 @@ def dispatch(
         num_sms: see Buffer.dispatch; also used by all rounds with the handle and by backward passes.
         overflow: see Buffer.dispatch.  "chunks": the host waits for the rows, which no graph can; None: "chunks" on
             CPUs, "error" on GPUs and in graphs.
+        layer: number of the layer among those of the Buffer, 1 to 65535, the same on all ranks; 0: it has none.  All
+            rounds with the handle and of backward passes carry it, so that layers that a rank runs in another order
+            are a Mismatch.
 
     Returns:
         A Dispatched.
@@ -140,6 +146,7 @@ def dispatch(
     check_max_rows(max_rows)  # users must not pass -1, which leaves it to the Buffer
     check_num_sms(num_sms)
     check_overflow(overflow, max_rows)
+    check_integer("layer", layer, 0, LAYERS)
     tangents.refuse("moecomm.ops.dispatch", x, weights)
     topk_idx = topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx
     dropped = None
@@ -151,12 +158,13 @@ def dispatch(
         x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, chunk: bool
     ) -> chunks.Arrived:
         room = -1 if max_rows is None else max_rows
-        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk, rounds.wanted_gradients(x, weights))
+        wanted = rounds.wanted_gradients(x, weights)
+        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk, wanted, layer)
         found = rounds.dispatch(x, topk_idx, weights, *about)
         rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory, graph = found
         room, flat = src.numel() // 2, layout == "flat"
         route = (name, layout, x.shape[0], room, bool(zero_padding), num_sms)
-        handle = Handle(memory, None if flat else row_weights, *route, graph)
+        handle = Handle(memory, None if flat else row_weights, *route, graph, layer)
         return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, local_idx if flat else None, handle)
 
     whole = (x, topk_idx, weights, expert_alignment, False)
@@ -176,7 +184,8 @@ def dispatch(
         return _dispatched(waiting(*whole))
     # Outside of the block, no traceback holds the memory of that round.
     some = partial(waiting, alignment=1, chunk=True)
-    return _dispatched(chunks.dispatch(name, layout, expert_alignment, (x, topk_idx, weights), some))
+    with SeveralRounds(owner):
+        return _dispatched(chunks.dispatch(name, layout, expert_alignment, (x, topk_idx, weights), some))
 
 
 @counted("handle", 1)
@@ -194,7 +203,8 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         As Buffer.dispatch; also BadInput for a handle that is not a moecomm.ops.Handle.
     """
     if isinstance(handle, chunks.ChunkedHandle):
-        return chunks.dispatch_again(as_tensor("x", x)[0], handle, dispatch_again)
+        with SeveralRounds(names.find(handle.buffer)):
+            return chunks.dispatch_again(as_tensor("x", x)[0], handle, dispatch_again)
     _check_handle(handle)
     x = as_tensor("x", x)[0]
     check_same_device(x=x, handle=handle.memory, graph=handle.graph)
@@ -212,6 +222,7 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         handle.zero_padding,
         handle.num_sms,
         wanted,
+        layer=handle.layer,
     )
     if handle.graph is not None and wanted is not Gradients.NONE:
         handle.graph.add_(graph)  # both empty: combines from now on lead to this round as well
@@ -240,7 +251,8 @@ def combine(
         As Buffer.combine; also BadInput for a handle that is not a moecomm.ops.Handle.
     """
     if isinstance(handle, chunks.ChunkedHandle):
-        return chunks.combine(as_tensor("y", y)[0], handle, partial(combine, weighted=weighted, wire=wire))
+        with SeveralRounds(names.find(handle.buffer)):
+            return chunks.combine(as_tensor("y", y)[0], handle, partial(combine, weighted=weighted, wire=wire))
     _check_handle(handle)
     check_flag("weighted", weighted)
     y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
@@ -260,6 +272,7 @@ def combine(
         handle.num_sms,
         handle.graph,
         rounds.wanted_gradients(y, row_weights, handle.graph) is not Gradients.NONE,
+        handle.layer,
     )
     return out
 
@@ -283,6 +296,7 @@ def moe(
     fused: bool | None = None,
     overflow: Overflow | None = None,
     dropped: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Run an expert layer like Buffer.moe, with the same bits.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
 
@@ -293,7 +307,7 @@ def moe(
     all ranks' tokens; that of a bias `[H]` is of this rank's.
 
     Args:
-        buffer: a Buffer, or its `name`, with or without the layer's number: see dispatch().
+        buffer: a Buffer, or its `name`.
         x: `[T, H]` of the Buffer's dtype.
         topk_idx: int64 or int32 `[T, K]`; -1 picks none.
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
@@ -302,6 +316,7 @@ def moe(
         activation, interleaved, bias, max_rows, wire, num_sms, check_weights, fused, dropped: see Buffer.moe.
         overflow: see Buffer.moe.  "chunks" waits in a graph of torch.compile, too, and in its backward pass.  Entries
             that "drop" drops have no gradients.
+        layer: see dispatch().
 
     Returns:
         `[T, H]` of the dtype of x; see Buffer.moe.
@@ -316,6 +331,7 @@ def moe(
     check_max_rows(max_rows)
     wire = _wire_of(wire, x)
     check_num_sms(num_sms)
+    check_integer("layer", layer, 0, LAYERS)
     (w13, w13_scales), (w2, w2_scales) = (
         weights if isinstance(weights, tuple) else (weights, None)
         for weights in (as_operand("w13", w13), as_operand("w2", w2))
@@ -332,7 +348,7 @@ def moe(
         topk_idx, entries = rounds.drop(topk_idx, priorities, name, "expert", 1, max_rows)
         count.copy_(entries)
         overflow = "error"  # the rest has room
-    out: torch.Tensor = layer.moe(
+    out: torch.Tensor = whole_layer.moe(
         x,
         topk_idx,
         topk_weights,
@@ -352,6 +368,7 @@ def moe(
         overflow,
         # Weights in FP8 have no backward pass.
         not fp8 and rounds.wanted_gradients(x, topk_weights, w13, w2) is not Gradients.NONE,
+        layer,
     )
     return out
 

@@ -25,7 +25,7 @@ def _of_round(ctx: Any) -> tuple[str, str, int]:
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _, _ = inputs
+    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _, _, ctx.layer = inputs
     rows, *_, memory, _ = output
     ctx.num_tokens, ctx.max_rows = x.shape[0], math.prod(rows.shape[:-1])
     ctx.save_for_backward(memory)
@@ -35,25 +35,35 @@ def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tenso
     (memory,) = ctx.saved_tensors
     weighted = ctx.needs_input_grad[2]  # the same on all ranks, as the round of the dispatch has checked
     x, weights = rounds.dispatch_backward(
-        grad_x, grad_weights if weighted else None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms, others[-1]
+        grad_x,
+        grad_weights if weighted else None,
+        memory,
+        *_of_round(ctx),
+        ctx.num_tokens,
+        ctx.num_sms,
+        others[-1],
+        ctx.layer,
     )
-    return x, None, weights if weighted else None, *(None for _ in range(8))
+    return x, None, weights if weighted else None, *(None for _ in range(9))
 
 
 def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _, _ = inputs
+    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _, _, ctx.layer = inputs
     ctx.num_tokens = x.shape[0]
     ctx.save_for_backward(memory)
 
 
 def _dispatch_again_backward(ctx: Any, grad: torch.Tensor, graph: torch.Tensor) -> tuple[Any, ...]:
     (memory,) = ctx.saved_tensors
-    x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms, graph)
-    return x, *(None for _ in range(8))
+    about = ctx.num_tokens, ctx.num_sms, graph, ctx.layer
+    x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), *about)
+    return x, *(None for _ in range(9))
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, *_, ctx.zero_padding, ctx.num_sms, _, _ = inputs
+    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, *_, ctx.zero_padding, ctx.num_sms, _, _, ctx.layer = (
+        inputs
+    )
     ctx.dtype = y.dtype
     # Only the gradient of the weights needs y.
     weights_alone = ctx.needs_input_grad[1]
@@ -63,11 +73,12 @@ def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     memory, row_weights, y = ctx.saved_tensors
     sent = grad.to(names.find(ctx.buffer).dtype)
-    rows, _ = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, backward=True)
-    wants_y, *_, wants_graph, _ = ctx.needs_input_grad
+    about: dict[str, Any] = {"backward": True, "layer": ctx.layer}
+    rows, _ = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, **about)
+    wants_y, *_, wants_graph, _, _ = ctx.needs_input_grad
     # A part of the rows, so that compilers keep the round where nothing needs the gradient of y.
     graph = rows.flatten()[:0] if wants_graph and not wants_y else None
-    others = (*(None for _ in range(8)), graph, None)
+    others = (*(None for _ in range(8)), graph, None, None)
     if row_weights is None:
         return rows.to(ctx.dtype), None, *others
     grad_y, grad_weights = combine_gradients(rows, row_weights, y, ctx.dtype)
@@ -91,6 +102,7 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         *_,
         ctx.overflow,
         _,
+        ctx.layer,
     ) = inputs
     if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
         raise Unsupported("gradients of a layer with weights in FP8: call it under torch.no_grad()")
@@ -103,7 +115,8 @@ def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x = weights = w13 = w2 = bias = None
     if wants_x or wants_weights or wants_w13 or wants_w2:
         about = ctx.buffer, ctx.interleaved, ctx.max_rows, ctx.overflow
-        x, weights, w13, w2 = layer.moe_backward(grad, *ctx.saved_tensors, *about, wants_w13, wants_w2)
+        wants = wants_w13, wants_w2, ctx.layer
+        x, weights, w13, w2 = layer.moe_backward(grad, *ctx.saved_tensors, *about, *wants)
     if wants_bias:
         bias = grad.sum(dim=0) if ctx.one_bias else grad
     return (

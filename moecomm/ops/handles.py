@@ -48,6 +48,7 @@ class Handle(NamedTuple):
         graph: `[0]`, through which the backward pass of a combine leads to those of the dispatch and its repeats, also
             on a rank whose `y` does not depend on their rows.  `handle._replace(graph=None)`: it does not, for a handle
             that several backward passes use, or stages whose backward passes are run one by one.
+        layer: number of the layer, which round headers carry; 0: it has none.
     """
 
     memory: torch.Tensor
@@ -59,6 +60,7 @@ class Handle(NamedTuple):
     zero_padding: bool
     num_sms: int | None = None
     graph: torch.Tensor | None = None
+    layer: int = 0
 
     def __repr__(self) -> str:
         return shown.of_tensors("moecomm.ops.Handle", self._asdict())

@@ -15,7 +15,7 @@ import torch
 
 from moecomm.core import names, tangents
 from moecomm.core.choices import Activation, Overflow
-from moecomm.core.state import CollectiveCall
+from moecomm.core.state import CollectiveCall, SeveralRounds
 from moecomm.dispatch import observers
 from moecomm.dispatch.options import Gradients
 from moecomm.dispatch.parts import in_parts
@@ -51,8 +51,14 @@ def moe(
     fused: bool | None,
     overflow: str | None,
     gradients: bool = False,
+    number: int = 0,
 ) -> torch.Tensor:
-    """Operator of moecomm.ops.moe; scales only for FP8 weights.  `gradients`: this rank wants some."""
+    """Operator of moecomm.ops.moe; scales only for FP8 weights.
+
+    Args:
+        gradients: this rank wants some.
+        number: of the layer.
+    """
     tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
     options = Options(
         activation=cast("Activation", activation),
@@ -75,7 +81,7 @@ def moe(
         w2 if w2_scales is None else (w2, w2_scales),
         bias=None if bias is None else rounds.rows_of(bias),
         gradients=Gradients.ROWS if gradients else Gradients.NONE,
-        number=names.layer_of(buffer),
+        number=number,
     )
     return out
 
@@ -99,12 +105,13 @@ def moe_backward(
     overflow: str | None,
     wants_w13: bool,
     wants_w2: bool,
+    number: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Map the gradient of the output to those of x [T, H], topk_weights [T, K], w13 and w2 ([0] if not wanted)."""
     owner = names.find(buffer)
     waits = layer.goes_in_parts(owner, cast("Overflow | None", overflow), max_rows)
     on_gpu = waits and not owner.on_cpu  # CPU ranks wait by themselves
-    how = (w13, w2, buffer, interleaved, max_rows, wants_w13, wants_w2, on_gpu)
+    how = (w13, w2, buffer, interleaved, max_rows, wants_w13, wants_w2, on_gpu, number)
 
     def part(tokens: slice) -> _Gradients:
         weights = None if topk_weights is None else topk_weights[tokens]
@@ -119,7 +126,8 @@ def moe_backward(
         except TooManyRows:
             if not waits:
                 raise
-        return _joined(found for _, found in in_parts(len(x), owner.max_tokens, part))
+        with SeveralRounds(owner):
+            return _joined(found for _, found in in_parts(len(x), owner.max_tokens, part))
 
 
 def _joined(parts: Iterable[_Gradients]) -> _Gradients:
@@ -152,16 +160,17 @@ def _backward(
     wants_w13: bool,
     wants_w2: bool,
     wait: bool,
+    number: int,
     chunk: bool,
 ) -> _Gradients:
     room = -1 if max_rows is None else max_rows
-    how = (buffer, *_ROWS, room, False, None, chunk)
-    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, call=_BACKWARD)
+    how = (buffer, *_ROWS, room, False, None, chunk, number)
+    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD)
     if wait:
         names.find(buffer).check()
     rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
-    seen = rounds.run_again(grad, *back, False, None, call=_BACKWARD)
+    seen = rounds.run_again(grad, *back, False, None, number, _BACKWARD)
     ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
     width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
     # Without the routing weight: the weight's gradient is the dot product of this with silu(gate) * up.
@@ -169,7 +178,7 @@ def _backward(
     # From here on, rows after the last group hold anything; no product reads them.
     found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
     grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
-    grad_x, grad_topk_weights = rounds.run_back(grad_rows, found.weights, *back, len(x), None, _BACKWARD)
+    grad_x, grad_topk_weights = rounds.run_back(grad_rows, found.weights, *back, len(x), None, number, _BACKWARD)
     return (
         grad_x,
         grad_topk_weights,
@@ -186,9 +195,14 @@ def _(
     topk_weights: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    *others: object,
+    buffer: str,
+    interleaved: bool,
+    max_rows: int | None,
+    overflow: str | None,
+    wants_w13: bool,
+    wants_w2: bool,
+    number: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    *_, wants_w13, wants_w2 = others
     return (
         x.new_empty(x.shape),
         x.new_empty(topk_idx.shape, dtype=torch.float32),

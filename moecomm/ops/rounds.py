@@ -62,6 +62,7 @@ def dispatch(
     num_sms: int | None = None,
     chunk: bool = False,
     gradients: int = 0,
+    layer: int = 0,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory, graph
@@ -71,10 +72,11 @@ def dispatch(
         max_rows: -1: as the Buffer says.
         chunk: x has some tokens of a call.
         gradients: see dispatch_options.Gradients.
+        layer: here and below: see Handle.
     """
     tangents.refuse("moecomm::dispatch", x, topk_weights)
     how = (buffer, layout, expert_alignment, max_rows, zero_padding, num_sms, chunk)
-    return *run_new(x, topk_idx, topk_weights, *how, "dispatch", gradients), x.new_empty(0)
+    return *run_new(x, topk_idx, topk_weights, *how, layer, "dispatch", gradients), x.new_empty(0)
 
 
 def run_new(
@@ -88,6 +90,7 @@ def run_new(
     zero_padding: bool,
     num_sms: int | None,
     chunk: bool,
+    layer: int,
     call: str,
     gradients: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,7 +107,7 @@ def run_new(
         chunk=chunk,
         gradients=dispatch_options.Gradients(gradients),
         call=call,
-        layer=names.layer_of(buffer),
+        layer=layer,
     )
     handles.remember(owner, routed)
     memory = tables_of(routed)
@@ -131,6 +134,7 @@ def _(
     num_sms: int | None = None,
     chunk: bool = False,
     gradients: int = 0,
+    layer: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     settings = (owner := names.find(buffer)).settings
     if max_rows < 0:
@@ -162,6 +166,7 @@ def dispatch_again(
     num_sms: int | None = None,
     gradients: int = 0,
     backward: bool = False,
+    layer: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x, and graph.
 
@@ -169,7 +174,7 @@ def dispatch_again(
     """
     tangents.refuse("moecomm::dispatch_again", x)
     call = "backward of combine" if backward else "dispatch"
-    how = (buffer, layout, max_rows, zero_padding, num_sms)
+    how = (buffer, layout, max_rows, zero_padding, num_sms, layer)
     return run_again(x, memory, *how, call, gradients), x.new_empty(0)
 
 
@@ -181,6 +186,7 @@ def run_again(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None,
+    layer: int,
     call: str,
     gradients: int = 0,
 ) -> torch.Tensor:
@@ -189,7 +195,7 @@ def run_again(
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     options = dispatch_options.Options(num_sms=num_sms)
     wanted = dispatch_options.Gradients(gradients)
-    of: dict[str, Any] = {"gradients": wanted, "call": call, "layer": names.layer_of(buffer)}
+    of: dict[str, Any] = {"gradients": wanted, "call": call, "layer": layer}
     rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False, **of).x
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
@@ -207,6 +213,7 @@ def _(
     num_sms: int | None = None,
     gradients: int = 0,
     backward: bool = False,
+    layer: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     owner = names.find(buffer)
     return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden)), x.new_empty(0)
@@ -226,6 +233,7 @@ def combine(
     num_sms: int | None = None,
     graph: torch.Tensor | None = None,
     gradients: bool = False,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Operator of moecomm.ops.combine: rows -> [T, H].
 
@@ -243,7 +251,7 @@ def combine(
             weights = _where_peers_read(owner, handle, row_weights)
         handle.args.route.row_weights = weights.data_ptr()
     options = combine_options.Options(weights is not None, wire, num_sms)
-    of: dict[str, Any] = {"gradients": gradients, "layer": names.layer_of(buffer)}
+    of: dict[str, Any] = {"gradients": gradients, "layer": layer}
     out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, **of)
     return out
 
@@ -262,6 +270,7 @@ def _(
     num_sms: int | None = None,
     graph: torch.Tensor | None = None,
     gradients: bool = False,
+    layer: int = 0,
 ) -> torch.Tensor:
     return y.new_empty((num_tokens, y.shape[-1]))
 
@@ -277,13 +286,15 @@ def dispatch_backward(
     num_tokens: int,
     num_sms: int | None = None,
     graph: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights).
 
     `graph`: the gradient of the handle's.  Not read: with it, compilers keep the round that it comes from, before this.
     """
     tangents.refuse("moecomm::dispatch_backward", x, weights)
-    return run_back(x, weights, memory, buffer, layout, max_rows, num_tokens, num_sms, "backward of dispatch")
+    how = (buffer, layout, max_rows, num_tokens, num_sms, layer)
+    return run_back(x, weights, memory, *how, "backward of dispatch")
 
 
 def run_back(
@@ -295,12 +306,13 @@ def run_back(
     max_rows: int,
     num_tokens: int,
     num_sms: int | None,
+    layer: int,
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the combine of a backward pass: the operator's arguments, and the call of the user that it belongs to."""
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, options = handle.rounds, combine_options.Options(weighted=False, num_sms=num_sms)
-    of: dict[str, Any] = {"call": call, "layer": names.layer_of(buffer)}
+    of: dict[str, Any] = {"call": call, "layer": layer}
     if weights is None:
         grad = run_combine(owner, options, rows_of(x), handle, **of)
         return grad, x.new_empty(0, dtype=torch.float32)
@@ -321,6 +333,7 @@ def _(
     num_tokens: int,
     num_sms: int | None = None,
     graph: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     topk = names.find(buffer).topk
     grad = x.new_empty((num_tokens, x.shape[-1]))

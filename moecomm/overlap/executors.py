@@ -90,7 +90,7 @@ class Executors(Protocol):
         ...
 
     def count_failed(self) -> None:
-        """Count a call that failed on this rank alone: headers that are compared say so."""
+        """Count a call that failed before it reached the other ranks: headers that are compared say so."""
         ...
 
     def begin(self, of: int) -> None:

@@ -38,7 +38,7 @@ class HostRounds:
         self.signaled = [window.signal_value(rank) for rank in range(self.num_ranks)]
         window.barrier()  # no rank signals before all have read
         self.count = 0
-        self.failed_calls = 0  # on this rank alone
+        self.failed_calls = 0  # that have not reached the other ranks
         self.of = agreement.FORWARD  # of the call under way: see Workspace.call
 
     def begin(self, sizes: Sizes, nbytes: int) -> Round:

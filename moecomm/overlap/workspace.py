@@ -14,7 +14,7 @@ import torch
 
 from moecomm.core.bound import Bound
 from moecomm.core.choices import BackendName
-from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep, RoundFailed
+from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep
 from moecomm.overlap import agreement
 from moecomm.overlap.executors import Executors, GpuExecutors, HostExecutors
 from moecomm.window import Window
@@ -153,8 +153,7 @@ class Workspace(Bound):
                 with torch.autocast(self.device.type, enabled=False):  # it would choose other dtypes
                     yield self
             except Exception as error:
-                # Every rank raises the error of a round.
-                if first and not (executors.made > before and isinstance(error, (Mismatch, RoundFailed))):
+                if first and executors.made == before:
                     executors.count_failed()
                 if isinstance(error, Mismatch) and not isinstance(error, OutOfStep):
                     self._ended = OutOfStep.after(error, "Workspace")

@@ -171,6 +171,7 @@ TABLE = (
         ("'x'", "''", "'2'"),
         ("routing.RoutingRecorder(model)", "routing.RoutingRecorder.add(layer)"),
     ),
+    Row("a layer without a number", ("0",), ("ops.dispatch(layer)", "ops.moe(layer)")),
     Row("a path", ("'x'", "'2'"), ("path",)),
     Row("nothing that is watched", ("[]", "()"), ("routing.RoutingRecorder(watch)",)),
     Row("numbers of ranks, or none", ("[]", "()", "[1]", "(1, 2)"), ("routing.loads(ranks)",)),

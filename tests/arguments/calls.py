@@ -401,6 +401,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "zero_padding": True,
                     "num_sms": None,
                     "overflow": None,
+                    "layer": 1,
                 },
             )
         ],
@@ -410,7 +411,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         ],
         "ops.moe": [
             Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None, "overflow": None}),
-            Call(ops.moe, {"buffer": made, "x": x, **experts, **dropping}),
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **dropping, "layer": 1}),
             Call(
                 ops.moe,
                 {

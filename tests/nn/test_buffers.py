@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,6 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core import names
-from moecomm.core.signature import LAYERS
 from moecomm.nn import ExpertParallel, shared_buffer
 from tests.backends.conftest import run_ranks
 
@@ -112,9 +111,12 @@ def test_a_layer_that_was_not_open_shares_what_has_shrunk() -> None:
 
 
 def test_a_layer_that_was_not_open_shares_what_has_masked_ranks() -> None:
+    met = threading.Barrier(RANKS)
+
     def body(group: Any) -> bool:
         first, second = layer_of(group), layer_of(group)
         first(X)
+        met.wait(60)
         if group.rank == 2:
             return True
         buffer = first.open()
@@ -213,12 +215,27 @@ def test_a_compiled_layer_has_its_number() -> None:
     assert run_ranks(2, body) == [("layer", 1, 2), ("layer", 2, 1)]
 
 
-def test_numbers_begin_again_and_can_be_read_in_names() -> None:
+def test_layers_of_a_buffer_are_numbered() -> None:
     buffer = moecomm.Buffer("self", **SIZES, dtype=torch.float32)
     assert [layer_of(None, buffer=buffer)._number for _ in range(3)] == [1, 2, 3]
-    name = names.of_layer(buffer.name, LAYERS)
-    assert names.find(name) is buffer.rounds and names.layer_of(name) == LAYERS and names.layer_of(buffer.name) == 0
-    for bad in ("x", "-1", "0", str(LAYERS + 1), "1/2", "1_0"):
-        with pytest.raises(moecomm.BadInput, match="number of a layer"):
-            names.layer_of(f"{buffer.name}/{bad}")
-    buffer.close()
+    other = moecomm.Buffer("self", **SIZES, dtype=torch.float32)
+    assert layer_of(None, buffer=other)._number == 1
+    for made in (buffer, other):
+        made.close()
+
+
+def test_layers_share_the_graphs_of_a_compiled_one() -> None:
+    graphs = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    layers = [layer_of("self", seed=seed) for seed in range(12)]
+    for layer in layers:
+        layer.open()
+    for layer in layers:
+        assert torch.equal(torch.compile(layer, backend=kept, fullgraph=True)(X), layer(X))
+    assert len(graphs) == 2, "for the first number, and for any"
+    torch.compiler.reset()

@@ -183,28 +183,6 @@ def test_after_an_error_between_two_operators_no_call_is_paired_with_another() -
     assert second == ["right", "ZeroDivisionError", "Mismatch", "OutOfStep"]
 
 
-def test_an_error_after_the_round_of_a_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: Any) -> torch.Tensor:
-        raise MemoryError
-
-    def body(workspace: overlap.Workspace) -> None:
-        x, w = zeros(6, 4), zeros(5, 4)
-        if workspace.rank == 1:
-            monkeypatch.setattr(workspace.executors._host, "matmul_reduce_scatter", run_and_fail(workspace))
-            with pytest.raises(MemoryError):
-                MRS(x, w, workspace)
-        else:
-            MRS(x, w, workspace)
-        with pytest.raises(moecomm.OutOfStep):
-            MRS(x, w, workspace)
-
-    def run_and_fail(workspace: overlap.Workspace) -> Callable[..., Any]:
-        run = workspace.executors._host.matmul_reduce_scatter
-        return lambda x, w: fails(run(x, w))
-
-    on_ranks(3, body)
-
-
 def loss_of(name: str, workspace: overlap.Workspace, layer: int) -> torch.Tensor:
     """Make a call whose backward pass has a round; the number of ranks is 3."""
     w, about = torch.full((3, 4), layer + 1.0, dtype=BF16), {"dtype": BF16, "requires_grad": True}

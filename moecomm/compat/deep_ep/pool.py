@@ -290,13 +290,12 @@ def ask_to_grow(
     layout: Layout = "flat",
     alignment: int = 1,
     gradients: Gradients = Gradients.NONE,
-    layer: int = 0,
 ) -> None:
     """Tell the ranks that wait in a dispatch that this rank has more tokens than the Buffer takes."""
     none = None if scales is None else scales[:0]
     try:
         options = Options(layout, alignment)  # those of the ranks that wait: a difference would be told first
-        how: dict[str, Any] = {"max_rows": 1, "sync": True, "grow": True, "gradients": gradients, "layer": layer}
+        how: dict[str, Any] = {"max_rows": 1, "sync": True, "grow": True, "gradients": gradients}
         dispatch(buffer.rounds, options, x[:0].detach(), topk_idx[:0], scales=none, **how)
     except Mismatch as error:  # unless all ranks asked
         if not asks_to_grow(error):
