@@ -61,9 +61,8 @@ def _dispatch_again_backward(ctx: Any, grad: torch.Tensor, graph: torch.Tensor) 
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, *_, ctx.zero_padding, ctx.num_sms, _, _, ctx.layer = (
-        inputs
-    )
+    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, *about = inputs
+    *_, ctx.zero_padding, ctx.num_sms, _, _, ctx.layer = about
     ctx.dtype = y.dtype
     # Only the gradient of the weights needs y.
     weights_alone = ctx.needs_input_grad[1]
@@ -75,7 +74,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     sent = grad.to(names.find(ctx.buffer).dtype)
     about: dict[str, Any] = {"backward": True, "layer": ctx.layer}
     rows, _ = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, **about)
-    wants_y, *_, wants_graph, _, _ = ctx.needs_input_grad
+    wants_y, wants_graph = ctx.needs_input_grad[0], ctx.needs_input_grad[10]  # graphs leave out defaults at the end
     # A part of the rows, so that compilers keep the round where nothing needs the gradient of y.
     graph = rows.flatten()[:0] if wants_graph and not wants_y else None
     others = (*(None for _ in range(8)), graph, None, None)
