@@ -136,6 +136,7 @@ class ElasticRanks(MaskableRanks):
         Raises:
             Excluded: the others go on without this rank.
             BadInput: a call during a capture, or a `group` that can't be used.
+            Mismatch: another rank calls mask() or unmask(), or has another `keep_ids`; nothing has changed.
             Timeout, PeerLost, Aborted, Unsupported: the Buffer could not be opened again; shrink() can be repeated.
             Closed, ConcurrentCall: as everywhere.
         """

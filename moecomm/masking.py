@@ -42,6 +42,8 @@ class MaskableRanks:
         Raises:
             Excluded: the others go on without this rank.
             BadInput: a call during a capture; ranks or replicas that can't be used.
+            Mismatch: another rank calls shrink(); nothing has changed.
+            MemoryReleased: restore() comes first; after a loss only shrink() goes on.
             Timeout, PeerLost: there is nothing over which the ranks could agree.
             Closed, ConcurrentCall: as everywhere.
         """
@@ -72,7 +74,7 @@ class MaskableRanks:
         Raises:
             PeerLost, Timeout: one of the ranks did not come, and stays masked; the Buffer can be used.  On a masked
                 rank: no other one called unmask().
-            Excluded, BadInput, Closed, ConcurrentCall: see mask().
+            Excluded, BadInput, Mismatch, MemoryReleased, Closed, ConcurrentCall: see mask().
         """
         rounds = self.rounds
         joining = _checked(rounds, ranks)

@@ -167,6 +167,7 @@ class Rank:
         """Mask a rank or two, make rounds, and take the first in again."""
         ranks = [self.members.index(target) for target in step.targets if target in self.members]
         if not 0 < len(ranks) < len(self.members):
+            self._rounds(step, call)  # else a rank that makes this call alone would be a step ahead without an error
             return
         if self.buffer.rank not in ranks:
             self.buffer.mask(ranks)
