@@ -89,6 +89,10 @@ class LocalRank:
     def global_ranks(self) -> list[int]:
         return []
 
+    def as_rank(self, rank: int) -> LocalRank:
+        """Return the group as another of its ranks has it."""
+        return LocalRank(rank, self.ranks, self._shared)
+
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gather over the threads; all of them must be in this call."""
         return gather(self, data, _LOCAL_TIMEOUT_S)

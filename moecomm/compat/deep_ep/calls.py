@@ -82,7 +82,7 @@ class Calls(CallCount):
         return max(int(struct.unpack("<q", theirs[:8])[0]) for theirs in everybody)
 
     def opened(self, rounds: Rounds) -> None:
-        """Take note of the Buffer that the last call of agree() has opened."""
+        """Take note of a Buffer that has been opened, by the call that agree() has seen last."""
         self.add(rounds)
         self._hashes[rounds] = self._last
         pages = rounds.session.pages

@@ -62,9 +62,17 @@ class LowLatency(MaskBuffer):
     """The low-latency half of Buffer."""
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing is left behind by normal calls, so there is nothing to clean."""
+        """Nothing is left behind by normal calls, so there is nothing to clean.
+
+        With `enable_shrink` it is collective, as in deep_ep, and masks ranks that are lost.
+        """
         self._pool.require_open()
         check_experts(num_experts, self.group_size)
+        for buffer in self._pool.low_latency() if self._pool.masks else ():
+            if (buffer.max_tokens, buffer.hidden) == (num_max_dispatch_tokens_per_rank, hidden):
+                none = torch.empty((0, hidden), dtype=buffer.dtype, device=buffer.device)
+                ids = torch.empty((0, buffer.topk), dtype=torch.int64, device=buffer.device)
+                buffer.dispatch(none, ids, layout="batched", max_rows=1, sync=True)
 
     @counted_by_pool
     def low_latency_dispatch(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.absent import Presence
 from moecomm.compat.deep_ep.calls import Calls
 from moecomm.compat.deep_ep.room import Room, batched_room, room_for
 from moecomm.core.arrays import check_tensor
@@ -30,6 +32,7 @@ from moecomm.dispatch.options import Gradients, Options, check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch, Unsupported
 from moecomm.routed import Handle
 
+_LOW_LATENCY = "Buffer.low_latency_dispatch"
 _TIMEOUT_S = 100.0  # of a wait, as in DeepEP's kernels (NUM_TIMEOUT_CYCLES)
 _LEAST_TOKENS = 128
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
@@ -55,6 +58,8 @@ class Pool:
         self.closed = False
         self.receiving: dict[int, Callable[[], None]] = {}  # hooks of dispatches that have begun, by id of the Buffer
         self._num_bytes, self._timeout_s, self.masks = num_bytes, timeout_s, masks
+        self._members = list(range(self.ranks.ranks))  # ranks that have come to the opening of low-latency rounds
+        self._presence = Presence(self.ranks, timeout_s) if masks and self.ranks.ranks > 1 else None
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
         self.calls, self._method = Calls(self.ranks, timeout_s, self.close, compared=not masks), method
         self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
@@ -66,6 +71,8 @@ class Pool:
 
     def close(self) -> None:
         """Give all memory back.  Idempotent."""
+        if self._presence is not None and not self._opened and not self.closed:
+            self._presence.leave()
         self.closed = True
         self.calls.stop()
         for buffer in self._opened:
@@ -145,7 +152,7 @@ class Pool:
         check_experts(num_experts, self.ranks.ranks)
         check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
         sizes = (hidden, num_experts, topk, dtype)
-        self.most(0, *sizes, method="Buffer.low_latency_dispatch", num_max_dispatch_tokens_per_rank=tokens)
+        self.most(0, *sizes, method=_LOW_LATENCY, num_max_dispatch_tokens_per_rank=tokens)
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
         return self._opened_with(key, device, settings, batched_room(settings), "mask" if self.masks else "raise")
 
@@ -206,8 +213,8 @@ class Pool:
         """
         if device.type not in ("cpu", "cuda"):
             raise BadInput("x", f"a tensor on {device}", "one on a CPU or a GPU")
-        buffer = Buffer(
-            self.ranks,
+        open_one = partial(
+            Buffer,
             hidden=settings.hidden,
             num_experts=settings.num_experts,
             topk=settings.topk,
@@ -220,6 +227,11 @@ class Pool:
             capacity_factor=settings.capacity_factor,
             on_timeout=on_timeout,
         )
+        if on_timeout == "mask" and len(self._members) < self.ranks.ranks:
+            assert self._presence is not None, "it has told who is there"
+            buffer = self._presence.open_without(self._members, open_one)
+        else:
+            buffer = open_one(self.ranks)
         self._opened.append(buffer)
         self.calls.opened(buffer.rounds)
         return buffer
@@ -256,6 +268,9 @@ class Pool:
             raise Unsupported(f"rounds of new sizes while ranks are masked{self.unless_masked}")
         sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "dtype": dtype, **sizes}
         shown = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not False)
+        if self._presence is not None and method == _LOW_LATENCY:  # ranks may be lost already
+            self._members = self._presence.meet(f"{method}({shown})")
+            return tokens
         return self.calls.agree(method or self._method, shown, tokens)
 
 
