@@ -62,6 +62,7 @@ _FIELDS: tuple[Any, ...] = (  # types of those of Handle
     bool,
     (*_NUMBER, _NONE),
     (_TENSOR, _NONE),
+    _NUMBER,
 )
 
 
