@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -173,7 +174,7 @@ def _table(ranks: Sequence[RankView], now_ns: int) -> Table:
             *(f"{rate:.1f}" for rate in megabytes),
             *(f"{share:.0%}" for share in waits),
             longest,
-            where,
+            escape(where),
             style="red" if old >= _OLD_S else None,
         )
     return table

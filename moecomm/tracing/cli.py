@@ -64,6 +64,7 @@ def summary(
     0.0: before that.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from moecomm.tracing import reading
@@ -74,5 +75,5 @@ def summary(
         table.add_column(column, justify="right", no_wrap=True)
     for row in summarize(reading.read(files), skip):
         times = (f"{us:.1f}" for us in (row.begins, row.usually_ends, row.ends))
-        table.add_row(row.operation, row.role, str(row.rounds), *times)
+        table.add_row(escape(row.operation), escape(row.role), str(row.rounds), *times)
     Console().print(table)
