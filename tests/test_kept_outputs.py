@@ -251,6 +251,10 @@ SEQUENCES: dict[str, Steps] = {
     "a zero-copy buffer": ("16:a", "z:a", "16:b", "v:a", "16:c"),
     "three, and another in the place of the second": ("16:a", "16:b", "16:c", "-:b", "16:d"),
     "the same, the first in FP8": ("8:a", "16:b", "16:c", "-:b", "16:d"),
+    "results that replace others, as in DeepEP's test": tuple(
+        f"{kind}:a"
+        for kind in ("16", "16", "r", "z", "8", "z", "8", "8", "z", "h", "r", "z", "8", "8", "z", "8", "z", "16", "z")
+    ),
     "hooks": ("h:a", "h:b", "16:c", "v:a", "h:d", "z:b", "h:e", "c:d"),
     "many": tuple(f"{kind}:{slot}" for slot in "abcdefgh" for kind in ("8", "z") + ("h",) * (slot in "dg")),
 }
@@ -296,6 +300,10 @@ def test_low_latency_results(name: str) -> None:
                 {slot: kept[slot][0][0] if isinstance(kept[slot][0], tuple) else kept[slot][0]}
             ),
             "-": lambda slot: (kept.pop(slot), rows.pop(slot)),
+            "r": lambda slot: (
+                kept.update(r=kept[slot][0]),
+                rows.update(r=rows[slot]),
+            ),  # its rows, in a name of their own
             "c": lambda slot: combine(slot, False),
             "z": lambda slot: combine(slot, True),
         }
