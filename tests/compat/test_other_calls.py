@@ -13,6 +13,7 @@ import torch
 import moecomm
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from tests.conftest import Ranks
+from tests.few import few
 
 TOKENS, HIDDEN, EXPERTS = 3, 128, 6
 X = torch.ones(TOKENS, HIDDEN).bfloat16()
@@ -116,7 +117,7 @@ def later_calls(rank: int, group: Any, odd: int) -> None:
             CALLS[pair[0]][1](buffer)
 
 
-@pytest.mark.parametrize(("count", "odd"), [(2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("count", "odd"), few([(2, 1), (3, 0), (3, 1)], (2, 1), (3, 1)))
 def test_later_calls(count: int, odd: int, ranks: Ranks) -> None:
     ranks.run(count, later_calls, odd)
 
