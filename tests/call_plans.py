@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import mmap
+import multiprocessing
 import os
 import random
 import select
@@ -23,7 +25,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -275,12 +277,14 @@ class Rank:
         assert torch.equal(routed.x, torch.cat(rows)), f"rows differ in round {number}"
 
 
-def main_of(plan: Plan, process: int, port: int, seed: int) -> dict[str, Any]:
+def main_of(plan: Plan, process: int, port: memoryview, seed: int) -> dict[str, Any]:
     """Run a rank in this process; return what becomes of it."""
     logging.getLogger("moecomm").setLevel(logging.ERROR)
     rank = None
     try:
-        rank = Rank(plan, process, dist.TCPStore("127.0.0.1", port, is_master=False), seed)
+        while port[0] == 0:
+            time.sleep(1e-3)
+        rank = Rank(plan, process, dist.TCPStore("127.0.0.1", port[0], is_master=False), seed)
         return {"end": rank.run(), "errors": rank.errors, "rounds": rank.rounds}
     except BaseException:  # noqa: BLE001 - the parent reports it
         where = "" if rank is None else f"in step {rank._step}, ranks {rank.members}: "
@@ -294,15 +298,17 @@ def check(seed: int) -> Counter[str]:
         AssertionError: a rank has ended in a foreign error, a wrong round, or not at all.
     """
     plan, pids, pipes = plan_of(seed), {}, {}
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives the ranks
+    port = memoryview(mmap.mmap(-1, 8)).cast("q")  # of the store, whose threads begin after the last fork
     for process in range(plan.ranks):
         here, there = os.pipe()
         if (pid := os.fork()) == 0:
             signal.alarm(int(LIMIT_S))
-            os.write(there, json.dumps(main_of(plan, process, server.port, seed)).encode())
+            os.write(there, json.dumps(main_of(plan, process, port, seed)).encode())
             os._exit(0)
         os.close(there)
         pids[process], pipes[process] = pid, here
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives the ranks
+    port[0] = server.port
     said = dict.fromkeys(pids, b"")
     open_pipes, begin = dict(pipes), time.monotonic()
     stopped: dict[int, float] = {}
@@ -343,19 +349,23 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def found_of(seed: int) -> Counter[str]:
+    """Run a plan; print its failure if it fails."""
+    try:
+        return check(seed)
+    except AssertionError as error:
+        print(error, flush=True)
+        return Counter(plans=1, plans_failed=1)
+
+
 def run(seeds: range, jobs: int) -> Counter[str]:
-    """Run plans, `jobs` at a time; return what has become of their ranks, and print the plans that have failed."""
+    """Run plans, `jobs` at a time, and return what has become of their ranks.
+
+    Each plan forks its ranks from a process of one thread: a fork of several may have a lock that nobody opens.
+    """
     every: Counter[str] = Counter()
-
-    def one(seed: int) -> Counter[str]:
-        try:
-            return check(seed)
-        except AssertionError as error:
-            print(error, flush=True)
-            return Counter(plans=1, plans_failed=1)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(one, seeds):
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        for found in pool.map(found_of, seeds):
             every += found
     return every
 
