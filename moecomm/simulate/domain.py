@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from typing_extensions import NotRequired, TypedDict
 
+from moecomm.bench.schema import Name
 from moecomm.core.documents import Document
 from moecomm.errors import BadInput
 from moecomm.simulate import direct
@@ -176,8 +177,8 @@ _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 
 class _Operation(TypedDict):
     what: Literal["dispatch", "combine"]
-    layout: str
-    variant: str
+    layout: Name
+    variant: Name
 
 
 class _Line(_Operation):
@@ -210,7 +211,7 @@ class _Nic(TypedDict):
 class _Parameters(TypedDict):
     """The form of a fit, as far as the model reads it."""
 
-    domain: str
+    domain: Name
     ranks: list[int]
     lines: list[_Line]
     direct: NotRequired[list[_Direct]]

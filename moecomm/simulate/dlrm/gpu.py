@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from moecomm.bench.schema import Name
 from moecomm.core.documents import Document
 from moecomm.simulate.dlrm.shape import Lookups, Product
 
@@ -158,7 +159,7 @@ class _Terms(msgspec.Struct):
 class _Fit(msgspec.Struct):
     """The form of a fit, as far as the model reads it."""
 
-    gpu: str
+    gpu: Name
     terms: _Terms
 
 
