@@ -126,6 +126,7 @@ PARTS: dict[str, list[Step]] = {
         one("sequences", 100, "tests/gpu/test_sequences.py", random=False),
         one("suspension", 200, "tests/gpu/test_suspension.py", random=False),
         one("capacity", 200, "tests/gpu/test_capacity.py", random=False),
+        one("kept", 300, "tests/gpu/test_kept_outputs.py", random=False),
         one("flight", 100, "tests/gpu/test_flight_record.py", random=False),
         one("routing", 60, "tests/gpu/test_routing.py", random=False),
         one("masks", 300, "tests/gpu/test_masks.py", random=False),

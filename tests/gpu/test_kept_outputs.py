@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,29 +223,3 @@ def test_low_latency_results_of_deep_ep() -> None:
         assert all(torch.equal(rows[used], want) for rows, used, want, _ in kept)
 
     together(1, body)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_time_of_a_copy(layout: str, record_property: Callable[[str, object], None]) -> None:
-    """A copy moves the rows in use, not the room for others.  Times are told, not judged."""
-    sizes = {"hidden": 7168, "num_experts": 32, "topk": 8, "max_tokens": 4096}
-    with warnings.catch_warnings(), moecomm.Buffer("self", **sizes, backend="lsa", device=0) as buffer:
-        warnings.simplefilter("ignore")
-        given = {name: tensor.cuda() for name, tensor in draw(128, 7168, 32, 8, 0).items()}
-        times = {}
-        for name in ("in the window", "copied"):
-            kept = [buffer.dispatch(**given, layout=layout, sync=False) for _ in range(3 * (name == "copied"))]
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            for turn in range(30):
-                if turn == 10:
-                    start.record()
-                routed = buffer.dispatch(**given, layout=layout, sync=False)
-                inside = buffer.rounds.session.context.in_heap(routed.x.data_ptr())
-                assert inside == (name == "in the window")
-                del routed
-            end.record()
-            torch.cuda.synchronize()
-            times[name] = start.elapsed_time(end) * 1000 / 20
-            del kept
-        record_property("us", times)
-        print(layout, {name: f"{us:.1f} us" for name, us in times.items()})
