@@ -103,8 +103,8 @@ def compare(commit: str, of: str = "rounds") -> dict[str, list[str]]:
 
 
 def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of codes() that differ, by part."""
-    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    """Return the names of codes() that differ, or that are no more, by part.  New ones are of configurations of today."""
+    names = [name for name in sorted(before) if before[name] != now.get(name)]
     return {part: [name for name in names if name.startswith(f"{part}, ")] for part in parts}
 
 

@@ -103,7 +103,7 @@ class Handle(Bound):
         """Shape of the `y` that combine takes."""
         return (*self.plan.rows_shape(self.args), self.args.hidden)
 
-    def check_weights(self) -> None:
+    def check_row_weights(self) -> None:
         """Raise BadInput if a caller has changed `row_weights` in a way of which combine does not know."""
         if self.weights_read is None:
             return
@@ -134,9 +134,9 @@ class ChunkedHandle(Handle):
         super().__init__(rounds, plan, args, block)
         self.chunks = chunks
 
-    def check_weights(self) -> None:
+    def check_row_weights(self) -> None:
         """Raise BadInput as for other handles, and for a change in place: combine reads the weights of the chunks."""
-        super().check_weights()
+        super().check_row_weights()
         if self.weights_read is not None:
             read, _, version = self.weights_read
             weights = read()

@@ -80,7 +80,7 @@ def prepare(
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     if handle.weights_read is not None and options.weighted and topk_weights is None:
-        handle.check_weights()
+        handle.check_row_weights()
     combining: Combining | None = None
     how = options, sum_grads, bias_first, gradients, call, layer
     if isinstance(y, torch.Tensor):
@@ -167,7 +167,7 @@ def _combine_chunks(
     rounds.require_usable()
     check_handle(rounds, handle)
     if options.weighted and topk_weights is None:
-        handle.check_weights()
+        handle.check_row_weights()
     refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
 

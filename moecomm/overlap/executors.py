@@ -60,8 +60,12 @@ class FusedOperators(Operators, Protocol):
 
     staging: range  # bytes of the Window that hold nothing between calls of all ranks
 
+    def can_sum(self, nbytes: int) -> bool:
+        """Return whether all_reduce() takes a tensor of so many bytes."""
+        ...
+
     def all_reduce(self, y: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of y of all ranks, in rank order and rounded once; None: y is too large."""
+        """Return the sum of y of all ranks, in rank order and rounded once; None: it takes no such tensor."""
         ...
 
 
@@ -182,7 +186,7 @@ class GpuExecutors:
             fused = False
         elif fused:
             operators = self._fused
-        elif fused is None and not table.is_slower(self._ranks, sizes):
+        elif fused is None and not table.is_slower(self._ranks, sizes, self._fused.can_sum):
             operators, fused = self._fused_first, True
         self._made += 1
         self._first_calls.check(sizes, self._failed_calls, fused)

@@ -212,6 +212,16 @@ class GpuExecutor:
         self._launch(kernels.gemv_kernel(x.dtype, rows, self._ranks), self._units, args)
         return True
 
+    def can_sum(self, nbytes: int) -> bool:
+        """Return whether all_reduce() takes a tensor of so many bytes: a multiple of 8, for which packets have room."""
+        parts, owned = self._parts(nbytes)
+        return nbytes % 8 == 0 and (owned * self._ranks + parts) * kernels.PART_BYTES <= self.packet_bytes
+
+    def _parts(self, nbytes: int) -> tuple[int, int]:
+        """Return the parts that all_reduce() cuts a tensor into, and the most that a rank owns."""
+        parts = -(-nbytes // (8 * kernels.PART_WORDS))
+        return parts, -(-parts // self._ranks)
+
     def all_reduce(self, y: torch.Tensor) -> torch.Tensor | None:
         """Add up a tensor of all ranks, in float32 and in rank order, and round the sum once.
 
@@ -219,14 +229,12 @@ class GpuExecutor:
             y: bfloat16 or float16, contiguous; the same shape and dtype on all ranks.
 
         Returns:
-            A new tensor, the same bits on all ranks; None: y is no multiple of 8 bytes, or the packets of the
-            workspace have no room for it.
+            A new tensor, the same bits on all ranks; None: another dtype, or can_sum() is False.
         """
-        words, ranks = y.nbytes // 8, self._ranks
-        parts = -(-words // kernels.PART_WORDS)
-        owned = -(-parts // ranks)  # of a rank, at most
-        if y.nbytes % 8 or y.dtype not in SUMMED or (owned * ranks + parts) * kernels.PART_BYTES > self.packet_bytes:
+        if y.dtype not in SUMMED or not self.can_sum(y.nbytes):
             return None
+        words, ranks = y.nbytes // 8, self._ranks
+        _, owned = self._parts(y.nbytes)
         out = torch.empty_like(y)
         if words:
             args = AllReduceArgs(overlap=self._overlap, x=y.data_ptr(), out=out.data_ptr(), words=words)

@@ -592,6 +592,7 @@ def of_compat() -> dict[str, list[Call]]:
                     "low_latency_mode": False,
                     "num_qps_per_rank": 24,
                     "allow_nvlink_for_low_latency_mode": True,
+                    "allow_nvlink_for_normal_mode": True,
                     "allow_mnnvl": False,
                     "explicitly_destroy": False,
                     "enable_shrink": False,
@@ -816,6 +817,19 @@ def of_compat() -> dict[str, list[Call]]:
                     "use_mnnvl": None,
                     "num_of_hybrid_ep_ranks_per_nvlink_domain": None,
                     "load_cached_kernels": False,
+                },
+            )
+        ],
+        "deep_ep.HybridEPBuffer.update_template_config": [
+            Call(
+                hybrid.update_template_config,
+                {
+                    "hidden_dim": hidden,
+                    "num_of_tokens_per_rank": 8,
+                    "num_local_experts": E,
+                    "pad_multiple": 1,
+                    "use_fp8": False,
+                    "fuse_permute_dispatch": False,
                 },
             )
         ],

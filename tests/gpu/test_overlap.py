@@ -83,9 +83,10 @@ def test_virtual_ranks_add_up_in_rank_order(ranks: int) -> None:
                 for window in opened:
                     window.check()
                 assert all(torch.equal(of, total.to(dtype)) for of in found), (dtype, count)
+                del found  # the next calls take its memory
 
 
-COUNTS = (8, 4 * 4096, 64 * 8192, 200 * 8192 + 8)
+COUNTS = (8, 4 * 4096, 200 * 8192 + 8)
 SUMS = [(dtype, count) for dtype in (torch.bfloat16, torch.float16) for count in COUNTS]
 
 

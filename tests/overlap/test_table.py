@@ -39,20 +39,25 @@ def measured() -> Iterator[tuple[int, Sizes, dict[str, float]]]:
             yield found["ranks"], Sizes(operator, torch.bfloat16, dims, (), (), dtype == "fp8"), by_whom
 
 
-def test_what_is_fused_was_not_slower_than_nccl() -> None:
-    """One all-to-all of a depth of 14336 was, by 5 %; the unfused form is slower still."""
-    slower = [
-        (sizes.operator, sizes.dims)
-        for ranks, sizes, times in measured()
-        if not table.is_slower(ranks, sizes) and times["moecomm"] > times["nccl"]
-    ]
+def is_slower(ranks: int, sizes: Sizes) -> bool:
+    """table.is_slower() of a Workspace as large as those that were measured: packets of 3.75 MiB."""
+    return table.is_slower(ranks, sizes, lambda nbytes: nbytes <= 3932160)
+
+
+def test_the_default_was_not_slower_than_nccl() -> None:
+    """Times of one run differ by 3 %.  One all-to-all of a depth of 14336 was slower on H100s, by 5 %."""
+    slower = []
+    for ranks, sizes, times in measured():
+        chosen = times.get("moecomm unfused") if is_slower(ranks, sizes) else times["moecomm"]
+        if chosen is not None and chosen > 1.03 * times["nccl"]:
+            slower.append((sizes.operator, sizes.dims))
     assert slower == [("matmul_all_to_all", {"E": 1, "C": 4096, "K": 14336, "N": 4096})]
 
 
-def test_what_is_unfused_gains_little_by_fusion() -> None:
+def test_what_is_unfused_gained_little_by_fusion() -> None:
     """Cover few rows, and gathers whose product decides."""
-    gained = [times["nccl"] / times["moecomm"] for ranks, sizes, times in measured() if table.is_slower(ranks, sizes)]
-    assert len(gained) >= 20 and sorted(gained)[len(gained) // 2] < 1.05 and max(gained) < 1.2
+    gained = [times["nccl"] / times["moecomm"] for ranks, sizes, times in measured() if is_slower(ranks, sizes)]
+    assert len(gained) >= 20 and sorted(gained)[len(gained) // 2] < 1.05 and max(gained) < 1.25
 
 
 def test_unknown_sizes_are_fused() -> None:
@@ -65,6 +70,6 @@ def test_unknown_sizes_are_fused() -> None:
         ("embedding_all_to_all", {"T": 1, "B": 1, "D": 8}),
     ):
         sizes = Sizes(operator, torch.bfloat16, dims, (), (), False)
-        assert all(not table.is_slower(ranks, sizes) for ranks in (2, 3, 8)) and table.is_slower(1, sizes)
+        assert all(not is_slower(ranks, sizes) for ranks in (2, 3, 8)) and is_slower(1, sizes)
         for name in {"N", "K"} & dims.keys():  # which no fused product has
-            assert table.is_slower(2, Sizes(operator, torch.bfloat16, {**dims, name: 12}, (), (), False))
+            assert is_slower(2, Sizes(operator, torch.bfloat16, {**dims, name: 12}, (), (), False))

@@ -183,6 +183,9 @@ class Fused:
     def all_reduce(self, y: torch.Tensor) -> None:
         """Take no sum."""
 
+    def can_sum(self, nbytes: int) -> bool:
+        return False
+
     def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, None]:
         if x.shape[1] == 16:
             raise moecomm.Unsupported("a depth of 16")
