@@ -103,7 +103,7 @@ def compare(commit: str, of: str = "rounds") -> dict[str, list[str]]:
 
 
 def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of codes() that differ, or that are no more, by part.  New ones are of configurations of today."""
+    """Return the names of codes() that differ or are no more, by part.  New ones are configurations of today."""
     names = [name for name in sorted(before) if before[name] != now.get(name)]
     return {part: [name for name in names if name.startswith(f"{part}, ")] for part in parts}
 

@@ -85,7 +85,14 @@ TABLE = (
         "flags, for which 0 and 1 will do",
         ("0", "True", "False"),
         (
-            *("allow_multiple_reduction", "async_finish", "async_with_compute_stream", "check_weights", "corrected"),
+            *(
+                "allow_multiple_reduction",
+                "async_finish",
+                "enable_shrink",
+                "async_with_compute_stream",
+                "check_weights",
+                "corrected",
+            ),
             "error_if_nonfinite",
             *(
                 "do_cpu_sync",
@@ -306,7 +313,7 @@ TABLE = (
         (
             *("allocate_on_comm_stream", "allow_hybrid_mode", "allow_mnnvl", "allow_nvlink_for_low_latency_mode"),
             "allow_nvlink_for_normal_mode",
-            *("deterministic", "do_handle_copy", "enable_custom_allgather", "enable_shrink", "explicitly_destroy"),
+            *("deterministic", "do_handle_copy", "enable_custom_allgather", "explicitly_destroy"),
             *("extra_tensors", "fuse_permute_dispatch", "fuse_unpermute_combine", "load_cached_kernels"),
             *("low_latency_mode", "num_blocks_permute", "num_blocks_unpermute", "num_cpu_timeout_secs"),
             *("num_dispatched_tokens", "num_of_hybrid_ep_ranks_per_nvlink_domain", "num_qps", "num_qps_per_rank"),
@@ -315,8 +322,6 @@ TABLE = (
             *("use_fabric", "use_fp8_dispatch", "use_mnnvl", "use_rdma_buffer", "use_shared_buffer", "with_cpu_sync"),
             *("deep_ep.HybridEPBuffer(use_fp8)", "deep_ep.HybridEPBuffer.dispatch_with_permute(use_fp8)"),
             *("deep_ep.HybridEPBuffer.combine_with_unpermute(pad_multiple)",),
-            *_of("deep_ep.HybridEPBuffer.update_template_config", "hidden_dim", "num_local_experts", "pad_multiple"),
-            *("deep_ep.HybridEPBuffer.update_template_config(use_fp8)",),
             *("deep_ep.Buffer.get_dispatch_config(num_ranks)", "deep_ep.Buffer.get_combine_config(num_ranks)"),
             *_of("deep_ep.Config.get_rdma_buffer_size_hint", "hidden_bytes", "num_ranks"),
             *_of("deep_ep.Buffer.clean_low_latency_buffer", "num_max_dispatch_tokens_per_rank", "hidden"),

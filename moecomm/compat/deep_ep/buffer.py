@@ -55,7 +55,8 @@ class Buffer(LowLatency):
             raise BadInput("group", "None", "a process group")
         check_integer("num_nvl_bytes", num_nvl_bytes, 0)
         check_integer("num_rdma_bytes", num_rdma_bytes, 0)
-        self._pool = Pool(group, num_nvl_bytes, masks=enable_shrink)
+        check_flag("enable_shrink", enable_shrink)
+        self._pool = Pool(group, num_nvl_bytes, masks=bool(enable_shrink))
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

@@ -124,13 +124,18 @@ class HybridEPBuffer(OverPool):
         `num_of_tokens_per_rank` counts if there are more than before; the next dispatch then opens a larger window.
         Nothing else depends on a configuration: calls say their own sizes, and the rest is of deep_ep's kernels.
         """
+        if use_fp8 is not None:
+            check_flag("use_fp8", use_fp8)
+        given = {"hidden_dim": hidden_dim, "num_of_experts_per_rank": num_local_experts, "pad_multiple": pad_multiple}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
+            check_integer(name, value, 0, MOST_SIZE)
         if num_of_tokens_per_rank is not None:
             check_integer("num_of_tokens_per_rank", num_of_tokens_per_rank, 0, MOST_SIZE)
             tokens = -(-num_of_tokens_per_rank // 16) * 16  # as deep_ep rounds
             if tokens > self.config.max_num_of_tokens_per_rank:
                 self.config.max_num_of_tokens_per_rank, self._agreed = tokens, False
-        given = {"hidden_dim": hidden_dim, "num_of_experts_per_rank": num_local_experts, "pad_multiple": pad_multiple}
-        values = vars(self.config) | {name: value for name, value in given.items() if value is not None}
+        values = vars(self.config) | given
         dtype = torch.uint8 if (self.use_fp8 if use_fp8 is None else use_fp8) else torch.bfloat16
         return SimpleNamespace(**values | {"token_data_type": dtype} | kwargs)
 
