@@ -137,7 +137,7 @@ TABLE = (
         "not asked for; anything else is Unsupported",
         ("None", "0", "False"),
         (
-            *("comm", "size", "offset", "use_nvfp4", "x_global_scale", "use_logfmt"),
+            *("comm", "size", "offset", "use_nvfp4", "use_ue8m0_for_sf", "x_global_scale", "use_logfmt"),
             *("overlap", "src_signals", "src_signal_expect_value", "num_cpu_bytes"),
             *("packed_recv_count", "comp_signal", "block_m", "threshold"),
             *("deep_ep.Buffer.low_latency_dispatch(num_sms)", f"{_LOW}(num_sms)"),

@@ -675,6 +675,7 @@ def of_compat() -> dict[str, list[Call]]:
                     "return_recv_hook": False,
                     "topk_weights": weights,
                     "use_nvfp4": False,
+                    "use_ue8m0_for_sf": False,
                     "x_global_scale": None,
                     "num_sms": None,
                 },
