@@ -55,6 +55,7 @@ OPERATORS = (
 # Results with pictures besides sweeps and those with other libraries.
 PICTURES = ("ll-h200-4", "latency-backends-h100-4", "backends-domains-h100-4", "domain-counts-h100-4")
 OVERLAP = tuple(f"overlap-{name}-h100-2" for name in OPERATORS)
+OVERLAP_H200 = tuple(f"overlap-{name}-h200-2" for name in OPERATORS[:-1])
 
 
 def load(name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from readme import (
     LAYER_COLUMNS,
     OPERATORS,
     OVERLAP,
+    OVERLAP_H200,
     PEERS,
     README_LAYERS,
     ROUNDS,
@@ -273,21 +274,21 @@ def concurrent() -> str:
         rows.append(line(found, round_parts(4096), str(found["case"]["ranks"]), *cells))
     rounds = table(f"H200s | dispatch, FP8 | combine, y in the window | combine, y outside{WINDOW}", rows)
     ratios: dict[str, list[str]] = {"nccl": [], "torch": []}
-    for name in OVERLAP:
-        times: dict[tuple[str, str], dict[str, float]] = {}
+    for name in OVERLAP_H200:
+        of_cases: dict[tuple[str, str], dict[str, float]] = {}
         for row in load(name)["rows"]:
             if "us" in row:
-                times.setdefault((row["case"], row["dtype"]), {})[row["who"]] = row["us"]["p50"]
+                of_cases.setdefault((row["case"], row["dtype"]), {})[row["who"]] = row["us"]["p50"]
         for who, cells in ratios.items():
             of_kinds: dict[str, list[float]] = {}
-            for (_, dtype), of in times.items():
+            for (_, dtype), of in of_cases.items():
                 if who in of:
                     of_kinds.setdefault("FP8: " if dtype == "fp8" else "", []).append(of[who] / of["moecomm"])
             cells.append("; ".join(f"{kind}{min(over):.2f} to {max(over):.2f}" for kind, over in of_kinds.items()))
-    operators = (f"`{name.replace('-', '_')}`" for name in OPERATORS)
-    found = load(OVERLAP[0])
+    operators = (f"`{name.replace('-', '_')}`" for name in OPERATORS[: len(OVERLAP_H200)])
+    found = load(OVERLAP_H200[0])
     rows = [line(found, ("overlap",), who, *cells) for who, cells in ratios.items()]
-    heads = " | ".join(("2 H100s, time over that of our fused kernel", *operators))
+    heads = " | ".join(("2 H200s, time over that of our fused kernel", *operators))
     return f"{rounds}\n\n{table(heads, rows)}"
 
 
@@ -618,9 +619,10 @@ TOPICS = (
         "4096 tokens a rank, `flat`, 16 blocks: time alone; the share of its speed that a GEMM on another stream "
         "keeps, and the share it keeps beside 16 blocks that do nothing.  Then the operators of `moecomm.overlap`: "
         "more than 1 is slower than ours.  NCCL with cuBLAS (or torch's bags), torch's own fused operators; graphs.  "
-        "[All-gather and matmul: a study](../docs/all_gather_matmul_study.md) has seven more ways to one of them.  All "
+        "[Overlapped operators](../docs/overlap.md) has those of two H100s, [a study](../docs/all_gather_matmul_study.md) "
+        "seven more ways to one of them.  All "
         "sizes: ![time of fused operators, and over that with NCCL](results/overlap-h100-2.svg)",
-        ("beside-h200-4", "beside-h200-2", *OVERLAP, *({STUDY} & {*names()})),
+        ("beside-h200-4", "beside-h200-2", *OVERLAP, *OVERLAP_H200, *({STUDY} & {*names()})),
         concurrent,
     ),
     Topic(
