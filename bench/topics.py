@@ -619,8 +619,8 @@ TOPICS = (
         "4096 tokens a rank, `flat`, 16 blocks: time alone; the share of its speed that a GEMM on another stream "
         "keeps, and the share it keeps beside 16 blocks that do nothing.  Then the operators of `moecomm.overlap`: "
         "more than 1 is slower than ours.  NCCL with cuBLAS (or torch's bags), torch's own fused operators; graphs.  "
-        "[Overlapped operators](../docs/overlap.md) has those of two H100s, [a study](../docs/all_gather_matmul_study.md) "
-        "seven more ways to one of them.  All "
+        "[Overlapped operators](../docs/overlap.md) has those of two H100s, and "
+        "[a study](../docs/all_gather_matmul_study.md) seven more ways to one of them.  All "
         "sizes: ![time of fused operators, and over that with NCCL](results/overlap-h100-2.svg)",
         ("beside-h200-4", "beside-h200-2", *OVERLAP, *OVERLAP_H200, *({STUDY} & {*names()})),
         concurrent,
