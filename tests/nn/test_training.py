@@ -90,7 +90,7 @@ def ddp(model: torch.nn.Module, group: Any) -> tuple[torch.nn.Module, Callable[[
 
 
 def ddp_of_named(model: torch.nn.Module, group: Any) -> tuple[torch.nn.Module, Callable[[], None]]:
-    """Whoever names the experts divides their gradients, too."""
+    """Gradients of experts that the caller leaves out are divided by the caller."""
     own = set(expert_parameters(model))
     model._ddp_params_and_buffers_to_ignore = [name for name, param in model.named_parameters() if param in own]
     return DistributedDataParallel(model), lambda: averaged(model, group, False)
