@@ -259,7 +259,8 @@ def test_an_exception_that_ends_a_process_reaches_its_peers(tmp_path: Path) -> N
     command = [sys.executable, "-c", FAILS, str(tmp_path / "store")]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     started = [
-        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in range(2)
+        subprocess.Popen([*command, str(rank)], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
     ]
     said, _ = (process.communicate(timeout=240)[1] for process in started)
     assert "PeerLost: rank 1 is gone" in said and "it has left, after LookupError: no such batch" in said
