@@ -19,6 +19,7 @@ import torch
 from moecomm import _native
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.host_peers import HostPeers
+from moecomm.backends.presence import leave_exit_error
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
@@ -224,6 +225,7 @@ class HostSession:
             self._round.release()
 
     def _close(self) -> None:
+        leave_exit_error(self.pages)
         if not failures.round_failed(self.context):
             _native.leave(self.context)
         if self._link is not None:  # before our process may end, and before the windows go

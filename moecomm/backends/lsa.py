@@ -20,6 +20,7 @@ from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_masks,
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
 from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain, scaleout_blocks
+from moecomm.backends.presence import leave_exit_error
 from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
@@ -261,6 +262,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
             if self._closed:
                 return
             self._closed = True
+        leave_exit_error(self.pages)
         try:
             with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken context ends all waiting
                 self.synchronize()

@@ -60,8 +60,7 @@ class Presence:
 
         `linger_s`: how long to wait until all peers have left, too, or died.
         """
-        if (error := exit_error()) is not None:
-            self.pages.leave_error(shown(error), _NO_LATER_ROUND)
+        leave_exit_error(self.pages)
         _native.store_word(self._page.address + LEFT, 1)
         deadline = time.monotonic() + linger_s
         while time.monotonic() < deadline and not self._alone():
@@ -72,6 +71,12 @@ class Presence:
     def _alone(self) -> bool:
         dead = self.dead_peers()
         return len(self.pages.left() | dead.keys()) == len(self._mapped)
+
+
+def leave_exit_error(pages: Pages | None) -> None:
+    """Leave the exception that ends this process in its page, before any word says that this rank has left."""
+    if pages is not None and (error := exit_error()) is not None:
+        pages.leave_error(shown(error), _NO_LATER_ROUND)
 
 
 def _close_all(pages: list[MappedWindow]) -> None:
