@@ -262,7 +262,8 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
             if self._closed:
                 return
             self._closed = True
-        leave_exit_error(self.pages)
+        if (presence := self._peers.presence) is not None:
+            leave_exit_error(presence.pages)
         try:
             with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken context ends all waiting
                 self.synchronize()
