@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import ops
+from moecomm import _native, ops
 from moecomm.backends import host
 from moecomm.core.experts import experts_of
 from moecomm.core.state import CollectiveCall
@@ -635,6 +635,13 @@ def test_memory_that_is_released_refuses_a_mask() -> None:
     assert over_threads(call, timeout_s=1) == [None, (0,), (0,)]
 
 
+def places_of(kept: Any) -> list[range]:
+    """Offsets of a block of the window, or of several; none of memory outside."""
+    if isinstance(kept, tuple):
+        return [place for one in kept for place in places_of(one)]
+    return [range(kept.offset, kept.offset + kept.nbytes)] if isinstance(kept, _native.Block) else []
+
+
 @pytest.mark.parametrize("verify_every", [0, 1])
 def test_memory_of_a_failed_dispatch_waits_for_ranks_that_may_write_there(verify_every: int) -> None:
     """Rank 0 comes late to a dispatch that the others have given up: no output lies where its rows belong."""
@@ -651,13 +658,26 @@ def test_memory_of_a_failed_dispatch_waits_for_ranks_that_may_write_there(verify
             return None
         before = mine.memory.used
         assert isinstance(failure_of(lambda: exact_round(buffer, 0)), moecomm.Timeout)
-        used = mine.memory.used - before
-        assert used > 0 and len(mine.unfinished) >= 2
+        places = [place for kept in mine.unfinished for place in places_of(kept)]
+        assert len(places) >= (4 if verify_every else 2)
         gave_up.wait(60)
         buffer.mask([0])
         gc.collect()
+        small, scratch = list[range](), mine.memory.scratch
+
+        def noted(nbytes: int) -> Any:
+            block = scratch(nbytes)
+            small.extend(places_of(block))
+            return block
+
+        mine.memory.scratch = noted  # of the dispatches that verify others
         outputs = [buffer.dispatch(*tokens_of(buffer.rank, number)) for number in range(3)]
-        assert mine.memory.used >= before + used
+        later = [
+            place for routed in outputs for kept in (routed.payload, routed.handle.block) for place in places_of(kept)
+        ]
+        assert later and (small or not verify_every)
+        assert all(new.stop <= old.start or new.start >= old.stop for new in later + small for old in places)
+        mine.memory.scratch = scratch
         del outputs
         held[buffer.rank] = mine.memory.used
         back.wait(60)
