@@ -150,12 +150,12 @@ build.sub_commands = [*build.sub_commands, ("build_shims", None)]
 ParallelCompile().install()
 
 setup(
-    packages=[*find_packages(include=["moecomm", "moecomm.*"]), *HEADERS],
+    packages=[*find_packages(include=["moecomm", "moecomm.*", "moecomm_bench", "moecomm_bench.*"]), *HEADERS],
     package_dir={"moecomm": "moecomm", "moecomm.csrc": "csrc"},
     package_data={
         "moecomm": ["py.typed", "*.pyi"],
-        "moecomm.simulate": ["*.json"],
-        "moecomm.simulate.dlrm": ["*.json"],
+        "moecomm_bench.simulate": ["*.json"],
+        "moecomm_bench.simulate.dlrm": ["*.json"],
         "moecomm.tuning": ["*.json"],
         **{package: ["*.h", "*.cuh", "*.cu"] for package in HEADERS},  # shims may be compiled later
     },

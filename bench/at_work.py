@@ -40,15 +40,15 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from moecomm import Buffer
-from moecomm.bench.case import Traffic
-from moecomm.bench.ranks import on_ranks
-from moecomm.bench.results import write
 from moecomm.core.settings import Settings
 from moecomm.fused import Fp8, compute, pipeline, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
 from moecomm.jit import plain_kernel
 from moecomm.router import MODELS, Model, random_routing
+from moecomm_bench.case import Traffic
+from moecomm_bench.ranks import on_ranks
+from moecomm_bench.results import write
 
 SECONDS, TIMES, REPLAYS, OF_RANKS, PROFILED = 0.5, 3, 11, 4, 5
 BF16 = torch.bfloat16

@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm import jit
-from moecomm.bench.clock import Clock, percentiles
-from moecomm.bench.ranks import device_of, on_ranks
-from moecomm.bench.results import write
 from moecomm.core.choices import Layout
 from moecomm.jit import loader
 from moecomm.router import MODELS, random_routing
+from moecomm_bench.clock import Clock, percentiles
+from moecomm_bench.ranks import device_of, on_ranks
+from moecomm_bench.results import write
 
 TOKENS: tuple[int, ...] = (1, 128, 4096)
 LAYOUTS: tuple[Layout, ...] = ("flat", "expert")

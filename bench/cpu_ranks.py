@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moecomm.bench.results import write
 from moecomm.router import MODELS
 from moecomm.tools.launch import launch
+from moecomm_bench.results import write
 
 FOLDER = Path(__file__).parent / "results"
 

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moecomm.simulate.dlrm.cluster import Cluster
-from moecomm.simulate.dlrm.gpu import parse
-from moecomm.simulate.dlrm.iteration import BOTH, FORMS, FUSED, TORCH, UNFUSED, iteration
-from moecomm.simulate.dlrm.predict import predict
-from moecomm.simulate.dlrm.shape import Dlrm
-from moecomm.simulate.dlrm.table import ITERATION, phases
-from moecomm.simulate.nic import Nic
+from moecomm_bench.simulate.dlrm.cluster import Cluster
+from moecomm_bench.simulate.dlrm.gpu import parse
+from moecomm_bench.simulate.dlrm.iteration import BOTH, FORMS, FUSED, TORCH, UNFUSED, iteration
+from moecomm_bench.simulate.dlrm.predict import predict
+from moecomm_bench.simulate.dlrm.shape import Dlrm
+from moecomm_bench.simulate.dlrm.table import ITERATION, phases
+from moecomm_bench.simulate.nic import Nic
 
 ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "bench" / "results" / "dlrm.json", ROOT / "docs" / "dlrm.md"

@@ -1,6 +1,6 @@
 """Compare the machine code of today's kernels with that of a commit: python bench/equal_kernels.py COMMIT [SET].
 
-A digest (moecomm.bench.sources) changes with the text of a kernel's sources, even if its machine code does not.  This
+A digest (moecomm_bench.sources) changes with the text of a kernel's sources, even if its machine code does not.  This
 script compiles kernels from both source trees.  If all instructions of a part are equal, equal_kernels.json lists the
 commit's digest under today's.  Instructions are compared, because the bytes of a cubin contain a constant's name.
 Kernels that send few tokens in packets are parts of their own, with the sources of the part that they are named after.
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from moecomm.bench import sources
+from moecomm_bench import sources
 
 ROOT = Path(__file__).parent.parent
 NOTED = Path(__file__).with_suffix(".json")  # {digest of today, FEW behind it or not: [digests of earlier sources]}
@@ -109,7 +109,7 @@ def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str])
 
 
 def source_of(part: str) -> str:
-    """Return the part of moecomm.bench.sources with the sources of a part."""
+    """Return the part of moecomm_bench.sources with the sources of a part."""
     return part.removesuffix(FEW)
 
 

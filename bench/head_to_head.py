@@ -10,7 +10,7 @@ from typing import Any
 from readme import WINDOW, WINDOW_IS, line, load, names, round_parts, source, table, time_of, window_in
 from times import gpu
 
-from moecomm.bench import beside
+from moecomm_bench import beside
 
 _OURS = 4  # the column of moecomm
 _WORDS = {"pair": "dispatch and combine"}

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from cpu_ranks import keep, measure
 
 import moecomm
-from moecomm.bench import exchange
 from moecomm.router import random_routing
+from moecomm_bench import exchange
 
 LAYOUTS = ("flat", "expert", "batched")
 AGAINST = {"flat": "gloo_by_rank", "expert": "gloo_by_expert", "batched": "gloo_by_expert"}

@@ -143,7 +143,7 @@ def _noted() -> dict[str, dict[str, dict[str, str]]]:
 
 def of_commit(commit: str) -> dict[str, dict[str, str]]:
     """Return the digests at a commit: empty ones if the repository lacks it or its Python does not run today."""
-    from moecomm.bench import sources
+    from moecomm_bench import sources
 
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"

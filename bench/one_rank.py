@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import moecomm
-from moecomm.bench.results import write
+from moecomm_bench.results import write
 
 HIDDEN, EXPERTS, TOPK, TOGETHER, TIMES = 7168, 64, 8, 20, 15
 

@@ -24,7 +24,7 @@ DeepSeek-V3 is hidden 7168, top-8 of 256 experts.
 [Calls and steps](../docs/measured_calls.md) and [checks](../docs/measured_checks.md) have pages of their own.
 
 Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
-`python -m moecomm.bench plot bench/results/NAME.json --out PICTURE.svg` draws the pictures, also of your own results.
+`python -m moecomm_bench plot bench/results/NAME.json --out PICTURE.svg` draws the pictures, also of your own results.
 {LEGEND}
 Each result keeps its commit and a digest of the source of each kernel, with what it includes and without comments.
 A time is marked if its kernels have other digests today, unless [`equal_kernels.py`](equal_kernels.py) has found both
@@ -88,5 +88,5 @@ def section(topic: Topic, results: str) -> str:
         alike.setdefault(conditions(name), []).append(f"[`{name}`]({results}/{name}.json)")
     where = "; ".join(f"{', '.join(names)}: {where}" for where, names in alike.items())
     files = f"{{{','.join(topic.names)}}}" if len(topic.names) > 1 else topic.names[0]
-    command = f"`python -m moecomm.bench show bench/results/{files}.json`"
+    command = f"`python -m moecomm_bench show bench/results/{files}.json`"
     return f"## {topic.title}\n\n{topic.about}\n\n{topic.table()}\n\n{where}.  Long tables: {command}."

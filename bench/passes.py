@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from moecomm.bench.results import write
 from moecomm.kernels import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
+from moecomm_bench.results import write
 
 ROWS, HIDDEN, INNER, TOKENS, EXPERTS, TOPK = 65536, 7168, 2048, 4096, 256, 8
 EMPTY = 17  # every 17th row is padding

@@ -15,8 +15,8 @@ from typing import Any
 import equal_kernels
 import launches
 
-from moecomm.bench import beside, sources
-from moecomm.bench.layers import BY_RANK
+from moecomm_bench import beside, sources
+from moecomm_bench.layers import BY_RANK
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -69,7 +69,7 @@ def names() -> list[str]:
 
 
 def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
-    """Return True if any of these parts (moecomm.bench.sources, bench/launches.py) has changed since the measurement.
+    """Return True if any of these parts (moecomm_bench.sources, bench/launches.py) has changed since the measurement.
 
     A part has changed if its source has, unless bench/equal_kernels.py has found the machine code to be the same, or if
     the host launches it otherwise.
@@ -287,7 +287,7 @@ if __name__ == "__main__":
     import pages
     import study
 
-    from moecomm.bench.plot import draw
+    from moecomm_bench.plot import draw
 
     for picture, drawn_from in drawn().items():
         draw(drawn_from, picture)

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm.bench.clock import percentiles
-from moecomm.bench.ranks import device_of, on_ranks
-from moecomm.bench.results import write
 from moecomm.core.choices import BackendName
 from moecomm.router import MODELS, random_routing
+from moecomm_bench.clock import percentiles
+from moecomm_bench.ranks import device_of, on_ranks
+from moecomm_bench.results import write
 
 TOKENS, WARMUP = (1, 128), 50
 

@@ -2,9 +2,9 @@
 
     python bench/refit.py
 
-Writes h200.json and dlrm/h100.json in moecomm/simulate; simulate-check.json, simulate.json, wide-ep.json and dlrm.json
-in bench/results; docs/wide_ep.md, docs/dlrm.md and the pages of bench/pages.py. A new result only has to lie in
-bench/results.
+Writes h200.json and dlrm/h100.json in moecomm_bench/simulate; simulate-check.json, simulate.json, wide-ep.json and
+dlrm.json in bench/results; docs/wide_ep.md, docs/dlrm.md and the pages of bench/pages.py. A new result only has to
+lie in bench/results.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import pages
 import wide_ep
 from wide_ep import ROOT
 
-from moecomm.bench.results import write
 from moecomm.router import MODELS
-from moecomm.simulate.check import check
-from moecomm.simulate.dlrm import fit as dlrm_fit
-from moecomm.simulate.domain import parse
-from moecomm.simulate.fit import fit_all
-from moecomm.simulate.fit import write as write_fit
-from moecomm.simulate.model import Machine
-from moecomm.simulate.nic import Nic
-from moecomm.simulate.predict import Asked, predict
-from moecomm.simulate.routing import Gate
+from moecomm_bench.results import write
+from moecomm_bench.simulate.check import check
+from moecomm_bench.simulate.dlrm import fit as dlrm_fit
+from moecomm_bench.simulate.domain import parse
+from moecomm_bench.simulate.fit import fit_all
+from moecomm_bench.simulate.fit import write as write_fit
+from moecomm_bench.simulate.model import Machine
+from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.predict import Asked, predict
+from moecomm_bench.simulate.routing import Gate
 
 RESULTS = ROOT / "bench" / "results"
-PARAMETERS = ROOT / "moecomm" / "simulate" / "h200.json"
-DLRM_PARAMETERS = ROOT / "moecomm" / "simulate" / "dlrm" / "h100.json"
+PARAMETERS = ROOT / "moecomm_bench" / "simulate" / "h200.json"
+DLRM_PARAMETERS = ROOT / "moecomm_bench" / "simulate" / "dlrm" / "h100.json"
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]  # domains of simulate.json
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from readme import LEGEND, OVERLAP, ROOT, line, load, names, table
 
-from moecomm.bench.gather_study import VARIANTS
-from moecomm.bench.gather_table import cells
+from moecomm_bench.gather_study import VARIANTS
+from moecomm_bench.gather_table import cells
 
 PAGE = ROOT / "docs" / "all_gather_matmul_study.md"
 RESULT = "all-gather-study-h100-2"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moecomm.bench.results import write
 from moecomm.testing import LocalBuffers
+from moecomm_bench.results import write
 
 RANKS, HIDDEN, EXPERTS, TOPK, BLOCKS, ROUNDS = (4, 8, 16, 32, 64), 7168, 256, 8, 2, 21
 

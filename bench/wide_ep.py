@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moecomm.bench.ours import IN_WINDOW
 from moecomm.router import MODELS
-from moecomm.simulate.domain import Domain, Operation
-from moecomm.simulate.model import Machine, Rows, cost
-from moecomm.simulate.nic import Nic
-from moecomm.simulate.predict import Asked, predict
-from moecomm.simulate.published import Published, against, rows
-from moecomm.simulate.routing import Gate, spread
-from moecomm.simulate.rows import bytes_of, head_bytes
+from moecomm_bench.ours import IN_WINDOW
+from moecomm_bench.simulate.domain import Domain, Operation
+from moecomm_bench.simulate.model import Machine, Rows, cost
+from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.predict import Asked, predict
+from moecomm_bench.simulate.published import Published, against, rows
+from moecomm_bench.simulate.routing import Gate, spread
+from moecomm_bench.simulate.rows import bytes_of, head_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "bench" / "results" / "wide-ep.json", ROOT / "docs" / "wide_ep.md"

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 import moecomm
-from moecomm.bench import results
+from moecomm_bench import results
 
 from .percentiles import percentiles
 from .rejoin import Job, Member

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 
 import moecomm
-from moecomm.bench import results
 from moecomm.testing import random_case
 from moecomm.testing.check import check_case_on_rank
+from moecomm_bench import results
 
 from .percentiles import percentiles
 from .rejoin import Job, Member

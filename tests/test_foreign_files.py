@@ -16,16 +16,16 @@ from typer.main import get_command
 
 import moecomm
 from moecomm.errors import BadInput, MoecommError
-from moecomm.simulate import dlrm
 from moecomm.stats.publish import FORMAT
 from moecomm.tools import cli
+from moecomm_bench.simulate import dlrm
 
 from .flight.records import FakeRank
 from .routing.test_file import SMALL
 from .tracing import traces
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
-SIMULATE = Path(moecomm.__file__).parent / "simulate"
+SIMULATE = Path(dlrm.__file__).parents[1]
 # One result of each table, plot and fit.
 SHOWN = (
     *("cold-h200-2", "backends-h200-4", "latency-gin-tcp-h200-2", "latency-backends-h200-4", "all-to-all-h200-4"),

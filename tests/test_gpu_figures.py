@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import sources
-from moecomm.bench.cli import app
+from moecomm_bench import sources
+from moecomm_bench.cli import app
 
 from .gpu import figures
 from .gpu import processes as gpu_processes
@@ -160,7 +160,7 @@ def test_clocks_are_those_of_busy_gpus() -> None:
 @pytest.mark.parametrize(
     ("words", "program"),
     [
-        ("moe --fp8", [sys.executable, "-m", "moecomm.bench", "moe", "--fp8"]),
+        ("moe --fp8", [sys.executable, "-m", "moecomm_bench", "moe", "--fp8"]),
         ("tune gemms --rows 8", [sys.executable, "-m", "moecomm", "tune", "gemms", "--rows", "8"]),
         ("passes.py", [sys.executable, str(ROOT / "bench" / "passes.py")]),
     ],

@@ -162,7 +162,7 @@ def test_plots_are_drawn_from_the_results() -> None:
     """Each picture says of what: the digest of its results."""
     from readme import PICTURES, drawn
 
-    from moecomm.bench.plot import digest
+    from moecomm_bench.plot import digest
 
     for picture, results in drawn().items():
         assert f"({picture.relative_to(ROOT / 'bench')})" in (ROOT / "bench" / "README.md").read_text()
@@ -210,7 +210,7 @@ def test_a_figure_that_is_older_than_its_kernels_is_marked(
 ) -> None:
     import readme
 
-    from moecomm.bench import sources
+    from moecomm_bench import sources
 
     now = readme.digests()
     assert set(now) == set(sources.PARTS), "the source of a part is missing"

@@ -8,7 +8,7 @@ enum class Method { store, load, bulk_write, bulk_read };
 
 MOECOMM_BOTH constexpr bool writes(Method method) { return method == Method::store || method == Method::bulk_write; }
 
-// moecomm/bench/ceiling.py fills it.
+// moecomm_bench/ceiling.py fills it.
 struct AllToAllArgs {
     u64 blocks[kMaxRanks];  // by rank: memory of `ranks` parts in its window
     u64 local;              // memory of `ranks` parts on this rank

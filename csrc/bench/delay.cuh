@@ -4,7 +4,7 @@
 
 namespace moecomm::bench {
 
-// moecomm/bench/decode.py fills it.
+// moecomm_bench/decode.py fills it.
 struct DelayArgs {
     u64 delays;  // u64[steps * layers], in nanoseconds
     u64 step;    // u64: number of the step, read when the kernel runs

@@ -4,7 +4,7 @@
 
 namespace moecomm::bench {
 
-// moecomm/bench/overlap.py fills it.
+// moecomm_bench/overlap.py fills it.
 struct HoldArgs {
     u64 ns;
 };

@@ -6,7 +6,7 @@
 
 namespace moecomm::bench {
 
-// moecomm/bench/latency.py fills it.
+// moecomm_bench/latency.py fills it.
 struct PingPongArgs {
     u64 here, there;  // block in this rank's window and in the peer's: the signal, and the payload from kPayload bytes on
     u64 source;       // the payload: `bytes` in this rank's memory, 16-byte aligned

@@ -4,7 +4,7 @@
 
 namespace moecomm::bench {
 
-// moecomm/bench/start.py fills it.
+// moecomm_bench/start.py fills it.
 struct StartArgs {
     u64 blocks[kMaxRanks];  // by rank: kStartWords words in its window, zero before the first start
     u64 times;              // u64[kTimes] of this rank

@@ -1,4 +1,4 @@
-"""The interleaved row order of w13, which lets the GEMM's epilogue compute SwiGLU in registers."""
+"""Weights of experts: drawn ones, and the interleaved order of w13, which lets the GEMM compute SwiGLU in registers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from moecomm.core.validation import check_dense
 from moecomm.errors import BadInput
+from moecomm.router import drawn
 
 GRANULARITY = 8  # rows: columns of the product that are 8 apart are in registers of the same lane (csrc/gemm/wgmma.cuh)
 
@@ -44,3 +45,19 @@ def _blocks(w13: torch.Tensor) -> int:
     if w13.dim() < 2 or w13.shape[-2] % (2 * GRANULARITY):
         raise BadInput("w13", tuple(w13.shape), "[..., 2 I, H] with I a multiple of 8")
     return w13.shape[-2] // (2 * GRANULARITY)
+
+
+def expert_weights(
+    expert: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`; the values are equal on all ranks."""
+    generator = torch.Generator().manual_seed(int(seed) * 1_000_003 + expert)
+    w13 = drawn(generator, 2 * intermediate, hidden) / hidden**0.5
+    w2 = drawn(generator, hidden, intermediate) / intermediate**0.5
+    return w13.to(device=device, dtype=dtype), w2.to(device=device, dtype=dtype)

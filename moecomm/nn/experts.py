@@ -9,10 +9,10 @@ from torch.nn.functional import silu
 
 from moecomm.core.validation import MOST_SIZE, check_dense, check_drawn, check_same_device, check_sizes
 from moecomm.errors import BadInput
+from moecomm.fused.weights import expert_weights
 from moecomm.nn import training
 from moecomm.nn.shard import ExpertShard
 from moecomm.ops.grouped import grouped_linear
-from moecomm.tools.demo_layer import expert_weights
 
 EXTRA_STATE = "_extra_state"  # torch's name
 

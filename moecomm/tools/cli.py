@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from moecomm import __version__
-from moecomm.bench.cli import app as bench
-from moecomm.bench.fitted import show_table
-from moecomm.bench.options import whole
-from moecomm.routing.cli import add_routing
-from moecomm.simulate.cli import app as simulate
-from moecomm.tools.tune_cli import app as tune
-from moecomm.tracing.cli import app as trace
+from moecomm.tools.fitted import show_table
+from moecomm.tools.options import whole
+from moecomm.tools.routing_cli import add_routing
+from moecomm.tools.trace_cli import app as trace
 
 if TYPE_CHECKING:
     from moecomm.tools.demo import Result
@@ -42,11 +40,11 @@ def options(
         raise typer.Exit
 
 
-app.add_typer(bench, name="bench")
-app.add_typer(simulate, name="simulate")
 app.add_typer(trace, name="trace")
-app.add_typer(tune, name="tune")
 add_routing(app)
+# Commands of moecomm_bench, by name alone: that package imports moecomm, never the other way around.
+for name, module in (("bench", "cli"), ("simulate", "simulate.cli"), ("tune", "tune.cli")):
+    app.add_typer(import_module(f"moecomm_bench.{module}").app, name=name)
 
 
 @app.command()

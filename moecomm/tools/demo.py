@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 
 from moecomm import backends, config
-from moecomm.bench.ranks import progress
 from moecomm.buffer import Buffer
 from moecomm.core.choices import BackendName
 from moecomm.core.experts import experts_of, owners_of
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
+from moecomm.fused.weights import expert_weights
 from moecomm.router import MODELS, router
-from moecomm.tools.demo_layer import MoELayer, error_bound, expert_weights, reference
+from moecomm.tools.demo_layer import MoELayer, error_bound, reference
 from moecomm.tools.launch import launch
+from moecomm.tools.progress import progress
 
 CONTEXT = 8  # bytes of text that a hidden state is made from
 REPEATS = 5  # timed rounds; the layer's own call before them is the untimed warm-up

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 from moecomm.buffer import Buffer
 from moecomm.core.choices import Layout
 from moecomm.routed import Routed
-from moecomm.router import Router, drawn
+from moecomm.router import Router
 
 
 class MoELayer(torch.nn.Module):
@@ -137,19 +137,3 @@ def error_bound(expected: Reference, dtype: torch.dtype) -> torch.Tensor:
     order = reordering * expected.magnitude.amax(dim=1, keepdim=True)
     before = expected.magnitude * ((1 + unit) ** 2 - 1)
     return before * (1 + unit) + unit * expected.out.abs() + order
-
-
-def expert_weights(
-    expert: int,
-    hidden: int,
-    intermediate: int,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`; the values are equal on all ranks."""
-    generator = torch.Generator().manual_seed(int(seed) * 1_000_003 + expert)
-    w13 = drawn(generator, 2 * intermediate, hidden) / hidden**0.5
-    w2 = drawn(generator, hidden, intermediate) / intermediate**0.5
-    return w13.to(device=device, dtype=dtype), w2.to(device=device, dtype=dtype)

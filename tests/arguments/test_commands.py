@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import typer
 
-from moecomm.bench import gemm, ranks
 from moecomm.errors import MoecommError
 from moecomm.tools import cli, demo
+from moecomm_bench import gemm, ranks
 
 HUGE = ("2147483648", "1180591620717411303424")
 WORDS = ("", "x")

@@ -14,11 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from moecomm.bench import backends, dispatch_combine, table
-from moecomm.bench.backends import Way
-from moecomm.bench.case import Case, Traffic
 from moecomm.errors import BadInput, Unsupported
 from moecomm.tools.launch import Failure, RanksFailed
+from moecomm_bench import backends, dispatch_combine, table
+from moecomm_bench.backends import Way
+from moecomm_bench.case import Case, Traffic
 
 from ..conftest import Ranks
 from .test_dispatch_combine import bench, measured

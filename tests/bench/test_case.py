@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.bench.case import Case, Traffic, model_sizes
 from moecomm.errors import BadInput
+from moecomm_bench.case import Case, Traffic, model_sizes
 
 from ..conftest import Ranks
 

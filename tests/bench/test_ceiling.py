@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import ceiling
-from moecomm.bench.receive_buffer import ReceiveBuffer
+from moecomm_bench import ceiling
+from moecomm_bench.receive_buffer import ReceiveBuffer
 
 from ..conftest import Ranks
 

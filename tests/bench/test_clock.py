@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.bench import clock
-from moecomm.bench.clock import percentiles
+from moecomm_bench import clock
+from moecomm_bench.clock import percentiles
 
 from ..conftest import Ranks
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moecomm.bench import deep_ep_layer
-from moecomm.bench.case import Case
-from moecomm.bench.cli import app
+from moecomm_bench import deep_ep_layer
+from moecomm_bench.case import Case
+from moecomm_bench.cli import app
 
 from ..conftest import Ranks
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moecomm.bench import decode, dispatch_combine, latency, moe, ranks, training
-from moecomm.bench.cli import app
+from moecomm_bench import decode, dispatch_combine, latency, moe, ranks, training
+from moecomm_bench.cli import app
 
 
 class Asked(Exception):

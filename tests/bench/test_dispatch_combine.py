@@ -18,10 +18,10 @@ import torch
 from typer.testing import CliRunner
 
 import moecomm
-from moecomm.bench import dispatch_combine
-from moecomm.bench.case import Case
-from moecomm.bench.cli import app
-from moecomm.bench.ours import IN_WINDOW, Operation, Ours, operations
+from moecomm_bench import dispatch_combine
+from moecomm_bench.case import Case
+from moecomm_bench.cli import app
+from moecomm_bench.ours import IN_WINDOW, Operation, Ours, operations
 
 from ..conftest import Ranks
 
@@ -45,7 +45,7 @@ CASE = Case(
 )
 
 
-def bench(tmp_path: Path, *words: str, start: tuple[str, ...] = ("-m", "moecomm.bench")) -> tuple[str, Any]:
+def bench(tmp_path: Path, *words: str, start: tuple[str, ...] = ("-m", "moecomm_bench")) -> tuple[str, Any]:
     """Return what the command prints, and the JSON that it writes."""
     out = tmp_path / "found.json"
     done = subprocess.run(
@@ -104,7 +104,7 @@ def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
     words += ["--singles", "6"]
     said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--layout", layouts)
     assert found["benchmark"] == "dispatch-combine" and found["backend"] == "host"
-    assert found["command"].startswith("python -m moecomm.bench dispatch-combine --hidden 128")
+    assert found["command"].startswith("python -m moecomm_bench dispatch-combine --hidden 128")
     assert {"python", "torch", "moecomm"} <= set(found["versions"])
     ceiling = found["ceiling"][0]["gbs"]
     assert ceiling == max(way["gbs"] for way in found["ceiling"]) > 0.1
@@ -285,10 +285,10 @@ def test_pairs_in_fp8_combine_the_rows_that_arrived_and_flush_between(ranks: Ran
 
 @pytest.mark.long
 def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
-    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm.bench")
+    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm_bench")
     words = ["--tokens", "1,2,4", "--replays", "2", "--no-ceiling"]
     said, found = bench(tmp_path, "sweep", *SIZES, *words, start=start)
-    assert found["command"].startswith("torchrun --nproc-per-node 2 -m moecomm.bench sweep")
+    assert found["command"].startswith("torchrun --nproc-per-node 2 -m moecomm_bench sweep")
     assert found["case"]["ranks"] == 2 and found["ceiling"] == []
     rows = [(row["tokens"], row["who"], row["what"], row["variant"]) for row in found["rows"]]
     everybody = [
@@ -305,7 +305,7 @@ def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_one_of_the_ranks_of_torchrun_times_the_gemms(tmp_path: Path) -> None:
-    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm.bench")
+    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm_bench")
     sizes = ["--model", "mixtral-8x7b", "--hidden", "64", "--intermediate", "32", "--tokens", "1", "--ranks", "4"]
     said, _ = bench(tmp_path, "gemm", *sizes, "--replays", "1", start=start)
     assert said.count("grouped GEMMs of a rank's experts") == 1
@@ -350,10 +350,10 @@ def test_why_no_matmul_was_timed_beside_operations_is_said_once(tmp_path: Path) 
 def test_what_cannot_be_measured_is_one_line(
     words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moecomm.bench.cli import app
     from moecomm.tools.cli import run
+    from moecomm_bench.cli import app
 
-    monkeypatch.setattr(sys, "argv", ["moecomm.bench", *words])
+    monkeypatch.setattr(sys, "argv", ["moecomm_bench", *words])
     with pytest.raises(SystemExit) as ended:
         run(app)
     assert ended.value.code == 2
@@ -361,7 +361,7 @@ def test_what_cannot_be_measured_is_one_line(
 
 
 def test_a_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    from moecomm.bench.cli import app
+    from moecomm_bench.cli import app
 
     told = CliRunner().invoke(app, ["latency", "--backend", "host", "--json", str(tmp_path)])
     assert told.exit_code == 2 and "--json" in told.output, told.output

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import moecomm
-from moecomm.bench.exchange import Exchange, by_expert, by_rank
+from moecomm_bench.exchange import Exchange, by_expert, by_rank
 
 from ..conftest import Ranks
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from moecomm.bench import fitted, show, table
+from moecomm.tools import fitted
+from moecomm_bench import show, table
 
 from ..few import few
 

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm.bench import flashinfer
-from moecomm.bench.ours import Ours
-from moecomm.bench.peers import Peers
 from moecomm.dispatch.reference import quantize
+from moecomm_bench import flashinfer
+from moecomm_bench.ours import Ours
+from moecomm_bench.peers import Peers
 
 from ..conftest import Ranks
 from .test_case import OF_PEERS

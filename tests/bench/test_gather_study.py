@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 
 import moecomm
-from moecomm.bench import gather_study, gather_table
-from moecomm.bench.gather_study import OFF, VARIANTS, Study
-from moecomm.bench.operators import NCCL, NO_MULTICAST
 from moecomm.errors import BadInput, Unsupported
 from moecomm.tools import doctor
+from moecomm_bench import gather_study, gather_table
+from moecomm_bench.gather_study import OFF, VARIANTS, Study
+from moecomm_bench.operators import NCCL, NO_MULTICAST
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))

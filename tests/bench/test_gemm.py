@@ -10,18 +10,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moecomm.bench import gemm, other_gemms
-from moecomm.bench.cli import app
 from moecomm.errors import BadInput
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES
 from moecomm.router import MODELS
+from moecomm_bench import gemm, other_gemms
+from moecomm_bench.cli import app
 
 SIZES = ["--hidden", "64", "--intermediate", "64", "--topk", "3", "--experts", "8"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU where there is one")
 def test_the_command_measures_every_gemm_and_says_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moecomm.bench.ranks.need_gpu", lambda *about: None)  # and times the reference
+    monkeypatch.setattr("moecomm_bench.ranks.need_gpu", lambda *about: None)  # and times the reference
     out = tmp_path / "found.json"
     words = ["--ranks", "2", "--tokens", "5,24", "--replays", "2", "--every-schedule", "--json", str(out)]
     words += ["--dtype", "bf16,fp8"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.bench import ceiling, decode, gather_kernels, kernels, latency, overlap, start
 from moecomm.jit import loader
+from moecomm_bench import ceiling, decode, gather_kernels, kernels, latency, overlap, start
 
 from ..compiled import check_compiled, check_kernel, functions_of
 from ..few import few

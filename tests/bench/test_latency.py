@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from moecomm import _native, backends, shims
 from moecomm.backends import nic
-from moecomm.bench import latency
-from moecomm.bench.receive_buffer import ReceiveBuffer
+from moecomm_bench import latency
+from moecomm_bench.receive_buffer import ReceiveBuffer
 
 from ..conftest import Ranks
 from ..live import ROOM_S

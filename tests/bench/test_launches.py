@@ -94,7 +94,7 @@ def test_rounds_between_domains_are_marked_by_what_they_go_through() -> None:
     import launches
     import readme
 
-    from moecomm.bench import sources
+    from moecomm_bench import sources
 
     for part in {part for parts in readme.THROUGH.values() for part in parts}:
         assert part in sources.PARTS or launches.keys(part, None), part

@@ -12,15 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 import moecomm
-from moecomm.bench import moe
-from moecomm.bench.cli import app
-from moecomm.bench.layers import BY_RANK, Layers, window_bytes
-from moecomm.bench.torch_layer import TorchLayer, TorchRankLayer
 from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, Model
 from moecomm.testing import random_layer
 from moecomm.testing.layers import LayerCase, expected
+from moecomm_bench import moe
+from moecomm_bench.cli import app
+from moecomm_bench.layers import BY_RANK, Layers, window_bytes
+from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
 
 from ..conftest import Ranks
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import nccl_ep, nccl_ep_library
-from moecomm.bench.nccl_ep import MODES, Mode
-from moecomm.bench.ours import Ours
-from moecomm.bench.peers import Peers
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import Unsupported
+from moecomm_bench import nccl_ep, nccl_ep_library
+from moecomm_bench.nccl_ep import MODES, Mode
+from moecomm_bench.ours import Ours
+from moecomm_bench.peers import Peers
 
 from ..conftest import Ranks
 from .test_case import OF_PEERS

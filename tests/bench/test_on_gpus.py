@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.bench import decode, deep_ep_layer, dispatch_combine, training
-from moecomm.bench.case import Case
+from moecomm_bench import decode, deep_ep_layer, dispatch_combine, training
+from moecomm_bench.case import Case
 
 SIZES: dict[str, Any] = {"model": "", "hidden": 1024, "topk": 4, "experts": 32, "backend": "lsa"}
 

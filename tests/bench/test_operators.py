@@ -10,13 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from moecomm.bench import operator_cases, operator_peers, operator_table, operators
-from moecomm.bench.operator_cases import OPERATORS, Case, cases
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import Fp8
 from moecomm.overlap import kernels
 from moecomm.overlap.gpu import GpuExecutor
 from moecomm.overlap.reference import in_float64
+from moecomm_bench import operator_cases, operator_peers, operator_table, operators
+from moecomm_bench.operator_cases import OPERATORS, Case, cases
 
 PRODUCTS = OPERATORS[:4]
 

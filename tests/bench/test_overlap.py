@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm.bench.case import Case
-from moecomm.bench.ours import Operation, Ours
+from moecomm_bench.case import Case
+from moecomm_bench.ours import Operation, Ours
 
 from ..conftest import Ranks
 

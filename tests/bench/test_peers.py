@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from moecomm.bench import deep_ep, peers
-from moecomm.bench.clock import Timed
-from moecomm.bench.ours import IN_WINDOW, OUTSIDE, Ours
-from moecomm.bench.peers import Peers
+from moecomm_bench import deep_ep, peers
+from moecomm_bench.clock import Timed
+from moecomm_bench.ours import IN_WINDOW, OUTSIDE, Ours
+from moecomm_bench.peers import Peers
 
 from ..conftest import Ranks
 from .test_case import CASE as SIZES

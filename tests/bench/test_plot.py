@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import (
+from moecomm.errors import BadInput
+from moecomm_bench import (
     plot,
     plot_beside,
     plot_domains,
@@ -19,7 +20,6 @@ from moecomm.bench import (
     plot_operators,
     plot_times,
 )
-from moecomm.errors import BadInput
 
 from ..few import few
 

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import beside, pplx
-from moecomm.bench.ours import Input, Ours
-from moecomm.bench.peers import Peers
 from moecomm.dispatch.reference import quantize
+from moecomm_bench import beside, pplx
+from moecomm_bench.ours import Input, Ours
+from moecomm_bench.peers import Peers
 
 from ..conftest import Ranks
 from .test_case import OF_PEERS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moecomm.bench import latency, proxy_times, table
+from moecomm_bench import latency, proxy_times, table
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 

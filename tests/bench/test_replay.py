@@ -13,15 +13,15 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moecomm.bench import cli, moe, replay, table
-from moecomm.bench.case import Case, Traffic
-from moecomm.bench.cli import app
-from moecomm.bench.layers import Layers
-from moecomm.bench.show import show
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, Model
 from moecomm.routing import Recorded, synthesize
-from moecomm.simulate import measured
+from moecomm_bench import cli, moe, replay, table
+from moecomm_bench.case import Case, Traffic
+from moecomm_bench.cli import app
+from moecomm_bench.layers import Layers
+from moecomm_bench.show import show
+from moecomm_bench.simulate import measured
 
 from ..conftest import Ranks
 from .test_dispatch_combine import measured as measured_on

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moecomm.bench import results
+from moecomm_bench import results
 
 NCCL = 'extern "C" int ncclGetVersion(int* version) { *version = 23007; return %d; }'
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moecomm.bench import show, table
 from moecomm.errors import BadInput
+from moecomm_bench import show, table
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
 

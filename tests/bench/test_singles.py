@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.bench import singles
-from moecomm.bench.singles import Singles
-from moecomm.bench.start import on_host
+from moecomm_bench import singles
+from moecomm_bench.singles import Singles
+from moecomm_bench.start import on_host
 
 from ..conftest import Ranks
 

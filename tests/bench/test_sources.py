@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.bench import results, sources
+from moecomm_bench import results, sources
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
@@ -60,7 +60,7 @@ def test_a_kernel_of_one_domain_is_not_older_by_a_change_between_domains(part: s
 
 
 def test_the_commit_is_empty_where_there_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "moecomm" / "bench" / "sources.py"
+    file = tmp_path / "moecomm_bench" / "sources.py"
     file.parent.mkdir(parents=True)
     file.write_text("")
     (tmp_path / "page").write_text("")

@@ -13,15 +13,15 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moecomm.bench import decode, steps_table, training
-from moecomm.bench.cli import app
-from moecomm.bench.decode import Decode, DecodeStep
-from moecomm.bench.exchange import by_expert
-from moecomm.bench.ours import Ours
-from moecomm.bench.singles import Singles
-from moecomm.bench.torch_layer import TorchLayer
-from moecomm.bench.training import Training
 from moecomm.errors import BadInput
+from moecomm_bench import decode, steps_table, training
+from moecomm_bench.cli import app
+from moecomm_bench.decode import Decode, DecodeStep
+from moecomm_bench.exchange import by_expert
+from moecomm_bench.ours import Ours
+from moecomm_bench.singles import Singles
+from moecomm_bench.torch_layer import TorchLayer
+from moecomm_bench.training import Training
 
 from ..conftest import Ranks
 from .test_case import CASE as SIZES

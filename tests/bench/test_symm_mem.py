@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import symm_mem
-from moecomm.bench.ours import Ours
-from moecomm.bench.peers import Peers
 from moecomm.errors import Unsupported
+from moecomm_bench import symm_mem
+from moecomm_bench.ours import Ours
+from moecomm_bench.peers import Peers
 
 from ..conftest import Ranks
 from .test_case import CASE as SIZES

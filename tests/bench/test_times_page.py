@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import sources
+from moecomm_bench import sources
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 

@@ -10,7 +10,7 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from moecomm.simulate.excluded import GONE, PROXY, RINGS, SINGLE, THREADS
+from moecomm_bench.simulate.excluded import GONE, PROXY, RINGS, SINGLE, THREADS
 
 ROOT = Path(__file__).parent.parent.parent
 MOECOMM = {"who": "moecomm"}

@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm.bench import results
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
+from moecomm_bench import results
 
 from .machine import Arguments, Machine
 

@@ -15,9 +15,9 @@ import torch
 
 import moecomm
 from moecomm import _native
-from moecomm.bench import gather_kernels
-from moecomm.bench.gather_kernels import GatherMatmul
 from moecomm.window.failures import error_of
+from moecomm_bench import gather_kernels
+from moecomm_bench.gather_kernels import GatherMatmul
 
 from .machine import LIMIT, Launch, Machine
 from .test_windows import pytestmark, windows  # noqa: F401 - the mark is of this module, too

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from moecomm import tuning
-from moecomm.bench import moe
 from moecomm.buffer import Buffer
 from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
@@ -20,6 +19,7 @@ from moecomm.fused.kernels import FP8
 from moecomm.router import MODELS, Model
 from moecomm.tuning import Table
 from moecomm.tuning.layers import Bounds
+from moecomm_bench import moe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100 = "NVIDIA H100 80GB HBM3"  # has no table of its own

@@ -111,7 +111,7 @@ def compiling(name: str, *words: str) -> Step:
 
 def measure(name: str, seconds: int, words: str) -> Step:
     """moecomm bench, with its JSON among the logs."""
-    command = (sys.executable, "-m", "moecomm.bench", *words.split(), "--json", str(LOGS / f"{name}.json"))
+    command = (sys.executable, "-m", "moecomm_bench", *words.split(), "--json", str(LOGS / f"{name}.json"))
     return Step(name, seconds, command=command)
 
 

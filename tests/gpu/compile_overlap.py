@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 
 import moecomm
-from moecomm.bench import operator_cases
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, structs, tensor_maps
 from moecomm.jit.plain_kernel import PlainKernel, compile  # noqa: A004
 from moecomm.overlap.gpu import SUMMED, GpuExecutor
 from moecomm.window.gpu_calls import kernel
+from moecomm_bench import operator_cases
 from tests.backends.conftest import run_ranks
 from tests.gpu.overlap_cases import cases
 

@@ -28,7 +28,7 @@ from tests.gpu import processes
 from tests.gpu.pieces import FOLDER, GPUS, HALF, MINIATURES, PIECES, RECORDED, Piece, has_miniature
 from tests.gpu.processes import ENVIRONMENT, ROOT, all_gpus
 
-BENCH = (sys.executable, "-m", "moecomm.bench")
+BENCH = (sys.executable, "-m", "moecomm_bench")
 _SAMPLED = ("clocks.sm", "power.draw", "temperature.gpu", "utilization.gpu", "clocks.max.sm", "power.limit")
 _SAMPLES_MS = 250
 
@@ -122,7 +122,7 @@ def program(words: Sequence[str]) -> list[str]:
 
 def is_done(result: Path) -> bool:
     """Return True if a result is there, complete and of this commit."""
-    from moecomm.bench import sources
+    from moecomm_bench import sources
 
     try:
         found = json.loads(result.read_text())

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 import moecomm
-from moecomm.bench import results
 from moecomm.core.experts import experts_of
+from moecomm_bench import results
 
 from ..conftest import Ranks
 from ..percentiles import percentiles

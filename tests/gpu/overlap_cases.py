@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from moecomm.bench import operator_cases
 from moecomm.fused import Fp8
 from moecomm.overlap.gpu import GpuExecutor
 from moecomm.overlap.reference import in_float64
 from moecomm.overlap.sizes import FP8
 from moecomm.overlap.unfused import UnfusedExecutor
+from moecomm_bench import operator_cases
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.bench import gather_study
-from moecomm.bench.gather_study import VARIANTS, Study
-from moecomm.bench.operators import tried
+from moecomm_bench import gather_study
+from moecomm_bench.gather_study import VARIANTS, Study
+from moecomm_bench.operators import tried
 
 from ..conftest import Ranks
 from .test_overlap import load, warm_allocator

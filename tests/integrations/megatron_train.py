@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.bench import results
+from moecomm_bench import results
 
 RANKS, STEPS, VOCABULARY, LENGTH, BATCH, LAYERS = 4, 100, 64, 16, 2, 2
 

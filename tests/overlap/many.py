@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from moecomm import overlap
-from moecomm.bench import results
 from moecomm.overlap.sizes import FP8
+from moecomm_bench import results
 
 from .cases import MOST_RANKS, OPERATORS, PRODUCTS, on_ranks, random_case, same
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.bench.case import Case as BenchCase
 from moecomm.router import MODELS
 from moecomm.routing import Recorded, join, loads, synthesize
 from moecomm.testing import LocalBuffers, check_case
 from moecomm.testing.cases import Case
+from moecomm_bench.case import Case as BenchCase
 
 from ..bench.test_dispatch_combine import measured
 from ..conftest import Ranks

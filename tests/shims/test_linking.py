@@ -12,9 +12,9 @@ import pytest
 
 from moecomm import jit, shims
 from moecomm.backends import leave, quiesce
-from moecomm.bench import kernels
 from moecomm.errors import Unsupported
 from moecomm.jit import linking
+from moecomm_bench import kernels
 from tests.gpu import compile_rounds
 from tests.shims import cubin
 

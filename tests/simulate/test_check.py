@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from moecomm.errors import BadInput
-from moecomm.simulate.check import EXCLUDED, HELD_OUT, check
-from moecomm.simulate.domain import content, load
-from moecomm.simulate.excluded import GONE, LATE, PROXY, PUTS, RINGS, SINGLE, THREADS
-from moecomm.simulate.measured import read, rows_of
-from moecomm.simulate.nic import Nic
-from moecomm.simulate.published import compare, fit_efficiency, rows
+from moecomm_bench.simulate.check import EXCLUDED, HELD_OUT, check
+from moecomm_bench.simulate.domain import content, load
+from moecomm_bench.simulate.excluded import GONE, LATE, PROXY, PUTS, RINGS, SINGLE, THREADS
+from moecomm_bench.simulate.measured import read, rows_of
+from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.published import compare, fit_efficiency, rows
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 PATHS = sorted(RESULTS.glob("*.json"))

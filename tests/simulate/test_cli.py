@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moecomm.bench.results import origin
 from moecomm.errors import BadInput
 from moecomm.routing import synthesize
-from moecomm.simulate import cli
-from moecomm.simulate.cli import app
-from moecomm.simulate.domain import load
-from moecomm.simulate.nic import SOURCES, Nic
-from moecomm.simulate.options import NIC
+from moecomm_bench.results import origin
+from moecomm_bench.simulate import cli
+from moecomm_bench.simulate.cli import app
+from moecomm_bench.simulate.domain import load
+from moecomm_bench.simulate.nic import SOURCES, Nic
+from moecomm_bench.simulate.options import NIC
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"

@@ -12,16 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from moecomm.errors import BadInput
-from moecomm.simulate.cli import app
-from moecomm.simulate.dlrm.cluster import Cluster
-from moecomm.simulate.dlrm.command import dlrm
-from moecomm.simulate.dlrm.fit import GPU, RANKS, fit
-from moecomm.simulate.dlrm.gpu import Gpu, content, parse, together
-from moecomm.simulate.dlrm.iteration import BOTH, FORMS, FUSED, TORCH, UNFUSED, Phase, Timeline, iteration
-from moecomm.simulate.dlrm.operators import read
-from moecomm.simulate.dlrm.predict import predict, saving
-from moecomm.simulate.dlrm.shape import Dlrm, Lookups
-from moecomm.simulate.nic import Nic
+from moecomm_bench.simulate.cli import app
+from moecomm_bench.simulate.dlrm.cluster import Cluster
+from moecomm_bench.simulate.dlrm.command import dlrm
+from moecomm_bench.simulate.dlrm.fit import GPU, RANKS, fit
+from moecomm_bench.simulate.dlrm.gpu import Gpu, content, parse, together
+from moecomm_bench.simulate.dlrm.iteration import BOTH, FORMS, FUSED, TORCH, UNFUSED, Phase, Timeline, iteration
+from moecomm_bench.simulate.dlrm.operators import read
+from moecomm_bench.simulate.dlrm.predict import predict, saving
+from moecomm_bench.simulate.dlrm.shape import Dlrm, Lookups
+from moecomm_bench.simulate.nic import Nic
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
 NIC = Nic(efficiency=0.9)

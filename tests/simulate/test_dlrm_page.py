@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moecomm.simulate.cli import app
-from moecomm.simulate.dlrm.gpu import content
-from moecomm.simulate.domain import fitted_efficiency
-from moecomm.simulate.nic import Nic
+from moecomm_bench.simulate.cli import app
+from moecomm_bench.simulate.dlrm.gpu import content
+from moecomm_bench.simulate.domain import fitted_efficiency
+from moecomm_bench.simulate.nic import Nic
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "dlrm.md"

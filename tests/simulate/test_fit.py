@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from moecomm.errors import BadInput
-from moecomm.simulate.direct import Crossing, DirectLine
-from moecomm.simulate.domain import Line, Load, Operation, load, parse
-from moecomm.simulate.fit import Point, fit, fit_line, write
-from moecomm.simulate.fit_direct import DirectPoint, fit_direct
-from moecomm.simulate.solve import solve
-from moecomm.simulate.virtual import Slope, slopes, word_ns
+from moecomm_bench.simulate.direct import Crossing, DirectLine
+from moecomm_bench.simulate.domain import Line, Load, Operation, load, parse
+from moecomm_bench.simulate.fit import Point, fit, fit_line, write
+from moecomm_bench.simulate.fit_direct import DirectPoint, fit_direct
+from moecomm_bench.simulate.solve import solve
+from moecomm_bench.simulate.virtual import Slope, slopes, word_ns
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-SHIPPED: dict[str, Any] = json.loads((importlib.resources.files("moecomm.simulate") / "h200.json").read_text())
+SHIPPED: dict[str, Any] = json.loads((importlib.resources.files("moecomm_bench.simulate") / "h200.json").read_text())
 
 
 def points(line: Line, sizes: list[int], row_bytes: list[int], blocks: list[int], noise: float = 0.0) -> list[Point]:

@@ -9,15 +9,15 @@ from statistics import NormalDist, fmean
 import pytest
 import torch
 
-from moecomm.bench.ours import BF16_WIRE, FP32_WIRE
 from moecomm.errors import BadInput
-from moecomm.simulate.direct import Crossing, DirectLine
-from moecomm.simulate.domain import Domain, Line, Load, Operation, load
-from moecomm.simulate.layer import gemm_us, layer
-from moecomm.simulate.model import Machine, Rows, cost, fan_out
-from moecomm.simulate.nic import Nic
-from moecomm.simulate.routing import Gate, spread
-from moecomm.simulate.rows import bytes_of, carries, packets_of, runs, slow_bytes_of
+from moecomm_bench.ours import BF16_WIRE, FP32_WIRE
+from moecomm_bench.simulate.direct import Crossing, DirectLine
+from moecomm_bench.simulate.domain import Domain, Line, Load, Operation, load
+from moecomm_bench.simulate.layer import gemm_us, layer
+from moecomm_bench.simulate.model import Machine, Rows, cost, fan_out
+from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.routing import Gate, spread
+from moecomm_bench.simulate.rows import bytes_of, carries, packets_of, runs, slow_bytes_of
 
 DISPATCH, COMBINE = Operation("dispatch", "flat"), Operation("combine", "flat", "y in the window")
 OPERATIONS = (DISPATCH, COMBINE)

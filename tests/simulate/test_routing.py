@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from moecomm.bench.case import Case
 from moecomm.core.experts import experts_of
 from moecomm.errors import BadInput
 from moecomm.router import Router, random_routing
 from moecomm.routing import Recorded, synthesize
-from moecomm.simulate import routing
-from moecomm.simulate.model import Operation
-from moecomm.simulate.routing import Gate, owned, recorded_spread, spread, wanted
-from moecomm.simulate.rows import bytes_of
+from moecomm_bench.case import Case
+from moecomm_bench.simulate import routing
+from moecomm_bench.simulate.model import Operation
+from moecomm_bench.simulate.routing import Gate, owned, recorded_spread, spread, wanted
+from moecomm_bench.simulate.rows import bytes_of
 
 from ..few import few
 

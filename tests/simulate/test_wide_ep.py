@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from moecomm.simulate.domain import content, load
-from moecomm.simulate.nic import Nic
+from moecomm_bench.simulate.domain import content, load
+from moecomm_bench.simulate.nic import Nic
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.simulate import cli as simulate
 from moecomm.tools import cli
+from moecomm_bench.simulate import cli as simulate
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 
 import moecomm
+from moecomm.fused.weights import expert_weights
 from moecomm.router import router
 from moecomm.tools import cli, demo
-from moecomm.tools.demo_layer import expert_weights, reference
+from moecomm.tools.demo_layer import reference
 
 from ..live import alive, children_of, wait_until
 

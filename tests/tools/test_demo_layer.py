@@ -10,8 +10,9 @@ import torch
 
 import moecomm
 from moecomm.core.protocol import LAYOUTS
+from moecomm.fused.weights import expert_weights
 from moecomm.router import Router
-from moecomm.tools.demo_layer import MoELayer, batched_experts, error_bound, expert_weights, reference
+from moecomm.tools.demo_layer import MoELayer, batched_experts, error_bound, reference
 
 HIDDEN, EXPERTS, TOPK, INTERMEDIATE = 64, 16, 3, 24
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from moecomm import tuning
-from moecomm.bench import gemm
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, kernels
 from moecomm.fused.schedules import schedule_of
 from moecomm.router import MODELS
-from moecomm.tools import tables, tune_gemms
-from moecomm.tools.tune_gemms import Candidates
 from moecomm.tuning import Entry, Table
 from moecomm.tuning.gemms import HEIGHTS, Rule, Shape, in_whole_waves, of_measured
 from moecomm.tuning.layers import Bounds
+from moecomm_bench import gemm
+from moecomm_bench.tune import gemms as tune_gemms
+from moecomm_bench.tune import tables
+from moecomm_bench.tune.gemms import Candidates
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = "GPU 9000"

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from moecomm import tuning
-from moecomm.bench.moe import Case
 from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.fused import forms
 from moecomm.router import MODELS
-from moecomm.tools import tune_layers
 from moecomm.tuning import Entry, Table
 from moecomm.tuning.layers import Bounds, Measured, never, of_measured
+from moecomm_bench.moe import Case
+from moecomm_bench.tune import layers as tune_layers
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = "GPU 9000"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from moecomm import tuning
-from moecomm.bench.case import Case, model_sizes
 from moecomm.errors import BadInput
-from moecomm.tools import tune
 from moecomm.tuning import Choice, Entry, Table
+from moecomm_bench.case import Case, model_sizes
+from moecomm_bench.tune import rounds as tune
 
 H200 = "NVIDIA H200"
 

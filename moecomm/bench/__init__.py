@@ -1,4 +1,0 @@
-"""The benchmark: dispatch and combine, put + signal latency, and the all-to-all ceiling, on GPUs and CPUs.
-
-Run it with python -m moecomm.bench, or moecomm bench.
-"""

@@ -1,0 +1,284 @@
+"""The grouped GEMMs of an expert layer on one GPU: ours, alternating with torch's, or in FP8 with deep_gemm's."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.functional import grouped_mm
+
+from moecomm.dispatch.reference import quantize
+from moecomm.errors import BadInput
+from moecomm.fused import (
+    FP8_SCHEDULES,
+    SCHEDULES,
+    Fp8,
+    Schedule,
+    choose,
+    choose_fp8,
+    grouped_gemm,
+    kernels,
+    quantize_weights,
+)
+from moecomm.fused.fp8 import Operand
+from moecomm.fused.schedules import schedule_of
+from moecomm.router import MODELS, Model, random_routing
+from moecomm.tools.progress import progress
+from moecomm_bench import other_gemms
+from moecomm_bench.clock import device_us
+
+TORCH, APART = "torch", "apart"  # next to schedules; APART: the chosen one, gate and up rows not interleaved
+DTYPES = ("bf16", "fp8")
+_LONG_US = 3000  # calls timed together take about this long, with at most _MOST_CALLS
+_MOST_CALLS = 20
+_WEIGHT_BYTES = 256 << 20  # several times the L2 cache: smaller weights have several copies, used in rotation
+_HOST_CALLS = 10
+_MOST_BYTES = 128 << 30  # of a rank's weights
+
+Call = Callable[[int], Any]  # takes the number of the call, which selects a copy of the weights
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One of the two GEMMs of a rank's experts."""
+
+    model: str
+    ranks: int
+    gemm: int  # 1: gate and up, [2 I, H]; 2: down, [H, I]
+    activation: str | None
+    topk: int
+    experts: int  # of the rank
+    columns: int
+    depth: int
+    dtype: str = "bf16"
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """The schedules of the dtype, by name."""
+        return FP8_SCHEDULES if self.dtype == "fp8" else SCHEDULES
+
+    @property
+    def casts(self) -> bool:
+        """True if our kernel casts its result for the second GEMM."""
+        return self.dtype == "fp8" and self.activation is not None
+
+    def choose(self, rows: int, device: torch.device) -> str:
+        """Return the name of the schedule for `rows` rows of all experts, on a GPU; on the CPU, that of the H200."""
+        each, shape = rows // self.experts, (self.experts, self.columns)
+        if device.type == "cpu":
+            return choose_fp8(each, *shape) if self.dtype == "fp8" else choose(each, *shape, self.depth)
+        dtype = kernels.FP8 if self.dtype == "fp8" else torch.bfloat16
+        gpu = kernels.multiprocessors(device.index), kernels.gpu_name(device.index)
+        chosen = schedule_of(dtype, each, *shape, self.depth, *gpu)
+        return next(name for name, schedule in self.schedules.items() if schedule == chosen)
+
+    def counts(self, tokens: int) -> torch.Tensor:
+        """Return int32 [experts]: rows of the first rank's experts after random routing of `tokens` tokens per rank."""
+        return _rows_of_experts(tokens * self.ranks, self.experts * self.ranks, self.topk)[: self.experts]
+
+    def figures(self, rows: int, us: float) -> dict[str, float]:
+        """Return TFLOP/s, and TB/s of x, weights and product, each counted once, without scales and tile padding."""
+        out = self.columns // (1 if self.activation is None else 2)
+        taken = (1 if self.dtype == "fp8" else 2) * (self.experts * self.columns + rows) * self.depth
+        moved = taken + (1 if self.casts else 2) * rows * out
+        return {"tflops": round(2 * rows * self.columns * self.depth / us / 1e6, 1), "tbs": round(moved / us / 1e6, 3)}
+
+
+@lru_cache(maxsize=64)  # all GEMMs of a model use the same counts, which would take most of a case's time
+def _rows_of_experts(tokens: int, experts: int, topk: int) -> torch.Tensor:
+    picked, _ = random_routing(tokens, experts, topk)
+    return torch.bincount(picked.flatten(), minlength=experts).int()
+
+
+def sizes(names: list[str], **given: int | None) -> list[Model]:
+    """Return the models with these names; given fields replace a model's own, which then has no name."""
+    for name in names:
+        if name not in MODELS:
+            raise BadInput("model", repr(name), f"some of {', '.join(MODELS)}")
+    own: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+    if any(value < 1 for value in own.values()):
+        raise BadInput(", ".join(own), tuple(own.values()), "at least 1 each")
+    return [dataclasses.replace(MODELS[name], **own, name="" if own else name) for name in names]
+
+
+def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = ("bf16",)) -> list[Gemm]:
+    """Return the GEMMs for each model, number of ranks and dtype: the first with SwiGLU and without, the second."""
+    if not dtypes or set(dtypes) - set(DTYPES):
+        raise BadInput("dtype", dtypes, f"some of {', '.join(DTYPES)}")
+    found = []
+    for model in models:
+        for count in ranks:
+            if count < 1 or model.num_experts % count:
+                raise BadInput("ranks", count, f"a divisor of {model.num_experts} experts")
+            local = model.num_experts // count
+            if (nbytes := 4 * local * model.hidden * model.intermediate) > _MOST_BYTES:
+                raise BadInput("experts, hidden, intermediate", f"weights of {nbytes >> 30} GiB", "what a GPU holds")
+            if not 1 <= model.topk <= model.num_experts:
+                raise BadInput("topk", model.topk, f"1 to {model.num_experts}")
+            first = Gemm(model.name, count, 1, "swiglu", model.topk, local, 2 * model.intermediate, model.hidden)
+            second = Gemm(model.name, count, 2, None, model.topk, local, model.hidden, model.intermediate)
+            of_model = [first, dataclasses.replace(first, activation=None), second]
+            found += [dataclasses.replace(gemm, dtype=dtype) for dtype in dtypes for gemm in of_model]
+    return found
+
+
+def check(
+    models: list[Model], ranks: list[int], tokens: list[int], *, replays: int, dtypes: Sequence[str] = ("bf16",)
+) -> list[Gemm]:
+    """Return the GEMMs of a run.  Raises BadInput if an argument is out of range."""
+    if not tokens or min(tokens) < 1 or replays < 1:
+        raise BadInput("tokens, replays", (tokens, replays), "at least 1 each")
+    return gemms(models, ranks, dtypes)
+
+
+def run(
+    models: list[Model],
+    ranks: list[int],
+    tokens: list[int],
+    *,
+    every_schedule: bool,
+    replays: int,
+    dtypes: Sequence[str] = ("bf16",),
+) -> dict[str, Any]:
+    """Measure a row for each GEMM and number of tokens, on the current GPU; without one, the reference on the CPU.
+
+    Times are medians over `replays`. torch's GEMM never has an activation. In FP8 (scales of 128 columns, and of
+    blocks) there is no GEMM of torch; our GEMM with SwiGLU casts its result, and that of deep_gemm, if it can be
+    imported, has neither activation nor cast.
+
+    Raises:
+        BadInput: an argument is out of range.
+    """
+    cases = check(models, ranks, tokens, replays=replays, dtypes=dtypes)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    rows = []
+    with progress(None, len(cases) * len(tokens)) as step:
+        for case in cases:
+            weights = _weights(case, device)
+            for count in tokens:
+                step(f"{case.model} GEMM {case.gemm}, {case.dtype}, {count} tokens")
+                row = _row(case, weights, case.counts(count).to(device), every_schedule, replays)
+                rows.append({"tokens": count, **row})
+    return {"benchmark": "gemm", "device": device.type, "dtype": ",".join(dtypes), "replays": replays, "rows": rows}
+
+
+def schedules_of(case: Gemm, tokens: list[int], device: torch.device, replays: int) -> list[dict[str, Any]]:
+    """Measure all schedules of a GEMM and nothing else; returns a row {tokens, rows, us, ...} for each size."""
+    weights, found = _weights(case, device), []
+    for count in tokens:
+        counts = case.counts(count).to(device)
+        calls = _schedules(case, _rows_of(case, counts)[1], weights, counts, tuple(case.schedules))
+        us = _alternating(calls, len(weights), replays)
+        about = {"tokens": count, **dataclasses.asdict(case), "rows": int(counts.sum())}
+        found.append({**about, "us": {name: round(time, 3) for name, time in us.items()}})
+    return found
+
+
+def _weights(case: Gemm, device: torch.device) -> list[Operand]:
+    """Return copies of the weights, several of small ones, so that no call finds its own in the cache."""
+    nbytes = (1 if case.dtype == "fp8" else 2) * case.experts * case.columns * case.depth
+    copies = -(-_WEIGHT_BYTES // nbytes) if device.type == "cuda" else 1
+    return [_drawn(case, device) for _ in range(copies)]
+
+
+def _drawn(case: Gemm, device: torch.device) -> Operand:
+    made = torch.empty(case.experts, case.columns, case.depth, dtype=torch.bfloat16, device=device)
+    made.normal_(std=case.depth**-0.5)
+    return quantize_weights(made) if case.dtype == "fp8" else made
+
+
+def _rows_of(case: Gemm, counts: torch.Tensor) -> tuple[torch.Tensor, Operand]:
+    """Return random rows in bfloat16, and the same in the dtype of the GEMM."""
+    drawn = torch.randn(int(counts.sum()), case.depth, device=counts.device).bfloat16()
+    return drawn, Fp8(*quantize(drawn)) if case.dtype == "fp8" else drawn
+
+
+def _row(
+    case: Gemm, weights: list[Operand], counts: torch.Tensor, every_schedule: bool, replays: int
+) -> dict[str, Any]:
+    rows = int(counts.sum())
+    drawn, x = _rows_of(case, counts)
+    chosen = case.choose(rows, drawn.device)
+    calls = _schedules(case, x, weights, counts, tuple(case.schedules) if every_schedule else (chosen,))
+    if case.activation is not None:
+        calls[APART] = _schedules(case, x, weights, counts, (chosen,), interleaved=False)[chosen]
+    others = _of_torch(drawn, weights, counts) if case.dtype == "bf16" else other_gemms.fp8(x, weights, counts)
+    calls |= others
+    us = _alternating(calls, len(weights), replays) if drawn.is_cuda else _on_cpu(calls, replays)
+    return {
+        **dataclasses.asdict(case),
+        "rows": rows,
+        "chosen": chosen,
+        "us": {name: round(time, 3) for name, time in us.items()},
+        **case.figures(rows, us[chosen]),
+        "of_torch": round(us[TORCH] / us[chosen], 3) if TORCH in us else None,
+        "host_us": {name: _host_us(calls[name]) for name in (chosen, *others)} if drawn.is_cuda else None,
+    }
+
+
+def _schedules(
+    case: Gemm,
+    x: Operand,
+    weights: list[Operand],
+    counts: torch.Tensor,
+    names: Sequence[str],
+    interleaved: bool = True,
+) -> dict[str, Call]:
+    """Return calls of our GEMM by schedule."""
+    how: dict[str, Any] = {"activation": case.activation, "interleaved": interleaved}
+    how["quantize"] = "fp8" if case.casts else None
+
+    def call(name: str) -> Call:
+        return lambda i: grouped_gemm(x, weights[i % len(weights)], counts, **how, schedule=case.schedules[name])
+
+    return {name: call(name) for name in names}
+
+
+def _of_torch(x: torch.Tensor, weights: list[Any], counts: torch.Tensor) -> dict[str, Call]:
+    ends = counts.cumsum(0).int()
+    return {TORCH: lambda i: grouped_mm(x, weights[i % len(weights)].transpose(1, 2), offs=ends)}
+
+
+def _alternating(calls: dict[str, Call], copies: int, replays: int) -> dict[str, float]:
+    """Return the median microseconds of each call.
+
+    Calls alternate, because a GPU under sustained load runs at another clock rate than one that was idle. Each time is
+    that of a captured graph of several calls, without launches by the host.
+    """
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    for name, call in calls.items():
+        call(0)
+        once = device_us(lambda call=call: call(0))  # type: ignore[misc]
+        count = max(copies, 2, min(_MOST_CALLS, int(_LONG_US / once)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(count):
+                call(i)
+        graphs[name] = graph, count
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(replays + 1):
+        for name, (graph, count) in graphs.items():
+            times[name].append(device_us(graph.replay) / count)
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def _on_cpu(calls: dict[str, Call], replays: int) -> dict[str, float]:
+    times = {name: [_called(call) for _ in range(replays + 1)] for name, call in calls.items()}
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def _host_us(call: Call) -> float:
+    torch.cuda.synchronize()
+    return round(statistics.median(_called(call) for _ in range(_HOST_CALLS)), 2)
+
+
+def _called(call: Call) -> float:
+    begin = time.perf_counter()
+    call(0)
+    return (time.perf_counter() - begin) * 1e6

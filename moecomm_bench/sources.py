@@ -1,0 +1,100 @@
+"""Digests of the kernel sources behind each measurement.
+
+A result stores the digests of its day, so that a page of results can mark figures of older kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from moecomm.jit import loader
+
+# Files in csrc that a part is compiled from. A digest also covers the files that these include, and name.cpp of each
+# name.h.
+PARTS: dict[str, tuple[str, ...]] = {
+    "dispatch": ("dispatch/dispatch.cuh",),
+    "combine": ("combine/combine.cuh",),
+    "dispatch between domains": ("dispatch/dispatch.cuh",),
+    "combine between domains": ("combine/combine.cuh",),
+    "GEMM": ("gemm/gemm.cuh",),
+    "fused layer": ("fused/publish.cuh", "fused/expert_layer.cuh", "fused/reduce.cuh"),
+    "passes": (
+        "elementwise/padding.cuh",
+        "elementwise/routing_map.cuh",
+        "elementwise/swiglu_gradients.cuh",
+        "elementwise/tidy.cuh",
+    ),
+    "overlap": tuple(
+        f"overlap/{kernel}.cuh"
+        for kernel in ("all_gather_matmul", "matmul_send", "gemv_all_reduce", "all_reduce", "embedding_all_to_all")
+    ),
+    "all-gather study": ("bench/gather_matmul.cu",),
+    "all-to-all": ("bench/all_to_all.cuh",),
+    "put + signal": ("bench/ping_pong.cuh", "bench/ping_pong_through.cuh"),
+    "puts": ("transport/puts.cuh",),
+    "NIC": ("transport/nic.cuh",),
+    "gin": ("transport/gin.cuh", "shims/gin.cu"),
+    "nvshmem": ("transport/nvshmem.cuh", "shims/nvshmem.cu"),
+    "RMA plugin": ("rma_plugin/plugin.cpp",),
+    "host": ("host/dispatch.cpp", "host/combine.cpp"),
+}
+YOUNGER = ("puts", "NIC")  # parts that older results lack: bench/launches.json has them by commit
+# Parts of one domain leave out folders named `scaleout`. Kernels of one domain use nothing there but constants of
+# ScaleoutSums, which say that rows of a token begin at lane 0.
+_ONE_DOMAIN = ("dispatch", "combine")
+_INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def digests(csrc: Path | None = None) -> dict[str, str]:
+    """Return a digest for each part whose files exist in csrc; comments and white space do not count.
+
+    `csrc` is by default that of this package. A wheel has no sources of the host executor.
+    """
+    root = csrc or loader.headers()
+    return {
+        part: _digest(files, root, "scaleout" if part in _ONE_DOMAIN else "")
+        for part, files in PARTS.items()
+        if all((root / f).is_file() for f in files)
+    }
+
+
+def commit() -> str:
+    """Return the commit of the repository, with "-dirty" where packages or csrc differ from it.
+
+    Empty without a repository or git.
+    """
+    root = Path(__file__).parents[1]
+    git = ["git", "-C", str(root)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
+        places = [str(root / name) for name in ("moecomm", "moecomm_bench", "csrc") if (root / name).is_dir()]
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *places], capture_output=True, check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip() + "-dirty" * (changed.returncode == 1)
+
+
+def _digest(files: Iterable[str], root: Path, without: str) -> str:
+    """Return the digest of files and of what they include, without folders of the name `without`."""
+    found: dict[str, str] = {}
+    waiting = list(files)
+    while waiting:
+        name = waiting.pop()
+        if name in found or without in name.split("/")[:-1]:
+            continue
+        text = (root / name).read_text()
+        found[name] = "".join(_COMMENT.sub("", text).split())
+        # The search order of compilers: the folder of the including file, then csrc.
+        for included in _INCLUDED.findall(text):
+            beside = posixpath.normpath(posixpath.join(posixpath.dirname(name), included))
+            waiting += [near for near in (beside, included) if (root / near).is_file()][:1]
+        if name.endswith(".h") and (root / (implementation := name[:-2] + ".cpp")).is_file():
+            waiting.append(implementation)
+    whole = "".join(f"{name}\n{found[name]}\n" for name in sorted(found))
+    return hashlib.sha256(whole.encode()).hexdigest()[:12]

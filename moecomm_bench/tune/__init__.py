@@ -1,0 +1,1 @@
+"""Tables of choices for a GPU, measured: `moecomm tune`."""
