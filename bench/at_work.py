@@ -4,7 +4,7 @@
 
 The benchmark measures three choices of the fused layer: the order of its tiles
 (moecomm.fused.compute.row_tiles_per_turn), the number of blocks that fetch (FETCHERS), and the early launch of its
-kernels (moecomm.jit.plain_kernel.enqueue).
+kernels (moecomm.gpu.plain_kernel.enqueue).
 
 A rank has as many experts as each of 4 ranks has, so that an expert has as many rows as there. All results are compared
 bit for bit. Keys of a row:
@@ -40,11 +40,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from moecomm import Buffer
-from moecomm.core.settings import Settings
 from moecomm.fused import Fp8, compute, pipeline, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
-from moecomm.jit import plain_kernel
+from moecomm.gpu import plain_kernel
+from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model, random_routing
 from moecomm_bench.case import Traffic
 from moecomm_bench.ranks import on_ranks

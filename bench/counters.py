@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm import jit
-from moecomm.core.choices import Layout
-from moecomm.jit import loader
+from moecomm.base.choices import Layout
+from moecomm.gpu import jit, loader
 from moecomm.router import MODELS, random_routing
 from moecomm_bench.clock import Clock, percentiles
 from moecomm_bench.ranks import device_of, on_ranks

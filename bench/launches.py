@@ -57,7 +57,7 @@ def _digests(kind: str) -> dict[str, str]:
 
 def _source(spec: Any) -> str:
     """Return the source of a kernel, without fields that are younger than digests of results and off in them."""
-    from moecomm import jit
+    from moecomm.gpu import jit
 
     return jit.source(spec).replace(", .bias_first = false", "")
 

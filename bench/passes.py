@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moecomm.kernels import padding, routing_map
+from moecomm.gpu import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm_bench.results import write
 

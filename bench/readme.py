@@ -93,7 +93,7 @@ def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
 def round_parts(tokens: int, what: str = "pair") -> tuple[str, ...]:
     """Return the parts behind dispatches, combines or pairs of so many tokens a rank.
 
-    128 tokens of 16-bit rows always go in packets (moecomm/core/packets.py), more than 512 never.
+    128 tokens of 16-bit rows always go in packets (moecomm/base/packets.py), more than 512 never.
     """
     parts = FEW if tokens <= 128 else MANY if tokens > 512 else ROUNDS
     return parts if what == "pair" else tuple(part for part in parts if part.startswith(what))

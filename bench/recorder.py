@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm.core.choices import BackendName
+from moecomm.base.choices import BackendName
 from moecomm.router import MODELS, random_routing
 from moecomm_bench.clock import percentiles
 from moecomm_bench.ranks import device_of, on_ranks

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moecomm.base.layers import layer
 from moecomm.buffer import Buffer
-from moecomm.core.layers import layer
-from moecomm.core.membership import Shrunk
-from moecomm.core.rendezvous import local_ranks
 from moecomm.errors import (
     Aborted,
     BadInput,
@@ -26,8 +24,10 @@ from moecomm.errors import (
     TooManyRows,
     Unsupported,
 )
+from moecomm.membership.membership import Shrunk
+from moecomm.observe.tracing import trace
+from moecomm.ranks.rendezvous import local_ranks
 from moecomm.routed import Handle, Routed
-from moecomm.tracing import trace
 from moecomm.window import Window
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def doctor() -> Report:
 
 def include_dir() -> str:
     """Return the folder that a compiler searches for `<moecomm/window.cuh>` and `<moecomm/window.h>`."""
-    from moecomm.jit.loader import headers
+    from moecomm.gpu.loader import headers
 
     return str(headers() / "include")
 

@@ -6,18 +6,20 @@ from typing import Any
 
 import torch
 
-from moecomm import backends, combine, config, dispatch, elastic, flight, masking, overloads, stats, tracing
+from moecomm import backends, combine, config, dispatch, elastic, masking, overloads
+from moecomm.base.bound import Bound
+from moecomm.base.choices import BackendName, OnTimeout, Wire
 from moecomm.combine import options as combine_options
-from moecomm.core import last_calls, suspension
-from moecomm.core.bound import Bound
-from moecomm.core.choices import BackendName, OnTimeout, Wire
-from moecomm.core.opening import opening
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.settings import Settings, seconds, wanted_device
 from moecomm.dispatch import options as dispatch_options
 from moecomm.errors import RoundFailed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
+from moecomm.membership import suspension
+from moecomm.observe import flight, stats, tracing
+from moecomm.ranks import last_calls
+from moecomm.ranks.opening import opening
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.ranks.settings import Settings, seconds, wanted_device
 from moecomm.routed import Handle, Routed
 
 _DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options

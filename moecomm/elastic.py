@@ -12,27 +12,30 @@ from typing import Any, Protocol
 
 import torch
 
-from moecomm import backends, flight, tracing
+from moecomm import backends
 from moecomm.backends.row_tables import RowTables
-from moecomm.core import last_calls, masking, membership, names
-from moecomm.core.expert_tables import ExpertIds
-from moecomm.core.group import Group
-from moecomm.core.integers import check_integer
-from moecomm.core.membership import Meeting, Shrunk, counts_of, ids_of, members_of, require_idle
-from moecomm.core.opening import Opening, opening
-from moecomm.core.processes import memory_bytes
-from moecomm.core.protocol import MAX_HOST_RANKS
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.rounds import Rounds
-from moecomm.core.settings import Settings
-from moecomm.core.spans import now_ns, span
-from moecomm.core.state import CollectiveCall
-from moecomm.core.suspension import Members, interruption
-from moecomm.core.validation import check_flag
+from moecomm.base.integers import check_integer
+from moecomm.base.processes import memory_bytes
+from moecomm.base.protocol import MAX_HOST_RANKS
+from moecomm.base.validation import check_flag
 from moecomm.errors import MoecommError, RoundFailed
 from moecomm.fused import forms
-from moecomm.jit import limits
+from moecomm.gpu import limits
 from moecomm.masking import MaskableRanks
+from moecomm.membership import masking, membership
+from moecomm.membership.membership import Meeting, Shrunk, counts_of, ids_of, members_of, require_idle
+from moecomm.membership.suspension import Members, interruption
+from moecomm.observe import flight, tracing
+from moecomm.ranks import last_calls
+from moecomm.ranks.group import Group
+from moecomm.ranks.opening import Opening, opening
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.ranks.settings import Settings
+from moecomm.rounds import names
+from moecomm.rounds.expert_tables import ExpertIds
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.spans import now_ns, span
+from moecomm.rounds.state import CollectiveCall
 
 log = logging.getLogger("moecomm")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from moecomm.core import masking
-from moecomm.core.integers import is_integer
-from moecomm.core.rounds import Rounds
-from moecomm.core.state import CollectiveCall
-from moecomm.core.suspension import Members
+from moecomm.base.integers import is_integer
 from moecomm.errors import BadInput, RoundFailed
+from moecomm.membership import masking
+from moecomm.membership.suspension import Members
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import Handle
 
 

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from moecomm.core import names, tally
 from moecomm.errors import BadInput, Unsupported
-from moecomm.stats.counters import WAITS
-from moecomm.stats.publish import own_stats
+from moecomm.observe.stats.counters import WAITS
+from moecomm.observe.stats.publish import own_stats
+from moecomm.rounds import names, tally
 
 __all__ = ["register"]
 

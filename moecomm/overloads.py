@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 import torch
 from typing_extensions import Unpack
 
+from moecomm.base.choices import ByExpert, Layout, Quantize
+from moecomm.base.compiling import not_traced
 from moecomm.combine.options import OptionsDict as CombineOptions
-from moecomm.core.choices import ByExpert, Layout, Quantize
-from moecomm.core.compiling import not_traced
 from moecomm.dispatch.options import OptionsDict
 from moecomm.fused.options import OptionsDict as MoeOptions
 from moecomm.routed import Handle, Routed

@@ -7,8 +7,8 @@ import itertools
 import secrets
 from pathlib import Path
 
+from .base.choices import PluginWay
 from .config import check_secret
-from .core.choices import PluginWay
 from .errors import Unsupported
 
 # Version of csrc/rma_plugin/times.h.

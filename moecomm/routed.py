@@ -10,10 +10,10 @@ import torch
 from typing_extensions import TypeVar
 
 from moecomm import _native
-from moecomm.core.bound import Bound
-from moecomm.core.choices import Layout
-from moecomm.core.rounds import Rounds
+from moecomm.base.bound import Bound
+from moecomm.base.choices import Layout
 from moecomm.errors import BadInput
+from moecomm.rounds.rounds import Rounds
 
 # Types of the arrays of a Routed, by the options of its dispatch; see moecomm/overloads.py.
 X_co = TypeVar("X_co", covariant=True, default=torch.Tensor)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moecomm.core.choices import GateKind
-from moecomm.core.experts import experts_of
-from moecomm.core.integers import check_integer
-from moecomm.core.validation import (
+from moecomm.base.choices import GateKind
+from moecomm.base.experts import experts_of
+from moecomm.base.integers import check_integer
+from moecomm.base.validation import (
     MOST_SIZE,
     check_dense,
     check_drawn,

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from moecomm.backends import emulated_nic
-from moecomm.core.choices import BackendName
-from moecomm.core.experts import owners_of
-from moecomm.core.protocol import LAYOUTS
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.settings import Settings
+from moecomm.base.choices import BackendName
+from moecomm.base.experts import owners_of
+from moecomm.base.protocol import LAYOUTS
 from moecomm.errors import BadInput
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, random_routing
 from moecomm_bench import replay
 

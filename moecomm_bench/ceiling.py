@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm.backends import cuda_driver
-from moecomm.core.choices import BackendName
-from moecomm.core.protocol import MAX_RANKS
-from moecomm.jit.plain_kernel import launch
+from moecomm.base.choices import BackendName
+from moecomm.base.protocol import MAX_RANKS
+from moecomm.gpu import cuda_driver
+from moecomm.gpu.plain_kernel import launch
 from moecomm.tools.progress import Step, progress
 from moecomm_bench import kernels
 from moecomm_bench.clock import Call, Clock, percentiles

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm.errors import BadInput
-from moecomm.jit import plain_kernel
+from moecomm.gpu import plain_kernel
 from moecomm.tools.progress import Step, progress
 from moecomm_bench import kernels, overlap, replay
 from moecomm_bench.case import Case

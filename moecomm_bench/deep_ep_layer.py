@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moecomm.base.choices import Layout
+from moecomm.base.protocol import MAX_TOPK
 from moecomm.buffer import Buffer
 from moecomm.compat import deep_ep
-from moecomm.core.choices import Layout
-from moecomm.core.protocol import MAX_TOPK
-from moecomm.core.rendezvous import rendezvous
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput
-from moecomm.kernels import padding, routing_map
+from moecomm.gpu import padding, routing_map
+from moecomm.ranks.rendezvous import rendezvous
 from moecomm.routed import Handle
 from moecomm.tools.progress import progress
 from moecomm_bench.case import Case

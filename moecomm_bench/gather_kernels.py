@@ -14,7 +14,7 @@ import torch
 
 import moecomm
 from moecomm.fused.kernels import multiprocessors
-from moecomm.jit import loader
+from moecomm.gpu import loader
 from moecomm.window import Window
 
 SOURCE = loader.headers() / "bench" / "gather_matmul.cu"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm import config
-from moecomm.core.choices import BackendName
+from moecomm.base.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
 from moecomm.overlap.gpu import GpuExecutor
 from moecomm.overlap.kernels import MOST_RANKS

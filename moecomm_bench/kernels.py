@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from moecomm.jit import linking
-from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.gpu import linking
+from moecomm.gpu.plain_kernel import PlainKernel
 
 PIECE = 8192  # bytes of a bulk copy: kPiece, kPutPiece
 _SLOTS = 4  # of a ring: kSlots, kPutSlots

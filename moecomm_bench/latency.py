@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from moecomm import _native, config, rma_plugin
-from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Timeout
-from moecomm.jit import plain_kernel
+from moecomm.gpu import plain_kernel
+from moecomm.ranks.rendezvous import rendezvous
 from moecomm.tools.progress import progress
 from moecomm_bench import kernels, proxy_times
 from moecomm_bench.clock import percentiles

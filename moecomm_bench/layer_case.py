@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moecomm.core.choices import BackendName
-from moecomm.core.settings import Settings
+from moecomm.base.choices import BackendName
 from moecomm.errors import BadInput
+from moecomm.ranks.settings import Settings
 from moecomm.router import Model
 from moecomm_bench import replay
 

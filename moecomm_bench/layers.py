@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
-from moecomm.core.choices import Quantize
-from moecomm.core.settings import Settings
 from moecomm.fused import Fp8, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
+from moecomm.ranks.settings import Settings
 from moecomm.router import Model, random_routing
 from moecomm_bench import other_experts, replay
 from moecomm_bench.case import Traffic

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm import config
-from moecomm.core.choices import BackendName
+from moecomm.base.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.overlap.unfused import UnfusedExecutor

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
-from moecomm.core.settings import MAX_FLAT_ROWS
 from moecomm.errors import BadInput
+from moecomm.ranks.settings import MAX_FLAT_ROWS
 from moecomm.tools.options import whole, written
 
 if TYPE_CHECKING:

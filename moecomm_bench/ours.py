@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from moecomm import _native
+from moecomm.base.choices import Wire
 from moecomm.buffer import Buffer
-from moecomm.core.choices import Wire
-from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
+from moecomm.ranks.settings import Settings
 from moecomm.routed import Handle
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from moecomm_bench import overlap

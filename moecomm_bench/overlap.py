@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moecomm.backends.lsa_kernels import cluster
 from moecomm.buffer import Buffer
-from moecomm.jit import plain_kernel
+from moecomm.gpu import plain_kernel
 from moecomm_bench import kernels
 from moecomm_bench.clock import Call, Clock, device_us
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from moecomm import backends, config
-from moecomm.core.choices import BackendName
-from moecomm.core.rendezvous import rendezvous
+from moecomm.base.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
+from moecomm.ranks.rendezvous import rendezvous
 from moecomm.tools.launch import launch
 
 MOST_RANKS = 64

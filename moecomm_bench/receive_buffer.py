@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from moecomm.backends.gin import spare_signal
 from moecomm.backends.lsa import LsaSession
+from moecomm.base.arrays import window_tensor
+from moecomm.base.choices import BackendName
 from moecomm.buffer import Buffer
-from moecomm.core.arrays import window_tensor
-from moecomm.core.choices import BackendName
-from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Mismatch
+from moecomm.ranks.rendezvous import rendezvous
 
 _ROOM = 1 << 20  # additional room, for meet()
 
@@ -24,7 +24,7 @@ class ReceiveBuffer:
     Attributes:
         addresses: address of each rank's block, as mapped on this rank.
         tensor: our own block, uint8 [nbytes].
-        shim: the library for puts where load and store are not used: see moecomm.jit.linking. Otherwise empty.
+        shim: the library for puts where load and store are not used: see moecomm.gpu.linking. Otherwise empty.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, backend: BackendName, device: torch.device) -> None:

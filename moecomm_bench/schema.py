@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from typing_extensions import NotRequired, TypedDict
 
-from moecomm.core.documents import Document
+from moecomm.base.documents import Document
 
 _MOST_ROWS = 100_000
 # Names are printed in tables, where brackets are markup.

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from moecomm.jit import loader
+from moecomm.gpu import loader
 
 # Files in csrc that a part is compiled from. A digest also covers the files that these include, and name.cpp of each
 # name.h.

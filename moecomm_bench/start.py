@@ -9,9 +9,9 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from moecomm.core.protocol import MAX_RANKS
+from moecomm.base.protocol import MAX_RANKS
 from moecomm.errors import Timeout
-from moecomm.jit import plain_kernel
+from moecomm.gpu import plain_kernel
 from moecomm_bench import kernels
 from moecomm_bench.receive_buffer import ReceiveBuffer
 

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 
 TIMEOUT_S = 0.5
 LATEST_S = 0.02  # after the begin of a call, for what happens to a rank

@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import pytest
 
-from moecomm import jit
-from moecomm.jit import plain_kernel
-from moecomm.jit.cubin import lacks_descriptor
-from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.gpu import jit, plain_kernel
+from moecomm.gpu.cubin import lacks_descriptor
+from moecomm.gpu.plain_kernel import PlainKernel
 
 Kernel = PlainKernel | jit.KernelSpec
 

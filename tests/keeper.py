@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from moecomm import Routed
-from moecomm.core.protocol import LAYOUTS
-from moecomm.core.settings import Settings
+from moecomm.base.protocol import LAYOUTS
+from moecomm.ranks.settings import Settings
 from moecomm.testing import LocalBuffers, random_case
 from moecomm.testing.check import Wanted, again_call, dispatch_call
 

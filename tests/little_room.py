@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from moecomm.core.settings import Settings
 from moecomm.dispatch import chunks
+from moecomm.ranks.settings import Settings
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from moecomm.jit.cubin import executable_sections
+from moecomm.gpu.cubin import executable_sections
 from tests import compiled
 
 MODULES = ("device.test_compile", "device.test_plain_kernels", "fused.test_compute", "fused.test_schedules")

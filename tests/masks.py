@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 

@@ -13,14 +13,14 @@ import torch
 
 import moecomm
 from moecomm import _native, backends
+from moecomm.base.protocol import LAYOUTS
 from moecomm.compat.deep_ep.pool import _MORE_TOKENS
 from moecomm.compat.deep_ep.room import batched_room, room_for
-from moecomm.core.memory import WindowMemory
-from moecomm.core.protocol import LAYOUTS
-from moecomm.core.settings import Settings
 from moecomm.dispatch import finish, run
 from moecomm.errors import TooManyRows
 from moecomm.fused.publish import row_pitch
+from moecomm.ranks.settings import Settings
+from moecomm.rounds.memory import WindowMemory
 from moecomm.routed import ChunkedHandle
 from moecomm.testing.prepare import prepare_dispatch
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moecomm import errors
-from moecomm.core import failures
+from moecomm.rounds import failures
 
 KNOWN = {"rank": 2, "peer": 1, "phase": "payload", "op": "dispatch", "round": 7}
 ERRORS = [

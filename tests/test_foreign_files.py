@@ -16,7 +16,7 @@ from typer.main import get_command
 
 import moecomm
 from moecomm.errors import BadInput, MoecommError
-from moecomm.stats.publish import FORMAT
+from moecomm.observe.stats.publish import FORMAT
 from moecomm.tools import cli
 from moecomm_bench.simulate import dlrm
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.protocol import MAX_HOST_RANKS, MAX_RANKS
+from moecomm.base.protocol import MAX_HOST_RANKS, MAX_RANKS
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 from .backends.conftest import run_ranks

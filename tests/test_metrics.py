@@ -17,7 +17,7 @@ import torch
 
 import moecomm
 from moecomm import metrics
-from moecomm.core import tally
+from moecomm.rounds import tally
 
 from .backends.conftest import run_ranks
 from .live import shorten

@@ -9,7 +9,7 @@ import torch
 
 import moecomm
 from moecomm import _native
-from moecomm.core.protocol import LAYOUTS
+from moecomm.base.protocol import LAYOUTS
 from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_dispatch
 

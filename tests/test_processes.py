@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm.core import settings
-from moecomm.core.settings import Settings
 from moecomm.dispatch import reference
+from moecomm.ranks import settings
+from moecomm.ranks.settings import Settings
 
 from .conftest import Ranks
 from .few import few

@@ -9,7 +9,7 @@ import torch
 
 import moecomm
 from moecomm import nn, ops
-from moecomm.core.experts import experts_of, most_experts, owners_of
+from moecomm.base.experts import experts_of, most_experts, owners_of
 from moecomm.dispatch import reference
 from moecomm.testing import LocalBuffers, check_case, random_case
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.base.sampling import Sampling
 from moecomm.combine import verify as combine_verify
-from moecomm.core.sampling import Sampling
 from moecomm.dispatch import verify as dispatch_verify
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.testing import LocalBuffers, check_case, random_case

@@ -1,4 +1,4 @@
-// Argument structs of kernels, as tables that moecomm.jit.structs makes ctypes structs from.
+// Argument structs of kernels, as tables that moecomm.gpu.structs makes ctypes structs from.
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 

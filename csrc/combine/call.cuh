@@ -205,7 +205,7 @@ struct CombineCall {
                    : count_chunks(shared.sent[source_rank].num_tokens, shared.sent[source_rank].chunk_tokens);
     }
 
-    // True if rows go to a source rank in packets. The same rule as Packets.carry in moecomm/core/packets.py, by which the source rank
+    // True if rows go to a source rank in packets. The same rule as Packets.carry in moecomm/base/packets.py, by which the source rank
     // chooses its kernel. All ranks know its inputs: how many tokens each rank sent, and that no rank passes gradients of weights.
     MOECOMM_FN bool in_packets(i32 source_rank) const {
         if (cfg.domains() > 1 || cfg.verifies) return false;

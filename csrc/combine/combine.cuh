@@ -161,7 +161,7 @@ template <CombineConfig cfg, class Transport>
 MOECOMM_FN void combine(const CombineArgs& args) {
     constexpr i32 rings = cfg.return_forward_warps * sizeof(typename Transport::Ring);
     constexpr i32 beside = cfg.domains() > 1 ? sizeof(ScaleoutShared<cfg>) + rings + 256 : 0;
-    static_assert(sizeof(CombineShared<cfg>) + beside <= cfg.shared_bytes, "moecomm/jit/blocks.py and CombineShared disagree");
+    static_assert(sizeof(CombineShared<cfg>) + beside <= cfg.shared_bytes, "blocks.py and CombineShared disagree");
     static_assert(Transport::all_reachable == (cfg.domains() == 1), "ranks of other domains are put to, and only they");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<CombineShared<cfg>*>(memory);

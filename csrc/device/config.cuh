@@ -1,4 +1,4 @@
-// Compile-time configuration of a kernel. moecomm/jit/__init__.py writes one of these structs, with named fields, before each kernel.
+// Compile-time configuration of a kernel. moecomm/gpu/jit.py writes one of these structs, with named fields, before each kernel.
 #pragma once
 #include "../protocol/slots.h"
 
@@ -35,7 +35,7 @@ struct DispatchConfig {
     bool repeat;
     bool descriptors;  // travel in place of rows (descriptors.cuh)
     Part part;
-    // Packets of a row (moecomm/core/packets.py): bytes of the row and of its scales in each packet, and lines; no lines: no rank sends
+    // Packets of a row (moecomm/base/packets.py): bytes of the row and of its scales in each packet, and lines; no lines: no rank sends
     // packets.
     bool packets;  // this rank has few tokens and sends them in packets
     i32 packet_row_bytes, packet_scale_bytes, packet_lines;

@@ -1,4 +1,4 @@
-// The GPU's clock, for the host: see moecomm/tracing/device.py.
+// The GPU's clock, for the host: see moecomm/observe/tracing/device.py.
 #pragma once
 #include "../protocol/deadline.h"
 

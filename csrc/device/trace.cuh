@@ -1,4 +1,4 @@
-// Spans of warp roles, in kernels that are compiled with MOECOMM_TRACE (moecomm/jit/span_ring.py). In all others MOECOMM_SPAN is nothing,
+// Spans of warp roles, in kernels that are compiled with MOECOMM_TRACE (moecomm/gpu/span_ring.py). In all others MOECOMM_SPAN is nothing,
 // and there is no ring: the compiler sees the text of a kernel without spans.
 #pragma once
 
@@ -18,7 +18,7 @@ __device__ MoecommSpanRing moecomm_span_ring;
 
 namespace moecomm {
 
-// Roles of warps, and parts of kernels. moecomm/tracing/device.py has their names, in this order.
+// Roles of warps, and parts of kernels. moecomm/observe/tracing/device.py has their names, in this order.
 enum class Role : u32 {
     kernel,
     agree,

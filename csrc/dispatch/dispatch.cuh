@@ -200,7 +200,7 @@ template <DispatchConfig cfg, class Transport>
 MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     constexpr i32 rings = cfg.forward_warps * sizeof(ForwardRing<cfg>) + cfg.put_warps * sizeof(typename Transport::Ring);
     constexpr i32 beside = cfg.domains() > 1 ? rings + 128 : 0;
-    static_assert(sizeof(DispatchShared<cfg>) + beside <= cfg.shared_bytes, "moecomm/jit/blocks.py and DispatchShared disagree");
+    static_assert(sizeof(DispatchShared<cfg>) + beside <= cfg.shared_bytes, "blocks.py and DispatchShared disagree");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
     const DispatchArgs& a = shared.args;

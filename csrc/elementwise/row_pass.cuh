@@ -1,4 +1,4 @@
-// Helpers of stand-alone kernels that pass over rows once, with any number of blocks (moecomm/kernels/row_pass.py). These kernels order
+// Helpers of stand-alone kernels that pass over rows once, with any number of blocks (moecomm/gpu/row_pass.py). These kernels order
 // nothing and cannot fail.
 #pragma once
 #include "../device/copy.cuh"

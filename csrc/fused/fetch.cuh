@@ -13,8 +13,8 @@
 #include "../gemm/ring.cuh"
 #include "layer.cuh"
 
-// ptxas of CUDA 13.0 may omit the load of the memory descriptor in a kernel that is inlined into one function (moecomm/jit/cubin.py).
-// moecomm/jit/loader.py then defines MOECOMM_CALLS, which makes fetching a function call.
+// ptxas of CUDA 13.0 may omit the load of the memory descriptor in a kernel that is inlined into one function (moecomm/gpu/cubin.py).
+// moecomm/gpu/loader.py then defines MOECOMM_CALLS, which makes fetching a function call.
 #ifdef MOECOMM_CALLS
 #define MOECOMM_FETCH __device__ __noinline__
 #else

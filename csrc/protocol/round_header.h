@@ -37,7 +37,7 @@ struct RoundHeader {
     u32 op : 4;         // Op
     u32 rejected : 28;  // State::rejected: ranks that differ in it are out of step, and would pair calls that do not belong together
     u32 status;         // Argument: not none if this rank's input was bad, which makes the round invalid on every rank
-    u64 call;  // what all ranks must pass alike (layout, dtypes, alignment, row bytes), as named bit fields: moecomm/core/signature.py
+    u64 call;  // what all ranks must pass alike (layout, dtypes, alignment, row bytes), as named bit fields: moecomm/rounds/signature.py
                // packs them
     union {
         i64 bad_value;    // status is topk_idx: the first bad id

@@ -1,5 +1,5 @@
 // The NVSHMEM functions of shims.h.  The network code is in the wheel's libnvshmem_device.a, which is linked in too; the state that both
-// read is set when the kernel has been loaded (moecomm/jit/linking.py).
+// read is set when the kernel has been loaded (moecomm/gpu/linking.py).
 #include <nvshmem.h>
 #include <nvshmemx.h>
 

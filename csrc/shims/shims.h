@@ -1,6 +1,6 @@
 // The functions of NCCL's and NVSHMEM's device libraries that kernels call, without their types: device communicators, windows and
 // symmetric addresses are plain pointers and numbers.  gin.cu and nvshmem.cu define these functions; they are compiled to LTO IR when the
-// wheel is built (build.py) and linked to the kernel when it is compiled (moecomm/jit/linking.py), so that a kernel needs neither header.
+// wheel is built (build.py) and linked to the kernel when it is compiled (moecomm/gpu/linking.py), so that a kernel needs neither header.
 //
 // Callers: one thread, or, with the suffix `_warp`, all lanes of a warp together with the same arguments.
 //

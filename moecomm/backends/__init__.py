@@ -9,12 +9,12 @@ from typing import TypeVar, cast
 import torch
 
 from moecomm import _native
-from moecomm.backends.collective import NoRoom, all_or_none
-from moecomm.core.choices import BackendName
-from moecomm.core.group import Rendezvous
-from moecomm.core.peers import Peers
-from moecomm.core.session import Backend, Session
+from moecomm.base.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
+from moecomm.ranks.collective import NoRoom, all_or_none
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.peers import Peers
+from moecomm.ranks.session import Backend, Session
 
 _ON_GPUS = ("lsa", "gin", "nvshmem")  # in the order that "auto" prefers
 NAMES = (*_ON_GPUS, "host")

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from moecomm import _native, config, rma_plugin, shims
-from moecomm.backends import cuda_driver, gpu_peers, lsa, nccl_device, nic, windows
-from moecomm.backends.collective import all_or_none
+from moecomm.backends import gpu_peers, lsa, nccl_device, nic, windows
 from moecomm.backends.reach import Layout, Reach
 from moecomm.backends.windows import local, nccl
-from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
+from moecomm.gpu import cuda_driver
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Rendezvous
 
 _TYPES = {2: "proxy", 3: "gdaki", 4: "gpi"}  # ncclGinType_t
 _CONTEXTS = 4  # asked for: each has queues of its own
@@ -240,5 +241,5 @@ def open(  # noqa: A001
 
 
 def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> gpu_peers.GpuPeers:
-    """Open memory alone.  Collective: see moecomm.core.session.Backend."""
+    """Open memory alone.  Collective: see moecomm.ranks.session.Backend."""
     return gpu_peers.open_peers(ranks, nbytes, device, timeout_s, GinReach, missing())

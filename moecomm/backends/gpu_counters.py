@@ -7,8 +7,9 @@ import threading
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver, windows
+from moecomm.backends import windows
 from moecomm.backends.gpu_peers import GpuPeers
+from moecomm.gpu import cuda_driver
 
 _PEEK_S = 0.02  # for a copy of a few hundred bytes, which other work may hold up
 
@@ -19,7 +20,7 @@ def nbytes(layout: _native.WindowLayout) -> int:
 
 
 class Counters:
-    """The part of a session on GPUs that reads the counters; see moecomm.core.session.Session."""
+    """The part of a session on GPUs that reads the counters; see moecomm.ranks.session.Session."""
 
     device: torch.device
     context: _native.Context

@@ -7,16 +7,17 @@ from collections.abc import Collection
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver, quiesce, windows
+from moecomm.backends import quiesce, windows
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.backends.lsa_kernels import is_multi_domain
-from moecomm.core import failures
+from moecomm.gpu import cuda_driver
+from moecomm.rounds import failures
 
 _WORDS = CONTROL + 128  # offset in the control memory, behind what peeks and leaving use at the same time
 
 
 class Masks:
-    """The part of a session on GPUs that masks ranks; see moecomm.core.session.Maskable.
+    """The part of a session on GPUs that masks ranks; see moecomm.ranks.session.Maskable.
 
     Nothing runs in the windows: calls follow a failed round, whose kernels have ended or end, or a synchronized one.
     """

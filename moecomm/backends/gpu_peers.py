@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver, windows
-from moecomm.backends.collective import all_or_none
+from moecomm.backends import windows
 from moecomm.backends.presence import Presence
 from moecomm.backends.reach import Reach
-from moecomm.core.group import Rendezvous
 from moecomm.errors import BadInput, Unsupported
+from moecomm.gpu import cuda_driver
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Rendezvous
 
 CONTROL = 128  # bytes of the control memory that GpuPeers uses itself: FailureRecord, then the abort word
 _ABORT = 64
@@ -34,7 +35,7 @@ class Extent(NamedTuple):
 
 
 class GpuPeers:
-    """See moecomm.core.peers.Peers.  The constructor connects the ranks, and open() makes the memory; both collective.
+    """See moecomm.ranks.peers.Peers.  The constructor connects the ranks, and open() makes the memory; both collective.
 
     Args:
         ranks: of the group.
@@ -161,7 +162,7 @@ def gpu_of(device: torch.device | None, backend: str, lacking: str) -> torch.dev
 def open_peers(
     ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float, reach: type[Reach], lacking: str
 ) -> GpuPeers:
-    """Open zeroed memory of `nbytes` on every rank.  Collective: see moecomm.core.session.Backend.open_peers."""
+    """Open zeroed memory of `nbytes` on every rank.  Collective: see moecomm.ranks.session.Backend.open_peers."""
     gpu = gpu_of(device, reach.backend, lacking)
     with torch.cuda.device(gpu):
         torch.cuda.synchronize(gpu)  # makes torch create its context, which the driver calls here share

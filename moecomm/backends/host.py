@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.backends.collective import all_or_none
 from moecomm.backends.host_peers import HostPeers
 from moecomm.backends.presence import leave_exit_error
-from moecomm.core import failures, packets
-from moecomm.core.group import Rendezvous
-from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
-from moecomm.core.session import Schedule
+from moecomm.base import packets
+from moecomm.base.protocol import MAX_CHUNK, MAX_RANKS
 from moecomm.errors import BadInput, Closed
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.session import Schedule
+from moecomm.rounds import failures
 
 _RING_BYTES = 64 << 20  # of a window, for the staging ring
 
@@ -51,7 +52,7 @@ def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 
 
 class HostSession:
-    """A Session of CPU ranks; see moecomm.core.session.Session."""
+    """A Session of CPU ranks; see moecomm.ranks.session.Session."""
 
     name = "host"
     device = torch.device("cpu")
@@ -235,13 +236,13 @@ class HostSession:
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001
-    """Open a session.  Collective: see moecomm.core.session.Backend."""
+    """Open a session.  Collective: see moecomm.ranks.session.Backend."""
     _check_device(device)
     return HostSession(ranks, shape, timeout_s)
 
 
 def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> HostPeers:
-    """Open memory alone.  Collective: see moecomm.core.session.Backend."""
+    """Open memory alone.  Collective: see moecomm.ranks.session.Backend."""
     _check_device(device)
     return HostPeers(ranks, nbytes, timeout_s)
 

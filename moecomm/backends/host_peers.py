@@ -7,15 +7,15 @@ from contextlib import ExitStack
 import torch
 
 from moecomm import _native
-from moecomm.backends.collective import MappedWindow, all_or_none, map_windows
 from moecomm.backends.presence import Presence
-from moecomm.core.group import Rendezvous
+from moecomm.ranks.collective import MappedWindow, all_or_none, map_windows
+from moecomm.ranks.group import Rendezvous
 
 _ABORT = 64  # offset of the abort word in the control memory, behind the FailureRecord
 
 
 class HostPeers:
-    """See moecomm.core.peers.Peers.  Opening is collective.
+    """See moecomm.ranks.peers.Peers.  Opening is collective.
 
     Raises:
         Unsupported: there is no such memory on some rank, or it can't be passed on.

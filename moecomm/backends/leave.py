@@ -12,9 +12,9 @@ import torch
 
 from moecomm import _native
 from moecomm.backends.between_rounds import members, set_context
-from moecomm.core.protocol import ROUND_HEADER_BYTES
-from moecomm.jit import linking, plain_kernel
-from moecomm.jit.structs import fields_of
+from moecomm.base.protocol import ROUND_HEADER_BYTES
+from moecomm.gpu import linking, plain_kernel
+from moecomm.gpu.structs import fields_of
 
 WORD = 8  # bytes of a tagged word, and of a signal
 

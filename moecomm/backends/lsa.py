@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_masks, gpu_peers, leave, quiesce, windows
-from moecomm.backends.collective import all_or_none
+from moecomm.backends import emulated_nic, gpu_counters, gpu_masks, gpu_peers, leave, quiesce, windows
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
 from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain, scaleout_blocks
 from moecomm.backends.presence import leave_exit_error
 from moecomm.backends.reach import Reach
-from moecomm.core import failures, packets
-from moecomm.core.group import Rendezvous
-from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
-from moecomm.core.session import Schedule
-from moecomm.jit import plain_kernel
-from moecomm.kernels import expert_table
+from moecomm.base import packets
+from moecomm.base.protocol import MAX_BLOCKS, MAX_CHUNK
+from moecomm.gpu import cuda_driver, expert_table, plain_kernel
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.session import Schedule
+from moecomm.rounds import failures
 
 if TYPE_CHECKING:
-    from moecomm import jit
+    from moecomm.gpu import jit
 
 _CAPABILITY = (9, 0)  # bulk copies (TMA) and mbarriers
 _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
@@ -116,7 +116,7 @@ def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 
 
 class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
-    """A Session of GPUs; see moecomm.core.session.Session."""
+    """A Session of GPUs; see moecomm.ranks.session.Session."""
 
     def __init__(
         self,
@@ -378,12 +378,12 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
 def open(  # noqa: A001
     ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
 ) -> LsaSession:
-    """Open a session.  Collective: see moecomm.core.session.Backend."""
+    """Open a session.  Collective: see moecomm.ranks.session.Backend."""
     return open_session(ranks, shape, device, timeout_s, Reach, missing())
 
 
 def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> GpuPeers:
-    """Open memory alone.  Collective: see moecomm.core.session.Backend."""
+    """Open memory alone.  Collective: see moecomm.ranks.session.Backend."""
     return gpu_peers.open_peers(ranks, nbytes, device, timeout_s, Reach, missing())
 
 

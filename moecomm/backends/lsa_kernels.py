@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.core import packets
+from moecomm.base import packets
 
 if TYPE_CHECKING:
-    from moecomm import jit
+    from moecomm.gpu import jit
 
 _FLAT, _EXPERT, _FP32 = 0, 1, 2
 _BYTES = (2, 2, 4)  # of a Type of csrc/protocol/args.h that is combined
@@ -36,8 +36,7 @@ class Kernels:
 
     def compile_for(self, shape: _native.Shape) -> int:
         """Compile the kernels that were asked for, as ranks of another shape will ask for them; return their number."""
-        from moecomm import jit
-        from moecomm.jit import loader
+        from moecomm.gpu import jit, loader
 
         arch = loader.architecture(torch.cuda.get_device_capability(self._device))
         specs = {self._here(asked.in_shape(shape)) for asked in self._asked}
@@ -46,13 +45,13 @@ class Kernels:
         return len(specs)
 
     def _load(self, asked: _Asked) -> jit.Kernel:
-        from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
+        from moecomm.gpu import jit  # looked up when a kernel is wanted: it brings cuda.core
 
         self._asked.add(asked)
         return jit.load(self._here(asked.spec), self._device)
 
     def _here(self, spec: jit.KernelSpec) -> jit.KernelSpec:
-        from moecomm.jit import span_ring
+        from moecomm.gpu import span_ring
 
         if spec.transport != "lsa" and self._transport != "lsa":
             spec = replace(spec, transport=self._transport)
@@ -81,7 +80,7 @@ class _Asked(NamedTuple):
 
 def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
     """Return the configuration of the dispatch kernel for these arguments."""
-    from moecomm import jit
+    from moecomm.gpu import jit
 
     shape = args.ctx.shape
     spec = jit.KernelSpec(
@@ -111,7 +110,7 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
 
     Expert and batched rows are added up alike.  Flat rows have no weights and travel unchanged inside a domain.
     """
-    from moecomm import jit
+    from moecomm.gpu import jit
 
     shape, flat = args.ctx.shape, args.layout == _FLAT
     spec = jit.KernelSpec(
@@ -157,7 +156,7 @@ def _fit_packets(spec: jit.KernelSpec, num_tokens: int, shape: _native.Shape) ->
 
     The ranks that send rows back decide by the same rule, CombineCall::in_packets in csrc/combine/call.cuh.
     """
-    from moecomm import jit
+    from moecomm.gpu import jit
 
     if spec.op == "dispatch":
         packet = jit.packets_of(spec)

@@ -6,11 +6,11 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import gpu_peers, lsa, nvshmem_runtime, windows
-from moecomm.backends.collective import all_or_none
 from moecomm.backends.reach import Layout, Reach
 from moecomm.backends.windows import local
-from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Rendezvous
 
 ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.direct_bytes
 
@@ -83,5 +83,5 @@ def open(  # noqa: A001
 
 
 def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> gpu_peers.GpuPeers:
-    """Open memory alone.  Collective: see moecomm.core.session.Backend."""
+    """Open memory alone.  Collective: see moecomm.ranks.session.Backend."""
     return gpu_peers.open_peers(ranks, nbytes, device, timeout_s, NvshmemReach, missing())

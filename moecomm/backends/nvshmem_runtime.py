@@ -16,11 +16,11 @@ import torch
 
 from moecomm import config
 from moecomm.backends import nic
-from moecomm.backends.collective import all_or_none
-from moecomm.backends.cuda_driver import no_room, wheel_suffix
-from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
-from moecomm.jit import linking
+from moecomm.gpu import linking
+from moecomm.gpu.cuda_driver import no_room, wheel_suffix
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Rendezvous
 
 _OLDEST = (3, 4, 5)
 _ALIGNMENT = 512

@@ -8,12 +8,12 @@ import time
 from contextlib import ExitStack
 
 from moecomm import _native
-from moecomm.backends.collective import MappedWindow, all_or_none, map_windows, share_descriptor
-from moecomm.core.flight import shown
-from moecomm.core.group import Rendezvous
-from moecomm.core.pages import LEFT, PAGE_BYTES, Pages
-from moecomm.core.processes import exit_error, pid_namespace, pidfd
+from moecomm.base.processes import exit_error, pid_namespace, pidfd
 from moecomm.errors import Unsupported
+from moecomm.ranks.collective import MappedWindow, all_or_none, map_windows, share_descriptor
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.pages import LEFT, PAGE_BYTES, Pages
+from moecomm.rounds.flight import shown
 
 log = logging.getLogger("moecomm")
 _NAP_S = 1e-3

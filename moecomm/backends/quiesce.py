@@ -9,10 +9,9 @@ from collections.abc import Collection
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver
 from moecomm.backends.between_rounds import members, set_context
-from moecomm.jit import linking, plain_kernel
-from moecomm.jit.structs import fields_of
+from moecomm.gpu import cuda_driver, linking, plain_kernel
+from moecomm.gpu.structs import fields_of
 
 NBYTES = 8  # of what the kernel reports
 _THREADS = 512  # at least one a rank

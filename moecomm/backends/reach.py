@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from moecomm.backends import windows
-from moecomm.core.group import Rendezvous
+from moecomm.ranks.group import Rendezvous
 
 
 class Layout(Protocol):
@@ -41,7 +41,7 @@ class Reach:
         backend: its name.
         near: whether every GPU must load from and store to every other; a class attribute, known before one is made.
         domain_ranks: neighbouring ranks that do: Shape.domain_ranks; 0: all.
-        transport: how kernels of rounds reach their peers: see moecomm.jit.linking.
+        transport: how kernels of rounds reach their peers: see moecomm.gpu.linking.
         shim: what kernels that put are linked with, whether rounds have such or not; empty: nothing puts.
         link: Context.link, once the window is open.
         linger_s: how long a session that closes waits for the others to close.

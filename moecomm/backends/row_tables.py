@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from moecomm import _native
-from moecomm.backends.collective import MappedWindow, all_or_none, map_windows
-from moecomm.core.group import Rendezvous
+from moecomm.ranks.collective import MappedWindow, all_or_none, map_windows
+from moecomm.ranks.group import Rendezvous
 
 
 class RowTables:

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
+from moecomm.base.arrays import note_written, refuse_gradients, window_tensor
+from moecomm.base.protocol import DTYPES
+from moecomm.base.validation import check_dtype
 from moecomm.combine import chunks, verify
 from moecomm.combine.arguments import check
 from moecomm.combine.options import Key, Options
 from moecomm.combine.plan import Combining, Plan
-from moecomm.core.arrays import note_written, refuse_gradients, window_tensor
-from moecomm.core.plans import check_hashable
-from moecomm.core.protocol import DTYPES
-from moecomm.core.rounds import Rounds
-from moecomm.core.state import SeveralRounds, collective
-from moecomm.core.validation import check_dtype
 from moecomm.dispatch.arguments import check_handle
 from moecomm.errors import BadInput
+from moecomm.rounds.plans import check_hashable
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.state import SeveralRounds, collective
 from moecomm.routed import ChunkedHandle, Handle, has_arrived
 
 __all__ = ["Combining", "Options", "Plan", "combine", "empty", "finish", "launch", "prepare", "run", "stages"]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from moecomm import _native
+from moecomm.base.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
+from moecomm.base.protocol import DTYPES, MOST_WEIGHTS
 from moecomm.combine.options import Options, check_options
-from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
-from moecomm.core.protocol import DTYPES, MOST_WEIGHTS
-from moecomm.core.rounds import Rounds
 from moecomm.errors import BadInput, Unsupported
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from moecomm.core.choices import Layout, Wire
-from moecomm.core.validation import check_flag
+from moecomm.base.choices import Layout, Wire
+from moecomm.base.validation import check_flag
 from moecomm.dispatch.options import check_num_sms
 from moecomm.errors import BadInput
 

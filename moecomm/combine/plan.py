@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from moecomm import _native
+from moecomm.base import packets
+from moecomm.base.arrays import window_tensor
+from moecomm.base.protocol import DTYPES, LAYOUTS
 from moecomm.combine.arguments import Tensors
 from moecomm.combine.options import Key, wire_dtype
-from moecomm.core import packets, signature
-from moecomm.core.arrays import window_tensor
-from moecomm.core.protocol import DTYPES, LAYOUTS
-from moecomm.core.rounds import Rounds
 from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput
+from moecomm.rounds import signature
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle
 
 

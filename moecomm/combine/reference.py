@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from moecomm.base.choices import Wire
 from moecomm.combine.options import wire_dtype
-from moecomm.core.choices import Wire
 from moecomm.dispatch.reference import Arrived
 
 

@@ -2,7 +2,7 @@
 
 A rank hashes each row that it stores for another rank to add up, and that rank hashes it again as it adds it.  Hashes
 lie in memory outside of the windows.  A dispatch of one token then tells all ranks what was found: see
-moecomm/core/corruption.py.
+moecomm/rounds/corruption.py.
 
 On CPUs the executor compares the hashes (csrc/host/row_checks.h).  On GPUs the source rank of a token sends what it has
 found back to the ranks that have rows of it, by the handle, and these compare (csrc/combine/row_hash.cuh).  Nothing
@@ -18,13 +18,13 @@ import torch
 
 from moecomm.backends.host import HostSession
 from moecomm.backends.lsa_kernels import reads_in_place
+from moecomm.base.sampling import RowTables, hash_words
 from moecomm.combine.plan import Combining
-from moecomm.core import corruption
-from moecomm.core.rounds import Rounds
-from moecomm.core.sampling import RowTables, hash_words
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
 from moecomm.dispatch.verify import Verdict, failed, table_of_rows
+from moecomm.rounds import corruption
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
-from moecomm.core.validation import check_flag
+from moecomm.base.validation import check_flag
 from moecomm.errors import Unsupported
 
 __all__ = ["install_as_deep_ep", "install_as_nixl_ep"]

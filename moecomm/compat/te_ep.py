@@ -21,16 +21,16 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moecomm import combine as combining
+from moecomm.base.bound import Bound
+from moecomm.base.integers import check_alignment, check_integer
+from moecomm.base.validation import MOST_SIZE, check_flags
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of
-from moecomm.core.bound import Bound
-from moecomm.core.integers import check_alignment, check_integer
-from moecomm.core.state import CollectiveCall
-from moecomm.core.validation import MOST_SIZE, check_flags
 from moecomm.dispatch import Options, dispatch
 from moecomm.errors import BadInput, Unsupported
-from moecomm.kernels import padding
+from moecomm.gpu import padding
+from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import Handle
 
 __all__ = [

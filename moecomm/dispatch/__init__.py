@@ -10,16 +10,16 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import refuse_gradients, window_tensor
-from moecomm.core.rounds import Rounds
-from moecomm.core.state import SeveralRounds, collective
-from moecomm.core.validation import check_flag
+from moecomm.base.arrays import refuse_gradients, window_tensor
+from moecomm.base.validation import check_flag
 from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Gradients, Key, Options, check_options, check_overflow
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.state import SeveralRounds, collective
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 
 __all__ = [

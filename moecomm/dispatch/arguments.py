@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import as_tensor, check_rows, check_tensor
-from moecomm.core.integers import check_integer
-from moecomm.core.protocol import QUANT_GROUP
-from moecomm.core.rounds import Rounds
+from moecomm.base.arrays import as_tensor, check_rows, check_tensor
+from moecomm.base.integers import check_integer
+from moecomm.base.protocol import QUANT_GROUP
 from moecomm.dispatch.options import Options, check_options
 from moecomm.errors import BadInput, Closed
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle
 
 SCALE_TYPES = (torch.float32, torch.int32, torch.uint8, torch.int16, torch.float8_e8m0fnu)

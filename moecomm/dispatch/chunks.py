@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import window_tensor
-from moecomm.core.choices import Layout
-from moecomm.core.rounds import Rounds
+from moecomm.base.arrays import window_tensor
+from moecomm.base.choices import Layout
 from moecomm.dispatch.options import Options
 from moecomm.dispatch.outputs import ByName, as_bytes
 from moecomm.dispatch.parts import in_parts
 from moecomm.dispatch.tables import in_window, over, tables_of
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Chunk, ChunkedHandle, DispatchPlan, Handle, Routed
 
 _BY_ROW = ("x", "scales", "topk_idx", "topk_weights", "row_weights")

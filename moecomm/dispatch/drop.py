@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from moecomm.core.arrays import as_tensor
-from moecomm.core.choices import Layout
-from moecomm.core.experts import owners_of
-from moecomm.core.protocol import DROPPED
-from moecomm.core.rounds import Rounds
-from moecomm.core.settings import Settings
+from moecomm.base.arrays import as_tensor
+from moecomm.base.choices import Layout
+from moecomm.base.experts import owners_of
+from moecomm.base.protocol import DROPPED
 from moecomm.dispatch.arguments import check_routing
+from moecomm.ranks.settings import Settings
+from moecomm.rounds.rounds import Rounds
 
 
 def drop_checked(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moecomm.core.rounds import Rounds
+from moecomm.rounds.rounds import Rounds
 
 Observer = Callable[[Rounds, Any, Any], None]  # rounds, topk_idx, topk_weights
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple, TypedDict, get_args
 
-from moecomm.core.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
-from moecomm.core.integers import check_alignment, is_integer
-from moecomm.core.protocol import LAYOUTS, SCALE_FORMATS
-from moecomm.core.signature import DISPATCHES
-from moecomm.core.validation import check_flag, check_name
+from moecomm.base.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
+from moecomm.base.integers import check_alignment, is_integer
+from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS
+from moecomm.base.validation import check_flag, check_name
 from moecomm.errors import BadInput
+from moecomm.rounds.signature import DISPATCHES
 
 SCALE_LAYOUTS = get_args(ScaleLayout)
 OVERFLOWS = get_args(Overflow)

@@ -1,6 +1,6 @@
 """The tensors of a Routed: views of the window memory that a dispatch has filled, or copies outside of the window.
 
-Outputs whose blocks do not stay (moecomm/core/memory.py) are copied out before the call returns, on the stream of the
+Outputs whose blocks do not stay (moecomm/rounds/memory.py) are copied out before the call returns, on the stream of the
 round.  Peers do not access the outputs of a round that has ended, so each rank decides alone.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import window_tensor
-from moecomm.core.rounds import Rounds
+from moecomm.base.arrays import window_tensor
 from moecomm.dispatch.tables import begin, moved, table, tables_of
-from moecomm.kernels import used_rows
+from moecomm.gpu import used_rows
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import DispatchPlan, Routed
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.core import signature
-from moecomm.core.integers import is_integer
-from moecomm.core.protocol import DESCRIPTOR_BYTES, LAYOUTS, SCALE_FORMATS, TYPES
-from moecomm.core.rounds import Rounds
+from moecomm.base.integers import is_integer
+from moecomm.base.protocol import DESCRIPTOR_BYTES, LAYOUTS, SCALE_FORMATS, TYPES
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype
 from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key
-from moecomm.kernels import used_rows
+from moecomm.gpu import used_rows
+from moecomm.rounds import signature
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import BEGIN, END, WHOLE, Handle, Routed
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 
 GROUP = 128  # columns that share a scale
 E4M3_MAX = 448.0

@@ -8,11 +8,11 @@ from typing import cast
 import torch
 
 from moecomm import _native
-from moecomm.core import signature
-from moecomm.core.arrays import window_tensor
-from moecomm.core.choices import Layout
-from moecomm.core.protocol import LAYOUTS, TYPES
-from moecomm.core.rounds import Rounds
+from moecomm.base.arrays import window_tensor
+from moecomm.base.choices import Layout
+from moecomm.base.protocol import LAYOUTS, TYPES
+from moecomm.rounds import signature
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle
 
 _WORDS = 2  # int64 of a row, unless more are asked for; they travel as float32, of which only the bits count

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import window_tensor
+from moecomm.base.arrays import window_tensor
 from moecomm.routed import Handle, Routed
 
 _OF_ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src", "forwarded")

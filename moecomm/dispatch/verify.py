@@ -2,7 +2,7 @@
 
 The source rank hashes each row as it travels.  The hashes follow in a dispatch of their own, by the same handle, as
 rows of 16 bytes.  The destination hashes the rows that arrived, and compares.  A last dispatch, of one token, tells all
-ranks what was found: see moecomm/core/corruption.py.  Nothing waits for a GPU, and a graph can capture it all.
+ranks what was found: see moecomm/rounds/corruption.py.  Nothing waits for a GPU, and a graph can capture it all.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.core import corruption
-from moecomm.core.arrays import as_tensor
-from moecomm.core.rounds import Rounds
+from moecomm.base.arrays import as_tensor
 from moecomm.dispatch import outputs, reference
 from moecomm.dispatch.options import Options
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
 from moecomm.dispatch.tables import table
+from moecomm.rounds import corruption
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle, Routed
 
 

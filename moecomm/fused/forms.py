@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from moecomm import tuning
-from moecomm.core.group import Rendezvous
-from moecomm.core.settings import Settings
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.settings import Settings
 
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 

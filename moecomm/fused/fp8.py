@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.core.arrays import as_tensor
-from moecomm.core.protocol import DTYPES
-from moecomm.core.validation import check_dense
+from moecomm.base.arrays import as_tensor
+from moecomm.base.protocol import DTYPES
+from moecomm.base.validation import check_dense
 from moecomm.dispatch.reference import E4M3_MAX, GROUP
 from moecomm.errors import BadInput
 

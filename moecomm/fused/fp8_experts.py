@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.core.arrays import check_tensor
-from moecomm.core.rounds import Rounds
+from moecomm.base.arrays import check_tensor
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.gemm import grouped_gemm, multiply
 from moecomm.fused.operands import Operands, unfit
+from moecomm.rounds.rounds import Rounds
 
 if TYPE_CHECKING:
     pass

@@ -9,10 +9,9 @@ from typing import Any, Literal, overload
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver
-from moecomm.core.arrays import note_written
-from moecomm.core.choices import Activation, Quantize
-from moecomm.core.integers import check_integer
+from moecomm.base.arrays import note_written
+from moecomm.base.choices import Activation, Quantize
+from moecomm.base.integers import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8, Operand
@@ -20,7 +19,8 @@ from moecomm.fused.operands import Operands, check_counts, check_operands, resul
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.fused.weights import GRANULARITY
-from moecomm.jit.plain_kernel import enqueue
+from moecomm.gpu import cuda_driver
+from moecomm.gpu.plain_kernel import enqueue
 
 
 @overload

@@ -10,7 +10,7 @@ import torch
 
 from moecomm import _native
 from moecomm.fused.schedules import Schedule
-from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.gpu.plain_kernel import PlainKernel
 
 _CONSTANTS = _native.fused_constants()
 THREADS, MOST_GROUPS = _CONSTANTS["gemm_threads"], _CONSTANTS["most_groups"]

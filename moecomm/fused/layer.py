@@ -12,11 +12,9 @@ import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
-from moecomm.core.arrays import as_tensor, check_tensor, note_written, refuse_gradients
-from moecomm.core.choices import Overflow, Quantize
-from moecomm.core.rounds import Rounds
-from moecomm.core.state import SeveralRounds, collective
-from moecomm.core.validation import check_flags, check_name
+from moecomm.base.arrays import as_tensor, check_tensor, note_written, refuse_gradients
+from moecomm.base.choices import Overflow, Quantize
+from moecomm.base.validation import check_flags, check_name
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.drop import drop_checked
@@ -31,6 +29,8 @@ from moecomm.fused.operands import Operands
 from moecomm.fused.options import Options
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.weights import deinterleave
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.state import SeveralRounds, collective
 from moecomm.routed import Routed
 
 log = logging.getLogger("moecomm")

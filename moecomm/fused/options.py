@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-from moecomm.core.choices import Activation, Overflow, Wire
+from moecomm.base.choices import Activation, Overflow, Wire
 
 
 class Options(NamedTuple):

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from moecomm import combine, dispatch
-from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
-from moecomm.core.rounds import Rounds
-from moecomm.core.spans import span
+from moecomm.base.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.arguments import check_routing
 from moecomm.fused import compute, gemm
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.plan import layer_plan
 from moecomm.fused.structs import GemmArgs, LayerArgs
-from moecomm.jit.plain_kernel import PlainKernel, enqueue, load
+from moecomm.gpu.plain_kernel import PlainKernel, enqueue, load
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.spans import span
 from moecomm.routed import Routed
 
 _Weights = tuple[torch.Tensor, torch.Tensor | None]  # values, and scales of those in FP8

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 
 from moecomm import tuning
-from moecomm.core.settings import Settings
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import compute, gemm, kernels, schedules
 from moecomm.fused.publish import publish_kernel, row_pitch
 from moecomm.fused.reduce import reduce_kernel
 from moecomm.fused.schedules import Schedule
-from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.gpu.plain_kernel import PlainKernel
+from moecomm.ranks.settings import Settings
 
 _LINE = 128  # bytes of a cache line
 # Parts of the scratch memory begin at multiples of it, as tensors of torch do on GPUs.  No cache line is of two parts:

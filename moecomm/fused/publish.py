@@ -8,7 +8,7 @@ import torch
 
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused.kernels import FP8, LEAST_COUNTED, NAMES, PUBLISH_THREADS
-from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.gpu.plain_kernel import PlainKernel
 
 
 def row_pitch(dtype: torch.dtype, hidden: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from moecomm.jit.structs import fields_of
+from moecomm.gpu.structs import fields_of
 
 
 class TensorMap(ctypes.Structure):

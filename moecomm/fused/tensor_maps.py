@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from moecomm.backends import cuda_driver
 from moecomm.fused.structs import TensorMap
+from moecomm.gpu import cuda_driver
 
 _TYPES = {
     torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",

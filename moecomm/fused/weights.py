@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.core.validation import check_dense
+from moecomm.base.validation import check_dense
 from moecomm.errors import BadInput
 from moecomm.router import drawn
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import flashinfer
 import torch
 
+from moecomm.base.choices import BackendName, OnTimeout
 from moecomm.buffer import Buffer
-from moecomm.core.choices import BackendName, OnTimeout
 from moecomm.errors import BadInput, Closed, Unsupported
 from moecomm.integrations.flashinfer_masks import MaskedRanks, active_ranks
 from moecomm.ops.counted import counted

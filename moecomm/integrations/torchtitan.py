@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import ops
+from moecomm.base.choices import BackendName
 from moecomm.buffer import Buffer
-from moecomm.core.choices import BackendName
 from moecomm.errors import BadInput, Unsupported
 from moecomm.nn.buffers import shared_buffer
 

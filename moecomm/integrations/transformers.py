@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from moecomm import ops
+from moecomm.base.choices import BackendName
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
-from moecomm.core.choices import BackendName
-from moecomm.core.opening import gather
-from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Mismatch, Unsupported
 from moecomm.nn.buffers import shared_buffer
 from moecomm.ops.rounds import wanted_gradients
+from moecomm.ranks.opening import gather
+from moecomm.ranks.rendezvous import rendezvous
 
 try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface

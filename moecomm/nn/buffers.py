@@ -9,10 +9,10 @@ from collections.abc import Hashable
 from typing import Any
 
 from moecomm.buffer import Buffer
-from moecomm.core.opening import opening
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.signature import LAYERS
 from moecomm.errors import BadInput
+from moecomm.ranks.opening import opening
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.rounds.signature import LAYERS
 
 _lock = threading.Lock()
 

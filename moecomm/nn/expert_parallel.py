@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from moecomm import backends, ops
-from moecomm.buffer import Buffer
-from moecomm.core.choices import BackendName, GateKind, Overflow, Wire, is_exact
-from moecomm.core.experts import experts_of
-from moecomm.core.group import Group
-from moecomm.core.protocol import DTYPES
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.validation import (
+from moecomm.base.choices import BackendName, GateKind, Overflow, Wire, is_exact
+from moecomm.base.experts import experts_of
+from moecomm.base.protocol import DTYPES
+from moecomm.base.validation import (
     check_dense,
     check_drawn,
     check_dtype,
@@ -23,6 +20,7 @@ from moecomm.core.validation import (
     check_same_device,
     check_sizes,
 )
+from moecomm.buffer import Buffer
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import check_overflow
 from moecomm.errors import BadInput
@@ -32,6 +30,8 @@ from moecomm.nn.gate import Gate
 from moecomm.nn.shard import refuse_pickle
 from moecomm.ops.counted import counted
 from moecomm.ops.rounds import rows_of
+from moecomm.ranks.group import Group
+from moecomm.ranks.rendezvous import rendezvous
 from moecomm.router import Gating
 
 
@@ -75,7 +75,7 @@ class ExpertParallel(torch.nn.Module):
         BadInput: invalid sizes, or sizes that differ from those of `buffer`.
     """
 
-    _makes_rounds = True  # see moecomm.core.layers
+    _makes_rounds = True  # see moecomm.base.layers
 
     def __init__(
         self,

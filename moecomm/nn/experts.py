@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from moecomm.core.validation import MOST_SIZE, check_dense, check_drawn, check_same_device, check_sizes
+from moecomm.base.validation import MOST_SIZE, check_dense, check_drawn, check_same_device, check_sizes
 from moecomm.errors import BadInput
 from moecomm.fused.weights import expert_weights
 from moecomm.nn import training

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moecomm.core.validation import check_dense, check_drawn, check_flag, check_same_device
+from moecomm.base.validation import check_dense, check_drawn, check_flag, check_same_device
 from moecomm.errors import BadInput
 from moecomm.router import Gating, gate_weight
 

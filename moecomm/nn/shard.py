@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.core.experts import experts_of
-from moecomm.core.group import Group
-from moecomm.core.integers import check_integer
-from moecomm.core.membership import Survivors
-from moecomm.core.rendezvous import ProcessGroup, rendezvous
+from moecomm.base.experts import experts_of
+from moecomm.base.integers import check_integer
 from moecomm.errors import BadInput, Unsupported
+from moecomm.membership.membership import Survivors
+from moecomm.ranks.group import Group
+from moecomm.ranks.rendezvous import ProcessGroup, rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.core.experts import experts_of
-from moecomm.core.integers import check_integer, is_integer
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.validation import check_dense
+from moecomm.base.experts import experts_of
+from moecomm.base.integers import check_integer, is_integer
+from moecomm.base.validation import check_dense
 from moecomm.errors import BadInput
 from moecomm.nn.experts import EXTRA_STATE
 from moecomm.nn.shard import is_dtensor, local_of
+from moecomm.ranks.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from moecomm.core.rendezvous import ProcessGroup
-from moecomm.core.validation import check_flag, check_real
+from moecomm.base.validation import check_flag, check_real
 from moecomm.errors import BadInput
 from moecomm.nn.shard import ExpertShard, is_dtensor
+from moecomm.ranks.rendezvous import ProcessGroup
 
 _AVERAGED_OVER = "averaged_over"  # attribute of experts in a DistributedDataParallel: its number of ranks
 _lock = threading.Lock()

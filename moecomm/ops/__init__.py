@@ -28,15 +28,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm.base import shown, tangents
+from moecomm.base.arrays import as_tensor
+from moecomm.base.choices import Activation, Layout, Overflow, Wire, is_exact
+from moecomm.base.integers import check_alignment, check_integer
+from moecomm.base.protocol import LAYOUTS
+from moecomm.base.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.buffer import Buffer
-from moecomm.core import names, shown, tangents
-from moecomm.core.arrays import as_tensor
-from moecomm.core.choices import Activation, Layout, Overflow, Wire, is_exact
-from moecomm.core.integers import check_alignment, check_integer
-from moecomm.core.protocol import LAYOUTS
-from moecomm.core.signature import LAYERS
-from moecomm.core.state import SeveralRounds
-from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import Gradients, check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows
@@ -47,6 +45,9 @@ from moecomm.ops import layer as whole_layer
 from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle, deep_copied
+from moecomm.rounds import names
+from moecomm.rounds.signature import LAYERS
+from moecomm.rounds.state import SeveralRounds
 
 __all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
 

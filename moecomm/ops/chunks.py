@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.core import names, shown
-from moecomm.core.choices import Layout
+from moecomm.base import shown
+from moecomm.base.choices import Layout
 from moecomm.dispatch.chunks import group_of_rows, placed
 from moecomm.dispatch.parts import in_parts
 from moecomm.ops import handles
 from moecomm.ops.handles import Handle
+from moecomm.rounds import names
 
 
 class Arrived(NamedTuple):

@@ -6,10 +6,9 @@ import ctypes
 
 import torch
 
-from moecomm.core import tangents
-from moecomm.jit import plain_kernel
-from moecomm.jit.structs import fields_of
-from moecomm.kernels import row_pass
+from moecomm.base import tangents
+from moecomm.gpu import plain_kernel, row_pass
+from moecomm.gpu.structs import fields_of
 from moecomm.ops.rounds import rows_of
 
 

@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from moecomm.core import names
-from moecomm.core.state import CollectiveCall, RoundState
+from moecomm.rounds import names
+from moecomm.rounds.state import CollectiveCall, RoundState
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

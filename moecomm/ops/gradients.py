@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from moecomm.core import names
 from moecomm.errors import Unsupported
 from moecomm.ops import layer, rounds
 from moecomm.ops.combine_gradients import combine_gradients
+from moecomm.rounds import names
 
 
 def _of_round(ctx: Any) -> tuple[str, str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
-from moecomm.core import tangents
+from moecomm.base import tangents
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from moecomm import _native
-from moecomm.core import names, shown
-from moecomm.core.arrays import check_memory
-from moecomm.core.choices import Layout
-from moecomm.core.protocol import LAYOUTS
-from moecomm.core.state import CollectiveCall
+from moecomm.base import shown
+from moecomm.base.arrays import check_memory
+from moecomm.base.choices import Layout
+from moecomm.base.protocol import LAYOUTS
 from moecomm.dispatch.tables import begin, moved
 from moecomm.errors import BadInput, Unsupported
+from moecomm.rounds import names
+from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import Handle as NativeHandle
 
 if TYPE_CHECKING:
-    from moecomm.core.rounds import Rounds
+    from moecomm.rounds.rounds import Rounds
     from moecomm.routed import DispatchPlan, Routed
 
 _Tuple = TypeVar("_Tuple", bound="NamedTuple")

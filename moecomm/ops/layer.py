@@ -13,9 +13,8 @@ from typing import cast
 
 import torch
 
-from moecomm.core import names, tangents
-from moecomm.core.choices import Activation, Overflow
-from moecomm.core.state import CollectiveCall, SeveralRounds
+from moecomm.base import tangents
+from moecomm.base.choices import Activation, Overflow
 from moecomm.dispatch import observers
 from moecomm.dispatch.options import Gradients
 from moecomm.dispatch.parts import in_parts
@@ -25,6 +24,8 @@ from moecomm.fused.options import Options
 from moecomm.fused.weights import GRANULARITY
 from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
+from moecomm.rounds import names
+from moecomm.rounds.state import CollectiveCall, SeveralRounds
 
 _ROWS = ("expert", 1)  # layout, expert_alignment
 _BACKWARD = "backward of moe"

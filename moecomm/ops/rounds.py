@@ -10,21 +10,22 @@ from typing import Any, cast
 
 import torch
 
+from moecomm.base import tangents
+from moecomm.base.arrays import check_memory, window_tensor
+from moecomm.base.choices import Layout
 from moecomm.combine import combine as run_combine
 from moecomm.combine import options as combine_options
-from moecomm.core import names, tangents
-from moecomm.core.arrays import check_memory, window_tensor
-from moecomm.core.choices import Layout
-from moecomm.core.rounds import Rounds
-from moecomm.core.state import CollectiveCall
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.dispatch import options as dispatch_options
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.tables import tables_of
 from moecomm.errors import BadInput
-from moecomm.kernels import padding
+from moecomm.gpu import padding
 from moecomm.ops import handles
 from moecomm.ops.tidy import About, tidied
+from moecomm.rounds import names
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import Handle as NativeHandle
 
 

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm.jit import plain_kernel
-from moecomm.jit.structs import fields_of
-from moecomm.kernels import row_pass
+from moecomm.gpu import plain_kernel, row_pass
+from moecomm.gpu.structs import fields_of
 from moecomm.ops.rounds import rows_of
 
 

@@ -35,9 +35,9 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
-from moecomm.core import tangents
-from moecomm.core.arrays import as_tensor
-from moecomm.core.validation import check_flag, check_same_device
+from moecomm.base import tangents
+from moecomm.base.arrays import as_tensor
+from moecomm.base.validation import check_flag, check_same_device
 from moecomm.fused.fp8 import Fp8, Operand, as_operand
 from moecomm.overlap import gradients, operators
 from moecomm.overlap.workspace import Workspace, counted, name_of

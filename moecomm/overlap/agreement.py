@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.core.protocol import DTYPES
+from moecomm.base.protocol import DTYPES
 from moecomm.errors import Mismatch, OutOfStep
 from moecomm.overlap.sizes import FP8, Sizes
 from moecomm.window import Window

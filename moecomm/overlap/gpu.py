@@ -14,12 +14,11 @@ import ctypes
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.kernels import multiprocessors
 from moecomm.fused.schedules import block_columns
-from moecomm.jit import plain_kernel
+from moecomm.gpu import cuda_driver, plain_kernel
 from moecomm.overlap import kernels
 from moecomm.overlap.gpu_products import (
     band_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from moecomm.fused.structs import GemmArgs, TensorMap
-from moecomm.jit.structs import fields_of
+from moecomm.gpu.structs import fields_of
 from moecomm.window.gpu_calls import Handle
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from moecomm.core import tangents
-from moecomm.core.arrays import check_memory
+from moecomm.base import tangents
+from moecomm.base.arrays import check_memory
 from moecomm.errors import BadInput
 from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import sizes

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from moecomm.core.bound import Bound
-from moecomm.core.choices import BackendName
+from moecomm.base.bound import Bound
+from moecomm.base.choices import BackendName
 from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep
 from moecomm.overlap import agreement
 from moecomm.overlap.executors import Executors, GpuExecutors, HostExecutors

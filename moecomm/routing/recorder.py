@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 import moecomm
+from moecomm.base.arrays import as_tensor, check_tensor
+from moecomm.base.integers import check_integer
+from moecomm.base.layers import is_compiled
+from moecomm.base.validation import MOST_SIZE, check_flag
 from moecomm.buffer import Buffer
-from moecomm.core.arrays import as_tensor, check_tensor
-from moecomm.core.integers import check_integer
-from moecomm.core.layers import is_compiled
-from moecomm.core.rounds import Rounds
-from moecomm.core.validation import MOST_SIZE, check_flag
 from moecomm.dispatch import observers
 from moecomm.errors import BadInput
+from moecomm.rounds.rounds import Rounds
 from moecomm.router import MODELS
 from moecomm.routing.recorded import Recorded
 from moecomm.routing.tape import Tape

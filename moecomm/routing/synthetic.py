@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import moecomm
-from moecomm.core.integers import check_integer
-from moecomm.core.validation import check_name, check_real
+from moecomm.base.integers import check_integer
+from moecomm.base.validation import check_name, check_real
 from moecomm.router import MODELS
 from moecomm.routing.recorded import SYNTHETIC, Recorded, id_dtype
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm.core.rounds import Rounds
 from moecomm.errors import Unsupported
+from moecomm.rounds.rounds import Rounds
 from moecomm.routing.recorded import id_dtype
 
 _PIECE = 4 << 20  # bytes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from moecomm.core.documents import opened
+from moecomm.base.documents import opened
 from moecomm.errors import BadInput
 
 Arrays = dict[str, npt.NDArray[Any]]

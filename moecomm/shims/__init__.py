@@ -1,7 +1,7 @@
 """The device shims of the gin and nvshmem backends: where they are, or why they are missing.
 
 They are csrc/shims/*.cu, compiled to LTO IR by moecomm.shims.build, which building a wheel runs, and kept in this
-folder.  moecomm.jit.linking links them to kernels.
+folder.  moecomm.gpu.linking links them to kernels.
 """
 
 from __future__ import annotations

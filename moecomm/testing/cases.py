@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from moecomm.core.choices import Wire
-from moecomm.core.experts import experts_of
+from moecomm.base.choices import Wire
+from moecomm.base.experts import experts_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 from moecomm.dispatch.reference import quantize
 from moecomm.fused import Fp8, deinterleave, interleave, quantize_weights
 from moecomm.testing import bounds

@@ -13,9 +13,9 @@ import torch
 from moecomm import _native, combine, dispatch
 from moecomm.buffer import Buffer
 from moecomm.combine.verify import HostCheck
-from moecomm.core.rendezvous import local_ranks
-from moecomm.core.rounds import Rounds
 from moecomm.fused.pipeline import Pipeline
+from moecomm.ranks.rendezvous import local_ranks
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Routed
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch, prepare_moe
 

@@ -93,8 +93,8 @@ def explain(
     ],
 ) -> None:
     """Name the rank that went astray first, from the flight records that the ranks of a job have written."""
-    from moecomm.flight import reading
-    from moecomm.flight.explain import explain as compare
+    from moecomm.observe.flight import reading
+    from moecomm.observe.flight.explain import explain as compare
 
     for report in compare(reading.read(files)):
         typer.echo("\n".join(report.lines()))
@@ -111,7 +111,7 @@ def top(
 
     It ends with the job, or on Ctrl-C.
     """
-    from moecomm.stats import top as view
+    from moecomm.observe.stats import top as view
 
     if once:
         Console().print(view.frame(view.read(folder)))

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from moecomm import backends, config
+from moecomm.base.choices import BackendName
+from moecomm.base.experts import experts_of, owners_of
+from moecomm.base.protocol import LAYOUTS
 from moecomm.buffer import Buffer
-from moecomm.core.choices import BackendName
-from moecomm.core.experts import experts_of, owners_of
-from moecomm.core.protocol import LAYOUTS
-from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.fused.weights import expert_weights
+from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, router
 from moecomm.tools.demo_layer import MoELayer, error_bound, reference
 from moecomm.tools.launch import launch

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, silu
 
+from moecomm.base.choices import Layout
 from moecomm.buffer import Buffer
-from moecomm.core.choices import Layout
 from moecomm.routed import Routed
 from moecomm.router import Router
 

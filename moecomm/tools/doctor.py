@@ -21,7 +21,7 @@ import torch
 from moecomm import backends, config, shims, tuning
 from moecomm.backends import gin, nic
 from moecomm.errors import Unsupported
-from moecomm.jit import linking, loader
+from moecomm.gpu import linking, loader
 from moecomm.tools.few_tokens import FewTokens, few_tokens, lines
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")

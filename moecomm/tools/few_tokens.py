@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from moecomm import _native, backends
-from moecomm.core import packets
-from moecomm.core.settings import Settings
+from moecomm.base import packets
+from moecomm.ranks.settings import Settings
 
 RANKS = (4, 8, 16, 32, 64)
 HIDDEN, EXPERTS, TOPK, MAX_TOKENS = 7168, 256, 8, 4096  # DeepSeek-V3

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from moecomm import config
-from moecomm.core.integers import check_integer
-from moecomm.core.protocol import MAX_RANKS
-from moecomm.core.validation import check_real
+from moecomm.base.integers import check_integer
+from moecomm.base.protocol import MAX_RANKS
+from moecomm.base.validation import check_real
 from moecomm.errors import BadInput, MoecommError, RoundFailed
 
 _CHILD = """

@@ -36,8 +36,8 @@ def merge_files(
     ),
 ) -> None:
     """Merge the files of all ranks into one Chrome trace, with aligned clocks."""
-    from moecomm.tracing import reading
-    from moecomm.tracing.merge import merge
+    from moecomm.observe.tracing import reading
+    from moecomm.observe.tracing.merge import merge
 
     found = reading.read(files)
     merged = merge(found)
@@ -67,8 +67,8 @@ def summary(
     from rich.markup import escape
     from rich.table import Table
 
-    from moecomm.tracing import reading
-    from moecomm.tracing.summary import summarize
+    from moecomm.observe.tracing import reading
+    from moecomm.observe.tracing.summary import summarize
 
     table = Table("operation", "role")
     for column in ("rounds", "begins", "usually ends", "last ends"):

@@ -13,7 +13,7 @@ which may be missing.
 What a user's table lacks comes from the shipped one. Ranks may have different tables:
 
 - Tables do not decide which rounds use packets. All ranks must decide alike, so that choice depends only on the number
-  of tokens and on room (moecomm/core/packets.py).
+  of tokens and on room (moecomm/base/packets.py).
 - All ranks must run a layer in the same form. The table of rank 0 decides when a Buffer opens (moecomm/elastic.py).
 - No result depends on the schedule of a GEMM.
 """
@@ -34,10 +34,10 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
+from moecomm.base import trusted_files
+from moecomm.base.protocol import MAX_BLOCKS
+from moecomm.base.trusted_files import Access
 from moecomm.config import cache_dir
-from moecomm.core.protocol import MAX_BLOCKS
-from moecomm.jit import trusted_files
-from moecomm.jit.trusted_files import Access
 from moecomm.tuning.gemms import Rule, Shape, first_match
 from moecomm.tuning.layers import Bounds
 

@@ -13,18 +13,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm import _native, backends, config
-from moecomm.backends.collective import all_or_none
-from moecomm.core import forks, last_calls
-from moecomm.core.arrays import as_tensor, check_memory
-from moecomm.core.bound import Bound
-from moecomm.core.choices import BackendName
-from moecomm.core.integers import check_integer
-from moecomm.core.opening import opening
-from moecomm.core.peers import Peers
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.settings import seconds, wanted_device
-from moecomm.core.validation import check_dense, check_shape
+from moecomm.base import forks
+from moecomm.base.arrays import as_tensor, check_memory
+from moecomm.base.bound import Bound
+from moecomm.base.choices import BackendName
+from moecomm.base.integers import check_integer
+from moecomm.base.validation import check_dense, check_shape
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
+from moecomm.ranks import last_calls
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.opening import opening
+from moecomm.ranks.peers import Peers
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.ranks.settings import seconds, wanted_device
 from moecomm.window import failures, symmetric
 from moecomm.window.calls import Calls
 from moecomm.window.host_calls import HostCalls

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecomm import _native
-from moecomm.core.failures import Failure, Phase
 from moecomm.errors import Aborted, PeerLost, RoundFailed, Timeout
+from moecomm.rounds.failures import Failure, Phase
 
 _CULPRIT = 1 << 16  # an abort word is the cause times this, plus the culprit's rank plus 1: csrc/protocol/record.h
 _HOST_BARRIER = _native.constants()["host_barrier"]
@@ -16,7 +16,7 @@ _HOST_BARRIER = _native.constants()["host_barrier"]
 def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> RoundFailed:
     """Make the error of a failed wait.  A timeout on a rank that is known to be gone becomes PeerLost.
 
-    `dead`: see moecomm.core.peers.Peers.dead_peers.
+    `dead`: see moecomm.ranks.peers.Peers.dead_peers.
     """
     barrier = record.phase == Phase.barrier
     op, what = "barrier" if barrier else "wait", _what(record, barrier)

@@ -7,11 +7,10 @@ import ctypes
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers
-from moecomm.core.peers import Peers
-from moecomm.jit import plain_kernel
-from moecomm.jit.structs import fields_of
+from moecomm.gpu import cuda_driver, plain_kernel
+from moecomm.gpu.structs import fields_of
+from moecomm.ranks.peers import Peers
 from moecomm.window.memory import Memory
 
 _THREADS = 64  # a thread for each rank of a barrier

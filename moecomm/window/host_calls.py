@@ -7,7 +7,7 @@ from array import array
 import torch
 
 from moecomm import _native
-from moecomm.core.peers import Peers
+from moecomm.ranks.peers import Peers
 from moecomm.window.memory import Memory
 
 

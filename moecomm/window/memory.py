@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import window_tensor
-from moecomm.core.peers import Peers
+from moecomm.base.arrays import window_tensor
+from moecomm.ranks.peers import Peers
 
 _UNIT = 256  # bytes; an arena hands out multiples of it
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from moecomm import _native
-from moecomm.core.failures import Failure
-from moecomm.core.peers import Peers
+from moecomm.ranks.peers import Peers
+from moecomm.rounds.failures import Failure
 from moecomm.window.calls import Calls
 from moecomm.window.gate import Gate
 from moecomm.window.memory import Memory

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moecomm import _native
-from moecomm.core.group import Rendezvous
-from moecomm.core.integers import is_integer
-from moecomm.core.protocol import MAX_HOST_RANKS, MAX_RANKS
+from moecomm.base.integers import is_integer
+from moecomm.base.protocol import MAX_HOST_RANKS, MAX_RANKS
 from moecomm.errors import BadInput, Mismatch
+from moecomm.ranks.group import Rendezvous
 
 VERSION = 2  # of the layout in csrc/window/window.h
 MAX_SIGNALS = _native.constants()["max_signals"]

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from moecomm.backends.collective import all_or_none
-from moecomm.core.arrays import has_memory
-from moecomm.core.group import Group, Rendezvous
-from moecomm.core.peers import Peers
-from moecomm.core.rendezvous import ProcessGroup
+from moecomm.base.arrays import has_memory
 from moecomm.errors import BadInput
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Group, Rendezvous
+from moecomm.ranks.peers import Peers
+from moecomm.ranks.rendezvous import ProcessGroup
 from moecomm.window.memory import view_of
 
 _MADE_BY = "memory of torch.distributed._symmetric_memory.empty()"

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from typing_extensions import NotRequired, TypedDict
 
-from moecomm.core.documents import Document
+from moecomm.base.documents import Document
 from moecomm.errors import BadInput
 from moecomm_bench.schema import Name
 from moecomm_bench.simulate import direct
 from moecomm_bench.simulate.direct import DirectLine
 
 FEW, MANY = "few", "many"
-MOST_FEW = 512  # tokens of a rank that may go in packets: moecomm/core/packets.py
+MOST_FEW = 512  # tokens of a rank that may go in packets: moecomm/base/packets.py
 SHIPPED = "h200.json"
 TERMS = ("floor_us", "alpha_us", "gbs", "row_ns", "block_gbs", "copy_gbs")
 _SHARPNESS = 4  # of the largest of three concurrent stages; a measured round is slower than the slowest stage alone

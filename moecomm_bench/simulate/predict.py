@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from moecomm.backends import lsa
-from moecomm.core.protocol import LAYOUTS
+from moecomm.base.protocol import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm_bench import replay
 from moecomm_bench.case import PAYLOADS

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moecomm.core.experts import owners_of
+from moecomm.base.experts import owners_of
 from moecomm.errors import BadInput
 from moecomm.routing.recorded import Recorded
 

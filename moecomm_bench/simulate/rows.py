@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from moecomm.core import packets
+from moecomm.base import packets
 from moecomm_bench.case import Case
 from moecomm_bench.ours import FP32_WIRE
 from moecomm_bench.simulate.domain import Operation

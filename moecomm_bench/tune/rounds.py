@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moecomm import tuning
-from moecomm.core.protocol import MAX_BLOCKS
+from moecomm.base.protocol import MAX_BLOCKS
 from moecomm.errors import BadInput
 from moecomm.tools.progress import progress
 from moecomm_bench import results

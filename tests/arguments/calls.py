@@ -17,7 +17,7 @@ import torch
 import moecomm
 from moecomm import compat, fused, nn, ops, overlap, router, routing
 from moecomm.compat import deep_ep
-from moecomm.core.rendezvous import Alone
+from moecomm.ranks.rendezvous import Alone
 from moecomm.tools import launch
 from moecomm.tools.launch import RanksFailed
 

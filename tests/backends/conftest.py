@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.backends import cuda_driver
-from moecomm.core.rendezvous import LocalRank, local_ranks
+from moecomm.gpu import cuda_driver
+from moecomm.ranks.rendezvous import LocalRank, local_ranks
 from tests.backends.fake_driver import FakeDriver
 
 

@@ -10,7 +10,7 @@ import torch
 from moecomm.backends import emulated_nic
 from moecomm.backends.emulated_nic import Nic, parse
 from moecomm.errors import BadInput
-from moecomm.jit import loader
+from moecomm.gpu import loader
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import torch
 from packaging.version import Version
 
 from moecomm import _native, rma_plugin, shims
-from moecomm.backends import cuda_driver, gin, lsa, nccl_device, nic, windows
+from moecomm.backends import gin, lsa, nccl_device, nic, windows
 from moecomm.backends.windows import nccl
 from moecomm.errors import Unsupported
+from moecomm.gpu import cuda_driver
 
 from .test_nvshmem import Echo
 

@@ -14,11 +14,12 @@ import torch
 
 import moecomm
 from moecomm import _native
-from moecomm.backends import cuda_driver, gpu_peers, lsa, windows
+from moecomm.backends import gpu_peers, lsa, windows
 from moecomm.backends.gpu_peers import CONTROL, Extent, GpuPeers
 from moecomm.backends.reach import Layout, Reach
-from moecomm.core.group import Rendezvous
-from moecomm.core.rendezvous import Alone
+from moecomm.gpu import cuda_driver
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.rendezvous import Alone
 from moecomm.window import gpu_calls
 from moecomm.window.memory import OwnMemory
 

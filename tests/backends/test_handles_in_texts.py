@@ -17,7 +17,7 @@ import torch
 import moecomm
 from moecomm.backends import windows
 from moecomm.backends.windows import nccl
-from moecomm.core.rendezvous import LocalRank
+from moecomm.ranks.rendezvous import LocalRank
 from moecomm.testing import LocalBuffers
 from tests.backends.conftest import run_ranks
 from tests.backends.fake_driver import REFUSABLE, FabricHandle, FakeDriver, HandleType, Status

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import _native, jit
+from moecomm import _native
 from moecomm.backends.lsa_kernels import Kernels
-from moecomm.jit import loader
+from moecomm.gpu import jit, loader
 from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 

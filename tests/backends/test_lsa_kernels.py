@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moecomm import _native, jit
+from moecomm import _native
 from moecomm.backends.lsa_kernels import Kernels
+from moecomm.gpu import jit
 
 
 def call(domain_ranks: int) -> _native.CombineArgs:

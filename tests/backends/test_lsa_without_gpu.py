@@ -17,13 +17,14 @@ import torch
 
 import moecomm
 from moecomm import _native, backends, tuning
-from moecomm.backends import cuda_driver, gpu_masks, leave, lsa, lsa_kernels
-from moecomm.backends.collective import NoRoom
+from moecomm.backends import gpu_masks, leave, lsa, lsa_kernels
 from moecomm.backends.gpu_peers import GpuPeers
-from moecomm.core.group import Rendezvous
-from moecomm.core.rendezvous import Alone
-from moecomm.core.settings import Settings
 from moecomm.errors import Unsupported
+from moecomm.gpu import cuda_driver
+from moecomm.ranks.collective import NoRoom
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.rendezvous import Alone
+from moecomm.ranks.settings import Settings
 from moecomm.testing import LocalBuffers
 
 from ..live import FAR_S, ROOM_S
@@ -563,8 +564,8 @@ def test_a_peek_gives_up_on_a_copy_that_does_not_end(monkeypatch: pytest.MonkeyP
 
 
 def test_a_kernel_is_looked_up_by_what_it_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moecomm import jit
     from moecomm.backends.lsa_kernels import Kernels
+    from moecomm.gpu import jit
 
     loaded: list[jit.KernelSpec] = []
 

@@ -15,10 +15,10 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import lsa, nic, nvshmem, nvshmem_runtime, windows
-from moecomm.backends.collective import NoRoom
 from moecomm.backends.reach import Reach
 from moecomm.errors import Unsupported
-from moecomm.jit import linking
+from moecomm.gpu import linking
+from moecomm.ranks.collective import NoRoom
 
 DEVICE = torch.device("cuda", 0)
 LAYOUT = _native.window_layout(

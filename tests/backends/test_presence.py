@@ -16,7 +16,7 @@ import moecomm
 from moecomm import _native
 from moecomm.backends import presence as presence_module
 from moecomm.backends.presence import Presence
-from moecomm.core.rendezvous import ProcessGroup
+from moecomm.ranks.rendezvous import ProcessGroup
 
 from ..conftest import Ranks
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from moecomm import config
-from moecomm.backends import cuda_driver, windows
-from moecomm.backends.collective import NoRoom, all_or_none
+from moecomm.backends import windows
 from moecomm.backends.windows import local, nccl, vmm
-from moecomm.core.rendezvous import LocalRank
 from moecomm.errors import Mismatch, Unsupported
+from moecomm.gpu import cuda_driver
+from moecomm.ranks.collective import NoRoom, all_or_none
+from moecomm.ranks.rendezvous import LocalRank
 from tests.backends.conftest import run_ranks
 
 HERE, AWAY = b"h" * 32, b"a" * 32

@@ -13,9 +13,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-from moecomm.backends.collective import NoRoom
 from moecomm.backends.windows import nccl
 from moecomm.errors import Unsupported
+from moecomm.ranks.collective import NoRoom
 from tests.backends.conftest import run_ranks
 
 

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from moecomm import _native
-from moecomm.backends import cuda_driver, leave, lsa
+from moecomm.backends import leave, lsa
 from moecomm.backends.windows import nccl
-from moecomm.core.group import Rendezvous
-from moecomm.core.rendezvous import ProcessGroup
 from moecomm.errors import Unsupported
+from moecomm.gpu import cuda_driver
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.rendezvous import ProcessGroup
 from tests.backends.conftest import run_ranks
 
 WORDS = 256  # int32 a rank writes to each of its peers

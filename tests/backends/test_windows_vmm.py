@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.backends.collective import NoRoom
 from moecomm.backends.windows import local, vmm
-from moecomm.core.rendezvous import LocalRank, local_ranks
 from moecomm.errors import Unsupported
+from moecomm.ranks.collective import NoRoom
+from moecomm.ranks.rendezvous import LocalRank, local_ranks
 from tests.backends.conftest import run_ranks
 from tests.backends.fake_driver import REFUSABLE, FakeDriver, Status
 

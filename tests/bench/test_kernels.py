@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.jit import loader
+from moecomm.gpu import loader
 from moecomm_bench import ceiling, decode, gather_kernels, kernels, latency, overlap, start
 
 from ..compiled import check_compiled, check_kernel, functions_of

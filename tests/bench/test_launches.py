@@ -13,7 +13,7 @@ import pytest
 from moecomm import tuning
 from moecomm.backends import lsa_kernels
 from moecomm.fused import schedules
-from moecomm.jit import blocks
+from moecomm.gpu import blocks
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))

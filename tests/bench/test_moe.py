@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import moecomm
-from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
+from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model
 from moecomm.testing import random_layer
 from moecomm.testing.layers import LayerCase, expected

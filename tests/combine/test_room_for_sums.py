@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moecomm import Routed
-from moecomm.core import packets
+from moecomm.base import packets
 from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_combine
 

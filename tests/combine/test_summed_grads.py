@@ -11,7 +11,7 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import host
-from moecomm.core.protocol import LAYOUTS
+from moecomm.base.protocol import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local

@@ -13,7 +13,7 @@ import torch
 import moecomm
 from moecomm.compat.deep_ep import Buffer
 from moecomm.compat.deep_ep.absent import Presence
-from moecomm.core.rendezvous import rendezvous
+from moecomm.ranks.rendezvous import rendezvous
 from tests.compat.test_nixl_ep import until_there
 from tests.conftest import Ranks
 

@@ -14,7 +14,7 @@ import moecomm
 from moecomm.compat import deep_ep
 from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer, HybridEPBuffer
 from moecomm.compat.deep_ep.elastic import EXPERIMENTS
-from moecomm.core.rendezvous import Alone
+from moecomm.ranks.rendezvous import Alone
 
 STATS = torch.zeros(1, dtype=torch.int64)
 X = torch.zeros(2, 128, dtype=torch.bfloat16)

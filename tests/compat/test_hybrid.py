@@ -9,7 +9,7 @@ import torch
 
 import moecomm
 from moecomm.compat.deep_ep import HybridEPBuffer
-from moecomm.core.rendezvous import Alone
+from moecomm.ranks.rendezvous import Alone
 
 from . import oracle
 from .test_no_kernels import Computed

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer, hybrid
-from moecomm.kernels import padding
-from moecomm.kernels.budgets import Kept
+from moecomm.gpu import padding
+from moecomm.gpu.budgets import Kept
 from moecomm_bench.case import Case
 from moecomm_bench.deep_ep_layer import NOT_COPIED, Layer
 

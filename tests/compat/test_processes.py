@@ -10,7 +10,7 @@ import torch
 
 from moecomm.compat import install_as_deep_ep
 from moecomm.compat.deep_ep import Buffer
-from moecomm.core.rendezvous import Alone
+from moecomm.ranks.rendezvous import Alone
 from tests.conftest import Ranks
 
 HIDDEN, EXPERTS, TOPK = 64, 4, 2

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.base.experts import experts_of
 from moecomm.compat import te_ep
-from moecomm.core.experts import experts_of
 from tests.integrations.plain_moe import (
     EXPERTS,
     HIDDEN,

@@ -11,8 +11,8 @@ import torch
 
 import moecomm
 from moecomm.compat.deep_ep import Buffer
-from moecomm.stats import Stats
-from moecomm.stats.counters import Beside
+from moecomm.observe.stats import Stats
+from moecomm.observe.stats.counters import Beside
 
 from .together import together
 

@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
-from moecomm.core.rendezvous import Alone
+from moecomm.ranks.rendezvous import Alone
 
 from .together import together
 

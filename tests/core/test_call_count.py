@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.call_count import CallCount, CountedCall
+from moecomm.rounds.call_count import CallCount, CountedCall
 from tests.compat.together import together
 
 X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 0]])

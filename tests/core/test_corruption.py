@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm import _native
-from moecomm.core import corruption
+from moecomm.rounds import corruption
 
 SHAPE = _native.Shape(6, 6, 2, 64, 64, 4096, 0, domain_ranks=3)
 SESSION: Any = SimpleNamespace(context=SimpleNamespace(shape=SHAPE), name="lsa/vmm")

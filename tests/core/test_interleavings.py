@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from moecomm.core import membership, opening, pages
-from moecomm.core.membership import GRACE_S, Meeting
-from moecomm.core.pages import PAGE_BYTES, Pages
 from moecomm.errors import Timeout
+from moecomm.membership import membership
+from moecomm.membership.membership import GRACE_S, Meeting
+from moecomm.ranks import opening, pages
+from moecomm.ranks.pages import PAGE_BYTES, Pages
 
 from ..few import few
 from ..interleavings import Explorer, Run
@@ -112,7 +113,7 @@ TIMEOUT_S = 1.0
 
 
 class Board:
-    """A Board (moecomm.core.board) in cells."""
+    """A Board (moecomm.ranks.board) in cells."""
 
     limit_s = TIMEOUT_S
 

@@ -12,13 +12,14 @@ import torch
 
 import moecomm
 from moecomm import _native, backends, elastic
+from moecomm.base import protocol
+from moecomm.base.integers import check_alignment
 from moecomm.compat.deep_ep.pool import check_experts
-from moecomm.core import protocol
-from moecomm.core.integers import check_alignment
-from moecomm.core.settings import Settings
 from moecomm.fused import grouped_gemm, kernels, layer, quantize_weights
 from moecomm.fused.operands import unfit
-from moecomm.jit import KernelSpec, block_fields, limits, packets_of
+from moecomm.gpu import limits
+from moecomm.gpu.jit import KernelSpec, block_fields, packets_of
+from moecomm.ranks.settings import Settings
 from moecomm.window.settings import MAX_SIGNALS, WindowSettings
 
 BF16 = int(_native.Type.bf16)

@@ -19,8 +19,8 @@ import torch
 import moecomm
 from moecomm import _native, ops
 from moecomm.backends import host
-from moecomm.core.experts import experts_of
-from moecomm.core.state import CollectiveCall
+from moecomm.base.experts import experts_of
+from moecomm.rounds.state import CollectiveCall
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 from ..conftest import Ranks

@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm import _native
-from moecomm.core import membership, messages
-from moecomm.core.expert_tables import AbsentEntries, ExpertIds
-from moecomm.core.pages import PAGE_BYTES, Pages
+from moecomm.membership import membership
+from moecomm.ranks import messages
+from moecomm.ranks.pages import PAGE_BYTES, Pages
+from moecomm.rounds.expert_tables import AbsentEntries, ExpertIds
 from moecomm.testing import LocalBuffers
 
 from .. import call_plans, kill_plans

@@ -13,7 +13,7 @@ import torch
 
 import moecomm
 from moecomm import _native
-from moecomm.core.memory import WindowMemory
+from moecomm.rounds.memory import WindowMemory
 
 from ..backends.conftest import run_ranks
 

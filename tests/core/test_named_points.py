@@ -15,12 +15,12 @@ import torch.distributed as dist
 import moecomm
 from moecomm import backends
 from moecomm.backends.host import HostSession
-from moecomm.core.masking import Masking
-from moecomm.core.membership import Meeting
-from moecomm.core.opening import Opening
-from moecomm.core.pages import Pages
-from moecomm.core.rounds import Rounds
-from moecomm.core.settings import Settings
+from moecomm.membership.masking import Masking
+from moecomm.membership.membership import Meeting
+from moecomm.ranks.opening import Opening
+from moecomm.ranks.pages import Pages
+from moecomm.ranks.settings import Settings
+from moecomm.rounds.rounds import Rounds
 
 from ..conftest import Ranks
 from ..few import few

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 import moecomm
-from moecomm.core import names
+from moecomm.rounds import names
 
 
 def opened() -> moecomm.Buffer:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm import _native
-from moecomm.backends.collective import close_descriptors
-from moecomm.core.board import StoreBoard
-from moecomm.core.opening import gather, opening
-from moecomm.core.rendezvous import local_ranks, rendezvous
+from moecomm.ranks.board import StoreBoard
+from moecomm.ranks.collective import close_descriptors
+from moecomm.ranks.opening import gather, opening
+from moecomm.ranks.rendezvous import local_ranks, rendezvous
 
 from ..backends.conftest import run_ranks
 from ..conftest import Ranks

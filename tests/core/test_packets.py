@@ -9,8 +9,8 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import lsa
-from moecomm.core import packets
-from moecomm.core.settings import Settings
+from moecomm.base import packets
+from moecomm.ranks.settings import Settings
 
 
 def test_what_a_row_of_deepseek_v3_is_cut_into() -> None:

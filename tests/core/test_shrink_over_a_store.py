@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import moecomm
-from moecomm.core import opening
+from moecomm.ranks import opening
 
 from ..conftest import Ranks
 from ..few import few

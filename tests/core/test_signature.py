@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moecomm.core import signature
+from moecomm.rounds import signature
 
 FIELDS = [
     *(("dispatch", name, bits) for name, bits, _ in signature._SHORT_FORM if name),

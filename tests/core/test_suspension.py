@@ -15,7 +15,7 @@ import moecomm
 from moecomm import _native
 from moecomm.backends import windows
 from moecomm.backends.windows.nccl import NcclWindow
-from moecomm.core import suspension
+from moecomm.membership import suspension
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 from ..backends.conftest import run_ranks

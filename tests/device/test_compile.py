@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from moecomm import jit
-from moecomm.jit import loader
+from moecomm.gpu import jit, loader
 
 from ..compiled import check_awaits, check_compiled, compile_beside
 from ..few import few

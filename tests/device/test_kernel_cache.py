@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm import jit
-from moecomm.jit import cache, loader
+from moecomm.gpu import cache, jit, loader
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from moecomm import jit
-from moecomm.backends import cuda_driver
 from moecomm.errors import Unsupported
-from moecomm.jit import linking, loader, plain_kernel
+from moecomm.gpu import cuda_driver, jit, linking, loader, plain_kernel
 
 SPEC = jit.KernelSpec(op="dispatch", ranks=1, experts=1, topk=1, hidden=8, layout=0, type=0, idx_bytes=8, row_bytes=16)
 PLAIN = plain_kernel.PlainKernel("fused/reduce", "reduce_layer", "LayerArgs", 32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
-from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.overlap import kernels
 from moecomm.overlap.gpu_products import SPLIT_SCHEDULES
 from moecomm.overlap.sizes import FP8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moecomm.core.protocol import DTYPES
-from moecomm.kernels import budgets, expert_table, padding, routing_map, used_rows
+from moecomm.base.protocol import DTYPES
+from moecomm.gpu import budgets, expert_table, padding, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 
 from ..compiled import check_kernel

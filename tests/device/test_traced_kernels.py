@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecomm import jit
 from moecomm.fused import compute, publish, reduce, schedules
-from moecomm.jit import loader, span_ring
-from moecomm.jit.cubin import executable_sections, lacks_descriptor
-from moecomm.jit.plain_kernel import PlainKernel
-from moecomm.tracing.device import CLOCK
+from moecomm.gpu import jit, loader, span_ring
+from moecomm.gpu.cubin import executable_sections, lacks_descriptor
+from moecomm.gpu.plain_kernel import PlainKernel
+from moecomm.observe.tracing.device import CLOCK
 
 from ..compiled import Kernel, check_kernel
 from ..few import few

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.rendezvous import Alone
 from moecomm.dispatch import outputs
 from moecomm.dispatch.reference import quantize
+from moecomm.ranks.rendezvous import Alone
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 5, 256, 2, 4
 IDX = torch.tensor([[0, 1], [2, -1], [-1, -1], [3, 0], [1, 2]])

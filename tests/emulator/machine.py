@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, jit
+from moecomm import _native
 from moecomm.backends import emulated_nic
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
+from moecomm.gpu import jit
 
 from . import plain
 from .units import CSRC, Units, scheduler

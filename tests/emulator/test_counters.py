@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecomm.backends import host
-from moecomm.stats import JobStats
+from moecomm.observe.stats import JobStats
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 

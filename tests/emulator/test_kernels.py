@@ -17,7 +17,7 @@ import moecomm
 from moecomm import combine
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import dispatch_spec
-from moecomm.core import packets
+from moecomm.base import packets
 from moecomm.dispatch import reference as dispatch_reference
 from moecomm.dispatch.tables import tables_of
 from moecomm.testing import LocalBuffers, check_case, random_case

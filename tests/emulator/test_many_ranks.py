@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm.backends import host
-from moecomm.core import packets
+from moecomm.base import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 

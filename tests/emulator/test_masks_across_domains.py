@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.core import settings
+from moecomm.ranks import settings
 from moecomm.testing import ranks as local
 
 from ..few import few

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from moecomm.backends import host
-from moecomm.core import packets
+from moecomm.base import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 

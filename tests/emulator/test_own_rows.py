@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moecomm.backends import host
-from moecomm.jit import blocks
+from moecomm.gpu import blocks
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 

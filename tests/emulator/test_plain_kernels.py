@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.protocol import DTYPES
-from moecomm.jit import plain_kernel
-from moecomm.kernels import budgets, expert_table, padding, routing_map, used_rows
+from moecomm.base.protocol import DTYPES
+from moecomm.gpu import budgets, expert_table, padding, plain_kernel, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from tests.gpu import test_plain_kernels as cases
 

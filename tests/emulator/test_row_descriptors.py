@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.experts import experts_of, owners_of
+from moecomm.base.experts import experts_of, owners_of
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.plan import DESCRIPTOR_BYTES
 from moecomm.routed import Routed

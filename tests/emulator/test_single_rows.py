@@ -12,7 +12,7 @@ import torch
 
 from moecomm import combine
 from moecomm.backends import host
-from moecomm.core import packets
+from moecomm.base import packets
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_combine

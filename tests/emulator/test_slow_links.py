@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.stats import JobStats
-from moecomm.stats.classify import classify
+from moecomm.observe.stats import JobStats
+from moecomm.observe.stats.classify import classify
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 

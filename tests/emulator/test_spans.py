@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import jit
-from moecomm.jit import span_ring
+from moecomm.gpu import jit, span_ring
+from moecomm.observe.tracing.device import DeviceSpan, decode
 from moecomm.testing import LocalBuffers, check_case, random_case, random_layer
 from moecomm.testing import ranks as local
-from moecomm.tracing.device import DeviceSpan, decode
 
 from . import gemm_machine, machine
 from .test_expert_layer import Emulated

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import jit
 from moecomm.fused import pipeline
+from moecomm.gpu import jit
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_moe

@@ -13,8 +13,8 @@ import torch
 import moecomm
 from moecomm import combine
 from moecomm.backends.lsa_kernels import combine_spec
+from moecomm.base.sampling import Sampling
 from moecomm.combine import verify
-from moecomm.core.sampling import Sampling
 from moecomm.dispatch import row_hash
 from moecomm.dispatch.verify import table_of_rows
 from moecomm.testing import LocalBuffers

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from moecomm.core import signature
-from moecomm.core.expert_tables import AbsentEntries
-from moecomm.core.flight import FlightRecorder
 from moecomm.errors import Aborted, BadInput, MoecommError, PeerLost, Timeout
-from moecomm.flight.record import flight_record
+from moecomm.observe.flight.record import flight_record
+from moecomm.rounds import signature
+from moecomm.rounds.expert_tables import AbsentEntries
+from moecomm.rounds.flight import FlightRecorder
 
 
 class FakeRank:

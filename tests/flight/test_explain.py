@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from moecomm.core import signature
-from moecomm.core.protocol import PEER_COUNTERS, SCALAR_COUNTERS
+from moecomm.base.protocol import PEER_COUNTERS, SCALAR_COUNTERS
 from moecomm.errors import Aborted, BadInput, PeerLost, Timeout
-from moecomm.flight import reading
-from moecomm.flight.explain import Verdict, explain, minority, named
+from moecomm.observe.flight import reading
+from moecomm.observe.flight.explain import Verdict, explain, minority, named
+from moecomm.rounds import signature
 from moecomm.tools import cli
 
 from .records import FakeRank, random_calls

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.flight import reading
-from moecomm.flight.explain import explain
+from moecomm.observe.flight import reading
+from moecomm.observe.flight.explain import explain
 
 from ..conftest import Ranks
 from ..few import few

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.flight import files
+from moecomm.observe.flight import files
 
 from ..live import shorten
 

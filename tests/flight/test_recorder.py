@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.flight import CALLS, FlightRecorder, Rejected
-from moecomm.core.tally import Kind
+from moecomm.rounds.flight import CALLS, FlightRecorder, Rejected
+from moecomm.rounds.tally import Kind
 from moecomm.testing.ranks import LocalBuffers
 
 from .records import FakeRank

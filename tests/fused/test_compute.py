@@ -14,7 +14,7 @@ from moecomm.fused import FP8_SCHEDULES, SCHEDULES
 from moecomm.fused.compute import layer_kernel, row_tiles_per_turn
 from moecomm.fused.kernels import FP8
 from moecomm.fused.schedules import schedule_of_both
-from moecomm.jit import loader
+from moecomm.gpu import loader
 from moecomm.router import MODELS
 
 from ..compiled import check_compiled, check_kernel, looked_at

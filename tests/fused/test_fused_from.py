@@ -12,10 +12,10 @@ import torch
 
 from moecomm import tuning
 from moecomm.buffer import Buffer
-from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.fused import forms, layer
 from moecomm.fused.kernels import FP8
+from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model
 from moecomm.tuning import Table
 from moecomm.tuning.layers import Bounds

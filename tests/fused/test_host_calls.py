@@ -15,7 +15,7 @@ from moecomm import Buffer, _native, tuning
 from moecomm.backends.host import HostSession
 from moecomm.fused import gemm, kernels, layer, pipeline, structs
 from moecomm.fused.operands import Operands
-from moecomm.jit import plain_kernel
+from moecomm.gpu import plain_kernel
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 256, 64, 8, 4, 32
 

@@ -16,7 +16,7 @@ from moecomm.fused.kernels import FP8
 from moecomm.fused.plan import layer_plan
 from moecomm.fused.publish import publish_kernel, row_config, row_pitch
 from moecomm.fused.reduce import reduce_kernel
-from moecomm.jit import loader, plain_kernel
+from moecomm.gpu import loader, plain_kernel
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
 

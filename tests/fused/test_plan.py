@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moecomm import tuning
-from moecomm.core.settings import Settings
 from moecomm.fused import SCHEDULES, kernels
 from moecomm.fused.plan import LayerPlan, layer_plan
+from moecomm.ranks.settings import Settings
 from moecomm.tuning import Table
 from moecomm.tuning.gemms import Rule
 

@@ -10,10 +10,9 @@ import pytest
 
 from moecomm import _native
 from moecomm.backends import leave, quiesce
-from moecomm.core.protocol import DESCRIPTOR_BYTES
+from moecomm.base.protocol import DESCRIPTOR_BYTES
 from moecomm.fused import structs
-from moecomm.jit import loader, plain_kernel
-from moecomm.kernels import budgets, expert_table, padding, routing_map, used_rows
+from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.overlap import kernels_structs
 from moecomm.window import gpu_calls

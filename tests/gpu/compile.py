@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from moecomm import jit, shims
+from moecomm import shims
 from moecomm.backends import gin
+from moecomm.gpu import jit
 from tests.device import test_kernels_of_gpu_tests as kernels
 
 

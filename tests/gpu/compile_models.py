@@ -17,18 +17,17 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm import jit
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec
+from moecomm.base import packets
 from moecomm.buffer import Buffer
-from moecomm.core import packets
 from moecomm.dispatch import PublishedOffsets
 from moecomm.fused import schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.fused.publish import publish_kernel
 from moecomm.fused.reduce import reduce_kernel
-from moecomm.jit import plain_kernel
+from moecomm.gpu import jit, plain_kernel
 from moecomm.router import MODELS, Model
 from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch

@@ -16,7 +16,7 @@ import torch
 
 import moecomm
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, structs, tensor_maps
-from moecomm.jit.plain_kernel import PlainKernel, compile  # noqa: A004
+from moecomm.gpu.plain_kernel import PlainKernel, compile  # noqa: A004
 from moecomm.overlap.gpu import SUMMED, GpuExecutor
 from moecomm.window.gpu_calls import kernel
 from moecomm_bench import operator_cases

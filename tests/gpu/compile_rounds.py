@@ -16,9 +16,10 @@ from multiprocessing import get_context
 
 import torch
 
-from moecomm import _native, jit
+from moecomm import _native
 from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.buffer import Buffer
+from moecomm.gpu import jit
 from moecomm.router import MODELS
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from tests.device.test_kernels_of_gpu_tests import on_a_gpu

@@ -9,8 +9,9 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm import _native, jit
+from moecomm import _native
 from moecomm.backends.lsa_kernels import combine_spec
+from moecomm.gpu import jit
 from moecomm.testing import LocalBuffers
 from tests.device import test_kernels_of_gpu_tests as kernels
 from tests.gpu import test_verify

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import moecomm
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 from moecomm_bench import results
 
 from ..conftest import Ranks

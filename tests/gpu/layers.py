@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from moecomm.fused import Fp8
-from moecomm.jit import plain_kernel
-from moecomm.jit.plain_kernel import PlainKernel
+from moecomm.gpu import plain_kernel
+from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.testing import LayerCase, LocalBuffers
 
 

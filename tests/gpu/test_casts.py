@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moecomm.jit.plain_kernel import PlainKernel, launch
+from moecomm.gpu.plain_kernel import PlainKernel, launch
 
 pytestmark = pytest.mark.gpu1
 

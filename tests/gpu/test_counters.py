@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.stats import WAITS, JobStats
+from moecomm.observe.stats import WAITS, JobStats
 from moecomm.testing import LocalBuffers
 
 from ..stats.test_counters import HIDDEN, RANKS, SIZES, check, expected, routing, x_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.base import packets
 from moecomm.compat.deep_ep import Buffer
-from moecomm.core import packets
 from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_combine
 

@@ -14,7 +14,7 @@ import torch
 
 import moecomm
 from moecomm.backends import lsa
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 from moecomm.fused import quantize_weights
 from moecomm.testing import LocalBuffers
 

@@ -13,7 +13,7 @@ import torch
 
 import moecomm
 import moecomm.backends
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 
 from ..conftest import Ranks
 from .kills import LATEST_S, SIZES, exact_round, sums_of, tokens_of

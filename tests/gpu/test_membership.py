@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 
 from ..compat.test_nixl_ep import follow_the_plan
 from ..conftest import Ranks

@@ -14,11 +14,11 @@ import torch
 
 import moecomm
 from moecomm import tuning
-from moecomm.core.experts import most_experts
+from moecomm.base.experts import most_experts
 from moecomm.fused import SCHEDULES, choose, layer, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import gemm_kernel
-from moecomm.jit import plain_kernel
+from moecomm.gpu import plain_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
 from moecomm.tuning import Table

@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm import ops
-from moecomm.core.protocol import LAYOUTS
+from moecomm.base.protocol import LAYOUTS
 from moecomm.nn import ExpertParallel
 from moecomm.testing import LayerCase
 from tests.ops import plain

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.jit import plain_kernel
+from moecomm.gpu import plain_kernel
 from moecomm.overlap.gpu import GpuExecutor
 from moecomm.overlap.unfused import UnfusedExecutor
 

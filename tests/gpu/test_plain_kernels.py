@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.core.protocol import DTYPES
-from moecomm.kernels import budgets, expert_table, padding, routing_map, used_rows
+from moecomm.base.protocol import DTYPES
+from moecomm.gpu import budgets, expert_table, padding, routing_map, used_rows
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied

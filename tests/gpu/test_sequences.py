@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.backends.cuda_driver import int32_at
 from moecomm.dispatch.tables import tables_of
+from moecomm.gpu.cuda_driver import int32_at
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 from ..wrap import ROUNDS

@@ -15,7 +15,7 @@ import torch
 import moecomm
 from moecomm.backends import lsa
 from moecomm.backends.windows import local, vmm
-from moecomm.core import packets
+from moecomm.base import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 pytestmark = pytest.mark.gpu1
@@ -105,7 +105,7 @@ _room = packets.room
 
 
 def packet_room(sizes: dict[str, Any]) -> Callable[[int, int, int], int]:
-    """Stand in for moecomm.core.packets.room: room for a third of the tokens, so that only some ranks send packets.
+    """Stand in for moecomm.base.packets.room: room for a third of the tokens, so that only some ranks send packets.
 
     With one or two ranks: room for all, or for none.
     """

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core import settings
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
+from moecomm.ranks import settings
 from moecomm.router import random_routing
 
 INSTALLED = importlib.util.find_spec("flashinfer")

@@ -22,11 +22,11 @@ from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from moecomm.core.settings import Settings
 from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
 from moecomm.integrations.megatron.exchange import Exchange
 from moecomm.integrations.megatron.padded import PaddedExchange
-from moecomm.tracing import reading
+from moecomm.observe.tracing import reading
+from moecomm.ranks.settings import Settings
 from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, built, config_of, parallel, spec, without_cuda
 from tests.little_room import little_room
 

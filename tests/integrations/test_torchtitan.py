@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 from moecomm.ops import chunks
 from tests.integrations import torchtitan_stub as stub
 from tests.integrations.plain_moe import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import moecomm
-from moecomm.core.rendezvous import rendezvous
+from moecomm.ranks.rendezvous import rendezvous
 from moecomm.router import random_routing
 from tests.integrations import vllm_stub as stub
 

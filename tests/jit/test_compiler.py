@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moecomm.jit import loader
+from moecomm.gpu import loader
 
 
 def test_threads_import_the_compiler_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver
-from moecomm.jit import plain_kernel
-from moecomm.kernels import padding
+from moecomm.gpu import cuda_driver, padding, plain_kernel
 
 
 @pytest.mark.parametrize(("context", "current"), [(77, 1), (0, 1), (77, 0)])

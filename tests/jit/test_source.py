@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from moecomm import jit
+from moecomm.gpu import jit
 
 from ..few import few
 

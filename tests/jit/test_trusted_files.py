@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moecomm.base import trusted_files
+from moecomm.base.trusted_files import Access
 from moecomm.errors import BadInput
-from moecomm.jit import trusted_files
-from moecomm.jit.trusted_files import Access
 
 
 @pytest.fixture

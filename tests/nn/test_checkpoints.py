@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.tensor import DTensor
 
 import moecomm
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 from moecomm.nn import ExpertParallel, Experts, gather_state, shard_state
 from tests.ops.ranks import on_threads
 

@@ -10,8 +10,8 @@ import torch
 
 import moecomm
 from moecomm import ops
-from moecomm.core.arrays import window_tensor
-from moecomm.core.protocol import LAYOUTS
+from moecomm.base.arrays import window_tensor
+from moecomm.base.protocol import LAYOUTS
 from tests.ops.ranks import case, on_threads
 
 RANKS, OTHER = 3, 1  # who has a handle that is none

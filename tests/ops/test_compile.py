@@ -12,8 +12,8 @@ import torch
 
 import moecomm
 from moecomm import ops
-from moecomm.core.memory import WindowMemory
-from moecomm.core.protocol import LAYOUTS
+from moecomm.base.protocol import LAYOUTS
+from moecomm.rounds.memory import WindowMemory
 from tests.ops.ranks import case, on_threads
 
 from ..few import few

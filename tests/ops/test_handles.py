@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import moecomm
 from moecomm import ops
 from moecomm.backends import host
-from moecomm.core.protocol import LAYOUTS
+from moecomm.base.protocol import LAYOUTS
 from tests.ops.ranks import Case, case, on_threads
 
 

@@ -12,7 +12,7 @@ import torch
 
 import moecomm
 from moecomm import nn, ops
-from moecomm.core.choices import Layout
+from moecomm.base.choices import Layout
 from moecomm.errors import TooManyRows
 from moecomm.ops import chunks
 

@@ -9,8 +9,8 @@ import torch
 
 import moecomm
 from moecomm import ops
+from moecomm.base.protocol import LAYOUTS
 from moecomm.combine import reference as combine_reference
-from moecomm.core.protocol import LAYOUTS
 from moecomm.dispatch import reference as dispatch_reference
 from tests.ops.ranks import Case, case, on_threads
 

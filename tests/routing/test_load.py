@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 from moecomm.errors import BadInput
 from moecomm.router import MODELS
 from moecomm.routing import Recorded, loads, synthesize

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import backends, jit, shims
+from moecomm import backends, shims
 from moecomm.backends import gin
 from moecomm.errors import Unsupported
-from moecomm.jit import linking, loader
+from moecomm.gpu import jit, linking, loader
 from moecomm.shims.build import build
 
 CSRC = Path(__file__).parent.parent.parent / "csrc"

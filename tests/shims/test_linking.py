@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from moecomm import jit, shims
+from moecomm import shims
 from moecomm.backends import leave, quiesce
 from moecomm.errors import Unsupported
-from moecomm.jit import linking
+from moecomm.gpu import jit, linking
 from moecomm_bench import kernels
 from tests.gpu import compile_rounds
 from tests.shims import cubin

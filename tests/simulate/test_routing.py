@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecomm.core.experts import experts_of
+from moecomm.base.experts import experts_of
 from moecomm.errors import BadInput
 from moecomm.router import Router, random_routing
 from moecomm.routing import Recorded, synthesize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.stats.counters import JobStats, Stats
+from moecomm.observe.stats.counters import JobStats, Stats
 
 
 def job(

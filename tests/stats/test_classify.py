@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moecomm.stats.classify import DEVIATIONS, FLOOR_NS, STALL_NS, Finding, classify
-from moecomm.stats.counters import JobStats
+from moecomm.observe.stats.classify import DEVIATIONS, FLOOR_NS, STALL_NS, Finding, classify
+from moecomm.observe.stats.counters import JobStats
 
 from .matrices import job, usual
 from .recorded import JOBS, Recorded

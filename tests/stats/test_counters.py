@@ -14,11 +14,11 @@ import torch
 
 import moecomm
 from moecomm import ops
-from moecomm.core.experts import experts_of, owners_of
+from moecomm.base.experts import experts_of, owners_of
 from moecomm.errors import BadInput, Closed
-from moecomm.stats import WAITS, JobStats, Stats
-from moecomm.stats.counters import Beside
-from moecomm.stats.reading import Counters
+from moecomm.observe.stats import WAITS, JobStats, Stats
+from moecomm.observe.stats.counters import Beside
+from moecomm.observe.stats.reading import Counters
 from moecomm.testing import LocalBuffers
 
 from ..live import shorten

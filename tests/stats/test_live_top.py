@@ -23,8 +23,8 @@ from rich.console import Console
 
 import moecomm
 from moecomm.errors import BadInput
-from moecomm.stats import top
-from moecomm.stats.publish import Publisher
+from moecomm.observe.stats import top
+from moecomm.observe.stats.publish import Publisher
 from moecomm.testing import LocalBuffers
 
 from .test_counters import SIZES, TOPK, x_of

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.stats import JobStats
-from moecomm.stats.classify import Finding, classify
+from moecomm.observe.stats import JobStats
+from moecomm.observe.stats.classify import Finding, classify
 from moecomm.testing import LocalBuffers
 
 RANKS, EXPERTS, TOPK, TOKENS = 4, 8, 2, 64

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import moecomm
 from moecomm.errors import BadInput
-from moecomm.stats import top
-from moecomm.stats.publish import Publisher
+from moecomm.observe.stats import top
+from moecomm.observe.stats.publish import Publisher
 from moecomm.testing import LocalBuffers
 from moecomm.tools.cli import app
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.core.protocol import LAYOUTS
+from moecomm.base.protocol import LAYOUTS
 from moecomm.fused.weights import expert_weights
 from moecomm.router import Router
 from moecomm.tools.demo_layer import MoELayer, batched_experts, error_bound, reference

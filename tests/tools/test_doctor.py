@@ -18,8 +18,8 @@ from rich.console import Console
 
 import moecomm
 from moecomm import backends, rma_plugin, shims
-from moecomm.backends import cuda_driver, lsa, nic
-from moecomm.jit import linking
+from moecomm.backends import lsa, nic
+from moecomm.gpu import cuda_driver, linking
 from moecomm.tools import cli, doctor
 from moecomm.tools.few_tokens import FewTokens
 
@@ -126,7 +126,7 @@ class Machine:
         return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
 
     def _link(self, nvshmem: str, not_built: str, linker: tuple[int, int] | None) -> None:
-        """Replace what moecomm.jit.linking finds."""
+        """Replace what moecomm.gpu.linking finds."""
         headers = {"gin": "NCCL 2.30.7", "gin_proxy": "NCCL 2.30.7", "nvshmem": "NVSHMEM 3.4.5"}
         missing = {not_built: f"The {not_built} shim was not built."}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moecomm import _native, backends
-from moecomm.core import packets
-from moecomm.core.settings import Settings
-from moecomm.jit import KernelSpec, packets_of
+from moecomm.base import packets
+from moecomm.gpu.jit import KernelSpec, packets_of
+from moecomm.ranks.settings import Settings
 from moecomm.tools.few_tokens import RANKS, few_tokens, lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moecomm import tuning
-from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.fused import forms
+from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS
 from moecomm.tuning import Entry, Table
 from moecomm.tuning.layers import Bounds, Measured, never, of_measured

@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from moecomm.tracing.clocks import offsets
-from moecomm.tracing.merge import merge
-from moecomm.tracing.reading import RankSpans, Span
+from moecomm.observe.tracing.clocks import offsets
+from moecomm.observe.tracing.merge import merge
+from moecomm.observe.tracing.reading import RankSpans, Span
 
 FILE = RankSpans(Path("rank0.spans"), "b", None, 0, 3, "a", "clock a", 1, "host", (0, 0))
 

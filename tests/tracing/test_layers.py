@@ -12,9 +12,9 @@ import torch
 
 import moecomm
 from moecomm import nn
-from moecomm.core import layers
-from moecomm.core.spans import CALLS
-from moecomm.tracing import nvtx, reading
+from moecomm.base import layers
+from moecomm.observe.tracing import nvtx, reading
+from moecomm.rounds.spans import CALLS
 
 from . import traces
 

@@ -10,11 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 import moecomm
-from moecomm.core.spans import CALLS
+from moecomm.observe.tracing import reading
+from moecomm.observe.tracing.reading import RankSpans, Span
+from moecomm.observe.tracing.summary import RoleTimes, summarize
+from moecomm.rounds.spans import CALLS
 from moecomm.tools.cli import app
-from moecomm.tracing import reading
-from moecomm.tracing.reading import RankSpans, Span
-from moecomm.tracing.summary import RoleTimes, summarize
 
 from ..conftest import Ranks
 from . import traces

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from moecomm.jit.loader import headers
-from moecomm.jit.span_ring import RECORD_BYTES, SpanRing, Write, owner_of
-from moecomm.tracing.device import ROLES, ClockPoint, DeviceSpan, decode, on_host
+from moecomm.gpu.loader import headers
+from moecomm.gpu.span_ring import RECORD_BYTES, SpanRing, Write, owner_of
+from moecomm.observe.tracing.device import ROLES, ClockPoint, DeviceSpan, decode, on_host
 
 OWNERS = (64 * 5, 64 * 9)
 

@@ -12,7 +12,7 @@ import pytest
 
 import moecomm
 from moecomm import _native
-from moecomm.tracing import nvtx, reading
+from moecomm.observe.tracing import nvtx, reading
 
 from . import traces
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import moecomm
-from moecomm.tracing import reading
-from moecomm.tracing.merge import merge
+from moecomm.observe.tracing import reading
+from moecomm.observe.tracing.merge import merge
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 12, "topk": 2, "max_tokens": 64, "backend": "host"}
 ROUNDS = 3  # pairs of a dispatch and a combine

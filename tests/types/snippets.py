@@ -78,7 +78,7 @@ def of_any_layout(routed: Routed) -> T:
     return routed.x + 1
 
 
-def chosen_later(buffer: Buffer, x: T, idx: T, layout: moecomm.core.choices.Layout, quantize: bool) -> None:
+def chosen_later(buffer: Buffer, x: T, idx: T, layout: moecomm.base.choices.Layout, quantize: bool) -> None:
     routed = buffer.dispatch(x, idx, layout=layout, quantize="fp8" if quantize else None)
     assert_type(routed, Routed)
 

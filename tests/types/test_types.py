@@ -14,8 +14,8 @@ import pytest
 
 import moecomm
 from moecomm import Buffer, backends, overloads
+from moecomm.base import choices, protocol
 from moecomm.combine import options as combine_options
-from moecomm.core import choices, protocol
 from moecomm.dispatch import options as dispatch_options
 from moecomm.fused import options as layer_options
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as real
 
-from moecomm.core.rendezvous import rendezvous
+from moecomm.ranks.rendezvous import rendezvous
 
 
 class FakeSymmetricMemory:

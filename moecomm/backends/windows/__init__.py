@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 
 from moecomm import config
-from moecomm.backends.collective import NoRoom, all_or_none, host_identity
-from moecomm.backends.cuda_driver import attribute, unreachable, uuid
 from moecomm.backends.windows import local, nccl, vmm
-from moecomm.core.group import Rendezvous
 from moecomm.errors import Mismatch, Unsupported
+from moecomm.gpu.cuda_driver import attribute, unreachable, uuid
+from moecomm.ranks.collective import NoRoom, all_or_none, host_identity
+from moecomm.ranks.group import Rendezvous
 
 log = logging.getLogger("moecomm")
 _KINDS = (None, "nccl", "vmm")

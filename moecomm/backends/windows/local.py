@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from moecomm.backends.collective import all_or_none
-from moecomm.backends.cuda_driver import driver
 from moecomm.backends.windows.vmm import Mapping, create, parts_of
-from moecomm.core.group import Rendezvous
+from moecomm.gpu.cuda_driver import driver
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Rendezvous
 
 _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()  # by address
 

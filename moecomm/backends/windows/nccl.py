@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from moecomm import config
-from moecomm.backends.collective import all_or_none
-from moecomm.backends.cuda_driver import no_room, wheel_suffix
-from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
+from moecomm.gpu.cuda_driver import no_room, wheel_suffix
+from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Rendezvous
 
 _MINIMUM = (2, 30)  # ncclGetPeerDevicePointer
 _NVLS_FIELD = (2, 32)  # ncclConfig_t::nvlsHostMode

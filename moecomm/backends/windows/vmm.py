@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.backends.collective import all_or_none, close_descriptors, share_descriptor
-from moecomm.backends.cuda_driver import DriverError, call, driver, no_room
-from moecomm.core.group import Rendezvous
+from moecomm.gpu.cuda_driver import DriverError, call, driver, no_room
+from moecomm.ranks.collective import all_or_none, close_descriptors, share_descriptor
+from moecomm.ranks.group import Rendezvous
 
 
 class Parts(NamedTuple):

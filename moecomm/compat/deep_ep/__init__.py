@@ -40,7 +40,7 @@ from moecomm.compat.deep_ep.elastic import ElasticBuffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
 from moecomm.compat.deep_ep.hybrid import HybridEPBuffer
-from moecomm.core.rendezvous import rendezvous
+from moecomm.ranks.rendezvous import rendezvous
 
 __version__ = "2.1.0"  # of the interface
 topk_idx_t = torch.int64

@@ -13,10 +13,10 @@ from contextlib import closing, suppress
 from typing import Any
 
 from moecomm.buffer import Buffer
-from moecomm.core.board import Board, Part
-from moecomm.core.group import Group
-from moecomm.core.rendezvous import LocalRank, ProcessGroup
 from moecomm.errors import Excluded, Mismatch, Unsupported
+from moecomm.ranks.board import Board, Part
+from moecomm.ranks.group import Group
+from moecomm.ranks.rendezvous import LocalRank, ProcessGroup
 
 _LEAVE_S = 1.0  # for the store to answer a rank that leaves
 _LOOK_S = 0.05

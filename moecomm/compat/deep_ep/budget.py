@@ -7,7 +7,7 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import Pool
 from moecomm.dispatch import Options, dispatch
-from moecomm.kernels import budgets
+from moecomm.gpu import budgets
 
 _FLAT = Options("flat")
 
@@ -15,7 +15,7 @@ _FLAT = Options("flat")
 def within_budgets(pool: Pool, ids: torch.Tensor, num_experts: int, rows: int, alignment: int) -> budgets.Kept:
     """Return the entries that their ranks have room for.
 
-    The rule is deep_ep's: see moecomm.kernels.budgets.kept().  A budget counts in multiples of `alignment`.  Every rank
+    The rule is deep_ep's: see moecomm.gpu.budgets.kept().  A budget counts in multiples of `alignment`.  Every rank
     knows all counts and budgets from a small round, so nothing waits for the device.
 
     Args:

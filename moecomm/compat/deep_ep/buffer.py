@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
+from moecomm.base.arrays import has_memory
+from moecomm.base.integers import check_integer
+from moecomm.base.protocol import MAX_RANKS
+from moecomm.base.validation import check_flag, check_sizes
 from moecomm.compat.deep_ep import layout, normal
 from moecomm.compat.deep_ep.config import Config, check_even_sms
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.low_latency import LowLatency
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, not_here
-from moecomm.core.arrays import has_memory
-from moecomm.core.integers import check_integer
-from moecomm.core.protocol import MAX_RANKS
-from moecomm.core.settings import Settings
-from moecomm.core.validation import check_flag, check_sizes
 from moecomm.errors import BadInput, Unsupported
+from moecomm.ranks.settings import Settings
 
 _TOPK_HINT = 32  # of size hints, whose callers do not say it: the most there can be
 

@@ -12,12 +12,12 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 
-from moecomm.core.call_count import CallCount, Marks
-from moecomm.core.group import Group
-from moecomm.core.opening import opening
-from moecomm.core.pages import CALLS, KEPT_CALLS
-from moecomm.core.rounds import Rounds
 from moecomm.errors import Mismatch, MoecommError, RoundFailed
+from moecomm.ranks.group import Group
+from moecomm.ranks.opening import opening
+from moecomm.ranks.pages import CALLS, KEPT_CALLS
+from moecomm.rounds.call_count import CallCount, Marks
+from moecomm.rounds.rounds import Rounds
 
 # A word has the number of a call, a hash of what it is, and two flags.
 _NUMBER, _OPENS, _COMBINES, _FLAG_BITS = 32, 1, 2, 2

@@ -9,6 +9,9 @@ import torch
 
 from moecomm import combine as combining
 from moecomm import dispatch
+from moecomm.base.choices import ScaleLayout, Wire
+from moecomm.base.integers import check_integer
+from moecomm.base.validation import check_flag, check_flags, check_real
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
@@ -25,13 +28,10 @@ from moecomm.compat.deep_ep.pool import (
     limit_of,
     not_here,
 )
-from moecomm.core.choices import ScaleLayout, Wire
-from moecomm.core.integers import check_integer
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.settings import Settings
-from moecomm.core.validation import check_flag, check_flags, check_real
 from moecomm.errors import BadInput, Unsupported
-from moecomm.kernels import padding
+from moecomm.gpu import padding
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.ranks.settings import Settings
 from moecomm.routed import Routed
 
 _TOPK_HINT = 32  # when a caller does not say it: the most there can be

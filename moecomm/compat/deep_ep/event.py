@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moecomm.core.validation import check_flag
+from moecomm.base.validation import check_flag
 from moecomm.errors import BadInput
 
 

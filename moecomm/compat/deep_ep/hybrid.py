@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import combine as combining
+from moecomm.base.arrays import check_tensor
+from moecomm.base.integers import check_integer
+from moecomm.base.protocol import MAX_TOPK
+from moecomm.base.validation import MOST_SIZE, check_flag, check_sizes
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map
@@ -24,14 +28,10 @@ from moecomm.compat.deep_ep.pool import (
     limit_of,
     not_here,
 )
-from moecomm.core.arrays import check_tensor
-from moecomm.core.integers import check_integer
-from moecomm.core.protocol import MAX_TOPK
-from moecomm.core.validation import MOST_SIZE, check_flag, check_sizes
 from moecomm.dispatch import Options, dispatch
 from moecomm.errors import BadInput, Mismatch
-from moecomm.kernels import padding
-from moecomm.kernels.routing_map import ids_of, weights_at
+from moecomm.gpu import padding
+from moecomm.gpu.routing_map import ids_of, weights_at
 from moecomm.routed import Handle, Routed
 
 __all__ = ["HybridEPBuffer", "HybridEPHandle", "indices_to_map"]

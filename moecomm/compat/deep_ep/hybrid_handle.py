@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from moecomm.base.arrays import check_tensor
+from moecomm.base.validation import check_same_device
 from moecomm.compat.deep_ep.lazy import LazyTuple, tokens_per_expert
 from moecomm.compat.deep_ep.pool import check_dimensions
-from moecomm.core.arrays import check_tensor
-from moecomm.core.validation import check_same_device
 from moecomm.routed import Handle
 
 _PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

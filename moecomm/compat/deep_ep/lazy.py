@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moecomm.core.bound import Bound
+from moecomm.base.bound import Bound
 from moecomm.dispatch import tables
 from moecomm.routed import ChunkedHandle, Handle
 

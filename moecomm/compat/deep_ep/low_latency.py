@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from moecomm import combine as combining
+from moecomm.base.arrays import as_tensor, check_tensor
+from moecomm.base.integers import check_integer
+from moecomm.base.validation import check_flags
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
@@ -16,9 +19,6 @@ from moecomm.compat.deep_ep.masks import MaskBuffer
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
 from moecomm.compat.deep_ep.waits import WaitCost
-from moecomm.core.arrays import as_tensor, check_tensor
-from moecomm.core.integers import check_integer
-from moecomm.core.validation import check_flags
 from moecomm.dispatch import Options, dispatch, dispatch_begin
 from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput, RoundFailed

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from moecomm.base.arrays import has_memory
+from moecomm.base.integers import check_integer
+from moecomm.base.validation import check_flag, check_same_device
 from moecomm.compat.deep_ep.pool import OverPool, check_dimensions
-from moecomm.core.arrays import has_memory
-from moecomm.core.integers import check_integer
-from moecomm.core.validation import check_flag, check_same_device
 from moecomm.errors import BadInput, Unsupported
 from moecomm.masking import is_masked
 

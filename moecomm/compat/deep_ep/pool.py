@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
+from moecomm.base.arrays import check_tensor
+from moecomm.base.bound import Bound
+from moecomm.base.choices import Layout, OnTimeout
+from moecomm.base.integers import check_alignment, check_integer, is_integer
+from moecomm.base.validation import MOST_SIZE
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.absent import Presence
 from moecomm.compat.deep_ep.calls import Calls
 from moecomm.compat.deep_ep.room import Room, batched_room, room_for
-from moecomm.core.arrays import check_tensor
-from moecomm.core.bound import Bound
-from moecomm.core.call_count import counted
-from moecomm.core.choices import Layout, OnTimeout
-from moecomm.core.group import Group
-from moecomm.core.integers import check_alignment, check_integer, is_integer
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.settings import MAX_FLAT_ROWS, Settings
-from moecomm.core.signature import GROW
-from moecomm.core.validation import MOST_SIZE
 from moecomm.dispatch import dispatch
 from moecomm.dispatch.options import Gradients, Options, check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch, Unsupported
+from moecomm.ranks.group import Group
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.ranks.settings import MAX_FLAT_ROWS, Settings
+from moecomm.rounds.call_count import counted
+from moecomm.rounds.signature import GROW
 from moecomm.routed import Handle
 
 _LOW_LATENCY = "Buffer.low_latency_dispatch"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moecomm.core.choices import Layout
-from moecomm.core.settings import Settings
+from moecomm.base.choices import Layout
+from moecomm.ranks.settings import Settings
 
 # Rounds with room in a window, one of them in the reserve.  The outputs of the others stay: those of two micro-batches
 # and, in "flat", what a combine copies; in "batched" rows for a combine without a copy.

@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
+from moecomm.base.arrays import check_tensor
+from moecomm.base.protocol import PEER_COUNTERS, SCALAR_COUNTERS
 from moecomm.compat.deep_ep.pool import check_dimensions
-from moecomm.core.arrays import check_tensor
-from moecomm.core.protocol import PEER_COUNTERS, SCALAR_COUNTERS
-from moecomm.core.rounds import Rounds
 from moecomm.errors import BadInput
-from moecomm.stats.counters import WAITS
+from moecomm.observe.stats.counters import WAITS
+from moecomm.rounds.rounds import Rounds
 
 _FIRST_WAIT = PEER_COUNTERS - len(WAITS)
 

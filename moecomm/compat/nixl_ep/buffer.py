@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from moecomm.base.bound import Bound
+from moecomm.base.integers import check_integer, is_integer
+from moecomm.base.protocol import MAX_HOST_RANKS
+from moecomm.base.validation import check_flag
 from moecomm.buffer import Buffer as NativeBuffer
 from moecomm.compat.deep_ep.buffer import Buffer as DeepEP
 from moecomm.compat.deep_ep.config import check_even_sms
@@ -15,10 +19,6 @@ from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
 from moecomm.compat.deep_ep.masks import write_mask
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here
 from moecomm.compat.nixl_ep.meeting import meet
-from moecomm.core.bound import Bound
-from moecomm.core.integers import check_integer, is_integer
-from moecomm.core.protocol import MAX_HOST_RANKS
-from moecomm.core.validation import check_flag
 from moecomm.errors import BadInput, Closed, Unsupported
 from moecomm.masking import is_masked
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from moecomm.base.choices import BackendName
 from moecomm.buffer import Buffer
-from moecomm.core.call_count import CallCount
-from moecomm.core.choices import BackendName
-from moecomm.core.opening import gather
-from moecomm.core.rendezvous import rendezvous
-from moecomm.core.settings import Settings
+from moecomm.ranks.opening import gather
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.ranks.settings import Settings
+from moecomm.rounds.call_count import CallCount
 
 Key = tuple[int, torch.dtype, torch.device]  # columns of a token, and what and where it is
 

@@ -17,14 +17,14 @@ from moecomm import combine as combining
 from moecomm import dispatch
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
-from moecomm.core.settings import Settings
-from moecomm.core.state import CollectiveCall
 from moecomm.dispatch.tables import over, tables_of
 from moecomm.errors import Mismatch
+from moecomm.gpu import padding
 from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
-from moecomm.kernels import padding
 from moecomm.ops import handles
 from moecomm.ops.rounds import rows_of
+from moecomm.ranks.settings import Settings
+from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import ChunkedHandle, Handle, Routed
 
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for

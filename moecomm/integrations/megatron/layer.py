@@ -91,7 +91,7 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc]
             choose dispatchers by themselves.
     """
 
-    _makes_rounds = True  # see moecomm.core.layers
+    _makes_rounds = True  # see moecomm.base.layers
 
     def __init__(
         self,

@@ -8,12 +8,12 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import _DispatchManager
 
-from moecomm.core.call_count import counted
 from moecomm.errors import BadInput
+from moecomm.gpu.routing_map import ids_of
 from moecomm.integrations.megatron.buffers import Limits, shared
 from moecomm.integrations.megatron.exchange import Exchange
 from moecomm.integrations.megatron.padded import PaddedExchange
-from moecomm.kernels.routing_map import ids_of
+from moecomm.rounds.call_count import counted
 
 
 class Manager(_DispatchManager):  # type: ignore[misc]

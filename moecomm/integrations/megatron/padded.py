@@ -11,10 +11,10 @@ import torch
 
 from moecomm import ops
 from moecomm.buffer import Buffer
-from moecomm.core.settings import Settings
 from moecomm.errors import Unsupported
 from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
 from moecomm.integrations.megatron.exchange import Dispatched
+from moecomm.ranks.settings import Settings
 
 _ROUNDS = 3  # that the window has room for: two that graphs keep to themselves, and one
 

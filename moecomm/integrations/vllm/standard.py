@@ -23,10 +23,10 @@ from vllm.v1.worker.ubatching import (
 
 from moecomm import combine as combining
 from moecomm.compat.deep_ep.normal import route
-from moecomm.core.call_count import CountedCall
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import Rounds
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input
+from moecomm.rounds.call_count import CountedCall
 from moecomm.routed import Handle, Routed
 
 

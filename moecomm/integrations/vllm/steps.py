@@ -10,9 +10,9 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from moecomm import _native
-from moecomm.core.call_count import counted
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import Rounds
+from moecomm.rounds.call_count import counted
 from moecomm.routed import Handle
 
 MICRO_BATCHES = 2

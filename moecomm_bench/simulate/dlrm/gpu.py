@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from moecomm.core.documents import Document
+from moecomm.base.documents import Document
 from moecomm_bench.schema import Name
 from moecomm_bench.simulate.dlrm.shape import Lookups, Product
 

@@ -1,0 +1,41 @@
+"""Constants and enumerations of csrc/protocol, as the native module exports them, with torch's dtypes."""
+
+from __future__ import annotations
+
+from typing import cast, get_args
+
+import torch
+
+from moecomm import _native
+from moecomm.base.choices import Layout, ScaleFormat
+
+_CONSTANTS = _native.constants()
+MAX_RANKS, MAX_TOPK = _CONSTANTS["max_ranks"], _CONSTANTS["max_topk"]  # ranks of GPUs
+MAX_HOST_RANKS = _CONSTANTS["max_host_ranks"]
+MAX_CHUNK = _CONSTANTS["max_chunk"]  # tokens
+MAX_BLOCKS = _CONSTANTS["max_blocks"]  # of a launch
+MOST_WEIGHTS = _CONSTANTS["most_weights"]  # routing weights of a source rank that combine takes
+QUANT_GROUP = _CONSTANTS["quant_group"]  # columns that share a scale
+PACKET_TOKENS, PACKET_ENTRIES = _CONSTANTS["packet_tokens"], _CONSTANTS["most_packet_entries"]  # of a rank, at most
+LINE_BYTES, LINE_WORDS, PACKET_LINES = (_CONSTANTS[name] for name in ("line_bytes", "line_words", "packet_lines"))
+WANTED_WORDS = _CONSTANTS["wanted_words"]
+PASS_THREADS = _CONSTANTS["pass_threads"]
+DESCRIPTOR_BYTES = _CONSTANTS["descriptor_bytes"]
+ROUND_HEADER_BYTES = _CONSTANTS["round_header_bytes"]
+SCALAR_COUNTERS, PEER_COUNTERS = _CONSTANTS["scalar_counters"], _CONSTANTS["peer_counters"]  # csrc/protocol/counters.h
+ROUNDS, DROPPED = range(SCALAR_COUNTERS)
+
+TYPES = {  # Type by dtype
+    torch.bfloat16: _native.Type.bf16,
+    torch.float16: _native.Type.fp16,
+    torch.float32: _native.Type.fp32,
+    torch.float8_e4m3fn: _native.Type.e4m3,
+}
+TYPE_BYTES = {int(kind): dtype.itemsize for dtype, kind in TYPES.items()}
+DTYPES = tuple(dtype for dtype in TYPES if dtype.itemsize > 1)  # of rows that combine adds up
+LAYOUTS = cast("tuple[Layout, ...]", tuple(layout.name for layout in _native.Layout))
+SCALE_FORMATS = cast("tuple[ScaleFormat, ...]", tuple(kind.name for kind in _native.ScaleFormat))
+if (get_args(Layout), get_args(ScaleFormat)) != (LAYOUTS, SCALE_FORMATS):
+    raise ImportError(
+        "moecomm/base/choices.py and csrc/protocol/args.h differ: was the native module built from this version?"
+    )

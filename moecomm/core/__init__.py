@@ -1,1 +1,0 @@
-"""State, argument checks, window memory and rendezvous: all that rounds need of a Buffer."""

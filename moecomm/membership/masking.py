@@ -1,0 +1,232 @@
+"""Masks: the ranks that take part in the rounds of a Buffer agree on who they are, and go on in the same windows.
+
+They agree as for Buffer.shrink(), over the same boards.  Then each begins anew after a round that no rank has seen: it
+forgets what a failed round has left in its window, and no rank makes a round before all have done so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from moecomm.base.experts import experts_of
+from moecomm.base.integers import is_integer
+from moecomm.errors import BadInput, Excluded, MemoryReleased, MoecommError, PeerLost, RoundFailed, Timeout
+from moecomm.membership.membership import GRACE_S, Meeting
+from moecomm.membership.suspension import Members
+from moecomm.ranks import last_calls, messages
+from moecomm.ranks.board import Board, Part
+from moecomm.ranks.messages import Agreed, Coming, Decision, Disagreement, Lost
+from moecomm.rounds.expert_tables import LiveExperts
+from moecomm.rounds.rounds import Rounds
+
+log = logging.getLogger("moecomm")
+
+
+class Masking(Meeting):
+    """An agreement on the ranks that take part.
+
+    Args:
+        rounds: of the Buffer.
+        members: all of its ranks.
+        call: that the ranks make.
+        named: ranks to mask, whether they come or not.
+        joining: ranks to take in again.
+
+    Raises:
+        Closed, BadInput: as Meeting.
+        MemoryReleased: memory is released, which only all ranks can take again.
+    """
+
+    def __init__(
+        self, rounds: Rounds, members: Members, call: str, named: Collection[int] = (), joining: Collection[int] = ()
+    ) -> None:
+        super().__init__(rounds, members, call)
+        if rounds.released:
+            raise MemoryReleased
+        self._named, self._joining = set(named), sorted(joining)
+        self._missed: set[int] = set()
+        self._joins = rounds.rank in joining
+        self._where = ""  # ranks that did not come to be taken in
+
+    def hold(self) -> Decision:
+        """Agree, and go on.
+
+        Raises:
+            Excluded: the others have decided to go on without this rank.
+            Mismatch: another rank calls shrink().
+            Timeout: this rank wants to be taken in, and no other one answers.
+            PeerLost, Timeout: there is no board over which ranks could agree any more.
+        """
+        with self.noted():
+            return self._hold()
+
+    def require_joined(self) -> None:
+        """Raise PeerLost or Timeout for the first of the ranks that were to be taken in and did not come."""
+        rounds = self._rounds
+        absent = [rank for rank in self._joining if rank in rounds.masked]
+        if absent:
+            kind = PeerLost if absent[0] in rounds.session.dead_peers() else Timeout
+            text = f"rank {absent[0]} did not come to unmask(), and stays masked{self._where}"
+            raise kind(text, rank=rounds.rank, peer=absent[0], phase="agreement", op="unmask", round=0)
+
+    def _hold(self) -> Decision:
+        rounds = self._rounds
+        if not self._joins:
+            self._require_member()
+        while True:
+            if self._joins:
+                rounds.attempts = max(rounds.attempts, self._newest())
+            with self._next() as board:
+                decision = self._decision(board)
+            if decision is None:
+                continue
+            if set(self._joining) - set(decision.members):
+                self._where = last_calls.others(rounds, self._members)
+            if rounds.rank not in decision.members:
+                raise self._excluded(decision.members)
+            with self._board(rounds.attempts) as board:
+                lost = self._begin_anew(board, decision)
+            if not lost:
+                self._settle(decision)
+                return decision
+            # A rank that is missed in two attempts may live and only be unreachable.
+            self._named |= lost & self._missed
+            self._missed |= lost
+            self._suspects |= lost
+
+    def _decision(self, board: Board) -> Decision | None:
+        """Agree on who takes part; None: this rank wants to, and the others have begun another agreement."""
+        decision = self._decided(board)
+        if decision is None or (self._joins and decision.masks and self._rounds.rank not in decision.members):
+            return None
+        return decision
+
+    def _coming(self) -> Coming:
+        rounds, coming = self._rounds, super()._coming()
+        return coming._replace(
+            round=rounds.session.last_round(),
+            failed=rounds.calls if rounds.repeatable else 0,
+            named=sorted(self._named),
+            joining=self._joining,
+        )
+
+    def _leaves(self, waited_s: float) -> bool:
+        if self._joins and waited_s >= self._timeout_s:
+            raise self._no_answer()
+        return self._joins and self._newest() > self._rounds.attempts - 2
+
+    def _proposal(self, said: Mapping[int, Coming], waited_s: float) -> Decision | Disagreement | None:
+        return None if self._joins else super()._proposal(said, waited_s)
+
+    def _begin_anew(self, board: Board, decision: Decision) -> set[int]:
+        """Reset this rank's window and wait for the others; return the ranks that are lost before all have done so.
+
+        Ranks that are left out are told first: they pass no failure on any more.
+        """
+        members = set(decision.members)
+        masked = set(range(self._rounds.num_ranks)) - members
+        for rank in masked:
+            self._rounds.session.exclude(rank)
+        if lost := self._rounds.session.resume(decision.round, masked, self._rounds.attempts):
+            board.decide("members", messages.pack(Lost(sorted(lost))))
+        else:
+            board.write(f"ready/{self._rounds.rank}", b"1")
+        begin = time.monotonic()
+        while (went := board.read(["members"])) is None:
+            missing = {rank for rank in members if board.read([f"ready/{rank}"]) is None}
+            waited = time.monotonic() - begin
+            lost = missing if waited >= self._timeout_s else missing & self._gone()
+            if lost or not missing:
+                went = [board.decide("members", messages.pack(Lost(sorted(lost))))]
+                break
+            board.wait(min(self._timeout_s - waited, GRACE_S))
+        return set(messages.unpack(went[0], Lost).ranks)
+
+    def _settle(self, decision: Decision) -> None:
+        rounds = self._rounds
+        before = rounds.masked
+        rounds.resumed(decision.round, frozenset(range(rounds.num_ranks)) - set(decision.members))
+        update_experts(rounds)
+        with self._newest_board() as board:
+            board.write(str(rounds.rank), messages.pack(Agreed(rounds.attempts)))
+        if rounds.masked != before:
+            log.warning("rank %d: masked ranks are now %s", rounds.rank, sorted(rounds.masked) or "none")
+
+    def _newest(self) -> int:
+        """Return the number of the last agreement that has ended, as far as any rank knows."""
+        with self._newest_board() as board:
+            found = [board.read([str(rank)]) for rank in range(self._rounds.num_ranks)]
+        return max((messages.unpack(one[0], Agreed).number for one in found if one is not None), default=0)
+
+    @contextmanager
+    def _newest_board(self) -> Iterator[Board]:
+        pages = self._rounds.session.pages
+        if pages is not None:
+            yield Part(pages, "newest/")
+            return
+        with self._board(0) as board:
+            yield Part(board, "newest/")
+
+    def _no_answer(self) -> Timeout:
+        rank, where = self._rounds.rank, last_calls.others(self._rounds, self._members)
+        text = f"no rank has called unmask() for rank {rank} within {self._timeout_s} s{where}"
+        return Timeout(text, rank=rank, peer=-1, phase="agreement", op="unmask", round=0)
+
+
+def recover(rounds: Rounds, members: Members, error: RoundFailed) -> None:
+    """Mask the ranks that a failed round has lost: on_timeout="mask".  Takes note of that in the error.
+
+    Raises:
+        Excluded: the others go on without this rank.
+    """
+    try:
+        decision = Masking(rounds, members, "mask()").hold()
+    except Excluded as excluded:
+        raise excluded from error
+    except MoecommError as other:  # the Buffer stays failed
+        error.args = (f"{error}; and its ranks could not be masked: {other}",)
+        return
+    names = ", ".join(map(str, sorted(rounds.masked))) or "none"
+    error.args = (f"{error}; masked ranks are now {names}, and the next call works",)
+    error.repeats = decision.repeats
+
+
+def checked_replicas(rounds: Rounds, replicas: Mapping[int, int]) -> dict[int, int]:
+    """Return the replicas by the numbers that rounds know experts by.  Raises BadInput."""
+    place = {number: number for number in range(rounds.num_experts)}
+    if rounds.ids is not None:
+        place = {number: at for at, number in enumerate(rounds.ids.kept)}
+    wanted = f"expert ids, 0 to {max(place)}, by expert ids"
+    if not isinstance(replicas, Mapping):
+        raise BadInput("replicas", type(replicas).__name__, wanted)
+    for pair in replicas.items():
+        if not all(is_integer(number) for number in pair):
+            raise BadInput("replicas", pair, wanted)
+    count = rounds.num_experts if rounds.ids is None else rounds.ids.count
+    if wrong := [pair for pair in replicas.items() if not all(0 <= number < count for number in pair)]:
+        raise BadInput("replicas", wrong[0], wanted)
+    return {place[int(a)]: place[int(b)] for a, b in replicas.items() if int(a) in place and int(b) in place}
+
+
+def update_experts(rounds: Rounds) -> None:
+    """Let ids of experts of masked ranks mean their replicas, or none, from the next round on."""
+    masked = {expert for rank in rounds.masked for expert in experts_of(rank, rounds.num_experts, rounds.num_ranks)}
+    if rounds.live is None:
+        if not masked:
+            return
+        rounds.live = LiveExperts(rounds.num_experts, rounds.device)
+    rounds.live.update([_meaning(expert, masked, rounds.replicas) for expert in range(rounds.num_experts)])
+
+
+def _meaning(expert: int, masked: Collection[int], replicas: Mapping[int, int]) -> int:
+    """Follow replicas from an expert to one that is there; -1: there is none."""
+    seen = set()
+    while expert in masked:
+        if expert in seen or expert not in replicas:
+            return -1
+        seen.add(expert)
+        expert = replicas[expert]
+    return expert

@@ -1,0 +1,347 @@
+"""Membership: the ranks that are left of a Buffer agree on who they are, and open it again among themselves.
+
+They agree over their pages (moecomm.ranks.pages), which outlive every process, so no process group is needed.  Ranks
+that are threads, or on several hosts, agree over the board of their group.  One decision stands for all: a rank that is
+late finds that it is not in it, so there are never two jobs.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from moecomm.base.experts import experts_of
+from moecomm.errors import BadInput, Closed, Excluded, Mismatch, MoecommError, PeerLost, Timeout
+from moecomm.membership.suspension import Members, refuse_capture
+from moecomm.ranks import last_calls, messages
+from moecomm.ranks.board import Board, Part
+from moecomm.ranks.group import Group
+from moecomm.ranks.messages import Coming, Decision, Disagreement
+from moecomm.ranks.opening import gather
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.rounds.expert_tables import ExpertIds
+from moecomm.rounds.rounds import Rounds
+
+_KEPT = 4  # agreements whose words a rank keeps: others may still read them
+
+# For a rank that a peer has named in a Timeout.  It may have waited for another one itself, and then comes at once.
+GRACE_S = 0.05
+
+
+class Shrunk(NamedTuple):
+    """Ranks that go on after Buffer.shrink(), and those that do not, by their numbers before.
+
+    Attributes:
+        ranks: those that go on.  Their places are their numbers now.
+        lost: the others.
+    """
+
+    ranks: tuple[int, ...]
+    lost: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], before: int) -> Shrunk:
+        """Make it of the ranks of a group that a caller may have made, of `before` ranks.  Raises BadInput."""
+        if any(a >= b for a, b in pairwise(ranks)):
+            raise BadInput("group", f"ranks {list(ranks)}, as they were numbered before", "these in ascending order")
+        return cls(tuple(ranks), tuple(rank for rank in range(before) if rank not in ranks))
+
+
+class Survivors:
+    """A Group of the ranks that are left.
+
+    Args:
+        rank, ranks, in_process: see Group.
+        board: makes its board.
+        timeout_s: how long a wait for a rank may take.
+    """
+
+    def __init__(self, rank: int, ranks: int, in_process: bool, board: Callable[[], Board], timeout_s: float) -> None:
+        self.rank, self.ranks, self.in_process = rank, ranks, in_process
+        self._board, self._timeout_s = board, timeout_s
+
+    def board(self) -> Board:
+        """See Group."""
+        return self._board()
+
+    def global_ranks(self) -> list[int]:
+        """Return none: the default group may have lost its store."""
+        return []
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """See Group."""
+        return gather(self, data, self._timeout_s)
+
+
+class Meeting:
+    """The ranks of a Buffer that agree on who goes on.
+
+    Agreements are numbered, and take two boards each: of shrink() for the decision and for the opening, of mask() for
+    the decision and for the new beginning.  Ranks that made different calls find that on the first, all of them raise
+    Mismatch, and the next agreement has the same number everywhere.
+
+    Args:
+        rounds: of that Buffer, failed or not.
+        members: its ranks.
+        call: that the ranks make, with its parentheses.
+
+    Raises:
+        Closed: the Buffer is closed.
+        BadInput: a graph is being captured.
+    """
+
+    def __init__(self, rounds: Rounds, members: Members, call: str) -> None:
+        if rounds.closed:
+            raise Closed
+        self._op = call.partition("(")[0]
+        require_idle(rounds, self._op)
+        self._rounds, self._members, self._timeout_s, self._call = rounds, members, members.timeout_s, call
+        self._suspects = set(_named(rounds.failure()))
+        self._ranks: tuple[int, ...] = ()  # that had agreed to go on
+
+    def noted(self) -> AbstractContextManager[None]:
+        """Leave a note of this call for ranks that wait in another one."""
+        return last_calls.noted_beside(self._rounds, self._members, self._call)
+
+    def attempts(self, group: object = None) -> Iterator[Group]:
+        """Yield groups of the ranks that are left, each of fewer than the one before.
+
+        The caller opens each in turn until that does not fail because another rank is gone: see failed().
+
+        Args:
+            group: a group of these ranks, if the caller has one.  It is the only one.
+
+        Raises:
+            Excluded: the others have decided to go on without this rank.
+            Mismatch: another rank makes another call.
+            PeerLost, Timeout: there is no board over which ranks could agree any more.
+        """
+        if group is not None:
+            yield rendezvous(group)
+        self._require_member()
+        while True:
+            with self._next() as board:
+                self._ranks = self._agree(board)
+            if self._rounds.rank not in self._ranks:
+                raise self._excluded(self._ranks)
+            place, in_process = self._ranks.index(self._rounds.rank), self._members.group.in_process
+            board_of = self._board_of(self._rounds.attempts)
+            yield Survivors(place, len(self._ranks), in_process, board_of, self._timeout_s)
+
+    def _require_member(self) -> None:
+        """Raise Excluded, at once, if the others have gone on without this rank: it must decide nothing any more."""
+        failure = self._rounds.failure()
+        if isinstance(failure, Excluded):
+            raise failure
+        if self._rounds.session.excluded():
+            raise self._excluded(())
+
+    def _excluded(self, ranks: Sequence[int]) -> Excluded:
+        error = Excluded(self._rounds.rank, tuple(ranks))
+        self._rounds.fail(error)
+        return error
+
+    def lost(self) -> PeerLost | None:
+        """Return the error of a rank that is gone since the ranks agreed: opening() knows those that came to it."""
+        gone = self._gone()
+        lost = next((place for place, rank in enumerate(self._ranks) if rank in gone), None)
+        if lost is None:
+            return None
+        place = self._ranks.index(self._rounds.rank)
+        text = f"rank {lost} is gone: its process has ended while the Buffer was opened again"
+        return PeerLost(text, rank=place, peer=lost, phase="opening", op="shrink", round=0)
+
+    def failed(self, error: MoecommError) -> None:
+        """Take note of an error that has ended an opening: those that it names are gone.  Raise any other error."""
+        if not self._ranks or not isinstance(error, (PeerLost, Timeout)) or error.peer < 0:
+            raise error
+        self._suspects.add(self._ranks[error.peer])
+
+    def _board_of(self, attempt: int) -> Callable[[], Board]:
+        pages = self._rounds.session.pages
+        if pages is not None:
+            return lambda: Part(pages, f"{attempt}/")
+        return lambda: Part(self._members.group.board(), f"shrink/{self._members.number}/{attempt}/")
+
+    @contextmanager
+    def _board(self, attempt: int) -> Iterator[Board]:
+        board = self._board_of(attempt)()
+        board.limit_s = self._timeout_s
+        try:
+            yield board
+        except TimeoutError as error:
+            raise self._no_board(Timeout, error) from error
+        except ConnectionError as error:
+            raise self._no_board(PeerLost, error) from error
+        finally:
+            board.close()
+
+    def _no_board(self, kind: type[PeerLost | Timeout], error: Exception) -> MoecommError:
+        text = f"the ranks that are left can't agree, because the store of their group is lost ({error}); pass group="
+        return kind(text, rank=self._rounds.rank, peer=-1, phase="agreement", op=self._op, round=0)
+
+    @contextmanager
+    def _next(self) -> Iterator[Board]:
+        """Make the first board of the next agreement.  If nothing is decided there, this rank's next call comes again.
+
+        So ranks that gave up, and those that made other calls meanwhile, meet at the next call.
+        """
+        self._rounds.attempts += 2
+        self._forget()
+        try:
+            with self._board(self._rounds.attempts - 1) as board:
+                yield board
+        except Mismatch:  # is decided
+            raise
+        except BaseException:
+            with suppress(MoecommError), self._board(self._rounds.attempts - 1) as board:
+                board.limit_s = 0.0 if self._rounds.session.pages is None else self._timeout_s
+                board.erase([f"here/{self._rounds.rank}"])
+            self._rounds.attempts -= 2
+            raise
+
+    def _agree(self, board: Board) -> tuple[int, ...]:
+        decision = self._decided(board)
+        assert decision is not None
+        return tuple(decision.members)
+
+    def _decided(self, board: Board) -> Decision | None:
+        """Come to an agreement; return the decision that stands, or None if this rank is no part of it and _leaves().
+
+        Raises:
+            Mismatch: another rank makes another call.
+        """
+        board.write(f"here/{self._rounds.rank}", messages.pack(self._coming()))
+        begin = time.monotonic()
+        while (decided := board.read(["members"])) is None:
+            said = {
+                rank: messages.unpack(found[0], Coming)
+                for rank in range(self._rounds.num_ranks)
+                if (found := board.read([f"here/{rank}"])) is not None
+            }
+            waited = time.monotonic() - begin
+            if self._leaves(waited):
+                return None
+            if (proposal := self._proposal(said, waited)) is not None:
+                decided = [board.decide("members", messages.pack(proposal))]
+                break
+            board.wait(min(self._timeout_s - waited, GRACE_S))
+        stands: Any = messages.unpack(decided[0], Decision, Disagreement)
+        if isinstance(stands, Disagreement):
+            calls = dict(zip(stands.ranks, (stands.first, stands.second), strict=True))
+            rank = next(rank for rank, call in calls.items() if _kind(call) != _kind(self._call))
+            raise Mismatch("call", self._call, calls[rank], rank)
+        assert isinstance(stands, Decision)
+        return stands
+
+    def _coming(self) -> Coming:
+        """Return what this rank tells the others."""
+        return Coming(self._call, 0, 0, sorted(self._suspects - {self._rounds.rank}), [], [])
+
+    def _leaves(self, waited_s: float) -> bool:
+        """Return whether this rank waits for another agreement.  One that takes part does not."""
+        return False
+
+    def _proposal(self, said: Mapping[int, Coming], waited_s: float) -> Decision | Disagreement | None:
+        """Return what the ranks that have come so far amount to; None: wait for more."""
+        gone = self._gone()
+        there = sorted(said.keys() - gone - self._rounds.masked)
+        for rank in there:
+            if _kind(said[rank].call) != _kind(said[there[0]].call):
+                return Disagreement([there[0], rank], said[there[0]].call, said[rank].call)
+        wanted = _wanted(self._rounds, said)
+        here = {rank: said[rank] for rank in sorted(said.keys() & wanted - gone)}
+        suspected = {rank for coming in here.values() for rank in coming.suspects} - here.keys()
+        missing = wanted - here.keys() - gone - (suspected if waited_s >= GRACE_S else set())
+        return None if missing and waited_s < self._timeout_s else _decision(self._call, here)
+
+    def _forget(self) -> None:
+        """Remove this rank's words of old agreements from its page."""
+        pages, old = self._rounds.session.pages, self._rounds.attempts - _KEPT
+        if pages is not None:
+            rank = self._rounds.rank
+            pages.erase([f"{old - 1}/here/{rank}", f"{old}/ready/{rank}"])
+
+    def _gone(self) -> set[int]:
+        """Return the ranks whose process has ended, or that have closed the Buffer."""
+        session = self._rounds.session
+        left = set() if session.pages is None else session.pages.left()
+        return (left | session.dead_peers().keys()) - {self._rounds.rank}
+
+
+def _named(failure: MoecommError | None) -> Iterator[int]:
+    if isinstance(failure, (PeerLost, Timeout)) and failure.peer not in (-1, failure.rank):
+        yield failure.peer
+
+
+def _kind(call: str) -> str:
+    """Return the kind of agreement of a call.  mask() and unmask() come to one: each may find what the other wants."""
+    return "mask()" if call == "unmask()" else call
+
+
+def _wanted(rounds: Rounds, said: Mapping[int, Coming]) -> set[int]:
+    """Return the ranks that are to take part.  Where ranks name each other, the lower one's word counts."""
+    taking_part = set(range(rounds.num_ranks)) - rounds.masked
+    named: set[int] = set()
+    joining: set[int] = set()
+    for rank in sorted(said.keys() & taking_part):
+        if rank not in named:
+            named.update(said[rank].named)
+            joining.update(said[rank].joining)
+    return (taking_part | joining) - named
+
+
+def _decision(call: str, here: Mapping[int, Coming]) -> Decision:
+    failed = {coming.failed for coming in here.values()}
+    # A round may have begun after the last that has ended; no rank has seen the one after that.
+    last = max((coming.round for coming in here.values()), default=0)  # nobody is left if this rank has named itself
+    return Decision(call, list(here), last + 2, len(failed) == 1 and 0 not in failed)
+
+
+def require_idle(rounds: Rounds, call: str) -> None:
+    """Wait for every round so far.  Raises BadInput for a call during a capture."""
+    refuse_capture(rounds, call)
+    rounds.wait()
+
+
+def members_of(group: Group, old: Rounds, rounds: Rounds, number: int, timeout_s: float) -> Members:
+    """Return the ranks of a Buffer that has been opened again, as they agree on later calls."""
+    pages = rounds.session.pages
+    if isinstance(group, Survivors) and old.session.pages is not None and pages is not None:
+        # The board of the group is in the pages of the old session.  Decisions come in the order of their numbers.
+        # Without such pages it is the store, which is kept: it may be in this process, and others may still read it.
+        opened = weakref.proxy(rounds)  # which refers to its ranks itself
+        board = lambda: Part(pages, f"{opened.attempts}/")  # noqa: E731
+        group = Survivors(group.rank, group.ranks, group.in_process, board, timeout_s)
+    return Members(group, number, timeout_s)
+
+
+def ids_of(rounds: Rounds, ranks: Sequence[int]) -> ExpertIds:
+    """Return the experts of the ranks that are left, by the ids that callers know them by."""
+    places = [place for rank in ranks for place in experts_of(rank, rounds.num_experts, rounds.num_ranks)]
+    if rounds.ids is None:
+        return ExpertIds(places, rounds.num_experts, rounds.device)
+    return ExpertIds([rounds.ids.kept[place] for place in places], rounds.ids.count, rounds.device)
+
+
+def counts_of(rounds: Rounds, ranks: int) -> range:
+    """Return the numbers of experts that so many of the ranks may have, whichever they are."""
+    each, more = divmod(rounds.num_experts, rounds.num_ranks)
+    least, most = max(0, more - (rounds.num_ranks - ranks)), min(more, ranks)
+    return range(each * ranks + least, each * ranks + most + 1)
+
+
+def domain_ranks(ranks: Sequence[int], rounds: Rounds) -> int | None:
+    """Return the size of equal domains, as large as can be, each of ranks that were in one domain; None: of all."""
+    if rounds.settings.domain_ranks is None:
+        return None
+    places = [rank // rounds.domain_ranks for rank in ranks]
+    return max(
+        each
+        for each in range(1, len(places) + 1)
+        if len(places) % each == 0 and all(len(set(places[i : i + each])) == 1 for i in range(0, len(places), each))
+    )

@@ -1,0 +1,156 @@
+"""Suspension: a Buffer gives its memory back while its ranks do other work, and takes it again at the same addresses.
+
+Both calls are collective and end like an opening (moecomm/ranks/opening.py).  A rank gives its memory back only when
+all ranks have finished their rounds, because peers read and write it in a round.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from moecomm import _native
+from moecomm.errors import Aborted, BadInput, MoecommError, PeerLost, RoundFailed
+from moecomm.ranks import last_calls
+from moecomm.ranks.group import Group
+from moecomm.ranks.opening import Opening, opening
+from moecomm.rounds.failures import Failure
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.state import collective
+
+_CULPRIT = 1 << 16  # an abort word is the cause times this, plus the culprit's rank plus 1: csrc/protocol/record.h
+
+
+class Members(NamedTuple):
+    """The ranks of a Buffer, as they agree on a release.  `number`: Opening.number, by which all of them name it."""
+
+    group: Group
+    number: int
+    timeout_s: float
+
+
+@collective(rounds=0)
+def release(rounds: Rounds, members: Members) -> None:
+    """Buffer.release_memory."""
+    rounds.require_alive()
+    if rounds.released:
+        return
+    session = rounds.session
+    session.require_releasable()
+    if rounds.masked:
+        raise BadInput("release_memory", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
+    refuse_capture(rounds, "release_memory")
+    with agreement(rounds, members, "release_memory") as ranks:
+        session.synchronize()
+        rounds.raise_failure()
+        _require_no_outputs(rounds)
+        ranks.all_gather(b"")  # no rank is in a round any more, and none begins one
+        rounds.released = True
+        session.release(ranks)
+        ranks.settle()
+
+
+@collective(rounds=0)
+def restore(rounds: Rounds, members: Members) -> None:
+    """Buffer.restore."""
+    rounds.require_alive()
+    if not rounds.released:
+        return
+    with agreement(rounds, members, "restore") as ranks:
+        ranks.all_gather(b"")
+        rounds.session.restore(ranks)
+        ranks.settle()
+    rounds.released = False
+
+
+def refuse_capture(rounds: Rounds, call: str) -> None:
+    """Raise BadInput for a call of a Buffer during a capture."""
+    if rounds.session.capturing():
+        raise BadInput(call, "a call during a capture", "a call outside of it")
+
+
+@contextmanager
+def agreement(rounds: Rounds, members: Members, call: str) -> Iterator[Opening]:
+    """Open the agreement on a call.
+
+    If it fails so that some ranks may have released or restored memory, and others not, the Buffer ends.  A refusal is
+    no such failure: it comes before the first exchange, or all ranks undo what they have done.
+    """
+    before, name = rounds.released, f"Buffer {members.number} of the group"
+    try:
+        with opening(
+            members.group,
+            members.timeout_s,
+            call,
+            name,
+            lambda: interruption(rounds, call),
+            note=f"{call}()",
+            others=lambda: last_calls.others(rounds, members),
+        ) as ranks:
+            yield ranks
+    except MoecommError as error:
+        if isinstance(error, RoundFailed) or rounds.released != before:
+            rounds.fail(error)
+        raise
+    except BaseException:  # an interrupt, which the opening announces to the other ranks
+        rounds.abort()
+        raise
+
+
+def _require_no_outputs(rounds: Rounds) -> None:
+    if rounds.memory.held:
+        gc.collect()  # outputs may be in cycles, with the traceback of an error for instance
+    if held := rounds.memory.held:
+        want = "none: delete the tensors and handles of earlier rounds first"
+        raise BadInput("outputs", f"{held} bytes of the window that are still referenced", want)
+
+
+def interruption(rounds: Rounds, call: str) -> RoundFailed | None:
+    """Return the error that the abort word asks for: abort() of this rank, or the end of a peer's process."""
+    context = rounds.session.context
+    word = _native.read_word(context.abort_host)
+    if word == 0:
+        return None
+    cause, culprit = word // _CULPRIT, word % _CULPRIT - 1
+    known: dict[str, Any] = {"rank": context.rank, "peer": culprit, "phase": "agreement", "op": call, "round": 0}
+    if cause == Failure.peer_lost:
+        why = rounds.session.dead_peers().get(culprit, "its process has ended")
+        return PeerLost(f"rank {culprit} is gone (noticed by rank {context.rank} in {call}): {why}", **known)
+    by = "abort() or an interrupt" if culprit == context.rank else f"rank {culprit}"
+    return Aborted(f"rank {context.rank} was stopped by {by} ({call})", **known)
+
+
+class ReleasableMemory:
+    """The part of a Buffer that releases and restores its memory."""
+
+    rounds: Rounds
+    _members: Members
+
+    def release_memory(self) -> None:
+        """Give the memory of outputs back until restore(), and keep its addresses: captured graphs stay valid.
+
+        Collective.  Nothing happens if the memory is released already.  Until restore(), rounds raise MemoryReleased,
+        and no captured graph may be replayed.  Outputs of graphs lose their contents.
+
+        Raises:
+            BadInput: another output is still referenced, here or on the rank that it names.
+            Unsupported: this kind of window (NCCL's or NVSHMEM's) can't give memory back.
+            Timeout, PeerLost, Aborted, Mismatch: not all ranks came; the first three end the Buffer: see RoundFailed.
+        """
+        release(self.rounds, self._members)
+
+    def restore(self) -> None:
+        """Take the memory that release_memory() has given back, zeroed, at the same addresses.  Collective.
+
+        Raises:
+            Unsupported: the memory is not free on some rank; the Buffer stays released, and restore() can be repeated.
+            Timeout, PeerLost, Aborted, Mismatch: see release_memory().
+        """
+        restore(self.rounds, self._members)
+
+    @property
+    def released(self) -> bool:
+        """Return whether release_memory() has given the memory of outputs back."""
+        return self.rounds.released

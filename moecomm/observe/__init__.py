@@ -1,0 +1,1 @@
+"""What a job shows of itself: flight records, counters, traces."""

@@ -1,0 +1,131 @@
+"""Counters of a running job in small files, for `moecomm top`.
+
+A thread of the process reads the counters of its Buffers once a second, beside the rounds, and replaces one file for
+each.  A file holds two samples, at most WINDOW seconds apart, so that one look shows rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moecomm import config
+from moecomm.base import trusted_files
+from moecomm.base.trusted_files import Access
+from moecomm.observe.stats.counters import Beside, Stats
+from moecomm.rounds import names
+from moecomm.rounds.rounds import Rounds
+
+log = logging.getLogger("moecomm")
+
+FORMAT = 1
+WINDOW, EVERY_S = 10, 1.0  # samples; between two
+
+_lock = threading.Lock()
+_publishing = False
+
+
+class Sample(NamedTuple):
+    """Counters at a moment, wall clock."""
+
+    time_ns: int
+    stats: Stats
+
+
+class Publisher:
+    """Writes the counters of the Buffers of this process to a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._samples: dict[str, deque[Sample]] = {}  # by file
+
+    def publish(self, opened: list[Rounds]) -> None:
+        """Write one file for each Buffer, and remove those of Buffers that are closed.  Raises OSError."""
+        there = set()
+        for rounds in opened:
+            if (stats := own_stats(rounds)) is None:
+                continue
+            name = f"moecomm-top-{rounds.identity}-rank{rounds.rank}.json"
+            there.add(name)
+            samples = self._samples.setdefault(name, deque(maxlen=WINDOW + 1))
+            samples.append(Sample(time.time_ns(), stats))
+            content = json.dumps(_content(rounds, samples)).encode()
+            trusted_files.write(self._folder / name, Access.READ_ONLY, content)
+        for name in self._samples.keys() - there:
+            del self._samples[name]
+            with contextlib.suppress(FileNotFoundError):
+                (self._folder / name).unlink()
+
+
+def own_stats(rounds: Rounds) -> Stats | None:
+    """Return the counters of this rank without waiting for rounds; None: not known now."""
+    try:
+        words = rounds.session.read_counters()
+    except RuntimeError:  # of a broken CUDA context
+        return None
+    if words is None:
+        return None
+    beside = Beside(rounds.retries, rounds.absent.read())
+    return Stats.of_words(words, rounds.num_ranks, len(rounds.local_experts), beside)
+
+
+def publish() -> None:
+    """Begin to publish, once in a process, where MOECOMM_TOP_DIR names a folder.  Raises BadInput."""
+    global _publishing
+    folder = config.top_directory()
+    if folder is None or _publishing:
+        return
+    trusted_files.prepare_directory("MOECOMM_TOP_DIR", folder)
+    with _lock:
+        if not _publishing:
+            _publishing = True
+            threading.Thread(target=_run, args=(Publisher(folder),), name="moecomm-top", daemon=True).start()
+
+
+def _run(publisher: Publisher) -> None:
+    warned = relaxed = False
+    while True:
+        opened = names.opened()
+        if not relaxed and not all(rounds.on_cpu for rounds in opened):
+            from moecomm.gpu import cuda_driver  # not where no GPU is used
+
+            cuda_driver.relax_captures()
+            relaxed = True
+        try:
+            publisher.publish(opened)
+        except OSError as error:
+            if not warned:
+                log.warning("no counters were written for moecomm top: %s", error)
+            warned = True
+        del opened  # or this thread keeps closed Buffers
+        time.sleep(EVERY_S)
+
+
+def _content(rounds: Rounds, samples: deque[Sample]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "buffer": rounds.identity,
+        "rank": rounds.rank,
+        "ranks": rounds.num_ranks,
+        "backend": rounds.session.name,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "samples": [{"time_ns": s.time_ns, "stats": s.stats.lists()} for s in (samples[0], samples[-1])],
+    }
+
+
+def _after_fork() -> None:
+    """A forked child has no such thread."""
+    global _publishing
+    _publishing = False
+
+
+os.register_at_fork(after_in_child=_after_fork)

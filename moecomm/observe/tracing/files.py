@@ -1,0 +1,170 @@
+"""Files of spans: one for each rank of a Buffer, written as the spans end, so that a killed rank leaves what it did.
+
+`moecomm-<identity of the Buffer>-rank<rank>-<number>.spans`, mode 0600, has a line of JSON for each span, and a header
+line before them.  A span is written with one system call when it ends.  On GPUs, a file beside it, `.kernels`, has the
+records of kernels as they come (csrc/device/trace.cuh), and lines in between compare the clocks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from moecomm import _native
+from moecomm.base import trusted_files
+from moecomm.base.processes import clock_domain
+from moecomm.base.trusted_files import Access
+from moecomm.gpu import span_ring
+from moecomm.observe.tracing import device
+from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.spans import now_ns
+
+log = logging.getLogger("moecomm")
+
+FORMAT = 1
+SUFFIX, OF_KERNELS = ".spans", ".kernels"
+
+
+class SpanFile:
+    """The file of one rank of a Buffer: a Sink.
+
+    Raises:
+        OSError: it can't be written.
+    """
+
+    def __init__(self, folder: Path, rounds: Rounds, before: Rounds | None) -> None:
+        number = secrets.token_hex(4)  # a Buffer may be traced several times
+        path = folder / f"moecomm-{rounds.identity}-rank{rounds.rank}-{number}{SUFFIX}"
+        self._file = trusted_files.create(path, Access.READ_ONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._put(_header(rounds, before))
+        self._source = Steps(rounds) if rounds.on_cpu else KernelSpans(rounds, path.with_suffix(OF_KERNELS))
+
+    def write(self, name: str, track: str, begin_ns: int, end_ns: int, args: dict[str, Any]) -> None:
+        """See Sink."""
+        self._put([name, track, begin_ns, end_ns, args])
+
+    def drain(self) -> None:
+        """See Sink."""
+        self._put(*self._source.take())
+
+    def finish(self) -> None:
+        """See Sink."""
+        self._put(*self._source.end())
+
+    def _put(self, *lines: Any) -> None:
+        if not lines:
+            return
+        text = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines)
+        with suppress(OSError):  # a full disk is no reason for a round to fail
+            os.write(self._file, text.encode())
+
+
+class Steps:
+    """Steps of rounds on CPU ranks."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._record = rounds.session.context.record
+        _native.trace_rounds(self._record, True)
+        self._untrace = weakref.finalize(self, _native.trace_rounds, self._record, False)
+
+    def take(self) -> list[Any]:
+        """Return the lines of steps since the last call."""
+        if not self._untrace.alive:
+            return []
+        steps, dropped = _native.take_steps(self._record)
+        return [*(_step(*step) for step in steps), *([{"dropped": dropped}] if dropped else [])]
+
+    def end(self) -> list[Any]:
+        """Return the last lines."""
+        lines = self.take()
+        self._untrace()
+        return lines
+
+
+class KernelSpans:
+    """Spans of kernels.  Their records go to a file of their own, unless another rank's would look the same.
+
+    Raises:
+        OSError: it can't be written.
+    """
+
+    def __init__(self, rounds: Rounds, path: Path) -> None:
+        self._session, self._record = rounds.session, rounds.session.context.record
+        self._ring = span_ring.ring_of(rounds.device.index)
+        file, self._lost = trusted_files.create(path, Access.READ_ONLY), [0]
+        lost = self._lost
+
+        def write(content: bytes, missing: int) -> None:
+            lost[0] += missing
+            with suppress(OSError):
+                os.write(file, content)
+
+        if not self._ring.watch(self._record, write):
+            log.warning("rank %d: spans of kernels are not written: another rank's look the same", rounds.rank)
+        self._end = weakref.finalize(self, _end, self._ring, self._record, write, file)
+        self._compare_clocks()
+
+    def _compare_clocks(self) -> None:
+        self._clock: list[Any] = []
+        with suppress(RuntimeError):  # of a broken CUDA context
+            if not self._session.capturing() and (point := device.compare_clocks(self._session.device)) is not None:
+                self._clock.append({"clock": list(point)})
+
+    def take(self) -> list[Any]:
+        """Write the records that have come, and return the lines that go with them."""
+        if not self._end.alive:
+            return []
+        self._ring.drain()
+        lines, self._clock = self._clock, []
+        if self._lost[0]:
+            lines.append({"dropped": self._lost[0]})
+            self._lost[0] = 0
+        return lines
+
+    def end(self) -> list[Any]:
+        """Wait for the rounds so far, which have deadlines, and do the same for the last time."""
+        if not self._end.alive:
+            return []
+        lines = self.take()
+        with suppress(RuntimeError):
+            if not self._session.capturing():
+                self._session.synchronize()
+        self._compare_clocks()
+        lines += self.take()
+        self._end()
+        return lines
+
+
+def _end(ring: span_ring.SpanRing, record: int, write: span_ring.Write, file: int) -> None:
+    ring.forget(record, write)
+    os.close(file)
+
+
+def _step(begin_ns: int, end_ns: int, round_number: int, worker: int, peer: int, name: str) -> list[Any]:
+    """Return the line of a step of a round on CPU ranks; `peer`: the rank that was waited for, -1: none."""
+    args = {"round": round_number} if peer < 0 else {"round": round_number, "peer": peer}
+    return [name if peer < 0 else f"wait for rank {peer}: {name}", f"thread {worker}", begin_ns, end_ns, args]
+
+
+def _header(rounds: Rounds, before: Rounds | None) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "buffer": rounds.identity,
+        "before": None if before is None else {"buffer": before.identity, "rank": before.rank},
+        "rank": rounds.rank,
+        "ranks": rounds.num_ranks,
+        "host": socket.gethostname(),
+        "clock": clock_domain().hex(),
+        "pid": os.getpid(),
+        "backend": rounds.session.name,
+        "barrier": list(rounds.barrier),
+        "began_ns": now_ns(),
+    }

@@ -1,0 +1,395 @@
+"""Opening a Buffer: it ends in success on every rank, or in a named error on every rank, within the deadline.
+
+Releasing a Buffer's memory and restoring it end likewise (moecomm/membership/suspension.py).
+
+Ranks leave each other bytes on a board.  A failing rank writes its error into the outcome of the opening, which is
+decided once: by the first rank that fails, or by the first rank that sees all ranks ready.  Waiting ranks read it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+from moecomm import errors
+from moecomm.base.processes import Deaths, pid_namespace
+from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
+from moecomm.ranks import last_calls, messages, strays
+from moecomm.ranks.board import Board
+from moecomm.ranks.group import Group
+from moecomm.ranks.messages import Failed, Opened
+from moecomm.ranks.settings import seconds
+
+_OPEN = messages.pack(Opened())
+_GRACE_S = 0.25  # for the store to answer after the deadline
+_CALL = 64  # bytes
+_IDENTITY = 36 + _CALL  # bytes
+_LOOK_S = 0.05  # between two looks for an interruption
+_TEXT = 2000  # characters of an error that peers repeat
+
+
+@contextmanager
+def opening(
+    ranks: Group,
+    timeout_s: Any,
+    call: str = "open",
+    of: str = "",
+    interruption: Callable[[], RoundFailed | None] = lambda: None,
+    *,
+    note: str = "",
+    others: Callable[[], str] = lambda: "",
+) -> Iterator[Opening]:
+    """Collective: exchange data between ranks until a Buffer is open.
+
+    The block ends with Opening.settle().  An error that leaves the block is announced to the other ranks.
+
+    Args:
+        ranks: of the Buffer.
+        timeout_s: how long to wait for a rank; checked here, so that peers learn of a bad value.
+        call: "open", or the method of an open Buffer on which its ranks agree in this way.
+        of: the Buffer of that call, as all ranks name it; "open": the kind of object, a Buffer unless it says another.
+        interruption: returns the error that ends this rank's waits, if there is one.
+        note: name of this call, with parentheses, for ranks that wait in another one; "": they know of it.
+        others: returns where the other ranks are, as the end of the text of a Timeout.
+
+    Raises:
+        BadInput, Mismatch, Timeout, PeerLost, Aborted, Unsupported: the error of this rank, or one that another rank
+            announced.  KeyboardInterrupt and other exceptions that are no Exception pass unchanged.
+    """
+    opened = Opening(ranks, call, of, interruption, others)
+    try:
+        with last_calls.noted(ranks.board, ranks.rank, note) if note and ranks.ranks > 1 else nullcontext():
+            opened.begin(timeout_s)
+            yield opened
+    except MoecommError as error:
+        opened.announce(error)
+        raise
+    except Exception as error:
+        named = Unsupported(str(error) or type(error).__name__)
+        opened.announce(named)
+        raise named from error
+    except BaseException as error:
+        opened.announce(
+            opened.failed(Aborted, ranks.rank, f"rank {ranks.rank} was ended by {type(error).__name__} {opened.during}")
+        )
+        raise
+    finally:
+        opened.close()
+
+
+def gather(ranks: Group, data: bytes, timeout_s: float) -> list[bytes]:
+    """Return the data of every rank, by rank, within `timeout_s`.  Collective; any number of bytes.
+
+    Raises:
+        As opening().
+    """
+    with opening(ranks, timeout_s) as opened:
+        everybody = opened.all_gather(data)
+        opened.settle()
+    return everybody
+
+
+class Opening:
+    """The ranks of a Buffer that opens: a Rendezvous whose waits end in named errors.  See opening()."""
+
+    def __init__(
+        self,
+        ranks: Group,
+        call: str = "open",
+        of: str = "",
+        interruption: Callable[[], RoundFailed | None] = lambda: None,
+        others: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.rank, self.ranks, self.in_process = ranks.rank, ranks.ranks, ranks.in_process
+        self._call, self._of, self._interruption, self._others = call, of, interruption, others
+        self._kind = of or "Buffer" if call == "open" else "Buffer"
+        self.timeout_s = _GRACE_S
+        self._board: Board | None = ranks.board() if ranks.ranks > 1 else None
+        self._attempt = self._step = 0
+        self._decided = True  # there is no outcome yet that could be decided
+        self._deaths = Deaths()
+        self._lookout = strays.Lookout(ranks.global_ranks())
+
+    @property
+    def number(self) -> int:
+        """Number of this opening of the group: the same on every rank."""
+        return self._attempt
+
+    @property
+    def during(self) -> str:
+        """Return the moment of this phase, as the end of a sentence."""
+        return f"while the {self._kind} was opened" if self._call == "open" else f"during {self._call}()"
+
+    def begin(self, timeout_s: Any) -> None:
+        """Find out which opening of these ranks this is.
+
+        Raises:
+            BadInput: no time that can be waited; peers of this opening learn of it.
+            As opening(), for the store.
+        """
+        refused: BadInput | None = None
+        try:
+            self.timeout_s = seconds(timeout_s)  # first: a busy store may need it
+        except BadInput as error:
+            refused = error
+        self._count()
+        if refused is not None:
+            raise refused
+
+    def _count(self) -> None:
+        if self._board is None:
+            return
+        if not self.in_process and strays.withdraw():
+            self._lookout = strays.Lookout([])
+        while True:
+            # Attempts are counted by rank: a late rank joins the attempt that its peers gave up, and fails too.
+            self._attempt = self._ask(lambda board: board.count(f"begun/{self.rank}"))
+            if not self._is_over_for_us(self._outcome()):
+                break
+            # Peers gave that attempt up because of a call of this process with a bad group, which has raised its error.
+        self._decided = False
+
+    def waiting(self) -> list[int]:
+        """Return the ranks that wait in the next opening, which this rank has not begun.  Not collective."""
+        if self._board is None:
+            return []
+        begun = self._ask(lambda board: board.read([f"begun/{self.rank}"]))
+        self._attempt = 0 if begun is None else int(begun[0])
+        if self._outcome() is not None:  # they have given up
+            return []
+        missing = self._missing([self._key(f"0/{rank}") for rank in range(self.ranks)], None)
+        return [rank for rank in range(self.ranks) if rank not in missing]
+
+    def _is_over_for_us(self, stands: bytes | None) -> bool:
+        if stands in (None, _OPEN):
+            return False
+        said = messages.unpack(stands, Failed)
+        return said.rank == self.rank and said.stray
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return the data of every rank, by rank.  The ranks may pass different numbers of bytes.
+
+        Raises:
+            Timeout: a rank did not come within `timeout_s`.
+            PeerLost: the process of a rank has ended, or the store of the process group is gone.
+            BadInput, Mismatch, Aborted, Unsupported: announced by another rank.
+        """
+        if self._board is None:
+            return [data]
+        first = self._step == 0
+        everybody = self._exchange(str(self._step), (_identity() + self._label() if first else b"") + data)
+        if self._step > 0:  # all ranks are in this step, so all have read the previous one
+            self._ask(lambda board: board.erase([self._key(f"{self._step - 1}/{self.rank}")]))
+        self._step += 1
+        if not first:
+            return everybody
+        if not self.in_process:
+            self._watch([record[: _IDENTITY - _CALL] for record in everybody])
+        for rank, record in enumerate(everybody):
+            if (label := record[_IDENTITY - _CALL : _IDENTITY]) != self._label():
+                raise Mismatch("call", _shown(self._label()), _shown(label), rank)
+        return [record[_IDENTITY:] for record in everybody]
+
+    def settle(self) -> None:
+        """End the block: return if the Buffer is open on all ranks, raise on all ranks if it is not.
+
+        Raises:
+            As all_gather().
+        """
+        if self._board is None:
+            return
+        try:
+            self._exchange("ready", b"")
+        except RoundFailed as error:  # if a peer saw all ranks ready first, the Buffer is open
+            if self._decide(error) != _OPEN:
+                raise
+        if (stands := self._ask(lambda board: board.decide(self._key("outcome"), _OPEN))) != _OPEN:
+            raise self._announced(stands)
+        self._decided = True
+        # All ranks are in this opening, so all have left the previous one.
+        done = [self._key(f"{self._step - 1}/{self.rank}"), f"{self._attempt - 1}/ready/{self.rank}"]
+        if self.rank == 0:
+            done.append(f"{self._attempt - 1}/outcome")
+        with suppress(MoecommError):  # the Buffer is open; a peer that has the store may be gone already
+            self._ask(lambda board: board.erase(done))
+
+    def check(self) -> None:
+        """Raise the error that another rank announced, or PeerLost for a process that has ended."""
+        if self._board is None:
+            return
+        if (stands := self._outcome()) not in (None, _OPEN):
+            raise self._announced(stands)
+        if (gone := self._deaths.first()) is not None:
+            raise self._lost(gone)
+        self._raise_interruption()
+
+    def posted(self) -> list[bytes]:
+        """Return the data that other ranks have passed to the next all-gather."""
+        if self._board is None:
+            return []
+        keys = [self._key(f"{self._step}/{rank}") for rank in range(self.ranks) if rank != self.rank]
+        found = [self._ask(lambda board, key=key: board.read([key])) for key in keys]
+        return [data[0][0 if self._step else _IDENTITY :] for data in found if data is not None]
+
+    def announce(self, error: MoecommError) -> None:
+        """Make the opening fail on all ranks that have not failed yet."""
+        if self._board is not None and not self._decided:
+            self._decide(error)
+
+    def failed(self, kind: type[RoundFailed], peer: int, text: str) -> RoundFailed:
+        """Make an error of this opening; `peer`: the rank it is about, -1: not known."""
+        phase = "opening" if self._call == "open" else "agreement"
+        return kind(text, rank=self.rank, peer=peer, phase=phase, op=self._call, round=0)
+
+    def close(self) -> None:
+        """Free the board and the process descriptors."""
+        self._deaths.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _label(self) -> bytes:
+        """Name the call.  Openings of one group are counted together, so a rank may join one of another call."""
+        return f"{self._call}|{self._of}".encode()[:_CALL].ljust(_CALL, b"\0")
+
+    def _key(self, name: str) -> str:
+        return f"{self._attempt}/{name}"
+
+    def _exchange(self, step: str, mine: bytes) -> list[bytes]:
+        """Wait for data first and for failures second: a rank with all data goes on, as ranks ahead of it did."""
+        keys = [self._key(f"{step}/{rank}") for rank in range(self.ranks)]
+        self._ask(lambda board: board.write(keys[self.rank], mine))
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            stands, gone = self._outcome(deadline), self._deaths.first()
+            everybody: list[bytes] | None = self._ask(lambda board: board.read(keys), deadline)
+            if everybody is not None:
+                return everybody
+            if stands == _OPEN:
+                return []
+            if stands is not None:
+                raise self._announced(stands)
+            if gone is not None:
+                raise self._lost(gone)
+            self._raise_interruption()
+            if step == "0" and self._call == "open":
+                self._look_for_strays(keys, deadline)
+            if (left := deadline - time.monotonic()) <= 0:
+                raise self._late(keys, deadline)
+            wait_s = min(left, _LOOK_S)
+            self._ask(lambda board, wait_s=wait_s: board.wait(wait_s), deadline)
+
+    def _raise_interruption(self) -> None:
+        if (interruption := self._interruption()) is not None:
+            try:
+                raise interruption
+            finally:
+                del interruption  # else it is in a cycle with its traceback, whose frames hold on to windows
+
+    def _late(self, keys: list[str], deadline: float) -> RoundFailed:
+        missing = self._missing(keys, deadline)
+        names = ", ".join(map(str, missing))
+        begun = f"begun to open its {self._kind}" if self._call == "open" else f"called {self._call}()"
+        what = begun if self._step == 0 else "come so far"
+        text = f"rank {self.rank} waited {self.timeout_s:g} s for rank {names}, which has not {what} ({self.where})"
+        text += self._others()
+        return self.failed(Timeout, missing[0] if missing else -1, text)
+
+    def _missing(self, keys: list[str], deadline: float | None) -> list[int]:
+        there = [self._ask(lambda board, key=key: board.read([key]), deadline) is not None for key in keys]
+        return [rank for rank, is_there in enumerate(there) if not is_there]
+
+    def _look_for_strays(self, keys: list[str], deadline: float) -> None:
+        """Raise for a rank that has not come because its group is bad."""
+        if not self._lookout.is_due():
+            return
+        if (found := self._lookout.find(self._missing(keys, deadline))) is not None:
+            rank, said = found
+            fields = {"argument": "group", "got": said.got, "want": said.want, "rank": rank}
+            raise self._announced(self._set_outcome(messages.pack(Failed("BadInput", rank, "", fields, True))))
+
+    def _lost(self, rank: int) -> RoundFailed:
+        return self.failed(PeerLost, rank, f"rank {rank} is gone: its process has ended {self.during}")
+
+    @property
+    def where(self) -> str:
+        """The end of the text of an error."""
+        return "opening" if self._call == "open" else self._call
+
+    def _watch(self, identities: list[bytes]) -> None:
+        here = _identity()[:32]
+        pids = [int.from_bytes(data[32:], "little") if data[:32] == here else 0 for data in identities]
+        pids[self.rank] = 0
+        self._deaths.watch(pids)
+
+    def _outcome(self, deadline: float | None = None) -> bytes | None:
+        found = self._ask(lambda board: board.read([self._key("outcome")]), deadline)
+        return None if found is None else bytes(found[0])
+
+    def _decide(self, error: MoecommError) -> bytes:
+        """Decide the outcome, unless a peer has; return the outcome."""
+        return self._set_outcome(messages.pack(_record(error, self.rank)))
+
+    def _set_outcome(self, record: bytes) -> bytes:
+        """Write the outcome, if the store can still be reached."""
+        self._decided = True
+        deadline = time.monotonic() + _GRACE_S
+        try:
+            return bytes(self._ask(lambda board: board.decide(self._key("outcome"), record), deadline))
+        except MoecommError:
+            return record
+
+    def _ask(self, call: Any, deadline: float | None = None) -> Any:
+        assert self._board is not None
+        left = self.timeout_s if deadline is None else deadline - time.monotonic()
+        self._board.limit_s = max(left, 0.0) + _GRACE_S / 2
+        try:
+            return call(self._board)
+        except TimeoutError as error:
+            raise self.failed(
+                Timeout, -1, f"rank {self.rank} waited {self.timeout_s:g} s: {error} ({self.where})"
+            ) from error
+        except ConnectionError as error:
+            # A process that ends closes its connections first.
+            if (gone := self._deaths.first(_GRACE_S)) is not None:
+                raise self._lost(gone) from error
+            text = f"the process that has the store of the process group is gone, as rank {self.rank} found ({error})"
+            raise self.failed(PeerLost, -1, text) from error
+        except RuntimeError as error:
+            raise Unsupported(f"the store of the process group fails: {error}") from error
+
+    def _announced(self, record: bytes) -> MoecommError:
+        """Make the error that another rank has announced, as this rank raises it."""
+        self._decided = True
+        said = messages.unpack(record, Failed)
+        rank, fields = said.rank, said.fields
+        if said.kind == "BadInput":
+            named = fields["rank"] if fields["rank"] is not None else rank
+            return BadInput(fields["argument"], fields["got"], fields["want"], named)
+        kind = getattr(errors, said.kind, Unsupported)
+        text = said.text if said.text.startswith(f"rank {rank}") else f"rank {rank}: {said.text}"
+        if issubclass(kind, RoundFailed):
+            return self.failed(kind, fields["peer"], text)  # type: ignore[arg-type]
+        error: MoecommError = kind.__new__(kind, text)
+        error.__dict__.update(fields)
+        return error
+
+
+def _record(error: MoecommError, rank: int) -> Failed:
+    fields = {
+        name: value if value is None or isinstance(value, int) else str(value)[:_TEXT]
+        for name, value in vars(error).items()
+    }
+    return Failed(type(error).__name__, rank, str(error)[:_TEXT], fields, False)
+
+
+def _shown(label: bytes) -> str:
+    call, of = label.rstrip(b"\0").decode(errors="replace").split("|")
+    return f"{call} of {of}" if of else call
+
+
+def _identity() -> bytes:
+    """36 bytes: where our process id means something, and that."""
+    return pid_namespace() + os.getpid().to_bytes(4, "little")

@@ -1,0 +1,210 @@
+"""The contract of a backend: how ranks reach each other's memory, and who runs a round.
+
+A backend opens a Session: the window of every rank, mapped where this rank can load from it and store to it
+(`context.peers`, 0 where it can't); an arena that hands out blocks of this rank's window; and an executor for dispatch
+and combine.  No other module knows whether ranks are CPU threads, processes or GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol
+
+import torch
+
+from moecomm import _native
+from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.pages import Pages
+from moecomm.ranks.peers import Peers
+
+
+class Schedule(NamedTuple):
+    """Workers and chunks of a round."""
+
+    workers: int  # threads (host) or blocks (GPU: one an SM)
+    chunk_tokens: int  # tokens of a signal: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch
+
+
+class Maskable(Protocol):
+    """The part of a session with which ranks go on without others: see moecomm.membership.masking."""
+
+    def last_round(self) -> int:
+        """Return the number of the last round that has ended on this rank."""
+        ...
+
+    def begun(self, rank: int) -> str:
+        """Return the operation of the round after the last one here if that rank has begun it; "": it has not."""
+        ...
+
+    def excluded(self) -> bool:
+        """Return whether others have excluded this rank."""
+        ...
+
+    def exclude(self, rank: int) -> None:
+        """Let a rank's waits end, and its rounds fail, until it resumes; it passes that on to nobody."""
+        ...
+
+    def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
+        """Go on after this round without the masked ranks.  Forget the failure, and what failed rounds have left.
+
+        Called when no rank that goes on is in a round.
+
+        Args:
+            last_round: its number.
+            masked: ranks that take no part.
+            agreement: its number, the same on all ranks that go on, and larger than before.
+
+        Returns:
+            Ranks that are lost, or whose puts may still arrive.  If there are any, all ranks agree again.
+        """
+        ...
+
+
+class Session(Maskable, Protocol):
+    """One rank's open windows and executor.  Made by Backend.open, collectively."""
+
+    name: str  # of the backend, with the kind of window where there are several: "host", "lsa/vmm"
+    device: torch.device
+    context: _native.Context  # peers, shape, window, rank, record, abort_host: filled; timeout_ns is the Buffer's
+    arena: _native.Arena  # over the heap of this rank's window; offsets are those of the window
+    nbytes: int  # memory this rank holds for the Buffer
+    owner: object  # outlives every tensor in the window
+    reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
+    pages: Pages | None  # of these ranks, valid while the session is open; None: threads, or several hosts
+    exclusive_gpu: bool  # GPUs: no other rank shares this GPU, so a kernel may be launched while its predecessor ends
+
+    @property
+    def most_blocks(self) -> int:
+        """GPUs: the most blocks of this rank that wait for peers at once."""
+        ...
+
+    def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
+        """Return the function that runs (host) or enqueues (GPUs) dispatches like this one, of as many tokens.
+
+        Addresses, room, chunks and workers may differ.  Compiles and loads the kernels.
+        """
+        ...
+
+    def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
+        """Return the function that runs combines like this one.  `y` is in our window in all of them, or in none."""
+        ...
+
+    def compile_for(self, shape: _native.Shape) -> int:
+        """Compile the kernels so far for ranks of another shape, without loading them; return their number."""
+        ...
+
+    def count_rejected(self) -> None:
+        """Add 1 to State::rejected of this rank's window, in the order of the rounds.
+
+        GPUs: enqueue that on the current stream; in a capture, as part of the graph.
+        """
+        ...
+
+    def counters(self) -> torch.Tensor:
+        """Return this rank's counters, int64, on the device: those of csrc/protocol/counters.h, not a copy.
+
+        Valid while the session is open.
+        """
+        ...
+
+    def read_counters(self) -> bytes | None:
+        """Return a copy of the counters as they are now, from any thread, beside rounds under way.
+
+        None: closed, or the device does not answer within 20 ms.  Raises RuntimeError as round_begun().
+        """
+        ...
+
+    def with_device(self, enqueue: Callable[..., None], *args: object) -> None:
+        """Call `enqueue(*args)`.  GPUs: while this rank's GPU is the current one, in any thread."""
+        ...
+
+    def order(self) -> None:
+        """GPUs: let work enqueued on the current stream from now on start after the last round, as rounds do."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for every round enqueued so far.  Returns in time even when one fails, because rounds have deadlines."""
+        ...
+
+    def round_begun(self) -> int | None:
+        """GPUs: return the number of the last round that has begun, without waiting for it; None: not known.
+
+        Raises RuntimeError where the device cannot be asked any more.
+        """
+        ...
+
+    def capturing(self) -> bool:
+        """Return whether the current stream is being captured into a graph."""
+        ...
+
+    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
+        """Choose workers and chunks of a "dispatch" or "combine" of so many tokens; `num_sms`: the caller's choice."""
+        ...
+
+    def abort(self, cause: int, culprit: int) -> None:
+        """End every wait of this rank."""
+        ...
+
+    def dead_peers(self) -> dict[int, str]:
+        """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
+        ...
+
+    def require_releasable(self) -> None:
+        """Raise Unsupported, on every rank alike, where memory can't be released."""
+        ...
+
+    def release(self, ranks: Rendezvous) -> None:
+        """Give back this rank's window from WindowLayout::staging on, and drop the peers' there.  Collective.
+
+        Called when no rank is in a round.  Addresses stay.  What comes before stays as well: the counters and signals
+        of the rounds, which go on where they were, and the words with which a rank aborts or leaves.
+        """
+        ...
+
+    def restore(self, ranks: Rendezvous) -> None:
+        """Map zeroed memory at the addresses of what release() has given back.  Collective.
+
+        Raises:
+            NoRoom, Unsupported: on every rank alike; the memory is released as before.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close.  Local and idempotent.  Peers that still wait for this rank learn that it left.
+
+        Outputs that are still referenced keep their memory until they are gone.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """A module `moecomm.backends.<name>` with these functions."""
+
+    def missing(self) -> str:
+        """Return "" if this backend can run here; else the first thing missing, as a sentence a user can act on."""
+        ...
+
+    def ring_tokens(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+        """`Shape.ring_tokens`: rows of each rank that wait at a time in a window for combine to read them."""
+        ...
+
+    def packet_bytes(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+        """`Shape.packet_bytes`: room for the packets that one rank sends another in one round."""
+        ...
+
+    def direct_bytes(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+        """`Shape.packet_bytes` with several domains: room for rows put directly to one rank of another domain."""
+        ...
+
+    def open(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> Session:
+        """Open a session.  Collective.  Raises Unsupported if the backend can't run here."""
+        ...
+
+    def open_peers(self, ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> Peers:
+        """Open memory of `nbytes` on every rank, which all of them reach by loads and stores.  Collective.
+
+        Raises:
+            BadInput: the device is not one of this backend.
+            NoRoom, Unsupported: on every rank alike.
+        """
+        ...

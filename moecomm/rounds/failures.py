@@ -1,0 +1,130 @@
+"""Failure records: from the 64 bytes that a failed round leaves behind to a named error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moecomm import _native
+from moecomm.base.protocol import ROUND_HEADER_BYTES
+from moecomm.errors import (
+    Aborted,
+    BadInput,
+    Excluded,
+    Mismatch,
+    MoecommError,
+    OutOfStep,
+    PeerLost,
+    Timeout,
+    TooManyRows,
+)
+from moecomm.rounds import signature
+
+Failure, Argument, Phase = _native.Failure, _native.Argument, _native.Phase
+_FIELDS = ("code", "op", "phase", "argument", "rank", "peer", "round", "expected", "seen", "waited_ns")
+_HEADER_WORDS = ROUND_HEADER_BYTES // 4
+_OPS = ("no operation", "dispatch", "combine", "close")
+_PHASES = {
+    Phase.header: "its round header and counts",
+    Phase.payload: "its rows",
+    Phase.reduced: "its reduced rows",
+    Phase.drained: "the signal that its reads of earlier rows have ended",
+    Phase.grid: "the other blocks of this rank",
+}
+
+
+def round_failed(context: _native.Context) -> bool:
+    """Return whether a round of this rank failed or was aborted, so that none can follow; not for an invalid round.
+
+    The ranks whose round failed, too, know of it.  Of an abort() outside of rounds none knows.
+    """
+    record = _native.record(context.record)
+    return record is not None and record.code in (
+        Failure.timeout,
+        Failure.peer_lost,
+        Failure.aborted,
+        Failure.excluded,
+    )
+
+
+def begun_op(word: bytes, last_round: int) -> str:
+    """Return the operation of a round header, by its first tagged word, if it is of the round after `last_round`."""
+    op, tag = word[0] & 0xF, word[4:8]  # RoundHeader::op
+    expected: bytes = _native.leave_words(last_round, _HEADER_WORDS)[4:8]
+    return _OPS[op] if tag == expected and op < len(_OPS) else ""
+
+
+def fields(record: _native.FailureRecordView) -> dict[str, int | str]:
+    """Return the fields of a record by their names in csrc/protocol/record.h; code, op and phase in words."""
+    found: dict[str, int | str] = {name: getattr(record, name) for name in _FIELDS}
+    named = {"code": Failure(record.code).name, "op": _OPS[record.op], "phase": Phase(record.phase).name}
+    return found | named
+
+
+def error_of(record: _native.FailureRecordView, dead: Mapping[int, str], last: str = "") -> MoecommError:
+    """Make the error of a record.  A timeout on a rank that is known to be gone becomes PeerLost.
+
+    Args:
+        record: of this rank.
+        dead: see Session.dead_peers.
+        last: the error with which the record's peer has ended; "": not known.
+    """
+    if record.code == Failure.bad_input:
+        return _bad_input(record)
+    if record.code == Failure.mismatch:
+        if record.argument == Argument.handle:
+            mine, theirs = (f"that of the dispatch of round {tag // 2}" for tag in (record.expected, record.seen))
+            return Mismatch("handle", mine, theirs, record.peer)
+        if record.argument == Argument.rejected:
+            return OutOfStep(record.expected, record.seen, record.peer)
+        if record.op != record.seen and record.expected == record.op:
+            return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
+        return Mismatch(*signature.difference(record.expected, record.seen, _OPS[record.op]), record.peer)
+    if record.code == Failure.excluded:
+        return Excluded(record.rank, ())
+    known: dict[str, Any] = {
+        "rank": record.rank,
+        "peer": record.peer,
+        "op": _OPS[record.op],
+        "round": record.round,
+        "phase": Phase(record.phase).name,
+    }
+    where = f"{_OPS[record.op]}, round {record.round}, phase {Phase(record.phase).name}"
+    why = f": {dead[record.peer]}" if record.peer in dead else ""
+    if record.code == Failure.peer_lost or (why and record.peer != record.rank):
+        if last:
+            why = f": {dead.get(record.peer, 'it has left')}, after {last}"
+        return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where}){why}", **known)
+    if record.code == Failure.timeout:
+        if record.peer == record.rank and known["phase"] != "grid":  # the peer that gave up has aborted this rank
+            return Timeout(f"another rank timed out waiting for rank {record.rank} (noticed in {where})", **known)
+        waited = (
+            f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "when another rank reported the timeout"
+        )
+        what = _PHASES[Phase(record.phase)]
+        return Timeout(
+            f"rank {record.rank} waited for rank {record.peer}: {what} ({where}); gave up {waited}",
+            **known,
+        )
+    by = "abort() or an interrupt" if record.peer == record.rank else f"rank {record.peer}"
+    return Aborted(f"rank {record.rank} was stopped by {by} ({where}){why}", **known)
+
+
+def _bad_input(record: _native.FailureRecordView) -> BadInput:
+    batched = record.argument == Argument.batched
+    argument = "topk_idx" if batched else Argument(record.argument).name
+    if record.argument == Argument.topk_idx:
+        return BadInput(argument, f"expert {record.seen}", f"-1 to {record.expected - 1}", record.peer)
+    if record.argument == Argument.handle:
+        got = "a handle whose tables were overwritten, or of a dispatch before a mask"
+        return BadInput("handle", got, "an unmodified handle", record.peer)
+    if record.argument == Argument.max_rows:
+        return TooManyRows(record.seen, record.expected, record.round, record.peer)
+    if batched:
+        return BadInput(
+            argument,
+            f"{record.seen} rows for one expert",
+            f"at most ranks * max_tokens = {record.expected}",
+            record.peer,
+        )
+    return BadInput(argument, "NaN", "numbers", record.peer)

@@ -1,0 +1,47 @@
+"""Names of the Buffers of this process, for operators, whose arguments are tensors, numbers and strings."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+from moecomm.errors import BadInput, Closed
+from moecomm.rounds.rounds import Rounds
+
+_PREFIX = "moecomm_buffer_"
+_numbers = itertools.count()
+_named: weakref.WeakValueDictionary[str, Rounds] = weakref.WeakValueDictionary()
+
+
+def give(rounds: Rounds) -> str:
+    """Register the rounds of a Buffer under a name that is never used again in this process."""
+    name = f"{_PREFIX}{next(_numbers)}"
+    _named[name] = rounds
+    return name
+
+
+def find(name: str) -> Rounds:
+    """The rounds of the Buffer of that name.
+
+    Raises:
+        Closed: the Buffer has been closed, or is gone.
+        BadInput: no Buffer's name.
+    """
+    rounds = get(name)
+    if rounds is None:
+        if not name.startswith(_PREFIX):
+            raise BadInput("buffer", repr(name), "the .name of a Buffer of this process")
+        raise Closed()
+    if rounds.closed:
+        rounds.require_open()  # says so
+    return rounds
+
+
+def opened() -> list[Rounds]:
+    """Return the rounds of all open Buffers of this process."""
+    return [rounds for rounds in list(_named.values()) if not rounds.closed]
+
+
+def get(name: str) -> Rounds | None:
+    """The rounds of that name, of an open or a closed Buffer, if they are there."""
+    return _named.get(name)

@@ -1,0 +1,129 @@
+"""Rounds: the state of a Buffer that dispatch, combine and fused layers work with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moecomm.base.bound import Bound
+from moecomm.base.experts import experts_of
+from moecomm.base.sampling import RowTables, Sampling
+from moecomm.ranks.session import Session
+from moecomm.ranks.settings import Settings
+from moecomm.rounds.expert_tables import AbsentEntries, ExpertIds, LiveExperts
+from moecomm.rounds.memory import WindowMemory
+from moecomm.rounds.plans import PlanCache
+from moecomm.rounds.spans import span
+from moecomm.rounds.state import RoundState, collective
+
+
+class Rounds(RoundState, Bound):
+    """Sizes, session, window memory and plans of a Buffer, and what its last rounds left behind.
+
+    A Handle refers to it, and so keeps the session open when the Buffer itself is gone.
+
+    Args:
+        session: that the backend has opened.
+        settings: on which its ranks have agreed.
+        identity: by which its ranks name this opening, and no other.
+        ids: of experts that callers name; None: those of the rounds.
+        row_tables: hashes of the rows that combines move; CPU ranks that verify rounds.
+        fused_weights: for each dtype of weights whether layers run fused by default, on which its ranks have agreed.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        settings: Settings,
+        identity: str,
+        ids: ExpertIds | None = None,
+        row_tables: RowTables | None = None,
+        fused_weights: Mapping[torch.dtype, bool] | None = None,
+    ) -> None:
+        super().__init__(session)
+        self.ids, self.identity = ids, identity
+        self.fused_weights: Mapping[torch.dtype, bool] = fused_weights or {}
+        shape = session.context.shape
+        self.settings = settings
+        self.rank, self.num_ranks, self.dtype = session.context.rank, settings.ranks, settings.dtype
+        self.hidden, self.num_experts = settings.hidden, settings.num_experts
+        self.topk, self.max_tokens = settings.topk, settings.max_tokens
+        self.local_experts = experts_of(self.rank, self.num_experts, self.num_ranks)
+        self.domain_ranks = shape.domain_ranks or settings.ranks
+        self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
+        self.device = session.device
+        self.on_cpu = session.device.type == "cpu"
+        parts = settings.heap_parts(shape.heap_bytes)
+        self.memory = WindowMemory(session.arena, session.capturing, *parts)
+        self.plans = PlanCache()
+        self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
+        self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.membership
+        self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
+        self.absent = AbsentEntries(self.device)
+        self.retries = 0  # rounds of dispatches that had no room for their rows in one
+        # When this rank came to the barrier that ends an opening, and when it left: CLOCK_MONOTONIC, in ns.
+        self.barrier = (0, 0)
+        self.sampling = Sampling(settings.verify_every) if settings.verify_every else None
+        self.row_tables = row_tables
+        self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
+        self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
+        self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
+        self.live = LiveExperts(self.num_experts, self.device) if settings.on_timeout == "mask" else None
+
+    def own_ids(self, topk_idx: Any) -> Any:
+        """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""
+        if topk_idx is None or not self.translates:
+            return topk_idx
+        if self.ids is not None:
+            topk_idx = self.ids.translate(topk_idx, self.absent)
+        return topk_idx if self.live is None else self.live.translate(topk_idx, self.absent)
+
+    @property
+    def translates(self) -> bool:
+        """True if own_ids() may return other ids."""
+        return self.ids is not None or self.live is not None
+
+    def resumed(self, number: int, masked: frozenset[int]) -> None:
+        """Take note that these ranks are masked, and rounds go on after this one.
+
+        A masked rank that was stopped in a dispatch goes on to store its rows when it is resumed.  No output is given
+        the memory where they belong, until it has come back or its process has ended.
+        """
+        pages = self.session.pages
+        gone = self.session.dead_peers().keys() | (set() if pages is None else pages.left())
+        if masked - gone:
+            self._late += [*self.unfinished, self.begun]
+        else:
+            self._late.clear()
+        self.masked, self.begun, self.calls = masked, None, 0
+        self.unfinished.clear()
+        if self.sampling is not None:
+            self.sampling.restart()
+        self.recovered()
+        self.flight.resumed(number)
+
+    @collective(rounds=0)
+    def check(self) -> None:
+        """Wait for every round so far, and raise the error of the first that went wrong, if any."""
+        self.require_alive()
+        self.raise_failure()
+        self.wait()
+        self.raise_failure()
+        self.flight.settle()
+
+    def wait(self) -> None:
+        """Wait for every round enqueued so far.  Their errors are for the caller to raise."""
+        if self.on_cpu:  # rounds are over when they return
+            return
+        with span(self.flight.spans, "wait for the device"):
+            self.session.synchronize()
+
+    def _release(self) -> None:
+        super()._release()
+        self.plans.clear()
+        self.row_tables, self.sampling = None, None
+        self.unfinished.clear()
+        self._late.clear()
+        self.routes.clear()

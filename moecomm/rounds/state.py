@@ -1,0 +1,380 @@
+"""State of a Buffer between rounds: its failure, the call under way, and calls that failed on this rank alone."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar, cast
+
+from moecomm import _native
+from moecomm.base import forks
+from moecomm.base.compiling import not_traced
+from moecomm.errors import (
+    Closed,
+    ConcurrentCall,
+    CorruptRow,
+    Excluded,
+    MemoryReleased,
+    Mismatch,
+    MoecommError,
+    OutOfStep,
+    PeerLost,
+    RoundFailed,
+    Timeout,
+)
+from moecomm.ranks.session import Session
+from moecomm.rounds import corruption, failures, signature
+from moecomm.rounds.flight import Failure, FlightRecorder, shown
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+class RoundState:
+    """Base of Rounds: the failure that ended a Buffer, and how many of its calls have reached the other ranks."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._record = session, session.context.record
+        self.flight = FlightRecorder(session.context.rank, session.capturing, session.device.type == "cpu")
+        self._failure: MoecommError | None = None  # has ended this Buffer
+        self._close: weakref.finalize[..., Any] = forks.closer(self, session)
+        self._open = True
+        self._forked = False  # this is a child's copy, whose locks may be held by threads that are not there
+        self.released = False  # the memory of outputs, by release_memory()
+        self._what = "Buffer"
+        self.made, self.rejected = 0, 0  # dispatches and combines, and calls that count_rejected has counted
+        self._turn = threading.RLock()  # held by the thread that is in a collective call
+        self._depth = 0  # of the CollectiveCalls of that thread
+        self._running = False  # a call that is not made up of others
+        self._closing = False  # when that call ends
+        self.calls = 0  # with rounds, since ranks last agreed on a mask
+        self._before = 0  # number of the last round before the call under way
+        self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.membership.masking
+        self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
+        self.elsewhere: Callable[[], str] = lambda: ""  # the end of a Timeout's text: see moecomm.ranks.last_calls
+        self.unfinished: list[object] = []  # memory that peers write to in a dispatch that is under way or has failed
+        self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
+        self._raised: Callable[[], MoecommError | None] = lambda: None  # the last error that a round left behind
+
+    def _begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
+        """Raise ConcurrentCall while another call is under way: in another thread, or below a signal handler.
+
+        The next call counts the refused one, unless that has no `rounds`.  The call under way, whose round headers may
+        not be sent yet, is not disturbed.  `outer`: the call consists of other calls of the same thread.
+        """
+        if not self._turn.acquire(blocking=False):
+            self._refuse(rounds)
+        if self._running:
+            self._turn.release()
+            self._refuse(rounds)
+        if self._refused and self._depth == 0:
+            self._count_refused()
+        if rounds and self._depth == 0:
+            if self._failure is None:
+                self.unfinished.clear()
+            self.calls += 1
+            self._before = self.flight.rounds
+        if outer:
+            self._depth += 1
+        else:
+            self._running = True
+
+    def _end_call(self, *, outer: bool = False) -> None:
+        """End what _begin_call began."""
+        if outer:
+            self._depth -= 1
+        else:
+            self._running = False
+            if self._closing:
+                self._release()
+        self._turn.release()
+
+    def close(self) -> None:
+        """Give the memory back.  Idempotent; outputs that are still referenced stay valid.
+
+        A call in another thread is aborted and awaited.  In a signal handler, the interrupted call is aborted, and
+        closes the Buffer when it ends.
+        """
+        if self._forked:
+            return
+        if not self._turn.acquire(blocking=False):
+            self.abort()
+            self._turn.acquire()
+        try:
+            if self._running:
+                self._closing = True
+                self.abort()
+            else:
+                self._release()
+        finally:
+            self._turn.release()
+
+    def retire(self) -> None:
+        """Close, and let go of the failure: its traceback refers to frames, and these to outputs in the window."""
+        self.close()
+        self._failure = None
+
+    def abort(self) -> None:
+        """End every wait of this rank at once, from any thread."""
+        if self._open:
+            self._session.abort(failures.Failure.aborted, self._session.context.rank)
+
+    def _release(self) -> None:
+        self._open = False
+        self.flight.closed = True
+        if self.flight.spans is not None:
+            self.flight.spans.finish()
+        self._close()
+
+    def _refuse(self, rounds: int) -> NoReturn:
+        if self._forked:
+            raise Closed(self._what)
+        if rounds:
+            self._refused.append(None)
+        raise ConcurrentCall
+
+    def _count_refused(self) -> None:
+        while self._refused:
+            self._refused.pop()
+            if self._open and self._failure is None:
+                self.flight.reject("", None)
+                self._session.count_rejected()
+
+    def count_rejected(self, error: BaseException | None = None, call: str = "") -> None:
+        """Count a collective call that fails on this rank before all its rounds are made.
+
+        The round headers of later rounds carry the count.  Where counts differ, every rank raises OutOfStep.
+
+        Args:
+            error: why it fails, where that is known.
+            call: its name, likewise.
+        """
+        if self._open and self._failure is None and not isinstance(error, RoundFailed):  # ranks have agreed since
+            self.rejected += 1
+            self.flight.reject(call, error)
+            self._session.count_rejected()
+            if error is not None:
+                self.leave_error(error)
+
+    def leave_error(self, error: BaseException) -> None:
+        """Leave an error for ranks that wait for this one in vain from now on."""
+        if self._open and self._session.pages is not None:
+            self._session.pages.leave_error(shown(error), self.flight.rounds)
+
+    def count_failed(self) -> None:
+        """Count a rejected call from outside of a call; while one is under way, in the next one."""
+        if not self._turn.acquire(blocking=False):
+            self._refused.append(None)
+            return
+        try:
+            if self._running:
+                self._refused.append(None)
+            else:
+                self.count_rejected()
+        finally:
+            self._turn.release()
+
+    def require_usable(self) -> None:
+        """Raise Closed, or the error that earlier rounds left behind.  Does not wait for the device."""
+        self.require_open()
+        self.raise_failure()
+
+    def require_open(self) -> None:
+        """Raise Closed, MemoryReleased, or the failure that has ended the Buffer."""
+        self.require_alive()
+        if self.released:
+            raise MemoryReleased
+
+    def require_alive(self) -> None:
+        """Raise Closed, or the failure that has ended the Buffer."""
+        if not self._open:
+            raise Closed(self._what)
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self, error: MoecommError) -> None:
+        """End the Buffer: its ranks no longer agree on its state."""
+        self._failure = error
+        self.flight.failed(error)
+        self.flight.announce(error)
+
+    def raise_failure(self, *, recovers: bool = True) -> None:
+        """Raise the error that the last rounds left behind: once, unless a failed round has ended the Buffer.
+
+        `recovers`: first mask ranks that are lost, where the Buffer was opened so.
+        """
+        if self._failure is not None:
+            raise self._recovered(self._failure) if recovers else self._failure
+        record = _native.record(self._record)
+        if record is None:
+            return
+        error = self._error_of(record)
+        if isinstance(error, Timeout):
+            error.args = (f"{error}{self.elsewhere()}",)
+        self.flight.failed(error, failures.fields(record))
+        if isinstance(error, (RoundFailed, OutOfStep, Excluded)):
+            self._failure = error
+        else:
+            _native.clear_record(self._record)
+            self.unfinished.clear()  # no rank writes to it any more
+            if isinstance(error, Mismatch) and error.field != signature.GROW:
+                self._failure = OutOfStep.after(error)  # the next calls of the ranks may differ by one
+        if isinstance(error, (RoundFailed, CorruptRow)) or (
+            isinstance(error, Mismatch) and error.field != signature.GROW
+        ):
+            self.flight.announce(error)
+        self._raised = weakref.ref(error)
+        try:
+            raise self._recovered(error) if recovers else error
+        finally:
+            del error  # else it is in a cycle with its traceback, whose frames hold on to the window
+
+    def _recovered(self, error: MoecommError) -> MoecommError:
+        """Mask the ranks that are lost, if that is wanted and can be done now; return the error."""
+        if self.recover is not None and isinstance(error, (Timeout, PeerLost)) and not self._session.capturing():
+            recover, self.recover = self.recover, None  # it looks for failures itself
+            try:
+                recover(error)
+            finally:
+                self.recover = recover
+        return error
+
+    def recovered(self) -> None:
+        """Forget the failure: the ranks have agreed to go on."""
+        self._failure = None
+
+    @property
+    def repeatable(self) -> bool:
+        """True if a call under way can be made again: all its rounds have ended, and no earlier one has failed.
+
+        On GPUs a call may raise the failure of rounds before it, which nobody has waited for.  Replays are not counted.
+        """
+        if not (self._running or self._depth > 0) or not isinstance(self._failure, RoundFailed):
+            return False
+        return not self.flight.replays and self._failure.round > self._before
+
+    def unraised(self) -> Failure | None:
+        """Return the failure that rounds have left behind and no call has raised yet.  Leaves it there."""
+        record = None if self._failure is not None or not self._open else _native.record(self._record)
+        if record is None:
+            return None
+        error = self._error_of(record)
+        return self.flight.failure_of(error, failures.fields(record))
+
+    def _error_of(self, record: _native.FailureRecordView) -> MoecommError:
+        found = corruption.error_of(record, self._session, self.masked)
+        if found is not None:
+            return found
+        pages, peer = self._session.pages, record.peer
+        last = "" if pages is None or peer == record.rank else pages.error_before(peer, record.round)
+        return failures.error_of(record, self._session.dead_peers(), last)
+
+    def failure(self) -> MoecommError | None:
+        """Return the error that raise_failure() would raise, if any."""
+        try:
+            self.raise_failure(recovers=False)
+        except MoecommError as error:
+            return error
+        return None
+
+    @property
+    def session(self) -> Session:
+        """The session that the backend has opened."""
+        return self._session
+
+    @property
+    def closed(self) -> bool:
+        """Return whether close() has been called."""
+        return not self._open
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a failed round is known to have ended the Buffer.  Does not look for a new failure."""
+        return self._failure is not None
+
+    def disown(self) -> None:
+        """Close a parent's Buffer in a forked child, without a word to peers."""
+        self._open, self._forked, self.flight.closed = False, True, True
+        if self._close.detach() is not None:
+            self._what = "Buffer, opened before this process was forked,"
+
+
+def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
+    """Decorate a function of Rounds, its first argument, that makes `rounds` dispatches and combines.
+
+    It raises ConcurrentCall while another call is under way, and is counted if it fails before its last round.
+    """
+
+    def decorate(function: _Call) -> _Call:
+        @functools.wraps(function)
+        def call(state: RoundState, *args: Any, **kwargs: Any) -> Any:
+            state._begin_call(rounds)
+            made, rejected, spans = state.made + rounds, state.rejected, state.flight.spans
+            depth = 0 if spans is None else spans.begin(function.__name__)
+            failure: BaseException | None = None
+            try:
+                return function(state, *args, **kwargs)
+            except BaseException as error:
+                failure = error
+                if state.rejected == rejected and state.made < made:
+                    state.count_rejected(error, function.__name__)
+                raise
+            finally:
+                if spans is not None:
+                    spans.end(depth, failure)
+                del failure  # else it is in a cycle with its traceback
+                state._end_call()
+
+        not_traced(call)
+        return cast("_Call", call)
+
+    return decorate
+
+
+class CollectiveCall:
+    """Context of a call that consists of others, with `rounds` dispatches and combines in all: see collective().
+
+    A call inside that fails counts itself.
+    """
+
+    __slots__ = ("_made", "_rejected", "_rounds", "_state")
+
+    def __init__(self, state: RoundState, rounds: int = 1) -> None:
+        self._state, self._rounds = state, rounds
+
+    def __enter__(self) -> None:
+        state = self._state
+        state._begin_call(self._rounds, outer=True)
+        self._made, self._rejected = state.made + self._rounds, state.rejected
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = self._state
+        if kind is not None and state.rejected == self._rejected and state.made < self._made:
+            state.count_rejected(error)
+        state._end_call(outer=True)
+
+
+class SeveralRounds:
+    """Context of rounds whose number is not known ahead.  They are counted if they end before the last one.
+
+    Not if a round has left the error behind, because every rank raises that.
+    """
+
+    __slots__ = ("_rejected", "_state")
+
+    def __init__(self, state: RoundState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._rejected = self._state.rejected
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = self._state
+        if error is not None and error is not state._raised() and state.rejected == self._rejected:
+            state.count_rejected(error)
