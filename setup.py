@@ -1,4 +1,4 @@
-"""The native module, the RMA plugin, the device shims and the headers of the package; the rest is in pyproject.toml."""
+"""The native module, the device shims and the headers of the package; the rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
-from setuptools import Command, Extension, find_packages, setup
+from setuptools import Command, find_packages, setup
 from setuptools.command.build import build
 from setuptools.errors import PlatformError
 
@@ -26,9 +26,7 @@ HEADERS = [
 ]
 
 
-PLUGIN = "moecomm.libmoecomm_rma"
-
-# Both libraries take bytes from other processes.  The interpreter's own flags may set another level of FORTIFY_SOURCE.
+# It takes bytes from other processes.  The interpreter's own flags may set another level of FORTIFY_SOURCE.
 HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack"]
 
@@ -58,26 +56,9 @@ native = Pybind11Extension(
     depends=["setup.py", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))],
 )
 
-# The plugin that NCCL loads: a plain shared library, of which Python only needs to know where it is.
-plugin = Extension(
-    PLUGIN,
-    sources("rma_plugin/*.cpp", "runtime/fd_socket.cpp"),
-    include_dirs=["csrc"],
-    language="c++",
-    extra_compile_args=["-std=c++17", "-O2", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", *HARDENED],
-    extra_link_args=["-pthread", "-ldl", *HARDENED_LINK, "-Wl,--version-script=csrc/rma_plugin/exports.map"],
-    depends=native.depends,
-)
-
 
 class Build(build_ext):
-    """Builds the plugin beside the native module, under the name that NCCL is given: no Python in it."""
-
-    def get_ext_filename(self, name: str) -> str:
-        """Without the tag of a Python version for the plugin."""
-        if name.rpartition(".")[2] == PLUGIN.rpartition(".")[2]:
-            return name.replace(".", "/") + ".so"
-        return str(super().get_ext_filename(name))
+    """Builds the native module."""
 
     def build_extensions(self) -> None:
         """Name what to install before the first command fails.  Older setuptools compile C++ with the C compiler."""
@@ -159,6 +140,6 @@ setup(
         "moecomm.tuning": ["*.json"],
         **{package: ["*.h", "*.cuh", "*.cu"] for package in HEADERS},  # shims may be compiled later
     },
-    ext_modules=[native, plugin],
+    ext_modules=[native],
     cmdclass={"build_ext": Build, "build_shims": BuildShims},
 )

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from moecomm.errors import BadInput
 
-SHORTEST_SECRET = 16  # bytes; csrc/rma_plugin/settings.h has the same bound
+SHORTEST_SECRET = 16  # bytes; rma_plugin/src/settings.h has the same bound
 
 _KNOWN = {
     "MOECOMM_BACKEND": ("auto", "host", "lsa", "gin", "nvshmem"),

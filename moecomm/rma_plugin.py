@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import itertools
 import secrets
 from pathlib import Path
 
-from .base.choices import PluginWay
-from .config import check_secret
-from .errors import Unsupported
+from moecomm.base.choices import PluginWay
+from moecomm.config import check_secret
+from moecomm.errors import Unsupported
 
-# Version of csrc/rma_plugin/times.h.
+# Version of rma_plugin/src/times.h.
 _TIMES_VERSION = 1
 SUMS = (
     *("clock_reads", "operations", "signals", "bytes", "ended", "until_ended_ns", "busy_ns", "posting_ns", "driver_ns"),
@@ -27,10 +28,11 @@ class _Taken(ctypes.Structure):
 
 
 def path() -> Path:
-    """The plugin, libmoecomm_rma.so; it lies beside this file."""
-    found = Path(__file__).with_name("libmoecomm_rma.so")
-    if not found.is_file():
-        raise Unsupported(f"The RMA plugin was not built: {found} does not exist.")
+    """Return the plugin, libmoecomm_rma.so.  Raises Unsupported where it is not installed."""
+    package = importlib.util.find_spec("moecomm_rma")
+    found = None if package is None or package.origin is None else Path(package.origin).with_name("libmoecomm_rma.so")
+    if found is None or not found.is_file():
+        raise Unsupported("The RMA plugin is not installed.  In a checkout of moecomm: pip install ./rma_plugin")
     return found
 
 

@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "NIC": ("transport/nic.cuh",),
     "gin": ("transport/gin.cuh", "shims/gin.cu"),
     "nvshmem": ("transport/nvshmem.cuh", "shims/nvshmem.cu"),
-    "RMA plugin": ("rma_plugin/plugin.cpp",),
+    "RMA plugin": ("../rma_plugin/src/plugin.cpp",),
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
 }
 YOUNGER = ("puts", "NIC")  # parts that older results lack: bench/launches.json has them by commit

@@ -15,9 +15,15 @@ import pytest
 import moecomm
 
 ROOT = Path(__file__).parent.parent
-PYTHON = sorted(path for folder in ("moecomm", "bench", "examples", "tests") for path in (ROOT / folder).rglob("*.py"))
-PACKAGE = [path for path in PYTHON if path.is_relative_to(ROOT / "moecomm")]
-NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu"))
+PACKAGES = ("moecomm", "moecomm_bench")
+PYTHON = sorted(path for folder in (*PACKAGES, "bench", "examples", "tests") for path in (ROOT / folder).rglob("*.py"))
+PACKAGE = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in PACKAGES]
+NATIVE = sorted(
+    path
+    for folder in ("csrc", "rma_plugin")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".h", ".cpp", ".cuh", ".cu")
+)
 TEXT = [
     *PYTHON,
     *NATIVE,
@@ -59,7 +65,7 @@ def test_files_are_short() -> None:
 
 def test_only_config_reads_the_environment() -> None:
     # The RMA plugin is a library of its own, for programs that have no moecomm in them.
-    settings = ROOT / "csrc" / "rma_plugin" / "settings.cpp"
+    settings = ROOT / "rma_plugin" / "src" / "settings.cpp"
     others = [path for path in PACKAGE if path != ROOT / "moecomm" / "config.py"]
     native = [path for path in NATIVE if path != settings]
     # NCCL takes one setting that its API lacks from the environment only: that is writing, for another library.

@@ -55,7 +55,7 @@ struct Gin : Lsa {
     MOECOMM_FN i32 sent_ended(i32, const u64* ticket) const { return moecomm_gin_flush_ended(comm(), context, ticket); }
 };
 
-// GIN's proxy: a thread of the host posts every message, which takes it about 16 us, the time of 128 KiB (csrc/rma_plugin/README.md).
+// GIN's proxy: a thread of the host posts every message, which takes it about 16 us, the time of 128 KiB (rma_plugin/README.md).
 struct GinProxy : Gin {
     static constexpr i64 worth_a_message = 128 * 1024;
     struct Ring {  // for warps that share a chunk (combine/scaleout/return_forward.cuh); nothing is put through it

@@ -1,1 +1,1 @@
-"""What every room needs: checks, arrays of other libraries, constants of the protocol, documents, processes."""
+"""Foundations of every room: checks, arrays of other libraries, constants of the protocol, documents, processes."""

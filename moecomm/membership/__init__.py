@@ -1,1 +1,1 @@
-"""Which ranks take part: shrink and grow, masks, and memory that is given back for a while."""
+"""Changes of the ranks that take part: shrink and grow, masks, memory that is given back for a while."""

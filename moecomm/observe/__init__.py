@@ -1,1 +1,1 @@
-"""What a job shows of itself: flight records, counters, traces."""
+"""Records of a job: flight records, counters, traces."""

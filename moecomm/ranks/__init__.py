@@ -1,1 +1,1 @@
-"""How ranks find each other and agree: groups, boards, openings, settings; the contracts of peers and sessions."""
+"""Agreement of ranks: groups, boards, openings, settings; the contracts of peers and sessions."""

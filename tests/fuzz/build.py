@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CSRC = ROOT / "csrc"
+CSRC, PLUGIN = ROOT / "csrc", ROOT / "rma_plugin" / "src"
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror", "-fno-pie")
 SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -24,7 +24,7 @@ PARALLEL = min(4, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class Fault:
-    """An edit of a file in csrc/ that leaves a check out."""
+    """An edit of a file, named from the root, that leaves a check out."""
 
     file: str
     old: str  # occurs there exactly once
@@ -39,7 +39,7 @@ class Fuzzer:
         self._header = directory / "standard.h"
         self._header.write_text("".join(f"#include <{name}>\n" for name in STANDARD))
         self._compile(self._header, Path(f"{self._header}.gch"), "-x", "c++-header")
-        sources = [CSRC / "rma_plugin" / f"{name}.cpp" for name in PARSERS]
+        sources = [PLUGIN / f"{name}.cpp" for name in PARSERS]
         sources += [CSRC / "runtime" / f"{name}.cpp" for name in ("exchange", "fd_socket")]
         # Two files have the same name.
         covered = {path: directory / f"{path.parent.name}_{path.stem}.o" for path in sources}
@@ -53,7 +53,7 @@ class Fuzzer:
         self.program = self._link(self._objects, directory / "fuzzer")
 
     def with_fault(self, fault: Fault) -> Path:
-        source = CSRC / fault.file
+        source = ROOT / fault.file
         text = source.read_text()
         assert text.count(fault.old) == 1
         edited = self._directory / f"fault_{source.name}"
@@ -66,7 +66,7 @@ class Fuzzer:
         self._compile(source, target, *more, "-include", str(self._header))
 
     def _compile(self, source: Path, target: Path, *more: str) -> None:
-        command = ["g++", *FLAGS, *SANITIZED, *more, f"-I{CSRC}", "-c", str(source), "-o", str(target)]
+        command = ["g++", *FLAGS, *SANITIZED, *more, f"-I{CSRC}", f"-I{PLUGIN}", "-c", str(source), "-o", str(target)]
         if more[:1] == ("-x",):
             command.remove("-c")
         subprocess.run(command, check=True)

@@ -11,9 +11,9 @@
 #include <thread>
 
 #include "input.h"
-#include "rma_plugin/crc32c.h"
-#include "rma_plugin/exchange.h"
-#include "rma_plugin/link.h"
+#include "crc32c.h"
+#include "exchange.h"
+#include "link.h"
 #include "runtime/error.h"
 #include "runtime/exchange.h"
 #include "runtime/fd_socket.h"

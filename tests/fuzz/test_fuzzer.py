@@ -19,14 +19,14 @@ PARSERS = 6
 INPUTS = 20_000  # 20 seconds
 FAULTS = {
     "puts": Fault(
-        "rma_plugin/link_receive.cpp",
+        "rma_plugin/src/link_receive.cpp",
         'if (!fits(frame.offset, frame.payload, target_->bytes)) lied("puts beyond the end of a region");',
     ),
-    "data": Fault("rma_plugin/link_receive.cpp", "open >= gets_.size() || "),
-    "acknowledgements": Fault("rma_plugin/link_receive.cpp", "operations > puts_sent_ || "),
-    "signals": Fault("rma_plugin/signals.cpp", " || !fits(at, sizeof(uint64_t), region->bytes)"),
-    "ranks": Fault("rma_plugin/handshake.cpp", " || hello.from >= hello.ranks"),
-    "windows": Fault("runtime/exchange.cpp", "message.from < 0 || message.from >= exchange_.ranks_ || "),
+    "data": Fault("rma_plugin/src/link_receive.cpp", "open >= gets_.size() || "),
+    "acknowledgements": Fault("rma_plugin/src/link_receive.cpp", "operations > puts_sent_ || "),
+    "signals": Fault("rma_plugin/src/signals.cpp", " || !fits(at, sizeof(uint64_t), region->bytes)"),
+    "ranks": Fault("rma_plugin/src/handshake.cpp", " || hello.from >= hello.ranks"),
+    "windows": Fault("csrc/runtime/exchange.cpp", "message.from < 0 || message.from >= exchange_.ranks_ || "),
 }
 
 

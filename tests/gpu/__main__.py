@@ -3,7 +3,8 @@
 tests/gpu/run figures: the measurements behind the pages, see figures.py.
 
 Parts go one after the other.  Of those behind --beside, the steps of one GPU go side by side, a part a GPU; then the
-rest.  The native module must have been built, by `pip install -e .` or `python setup.py build_ext --inplace`.
+rest.  The native module must have been built, by `pip install -e .` or `python setup.py build_ext --inplace`, and for
+GIN without a NIC the plugin, by `pip install ./rma_plugin`.
 
 CASES: random cases of a test (default 300; limits grow with it).  SEED: which ones (default 0).  LOGS: where logs and
 the JSON of `measure` go (default: a new folder).  A step that hangs ends at its limit, and its log says where each

@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CSRC = ROOT / "csrc"
+CSRC, SRC = ROOT / "csrc", ROOT / "rma_plugin" / "src"
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-g0", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}")
+FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-g0", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{SRC}")
 PLAIN = ("-O1",)
 TSAN = ("-O0", "-fsanitize=thread")
 ASAN = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 PARALLEL = min(4, os.cpu_count() or 1)
-PLUGIN = (*sorted((CSRC / "rma_plugin").glob("*.cpp")), CSRC / "runtime" / "fd_socket.cpp")
+PLUGIN = (*sorted(SRC.glob("*.cpp")), CSRC / "runtime" / "fd_socket.cpp")
 # Sources that the driver shares with the plugin: checks, addresses and frames, for the rank that lies.
 SHARED = (
     "address",

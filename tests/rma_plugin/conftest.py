@@ -10,10 +10,20 @@ from pathlib import Path
 import pytest
 
 from moecomm import rma_plugin
+from moecomm.errors import Unsupported
 
 from .build import build_driver, build_fake_cuda
 
 Drive = Callable[..., str]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    try:
+        rma_plugin.path()
+    except Unsupported as error:
+        for item in items:
+            if item.path.parent == Path(__file__).parent:
+                item.add_marker(pytest.mark.skip(reason=str(error)))
 
 
 @pytest.fixture(scope="session")

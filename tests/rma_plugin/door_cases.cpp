@@ -11,9 +11,9 @@
 #include <ctime>
 
 #include "open.h"
-#include "rma_plugin/address.h"
-#include "rma_plugin/failure.h"
-#include "rma_plugin/handshake.h"
+#include "address.h"
+#include "failure.h"
+#include "handshake.h"
 #include "scenarios.h"
 
 using namespace moecomm::rma;

@@ -7,10 +7,10 @@
 #include <map>
 
 #include "proxy.h"
-#include "rma_plugin/crc32c.h"
-#include "rma_plugin/exchange.h"
-#include "rma_plugin/frame.h"
-#include "rma_plugin/settings.h"
+#include "crc32c.h"
+#include "exchange.h"
+#include "frame.h"
+#include "settings.h"
 #include "scenarios.h"
 
 using namespace moecomm::rma;

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "rma_plugin/times.h"
+#include "times.h"
 #include "table.h"
 #include "world.h"
 

@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "rma_plugin/crc32c.h"
-#include "rma_plugin/sha256.h"
+#include "crc32c.h"
+#include "sha256.h"
 #include "scenarios.h"
 
 namespace {

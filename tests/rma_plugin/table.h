@@ -3,7 +3,7 @@
 #include <atomic>
 #include <string>
 
-#include "rma_plugin/nccl_abi.h"
+#include "nccl_abi.h"
 
 namespace abi = moecomm::rma::abi;
 

@@ -16,7 +16,7 @@ from moecomm import rma_plugin
 from moecomm.config import check_environment
 
 from . import gin_program
-from .build import CSRC
+from .build import SRC
 
 
 def digests(driver: Path, lines: list[tuple[str, bytes, bytes]]) -> list[str]:
@@ -100,7 +100,7 @@ def test_numbers_are_those_of_nccl() -> None:
     include = nccl_include()
     if include is None:
         pytest.skip("no wheel of NCCL 2.30 or later is installed")
-    ours = (CSRC / "rma_plugin" / "nccl_abi.h").read_text()
+    ours = (SRC / "nccl_abi.h").read_text()
     results = (include / "nccl.h").read_text()
     devices = (include / "nccl_device" / "net_device.h").read_text()
     names = re.findall(r"\bk(\w+) = \d+,\n", ours)

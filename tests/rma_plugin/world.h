@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include "rma_plugin/nccl_abi.h"
+#include "nccl_abi.h"
 
 namespace abi = moecomm::rma::abi;
 using Clock = std::chrono::steady_clock;

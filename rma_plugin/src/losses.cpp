@@ -7,8 +7,8 @@
 #include <set>
 #include <vector>
 
-#include "../protocol/order.h"
-#include "../protocol/record.h"
+#include "protocol/order.h"
+#include "protocol/record.h"
 
 namespace moecomm::rma::losses {
 namespace {

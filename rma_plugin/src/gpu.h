@@ -4,7 +4,7 @@
 #pragma once
 #include <memory>
 
-#include "../runtime/descriptor.h"
+#include "runtime/descriptor.h"
 #include "driver.h"
 
 namespace moecomm::rma {

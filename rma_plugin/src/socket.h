@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "../runtime/descriptor.h"
+#include "runtime/descriptor.h"
 
 namespace moecomm::rma {
 

@@ -14,7 +14,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "../runtime/fd_socket.h"
+#include "runtime/fd_socket.h"
 #include "failure.h"
 
 namespace moecomm::rma {

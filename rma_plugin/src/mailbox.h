@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../runtime/descriptor.h"
+#include "runtime/descriptor.h"
 
 namespace moecomm::rma {
 

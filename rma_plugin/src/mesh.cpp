@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../runtime/fd_socket.h"
+#include "runtime/fd_socket.h"
 #include "failure.h"
 #include "log.h"
 
