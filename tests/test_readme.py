@@ -65,7 +65,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_names_of_ours_on_the_pages_exist() -> None:
     """Modules are found without what they are for: Megatron-core and vLLM need not be installed."""
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         for name in set(re.findall(r"(?<!/)\b(moecomm(?:\.[a-z_]+)+)", page.read_text())):
             path, rest = ROOT, name.split(".")
             while rest and (path / rest[0]).is_dir():
@@ -75,11 +75,11 @@ def test_names_of_ours_on_the_pages_exist() -> None:
 
 
 def test_follow_one_token_goes_from_buffer_to_output() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "maintainers" / "architecture.md").read_text()
     walk = page.split("## The route of a token")[1].split("\n## ")[0]
     stations = ["moecomm/buffer.py", "moecomm/dispatch/__init__.py", "csrc/protocol/slots.h", "csrc/host/dispatch.cpp"]
     stations += ["moecomm/combine/__init__.py", "csrc/host/combine.cpp"]
-    places = [walk.index(f"(../{station})") for station in stations]
+    places = [walk.index(f"(../../{station})") for station in stations]
     assert places == sorted(places)
 
 

@@ -18,7 +18,7 @@ import moecomm
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-DECISIONS = DOCS / "decisions.md"
+DECISIONS = DOCS / "maintainers" / "decisions.md"
 FIGURES = sorted(DOCS.glob("figures/*.svg"))
 BASES = r"Bases: (.*?)</p>"
 GENERATED = ("wide_ep", "dlrm", "measured_calls", "measured_checks")

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ("README.md", "bench/README.md", *(f"docs/{name}.md" for name in ("measured_calls", "measured_checks")))
-PAGES += ("docs/all_gather_matmul_study.md", "docs/wide_ep.md", "docs/dlrm.md")
+PAGES += ("docs/maintainers/all_gather_matmul_study.md", "docs/maintainers/wide_ep.md", "docs/maintainers/dlrm.md")
 GENERATED = re.compile(r"<!-- figures: .*?-->(.*?)<!-- end of figures -->", re.DOTALL)
 UNITS = {"us": 1.0, "ms": 1e3, "GiB": 2.0**30, "%": 0.01}
 NUMBER = re.compile(r"(?<![\w.])([+-]?)(\d+(?:,\d{3})*(?:\.\d+)?)(?: ?(us|ms|GiB|%))?(?![\w.]*[A-Za-z_])")
@@ -59,7 +59,7 @@ def result(name: str) -> Result:
 
 def tables(page: str) -> list[Table]:
     text = (ROOT / page).read_text()
-    if page in ("README.md", "docs/all_gather_matmul_study.md"):
+    if page in ("README.md", "docs/maintainers/all_gather_matmul_study.md"):
         (text,) = GENERATED.findall(text)
     found = []
     for run in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -574,7 +574,7 @@ def predicted(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
             yield {what: [row[what]["us"]] for what in ("dispatch", "combine")} | layer
 
 
-# docs/measured_calls.md.
+# docs/maintainers/measured_calls.md.
 
 
 @derives("GPUs | model | tokens a rank | layer", "GPUs | model | tokens a rank | layer")
@@ -630,7 +630,7 @@ def training(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
             }
 
 
-# docs/measured_checks.md.
+# docs/maintainers/measured_checks.md.
 
 
 @derives("tokens | layout | dispatch: before", "tokens | layout")
@@ -692,7 +692,7 @@ def after_kills(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         yield {head: [ms["p50"], ms["p99"]] if ms else [] for head, ms in times.items()}
 
 
-# docs/all_gather_matmul_study.md.
+# docs/maintainers/all_gather_matmul_study.md.
 
 
 @derives("# | variant", "# | variant (name in the source) | class")
@@ -727,7 +727,7 @@ def squares(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     yield {head: [of[who]] for head, who in (heads | {"the product alone": "alone"}).items()}
 
 
-# docs/wide_ep.md and docs/dlrm.md.
+# docs/maintainers/wide_ep.md and docs/maintainers/dlrm.md.
 
 
 @derives("GPUs | tokens a rank | mean ranks per token", "GPUs | tokens a rank")
