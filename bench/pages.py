@@ -20,7 +20,7 @@ How fast moecomm is, measured on H100s and H200s, beside other libraries where t
 machine:
 
 ```bash
-moecomm bench dispatch-combine --out mine.json
+moecomm bench dispatch-combine --json mine.json
 moecomm bench show mine.json
 moecomm bench plot mine.json --out mine.svg
 ```

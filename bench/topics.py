@@ -58,7 +58,7 @@ def whole_operations() -> str:
         ("rounds-h100-2", "expert", (4096,)),
     )
     heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
-    picture = "![time and bandwidth over tokens](results/sweep-h200-4.svg)"
+    picture = "![time and bandwidth over tokens](../bench/results/sweep-h200-4.svg)"
     return f"{table(heads, (row for way in ways for row in _rounds(*way)))}\n\n{picture}"
 
 
