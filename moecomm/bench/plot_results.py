@@ -1,4 +1,4 @@
-"""What a picture of a result shows: one question a panel, for each benchmark that has pictures."""
+"""Contents of pictures: one question a panel, for each benchmark that has pictures."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def lines(panel: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_a_panel_has_an_operation_by_library_and_what_the_wire_allows() -> None:
-    """Of several numbers of SMs the first is drawn."""
+    """The first of several numbers of SMs is drawn."""
     found = panels(result())
     assert list(found) == [("flat, dispatch, fp8", "us, a call"), ("flat, dispatch, fp8", "GB/s that leave a rank")]
     times, speeds = map(lines, found.values())
