@@ -192,7 +192,8 @@ def _name_dots(axes: Axes, names: Sequence[str]) -> None:
         "fontsize": 6,
         "frameon": False,
         "handletextpad": 0.4,
-        "columnspacing": 1.0,
+        "columnspacing": 0.8,
+        "handlelength": 1.2,
         "borderaxespad": 0.2,
     }
     axes.legend(marks, [*names, "moecomm"], loc="lower right", bbox_to_anchor=(1, 1), ncols=len(marks), **look)
