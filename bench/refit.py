@@ -3,8 +3,8 @@
     python bench/refit.py
 
 Writes h200.json and dlrm/h100.json in moecomm_bench/simulate; simulate-check.json, simulate.json, wide-ep.json and
-dlrm.json in bench/results; docs/wide_ep.md, docs/dlrm.md and the pages of bench/pages.py. A new result only has to
-lie in bench/results.
+dlrm.json in bench/results; the pages wide_ep.md and dlrm.md of docs/maintainers, and those of bench/readme.py. A new
+result only has to lie in bench/results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 import dlrm_page
-import pages
+import readme
 import wide_ep
 from wide_ep import ROOT
 
@@ -52,7 +52,7 @@ def refit(results: list[Path]) -> None:
     dlrm_fit.write(DLRM_PARAMETERS, measured)
     write(dlrm_page.RESULT, dlrm_page.measure(measured, nic))
     dlrm_page.PAGE.write_text(dlrm_page.page(json.loads(dlrm_page.RESULT.read_text())))
-    pages.write_pages()
+    readme.write_pages()
 
 
 if __name__ == "__main__":

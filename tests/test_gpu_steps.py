@@ -83,7 +83,9 @@ def test_every_test_that_wants_gpus_is_in_a_step() -> None:
 
 
 def test_the_page_has_every_part() -> None:
-    table = (ROOT / "docs" / "testing.md").read_text().partition("| part | runs |")[2].partition("\n\n")[0]
+    table = (
+        (ROOT / "docs" / "maintainers" / "testing.md").read_text().partition("| part | runs |")[2].partition("\n\n")[0]
+    )
     listed = [part for row in table.splitlines()[2:] for part in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(listed) == sorted(PARTS)
 

@@ -152,7 +152,7 @@ PIECES = (
 )
 
 _SEEN_BY_TESTS = "runs of the tests that compare values: tests/gpu/run has them"
-_ONCE = "an experiment that decided between kernels that are gone: docs/decisions.md"
+_ONCE = "an experiment that decided between kernels that are gone: docs/maintainers/decisions.md"
 _MORE_TIMES = "the same rows as those of times-few and times-many, with fewer times"
 _FITTED = "every schedule, which moecomm.fused.schedules is fitted to; gemm-fp8 and tune have the chosen ones"
 _ENVIRONMENT = "variables of NCCL and of the RMA plugin in the environment, as the command in the result has them"

@@ -1,4 +1,4 @@
-"""docs/dlrm.md is what its result says, and the result is what the model predicts."""
+"""docs/maintainers/dlrm.md is what its result says, and the result is what the model predicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moecomm_bench.simulate.domain import fitted_efficiency
 from moecomm_bench.simulate.nic import Nic
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "dlrm.md"
+PAGE = ROOT / "docs" / "maintainers" / "dlrm.md"
 AGAIN = "run: python bench/refit.py"
 sys.path.append(str(ROOT / "bench"))
 

@@ -201,7 +201,7 @@ def test_an_even_recording_is_the_gate_that_draws_it() -> None:
 
 def test_sums_of_one_row_are_as_many_as_the_page_of_decisions_says() -> None:
     """Domains in the place of ranks: exact sums over domains are float32 whatever the number of their rows."""
-    page = (Path(__file__).parents[2] / "docs" / "decisions.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "maintainers" / "decisions.md").read_text()
     shares = [spread(Gate(256, 8), 1, domains).single for domains in (2, 4, 8)]
     binomial = [8 / n * (1 - 1 / n) ** 7 / (1 - (1 - 1 / n) ** 8) for n in (2, 4, 8)]
     assert shares == pytest.approx(binomial, abs=0.005)

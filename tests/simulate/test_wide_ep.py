@@ -1,4 +1,4 @@
-"""docs/wide_ep.md is what its result says, and the result is what the model predicts."""
+"""docs/maintainers/wide_ep.md is what its result says, and the result is what the model predicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def kept() -> dict[str, Any]:
 def test_the_page_is_that_of_its_result(kept: dict[str, Any]) -> None:
     import wide_ep
 
-    assert (ROOT / "docs" / "wide_ep.md").read_text() == wide_ep.page(kept), "run: python bench/refit.py"
+    assert (ROOT / "docs" / "maintainers" / "wide_ep.md").read_text() == wide_ep.page(kept), (
+        "run: python bench/refit.py"
+    )
 
 
 def test_the_result_is_what_the_model_says(kept: dict[str, Any]) -> None:
@@ -50,5 +52,5 @@ def test_all_sizes_and_libraries_are_there(kept: dict[str, Any]) -> None:
     assert sizes == [(gpus, tokens) for gpus in (8, 16, 32, 64, 128, 256, 320) for tokens in (128, 4096)]
     assert {row["library"] for row in kept["published"]} == {"DeepEP V1", "DeepEP V2", "NCCL EP", "UCCL-EP"}
     assert {"command", "date", "commit", "machine"} <= set(kept)
-    page = (ROOT / "docs" / "wide_ep.md").read_text()
+    page = (ROOT / "docs" / "maintainers" / "wide_ep.md").read_text()
     assert "Predicted, not measured" in page and "at most 64 GPUs" in page and kept["inputs"]["routing"] in page
