@@ -160,7 +160,7 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             Timeout, PeerLost, Aborted, Mismatch: the round failed; raised likewise.
         """
         given, rounds = dispatch_options.Options(**options) if options else _DISPATCH, self.rounds
-        ids = topk_idx if rounds.ids is rounds.live is None else rounds.own_ids(topk_idx)
+        ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
         try:
             return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync)
         except RoundFailed as error:

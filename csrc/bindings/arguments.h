@@ -40,8 +40,8 @@ class DispatchTensors {
 
 class CombineArguments {
   public:
-    CombineArguments(pybind11::handle y, pybind11::handle out, pybind11::handle bias, pybind11::handle weight_grads, pybind11::handle out_weight_grads,
-                     pybind11::handle topk_weights)
+    CombineArguments(pybind11::handle y, pybind11::handle out, pybind11::handle bias, pybind11::handle weight_grads,
+                     pybind11::handle out_weight_grads, pybind11::handle topk_weights)
         : y_(y), out_(out), bias_(bias), weight_grads_(weight_grads), out_weight_grads_(out_weight_grads), topk_weights_(topk_weights) {}
     bool readable() const {
         return y_.readable() && out_.readable() && bias_.readable() && weight_grads_.readable() && out_weight_grads_.readable() &&

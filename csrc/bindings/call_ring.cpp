@@ -12,9 +12,7 @@ namespace moecomm::bindings {
 namespace {
 
 // Wall-clock time, as Python's time.time_ns().
-i64 wall_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
+i64 wall_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
@@ -60,10 +58,10 @@ void CallRing::reject(py::object what) {
     ++recorded_;
 }
 
-py::list CallRing::calls() const {
+py::typing::List<py::object> CallRing::calls() const {
     const std::array<Call, kCalls> now = calls_;  // the allocations below may run other code
     const i64 end = recorded_;
-    py::list found;
+    py::typing::List<py::object> found;
     for (i64 record = std::max<i64>(0, end - kCalls); record < end; ++record) {
         const Call& c = now[static_cast<size_t>(record % kCalls)];
         found.append(py::make_tuple(c.record, c.what, c.step, c.round, c.tokens, c.created_ns, c.captured, c.rejected, c.ended_ns));
@@ -99,8 +97,7 @@ void bind_call_ring(py::module_& m) {
         .def("end_call", &CallRing::end, py::arg("record"), "Record that a call has returned.")
         .def("round_of", &CallRing::round_of, py::arg("kind"),
              "The round that the last call belongs to, which is of this kind; 0: not known.")
-        .def("settle", &CallRing::settle,
-             "Record that every call so far is over, because the host has waited for it.  Not captured ones.")
+        .def("settle", &CallRing::settle, "Record that every call so far is over, because the host has waited for it.  Not captured ones.")
         .def("reject_call", &CallRing::reject, py::arg("what"), "Record a call that failed before it reached the other ranks.")
         .def("calls", &CallRing::calls, "The fields of moecomm.core.flight.Entry of each call, the oldest first.");
     m.attr("RING_CALLS") = CallRing::kCalls;

@@ -1,7 +1,7 @@
 // The calls that a Buffer has made last, and how many of each kind.  Every function is one step for Python, so any thread, and a signal
 // handler at any moment, may read.
 #pragma once
-#include <pybind11/pybind11.h>
+#include <pybind11/typing.h>
 
 #include <array>
 #include <string>
@@ -39,7 +39,7 @@ class CallRing {
     // The number of the round that a call of this kind, made last, belongs to; 0: not known.
     i64 round_of(const CallKind& kind) const { return replays ? 0 : kind.begins_round ? rounds : last_dispatch_; }
     // The fields of moecomm.core.flight.Entry of each call, the oldest first.
-    pybind11::list calls() const;
+    pybind11::typing::List<pybind11::object> calls() const;
 
     i64 steps = 0, rounds = 0, rejected = 0;
     bool replays = false;

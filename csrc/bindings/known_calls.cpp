@@ -1,6 +1,7 @@
 // A dispatch or a combine of a kind that there was before: one call of Python finds its plan, checks the tensors and runs it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <optional>
 #include <utility>
@@ -30,8 +31,7 @@ struct Known {
                     *const layout = name("layout"), *const native = name("native"), *const new_empty = name("new_empty"),
                     *const payload = name("payload"), *const plan = name("plan"), *const requires_grad = name("requires_grad"),
                     *const rounds = name("rounds"), *const sync = name("sync"), *const tensors = name("_tensors"),
-                    *const unfinished = name("unfinished"), *const weighted = name("weighted"),
-                    *const weights_read = name("weights_read");
+                    *const unfinished = name("unfinished"), *const weighted = name("weighted"), *const weights_read = name("weights_read");
     py::object handle_type, routed_type, increment_version;
 
     Known() {
@@ -92,14 +92,17 @@ bool weights_are_there(const Known& known, py::handle handle) {
     return weights.is_none() || get(weights, known.data_ptr)().equal(parts[1]);
 }
 
+using Plans = py::typing::Dict<py::object, py::object>;
+using Result = py::typing::Tuple<py::handle, bool>;
+
 class KnownCalls {
   public:
-    KnownCalls(py::dict plans, std::shared_ptr<HeapParts> heap, py::object ring, u64 record, bool on_host)
+    KnownCalls(Plans plans, std::shared_ptr<HeapParts> heap, py::object ring, u64 record, bool on_host)
         : plans_(std::move(plans)), heap_(std::move(heap)), ring_(std::move(ring)), record_(record), on_host_(on_host) {}
 
     // The Routed, and whether the call is over; None if this is not a plain call of a kind that there was before.
-    py::tuple dispatch(py::object rounds, py::handle options, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
-                       py::handle max_rows, py::object handle, py::handle sync, py::handle gradients, py::handle call, py::handle layer) {
+    Result dispatch(py::object rounds, py::handle options, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
+                    py::handle max_rows, py::object handle, py::handle sync, py::handle gradients, py::handle call, py::handle layer) {
         const Known& known = Known::instance();
         if (failed() || !(sync.is_none() || PyBool_Check(sync.ptr()))) return nothing_;
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
@@ -129,7 +132,8 @@ class KnownCalls {
                 const std::optional<i32> room = room_for(prepared, max_rows);
                 if (!room) return nothing_;
                 const u64 table_bytes = prepared.kept_bytes(*room), row_bytes = prepared.payload_bytes(*room);
-                if (table_bytes + row_bytes > heap_->reserve || !(kept = heap_->arena->allocate(table_bytes)) || !stays(*kept)) return nothing_;
+                if (table_bytes + row_bytes > heap_->reserve || !(kept = heap_->arena->allocate(table_bytes)) || !stays(*kept))
+                    return nothing_;
                 if (!(payload = rows(row_bytes))) return nothing_;
                 args = prepared.bind(*payload, *kept, *room, inputs);
                 if (args && !max_rows.is_none() && !waits && args->layout == static_cast<i32>(Layout::flat)) args->clear_rows = *room;
@@ -154,9 +158,9 @@ class KnownCalls {
     }
 
     // What the combine returns, and whether it is over; None as of dispatch().
-    py::tuple combine(const py::object& rounds, py::handle options, py::handle y, const py::object& handle, py::object out, py::handle bias,
-                      py::handle weight_grads, py::handle topk_weights, py::handle sum_grads, py::handle bias_first, py::handle gradients,
-                      py::handle call, py::handle layer) {
+    Result combine(const py::object& rounds, py::handle options, py::handle y, const py::object& handle, py::object out, py::handle bias,
+                   py::handle weight_grads, py::handle topk_weights, py::handle sum_grads, py::handle bias_first, py::handle gradients,
+                   py::handle call, py::handle layer) {
         const Known& known = Known::instance();
         if (failed() || !is_from(known, handle, rounds)) return nothing_;
         const py::object earlier = get(handle, known.args);
@@ -166,8 +170,8 @@ class KnownCalls {
         CombineArguments given(y, out, bias, weight_grads, py::none(), topk_weights);
         if (y.is_none() || !given.readable() || any_requires_grad(known, y, out, bias, weight_grads, topk_weights)) return nothing_;
         const py::object layout = get(get(handle, known.plan), known.layout);
-        const py::object plans = plans_of(
-            py::make_tuple(layout, get(y, known.dtype), options, sum_grads, bias_first, gradients, call, layer));
+        const py::object plans =
+            plans_of(py::make_tuple(layout, get(y, known.dtype), options, sum_grads, bias_first, gradients, call, layer));
         if (!plans) return nothing_;
         if (topk_weights.is_none() && get(options, known.weighted).ptr() != Py_False && !weights_are_there(known, handle)) return nothing_;
         CombineTensors tensors = given.get();
@@ -277,8 +281,8 @@ class KnownCalls {
         payload.shrink(std::max<u64>(1, used));
     }
 
-    const py::tuple nothing_ = py::make_tuple(py::none(), false);
-    py::dict plans_;
+    const Result nothing_ = py::make_tuple(py::none(), false);
+    Plans plans_;
     std::shared_ptr<HeapParts> heap_;
     py::object ring_;
     u64 record_;
@@ -290,19 +294,21 @@ class KnownCalls {
 void bind_known_calls(py::module_& m) {
     py::class_<KnownCalls>(m, "KnownCalls", R"(Dispatches and combines of kinds that there were before.
 
-Plain calls: no graph is captured, no round is verified or traced, and outputs stay in the window.  The arguments are
-those of moecomm.dispatch.dispatch and moecomm.combine.combine.
+Plain calls: no graph is captured, no round is verified or traced, and outputs stay in the window.
+The arguments are those of moecomm.dispatch.dispatch and moecomm.combine.combine.
 
-`plans`: lists of plans by the options of a call: moecomm.core.plans.  `ring`: the flight recorder's.  `record`: address
-of the failure record.  `on_host`: of a CPU rank.)")
-        .def(py::init<py::dict, std::shared_ptr<HeapParts>, py::object, u64, bool>(), py::arg("plans"), py::arg("heap"), py::arg("ring"),
+`plans`: lists of plans by the options of a call: moecomm.core.plans.
+`ring`: the flight recorder's.
+`record`: address of the failure record.
+`on_host`: of a CPU rank.)")
+        .def(py::init<Plans, std::shared_ptr<HeapParts>, py::object, u64, bool>(), py::arg("plans"), py::arg("heap"), py::arg("ring"),
              py::arg("record"), py::arg("on_host"))
         .def("dispatch", &KnownCalls::dispatch, py::arg("rounds"), py::arg("options"), py::arg("x"), py::arg("topk_idx"),
              py::arg("topk_weights"), py::arg("scales"), py::arg("max_rows"), py::arg("handle"), py::arg("sync"), py::arg("gradients"),
              py::arg("call"), py::arg("layer"), R"(Run a dispatch.  Returns a Routed, and whether the call is over.
 
-The Routed is None, and nothing has been done, if this is no plain call, there is no plan for it, or an argument can't
-be used.)")
+The Routed is None, and nothing has been done, if this is no plain call, there is no plan for it, or an
+argument can't be used.)")
         .def("combine", &KnownCalls::combine, py::arg("rounds"), py::arg("options"), py::arg("y"), py::arg("handle"), py::arg("out"),
              py::arg("bias"), py::arg("weight_grads"), py::arg("topk_weights"), py::arg("sum_grads"), py::arg("bias_first"),
              py::arg("gradients"), py::arg("call"), py::arg("layer"),

@@ -35,7 +35,7 @@ class Tensors {
 };
 
 // x, scales or None, topk_idx and topk_weights.
-py::typing::Tuple<Tensor, std::optional<Tensor>, Tensor, Tensor> flat_outputs(const DispatchPlan& plan, const DispatchArgs& args,
+py::typing::Tuple<Tensor, std::optional<Tensor>, Tensor, Tensor> flat_outputs(const PreparedDispatch& plan, const DispatchArgs& args,
                                                                               const std::shared_ptr<Block>& payload,
                                                                               const std::shared_ptr<Block>& kept, const py::object& owner) {
     const FlatOutputs out = plan.flat_outputs(args);
@@ -45,7 +45,7 @@ py::typing::Tuple<Tensor, std::optional<Tensor>, Tensor, Tensor> flat_outputs(co
 }
 
 // x, scales or None, and row_weights; `counted`: and rows_per_expert.
-py::typing::Tuple<std::optional<Tensor>, py::ellipsis> expert_outputs(const DispatchPlan& plan, const DispatchArgs& args,
+py::typing::Tuple<std::optional<Tensor>, py::ellipsis> expert_outputs(const PreparedDispatch& plan, const DispatchArgs& args,
                                                                       const std::shared_ptr<Block>& payload,
                                                                       const std::shared_ptr<Block>& kept, const py::object& owner,
                                                                       bool counted) {
@@ -57,8 +57,9 @@ py::typing::Tuple<std::optional<Tensor>, py::ellipsis> expert_outputs(const Disp
 }
 
 // x and tokens_per_expert.
-py::typing::Tuple<Tensor, Tensor> batched_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
-                                                  const std::shared_ptr<Block>& kept, const py::object& owner) {
+py::typing::Tuple<Tensor, Tensor> batched_outputs(const PreparedDispatch& plan, const DispatchArgs& args,
+                                                  const std::shared_ptr<Block>& payload, const std::shared_ptr<Block>& kept,
+                                                  const py::object& owner) {
     const BatchedOutputs out = plan.batched_outputs(args);
     return py::make_tuple(Tensors(plan, payload, owner)(out.x), Tensors(plan, kept, owner)(out.tokens_per_expert));
 }
@@ -66,10 +67,12 @@ py::typing::Tuple<Tensor, Tensor> batched_outputs(const DispatchPlan& plan, cons
 // What runs the rounds of a plan, by number of tokens.
 template <class Plan, class Args>
 void bind_runs(py::class_<Plan>& plan) {
-    plan.def("load", [](Plan& plan, i32 num_tokens, py::object run) { plan.runs[num_tokens] = Run(std::move(run)); }, py::arg("num_tokens"),
-             py::arg("run"), "Set the function that runs rounds of so many tokens: see Session.dispatcher.")
-        .def("loaded", [](const Plan& plan, i32 num_tokens) { return plan.runs.count(num_tokens) != 0; }, py::arg("num_tokens"),
-             "Return whether load() has been called for so many tokens.")
+    plan.def(
+            "load", [](Plan& plan, i32 num_tokens, py::object run) { plan.runs[num_tokens] = Run(std::move(run)); }, py::arg("num_tokens"),
+            py::arg("run"), "Set the function that runs rounds of so many tokens: see Session.dispatcher.")
+        .def(
+            "loaded", [](const Plan& plan, i32 num_tokens) { return plan.runs.count(num_tokens) != 0; }, py::arg("num_tokens"),
+            "Return whether load() has been called for so many tokens.")
         .def(
             "run",
             [](const Plan& plan, const py::object& args) {
@@ -80,7 +83,8 @@ void bind_runs(py::class_<Plan>& plan) {
 }
 
 void bind_dispatch_plan(py::module_& m) {
-    py::class_<PreparedDispatch> plan(m, "DispatchPlan", R"(Dispatches of one kind, prepared.  `args` has everything but tensors and outputs.
+    py::class_<PreparedDispatch> plan(m, "DispatchPlan",
+                                      R"(Dispatches of one kind, prepared.  `args` has everything but tensors and outputs.
 
 x, scales, topk_idx and topk_weights have the types, and are on the devices, of those of later calls.
 
@@ -110,8 +114,9 @@ Raises:
             },
             py::arg("kind"), py::arg("rows"), py::arg("most_rows"), py::arg("groups"), R"(Set what calls need beside tensors.
 
-`kind`: theirs in the flight recorder.  `rows`: room for so many, unless `max_rows` is given, and never more than
-`most_rows`.  `groups`: with `max_rows` each.)")
+`kind`: theirs in the flight recorder.
+`rows`: room for so many, unless `max_rows` is given; never more than `most_rows`.
+`groups`: with `max_rows` each.)")
         .def("payload_bytes", &DispatchPlan::payload_bytes, py::arg("max_rows"), "Bytes of the block for the rows that arrive.")
         .def(
             "bind",

@@ -37,8 +37,12 @@ class HostRunner : public Runner {
     explicit HostRunner(py::object lock) : lock_(std::move(lock)) {}
 
     bool ready(i32) override { return !closed; }
-    void run(const DispatchArgs& args) override { locked([&] { run_host_round(args); }); }
-    void run(const CombineArgs& args) override { locked([&] { run_host_round(args); }); }
+    void run(const DispatchArgs& args) override {
+        locked([&] { run_host_round(args); });
+    }
+    void run(const CombineArgs& args) override {
+        locked([&] { run_host_round(args); });
+    }
     void run_checked(const CombineArgs& args, host::RowChecks& checks) {
         locked([&] { run_host_round(args, &checks); });
     }

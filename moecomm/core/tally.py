@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from moecomm import _native
 
-
-Kind = _native.CallKind
+Kind = _native.CallKind  # calls of one operation with the same options, and how many there were
 
 
 class Totals(NamedTuple):
