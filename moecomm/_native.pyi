@@ -533,6 +533,8 @@ class CallRing:
 
     `on_host`: rounds are over when the call that runs them returns.
     """
+
+    replays: bool
     def __init__(self, on_host: bool) -> None: ...
     def begin_call(self, kind: typing.Any, tokens: int, captured: bool) -> int:
         """Record a call that is about to be made; return its number for end_call()."""
@@ -549,18 +551,8 @@ class CallRing:
     @property
     def rejected(self) -> int:
         """Calls that failed on this rank before they reached the others."""
-    replays: bool
-    """
-        A graph has been captured, whose replays the host does not see.
-        """
     rounds: int
-    """
-        Rounds of these.
-        """
     steps: int
-    """
-        Calls made with peers.
-        """
 
 class DispatchPlan:
     """

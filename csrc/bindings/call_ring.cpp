@@ -88,9 +88,9 @@ void bind_call_ring(py::module_& m) {
 
 `on_host`: rounds are over when the call that runs them returns.)")
         .def(py::init<bool>(), py::arg("on_host"))
-        .def_readwrite("steps", &CallRing::steps, "Calls made with peers.")
-        .def_readwrite("rounds", &CallRing::rounds, "Rounds of these.")
-        .def_readwrite("replays", &CallRing::replays, "A graph has been captured, whose replays the host does not see.")
+        .def_readwrite("steps", &CallRing::steps)
+        .def_readwrite("rounds", &CallRing::rounds)
+        .def_readwrite("replays", &CallRing::replays)
         .def_readonly("rejected", &CallRing::rejected, "Calls that failed on this rank before they reached the others.")
         .def("begin_call", &CallRing::begin, py::arg("kind"), py::arg("tokens"), py::arg("captured"),
              "Record a call that is about to be made; return its number for end_call().")

@@ -21,39 +21,29 @@ using namespace moecomm::runtime;
 namespace moecomm::bindings {
 namespace {
 
-// Names of attributes, and the classes of moecomm.routed.  Looked up once and never dropped.
+// Names of attributes, and the classes of moecomm.routed.
 struct Known {
-    static PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+    static py::object name(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
 
-    PyObject *const args = name("args"), *const back = name("back"), *const block = name("block"), *const check = name("check"),
-                    *const data_ptr = name("data_ptr"), *const dropped = name("dropped"), *const dtype = name("dtype"),
-                    *const extend = name("extend"), *const handle = name("handle"), *const inputs = name("inputs"),
-                    *const layout = name("layout"), *const native = name("native"), *const new_empty = name("new_empty"),
-                    *const payload = name("payload"), *const plan = name("plan"), *const requires_grad = name("requires_grad"),
-                    *const rounds = name("rounds"), *const sync = name("sync"), *const tensors = name("_tensors"),
-                    *const unfinished = name("unfinished"), *const weighted = name("weighted"), *const weights_read = name("weights_read");
-    py::object handle_type, routed_type, increment_version;
-
-    Known() {
-        const py::module_ routed = py::module_::import("moecomm.routed");
-        handle_type = routed.attr("Handle");
-        routed_type = routed.attr("Routed");
-        increment_version = py::module_::import("torch").attr("autograd").attr("graph").attr("increment_version");
-    }
-    static const Known& instance() {
-        static const Known* const found = new Known;
-        return *found;
-    }
+    const py::object args = name("args"), back = name("back"), block = name("block"), check = name("check"), data_ptr = name("data_ptr"),
+                     dropped = name("dropped"), dtype = name("dtype"), extend = name("extend"), handle = name("handle"),
+                     inputs = name("inputs"), layout = name("layout"), native = name("native"), new_empty = name("new_empty"),
+                     payload = name("payload"), plan = name("plan"), requires_grad = name("requires_grad"), rounds = name("rounds"),
+                     sync = name("sync"), tensors = name("_tensors"), unfinished = name("unfinished"), weighted = name("weighted"),
+                     weights_read = name("weights_read");
+    const py::module_ routed = py::module_::import("moecomm.routed");
+    const py::object handle_type = routed.attr("Handle"), routed_type = routed.attr("Routed");
+    const py::object increment_version = py::module_::import("torch").attr("autograd").attr("graph").attr("increment_version");
 };
 
-py::object get(py::handle object, PyObject* name) {
-    auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name));
+py::object get(py::handle object, const py::object& name) {
+    auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name.ptr()));
     if (!found) throw py::error_already_set();
     return found;
 }
 
-void set(const py::object& object, PyObject* name, py::handle value) {
-    if (PyObject_SetAttr(object.ptr(), name, value.ptr()) != 0) throw py::error_already_set();
+void set(const py::object& object, const py::object& name, py::handle value) {
+    if (PyObject_SetAttr(object.ptr(), name.ptr(), value.ptr()) != 0) throw py::error_already_set();
 }
 
 // A new object of a class of Python, without a call of its constructor.
@@ -68,30 +58,6 @@ bool is_a(py::handle object, const py::object& type) {
     return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(type.ptr())) != 0;
 }
 
-// Whether a gradient of any of these tensors is wanted, or may be.
-template <class... Tensors>
-bool any_requires_grad(const Known& known, Tensors... tensors) {
-    const auto requires_grad = [&](py::handle tensor) { return !tensor.is_none() && get(tensor, known.requires_grad).ptr() != Py_False; };
-    return (requires_grad(tensors) || ...);
-}
-
-py::object new_empty(const Known& known, const py::object& like, i64 rows, i64 columns) {
-    const py::int_ first(rows), second(columns);
-    PyObject* const arguments[] = {like.ptr(), first.ptr(), second.ptr()};
-    auto tensor = py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(known.new_empty, arguments, 3, nullptr));
-    if (!tensor) throw py::error_already_set();
-    return tensor;
-}
-
-// Whether `row_weights`, which a caller has read, are where combine reads them: Handle.check_row_weights.
-bool weights_are_there(const Known& known, py::handle handle) {
-    const py::object read = get(handle, known.weights_read);
-    if (read.is_none()) return true;
-    const py::tuple parts = read;  // a weak reference to them, and their address then
-    const py::object weights = parts[0]();
-    return weights.is_none() || get(weights, known.data_ptr)().equal(parts[1]);
-}
-
 using Plans = py::typing::Dict<py::object, py::object>;
 using Result = py::typing::Tuple<py::handle, bool>;
 
@@ -103,50 +69,34 @@ class KnownCalls {
     // The Routed, and whether the call is over; None if this is not a plain call of a kind that there was before.
     Result dispatch(py::object rounds, py::handle options, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
                     py::handle max_rows, py::object handle, py::handle sync, py::handle gradients, py::handle call, py::handle layer) {
-        const Known& known = Known::instance();
         if (failed() || !(sync.is_none() || PyBool_Check(sync.ptr()))) return nothing_;
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
-        if (repeats && !(is_from(known, handle, rounds) && topk_idx.is_none() && topk_weights.is_none())) return nothing_;
-        const py::object layout = repeats ? get(get(handle, known.plan), known.layout) : get(options, known.layout);
+        if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none())) return nothing_;
+        const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(options, known_.layout);
         const py::object plans = plans_of(py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer));
         if (!plans) return nothing_;
         const DispatchTensors given(x, scales, topk_idx, topk_weights);
-        if (!given.readable() || any_requires_grad(known, x, topk_weights)) return nothing_;
+        if (!given.readable() || any_requires_grad(x, topk_weights)) return nothing_;
         const DispatchInputs inputs = given.get();
         for (const py::handle plan_object : py::reinterpret_borrow<py::list>(plans)) {
-            const py::object plan = py::reinterpret_borrow<py::object>(plan_object), native = get(plan, known.native);
+            const py::object plan = py::reinterpret_borrow<py::object>(plan_object), native = get(plan, known_.native);
             const auto& prepared = native.cast<const PreparedDispatch&>();
             if (!prepared.takes(inputs)) continue;
             const i32 tokens = static_cast<i32>(inputs.x->shape[0]);
             const std::shared_ptr<Runner> runner = ready(prepared.runs, tokens, prepared.workers(tokens));
             if (runner == nullptr) return nothing_;
             std::shared_ptr<Block> payload, kept;
-            std::optional<DispatchArgs> args;
-            if (repeats) {
-                const py::object earlier = get(handle, known.args), tables = get(handle, known.block);
-                const auto& before = earlier.cast<const DispatchArgs&>();
-                if (py::isinstance<Block>(tables) && !stays(tables.cast<const Block&>())) return nothing_;
-                if (!(payload = rows(prepared.payload_bytes(before.max_rows)))) return nothing_;
-                args = prepared.repeat(*payload, before, inputs);
-            } else {
-                const std::optional<i32> room = room_for(prepared, max_rows);
-                if (!room) return nothing_;
-                const u64 table_bytes = prepared.kept_bytes(*room), row_bytes = prepared.payload_bytes(*room);
-                if (table_bytes + row_bytes > heap_->reserve || !(kept = heap_->arena->allocate(table_bytes)) || !stays(*kept))
-                    return nothing_;
-                if (!(payload = rows(row_bytes))) return nothing_;
-                args = prepared.bind(*payload, *kept, *room, inputs);
-                if (args && !max_rows.is_none() && !waits && args->layout == static_cast<i32>(Layout::flat)) args->clear_rows = *room;
-            }
+            const std::optional<DispatchArgs> args =
+                repeats ? bind_repeat(prepared, handle, inputs, payload) : bind_anew(prepared, max_rows, waits, inputs, payload, kept);
             if (!args) return nothing_;
-            const py::object bound = py::cast(std::move(*args)), rows_here = py::cast(payload);
-            if (!repeats) handle = new_handle(known, rounds, plan, bound, py::cast(kept));
-            const py::object routed = new_routed(known, handle, plan, bound, rows_here, waits);
+            const py::object bound = py::cast(*args), rows_here = py::cast(payload);
+            if (!repeats) handle = new_handle(rounds, plan, bound, py::cast(kept));
+            const py::object routed = new_routed(handle, plan, bound, rows_here, waits);
             auto& running = bound.cast<DispatchArgs&>();
             try {
                 run(*runner, prepared.kind, running);
             } catch (py::error_already_set&) {  // peers may still write there
-                get(get(rounds, known.unfinished), known.extend)(py::make_tuple(rows_here, get(handle, known.block)));
+                get(get(rounds, known_.unfinished), known_.extend)(py::make_tuple(rows_here, get(handle, known_.block)));
                 throw;
             }
             if (!on_host_) return py::make_tuple(routed, !waits);
@@ -161,32 +111,31 @@ class KnownCalls {
     Result combine(const py::object& rounds, py::handle options, py::handle y, const py::object& handle, py::object out, py::handle bias,
                    py::handle weight_grads, py::handle topk_weights, py::handle sum_grads, py::handle bias_first, py::handle gradients,
                    py::handle call, py::handle layer) {
-        const Known& known = Known::instance();
-        if (failed() || !is_from(known, handle, rounds)) return nothing_;
-        const py::object earlier = get(handle, known.args);
+        if (failed() || !is_from(handle, rounds)) return nothing_;
+        const py::object earlier = get(handle, known_.args);
         const auto& dispatch = earlier.cast<const DispatchArgs&>();
         if (dispatch.part == static_cast<i32>(Part::begin)) return nothing_;
         const bool gives_out = !out.is_none();
         CombineArguments given(y, out, bias, weight_grads, py::none(), topk_weights);
-        if (y.is_none() || !given.readable() || any_requires_grad(known, y, out, bias, weight_grads, topk_weights)) return nothing_;
-        const py::object layout = get(get(handle, known.plan), known.layout);
+        if (y.is_none() || !given.readable() || any_requires_grad(y, out, bias, weight_grads, topk_weights)) return nothing_;
+        const py::object layout = get(get(handle, known_.plan), known_.layout);
         const py::object plans =
-            plans_of(py::make_tuple(layout, get(y, known.dtype), options, sum_grads, bias_first, gradients, call, layer));
+            plans_of(py::make_tuple(layout, get(y, known_.dtype), options, sum_grads, bias_first, gradients, call, layer));
         if (!plans) return nothing_;
-        if (topk_weights.is_none() && get(options, known.weighted).ptr() != Py_False && !weights_are_there(known, handle)) return nothing_;
+        if (topk_weights.is_none() && get(options, known_.weighted).ptr() != Py_False && !weights_are_there(handle)) return nothing_;
         CombineTensors tensors = given.get();
         for (const py::handle plan : py::reinterpret_borrow<py::list>(plans)) {
-            const py::object native = get(plan, known.native);
+            const py::object native = get(plan, known_.native);
             const auto& prepared = native.cast<const PreparedCombine&>();
             if (!prepared.takes(dispatch, tensors)) continue;
             const i32 tokens = dispatch.num_tokens;
             const std::shared_ptr<Runner> runner = ready(prepared.runs, tokens, prepared.workers(tokens));
             if (runner == nullptr) return nothing_;
-            const bool in_window = py::isinstance<Block>(get(handle, known.block));
+            const bool in_window = py::isinstance<Block>(get(handle, known_.block));
             if (!in_window && prepared.peers_read_weights && !prepared.in_window(dispatch.route.row_weights)) return nothing_;
             py::object grads = py::none();
-            if (!gives_out) out = new_empty(known, prepared.like_out, tokens, prepared.args().hidden);
-            if (!weight_grads.is_none()) grads = new_empty(known, prepared.like_grads, tokens, dispatch.ctx.shape.topk);
+            if (!gives_out) out = new_empty(prepared.like_out, tokens, prepared.args().hidden);
+            if (!weight_grads.is_none()) grads = new_empty(prepared.like_grads, tokens, dispatch.ctx.shape.topk);
             const Argument to(out), grads_to(grads);
             tensors.out = to.get();
             tensors.out_weight_grads = grads_to.get();
@@ -195,7 +144,7 @@ class KnownCalls {
             const u64 place = reduced == nullptr ? 0 : window_of(dispatch.ctx, dispatch.ctx.rank) + reduced->offset();
             const std::optional<CombineArgs> args = prepared.bind(dispatch, tensors, place);
             if (!to.readable() || !grads_to.readable() || !args) return nothing_;
-            if (gives_out) known.increment_version(out);
+            if (gives_out) known_.increment_version(out);
             run(*runner, prepared.kind, *args);
             const bool over = !on_host_ || !failed();
             return py::make_tuple(grads.is_none() ? out : py::object(py::make_tuple(out, grads)), over);
@@ -207,8 +156,34 @@ class KnownCalls {
     // True if a round has left a failure behind that has not been raised yet.
     bool failed() const { return load_acquire(&reinterpret_cast<const FailureRecord*>(record_)->code) != 0; }
 
-    static bool is_from(const Known& known, py::handle handle, const py::object& rounds) {
-        return is_a(handle, known.handle_type) && get(handle, known.rounds).is(rounds);
+    bool is_from(py::handle handle, const py::object& rounds) const {
+        return is_a(handle, known_.handle_type) && get(handle, known_.rounds).is(rounds);
+    }
+
+    // Whether a gradient of any of these tensors is wanted, or may be.
+    template <class... Tensors>
+    bool any_requires_grad(Tensors... tensors) const {
+        const auto requires_grad = [&](py::handle tensor) {
+            return !tensor.is_none() && get(tensor, known_.requires_grad).ptr() != Py_False;
+        };
+        return (requires_grad(tensors) || ...);
+    }
+
+    py::object new_empty(const py::object& like, i64 rows, i64 columns) const {
+        const py::int_ first(rows), second(columns);
+        PyObject* const arguments[] = {like.ptr(), first.ptr(), second.ptr()};
+        auto tensor = py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(known_.new_empty.ptr(), arguments, 3, nullptr));
+        if (!tensor) throw py::error_already_set();
+        return tensor;
+    }
+
+    // Whether `row_weights`, which a caller has read, are where combine reads them: Handle.check_row_weights.
+    bool weights_are_there(py::handle handle) const {
+        const py::object read = get(handle, known_.weights_read);
+        if (read.is_none()) return true;
+        const py::tuple parts = read;  // a weak reference to them, and their address then
+        const py::object weights = parts[0]();
+        return weights.is_none() || get(weights, known_.data_ptr)().equal(parts[1]);
     }
 
     // The plans of a kind of calls; null if there are none.
@@ -233,6 +208,30 @@ class KnownCalls {
         return block != nullptr && stays(*block) ? block : nullptr;
     }
 
+    // The arguments of a dispatch along a handle, and a block for its rows; nullopt if the plan or the room does not fit.
+    std::optional<DispatchArgs> bind_repeat(const PreparedDispatch& plan, py::handle handle, const DispatchInputs& inputs,
+                                            std::shared_ptr<Block>& payload) const {
+        const py::object earlier = get(handle, known_.args), tables = get(handle, known_.block);
+        const auto& before = earlier.cast<const DispatchArgs&>();
+        if (py::isinstance<Block>(tables) && !stays(tables.cast<const Block&>())) return std::nullopt;
+        if (!(payload = rows(plan.payload_bytes(before.max_rows)))) return std::nullopt;
+        return plan.repeat(*payload, before, inputs);
+    }
+
+    // As bind_repeat(), of a dispatch with a routing of its own, whose tables take a block as well.
+    std::optional<DispatchArgs> bind_anew(const PreparedDispatch& plan, py::handle max_rows, bool waits, const DispatchInputs& inputs,
+                                          std::shared_ptr<Block>& payload, std::shared_ptr<Block>& kept) const {
+        const std::optional<i32> room = room_for(plan, max_rows);
+        if (!room) return std::nullopt;
+        const u64 table_bytes = plan.kept_bytes(*room), row_bytes = plan.payload_bytes(*room);
+        if (table_bytes + row_bytes > heap_->reserve) return std::nullopt;
+        kept = heap_->arena->allocate(table_bytes);
+        if (kept == nullptr || !stays(*kept) || !(payload = rows(row_bytes))) return std::nullopt;
+        std::optional<DispatchArgs> args = plan.bind(*payload, *kept, *room, inputs);
+        if (args && !max_rows.is_none() && !waits && args->layout == static_cast<i32>(Layout::flat)) args->clear_rows = *room;
+        return args;
+    }
+
     // Rows to make room for; nullopt if `max_rows` is no number of rows.
     static std::optional<i32> room_for(const PreparedDispatch& plan, py::handle max_rows) {
         if (max_rows.is_none()) return plan.rows;
@@ -243,25 +242,25 @@ class KnownCalls {
         return wanted >= plan.most_rows ? plan.most_rows : static_cast<i32>(std::min<i64>(wanted * plan.groups, plan.most_rows));
     }
 
-    static py::object new_handle(const Known& known, py::handle rounds, py::handle plan, py::handle args, py::handle block) {
-        py::object handle = made(known.handle_type);
-        set(handle, known.rounds, rounds);
-        set(handle, known.plan, plan);
-        set(handle, known.args, args);
-        set(handle, known.block, block);
-        set(handle, known.weights_read, Py_None);
+    py::object new_handle(py::handle rounds, py::handle plan, py::handle args, py::handle block) const {
+        py::object handle = made(known_.handle_type);
+        set(handle, known_.rounds, rounds);
+        set(handle, known_.plan, plan);
+        set(handle, known_.args, args);
+        set(handle, known_.block, block);
+        set(handle, known_.weights_read, Py_None);
         return handle;
     }
 
-    static py::object new_routed(const Known& known, py::handle handle, py::handle plan, py::handle args, py::handle payload, bool sync) {
-        py::object routed = made(known.routed_type);
-        set(routed, known.handle, handle);
-        set(routed, known.plan, plan);
-        set(routed, known.args, args);
-        set(routed, known.payload, payload);
-        set(routed, known.sync, sync ? Py_True : Py_False);
-        for (PyObject* const none : {known.dropped, known.back, known.inputs, known.check}) set(routed, none, Py_None);
-        set(routed, known.tensors, py::dict());
+    py::object new_routed(py::handle handle, py::handle plan, py::handle args, py::handle payload, bool sync) const {
+        py::object routed = made(known_.routed_type);
+        set(routed, known_.handle, handle);
+        set(routed, known_.plan, plan);
+        set(routed, known_.args, args);
+        set(routed, known_.payload, payload);
+        set(routed, known_.sync, sync ? Py_True : Py_False);
+        for (const py::object* none : {&known_.dropped, &known_.back, &known_.inputs, &known_.check}) set(routed, *none, Py_None);
+        set(routed, known_.tensors, py::dict());
         return routed;
     }
 
@@ -282,6 +281,7 @@ class KnownCalls {
     }
 
     const Result nothing_ = py::make_tuple(py::none(), false);
+    const Known known_;
     Plans plans_;
     std::shared_ptr<HeapParts> heap_;
     py::object ring_;

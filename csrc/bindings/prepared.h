@@ -24,11 +24,6 @@ struct Run {
 };
 using Runs = std::unordered_map<i32, Run>;  // by number of tokens
 
-inline Runner* runner_of(const Runs& runs, i32 num_tokens) {
-    const auto found = runs.find(num_tokens);
-    return found == runs.end() ? nullptr : found->second.runner.get();
-}
-
 struct PreparedDispatch : runtime::DispatchPlan {
     using DispatchPlan::DispatchPlan;
 
