@@ -534,6 +534,7 @@ class CallRing:
     `on_host`: rounds are over when the call that runs them returns.
     """
 
+    LENGTH: typing.ClassVar[int] = 256
     replays: bool
     def __init__(self, on_host: bool) -> None: ...
     def begin_call(self, kind: typing.Any, tokens: int, captured: bool) -> int:
@@ -1155,5 +1156,3 @@ def trace_rounds(record: int, on: bool) -> None:
 
 def window_layout(shape: Shape) -> WindowLayout:
     """The layout of a window of this shape."""
-
-RING_CALLS: int = 256

@@ -32,7 +32,7 @@ i64 CallRing::begin(const py::object& kind, i64 tokens, bool captured) {
     if (made.dispatches) last_dispatch_ = rounds;
     ++made.calls;
     made.tokens += tokens;
-    // What stood there is dropped last: that may run other code.
+    // The old entry is dropped last: that may run other code.
     Call call{recorded_, kind, steps, round_of(made), tokens, wall_ns(), captured, rejected, 0};
     std::swap(place(recorded_), call);
     return recorded_++;
@@ -84,10 +84,10 @@ void bind_call_ring(py::module_& m) {
         .def_readonly("dispatches", &CallKind::dispatches)
         .def_readwrite("calls", &CallKind::calls)
         .def_readwrite("tokens", &CallKind::tokens);
-    py::class_<CallRing>(m, "CallRing", R"(The ring of the flight recorder: see moecomm.core.flight.
+    py::class_<CallRing> ring(m, "CallRing", R"(The ring of the flight recorder: see moecomm.core.flight.
 
-`on_host`: rounds are over when the call that runs them returns.)")
-        .def(py::init<bool>(), py::arg("on_host"))
+`on_host`: rounds are over when the call that runs them returns.)");
+    ring.def(py::init<bool>(), py::arg("on_host"))
         .def_readwrite("steps", &CallRing::steps)
         .def_readwrite("rounds", &CallRing::rounds)
         .def_readwrite("replays", &CallRing::replays)
@@ -100,7 +100,7 @@ void bind_call_ring(py::module_& m) {
         .def("settle", &CallRing::settle, "Record that every call so far is over, because the host has waited for it.  Not captured ones.")
         .def("reject_call", &CallRing::reject, py::arg("what"), "Record a call that failed before it reached the other ranks.")
         .def("calls", &CallRing::calls, "The fields of moecomm.core.flight.Entry of each call, the oldest first.");
-    m.attr("RING_CALLS") = CallRing::kCalls;
+    ring.attr("LENGTH") = CallRing::kCalls;
 }
 
 }  // namespace moecomm::bindings

@@ -66,7 +66,7 @@ class KnownCalls {
     KnownCalls(Plans plans, std::shared_ptr<HeapParts> heap, py::object ring, u64 record, bool on_host)
         : plans_(std::move(plans)), heap_(std::move(heap)), ring_(std::move(ring)), record_(record), on_host_(on_host) {}
 
-    // The Routed, and whether the call is over; None if this is not a plain call of a kind that there was before.
+    // The Routed, and true if the call is over; None if this is not a plain call of a kind that there was before.
     Result dispatch(py::object rounds, py::handle options, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
                     py::handle max_rows, py::object handle, py::handle sync, py::handle gradients, py::handle call, py::handle layer) {
         if (failed() || !(sync.is_none() || PyBool_Check(sync.ptr()))) return nothing_;
@@ -107,7 +107,7 @@ class KnownCalls {
         return nothing_;
     }
 
-    // What the combine returns, and whether it is over; None as of dispatch().
+    // The result of the combine, and true if it is over; None as in dispatch().
     Result combine(const py::object& rounds, py::handle options, py::handle y, const py::object& handle, py::object out, py::handle bias,
                    py::handle weight_grads, py::handle topk_weights, py::handle sum_grads, py::handle bias_first, py::handle gradients,
                    py::handle call, py::handle layer) {
@@ -160,7 +160,7 @@ class KnownCalls {
         return is_a(handle, known_.handle_type) && get(handle, known_.rounds).is(rounds);
     }
 
-    // Whether a gradient of any of these tensors is wanted, or may be.
+    // True if a gradient of any of these tensors is wanted, or may be.
     template <class... Tensors>
     bool any_requires_grad(Tensors... tensors) const {
         const auto requires_grad = [&](py::handle tensor) {
@@ -177,7 +177,7 @@ class KnownCalls {
         return tensor;
     }
 
-    // Whether `row_weights`, which a caller has read, are where combine reads them: Handle.check_row_weights.
+    // True if the `row_weights` that a caller has read are still where combine reads them: Handle.check_row_weights.
     bool weights_are_there(py::handle handle) const {
         const py::object read = get(handle, known_.weights_read);
         if (read.is_none()) return true;
@@ -282,6 +282,7 @@ class KnownCalls {
 
     const Result nothing_ = py::make_tuple(py::none(), false);
     const Known known_;
+    // Nothing here refers to the Rounds, which owns this object: Python's collector does not see such cycles.
     Plans plans_;
     std::shared_ptr<HeapParts> heap_;
     py::object ring_;

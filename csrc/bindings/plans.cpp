@@ -64,7 +64,7 @@ py::typing::Tuple<Tensor, Tensor> batched_outputs(const PreparedDispatch& plan, 
     return py::make_tuple(Tensors(plan, payload, owner)(out.x), Tensors(plan, kept, owner)(out.tokens_per_expert));
 }
 
-// What runs the rounds of a plan, by number of tokens.
+// Bind the functions that run the rounds of a plan, by number of tokens.
 template <class Plan, class Args>
 void bind_runs(py::class_<Plan>& plan) {
     plan.def(

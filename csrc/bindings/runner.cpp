@@ -63,7 +63,7 @@ class HostRunner : public Runner {
     py::object lock_;
 };
 
-// Of a session on a GPU.
+// State of a session on a GPU that decides how its next round is launched.
 struct LaunchQueue {
     i32 device;
     u64 context;      // the CUcontext in which the session was opened

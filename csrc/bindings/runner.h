@@ -1,4 +1,4 @@
-// What runs the rounds of a session without a look at Python.
+// Run rounds of a session without a look at Python.
 #pragma once
 #include "../protocol/args.h"
 

@@ -20,7 +20,7 @@ from moecomm.core.spans import Spans
 from moecomm.core.tally import Kind, tally_for
 from moecomm.errors import RoundFailed
 
-CALLS = _native.RING_CALLS  # in the ring
+CALLS = _native.CallRing.LENGTH
 _FAILURES, _TEXT = 16, 500  # most failures that are kept beside the one that ended the Buffer; characters of an error
 
 
