@@ -237,11 +237,11 @@ def equal(a: Any, b: Any) -> bool:
 def test_known_calls_are_as_the_first(window_bytes: int | None) -> None:
     short, long = Rank(True, window_bytes=window_bytes), Rank(False, window_bytes=window_bytes)
     with short.buffer, long.buffer, short.other, long.other, np.errstate(all="ignore"):
-        for seed in range(600):
+        for seed in range(400):
             found, wanted = (rank.call(random.Random(seed)) for rank in (short, long))
             assert equal(found, wanted), (seed, found, wanted)
             assert short.counts() == long.counts(), seed
-        assert short.known.calls > 60
+        assert short.known.calls > 40
 
 
 @contextmanager
