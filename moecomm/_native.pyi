@@ -364,6 +364,17 @@ class Arena:
     def used(self) -> int:
         """Bytes allocated, in multiples of 256."""
 
+class HeapParts:
+    """
+    Where blocks of a heap go: see moecomm.rounds.memory.
+
+    `first_row`: rows begin there, where they can.  `end`: of blocks that stay; the `reserve` follows.
+    """
+    def __init__(self, arena: Arena) -> None: ...
+    end: int
+    first_row: int
+    reserve: int
+
 class HostMemory:
     """Zeroed memory at a multiple of 256, freed with the object."""
     @property
@@ -492,6 +503,58 @@ class Watcher:
             IndexError: no such rank.
         """
 
+class CallKind:
+    """
+    Calls of one operation with the same options, and how many there were.
+
+    `op`: "dispatch", "dispatch_begin", "dispatch_end", "combine" or "reduce" (the second half of a fused layer).
+    `call`: the options that all ranks pass alike, as moecomm.rounds.signature packs them.  `dtype`: of the rows.
+    `row_bytes`: bytes of a token on this rank, scales included.
+    """
+    def __init__(self, op: str, call: int, dtype: typing.Any, row_bytes: int) -> None: ...
+    @property
+    def begins_round(self) -> bool: ...
+    @property
+    def call(self) -> int: ...
+    calls: int
+    @property
+    def dispatches(self) -> bool: ...
+    @property
+    def dtype(self) -> typing.Any: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def row_bytes(self) -> int: ...
+    tokens: int
+
+class CallRing:
+    """
+    The ring of the flight recorder: see moecomm.rounds.flight.
+
+    `on_host`: rounds are over when the call that runs them returns.
+    """
+
+    LENGTH: typing.ClassVar[int] = 256
+    replays: bool
+    def __init__(self, on_host: bool) -> None: ...
+    def begin_call(self, kind: typing.Any, tokens: int, captured: bool) -> int:
+        """Record a call that is about to be made; return its number for end_call()."""
+    def calls(self) -> list[typing.Any]:
+        """The fields of moecomm.rounds.flight.Entry of each call, the oldest first."""
+    def end_call(self, record: int) -> None:
+        """Record that a call has returned."""
+    def reject_call(self, what: typing.Any) -> None:
+        """Record a call that failed before it reached the other ranks."""
+    def round_of(self, kind: CallKind) -> int:
+        """The round that the last call belongs to, which is of this kind; 0: not known."""
+    def settle(self) -> None:
+        """Record that every call so far is over, because the host has waited for it.  Not captured ones."""
+    @property
+    def rejected(self) -> int:
+        """Calls that failed on this rank before they reached the others."""
+    rounds: int
+    steps: int
+
 class DispatchPlan:
     """
     Dispatches of one kind, prepared.  `args` has everything but tensors and outputs.
@@ -544,10 +607,24 @@ class DispatchPlan:
         """
     def kept_bytes(self, max_rows: int) -> int:
         """Bytes of the block that combine and repeats need as well."""
+    def load(self, num_tokens: int, run: typing.Any) -> None:
+        """Set the function that runs rounds of so many tokens: see Session.dispatcher."""
+    def loaded(self, num_tokens: int) -> bool:
+        """Return whether load() has been called for so many tokens."""
     def payload_bytes(self, max_rows: int) -> int:
         """Bytes of the block for the rows that arrive."""
+    def prepare(self, kind: typing.Any, rows: int, most_rows: int, groups: int) -> None:
+        """
+        Set what calls need beside tensors.
+
+        `kind`: theirs in the flight recorder.
+        `rows`: room for so many, unless `max_rows` is given; never more than `most_rows`.
+        `groups`: with `max_rows` each.
+        """
     def repeat(self, payload: Block, earlier: DispatchArgs, x: typing.Any, scales: typing.Any) -> DispatchArgs | None:
         """bind() with the route and the room of an earlier dispatch."""
+    def run(self, args: typing.Any) -> None:
+        """Run a round by the function for its number of tokens."""
     def schedule(self, num_tokens: int, workers: int, chunk_tokens: int) -> None:
         """Set workers and chunks of rounds of so many tokens."""
 
@@ -573,8 +650,86 @@ class CombinePlan:
         topk_weights: typing.Any = None,
     ) -> CombineArgs | None:
         """The arguments of a combine, or None: see DispatchPlan.bind.  `reduced_rows` is of CombineArgs."""
-    def schedule(self, num_tokens: int, workers: int, chunk_tokens: int) -> None:
-        """Set workers and chunks of rounds of so many tokens."""
+    def load(self, num_tokens: int, run: typing.Any) -> None:
+        """Set the function that runs rounds of so many tokens: see Session.dispatcher."""
+    def loaded(self, num_tokens: int) -> bool:
+        """Return whether load() has been called for so many tokens."""
+    def prepare(
+        self,
+        kind: typing.Any,
+        reduced_row_bytes: int,
+        most_reduced_rows: int,
+        peers_read_weights: bool,
+        like_out: typing.Any,
+        like_grads: typing.Any,
+    ) -> None:
+        """
+        Set what calls need beside tensors.
+
+        `kind`: theirs in the flight recorder.  `reduced_row_bytes`, `most_reduced_rows`: see reduced_bytes().
+        `peers_read_weights`: the weights of rows lie in the window.
+        `like_out`, `like_grads`: tensors whose new_empty() makes the outputs.
+        """
+    def reduced_bytes(self, dispatch: DispatchArgs) -> int:
+        """Bytes of a place for each reduced row; 0: they go through the ring, as few tokens do."""
+    def run(self, args: typing.Any) -> None:
+        """Run a round by the function for its number of tokens."""
+    def schedule(self, num_tokens: int, workers: int, chunk_tokens: int, in_packets: bool = True) -> None:
+        """Set workers and chunks of rounds of so many tokens; `in_packets`: their rows return in packets."""
+
+class KnownCalls:
+    """
+    Dispatches and combines of kinds that there were before.
+
+    Plain calls: no graph is captured, no round is verified or traced, and outputs stay in the window.
+    The arguments are those of moecomm.dispatch.dispatch and moecomm.combine.combine.
+
+    `plans`: lists of plans by the options of a call: moecomm.rounds.plans.
+    `ring`: the flight recorder's.
+    `record`: address of the failure record.
+    `on_host`: of a CPU rank.
+    """
+    def __init__(
+        self, plans: dict[typing.Any, typing.Any], heap: HeapParts, ring: typing.Any, record: int, on_host: bool
+    ) -> None: ...
+    def combine(
+        self,
+        rounds: typing.Any,
+        options: typing.Any,
+        y: typing.Any,
+        handle: typing.Any,
+        out: typing.Any,
+        bias: typing.Any,
+        weight_grads: typing.Any,
+        topk_weights: typing.Any,
+        sum_grads: typing.Any,
+        bias_first: typing.Any,
+        gradients: typing.Any,
+        call: typing.Any,
+        layer: typing.Any,
+    ) -> tuple[typing.Any, bool]:
+        """Run a combine.  Returns its result, and whether it is over; None as dispatch()."""
+    def dispatch(
+        self,
+        rounds: typing.Any,
+        options: typing.Any,
+        x: typing.Any,
+        topk_idx: typing.Any,
+        topk_weights: typing.Any,
+        scales: typing.Any,
+        max_rows: typing.Any,
+        handle: typing.Any,
+        sync: typing.Any,
+        gradients: typing.Any,
+        call: typing.Any,
+        layer: typing.Any,
+    ) -> tuple[typing.Any, bool]:
+        """
+        Run a dispatch.  Returns a Routed, and whether the call is over.
+
+        The Routed is None, and nothing has been done, if this is no plain call, there is no plan for it, or an
+        argument can't be used.
+        """
 
 class RowChecks:
     """
@@ -598,6 +753,59 @@ class RowChecks:
     @property
     def flipped(self) -> bool:
         """No flip is left to be made."""
+
+class Runner:
+    """Runs rounds of a session: see Session.dispatcher."""
+
+class HostRunner(Runner):
+    """
+    Runs rounds of a CPU rank while it holds `lock`.
+
+    Raises:
+        Closed: `closed` is set.
+    """
+
+    closed: bool
+    @typing.overload
+    def __call__(self, args: DispatchArgs) -> None:
+        """See host_dispatch."""
+    @typing.overload
+    def __call__(self, args: CombineArgs) -> None:
+        """See host_combine."""
+    def __init__(self, lock: typing.Any) -> None: ...
+    def combine_checked(self, args: CombineArgs, checks: RowChecks) -> None:
+        """Run a combine, and check the rows.  All ranks do."""
+
+class LaunchQueue:
+    """
+    The stream of a session's last round.
+
+    `used`: there was one.
+    """
+
+    used: bool
+    def __init__(self, device: int, context: int) -> None: ...
+    last_stream: int
+
+class GpuRunner(Runner):
+    """
+    Enqueues rounds by one kernel on a GPU.
+
+    `otherwise`: does it where the stream, the context or the number of blocks differ, or a graph is captured.
+    """
+    def __call__(self, args: typing.Any) -> None:
+        """Call `otherwise`."""
+    def __init__(
+        self,
+        queue: LaunchQueue,
+        otherwise: typing.Any,
+        function: int,
+        blocks: int,
+        block: int,
+        shared_bytes: int,
+        overlap: bool,
+        cluster: int,
+    ) -> None: ...
 
 class FailureRecordView:
     """FailureRecord of csrc/protocol/record.h, as it was when it was read."""
@@ -801,9 +1009,6 @@ def host_alloc(nbytes: int) -> HostMemory:
 
 def host_combine(args: CombineArgs) -> None:
     """As host_dispatch."""
-
-def host_combine_checked(args: CombineArgs, checks: RowChecks) -> None:
-    """As host_combine, and check the rows.  All ranks do."""
 
 def host_dispatch(args: DispatchArgs) -> None:
     """

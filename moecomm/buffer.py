@@ -161,10 +161,10 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
                 host-visible point, on every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; raised likewise.
         """
-        given = dispatch_options.Options(**options) if options else _DISPATCH
-        ids = self.rounds.own_ids(topk_idx)
+        given, rounds = dispatch_options.Options(**options) if options else _DISPATCH, self.rounds
+        ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
         try:
-            return dispatch.dispatch(self.rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync)
+            return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync)
         except RoundFailed as error:
             masking.require_repeats(error, handle)
         return self.dispatch(x, topk_idx, topk_weights, scales=scales, max_rows=max_rows, sync=sync, **options)

@@ -38,7 +38,7 @@ def test_by_where_rows_are_and_what_is_given(tried: list[Any]) -> None:
         ]
         for y, options in kinds:
             prepare_combine(buffer, y, here.handle, **options)
-        plans = [plan for of_key in buffer.rounds.plans._plans.values() for plan in of_key]
+        plans = [plan for of_key in buffer.rounds.plans.table.values() for plan in of_key]
         assert len({plan.kind for plan in plans if isinstance(plan, combine.Plan)}) == len(kinds)
         for y, options in kinds:
             tried.clear()

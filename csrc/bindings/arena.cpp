@@ -116,6 +116,14 @@ Raises:
         .def_property_readonly("end", &Arena::end, "The offset behind the last byte.")
         .def_property_readonly("used", &Arena::used, "Bytes allocated, in multiples of 256.")
         .def_property_readonly("largest_free", &Arena::largest_free);
+    py::class_<HeapParts, std::shared_ptr<HeapParts>>(m, "HeapParts", R"(Where blocks of a heap go: see moecomm.rounds.memory.
+
+`first_row`: rows begin there, where they can.  `end`: of blocks that stay; the `reserve` follows.)")
+        .def(py::init([](std::shared_ptr<Arena> arena) { return std::make_shared<HeapParts>(HeapParts{std::move(arena)}); }),
+             py::arg("arena"))
+        .def_readwrite("first_row", &HeapParts::first_row)
+        .def_readwrite("end", &HeapParts::end)
+        .def_readwrite("reserve", &HeapParts::reserve);
     py::class_<HostMemory>(m, "HostMemory", "Zeroed memory at a multiple of 256, freed with the object.")
         .def_property_readonly("address", &HostMemory::address)
         .def_property_readonly("nbytes", &HostMemory::bytes);

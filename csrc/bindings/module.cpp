@@ -31,8 +31,11 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_fused(m);
     moecomm::bindings::bind_overlap(m);
     moecomm::bindings::bind_peers(m);
+    moecomm::bindings::bind_call_ring(m);
     moecomm::bindings::bind_plans(m);
+    moecomm::bindings::bind_known_calls(m);
     moecomm::bindings::bind_row_checks(m);
+    moecomm::bindings::bind_runner(m);
     moecomm::bindings::bind_rounds(m);
     moecomm::bindings::bind_steps(m);
     moecomm::bindings::bind_structs(m);

@@ -5,67 +5,15 @@
 #include <optional>
 #include <stdexcept>
 
-#include "../runtime/combine_plan.h"
-#include "../runtime/dispatch_plan.h"
+#include "arguments.h"
 #include "module.h"
-#include "torch.h"
+#include "prepared.h"
 
 namespace py = pybind11;
 using namespace moecomm::runtime;
 
 namespace moecomm::bindings {
 namespace {
-
-constexpr i32 kCudaDevice = 2;  // of DLPack
-
-// An argument that is a torch tensor, None, or something else, which then has to be looked at in Python.
-class Argument {
-  public:
-    explicit Argument(py::handle object) {
-        if (object.is_none()) return;
-        const Torch& torch = Torch::instance();
-        given_ = true;
-        readable_ = PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch.tensor.ptr())) != 0 &&
-                    torch.exchange->tensor_from_object(object.ptr(), &tensor_) == 0;
-        if (!readable_) PyErr_Clear();
-        // torch has zeros without memory.
-        readable_ = readable_ && (is_empty(tensor_) || (tensor_.data != nullptr && is_as_it_says(object, tensor_)));
-    }
-    bool readable() const { return !given_ || readable_; }
-    const DLTensor* get() const { return given_ ? &tensor_ : nullptr; }
-
-  private:
-    bool given_ = false, readable_ = false;
-    DLTensor tensor_{};
-};
-
-class DispatchTensors {
-  public:
-    DispatchTensors(py::handle x, py::handle scales, py::handle topk_idx, py::handle topk_weights)
-        : x_(x), scales_(scales), topk_idx_(topk_idx), topk_weights_(topk_weights) {}
-    bool readable() const { return x_.readable() && scales_.readable() && topk_idx_.readable() && topk_weights_.readable(); }
-    DispatchInputs get() const { return {x_.get(), scales_.get(), topk_idx_.get(), topk_weights_.get()}; }
-
-  private:
-    Argument x_, scales_, topk_idx_, topk_weights_;
-};
-
-class CombineArguments {
-  public:
-    CombineArguments(py::handle y, py::handle out, py::handle bias, py::handle weight_grads, py::handle out_weight_grads,
-                     py::handle topk_weights)
-        : y_(y), out_(out), bias_(bias), weight_grads_(weight_grads), out_weight_grads_(out_weight_grads), topk_weights_(topk_weights) {}
-    bool readable() const {
-        return y_.readable() && out_.readable() && bias_.readable() && weight_grads_.readable() && out_weight_grads_.readable() &&
-               topk_weights_.readable();
-    }
-    CombineTensors get() const {
-        return {y_.get(), out_.get(), bias_.get(), weight_grads_.get(), out_weight_grads_.get(), topk_weights_.get()};
-    }
-
-  private:
-    Argument y_, out_, bias_, weight_grads_, out_weight_grads_, topk_weights_;
-};
 
 void require(bool readable) {
     if (!readable) throw std::invalid_argument("not torch tensors");
@@ -87,7 +35,7 @@ class Tensors {
 };
 
 // x, scales or None, topk_idx and topk_weights.
-py::typing::Tuple<Tensor, std::optional<Tensor>, Tensor, Tensor> flat_outputs(const DispatchPlan& plan, const DispatchArgs& args,
+py::typing::Tuple<Tensor, std::optional<Tensor>, Tensor, Tensor> flat_outputs(const PreparedDispatch& plan, const DispatchArgs& args,
                                                                               const std::shared_ptr<Block>& payload,
                                                                               const std::shared_ptr<Block>& kept, const py::object& owner) {
     const FlatOutputs out = plan.flat_outputs(args);
@@ -97,7 +45,7 @@ py::typing::Tuple<Tensor, std::optional<Tensor>, Tensor, Tensor> flat_outputs(co
 }
 
 // x, scales or None, and row_weights; `counted`: and rows_per_expert.
-py::typing::Tuple<std::optional<Tensor>, py::ellipsis> expert_outputs(const DispatchPlan& plan, const DispatchArgs& args,
+py::typing::Tuple<std::optional<Tensor>, py::ellipsis> expert_outputs(const PreparedDispatch& plan, const DispatchArgs& args,
                                                                       const std::shared_ptr<Block>& payload,
                                                                       const std::shared_ptr<Block>& kept, const py::object& owner,
                                                                       bool counted) {
@@ -109,37 +57,70 @@ py::typing::Tuple<std::optional<Tensor>, py::ellipsis> expert_outputs(const Disp
 }
 
 // x and tokens_per_expert.
-py::typing::Tuple<Tensor, Tensor> batched_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
-                                                  const std::shared_ptr<Block>& kept, const py::object& owner) {
+py::typing::Tuple<Tensor, Tensor> batched_outputs(const PreparedDispatch& plan, const DispatchArgs& args,
+                                                  const std::shared_ptr<Block>& payload, const std::shared_ptr<Block>& kept,
+                                                  const py::object& owner) {
     const BatchedOutputs out = plan.batched_outputs(args);
     return py::make_tuple(Tensors(plan, payload, owner)(out.x), Tensors(plan, kept, owner)(out.tokens_per_expert));
 }
 
+// Bind the functions that run the rounds of a plan, by number of tokens.
+template <class Plan, class Args>
+void bind_runs(py::class_<Plan>& plan) {
+    plan.def(
+            "load", [](Plan& plan, i32 num_tokens, py::object run) { plan.runs[num_tokens] = Run(std::move(run)); }, py::arg("num_tokens"),
+            py::arg("run"), "Set the function that runs rounds of so many tokens: see Session.dispatcher.")
+        .def(
+            "loaded", [](const Plan& plan, i32 num_tokens) { return plan.runs.count(num_tokens) != 0; }, py::arg("num_tokens"),
+            "Return whether load() has been called for so many tokens.")
+        .def(
+            "run",
+            [](const Plan& plan, const py::object& args) {
+                const Run run = plan.runs.at(args.cast<const Args&>().num_tokens);
+                run.function(args);
+            },
+            py::arg("args"), "Run a round by the function for its number of tokens.");
+}
+
 void bind_dispatch_plan(py::module_& m) {
-    py::class_<DispatchPlan>(m, "DispatchPlan", R"(Dispatches of one kind, prepared.  `args` has everything but tensors and outputs.
+    py::class_<PreparedDispatch> plan(m, "DispatchPlan",
+                                      R"(Dispatches of one kind, prepared.  `args` has everything but tensors and outputs.
 
 x, scales, topk_idx and topk_weights have the types, and are on the devices, of those of later calls.
 
 Raises:
-    ValueError: an argument in the place of a tensor is none of torch's.)")
-        .def(py::init([](const DispatchArgs& args, bool scale_columns, py::handle x, py::handle scales, py::handle topk_idx,
+    ValueError: an argument in the place of a tensor is none of torch's.)");
+    plan.def(py::init([](const DispatchArgs& args, bool scale_columns, py::handle x, py::handle scales, py::handle topk_idx,
                          py::handle topk_weights) {
                  const DispatchTensors like(x, scales, topk_idx, topk_weights);
                  require(like.readable());
-                 return DispatchPlan(args, scale_columns, like.get());
+                 return std::make_unique<PreparedDispatch>(args, scale_columns, like.get());
              }),
              py::arg("args"), py::arg("scale_columns"), py::arg("x"), py::arg("scales"), py::arg("topk_idx"), py::arg("topk_weights"))
         .def(
             "schedule",
-            [](DispatchPlan& plan, i32 num_tokens, i32 workers, i32 chunk_tokens) {
+            [](PreparedDispatch& plan, i32 num_tokens, i32 workers, i32 chunk_tokens) {
                 plan.schedules()[num_tokens] = {workers, chunk_tokens};
             },
             py::arg("num_tokens"), py::arg("workers"), py::arg("chunk_tokens"), "Set workers and chunks of rounds of so many tokens.")
         .def("kept_bytes", &DispatchPlan::kept_bytes, py::arg("max_rows"), "Bytes of the block that combine and repeats need as well.")
+        .def(
+            "prepare",
+            [](PreparedDispatch& plan, py::object kind, i32 rows, i32 most_rows, i32 groups) {
+                plan.kind = std::move(kind);
+                plan.rows = rows;
+                plan.most_rows = most_rows;
+                plan.groups = groups;
+            },
+            py::arg("kind"), py::arg("rows"), py::arg("most_rows"), py::arg("groups"), R"(Set what calls need beside tensors.
+
+`kind`: theirs in the flight recorder.
+`rows`: room for so many, unless `max_rows` is given; never more than `most_rows`.
+`groups`: with `max_rows` each.)")
         .def("payload_bytes", &DispatchPlan::payload_bytes, py::arg("max_rows"), "Bytes of the block for the rows that arrive.")
         .def(
             "bind",
-            [](const DispatchPlan& plan, const Block& payload, const Block& kept, i32 max_rows, py::handle x, py::handle scales,
+            [](const PreparedDispatch& plan, const Block& payload, const Block& kept, i32 max_rows, py::handle x, py::handle scales,
                py::handle topk_idx, py::handle topk_weights) -> std::optional<DispatchArgs> {
                 const DispatchTensors inputs(x, scales, topk_idx, topk_weights);
                 if (!inputs.readable()) return std::nullopt;
@@ -151,7 +132,7 @@ Raises:
 None unless the plan is for such tensors, they can be used, and their number of tokens has a schedule.)")
         .def(
             "repeat",
-            [](const DispatchPlan& plan, const Block& payload, const DispatchArgs& earlier, py::handle x,
+            [](const PreparedDispatch& plan, const Block& payload, const DispatchArgs& earlier, py::handle x,
                py::handle scales) -> std::optional<DispatchArgs> {
                 const DispatchTensors inputs(x, scales, py::none(), py::none());
                 if (!inputs.readable()) return std::nullopt;
@@ -168,25 +149,47 @@ Raises:
              "x, scales and row_weights of a bound expert dispatch; `counted`: and rows_per_expert.  See flat_outputs.")
         .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"),
              "x and tokens_per_expert of a bound batched dispatch.  See flat_outputs.");
+    bind_runs<PreparedDispatch, DispatchArgs>(plan);
 }
 
 void bind_combine_plan(py::module_& m) {
-    py::class_<CombinePlan>(m, "CombinePlan", "Combines of one kind, prepared; see DispatchPlan.")
-        .def(py::init([](const CombineArgs& args, py::handle y, py::handle bias, py::handle weight_grads, py::handle topk_weights) {
+    py::class_<PreparedCombine> plan(m, "CombinePlan", "Combines of one kind, prepared; see DispatchPlan.");
+    plan.def(py::init([](const CombineArgs& args, py::handle y, py::handle bias, py::handle weight_grads, py::handle topk_weights) {
                  const CombineArguments like(y, y, bias, weight_grads, py::none(), topk_weights);
                  require(like.readable());
-                 return CombinePlan(args, like.get());
+                 return std::make_unique<PreparedCombine>(args, like.get());
              }),
              py::arg("args"), py::arg("y"), py::arg("bias"), py::arg("weight_grads"), py::arg("topk_weights") = py::none())
         .def(
             "schedule",
-            [](CombinePlan& plan, i32 num_tokens, i32 workers, i32 chunk_tokens) {
+            [](PreparedCombine& plan, i32 num_tokens, i32 workers, i32 chunk_tokens, bool in_packets) {
                 plan.schedules()[num_tokens] = {workers, chunk_tokens};
+                plan.in_packets[num_tokens] = in_packets;
             },
-            py::arg("num_tokens"), py::arg("workers"), py::arg("chunk_tokens"), "Set workers and chunks of rounds of so many tokens.")
+            py::arg("num_tokens"), py::arg("workers"), py::arg("chunk_tokens"), py::arg("in_packets") = true,
+            "Set workers and chunks of rounds of so many tokens; `in_packets`: their rows return in packets.")
+        .def("reduced_bytes", &PreparedCombine::reduced_bytes, py::arg("dispatch"),
+             "Bytes of a place for each reduced row; 0: they go through the ring, as few tokens do.")
+        .def(
+            "prepare",
+            [](PreparedCombine& plan, py::object kind, u64 reduced_row_bytes, i32 most_reduced_rows, bool peers_read_weights,
+               py::object like_out, py::object like_grads) {
+                plan.kind = std::move(kind);
+                plan.reduced_row_bytes = reduced_row_bytes;
+                plan.most_reduced_rows = most_reduced_rows;
+                plan.peers_read_weights = peers_read_weights;
+                plan.like_out = std::move(like_out);
+                plan.like_grads = std::move(like_grads);
+            },
+            py::arg("kind"), py::arg("reduced_row_bytes"), py::arg("most_reduced_rows"), py::arg("peers_read_weights"), py::arg("like_out"),
+            py::arg("like_grads"), R"(Set what calls need beside tensors.
+
+`kind`: theirs in the flight recorder.  `reduced_row_bytes`, `most_reduced_rows`: see reduced_bytes().
+`peers_read_weights`: the weights of rows lie in the window.
+`like_out`, `like_grads`: tensors whose new_empty() makes the outputs.)")
         .def(
             "bind",
-            [](const CombinePlan& plan, const DispatchArgs& dispatch, py::handle y, py::handle out, py::handle bias,
+            [](const PreparedCombine& plan, const DispatchArgs& dispatch, py::handle y, py::handle out, py::handle bias,
                py::handle weight_grads, py::handle out_weight_grads, u64 reduced_rows,
                py::handle topk_weights) -> std::optional<CombineArgs> {
                 const CombineArguments tensors(y, out, bias, weight_grads, out_weight_grads, topk_weights);
@@ -196,13 +199,7 @@ void bind_combine_plan(py::module_& m) {
             py::arg("dispatch"), py::arg("y"), py::arg("out"), py::arg("bias"), py::arg("weight_grads"), py::arg("out_weight_grads"),
             py::arg("reduced_rows") = 0, py::arg("topk_weights") = py::none(),
             "The arguments of a combine, or None: see DispatchPlan.bind.  `reduced_rows` is of CombineArgs.");
-}
-
-// torch's current stream of a GPU, in a tenth of the time of torch.cuda.current_stream.
-u64 current_stream(i32 device) {
-    void* stream = nullptr;
-    if (Torch::instance().exchange->current_stream(kCudaDevice, device, &stream) != 0) throw py::error_already_set();
-    return reinterpret_cast<u64>(stream);
+    bind_runs<PreparedCombine, CombineArgs>(plan);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "../runtime/rank_threads.h"
 #include "handlers.h"
 #include "module.h"
+#include "runner.h"
 
 namespace py = pybind11;
 using namespace moecomm::runtime;
@@ -44,29 +45,34 @@ void check_context(const Context& ctx) {
         if (ctx.link == 0 || domain_of(ctx.shape, p) == domain_of(ctx.shape, ctx.rank)) at<u64>(window_of(ctx, p));
 }
 
-void abort_all(const std::vector<Round>& rounds) {
-    for (const Round& round : rounds) {
-        const Context& ctx = context(round);
-        const u64 word = ctx.abort_host != 0 ? ctx.abort_host : window_of(ctx, ctx.rank) + ctx.window.abort;
-        compare_exchange(at<u32>(word), 0, abort_word(Failure::aborted, ctx.rank));
-    }
+void abort_round(const Context& ctx) {
+    const u64 word = ctx.abort_host != 0 ? ctx.abort_host : window_of(ctx, ctx.rank) + ctx.window.abort;
+    compare_exchange(at<u32>(word), 0, abort_word(Failure::aborted, ctx.rank));
 }
 
-void execute(const DispatchArgs& args, host::RowChecks*) { host::dispatch(args); }
-void execute(const CombineArgs& args, host::RowChecks* checks) { host::combine(args, checks); }
+void execute(const DispatchArgs& args) { host::dispatch(args); }
+void execute(const CombineArgs& args) { host::combine(args, nullptr); }
 
-void run(const std::vector<Round>& rounds, host::RowChecks* checks) {
-    for (const Round& round : rounds) check_context(context(round));
-    std::vector<std::function<void()>> jobs;
-    for (const Round& round : rounds)
-        jobs.push_back([&round, checks] { std::visit([checks](const auto& args) { execute(args, checks); }, round); });
-    Handlers handlers([&rounds] { abort_all(rounds); });
+// Run without the GIL.  In the main thread, signal handlers run during waits.
+template <class Job, class Abort>
+void run_interruptibly(const Job& job, const Abort& abort) {
+    Handlers handlers(abort);
     {
         py::gil_scoped_release unlocked;
         const host::DuringWaits during_waits([&handlers] { handlers.run(); });
-        run_on_threads(jobs);
+        job();
     }
     handlers.rethrow();
+}
+
+void run_all(const std::vector<Round>& rounds) {
+    for (const Round& round : rounds) check_context(context(round));
+    std::vector<std::function<void()>> jobs;
+    for (const Round& round : rounds) jobs.push_back([&round] { std::visit([](const auto& args) { execute(args); }, round); });
+    run_interruptibly([&] { run_on_threads(jobs); },
+                      [&] {
+                          for (const Round& round : rounds) abort_round(context(round));
+                      });
 }
 
 std::optional<FailureRecord> record(u64 address) {
@@ -192,10 +198,20 @@ void bind_records(py::module_& m) {
 
 }  // namespace
 
+void run_host_round(const DispatchArgs& args) {
+    check_context(args.ctx);
+    run_interruptibly([&] { host::dispatch(args); }, [&] { abort_round(args.ctx); });
+}
+
+void run_host_round(const CombineArgs& args, host::RowChecks* checks) {
+    check_context(args.ctx);
+    run_interruptibly([&] { host::combine(args, checks); }, [&] { abort_round(args.ctx); });
+}
+
 void bind_rounds(py::module_& m) {
     bind_records(m);
     m.def(
-        "host_dispatch", [](const DispatchArgs& args) { run({args}, nullptr); }, py::arg("args"),
+        "host_dispatch", [](const DispatchArgs& args) { run_host_round(args); }, py::arg("args"),
         R"(Run this rank's part of a dispatch.  Blocks until it is over; after a failure, record() returns the record.
 
 In the main thread, signal handlers run while it waits.  An exception of a handler, as Ctrl-C raises, aborts the
@@ -203,12 +219,9 @@ round on every rank and is raised here.
 
 Raises:
     ValueError: rank, shape, record or peers of `args.ctx` are not set.)");
-    m.def("host_combine", [](const CombineArgs& args) { run({args}, nullptr); }, py::arg("args"), "As host_dispatch.");
+    m.def("host_combine", [](const CombineArgs& args) { run_host_round(args); }, py::arg("args"), "As host_dispatch.");
     m.def(
-        "host_combine_checked", [](const CombineArgs& args, host::RowChecks& checks) { run({args}, &checks); }, py::arg("args"),
-        py::arg("checks"), "As host_combine, and check the rows.  All ranks do.");
-    m.def(
-        "host_run_all", [](const std::vector<Round>& rounds) { run(rounds, nullptr); }, py::arg("rounds"),
+        "host_run_all", [](const std::vector<Round>& rounds) { run_all(rounds); }, py::arg("rounds"),
         "Run the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch.");
     m.def("leave", &leave, py::arg("context"), "Announce to the peers that this rank takes part in no further host round.  Never waits.");
     m.def("count_rejected", &count_rejected, py::arg("context"),

@@ -55,4 +55,12 @@ class Block {
     u64 bytes_;
 };
 
+// Where blocks of a heap go: see moecomm.rounds.memory.  Offsets and bytes.
+struct HeapParts {
+    std::shared_ptr<Arena> arena;
+    u64 first_row = 0;  // rows begin there, where they can
+    u64 end = 0;        // of blocks that stay; the reserve follows
+    u64 reserve = 0;
+};
+
 }  // namespace moecomm::runtime

@@ -64,13 +64,16 @@ bool CombinePlan::is_weight_grads(const DispatchArgs& dispatch, const DLTensor& 
     return grads.ndim == 1 && grads.shape[0] == dispatch.max_rows && is_contiguous(grads);
 }
 
+bool CombinePlan::takes(const DispatchArgs& dispatch, const CombineTensors& t) const {
+    if (dispatch.layout != args_.layout || t.y == nullptr) return false;
+    if (!y_.fits(t.y) || !bias_.fits(t.bias) || !weight_grads_.fits(t.weight_grads) || !topk_weights_.fits(t.topk_weights)) return false;
+    return is_y(dispatch, *t.y);
+}
+
 bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t) const {
-    if (dispatch.layout != args_.layout || t.y == nullptr || t.out == nullptr) return false;
-    if (!y_.fits(t.y) || !y_.fits(t.out) || !bias_.fits(t.bias) || !weight_grads_.fits(t.weight_grads)) return false;
-    if (!topk_weights_.fits(t.topk_weights)) return false;
     const i64 tokens = dispatch.num_tokens, hidden = args_.hidden;
-    if (!is_y(dispatch, *t.y) || !is_rows(*t.out, tokens, hidden)) return false;
-    if (!rows_apart(*t.out)) return false;
+    if (!takes(dispatch, t) || t.out == nullptr || !y_.fits(t.out)) return false;
+    if (!is_rows(*t.out, tokens, hidden) || !rows_apart(*t.out)) return false;
     if (t.bias != nullptr) {
         const bool one_row = t.bias->ndim == 1 && t.bias->shape[0] == hidden && is_contiguous(*t.bias);
         if (one_row ? address_of(*t.bias) % static_cast<u64>(kRowAlignment) != 0 : !is_rows(*t.bias, tokens, hidden)) return false;

@@ -24,13 +24,19 @@ class CombinePlan {
     CombinePlan(const CombineArgs& args, const CombineTensors& like);
 
     Schedules& schedules() { return schedules_; }
+    const CombineArgs& args() const { return args_; }
+    // Workers of a round of so many tokens; 0: it has no schedule.
+    i32 workers(i32 num_tokens) const { return workers_of(schedules_, num_tokens); }
+    // True if an address is in the heap of this rank's window.
+    bool in_window(u64 address) const;
+    // True if the plan is for such inputs; outputs are not looked at.
+    bool takes(const DispatchArgs& dispatch, const CombineTensors& inputs) const;
     // Return the arguments of a call; nullopt if the tensors do not match the plan or the sizes of the dispatch, or if its number of tokens
     // has no schedule.  `reduced_rows`: see CombineArgs.
     std::optional<CombineArgs> bind(const DispatchArgs& dispatch, const CombineTensors& tensors, u64 reduced_rows = 0) const;
 
   private:
     bool fits(const DispatchArgs& dispatch, const CombineTensors& tensors) const;
-    bool in_window(u64 address) const;
     bool is_y(const DispatchArgs& dispatch, const DLTensor& y) const;
     bool is_weight_grads(const DispatchArgs& dispatch, const DLTensor& grads) const;
 

@@ -44,6 +44,8 @@ class DispatchPlan {
     u64 kept_bytes(i32 max_rows) const;
     u64 payload_bytes(i32 max_rows) const;
 
+    // True if bind() and repeat() return arguments for these tensors, those of repeat() for a dispatch of as many tokens.
+    bool takes(const DispatchInputs& inputs) const { return fits(inputs) && schedules_.count(static_cast<i32>(inputs.x->shape[0])) != 0; }
     // Return the arguments of a call; nullopt if the tensors do not match the plan, or if their number of tokens has no schedule.
     std::optional<DispatchArgs> bind(const Block& payload, const Block& kept, i32 max_rows, const DispatchInputs& inputs) const;
     // Return the arguments of a repeat, with the route and the rows of an earlier dispatch; nullopt as in bind().
@@ -57,6 +59,8 @@ class DispatchPlan {
     // The outputs of a batched dispatch.  Throws std::invalid_argument for any other dispatch.
     BatchedOutputs batched_outputs(const DispatchArgs& args) const;
     const DLDevice& device() const { return x_.device(); }
+    // Workers of a round of so many tokens; 0: it has no schedule.
+    i32 workers(i32 num_tokens) const { return workers_of(schedules_, num_tokens); }
 
   private:
     bool fits(const DispatchInputs& inputs) const;

@@ -11,8 +11,6 @@ import threading
 from array import array
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -21,7 +19,7 @@ from moecomm.backends.host_peers import HostPeers
 from moecomm.backends.presence import leave_exit_error
 from moecomm.base import packets
 from moecomm.base.protocol import MAX_CHUNK, MAX_RANKS
-from moecomm.errors import BadInput, Closed
+from moecomm.errors import BadInput
 from moecomm.ranks.collective import all_or_none
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.session import Schedule
@@ -93,6 +91,7 @@ class HostSession:
         self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
         self.nbytes = peers.nbytes
         self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
+        self._runner = _native.HostRunner(self._round)
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
 
     @property
@@ -106,25 +105,19 @@ class HostSession:
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Return the function that runs a dispatch; it returns when the round is over."""
-        return partial(self._run, _native.host_dispatch)
+        return self._runner
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Return the function that runs a combine; it returns when the round is over."""
-        return partial(self._run, _native.host_combine)
+        return self._runner
 
     def compile_for(self, shape: _native.Shape) -> int:
         """See Session.  Here is nothing to compile."""
         return 0
 
-    def _run(self, execute: Callable[[Any], None], args: object) -> None:
-        with self._round:
-            if self._window is None:  # another thread was quicker
-                raise Closed()
-            execute(args)
-
     def combine_checked(self, args: _native.CombineArgs, checks: _native.RowChecks) -> None:
         """Run a combine whose rows are checked.  All ranks do."""
-        self._run(partial(_native.host_combine_checked, checks=checks), args)
+        self._runner.combine_checked(args, checks)
 
     def count_rejected(self) -> None:
         if self._window is not None:
@@ -233,6 +226,7 @@ class HostSession:
             self._link.close()
         self._peers.close()
         self._window = None
+        self._runner.closed = True
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001

@@ -130,7 +130,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         self._closed = self._captured = False
         self._cuda_context = _native.cuda_context()
         self._last: torch.cuda.Stream | None = None  # of the last round
-        self._last_stream = 0  # its cudaStream_t
+        self._queue = _native.LaunchQueue(device.index, self._cuda_context)  # has its cudaStream_t
         layout = _native.window_layout(shape)
         self._counters_at = _TAGGED_WORDS + layout.num_tagged_words * 8
         room = self._counters_at + gpu_counters.nbytes(layout) - CONTROL
@@ -276,11 +276,19 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Return the function that enqueues a dispatch on the current stream."""
-        return partial(self.with_device, self._enqueue, self._kernels.dispatch(args))
+        return self._runner(self._kernels.dispatch(args), args.workers)
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Return the function that enqueues a combine on the current stream."""
-        return partial(self.with_device, self._enqueue, self._kernels.combine(args))
+        return self._runner(self._kernels.combine(args), args.workers)
+
+    def _runner(self, kernel: jit.Kernel, blocks: int) -> _native.GpuRunner:
+        launch = (kernel.function, blocks, kernel.block, kernel.shared_bytes, *self._together(blocks))
+        return _native.GpuRunner(self._queue, partial(self.with_device, self._enqueue, kernel), *launch)
+
+    def _together(self, blocks: int) -> tuple[bool, int]:
+        """Return whether a launch may begin while the one before it ends, and the blocks of its clusters."""
+        return self.exclusive_gpu, cluster(blocks, self._sms) if self.exclusive_gpu else 1
 
     def round_begun(self) -> int | None:
         """See Session.  A capture must not see the copy."""
@@ -313,8 +321,8 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
     def _enqueue(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
         stream = _native.current_stream(self.device.index)
         self._order(stream)
-        size = cluster(args.workers, self._sms) if self.exclusive_gpu else 1
-        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self.exclusive_gpu, size)
+        together = self._together(args.workers)
+        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, *together)
 
     def _order(self, stream: int) -> None:
         """Make this round start after the last one, even if the caller has changed streams.
@@ -323,11 +331,11 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         """
         if _native.cuda_capturing(stream):
             self._captured = True
-        elif self._last is None or stream != self._last_stream:
+        elif self._last is None or stream != self._queue.last_stream:
             current = torch.cuda.current_stream(self.device)
             if self._last is not None:
                 current.wait_event(self._last.record_event())
-            self._last, self._last_stream = current, stream
+            self._last, self._queue.last_stream, self._queue.used = current, stream, True
 
     def _leave(self) -> None:
         """Write the last round header into the peers' windows; not after a failed round, which failed there as well."""

@@ -45,6 +45,14 @@ def combine(
     if isinstance(handle, ChunkedHandle):
         return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads, bias_first)
     given = (y, handle, out, bias, weight_grads, topk_weights, sum_grads, bias_first)
+    if rounds.plain and rounds.sampling is None:
+        result, is_over = rounds.known_calls.combine(rounds, options, *given, gradients, call, layer)
+        if result is not None:
+            rounds.made += 1
+            if not is_over:
+                rounds.raise_failure()
+            rounds.unfinished.clear()
+            return result
     return _round(rounds, prepare(rounds, options, *given, gradients=gradients, call=call, layer=layer))
 
 

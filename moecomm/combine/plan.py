@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,17 +55,16 @@ class Plan:
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
         in_ring = not rounds.session.reduced_rows_in_heap or like.topk_weights is not None
         grads = 0 if like.weight_grads is None else rounds.settings.grads_bytes
-        self._pitch = 0 if in_ring or (flat and in_window) else row + grads
-        self._most_rows, self._memory = rounds.num_ranks * rounds.max_tokens, rounds.memory
+        pitch = 0 if in_ring or (flat and in_window) else row + grads
+        self._memory = rounds.memory
         args = _args(rounds, key, like)
         self._peers_read_weights = rounds.on_cpu and args.weighted == 1 and not flat and like.topk_weights is None
-        self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
+        self.native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = rounds.session
-        self._few: dict[int, bool] = {}  # whether so many tokens return in packets
-        # Functions that run a combine, by its number of tokens: GPUs have other kernels for few.
-        self._runs: dict[int, Callable[[_native.CombineArgs], None]] = {}
         self._flight = rounds.flight
         self._recorded = self._flight.kind("combine", args.call, key.dtype, rounds.hidden * key.dtype.itemsize)
+        sizes = (pitch, rounds.num_ranks * rounds.max_tokens)
+        self.native.prepare(self._recorded, *sizes, self._peers_read_weights, self._none, self._none.float())
 
     @staticmethod
     def kind_of(
@@ -85,19 +83,17 @@ class Plan:
         few = self._staged_bytes > 0 and packets.fit_return_packets(
             self._staged_bytes, num_tokens, self._topk, self._room
         )
-        self._few[num_tokens] = few
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else key.layout
         schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=layout, num_sms=key.options.num_sms)
-        self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
+        self.native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens, few)
 
     def _room_for_reduced_rows(self, handle: Handle) -> _native.Block | None:
         """A place for each reduced row.  None: they go through the ring, as few tokens do, or there is no room."""
-        if self._pitch == 0 or self._few.get(handle.args.num_tokens, True):
+        if (nbytes := self.native.reduced_bytes(handle.args)) == 0:
             return None
-        rows = min(handle.args.max_rows, self._most_rows)
         try:
-            return self._memory.scratch(rows * self._pitch)
+            return self._memory.scratch(nbytes)
         except BadInput:  # no room
             return None
 
@@ -113,14 +109,14 @@ class Plan:
             grads = self._none.new_empty(tokens, self._topk, dtype=torch.float32)
         scratch = reduced_rows = self._room_for_reduced_rows(handle)
         at = 0 if reduced_rows is None else handle.plan.base + reduced_rows.offset
-        args = self._native.bind(handle.args, y, out, bias, weight_grads, grads, at, topk_weights)
+        args = self.native.bind(handle.args, y, out, bias, weight_grads, grads, at, topk_weights)
         if args is None:
             return None
         outside = type(handle.block) is not _native.Block  # the tables
         if outside and self._peers_read_weights and not args.ctx.in_heap(args.route.row_weights):
             scratch, args.route.row_weights = self._weights_in_window(handle)
-        if tokens not in self._runs:
-            self._runs[tokens] = self._session.combiner(args)
+        if not self.native.loaded(tokens):  # GPUs have other kernels for few
+            self.native.load(tokens, self._session.combiner(args))
         return Combining(self, args, out, grads, scratch)
 
     def _weights_in_window(self, handle: Handle) -> tuple[_native.Block, int]:
@@ -136,7 +132,7 @@ class Plan:
     def run(self, args: _native.CombineArgs) -> None:
         """Run a combine on the executor."""
         record = self.record(args)
-        self._runs[args.num_tokens](args)
+        self.native.run(args)
         self._flight.end(record)
 
     def record(self, args: _native.CombineArgs) -> int:

@@ -79,12 +79,22 @@ def dispatch(
     """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
         return _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
-    about = (False, grow, None, chunk, gradients, call, layer)
-    routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
-    if not chunk:  # the whole has been shown
-        observers.show(rounds, topk_idx, topk_weights)
-    run(routed)
+    routed: Routed | None
+    routed, is_over = None, False
+    asks_for_more = grow or chunk or options.overflow is not None or observers.active
+    if rounds.plain and rounds.begun is None and rounds.sampling is None and not asks_for_more:
+        tensors, how = (x, topk_idx, topk_weights, scales), (max_rows, handle, sync)
+        routed, is_over = rounds.known_calls.dispatch(rounds, options, *tensors, *how, gradients, call, layer)
+    if routed is None:
+        about = (False, grow, None, chunk, gradients, call, layer)
+        routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
+        if not chunk:  # the whole has been shown
+            observers.show(rounds, topk_idx, topk_weights)
+        run(routed)
     rounds.made += 1
+    if is_over:
+        rounds.unfinished.clear()
+        return routed
     try:
         return finish(rounds, routed)
     except TooManyRows as error:

@@ -11,7 +11,7 @@ from moecomm.rounds.rounds import Rounds
 
 Observer = Callable[[Rounds, Any, Any], None]  # rounds, topk_idx, topk_weights
 
-_active: tuple[Observer, ...] = ()  # replaced, never changed: a dispatch in another thread may be reading it
+active: tuple[Observer, ...] = ()  # replaced, never changed: a dispatch in another thread may be reading it
 _changing = threading.Lock()
 _thread = threading.local()
 
@@ -19,14 +19,14 @@ _thread = threading.local()
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Call `observer` for each dispatch of this process that has a routing of its own."""
-    global _active
+    global active
     with _changing:
-        _active = (*_active, observer)
+        active = (*active, observer)
     try:
         yield
     finally:
         with _changing:
-            _active = tuple(other for other in _active if other is not observer)
+            active = tuple(other for other in active if other is not observer)
 
 
 @contextmanager
@@ -45,6 +45,6 @@ def show(rounds: Rounds, topk_idx: Any, topk_weights: Any) -> None:
 
     A dispatch along a handle has no `topk_idx`, and is not shown.  A layer shows its routing before that is checked.
     """
-    if _active and topk_idx is not None and not getattr(_thread, "muted", False):
-        for observer in _active:
+    if active and topk_idx is not None and not getattr(_thread, "muted", False):
+        for observer in active:
             observer(rounds, topk_idx, topk_weights)

@@ -39,14 +39,13 @@ class Plan(outputs.ByName):
         self.scales_dtype = scale_dtype(key.options, like)
         args = _args(rounds, key, like)
         by_column = key.options.scale_layout == "column"
-        self._native = _native.DispatchPlan(args, by_column, like.x, like.scales, like.topk_idx, like.topk_weights)
-        # Functions that run a dispatch, by its number of tokens: GPUs have other kernels for few.
-        self._runs: dict[int, Callable[[_native.DispatchArgs], None]] = {}
+        self.native = _native.DispatchPlan(args, by_column, like.x, like.scales, like.topk_idx, like.topk_weights)
         self._run_end: Callable[[_native.DispatchArgs], None] | None = None
         self._flight = flight = rounds.flight
         recorded = (args.call, self.x_dtype, args.row_bytes + args.scale_bytes)
         self._recorded = flight.kind("dispatch_begin" if key.begin else "dispatch", *recorded)
         self._recorded_end = flight.kind("dispatch_end", *recorded) if key.begin else self._recorded
+        self.native.prepare(self._recorded, self._rows, self._worst_rows, self._groups)
 
     @staticmethod
     def kind_of(rounds: Rounds, x: Any, *others: Any) -> object:
@@ -58,7 +57,7 @@ class Plan(outputs.ByName):
         schedule = self._session.schedule(
             "dispatch", num_tokens=num_tokens, layout=self.layout, num_sms=self._key.options.num_sms
         )
-        self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
+        self.native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
     def start(
         self,
@@ -72,23 +71,23 @@ class Plan(outputs.ByName):
     ) -> Routed | None:
         """A dispatch that is ready to run, or None if the plan is not for these tensors, or one can't be used."""
         if handle is not None:
-            payload = self._memory.rows(self._native.payload_bytes(handle.args.max_rows))
-            args = self._native.repeat(payload, handle.args, x, scales)
+            payload = self._memory.rows(self.native.payload_bytes(handle.args.max_rows))
+            args = self.native.repeat(payload, handle.args, x, scales)
         else:
             rows = self._rows
             if max_rows is not None:
                 if not is_integer(max_rows) or not 0 <= max_rows < 1 << 63:
                     return None
                 rows = min(max_rows * self._groups, self._worst_rows)
-            sizes = self._native.kept_bytes(rows), self._native.payload_bytes(rows)
+            sizes = self.native.kept_bytes(rows), self.native.payload_bytes(rows)
             if self._is_layer:  # a layer frees them before its call returns
                 kept, payload = map(self._memory.scratch, sizes)
             else:
                 kept, payload = self._memory.allocate(*sizes)
-            args = self._native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
+            args = self.native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
         if args is None:
             return None
-        if args.num_tokens not in self._runs:
+        if not self.native.loaded(args.num_tokens):
             self._load(args)
         if handle is None:
             handle = Handle(rounds, self, args, kept)
@@ -96,7 +95,7 @@ class Plan(outputs.ByName):
 
     def run(self, args: _native.DispatchArgs) -> None:
         """Run a dispatch, or half of one, on the executor."""
-        run = self._run_end if args.part == END else self._runs[args.num_tokens]
+        run = self._run_end if args.part == END else self.native.run
         assert run is not None, "start() was there first"
         record = self.record(args)
         run(args)
@@ -108,7 +107,8 @@ class Plan(outputs.ByName):
 
     def _load(self, args: _native.DispatchArgs) -> None:
         """Ask the session for the function that runs dispatches with as many tokens."""
-        self._runs[args.num_tokens] = self._session.dispatcher(args)
+        # GPUs have other kernels for few tokens.
+        self.native.load(args.num_tokens, self._session.dispatcher(args))
         if self.device.type == "cuda" and not self._is_layer:
             used_rows.load(self.device.index, args.row_bytes)
         if self._key.begin:
@@ -132,17 +132,17 @@ class Plan(outputs.ByName):
     def flat_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         if type(routed.handle.block) is not _native.Block:
             return super().flat_tensors(routed)
-        return self._native.flat_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
+        return self.native.flat_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
     def expert_tensors(self, routed: Routed, *, counted: bool = False) -> tuple[Any, ...]:
         if type(routed.handle.block) is not _native.Block:
             return super().expert_tensors(routed, counted=counted)
-        return self._native.expert_outputs(routed.args, routed.payload, routed.handle.block, self.owner, counted)
+        return self.native.expert_outputs(routed.args, routed.payload, routed.handle.block, self.owner, counted)
 
     def batched_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
         if type(routed.handle.block) is not _native.Block:
             return super().batched_tensors(routed)
-        return self._native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
+        return self.native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
     def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
         rows = args.max_rows // self._groups

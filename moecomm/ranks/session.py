@@ -81,7 +81,8 @@ class Session(Maskable, Protocol):
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Return the function that runs (host) or enqueues (GPUs) dispatches like this one, of as many tokens.
 
-        Addresses, room, chunks and workers may differ.  Compiles and loads the kernels.
+        Addresses, room, chunks and workers may differ.  Compiles and loads the kernels.  A _native.Runner also runs
+        calls that Python does not look at: see KnownCalls in csrc/bindings.
         """
         ...
 

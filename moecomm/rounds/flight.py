@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from moecomm import _native
 from moecomm.errors import RoundFailed
 from moecomm.rounds.spans import Spans
 from moecomm.rounds.tally import Kind, tally_for
 
-CALLS = 256  # in the ring
+CALLS = _native.CallRing.LENGTH
 _FAILURES, _TEXT = 16, 500  # most failures that are kept beside the one that ended the Buffer; characters of an error
 
 
@@ -67,7 +68,7 @@ class Failure(NamedTuple):
     time_ns: int
 
 
-class FlightRecorder:
+class FlightRecorder(_native.CallRing):
     """The ring of one Buffer.
 
     Args:
@@ -77,6 +78,7 @@ class FlightRecorder:
 
     Attributes:
         steps, rounds: how many calls and rounds this rank has made.
+        rejected: calls that failed on this rank before they reached the others.
         replays: a graph has been captured, whose replays the host does not see.
         on_failure: called with the name of an error that asks for a file.
         closed: the Buffer is closed.
@@ -87,12 +89,9 @@ class FlightRecorder:
     """
 
     def __init__(self, rank: int, capturing: Callable[[], bool], on_host: bool) -> None:
-        self._capturing, self._on_host = capturing, on_host
-        self._calls: list[Any] = [None] * CALLS  # tuples: one assignment replaces an entry
-        self._ended = [0] * CALLS
-        self._recorded = self._settled = self._last_dispatch = 0
-        self.steps = self.rounds = 0
-        self.replays = self.closed = False
+        super().__init__(on_host)
+        self._capturing = capturing
+        self.closed = False
         self.opened_ns = time.time_ns()
         self.reasons: deque[str] = deque(maxlen=_FAILURES)
         self.before: tuple[str, int] | None = None
@@ -113,11 +112,6 @@ class FlightRecorder:
             found = self._kinds[key] = Kind(op, call, dtype, row_bytes)
         return found
 
-    @property
-    def rejected(self) -> int:
-        """Number of calls that failed on this rank before they reached the others."""
-        return self._tally.rejected
-
     def waited(self, ns: dict[str, int]) -> None:
         """Take note of how long this rank has waited for others so far, by phase."""
         self._tally.waits = ns
@@ -129,55 +123,22 @@ class FlightRecorder:
 
     def begin(self, kind: Kind, tokens: int) -> int:
         """Record a call that is about to be made; return its number for end()."""
-        record = self._recorded
-        captured = self._capturing()
-        if captured:
-            self.replays = True
-        self.steps += 1
-        if kind.begins_round:
-            self.rounds += 1
-            if kind.dispatches:
-                self._last_dispatch = self.rounds
-            number = self.rounds
-        else:
-            number = self._last_dispatch
-        kind.calls += 1
-        kind.tokens += tokens
-        place = record % CALLS
-        self._ended[place] = 0
-        known = 0 if self.replays else number
-        self._calls[place] = (record, kind, self.steps, known, tokens, time.time_ns(), captured, self._tally.rejected)
-        self._recorded = record + 1
+        record = self.begin_call(kind, tokens, self._capturing())
         if self.spans is not None:
-            self._span = self.spans.begin_round(kind, known, tokens)
+            self._span = self.spans.begin_round(kind, self.round_of(kind), tokens)
         return record
 
     def end(self, record: int) -> None:
         """Record that a call has returned.  On GPUs it may still run: see settle()."""
-        if self._on_host:
-            self._ended[record % CALLS] = time.time_ns()
+        self.end_call(record)
         if self.spans is not None and self._span:
             self.spans.end(self._span)
             self._span = 0
 
-    def settle(self) -> None:
-        """Record that every call so far is over, because the host has waited for it.  Not captured ones."""
-        now = time.time_ns()
-        for record in range(max(self._settled, self._recorded - CALLS), self._recorded):
-            place = record % CALLS
-            if self._ended[place] == 0 and not self._calls[place][6]:
-                self._ended[place] = now
-        self._settled = self._recorded
-
     def reject(self, op: str, error: BaseException | None) -> None:
         """Record a call that failed before it reached the other ranks.  None: another thread's, refused earlier."""
-        self._tally.rejected += 1
-        what = Rejected(op, "ConcurrentCall" if error is None else shown(error))
-        record = self._recorded
-        place = record % CALLS
-        self._ended[place] = now = time.time_ns()
-        self._calls[place] = (record, what, self.steps, 0, 0, now, False, self.rejected - 1)
-        self._recorded = record + 1
+        self.reject_call(Rejected(op, "ConcurrentCall" if error is None else shown(error)))
+        self._tally.rejected = self.rejected
 
     def failed(self, error: Exception, record: Mapping[str, int | str] | None = None) -> None:
         """Record an error that a round has left behind.
@@ -216,9 +177,7 @@ class FlightRecorder:
 
     def entries(self) -> list[Entry]:
         """Return the entries of the ring, the oldest first."""
-        found = [(call, self._ended[place]) for place, call in enumerate(list(self._calls)) if call is not None]
-        found.sort(key=lambda pair: pair[0][0])
-        return [Entry._make((*call, ended)) for call, ended in found]
+        return [Entry._make(call) for call in self.calls()]
 
 
 def shown(error: BaseException) -> str:

@@ -27,7 +27,7 @@ class WindowMemory:
     that a replay writes to.
 
     Attributes:
-        end: of blocks that stay.
+        parts: how the heap is divided.
 
     Args:
         arena: of the heap.
@@ -37,6 +37,7 @@ class WindowMemory:
 
     def __init__(self, arena: _native.Arena, capturing: Callable[[], bool], tables: int = 0, reserve: int = 0) -> None:
         self._arena = arena
+        self.parts = _native.HeapParts(arena)
         self._capturing = capturing
         self._tables_of_graphs: _Pieces = []  # apart from rows: other graphs may need more of the one or the other
         self._rows_of_graphs: _Pieces = []
@@ -49,10 +50,15 @@ class WindowMemory:
         The rest is for rows, and a little of the tables' part, because blocks begin at multiples of 256.  A round that
         takes more than the reserve enlarges it.
         """
-        tables = max(0, tables - _SLACK)
-        self._reserve = min(-(-reserve // _UNIT) * _UNIT, self._arena.end - self._arena.begin)
-        self.end = self._arena.end - self._reserve
-        self._first_row = self._arena.begin + tables
+        parts = self.parts
+        parts.reserve = min(-(-reserve // _UNIT) * _UNIT, self._arena.end - self._arena.begin)
+        parts.end = self._arena.end - parts.reserve
+        parts.first_row = self._arena.begin + max(0, tables - _SLACK)
+
+    @property
+    def end(self) -> int:
+        """The end of blocks that stay."""
+        return self.parts.end
 
     @property
     def used(self) -> int:
@@ -70,26 +76,26 @@ class WindowMemory:
 
     def allocate(self, tables: int, rows: int) -> tuple[_native.Block, _native.Block]:
         """Allocate blocks for the tables and the rows of a round.  Raises BadInput when there is no room."""
-        if tables + rows > self._reserve:
+        if tables + rows > self.parts.reserve:
             self._enlarge(tables + rows)
         if self._capturing():
             captured = self._for_graph(self._tables_of_graphs, tables, self._arena.begin)
-            return captured, self._for_graph(self._rows_of_graphs, rows, self._first_row)
+            return captured, self._for_graph(self._rows_of_graphs, rows, self.parts.first_row)
         kept = self._arena.allocate(tables)
         if kept is None:
             raise self._no_room(tables)
-        payload = self._arena.allocate(rows, self._first_row)
+        payload = self._arena.allocate(rows, self.parts.first_row)
         if payload is None:
             raise self._no_room(rows)
         return kept, payload
 
     def rows(self, nbytes: int) -> _native.Block:
         """Allocate a block for rows alone.  Raises BadInput when there is no room."""
-        if nbytes > self._reserve:
+        if nbytes > self.parts.reserve:
             self._enlarge(nbytes)
         if self._capturing():
-            return self._for_graph(self._rows_of_graphs, nbytes, self._first_row)
-        block = self._arena.allocate(nbytes, self._first_row)
+            return self._for_graph(self._rows_of_graphs, nbytes, self.parts.first_row)
+        block = self._arena.allocate(nbytes, self.parts.first_row)
         if block is None:
             raise self._no_room(nbytes)
         return block
@@ -110,13 +116,13 @@ class WindowMemory:
         warnings.warn(
             f"a window of {heap} bytes has no room for further outputs beside those that are alive or belong to "
             f"graphs: new ones are copied out of it.  Keep fewer outputs, or "
-            f"open the Buffer with window_bytes={max(heap, self._arena.used) + self._reserve} for one more round",
+            f"open the Buffer with window_bytes={max(heap, self._arena.used) + self.parts.reserve} for one more round",
             stacklevel=2,
         )
 
     def _enlarge(self, nbytes: int) -> None:
         """Enlarge the reserve for a round that takes so much."""
-        self.divide(self._first_row - self._arena.begin + _SLACK, nbytes + 2 * _UNIT)
+        self.divide(self.parts.first_row - self._arena.begin + _SLACK, nbytes + 2 * _UNIT)
 
     def _for_graph(self, pieces: _Pieces, nbytes: int, first: int) -> _native.Block:
         """Allocate a block in a piece for graphs, or in the reserve when no further piece fits below it."""

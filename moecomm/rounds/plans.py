@@ -34,10 +34,13 @@ class PlanCache:
     """The plans of a Buffer.
 
     A key is a tuple of the options of a call.  Dispatch and combine share the cache: their keys differ in length.
+
+    Attributes:
+        table: the plans by key, in which KnownCalls looks as well (csrc/bindings/known_calls.cpp).
     """
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[Any, ...], list[Any]] = {}
+        self.table: dict[tuple[Any, ...], list[Any]] = {}
 
     def start(self, key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
         """A round by a plan that is there already, or None.
@@ -46,7 +49,7 @@ class PlanCache:
             BadInput: an option is a list, say, by which no plan can be found.
         """
         try:
-            plans = self._plans.get(key, ())
+            plans = self.table.get(key, ())
         except TypeError:
             check_hashable(key)
             raise
@@ -61,7 +64,7 @@ class PlanCache:
         self, key: tuple[Any, ...], num_tokens: int, tensors: tuple[Any, ...], make: Callable[[], Plan]
     ) -> Any:
         """A round of tensors that have been checked, by a plan that `make` returns if there is none yet."""
-        plans = self._plans.setdefault(key, [])
+        plans = self.table.setdefault(key, [])
         for plan in plans:
             plan.schedule(num_tokens)
             if (started := plan.start(*tensors)) is not None:
@@ -75,7 +78,7 @@ class PlanCache:
 
     def clear(self) -> None:
         """Forget all plans, which refer to the window."""
-        self._plans.clear()
+        self.table.clear()
 
 
 def check_hashable(key: tuple[Any, ...]) -> None:

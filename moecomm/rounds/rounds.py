@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
 from moecomm.base.sampling import RowTables, Sampling
@@ -58,6 +59,8 @@ class Rounds(RoundState, Bound):
         parts = settings.heap_parts(shape.heap_bytes)
         self.memory = WindowMemory(session.arena, session.capturing, *parts)
         self.plans = PlanCache()
+        known = (self.plans.table, self.memory.parts, self.flight, session.context.record, self.on_cpu)
+        self.known_calls = _native.KnownCalls(*known)
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.membership
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known

@@ -41,6 +41,7 @@ class RoundState:
         self._failure: MoecommError | None = None  # has ended this Buffer
         self._close: weakref.finalize[..., Any] = forks.closer(self, session)
         self._open = True
+        self.plain = False  # nothing but the arguments of the call under way may ask for more than KnownCalls does
         self._forked = False  # this is a child's copy, whose locks may be held by threads that are not there
         self.released = False  # the memory of outputs, by release_memory()
         self._what = "Buffer"
@@ -76,6 +77,7 @@ class RoundState:
                 self.unfinished.clear()
             self.calls += 1
             self._before = self.flight.rounds
+        self.plain = self._open and self._failure is None and not self.released and self.flight.spans is None
         if outer:
             self._depth += 1
         else:

@@ -9,26 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from moecomm import _native
 
-class Kind:
-    """Calls of one operation with the same options, and how many there were.
-
-    Args:
-        op: "dispatch", "dispatch_begin", "dispatch_end", "combine" or "reduce" (the second half of a fused layer).
-        call: the options that all ranks pass alike, as moecomm.rounds.signature packs them.
-        dtype: of the rows.
-        row_bytes: bytes of a token on this rank, scales included.
-    """
-
-    __slots__ = ("begins_round", "call", "calls", "dispatches", "dtype", "op", "row_bytes", "tokens")
-
-    def __init__(self, op: str, call: int, dtype: Any, row_bytes: int) -> None:
-        self.op, self.call, self.dtype, self.row_bytes = op, call, dtype, row_bytes
-        self.begins_round = op not in ("dispatch_end", "reduce")
-        self.dispatches = op in ("dispatch", "dispatch_begin")
-        self.calls = self.tokens = 0
+Kind = _native.CallKind  # calls of one operation with the same options, and how many there were
 
 
 class Totals(NamedTuple):

@@ -423,7 +423,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 def session(cuda: Cuda) -> lsa.LsaSession:
     return session_of(
         _last=None,
-        _last_stream=0,
+        _queue=_native.LaunchQueue(0, cuda.context),
         _captured=False,
         _cuda_context=cuda.context,
         _kernels=AnyKernel(),

@@ -1,5 +1,6 @@
 // A driver that launches nothing and says what it was asked for, on stdout.  WITHOUT_EX: one from before cuLaunchKernelEx.
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 struct Attribute {
@@ -31,11 +32,11 @@ int cuGetErrorName(int result, const char** name) {
     return 0;
 }
 int cuCtxGetCurrent(void** context) {
-    *context = reinterpret_cast<void*>(0x77);
+    *context = reinterpret_cast<void*>(std::getenv("FAKE_OTHER_CONTEXT") != nullptr ? 0x78 : 0x77);
     return 0;
 }
 int cuStreamIsCapturing(void* stream, int* status) {
-    *status = stream == reinterpret_cast<void*>(0x5) ? 1 : 0;
+    *status = stream == reinterpret_cast<void*>(0x5) || std::getenv("FAKE_CAPTURING") != nullptr ? 1 : 0;
     return stream == reinterpret_cast<void*>(0x6) ? 400 : 0;
 }
 int cuLaunchKernel(void* function, unsigned x, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned shared, void* stream,

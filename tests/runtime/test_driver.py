@@ -20,12 +20,12 @@ spec.loader.exec_module(_native)
 """
 
 
-def with_driver(directory: Path, code: str, *flags: str) -> list[str]:
+def with_driver(directory: Path, code: str, *flags: str, load: str = LOAD) -> list[str]:
     """Return what a fresh interpreter prints whose libcuda is the fake one."""
     library = directory / "libcuda.so.1"
     subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", *flags, str(FAKE), "-o", str(library)], check=True)
     done = subprocess.run(
-        [sys.executable, "-c", LOAD + code],
+        [sys.executable, "-c", load + code],
         env={**os.environ, "LD_LIBRARY_PATH": str(directory)},
         capture_output=True,
         text=True,

@@ -1,0 +1,136 @@
+#include "runner.h"
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+#include "../host/row_checks.h"
+#include "../runtime/driver.h"
+#include "module.h"
+#include "torch.h"
+
+namespace py = pybind11;
+using namespace moecomm::runtime;
+
+namespace moecomm::bindings {
+namespace {
+
+// Holds a lock of Python, whose wait signal handlers interrupt.
+class Locked {
+  public:
+    explicit Locked(const py::object& lock) : lock_(lock) { lock.attr("acquire")(); }
+    ~Locked() {
+        py::error_scope keep;
+        lock_.attr("release")();
+    }
+    Locked(const Locked&) = delete;
+    Locked& operator=(const Locked&) = delete;
+
+  private:
+    const py::object& lock_;
+};
+
+class HostRunner : public Runner {
+  public:
+    explicit HostRunner(py::object lock) : lock_(std::move(lock)) {}
+
+    bool ready(i32) override { return !closed; }
+    void run(const DispatchArgs& args) override {
+        locked([&] { run_host_round(args); });
+    }
+    void run(const CombineArgs& args) override {
+        locked([&] { run_host_round(args); });
+    }
+    void run_checked(const CombineArgs& args, host::RowChecks& checks) {
+        locked([&] { run_host_round(args, &checks); });
+    }
+
+    bool closed = false;
+
+  private:
+    template <class Round>
+    void locked(const Round& round) {
+        const Locked locked(lock_);
+        if (closed) {  // another thread was quicker
+            PyErr_SetNone(py::module_::import("moecomm.errors").attr("Closed").ptr());
+            throw py::error_already_set();
+        }
+        round();
+    }
+
+    py::object lock_;
+};
+
+// State of a session on a GPU that decides how its next round is launched.
+struct LaunchQueue {
+    i32 device;
+    u64 context;      // the CUcontext in which the session was opened
+    u64 last_stream;  // of the last round
+    bool used;        // there was one
+};
+
+class GpuRunner : public Runner {
+  public:
+    GpuRunner(std::shared_ptr<LaunchQueue> queue, py::object otherwise, const Launch& launch)
+        : queue_(std::move(queue)), otherwise_(std::move(otherwise)), launch_(launch) {}
+
+    bool ready(i32 workers) override {
+        if (static_cast<u32>(workers) != launch_.grid || !queue_->used || cuda_context() != queue_->context) return false;
+        launch_.stream = current_stream(queue_->device);
+        return launch_.stream == queue_->last_stream && !cuda_capturing(launch_.stream);
+    }
+    void run(const DispatchArgs& args) override { enqueue(args); }
+    void run(const CombineArgs& args) override { enqueue(args); }
+    void operator()(const py::object& args) const { otherwise_(args); }
+
+  private:
+    template <class Args>
+    void enqueue(const Args& args) const {
+        py::gil_scoped_release unlocked;
+        cuda_launch(launch_, &args);
+    }
+
+    std::shared_ptr<LaunchQueue> queue_;
+    py::object otherwise_;
+    Launch launch_;
+};
+
+}  // namespace
+
+void bind_runner(py::module_& m) {
+    py::class_<Runner, std::shared_ptr<Runner>>(m, "Runner", "Runs rounds of a session: see Session.dispatcher.");
+    py::class_<HostRunner, Runner, std::shared_ptr<HostRunner>>(m, "HostRunner", R"(Runs rounds of a CPU rank while it holds `lock`.
+
+Raises:
+    Closed: `closed` is set.)")
+        .def(py::init<py::object>(), py::arg("lock"))
+        .def_readwrite("closed", &HostRunner::closed)
+        .def(
+            "__call__", [](HostRunner& runner, const DispatchArgs& args) { runner.run(args); }, py::arg("args"), "See host_dispatch.")
+        .def(
+            "__call__", [](HostRunner& runner, const CombineArgs& args) { runner.run(args); }, py::arg("args"), "See host_combine.")
+        .def("combine_checked", &HostRunner::run_checked, py::arg("args"), py::arg("checks"),
+             "Run a combine, and check the rows.  All ranks do.");
+    py::class_<LaunchQueue, std::shared_ptr<LaunchQueue>>(m, "LaunchQueue", R"(The stream of a session's last round.
+
+`used`: there was one.)")
+        .def(py::init([](i32 device, u64 context) { return std::make_shared<LaunchQueue>(LaunchQueue{device, context, 0, false}); }),
+             py::arg("device"), py::arg("context"))
+        .def_readwrite("last_stream", &LaunchQueue::last_stream)
+        .def_readwrite("used", &LaunchQueue::used);
+    py::class_<GpuRunner, Runner, std::shared_ptr<GpuRunner>>(m, "GpuRunner", R"(Enqueues rounds by one kernel on a GPU.
+
+`otherwise`: does it where the stream, the context or the number of blocks differ, or a graph is captured.)")
+        .def(py::init([](std::shared_ptr<LaunchQueue> queue, py::object otherwise, u64 function, u32 blocks, u32 block, u32 shared_bytes,
+                         bool overlap, u32 cluster) {
+                 return std::make_shared<GpuRunner>(std::move(queue), std::move(otherwise),
+                                                    Launch{function, blocks, block, shared_bytes, 0, overlap, cluster});
+             }),
+             py::arg("queue"), py::arg("otherwise"), py::arg("function"), py::arg("blocks"), py::arg("block"), py::arg("shared_bytes"),
+             py::arg("overlap"), py::arg("cluster"))
+        .def("__call__", &GpuRunner::operator(), py::arg("args"), "Call `otherwise`.");
+}
+
+}  // namespace moecomm::bindings
