@@ -12,7 +12,7 @@ from torch.nn.functional import embedding_bag
 
 from moecomm.bench.operator_cases import Case
 from moecomm.fused import Fp8, grouped_gemm
-from moecomm.overlap.gpu_products import new_product, values_of
+from moecomm.overlap.gpu import new_product, values_of
 from moecomm.overlap.sizes import FP8, OF_FP8, Matrix
 
 Call = Callable[[], Any]

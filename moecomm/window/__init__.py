@@ -250,14 +250,12 @@ class Window(Bound):
             ConcurrentCall: another thread of this rank is in barrier().
             Closed, Timeout, PeerLost, Aborted: as wait().
         """
-        if not self._in_barrier.acquire(blocking=False):
-            raise ConcurrentCall("Window")
+        self._enter_barriers()
         try:
-            with self._call():
-                if not self._opened.calls.barrier():
-                    self._raise_failure()
+            if not self._opened.calls.barrier():
+                self._raise_failure()
         finally:
-            self._in_barrier.release()
+            self._leave_barriers()
 
     def check(self) -> None:
         """Wait for the device, and raise the error of a wait that has failed, if any.
@@ -348,9 +346,39 @@ class Window(Bound):
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Count a call; raise what makes it impossible."""
-        with self._while_open():
-            self._raise_failure()
+        self._enter()
+        try:
             yield
+        finally:
+            self._opened.gate.leave()
+
+    def _enter(self) -> None:
+        """Begin a call, which ends with `_opened.gate.leave()`.  Raises what makes it impossible."""
+        opened = self._opened
+        if self._closed or opened.closed:  # first: in a forked child another thread may have held the gate
+            raise Closed(self._what)
+        opened.gate.enter()
+        try:
+            if self._closed or opened.closed:
+                raise Closed(self._what)
+            self._raise_failure()
+        except BaseException:
+            opened.gate.leave()
+            raise
+
+    def _enter_barriers(self) -> None:
+        """Begin a call with barriers, which ends with _leave_barriers().  Raises as barrier()."""
+        if not self._in_barrier.acquire(blocking=False):
+            raise ConcurrentCall("Window")
+        try:
+            self._enter()
+        except BaseException:
+            self._in_barrier.release()
+            raise
+
+    def _leave_barriers(self) -> None:
+        self._opened.gate.leave()
+        self._in_barrier.release()
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:

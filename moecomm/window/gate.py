@@ -19,27 +19,29 @@ class Gate:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Count a call of this thread."""
-        thread = threading.get_ident()
-        with self._changed:
-            self._inside[thread] += 1
+        self.enter()
         try:
             yield
         finally:
-            step = self._leave(thread)
-            if step is not None:
-                step()
+            self.leave()
 
-    def _leave(self, thread: int) -> Callable[[], None] | None:
-        """Count the end of a call; return the last step if it is this call that must make it."""
+    def enter(self) -> None:
+        """Begin a call of this thread."""
+        with self._changed:
+            self._inside[threading.get_ident()] += 1
+
+    def leave(self) -> None:
+        """End a call of this thread; make the last step if it falls to this call."""
+        thread = threading.get_ident()
         with self._changed:
             self._inside[thread] -= 1
             if self._inside[thread] == 0:
                 del self._inside[thread]
             self._changed.notify_all()
             if self._inside or self._last_step is None:
-                return None
+                return
             step, self._last_step = self._last_step, None
-            return step
+        step()
 
     def close(self, abort: Callable[[], None], last_step: Callable[[], None]) -> None:
         """Call `abort` if calls are under way, wait until they have ended, and call `last_step`.

@@ -17,7 +17,7 @@ from moecomm.window.memory import Memory
 _THREADS = 64  # a thread for each rank of a barrier
 
 
-class Handle(ctypes.Structure):
+class WindowStruct(ctypes.Structure):
     """Window of csrc/window/window.h."""
 
     _fields_ = fields_of("Window")
@@ -26,7 +26,7 @@ class Handle(ctypes.Structure):
 class CallArgs(ctypes.Structure):
     """WindowCallArgs of csrc/window/call_args.h."""
 
-    _fields_ = fields_of("WindowCallArgs", Window=Handle)
+    _fields_ = fields_of("WindowCallArgs", Window=WindowStruct)
 
 
 def kernel(call: str) -> plain_kernel.PlainKernel:
@@ -48,13 +48,22 @@ class GpuCalls:
         self._on_device = torch.frombuffer(bytearray(handle.content), dtype=torch.uint8).to(peers.device)
         self.handle_address = self._on_device.data_ptr()
         torch.cuda.synchronize(peers.device)  # kernels of any stream may read all of it
-        self._struct = Handle.from_buffer_copy(handle.content)
-        for call in ("signal", "set_signal", "wait", "barrier"):  # now: loading waits for kernels that are running
-            plain_kernel.load(kernel(call), peers.device.index)
+        self._struct = WindowStruct.from_buffer_copy(handle.content)
+        self._functions = {  # now: loading waits for kernels that are running
+            call: plain_kernel.load(kernel(call), peers.device.index)
+            for call in ("signal", "set_signal", "wait", "barrier")
+        }
 
     def _launch(self, call: str, value: int = 0, rank: int = 0, index: int = 0) -> None:
-        args = CallArgs(window=self._struct, value=value, rank=rank, index=index)
-        plain_kernel.launch_on(self._device, kernel(call), 1, args)
+        args, device = CallArgs(window=self._struct, value=value, rank=rank, index=index), self._device.index
+        if _native.cuda_context() == 0:  # autograd's threads may have none yet
+            cuda_driver.bind_thread(device)
+        how = 1, _THREADS, 0, _native.current_stream(device), args
+        if torch.cuda.current_device() == device:
+            _native.cuda_launch_packed(self._functions[call], *how)
+            return
+        with torch.cuda.device(device):
+            _native.cuda_launch_packed(self._functions[call], *how)
 
     def signal(self, rank: int, index: int, amount: int) -> None:
         """See Calls."""
