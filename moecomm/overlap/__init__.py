@@ -119,12 +119,12 @@ def all_gather_matmul(
     if (call := repeated("all_gather_matmul", workspace, (gather, fused), (x, w))) is None:
         return first(workspace, _all_gather_matmul, x, w, workspace, return_gathered, fused)
     if call.direct:
-        found = call.owner.run(call.plan, call.tensors)
-        return found if return_gathered else found[0]
-    y, gathered, scales = operators.all_gather_matmul(*call.arguments(gather, fused))
-    if not return_gathered:
-        return y
-    return y, gathered if isinstance(x, torch.Tensor) else Fp8(gathered, scales)
+        y, whole = call.owner.run(call.plan, call.tensors)
+    else:
+        y, *rows = call.owner.outer(operators.all_gather_matmul, *call.arguments(gather, fused))
+        whole = rows[0] if isinstance(x, torch.Tensor) else Fp8(*rows)
+    product: torch.Tensor = y
+    return (product, whole) if return_gathered else product
 
 
 def matmul_reduce_scatter(
@@ -231,7 +231,7 @@ def embedding_all_to_all(
     if call.direct:
         y = call.owner.run(call.plan, call.tensors)
         return y
-    y = operators.embedding_all_to_all(tables, indices, offsets, call.owner.name, fused)
+    y = call.owner.outer(operators.embedding_all_to_all, tables, indices, offsets, call.owner.name, fused)
     return y
 
 
@@ -284,7 +284,7 @@ def _call(operator: str, x: Operand, w: Operand, workspace: Workspace | str, fus
     if call.direct:
         y = call.owner.run(call.plan, call.tensors)
         return y
-    y = getattr(operators, operator)(*call.arguments(fused))
+    y = call.owner.outer(getattr(operators, operator), *call.arguments(fused))
     return y
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from moecomm.errors import BadInput, Mismatch, MoecommError
-from moecomm.fused.fp8 import Fp8
+from moecomm.fused.fp8 import Fp8, widen
 from moecomm.overlap import agreement
-from moecomm.overlap.local import bag_sums, check_bags, multiply, sum_in_order, wide_rows, wide_weights
+from moecomm.overlap.local import bag_sums, check_bags, multiply, sum_in_order, wide_weights
 from moecomm.overlap.plans import CallNumbers, Operators
 from moecomm.overlap.sizes import GROUP, Matrix, Sizes
 from moecomm.window import Window
@@ -120,14 +120,14 @@ class HostExecutor(Operators):
         shards = self.num_ranks, call.result[0], call.dims["K"]
 
         def run(x: Matrix, w: Matrix) -> torch.Tensor:
-            rows = wide_rows(x) if isinstance(x, Fp8) else x
+            rows = widen(*x, 1) if isinstance(x, Fp8) else x
             return sum_in_order(send(rows.view(shards), wide_weights(w)))
 
         return run
 
     def _matmul_all_to_all(self, call: Sizes, send: Callable[..., list[torch.Tensor]]) -> Callable[..., Any]:
         def run(x: Matrix, w: Matrix) -> torch.Tensor:
-            rows = wide_rows(x) if isinstance(x, Fp8) else x
+            rows = widen(*x, 1) if isinstance(x, Fp8) else x
             return torch.stack(send(rows.transpose(0, 1), wide_weights(w)))
 
         return run
@@ -165,7 +165,7 @@ class HostRounds:
         self.handle, self.gate = window._opened.handle, window._opened.gate
         self.half_bytes = half_bytes(window.nbytes)
         self._memory = [window.peer(rank) for rank in range(self.num_ranks)]
-        self.headers = [
+        self.headers: list[list[Any]] = [  # by half and rank
             [(ctypes.c_int64 * agreement.WORDS).from_address(of.data_ptr() + begin) for of in self._memory]
             for begin in self._begins
         ]

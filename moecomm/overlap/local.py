@@ -37,13 +37,8 @@ def product(x: Matrix, w: Matrix) -> torch.Tensor:
 
 def multiply(x: Matrix, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute `x @ w.mT` in float32, rounded to `dtype`; w: in float32.  Autocast is off."""
-    x = wide_rows(x) if isinstance(x, Fp8) else x.float()
+    x = widen(*x, 1) if isinstance(x, Fp8) else x.float()
     return (x @ w.mT).to(dtype)
-
-
-def wide_rows(x: Matrix) -> torch.Tensor:
-    """Return rows in float32; FP8: times their scales."""
-    return widen(*x, 1) if isinstance(x, Fp8) else x.float()
 
 
 def wide_weights(w: Matrix) -> torch.Tensor:

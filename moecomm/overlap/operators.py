@@ -200,7 +200,8 @@ def _plain(owner: Workspace, argument: str, tensor: torch.Tensor) -> torch.Tenso
 
 def _refuse_fp8(operator: str, scales: list[torch.Tensor | None]) -> None:
     """Raise Unsupported for a call with scales, whose gradients are wanted: after the round, so that no peer waits."""
-    if any(tensor is not None for tensor in scales):
+    x_scales, w_scales = scales
+    if x_scales is not None or w_scales is not None:
         raise Unsupported(f"gradients of moecomm.overlap.{operator} in FP8: detach x, w and their scales")
 
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from moecomm.overlap import sizes
 from moecomm.overlap.sizes import Matrix, Sizes
 
-MOST_PLANS = 1024  # of a Workspace; they are all dropped then
+MOST_PLANS = 256  # of a Workspace; they are all dropped then
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OPTIONS = (bool, type(None))
 

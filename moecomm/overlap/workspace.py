@@ -119,11 +119,10 @@ class Workspace(Bound):
         return self._executors
 
     @contextmanager
-    def call(self, *, outer: bool = False, of: int = agreement.FORWARD) -> Iterator[Workspace]:
+    def call(self, of: int = agreement.FORWARD) -> Iterator[Workspace]:
         """Count a call, for the operators' own use.
 
         Args:
-            outer: the call contains another one, of the same thread.
             of: number of the call whose gradient this one computes, the same on all ranks; see agreement.FORWARD.
 
         Raises:
@@ -132,15 +131,26 @@ class Workspace(Bound):
                 counts as failed.
             Closed: the Workspace is closed.
         """
-        before = self._begin(outer, of)
+        before = self._begin(False, of)
         try:
-            with torch.autocast(self.device.type, enabled=False):  # it would choose other dtypes
+            with torch.autocast(self._device_type, enabled=False):  # it would choose other dtypes
                 yield self
         except Exception as error:
             self._count_error(error, before)
             raise
         finally:
-            self._turn.end(outer)
+            self._turn.end()
+
+    def outer(self, function: Callable[..., _Result], *given: Any) -> _Result:
+        """Call a function that makes a call of this thread, and count it if it fails before that.  Raises as call()."""
+        before = self._begin(True, agreement.FORWARD)
+        try:
+            return function(*given)
+        except Exception as error:
+            self._count_error(error, before)
+            raise
+        finally:
+            self._turn.end(True)
 
     def run(self, plan: CallPlan, tensors: Sequence[torch.Tensor], of: int = agreement.FORWARD) -> Any:
         """Make a call that has a plan, for the operators' own use.  Raises as call(), and as the operator."""
@@ -243,7 +253,9 @@ def find(name: str) -> Workspace:
 
 def number_of_call(workspace: str, output: torch.Tensor) -> int:
     """Return the number of the call that has just made this output, by which its backward pass is known."""
-    return find(workspace).numbers.made if type(output) is torch.Tensor else agreement.UNKNOWN
+    if type(output) is not torch.Tensor:
+        return agreement.UNKNOWN
+    return (_named.get(workspace) or find(workspace)).numbers.made
 
 
 def name_of(workspace: Workspace | str) -> str:
@@ -276,12 +288,11 @@ class Repeated(NamedTuple):
         return x, w, self.owner.name, *options, *scales
 
 
-def first(workspace: Workspace | str, function: Callable[..., _Result], *given: Any) -> _Result:
+def first(workspace: Any, function: Callable[..., _Result], *given: Any) -> _Result:
     """Make a call of a collective function that checks its arguments, so that it is counted if it fails."""
     if not isinstance(workspace, (Workspace, str)):
         return function(*given)  # which says so
-    with find(name_of(workspace)).call(outer=True):
-        return function(*given)
+    return find(name_of(workspace)).outer(function, *given)
 
 
 def repeated(
@@ -301,6 +312,6 @@ def repeated(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or _functorch.maybe_current_level() is not None
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
     )
     return Repeated(owner, plan, found.tensors, not (watched or found.has_gradient))
