@@ -25,11 +25,10 @@ from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import seconds, wanted_device
 from moecomm.core.validation import check_dense, check_shape
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
-from moecomm.window import failures, symmetric
-from moecomm.window.calls import Calls
-from moecomm.window.host_calls import HostCalls
-from moecomm.window.memory import Memory, OwnMemory
-from moecomm.window.opened import Opened
+from moecomm.window import failures
+from moecomm.window.calls import HostCalls, WindowCalls
+from moecomm.window.memory import OwnMemory, WindowMemory, asked_bytes, asked_device, open_memory
+from moecomm.window.opened import OpenedWindow
 from moecomm.window.settings import WindowSettings
 
 _MOST_VALUE = (1 << 63) - 1
@@ -83,9 +82,9 @@ class Window(Bound):
         others = partial(last_calls.others_over, group)
         with opening(group, timeout_s, of="Window", note="Window()", others=others) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-            size: Any = nbytes if memory is None else symmetric.asked_bytes(memory, nbytes, group)
+            size: Any = nbytes if memory is None else asked_bytes(memory, nbytes, group)
             if isinstance(memory, torch.Tensor):
-                wanted = symmetric.asked_device(memory, wanted)
+                wanted = asked_device(memory, wanted)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
             settings = WindowSettings(ranks.ranks, size, signals, memory is not None, name)
             settings.agree(ranks)
@@ -95,16 +94,16 @@ class Window(Bound):
             with ExitStack() as undo:
                 peers, self.why = backends.open_peers(name, self.why, ranks, handle.total_bytes, wanted, timeout_s)
                 undo.callback(peers.close)
-                of_ranks: Memory = OwnMemory(peers, handle.nbytes)
+                of_ranks: WindowMemory = OwnMemory(peers, handle.nbytes)
                 if memory is not None:
-                    of_ranks = symmetric.open_memory(ranks, group, peers, memory, handle.nbytes)
+                    of_ranks = open_memory(ranks, group, peers, memory, handle.nbytes)
                 with all_or_none(ranks):
                     calls = _calls_of(peers, of_ranks, handle)
                 ranks.settle()
                 undo.pop_all()
         self.rank, self.num_ranks, self.timeout_s = ranks.rank, ranks.ranks, timeout_s
         self.nbytes, self.num_signals = handle.nbytes, handle.num_signals
-        self._opened = Opened(peers, of_ranks, handle, calls)
+        self._opened = OpenedWindow(peers, of_ranks, handle, calls)
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
         self._in_barrier = threading.Lock()
@@ -415,7 +414,7 @@ class Window(Bound):
             raise self._failure
 
 
-def _calls_of(peers: Peers, memory: Memory, handle: _native.WindowHandle) -> Calls:
+def _calls_of(peers: Peers, memory: WindowMemory, handle: _native.WindowHandle) -> WindowCalls:
     """Fill in the addresses of the handle; return the calls on it.
 
     Raises:

@@ -12,7 +12,7 @@ from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.core.peers import Peers
 from moecomm.jit import plain_kernel
 from moecomm.jit.structs import fields_of
-from moecomm.window.memory import Memory
+from moecomm.window.memory import WindowMemory
 
 _THREADS = 64  # a thread for each rank of a barrier
 
@@ -35,9 +35,9 @@ def kernel(call: str) -> plain_kernel.PlainKernel:
 
 
 class GpuCalls:
-    """See moecomm.window.calls.Calls.  The peers have CONTROL bytes of control memory more than they use."""
+    """See moecomm.window.calls.WindowCalls.  The peers have CONTROL bytes of control memory more than they use."""
 
-    def __init__(self, peers: GpuPeers, memory: Memory, handle: _native.WindowHandle) -> None:
+    def __init__(self, peers: GpuPeers, memory: WindowMemory, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
         self._device = peers.device
         self.pointers, self._control = (
@@ -66,51 +66,51 @@ class GpuCalls:
             _native.cuda_launch_packed(self._functions[call], *how)
 
     def signal(self, rank: int, index: int, amount: int) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         self._launch("signal", amount, rank, index)
 
     def set_signal(self, rank: int, index: int, value: int) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         self._launch("set_signal", value, rank, index)
 
     def signal_value(self, index: int) -> int:
-        """See Calls."""
+        """See WindowCalls."""
         address = self._peers.addresses[self._handle.rank] + self._handle.signals + 8 * index
         torch.cuda.current_stream(self._device).synchronize()
         return int.from_bytes(self._read(address, 8), "little")
 
     def wait(self, index: int, value: int, peer: int) -> bool:
-        """See Calls."""
+        """See WindowCalls."""
         self._launch("wait", value, peer, index)
         return True
 
     def barrier(self) -> bool:
-        """See Calls."""
+        """See WindowCalls."""
         self._launch("barrier")
         return True
 
     def abort_word(self) -> int:
-        """See Calls."""
+        """See WindowCalls."""
         return _native.read_word(self._handle.abort_host)
 
     def abort(self, cause: int) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         rank = self._handle.rank
         self._peers.abort(cause, rank)
         word = self.abort_word().to_bytes(4, "little")
         self._write([address + self._handle.abort for address in self._peers.addresses], word)
 
     def capturing(self) -> bool:
-        """See Calls."""
+        """See WindowCalls."""
         cuda_driver.bind_thread(self._device.index)
         return _native.cuda_capturing(_native.current_stream(self._device.index))
 
     def synchronize(self) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         torch.cuda.synchronize(self._device)
 
     def leave(self) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         at = self._handle.left + 4 * self._handle.rank
         self._write([address + at for address in self._peers.addresses], (1).to_bytes(4, "little"))
 
@@ -129,7 +129,7 @@ class GpuCalls:
         return self._peers.control.read(CONTROL, nbytes)
 
 
-def calls_of(peers: Peers, memory: Memory, handle: _native.WindowHandle) -> GpuCalls:
+def calls_of(peers: Peers, memory: WindowMemory, handle: _native.WindowHandle) -> GpuCalls:
     """Return the calls on the memory of GPUs."""
     assert isinstance(peers, GpuPeers)
     with torch.cuda.device(peers.device):
