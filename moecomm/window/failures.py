@@ -33,9 +33,8 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Roun
             whom = "" if record.peer < 0 else f" for rank {record.peer}"
             text = f"another rank timed out waiting{whom} (noticed by rank {record.rank}, waiting for {what})"
         return Timeout(text, **known)
-    return Aborted(
-        f"rank {record.rank} was stopped by {stopper(record.rank, record.peer)} (waiting for {what})", **known
-    )
+    by = stopper(record.rank, record.peer)
+    return Aborted(f"rank {record.rank} was stopped by {by} (waiting for {what})", **known)
 
 
 def error_of_word(word: int, rank: int, dead: Mapping[int, str]) -> RoundFailed:

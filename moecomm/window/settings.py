@@ -36,9 +36,7 @@ class WindowSettings:
         """
         memory = int(self.torch_memory)
         numbers = {"version": VERSION, "memory": memory, "nbytes": self.nbytes, "signals": self.signals}
-        compare(
-            group, numbers, self.backend, lambda name, number: _MEMORY[bool(number)] if name == "memory" else number
-        )
+        compare(group, numbers, self.backend, lambda name, of: _MEMORY[bool(of)] if name == "memory" else of)
 
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
