@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import moecomm
-from moecomm import overlap
+from moecomm import _native, overlap
+from moecomm.fused import tensor_maps
+from moecomm.fused.structs import TensorMap
+from moecomm.jit import plain_kernel
 from moecomm.overlap import plans
+from moecomm.overlap import workspace as workspaces
+from moecomm.overlap.executors import GpuExecutors
 
 from .cases import FP8, HOST, OPERATORS, PRODUCTS, Case, on_ranks, random_case, same
 
@@ -167,3 +172,30 @@ def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (overlap.matmul_all_reduce(x, x, workspace) == 3).all()
             assert len(workspace.plans) <= 4
     assert not workspace.plans
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_repeated_call_is_short_on_gpus(operator: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run executors of GPUs over Windows of CPU ranks, and launch nothing.  A barrier of GPUs makes one call more."""
+    monkeypatch.setattr(workspaces, "HostExecutors", lambda window, numbers: GpuExecutors(window, 1 << 25, numbers))
+    monkeypatch.setattr(tensor_maps, "encode", lru_cache(lambda *about: TensorMap()))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    for name, value in (("cuda_context", 1), ("current_stream", 7), ("cuda_launch_packed", None)):
+        monkeypatch.setattr(_native, name, lambda *given, value=value: value)
+    monkeypatch.setattr(plain_kernel, "_functions", SimpleNamespace(get=lambda key: 7))
+    g, x, w = torch.Generator().manual_seed(0), torch.ones(16, 64).bfloat16(), torch.ones(64, 64).bfloat16()
+    given: tuple[torch.Tensor, ...] = x, w
+    if operator == "matmul_all_to_all":
+        given = x.view(2, 2, 4, 64), w.expand(2, 64, 64).contiguous()
+    elif operator == "embedding_all_to_all":
+        given = torch.ones(2, 9, 8), torch.randint(-1, 9, (2, 8, 3), generator=g)
+
+    def body(workspace: overlap.Workspace) -> list[str]:
+        call = partial(getattr(overlap, operator), *given, workspace, fused=fused)
+        for _ in range(2):
+            call()
+        return calls_of(call)
+
+    for found in on_ranks(2, body, (1 << 25) + 4096):
+        assert len(found) + found.count("calls.py barrier") <= MOST_CALLS, found
