@@ -40,7 +40,7 @@ from moecomm.core.arrays import as_tensor
 from moecomm.core.validation import check_flag, check_same_device
 from moecomm.fused.fp8 import Fp8, Operand, as_operand
 from moecomm.overlap import operators
-from moecomm.overlap.workspace import Workspace, first, name_of, repeated
+from moecomm.overlap.workspace import Workspace, first, name_of, outer, repeated, run_plan
 
 __all__ = [
     "Workspace",
@@ -119,9 +119,9 @@ def all_gather_matmul(
     if (call := repeated("all_gather_matmul", workspace, (gather, fused), (x, w))) is None:
         return first(workspace, _all_gather_matmul, x, w, workspace, return_gathered, fused)
     if call.direct:
-        y, whole = call.owner.run(call.plan, call.tensors)
+        y, whole = run_plan(call)
     else:
-        y, *rows = call.owner.outer(operators.all_gather_matmul, *call.arguments(gather, fused))
+        y, *rows = outer(call.owner, operators.all_gather_matmul, *call.arguments(gather, fused))
         whole = rows[0] if isinstance(x, torch.Tensor) else Fp8(*rows)
     product: torch.Tensor = y
     return (product, whole) if return_gathered else product
@@ -229,9 +229,9 @@ def embedding_all_to_all(
         return first(workspace, _embedding_all_to_all, tables, indices, workspace, offsets, fused)
     y: torch.Tensor
     if call.direct:
-        y = call.owner.run(call.plan, call.tensors)
+        y = run_plan(call)
         return y
-    y = call.owner.outer(operators.embedding_all_to_all, tables, indices, offsets, call.owner.name, fused)
+    y = outer(call.owner, operators.embedding_all_to_all, tables, indices, offsets, call.owner.name, fused)
     return y
 
 
@@ -282,9 +282,9 @@ def _call(operator: str, x: Operand, w: Operand, workspace: Workspace | str, fus
         return first(workspace, _product, operator, x, w, workspace, fused)
     y: torch.Tensor
     if call.direct:
-        y = call.owner.run(call.plan, call.tensors)
+        y = run_plan(call)
         return y
-    y = call.owner.outer(getattr(operators, operator), *call.arguments(fused))
+    y = outer(call.owner, getattr(operators, operator), *call.arguments(fused))
     return y
 
 

@@ -15,7 +15,7 @@ from moecomm.overlap import sizes
 from moecomm.overlap.agreement import FORWARD
 from moecomm.overlap.local import product, scatter_bags, sum_in_order
 from moecomm.overlap.plans import key_of
-from moecomm.overlap.workspace import Workspace, find, number_of_call, repeated
+from moecomm.overlap.workspace import Workspace, find, keep, number_of_call, repeated, run_plan
 
 
 @torch.library.custom_op("moecomm::all_gather_matmul", mutates_args=())
@@ -153,7 +153,7 @@ def _call(
         of: see Workspace.call.
     """
     if (call := repeated(operator, workspace, options, tuple(given.values()))) is not None:
-        return call.owner.run(call.plan, call.tensors, of)
+        return run_plan(call, of)
     tangents.refuse(f"moecomm::{operator}", *_tensors(given))
     with find(workspace).call(of=of) as owner:
         of_ranks: Any = getattr(sizes, operator)
@@ -163,7 +163,7 @@ def _call(
         run, again = owner.executors.choose(found, fused, bool(gather and gather[0]))
         result = run(*ready)
         if again:
-            owner.keep(key_of(operator, options, tuple(given.values())), run)
+            keep(owner, key_of(operator, options, tuple(given.values())), run)
         return result
 
 

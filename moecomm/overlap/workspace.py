@@ -58,7 +58,7 @@ class Workspace(Bound):
         device: torch.device | str | int | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self._owns, self.numbers = not isinstance(group, Window), CallNumbers()
+        self._owns, self._numbers = not isinstance(group, Window), CallNumbers()
         if isinstance(group, Window):
             if nbytes is not None or backend != "auto" or device is not None:
                 raise BadInput("group", "a Window", "no nbytes, backend or device beside it: it has its own")
@@ -74,7 +74,7 @@ class Workspace(Bound):
             raise
         self._turn = Turn()
         self._device_type, self._counted_ahead = self.device.type, self.executors.counted_ahead
-        self.plans: dict[tuple[Any, ...], CallPlan] = {}
+        self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self._ended: OutOfStep | None = None  # ranks have made different calls
         self.name = f"{_PREFIX}{next(_opened)}"
         _named[self.name] = self
@@ -83,8 +83,8 @@ class Workspace(Bound):
         if self.executor_bytes <= 0:
             raise BadInput("nbytes", self.window.nbytes, "512 or more")
         if self.device.type == "cpu":
-            return HostExecutors(self.window, self.numbers)
-        return GpuExecutors(self.window, self.executor_bytes, self.numbers)
+            return HostExecutors(self.window, self._numbers)
+        return GpuExecutors(self.window, self.executor_bytes, self._numbers)
 
     @property
     def rank(self) -> int:
@@ -141,44 +141,12 @@ class Workspace(Bound):
         finally:
             self._turn.end()
 
-    def outer(self, function: Callable[..., _Result], *given: Any) -> _Result:
-        """Call a function that makes a call of this thread, and count it if it fails before that.  Raises as call()."""
-        before = self._begin(True, agreement.FORWARD)
-        try:
-            return function(*given)
-        except Exception as error:
-            self._count_error(error, before)
-            raise
-        finally:
-            self._turn.end(True)
-
-    def run(self, plan: CallPlan, tensors: Sequence[torch.Tensor], of: int = agreement.FORWARD) -> Any:
-        """Make a call that has a plan, for the operators' own use.  Raises as call(), and as the operator."""
-        before = self._begin(False, of)
-        try:
-            self.numbers.made += self._counted_ahead
-            given: list[Any] = []
-            for tensor, contiguous in zip(tensors, plan.contiguous, strict=True):
-                tensor = tensor if contiguous else tensor.contiguous()
-                given.append(tensor.clone() if tensor.data_ptr() % 16 else tensor)
-            if len(given) == 4:
-                given = [Fp8(*given[:2]), Fp8(*given[2:])]
-            if torch.is_autocast_enabled(self._device_type):
-                with torch.autocast(self._device_type, enabled=False):
-                    return plan.run(*given)
-            return plan.run(*given)
-        except Exception as error:
-            self._count_error(error, before)
-            raise
-        finally:
-            self._turn.end()
-
     def _begin(self, outer: bool, of: int) -> int:
         """Begin a call; return how many had been made, or -1 inside of a call that consists of others.
 
         Raises as call().
         """
-        turn, numbers = self._turn, self.numbers
+        turn, numbers = self._turn, self._numbers
         if not turn.begin(outer):
             raise ConcurrentCall("Workspace")
         if self._executors is None or self.window.closed or self._ended is not None:
@@ -194,18 +162,11 @@ class Workspace(Bound):
 
     def _count_error(self, error: Exception, before: int) -> None:
         """Take note of the error of a call; `before`: see _begin()."""
-        numbers = self.numbers
+        numbers = self._numbers
         if before == numbers.made:
             numbers.failed += 1
         if isinstance(error, Mismatch) and not isinstance(error, OutOfStep):
             self._ended = OutOfStep.after(error, "Workspace")
-
-    def keep(self, found: CallKey | None, plan: Callable[..., Any]) -> None:
-        """Keep what runs calls with this key."""
-        if found is not None and self._executors is not None:
-            if len(self.plans) >= MOST_PLANS:
-                self.plans.clear()
-            self.plans[found.key] = new_plan(plan, found.tensors)
 
     def check(self) -> None:
         """Wait for the device, and raise the error of a wait that has failed, if any.  See Window.check."""
@@ -219,7 +180,7 @@ class Workspace(Bound):
         """Let go of the memory.  Local and idempotent."""
         _named.pop(self.name, None)
         self._executors = None  # its views keep memory mapped, and so do those of plans
-        self.plans.clear()
+        self._plans.clear()
         if self._owns:
             self.window.close()
 
@@ -255,7 +216,7 @@ def number_of_call(workspace: str, output: torch.Tensor) -> int:
     """Return the number of the call that has just made this output, by which its backward pass is known."""
     if type(output) is not torch.Tensor:
         return agreement.UNKNOWN
-    return (_named.get(workspace) or find(workspace)).numbers.made
+    return (_named.get(workspace) or find(workspace))._numbers.made
 
 
 def name_of(workspace: Workspace | str) -> str:
@@ -288,11 +249,46 @@ class Repeated(NamedTuple):
         return x, w, self.owner.name, *options, *scales
 
 
+def run_plan(call: Repeated, of: int = agreement.FORWARD) -> Any:
+    """Run a call by its plan.  `of`: see Workspace.call.  Raises as that, and as the operator."""
+    owner, plan = call.owner, call.plan
+    before = owner._begin(False, of)
+    try:
+        owner._numbers.made += owner._counted_ahead
+        given: list[Any] = []
+        for tensor, contiguous in zip(call.tensors, plan.contiguous, strict=True):
+            tensor = tensor if contiguous else tensor.contiguous()
+            given.append(tensor.clone() if tensor.data_ptr() % 16 else tensor)
+        if len(given) == 4:
+            given = [Fp8(*given[:2]), Fp8(*given[2:])]
+        if torch.is_autocast_enabled(owner._device_type):
+            with torch.autocast(owner._device_type, enabled=False):
+                return plan.run(*given)
+        return plan.run(*given)
+    except Exception as error:
+        owner._count_error(error, before)
+        raise
+    finally:
+        owner._turn.end()
+
+
+def outer(owner: Workspace, function: Callable[..., _Result], *given: Any) -> _Result:
+    """Call a function that makes a call of this thread, and count it if it fails before that.  Raises as call()."""
+    before = owner._begin(True, agreement.FORWARD)
+    try:
+        return function(*given)
+    except Exception as error:
+        owner._count_error(error, before)
+        raise
+    finally:
+        owner._turn.end(True)
+
+
 def first(workspace: Any, function: Callable[..., _Result], *given: Any) -> _Result:
     """Make a call of a collective function that checks its arguments, so that it is counted if it fails."""
     if not isinstance(workspace, (Workspace, str)):
         return function(*given)  # which says so
-    return find(name_of(workspace)).outer(function, *given)
+    return outer(find(name_of(workspace)), function, *given)
 
 
 def repeated(
@@ -302,7 +298,7 @@ def repeated(
     owner = _named.get(workspace) if isinstance(workspace, str) else workspace
     if not isinstance(owner, Workspace) or (found := key_of(operator, options, operands)) is None:
         return None
-    if (plan := owner.plans.get(found.key)) is None:
+    if (plan := owner._plans.get(found.key)) is None:
         return None
     for tensor, span in zip(found.tensors, plan.spans, strict=True):
         begin = tensor.storage_offset() * tensor.element_size()
@@ -315,3 +311,11 @@ def repeated(
         or torch._C._autograd._profiler_enabled()
     )
     return Repeated(owner, plan, found.tensors, not (watched or found.has_gradient))
+
+
+def keep(owner: Workspace, found: CallKey | None, run: Callable[..., Any]) -> None:
+    """Keep what runs calls with this key."""
+    if found is not None and owner._executors is not None:
+        if len(owner._plans) >= MOST_PLANS:
+            owner._plans.clear()
+        owner._plans[found.key] = new_plan(run, found.tensors)

@@ -96,7 +96,7 @@ def test_repeated_calls_have_the_bits_of_the_reference(operator: str) -> None:
                     with torch.inference_mode(inference):
                         got = case.run(workspace, **{leaf: change(mine[leaf])})
                     assert same(got, want, case.dtype) and got.is_inference() is inference
-        assert 0 < len(workspace.plans) <= 8
+        assert 0 < len(workspace._plans) <= 8
 
     on_ranks(2, body)
 
@@ -170,8 +170,8 @@ def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
         for rows in (*range(1, 10), 1):
             x = torch.ones(rows, 3, dtype=torch.bfloat16)
             assert (overlap.matmul_all_reduce(x, x, workspace) == 3).all()
-            assert len(workspace.plans) <= 4
-    assert not workspace.plans
+            assert len(workspace._plans) <= 4
+    assert not workspace._plans
 
 
 @pytest.mark.parametrize("fused", [True, False])
