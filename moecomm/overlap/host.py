@@ -120,14 +120,14 @@ class HostExecutor(Operators):
         shards = self.num_ranks, call.result[0], call.dims["K"]
 
         def run(x: Matrix, w: Matrix) -> torch.Tensor:
-            rows = widen(*x, 1) if isinstance(x, Fp8) else x
+            rows = widen(*x, 1) if isinstance(x, Fp8) else x.float()
             return sum_in_order(send(rows.view(shards), wide_weights(w)))
 
         return run
 
     def _matmul_all_to_all(self, call: Sizes, send: Callable[..., list[torch.Tensor]]) -> Callable[..., Any]:
         def run(x: Matrix, w: Matrix) -> torch.Tensor:
-            rows = widen(*x, 1) if isinstance(x, Fp8) else x
+            rows = widen(*x, 1) if isinstance(x, Fp8) else x.float()  # all of them: bits depend on a part's strides
             return torch.stack(send(rows.transpose(0, 1), wide_weights(w)))
 
         return run
