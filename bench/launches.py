@@ -107,7 +107,7 @@ def _products() -> Iterator[tuple[str, str]]:
     """Yield the part of overlapped operators, and the schedules of their products."""
     import torch
 
-    from moecomm.overlap.gpu_products import choose, choose_split
+    from moecomm.overlap.gpu import choose, choose_split
 
     for ranks, (rows, columns, depth) in itertools.product((2, 4, 8), _PRODUCTS):
         for dtype in (torch.float16, torch.float8_e4m3fn):

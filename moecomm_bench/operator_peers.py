@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.functional import embedding_bag
 
 from moecomm.fused import Fp8, grouped_gemm
-from moecomm.overlap.gpu_products import new_product, values_of
+from moecomm.overlap.gpu import new_product, values_of
 from moecomm.overlap.sizes import FP8, OF_FP8, Matrix
 from moecomm_bench.operator_cases import Case
 

@@ -39,8 +39,8 @@ from moecomm.base import tangents
 from moecomm.base.arrays import as_tensor
 from moecomm.base.validation import check_flag, check_same_device
 from moecomm.fused.fp8 import Fp8, Operand, as_operand
-from moecomm.overlap import gradients, operators
-from moecomm.overlap.workspace import Workspace, counted, name_of
+from moecomm.overlap import operators
+from moecomm.overlap.workspace import Workspace, first, name_of, outer, repeated, run_plan
 
 __all__ = [
     "Workspace",
@@ -50,8 +50,6 @@ __all__ = [
     "matmul_all_to_all",
     "matmul_reduce_scatter",
 ]
-
-gradients.register()
 
 
 @overload
@@ -87,7 +85,6 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor, Fp8]: ...
 
 
-@counted
 def all_gather_matmul(
     x: Operand,
     w: Operand,
@@ -114,18 +111,22 @@ def all_gather_matmul(
     Raises:
         See moecomm.overlap.
     """
-    name, of_x, of_w = _matrices("all_gather_matmul", x, w, workspace)
-    check_flag("return_gathered", return_gathered)
-    keep = torch.is_grad_enabled() and of_w.values.requires_grad
-    more = (bool(return_gathered) or keep, _fused(fused), of_x.scales, of_w.scales)
-    found: tuple[torch.Tensor, ...] = operators.all_gather_matmul(of_x.values, of_w.values, name, *more)
-    y, gathered, scales = found
-    if not return_gathered:
-        return y
-    return y, gathered if of_x.scales is None else Fp8(gathered, scales)
+    if torch.compiler.is_compiling():
+        return _all_gather_matmul(x, w, workspace, return_gathered, fused)
+    gather = return_gathered
+    if gather is False and torch.is_grad_enabled() and isinstance(w, torch.Tensor) and w.requires_grad:
+        gather = True  # for the gradient of w
+    if (call := repeated("all_gather_matmul", workspace, (gather, fused), (x, w))) is None:
+        return first(workspace, _all_gather_matmul, x, w, workspace, return_gathered, fused)
+    if call.direct:
+        y, whole = run_plan(call)
+    else:
+        y, *rows = outer(call.owner, operators.all_gather_matmul, *call.arguments(gather, fused))
+        whole = rows[0] if isinstance(x, torch.Tensor) else Fp8(*rows)
+    product: torch.Tensor = y
+    return (product, whole) if return_gathered else product
 
 
-@counted
 def matmul_reduce_scatter(
     x: Operand, w: Operand, workspace: Workspace | str, *, fused: bool | None = None
 ) -> torch.Tensor:
@@ -149,7 +150,6 @@ def matmul_reduce_scatter(
     return _call("matmul_reduce_scatter", x, w, workspace, fused)
 
 
-@counted
 def matmul_all_reduce(x: Operand, w: Operand, workspace: Workspace | str, *, fused: bool | None = None) -> torch.Tensor:
     """Multiply, and add up the products of all ranks.  Collective.  Gradients: x, w.
 
@@ -172,7 +172,6 @@ def matmul_all_reduce(x: Operand, w: Operand, workspace: Workspace | str, *, fus
     return _call("matmul_all_reduce", x, w, workspace, fused)
 
 
-@counted
 def matmul_all_to_all(x: Operand, w: Operand, workspace: Workspace | str, *, fused: bool | None = None) -> torch.Tensor:
     """Multiply by the weight of each local expert, and return rows to the ranks they are for.  Collective.
 
@@ -195,7 +194,6 @@ def matmul_all_to_all(x: Operand, w: Operand, workspace: Workspace | str, *, fus
     return _call("matmul_all_to_all", x, w, workspace, fused)
 
 
-@counted
 def embedding_all_to_all(
     tables: torch.Tensor,
     indices: torch.Tensor,
@@ -224,6 +222,27 @@ def embedding_all_to_all(
     Raises:
         See moecomm.overlap.
     """
+    if torch.compiler.is_compiling():
+        return _embedding_all_to_all(tables, indices, workspace, offsets, fused)
+    given = (tables, indices) if offsets is None else (tables, indices, offsets)
+    if (call := repeated("embedding_all_to_all", workspace, (fused,), given)) is None:
+        return first(workspace, _embedding_all_to_all, tables, indices, workspace, offsets, fused)
+    y: torch.Tensor
+    if call.direct:
+        y = run_plan(call)
+        return y
+    y = outer(call.owner, operators.embedding_all_to_all, tables, indices, offsets, call.owner.name, fused)
+    return y
+
+
+def _embedding_all_to_all(
+    tables: torch.Tensor,
+    indices: torch.Tensor,
+    workspace: Workspace | str,
+    offsets: torch.Tensor | None,
+    fused: bool | None,
+) -> torch.Tensor:
+    """Check the arguments, and call the operator."""
     name = name_of(workspace)
     tables, indices = as_tensor("tables", tables)[0], as_tensor("indices", indices)[0]
     offsets = None if offsets is None else as_tensor("offsets", offsets)[0]
@@ -240,8 +259,37 @@ class _Matrix(NamedTuple):
     scales: torch.Tensor | None
 
 
+def _all_gather_matmul(
+    x: Operand, w: Operand, workspace: Workspace | str, return_gathered: bool, fused: bool | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | Fp8]:
+    """Check the arguments, and call the operator."""
+    name, of_x, of_w = _matrices("all_gather_matmul", x, w, workspace)
+    check_flag("return_gathered", return_gathered)
+    keep = torch.is_grad_enabled() and of_w.values.requires_grad
+    more = (bool(return_gathered) or keep, _fused(fused), of_x.scales, of_w.scales)
+    found: tuple[torch.Tensor, ...] = operators.all_gather_matmul(of_x.values, of_w.values, name, *more)
+    y, gathered, scales = found
+    if not return_gathered:
+        return y
+    return y, gathered if of_x.scales is None else Fp8(gathered, scales)
+
+
 def _call(operator: str, x: Operand, w: Operand, workspace: Workspace | str, fused: bool | None) -> torch.Tensor:
     """Call an operator of two matrices that has one result."""
+    if torch.compiler.is_compiling():
+        return _product(operator, x, w, workspace, fused)
+    if (call := repeated(operator, workspace, (fused,), (x, w))) is None:
+        return first(workspace, _product, operator, x, w, workspace, fused)
+    y: torch.Tensor
+    if call.direct:
+        y = run_plan(call)
+        return y
+    y = outer(call.owner, getattr(operators, operator), *call.arguments(fused))
+    return y
+
+
+def _product(operator: str, x: Operand, w: Operand, workspace: Workspace | str, fused: bool | None) -> torch.Tensor:
+    """Check the arguments, and call the operator."""
     name, of_x, of_w = _matrices(operator, x, w, workspace)
     run = getattr(operators, operator)
     y: torch.Tensor = run(of_x.values, of_w.values, name, _fused(fused), of_x.scales, of_w.scales)

@@ -20,12 +20,13 @@ OPERATORS = (
 _DTYPES = (*DTYPES, FP8)
 WORDS = 16  # int64, of a header
 BYTES = 8 * WORDS
+FAILED, OF = 1, 4  # words of a header that differ from call to call
 _FIRST = 5  # words ahead of the sizes
 FORWARD, UNKNOWN = 0, -1  # in the place of the number of the call whose gradient is computed; UNKNOWN: in a graph
 _FUSED = (False, True, None)
 
 
-def header(sizes: Sizes, failed_calls: int, fused: bool | None = False, of: int = FORWARD) -> list[int]:
+def header(sizes: Sizes, failed_calls: int = 0, fused: bool | None = False, of: int = FORWARD) -> list[int]:
     """Describe a call of this rank, in WORDS numbers.  `of`: see Workspace.call."""
     dims = [sizes.dims[name] for name in _compared(sizes, fused)]
     words = [OPERATORS.index(sizes.operator), failed_calls, _DTYPES.index(sizes.given), _FUSED.index(fused), of, *dims]
@@ -80,10 +81,13 @@ class FirstCalls:
         ]
         self._seen: set[tuple[int, ...]] = set()
 
-    def check(self, sizes: Sizes, failed_calls: int, fused: bool | None = False) -> None:
+    def check(self, sizes: Sizes, failed_calls: int, fused: bool | None = False) -> bool:
         """Compare this call if it is the first of its kind, and not part of a capture.  Collective.
 
         The host waits for the device.
+
+        Returns:
+            True, or False in a capture: then a later call of its kind is compared.
 
         Raises:
             Mismatch: on all ranks, if they differ.
@@ -91,8 +95,10 @@ class FirstCalls:
         """
         mine = header(sizes, failed_calls, fused)
         key = (mine[0], *mine[2:])
-        if key in self._seen or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            return
+        if key in self._seen:
+            return True
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False
         window = self._window
         self._headers[window.rank].copy_(torch.tensor(mine))
         window.barrier()
@@ -103,3 +109,4 @@ class FirstCalls:
             if (error := difference(sizes, mine, theirs, rank, fused)) is not None:
                 raise error
         self._seen.add(key)
+        return True

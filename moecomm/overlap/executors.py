@@ -1,8 +1,7 @@
-"""Executors: who runs an operator.  HostExecutor for CPU ranks; for GPUs the fused kernels, or the unfused form."""
+"""Executors: who runs a call.  HostExecutor for CPU ranks; for GPUs the fused kernels, or the unfused form."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,48 +9,27 @@ from typing import Any, Protocol
 import torch
 
 from moecomm.errors import BadInput, MoecommError, Unsupported
-from moecomm.overlap import table
 from moecomm.overlap.agreement import FirstCalls
 from moecomm.overlap.host import HostExecutor
-from moecomm.overlap.sizes import Matrix, Sizes
+from moecomm.overlap.plans import CallNumbers, Operators
+from moecomm.overlap.sizes import Sizes
 from moecomm.overlap.unfused import UnfusedExecutor
 from moecomm.window import Window
 
 _GPU = "moecomm.overlap.gpu"
 
-
-class Operators(Protocol):
-    """The operators of one rank.
-
-    Tensors are checked (moecomm/overlap/sizes.py), contiguous, aligned to 16 bytes, and on the device of the Window.
-    Matrices in FP8 are pairs of values and scales, and their products are bfloat16.  Results are new tensors.  Shapes
-    and values are those of the functions of moecomm.overlap.
-    """
-
-    def all_gather_matmul(self, x: Matrix, w: Matrix, gather: bool) -> tuple[torch.Tensor, Matrix | None]:
-        """Return the product, and x of all ranks `[R*M, K]`, or None without `gather`."""
-        ...
-
-    def matmul_reduce_scatter(self, x: Matrix, w: Matrix) -> torch.Tensor:
-        """Return this rank's rows of the sum of all products."""
-        ...
-
-    def matmul_all_reduce(self, x: Matrix, w: Matrix) -> torch.Tensor:
-        """Return the sum of all products."""
-        ...
-
-    def matmul_all_to_all(self, x: Matrix, w: Matrix) -> torch.Tensor:
-        """Return what every rank has computed for this one."""
-        ...
-
-    def embedding_all_to_all(
-        self, tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the bags of this rank's samples from the tables of every rank."""
-        ...
+COLUMNS = 8  # depths and numbers of columns of fused products are multiples of it
+# The product of so few rows is bound by w, and torch's is faster than the fused kernel's by more than that hides.  With
+# a kernel that adds up the products it takes 0.66 to 0.93 of NCCL's time, and the fused kernel 0.82 to 1.27
+# (bench/results/overlap-matmul-all-reduce-h200-2.json).  Up to 16 rows there is a fused kernel of their own.
+FEW_ROWS = range(17, 257)
+# Elements of w from which an all-gather is a small part of the call, and the product decides: 2048 x 7168 x 8192 takes
+# 515 us fused, 435 us unfused and 429 us with NCCL on 4 H200s; 8192^3 takes 1911, 1909 and 1933 us.  On two H200s both
+# forms take 0.90 to 1.02 of NCCL's time (bench/results/overlap-all-gather-matmul-h200-2.json).
+LARGE_WEIGHT = 1 << 25
 
 
-class FusedOperators(Operators, Protocol):
+class FusedOperators(Protocol):
     """The fused operators of a GPU: `GpuExecutor(window, offset, nbytes)` of moecomm.overlap.gpu.
 
     They raise Unsupported for sizes that they do not take, and BadInput where the Workspace has no room, before they
@@ -59,6 +37,10 @@ class FusedOperators(Operators, Protocol):
     """
 
     staging: range  # bytes of the Window that hold nothing between calls of all ranks
+
+    def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]:
+        """See Operators."""
+        ...
 
     def can_sum(self, nbytes: int) -> bool:
         """Return whether all_reduce() takes a tensor of so many bytes."""
@@ -69,68 +51,30 @@ class FusedOperators(Operators, Protocol):
         ...
 
 
-class Executor(Operators, Protocol):
-    """The operators, and the exchange that gradients need beside them."""
-
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Send part q of x `[R, ...]` to rank q; return the parts for this rank, by the rank that sent them."""
-        ...
-
-
 class Executors(Protocol):
     """The executors that a Workspace has."""
 
-    @property
-    def made(self) -> int:
-        """Calls that have begun, and may have reached the other ranks."""
-        ...
+    counted_ahead: int  # 1: choose() and later calls count themselves in CallNumbers.made; 0: their rounds do
 
-    def choose(self, sizes: Sizes, fused: bool | None) -> Operators:
-        """Return the executor of a call."""
-        ...
-
-    def exchange(self, sizes: Sizes) -> Executor:
-        """Return the executor of an exchange."""
-        ...
-
-    def count_failed(self) -> None:
-        """Count a call that failed before it reached the other ranks: headers that are compared say so."""
-        ...
-
-    def begin(self, of: int) -> None:
-        """Take note of the call whose gradient the next one computes: see Workspace.call."""
+    def choose(self, sizes: Sizes, fused: bool | None, gather: bool) -> tuple[Callable[..., Any], bool]:
+        """Return what runs a call, and whether calls like it need not be chosen for again."""
         ...
 
 
 class HostExecutors:
     """The executor of CPU ranks, which has one form of each operator."""
 
-    def __init__(self, window: Window) -> None:
-        self._host = HostExecutor(window)
+    counted_ahead = 0
 
-    def choose(self, sizes: Sizes, fused: bool | None) -> Operators:
-        """Return it."""
-        return self._host
+    def __init__(self, window: Window, numbers: CallNumbers) -> None:
+        self._host = HostExecutor(window, numbers)
 
-    def exchange(self, sizes: Sizes) -> Executor:
-        """Return it."""
-        return self._host
-
-    def count_failed(self) -> None:
-        """See Executors."""
-        self._host.rounds.failed_calls += 1
-
-    def begin(self, of: int) -> None:
-        """See Executors."""
-        self._host.rounds.of = of
-
-    @property
-    def made(self) -> int:
-        """See Executors."""
-        return self._host.rounds.count
+    def choose(self, sizes: Sizes, fused: bool | None, gather: bool) -> tuple[Callable[..., Any], bool]:
+        """See Executors.  Every call is compared."""
+        return self._host.plan(sizes, gather), True
 
 
-class FusedFirst:
+class FusedFirst(Operators):
     """The fused operators, and the unfused form of calls that those do not take.
 
     Sizes and room decide which, so all ranks take the same: see FirstCalls.
@@ -139,16 +83,20 @@ class FusedFirst:
     def __init__(self, fused: FusedOperators, unfused: UnfusedExecutor) -> None:
         self._fused, self._unfused = fused, unfused
 
-    def __getattr__(self, operator: str) -> Any:
-        """Return an operator."""
-        return functools.partial(self._run, getattr(self._fused, operator), getattr(self._unfused, operator))
-
-    @staticmethod
-    def _run(fused: Callable[..., Any], unfused: Callable[..., Any], *given: Any) -> Any:
+    def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]:
+        """See Operators."""
         try:
-            return fused(*given)
+            fused = self._fused.plan(call, gather)
         except (BadInput, Unsupported):
-            return unfused(*given)
+            return self._unfused.plan(call, gather)
+
+        def run(*given: Any) -> Any:
+            try:
+                return fused(*given)
+            except (BadInput, Unsupported):
+                return self._unfused.plan(call, gather)(*given)
+
+        return run
 
 
 class GpuExecutors:
@@ -157,10 +105,13 @@ class GpuExecutors:
     Args:
         window: of all ranks.
         nbytes: the first bytes of it, for executors; agreement.BYTES behind them are for comparing first calls.
+        numbers: of the Workspace.
     """
 
-    def __init__(self, window: Window, nbytes: int) -> None:
-        self._ranks, self._first_calls = window.num_ranks, FirstCalls(window, nbytes)
+    counted_ahead = 1
+
+    def __init__(self, window: Window, nbytes: int, numbers: CallNumbers) -> None:
+        self._ranks, self._numbers, self._first_calls = window.num_ranks, numbers, FirstCalls(window, nbytes)
         self._fused: FusedOperators | MoecommError  # why there are none
         try:
             self._fused = _fused_operators(window, nbytes)
@@ -170,14 +121,13 @@ class GpuExecutors:
         else:
             self._unfused = UnfusedExecutor(window, self._fused.staging, self._fused.all_reduce)
             self._fused_first = FusedFirst(self._fused, self._unfused)
-        self._made = self._failed_calls = 0
 
-    def choose(self, sizes: Sizes, fused: bool | None) -> Operators:
-        """Return the executor of a call, after comparing it with those of the other ranks if it is the first such.
+    def choose(self, sizes: Sizes, fused: bool | None, gather: bool) -> tuple[Callable[..., Any], bool]:
+        """Return what runs a call, after comparing it with those of the other ranks if it is the first such.
 
         Raises:
             Mismatch: see FirstCalls.
-            Unsupported, BadInput: `fused=True`, and there are no fused operators.
+            Unsupported, BadInput: `fused=True`, and there are no fused operators, or they do not take it.
         """
         operators: Any = self._unfused
         if isinstance(self._fused, MoecommError):
@@ -186,30 +136,31 @@ class GpuExecutors:
             fused = False
         elif fused:
             operators = self._fused
-        elif fused is None and not table.is_slower(self._ranks, sizes, self._fused.can_sum):
+        elif fused is None and not is_slower(self._ranks, sizes, self._fused.can_sum):
             operators, fused = self._fused_first, True
-        self._made += 1
-        self._first_calls.check(sizes, self._failed_calls, fused)
-        chosen: Operators = operators
-        return chosen
+        self._numbers.made += 1
+        compared = self._first_calls.check(sizes, self._numbers.failed, fused)
+        return operators.plan(sizes, gather), compared
 
-    def exchange(self, sizes: Sizes) -> Executor:
-        """Return the unfused executor, likewise."""
-        self._made += 1
-        self._first_calls.check(sizes, self._failed_calls)
-        return self._unfused
 
-    def count_failed(self) -> None:
-        """See Executors."""
-        self._failed_calls += 1
+def is_slower(num_ranks: int, sizes: Sizes, can_sum: Callable[[int], bool]) -> bool:
+    """Return whether the fused form of a call is slower than the unfused one, or does not exist: for `fused=None`.
 
-    def begin(self, of: int) -> None:
-        """Do nothing: what differs from call to call is not compared."""
+    A fused kernel is the default wherever it takes the sizes, on any GPU and with any number of ranks, because it hides
+    communication that the unfused form adds.  One rank alone has nothing to hide; among several, two kinds of calls are
+    the exception.
 
-    @property
-    def made(self) -> int:
-        """See Executors."""
-        return self._made
+    Args:
+        num_ranks: number of ranks.
+        sizes: of the call.
+        can_sum: returns whether there is a kernel that adds up products of so many bytes.
+    """
+    dims = sizes.dims
+    if num_ranks == 1 or any(dims.get(name, 0) % COLUMNS for name in ("N", "K")):
+        return True
+    if sizes.operator == "matmul_all_reduce":
+        return dims["M"] in FEW_ROWS and can_sum(2 * dims["M"] * dims["N"])
+    return sizes.operator == "all_gather_matmul" and dims["N"] * dims["K"] >= LARGE_WEIGHT
 
 
 def _fused_operators(window: Window, nbytes: int) -> FusedOperators:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._C import _functorch
 
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName
+from moecomm.base.turn import Turn
 from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep
+from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import agreement
 from moecomm.overlap.executors import Executors, GpuExecutors, HostExecutors
+from moecomm.overlap.plans import MOST_PLANS, CallKey, CallNumbers, CallPlan, key_of, new_plan
 from moecomm.window import Window
 
-_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _PREFIX = "moecomm_workspace_"
 _SIGNALS = 16384
-_numbers = itertools.count()
+_opened = itertools.count()
 _named: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
 
 
@@ -57,7 +58,7 @@ class Workspace(Bound):
         device: torch.device | str | int | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self._owns = not isinstance(group, Window)
+        self._owns, self._numbers = not isinstance(group, Window), CallNumbers()
         if isinstance(group, Window):
             if nbytes is not None or backend != "auto" or device is not None:
                 raise BadInput("group", "a Window", "no nbytes, backend or device beside it: it has its own")
@@ -71,20 +72,19 @@ class Workspace(Bound):
             if self._owns:
                 self.window.close()
             raise
-        self._turn = threading.RLock()  # held by the thread that is in a call
-        self._depth = 0  # of that thread's calls
-        self._running = False  # a call that contains no other
-        self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
+        self._turn = Turn()
+        self._device_type, self._counted_ahead = self.device.type, self.executors.counted_ahead
+        self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self._ended: OutOfStep | None = None  # ranks have made different calls
-        self.name = f"{_PREFIX}{next(_numbers)}"
+        self.name = f"{_PREFIX}{next(_opened)}"
         _named[self.name] = self
 
     def _open(self) -> Executors:
         if self.executor_bytes <= 0:
             raise BadInput("nbytes", self.window.nbytes, "512 or more")
         if self.device.type == "cpu":
-            return HostExecutors(self.window)
-        return GpuExecutors(self.window, self.executor_bytes)
+            return HostExecutors(self.window, self._numbers)
+        return GpuExecutors(self.window, self.executor_bytes, self._numbers)
 
     @property
     def rank(self) -> int:
@@ -119,11 +119,10 @@ class Workspace(Bound):
         return self._executors
 
     @contextmanager
-    def call(self, *, outer: bool = False, of: int = agreement.FORWARD) -> Iterator[Workspace]:
+    def call(self, of: int = agreement.FORWARD) -> Iterator[Workspace]:
         """Count a call, for the operators' own use.
 
         Args:
-            outer: the call contains another one, of the same thread.
             of: number of the call whose gradient this one computes, the same on all ranks; see agreement.FORWARD.
 
         Raises:
@@ -132,41 +131,42 @@ class Workspace(Bound):
                 counts as failed.
             Closed: the Workspace is closed.
         """
-        if not self._turn.acquire(blocking=False):
-            self._refuse()
+        before = self._begin(False, of)
         try:
-            if self._running:
-                self._refuse()
-            executors = self.executors
-            if self.window.closed:
-                raise Closed("Workspace")
-            if self._ended is not None:
-                raise self._ended.with_traceback(None)
-            executors.begin(of)
-            while self._refused:
-                self._refused.pop()
-                executors.count_failed()
-            first, before = self._depth == 0, executors.made
-            self._depth += 1
-            self._running = not outer
-            try:
-                with torch.autocast(self.device.type, enabled=False):  # it would choose other dtypes
-                    yield self
-            except Exception as error:
-                if first and executors.made == before:
-                    executors.count_failed()
-                if isinstance(error, Mismatch) and not isinstance(error, OutOfStep):
-                    self._ended = OutOfStep.after(error, "Workspace")
-                raise
-            finally:
-                self._depth -= 1
-                self._running = False
+            with torch.autocast(self._device_type, enabled=False):  # it would choose other dtypes
+                yield self
+        except Exception as error:
+            self._count_error(error, before)
+            raise
         finally:
-            self._turn.release()
+            self._turn.end()
 
-    def _refuse(self) -> NoReturn:
-        self._refused.append(None)
-        raise ConcurrentCall("Workspace")
+    def _begin(self, outer: bool, of: int) -> int:
+        """Begin a call; return how many had been made, or -1 inside of a call that consists of others.
+
+        Raises as call().
+        """
+        turn, numbers = self._turn, self._numbers
+        if not turn.begin(outer):
+            raise ConcurrentCall("Workspace")
+        if self._executors is None or self.window.closed or self._ended is not None:
+            turn.end(outer)
+            if self._ended is None or self.closed:
+                raise Closed("Workspace")
+            raise self._ended.with_traceback(None)
+        numbers.of = of
+        while turn.refused:
+            turn.refused.pop()
+            numbers.failed += 1
+        return numbers.made if turn.depth == outer else -1
+
+    def _count_error(self, error: Exception, before: int) -> None:
+        """Take note of the error of a call; `before`: see _begin()."""
+        numbers = self._numbers
+        if before == numbers.made:
+            numbers.failed += 1
+        if isinstance(error, Mismatch) and not isinstance(error, OutOfStep):
+            self._ended = OutOfStep.after(error, "Workspace")
 
     def check(self) -> None:
         """Wait for the device, and raise the error of a wait that has failed, if any.  See Window.check."""
@@ -179,7 +179,8 @@ class Workspace(Bound):
     def close(self) -> None:
         """Let go of the memory.  Local and idempotent."""
         _named.pop(self.name, None)
-        self._executors = None  # its views keep memory mapped
+        self._executors = None  # its views keep memory mapped, and so do those of plans
+        self._plans.clear()
         if self._owns:
             self.window.close()
 
@@ -213,7 +214,9 @@ def find(name: str) -> Workspace:
 
 def number_of_call(workspace: str, output: torch.Tensor) -> int:
     """Return the number of the call that has just made this output, by which its backward pass is known."""
-    return find(workspace).executors.made if type(output) is torch.Tensor else agreement.UNKNOWN
+    if type(output) is not torch.Tensor:
+        return agreement.UNKNOWN
+    return (_named.get(workspace) or find(workspace))._numbers.made
 
 
 def name_of(workspace: Workspace | str) -> str:
@@ -223,21 +226,96 @@ def name_of(workspace: Workspace | str) -> str:
     return workspace if isinstance(workspace, str) else workspace.name
 
 
-def counted(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a collective function, whose third argument is `workspace`, so that a call that fails is counted.
+class Repeated(NamedTuple):
+    """A call that has a plan.
 
-    While torch.compile traces, the function is called directly: graphs contain only the operators, which count their
-    own calls.
+    Attributes:
+        owner: its Workspace.
+        plan: what runs it.
+        tensors: its tensors; those of pairs one by one.
+        direct: nobody but the plan has to see it: no gradient is wanted, and torch has no mode, transform or profiler.
     """
 
-    @functools.wraps(function)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        given = kwargs.get("workspace", args[2] if len(args) > 2 else None)
-        if not isinstance(given, (Workspace, str)):
-            return function(*args, **kwargs)  # which says so
-        with find(name_of(given)).call(outer=True):
-            return function(*args, **kwargs)
+    owner: Workspace
+    plan: CallPlan
+    tensors: list[torch.Tensor]
+    direct: bool
 
-    return call
+    def arguments(self, *options: Any) -> tuple[Any, ...]:
+        """Return the arguments of an operator of torch of two matrices, with these options."""
+        parts = len(self.tensors) // 2
+        x, w = self.tensors[0], self.tensors[parts]
+        scales = (self.tensors[1], self.tensors[3]) if parts == 2 else (None, None)
+        return x, w, self.owner.name, *options, *scales
+
+
+def run_plan(call: Repeated, of: int = agreement.FORWARD) -> Any:
+    """Run a call by its plan.  `of`: see Workspace.call.  Raises as that, and as the operator."""
+    owner, plan = call.owner, call.plan
+    before = owner._begin(False, of)
+    try:
+        owner._numbers.made += owner._counted_ahead
+        given: list[Any] = []
+        for tensor, contiguous in zip(call.tensors, plan.contiguous, strict=True):
+            tensor = tensor if contiguous else tensor.contiguous()
+            given.append(tensor.clone() if tensor.data_ptr() % 16 else tensor)
+        if len(given) == 4:
+            given = [Fp8(*given[:2]), Fp8(*given[2:])]
+        if torch.is_autocast_enabled(owner._device_type):
+            with torch.autocast(owner._device_type, enabled=False):
+                return plan.run(*given)
+        return plan.run(*given)
+    except Exception as error:
+        owner._count_error(error, before)
+        raise
+    finally:
+        owner._turn.end()
+
+
+def outer(owner: Workspace, function: Callable[..., _Result], *given: Any) -> _Result:
+    """Call a function that makes a call of this thread, and count it if it fails before that.  Raises as call()."""
+    before = owner._begin(True, agreement.FORWARD)
+    try:
+        return function(*given)
+    except Exception as error:
+        owner._count_error(error, before)
+        raise
+    finally:
+        owner._turn.end(True)
+
+
+def first(workspace: Any, function: Callable[..., _Result], *given: Any) -> _Result:
+    """Make a call of a collective function that checks its arguments, so that it is counted if it fails."""
+    if not isinstance(workspace, (Workspace, str)):
+        return function(*given)  # which says so
+    return outer(find(name_of(workspace)), function, *given)
+
+
+def repeated(
+    operator: str, workspace: Workspace | str, options: Sequence[Any], operands: Sequence[Any]
+) -> Repeated | None:
+    """Return a call with its plan; None: it is the first of its kind, or has none.  For arguments see key_of()."""
+    owner = _named.get(workspace) if isinstance(workspace, str) else workspace
+    if not isinstance(owner, Workspace) or (found := key_of(operator, options, operands)) is None:
+        return None
+    if (plan := owner._plans.get(found.key)) is None:
+        return None
+    for tensor, span in zip(found.tensors, plan.spans, strict=True):
+        begin = tensor.storage_offset() * tensor.element_size()
+        if span and begin + span > tensor.untyped_storage().nbytes():  # it has been resized
+            return None
+    watched = (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or _functorch.maybe_current_level() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
+    return Repeated(owner, plan, found.tensors, not (watched or found.has_gradient))
+
+
+def keep(owner: Workspace, found: CallKey | None, run: Callable[..., Any]) -> None:
+    """Keep what runs calls with this key."""
+    if found is not None and owner._executors is not None:
+        if len(owner._plans) >= MOST_PLANS:
+            owner._plans.clear()
+        owner._plans[found.key] = new_plan(run, found.tensors)

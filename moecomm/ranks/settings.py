@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 VERSION = 10  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
-_PACKED = "<13q16s8s"
 _MAGIC = 0x6D6F65636F6D6D
 _WIRES = (None, "exact")
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
@@ -75,6 +75,41 @@ def seconds(timeout_s: Any) -> float:
     if not (isinstance(timeout_s, Real) and 0 < float(timeout_s) < 1e6):
         raise BadInput("timeout_s", repr(timeout_s), "seconds, more than 0")
     return float(timeout_s)
+
+
+def compare(
+    group: Rendezvous, numbers: Mapping[str, Any], backend: str, shown: Callable[[str, int], object], more: bytes = b""
+) -> list[bytes]:
+    """Compare numbers, by name, and the backend of all ranks.  Collective.
+
+    Args:
+        group: of the ranks.
+        numbers: of this rank, the same names on all.
+        backend: its name.
+        shown: returns a number as the caller passed it.
+        more: bytes that are not compared, as many on all ranks.
+
+    Returns:
+        `more` of all ranks.
+
+    Raises:
+        Mismatch: on every rank, with the first field in which ranks differ.
+        BadInput: at once, for a field that is no number.
+    """
+    for name, value in numbers.items():
+        if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
+            raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
+    packed = struct.Struct(f"<{len(numbers)}q16s{len(more)}s")
+    found = []
+    for rank, theirs in enumerate(group.all_gather(packed.pack(*map(int, numbers.values()), backend.encode(), more))):
+        *others, their_backend, their_more = packed.unpack(theirs)
+        for (name, ours), other in zip(numbers.items(), others, strict=True):
+            if ours != other:
+                raise Mismatch(name, shown(name, ours), shown(name, other), rank)
+        if (their_name := their_backend.rstrip(b"\0").decode(errors="replace")) != backend:
+            raise Mismatch("backend", backend, their_name, rank)
+        found.append(their_more)
+    return found
 
 
 @dataclass(frozen=True)
@@ -127,19 +162,9 @@ class Settings:
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
         others = (int(is_exact(self.wire)), self._factor_bits, self.verify_every, _index(ON_TIMEOUT, self.on_timeout))
         mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, *others)
-        for name, value in zip(self._NAMES, mine, strict=True):
-            if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
-                raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
-        everybody = group.all_gather(struct.pack(_PACKED, *mine, self.backend.encode(), secrets.token_bytes(8)))
-        for rank, theirs in enumerate(everybody):
-            *numbers, backend, _ = struct.unpack(_PACKED, theirs)
-            for name, ours, other in zip(self._NAMES, mine, numbers, strict=True):
-                if ours != other:
-                    raise Mismatch(name, _shown(name, ours), _shown(name, other), rank)
-            if (name := backend.rstrip(b"\0").decode(errors="replace")) != self.backend:
-                raise Mismatch("backend", self.backend, name, rank)
-        identity: bytes = struct.unpack(_PACKED, everybody[0])[-1]  # rank 0's proposal
-        return identity.hex()
+        numbers = dict(zip(self._NAMES, mine, strict=True))
+        proposals = compare(group, numbers, self.backend, _shown, secrets.token_bytes(8))
+        return proposals[0].hex()
 
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""

@@ -82,13 +82,7 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str], last: s
         return Mismatch(*signature.difference(record.expected, record.seen, _OPS[record.op]), record.peer)
     if record.code == Failure.excluded:
         return Excluded(record.rank, ())
-    known: dict[str, Any] = {
-        "rank": record.rank,
-        "peer": record.peer,
-        "op": _OPS[record.op],
-        "round": record.round,
-        "phase": Phase(record.phase).name,
-    }
+    known = known_of(record, _OPS[record.op])
     where = f"{_OPS[record.op]}, round {record.round}, phase {Phase(record.phase).name}"
     why = f": {dead[record.peer]}" if record.peer in dead else ""
     if record.code == Failure.peer_lost or (why and record.peer != record.rank):
@@ -106,8 +100,19 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str], last: s
             f"rank {record.rank} waited for rank {record.peer}: {what} ({where}); gave up {waited}",
             **known,
         )
-    by = "abort() or an interrupt" if record.peer == record.rank else f"rank {record.peer}"
+    by = stopper(record.rank, record.peer)
     return Aborted(f"rank {record.rank} was stopped by {by} ({where}){why}", **known)
+
+
+def known_of(record: _native.FailureRecordView, op: str) -> dict[str, Any]:
+    """Return what the errors of a failed wait have as attributes."""
+    phase = Phase(record.phase).name
+    return {"rank": record.rank, "peer": record.peer, "op": op, "round": record.round, "phase": phase}
+
+
+def stopper(rank: int, culprit: int) -> str:
+    """Return who has stopped a rank, in words."""
+    return "abort() or an interrupt" if culprit == rank else f"rank {culprit}"
 
 
 def _bad_input(record: _native.FailureRecordView) -> BadInput:

@@ -26,11 +26,10 @@ from moecomm.ranks.opening import opening
 from moecomm.ranks.peers import Peers
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import seconds, wanted_device
-from moecomm.window import failures, symmetric
-from moecomm.window.calls import Calls
-from moecomm.window.host_calls import HostCalls
-from moecomm.window.memory import Memory, OwnMemory
-from moecomm.window.opened import Opened
+from moecomm.window import failures
+from moecomm.window.calls import HostCalls, WindowCalls
+from moecomm.window.memory import OwnMemory, WindowMemory, asked_bytes, asked_device, open_memory
+from moecomm.window.opened import OpenedWindow
 from moecomm.window.settings import WindowSettings
 
 _MOST_VALUE = (1 << 63) - 1
@@ -84,9 +83,9 @@ class Window(Bound):
         others = partial(last_calls.others_over, group)
         with opening(group, timeout_s, of="Window", note="Window()", others=others) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-            size: Any = nbytes if memory is None else symmetric.asked_bytes(memory, nbytes, group)
+            size: Any = nbytes if memory is None else asked_bytes(memory, nbytes, group)
             if isinstance(memory, torch.Tensor):
-                wanted = symmetric.asked_device(memory, wanted)
+                wanted = asked_device(memory, wanted)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
             settings = WindowSettings(ranks.ranks, size, signals, memory is not None, name)
             settings.agree(ranks)
@@ -96,16 +95,16 @@ class Window(Bound):
             with ExitStack() as undo:
                 peers, self.why = backends.open_peers(name, self.why, ranks, handle.total_bytes, wanted, timeout_s)
                 undo.callback(peers.close)
-                of_ranks: Memory = OwnMemory(peers, handle.nbytes)
+                of_ranks: WindowMemory = OwnMemory(peers, handle.nbytes)
                 if memory is not None:
-                    of_ranks = symmetric.open_memory(ranks, group, peers, memory, handle.nbytes)
+                    of_ranks = open_memory(ranks, group, peers, memory, handle.nbytes)
                 with all_or_none(ranks):
                     calls = _calls_of(peers, of_ranks, handle)
                 ranks.settle()
                 undo.pop_all()
         self.rank, self.num_ranks, self.timeout_s = ranks.rank, ranks.ranks, timeout_s
         self.nbytes, self.num_signals = handle.nbytes, handle.num_signals
-        self._opened = Opened(peers, of_ranks, handle, calls)
+        self._opened = OpenedWindow(peers, of_ranks, handle, calls)
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
         self._in_barrier = threading.Lock()
@@ -251,14 +250,12 @@ class Window(Bound):
             ConcurrentCall: another thread of this rank is in barrier().
             Closed, Timeout, PeerLost, Aborted: as wait().
         """
-        if not self._in_barrier.acquire(blocking=False):
-            raise ConcurrentCall("Window")
+        self._enter_barriers()
         try:
-            with self._call():
-                if not self._opened.calls.barrier():
-                    self._raise_failure()
+            if not self._opened.calls.barrier():
+                self._raise_failure()
         finally:
-            self._in_barrier.release()
+            self._leave_barriers()
 
     def check(self) -> None:
         """Wait for the device, and raise the error of a wait that has failed, if any.
@@ -349,9 +346,39 @@ class Window(Bound):
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Count a call; raise what makes it impossible."""
-        with self._while_open():
-            self._raise_failure()
+        self._enter()
+        try:
             yield
+        finally:
+            self._opened.gate.leave()
+
+    def _enter(self) -> None:
+        """Begin a call, which ends with `_opened.gate.leave()`.  Raises what makes it impossible."""
+        opened = self._opened
+        if self._closed or opened.closed:  # first: in a forked child another thread may have held the gate
+            raise Closed(self._what)
+        opened.gate.enter()
+        try:
+            if self._closed or opened.closed:
+                raise Closed(self._what)
+            self._raise_failure()
+        except BaseException:
+            opened.gate.leave()
+            raise
+
+    def _enter_barriers(self) -> None:
+        """Begin a call with barriers, which ends with _leave_barriers().  Raises as barrier()."""
+        if not self._in_barrier.acquire(blocking=False):
+            raise ConcurrentCall("Window")
+        try:
+            self._enter()
+        except BaseException:
+            self._in_barrier.release()
+            raise
+
+    def _leave_barriers(self) -> None:
+        self._opened.gate.leave()
+        self._in_barrier.release()
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
@@ -388,7 +415,7 @@ class Window(Bound):
             raise self._failure
 
 
-def _calls_of(peers: Peers, memory: Memory, handle: _native.WindowHandle) -> Calls:
+def _calls_of(peers: Peers, memory: WindowMemory, handle: _native.WindowHandle) -> WindowCalls:
     """Fill in the addresses of the handle; return the calls on it.
 
     Raises:

@@ -7,9 +7,10 @@ from typing import Any
 
 from moecomm import _native
 from moecomm.errors import Aborted, PeerLost, RoundFailed, Timeout
-from moecomm.rounds.failures import Failure, Phase
+from moecomm.rounds.failures import Failure, Phase, known_of, stopper
 
 _CULPRIT = 1 << 16  # an abort word is the cause times this, plus the culprit's rank plus 1: csrc/protocol/record.h
+_GONE = "its process has ended, or it has closed its Window"
 _HOST_BARRIER = _native.constants()["host_barrier"]
 
 
@@ -19,16 +20,9 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Roun
     `dead`: see moecomm.ranks.peers.Peers.dead_peers.
     """
     barrier = record.phase == Phase.barrier
-    op, what = "barrier" if barrier else "wait", _what(record, barrier)
-    known: dict[str, Any] = {
-        "rank": record.rank,
-        "peer": record.peer,
-        "op": op,
-        "round": record.round,
-        "phase": Phase(record.phase).name,
-    }
+    known, what = known_of(record, "barrier" if barrier else "wait"), _what(record, barrier)
     if record.code == Failure.peer_lost or record.peer in dead:
-        why = dead.get(record.peer, "its process has ended, or it has closed its Window")
+        why = dead.get(record.peer, _GONE)
         text = f"rank {record.peer} is gone (noticed by rank {record.rank}, waiting for {what}): {why}"
         return PeerLost(text, **known)
     if record.code == Failure.timeout:
@@ -39,7 +33,8 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Roun
             whom = "" if record.peer < 0 else f" for rank {record.peer}"
             text = f"another rank timed out waiting{whom} (noticed by rank {record.rank}, waiting for {what})"
         return Timeout(text, **known)
-    return Aborted(f"rank {record.rank} was stopped by {_stopper(record)} (waiting for {what})", **known)
+    by = stopper(record.rank, record.peer)
+    return Aborted(f"rank {record.rank} was stopped by {by} (waiting for {what})", **known)
 
 
 def error_of_word(word: int, rank: int, dead: Mapping[int, str]) -> RoundFailed:
@@ -47,13 +42,12 @@ def error_of_word(word: int, rank: int, dead: Mapping[int, str]) -> RoundFailed:
     cause, culprit = word // _CULPRIT, word % _CULPRIT - 1
     known: dict[str, Any] = {"rank": rank, "peer": culprit, "op": "wait", "round": 0, "phase": "signal"}
     if cause == Failure.peer_lost or culprit in dead:
-        why = dead.get(culprit, "its process has ended, or it has closed its Window")
+        why = dead.get(culprit, _GONE)
         return PeerLost(f"rank {culprit} is gone (noticed by rank {rank}): {why}", **known)
     if cause == Failure.timeout:
         whom = "" if culprit < 0 else f" for rank {culprit}"
         return Timeout(f"a wait{whom} timed out (noticed by rank {rank})", **known)
-    by = "abort() or an interrupt" if culprit == rank else f"rank {culprit}"
-    return Aborted(f"rank {rank} was stopped by {by}", **known)
+    return Aborted(f"rank {rank} was stopped by {stopper(rank, culprit)}", **known)
 
 
 def _what(record: _native.FailureRecordView, barrier: bool) -> str:
@@ -61,7 +55,3 @@ def _what(record: _native.FailureRecordView, barrier: bool) -> str:
         return f"signal {record.round} to reach {record.expected}, which holds {record.seen}"
     slot = "" if record.round == _HOST_BARRIER else f" in slot {record.round}"
     return f"barrier {record.expected}{slot}"
-
-
-def _stopper(record: _native.FailureRecordView) -> str:
-    return "abort() or an interrupt" if record.peer == record.rank else f"rank {record.peer}"

@@ -11,12 +11,12 @@ from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.gpu import cuda_driver, plain_kernel
 from moecomm.gpu.structs import fields_of
 from moecomm.ranks.peers import Peers
-from moecomm.window.memory import Memory
+from moecomm.window.memory import WindowMemory
 
 _THREADS = 64  # a thread for each rank of a barrier
 
 
-class Handle(ctypes.Structure):
+class WindowStruct(ctypes.Structure):
     """Window of csrc/window/window.h."""
 
     _fields_ = fields_of("Window")
@@ -25,7 +25,7 @@ class Handle(ctypes.Structure):
 class CallArgs(ctypes.Structure):
     """WindowCallArgs of csrc/window/call_args.h."""
 
-    _fields_ = fields_of("WindowCallArgs", Window=Handle)
+    _fields_ = fields_of("WindowCallArgs", Window=WindowStruct)
 
 
 def kernel(call: str) -> plain_kernel.PlainKernel:
@@ -34,9 +34,9 @@ def kernel(call: str) -> plain_kernel.PlainKernel:
 
 
 class GpuCalls:
-    """See moecomm.window.calls.Calls.  The peers have CONTROL bytes of control memory more than they use."""
+    """See moecomm.window.calls.WindowCalls.  The peers have CONTROL bytes of control memory more than they use."""
 
-    def __init__(self, peers: GpuPeers, memory: Memory, handle: _native.WindowHandle) -> None:
+    def __init__(self, peers: GpuPeers, memory: WindowMemory, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
         self._device = peers.device
         self.pointers, self._control = (
@@ -47,60 +47,69 @@ class GpuCalls:
         self._on_device = torch.frombuffer(bytearray(handle.content), dtype=torch.uint8).to(peers.device)
         self.handle_address = self._on_device.data_ptr()
         torch.cuda.synchronize(peers.device)  # kernels of any stream may read all of it
-        self._struct = Handle.from_buffer_copy(handle.content)
-        for call in ("signal", "set_signal", "wait", "barrier"):  # now: loading waits for kernels that are running
-            plain_kernel.load(kernel(call), peers.device.index)
+        self._struct = WindowStruct.from_buffer_copy(handle.content)
+        self._functions = {  # now: loading waits for kernels that are running
+            call: plain_kernel.load(kernel(call), peers.device.index)
+            for call in ("signal", "set_signal", "wait", "barrier")
+        }
 
     def _launch(self, call: str, value: int = 0, rank: int = 0, index: int = 0) -> None:
-        args = CallArgs(window=self._struct, value=value, rank=rank, index=index)
-        plain_kernel.launch_on(self._device, kernel(call), 1, args)
+        args, device = CallArgs(window=self._struct, value=value, rank=rank, index=index), self._device.index
+        if _native.cuda_context() == 0:  # autograd's threads may have none yet
+            cuda_driver.bind_thread(device)
+        how = 1, _THREADS, 0, _native.current_stream(device), args
+        if torch.cuda.current_device() == device:
+            _native.cuda_launch_packed(self._functions[call], *how)
+            return
+        with torch.cuda.device(device):
+            _native.cuda_launch_packed(self._functions[call], *how)
 
     def signal(self, rank: int, index: int, amount: int) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         self._launch("signal", amount, rank, index)
 
     def set_signal(self, rank: int, index: int, value: int) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         self._launch("set_signal", value, rank, index)
 
     def signal_value(self, index: int) -> int:
-        """See Calls."""
+        """See WindowCalls."""
         address = self._peers.addresses[self._handle.rank] + self._handle.signals + 8 * index
         torch.cuda.current_stream(self._device).synchronize()
         return int.from_bytes(self._read(address, 8), "little")
 
     def wait(self, index: int, value: int, peer: int) -> bool:
-        """See Calls."""
+        """See WindowCalls."""
         self._launch("wait", value, peer, index)
         return True
 
     def barrier(self) -> bool:
-        """See Calls."""
+        """See WindowCalls."""
         self._launch("barrier")
         return True
 
     def abort_word(self) -> int:
-        """See Calls."""
+        """See WindowCalls."""
         return _native.read_word(self._handle.abort_host)
 
     def abort(self, cause: int) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         rank = self._handle.rank
         self._peers.abort(cause, rank)
         word = self.abort_word().to_bytes(4, "little")
         self._write([address + self._handle.abort for address in self._peers.addresses], word)
 
     def capturing(self) -> bool:
-        """See Calls."""
+        """See WindowCalls."""
         cuda_driver.bind_thread(self._device.index)
         return _native.cuda_capturing(_native.current_stream(self._device.index))
 
     def synchronize(self) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         torch.cuda.synchronize(self._device)
 
     def leave(self) -> None:
-        """See Calls."""
+        """See WindowCalls."""
         at = self._handle.left + 4 * self._handle.rank
         self._write([address + at for address in self._peers.addresses], (1).to_bytes(4, "little"))
 
@@ -119,7 +128,7 @@ class GpuCalls:
         return self._peers.control.read(CONTROL, nbytes)
 
 
-def calls_of(peers: Peers, memory: Memory, handle: _native.WindowHandle) -> GpuCalls:
+def calls_of(peers: Peers, memory: WindowMemory, handle: _native.WindowHandle) -> GpuCalls:
     """Return the calls on the memory of GPUs."""
     assert isinstance(peers, GpuPeers)
     with torch.cuda.device(peers.device):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 from moecomm import _native
-from moecomm.base.integers import is_integer
 from moecomm.base.protocol import MAX_HOST_RANKS, MAX_RANKS
-from moecomm.errors import BadInput, Mismatch
+from moecomm.errors import BadInput
 from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.settings import compare
 
 VERSION = 2  # of the layout in csrc/window/window.h
 MAX_SIGNALS = _native.constants()["max_signals"]
 _MOST_BYTES = 1 << 46
 _MEMORY = ("memory of the Window's own", "torch's symmetric memory")
-_PACKED = "<4q16s"
 
 
 @dataclass(frozen=True)
@@ -36,21 +34,9 @@ class WindowSettings:
             Mismatch: on every rank, with the first field in which ranks differ.
             BadInput: at once, for a field that is no number.
         """
-        names = ("version", "memory", "nbytes", "signals")
-        mine = (VERSION, int(self.torch_memory), self.nbytes, self.signals)
-        for name, value in zip(names, mine, strict=True):
-            if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
-                raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
-        packed = struct.pack(_PACKED, *map(int, mine), self.backend.encode())
-        for rank, theirs in enumerate(group.all_gather(packed)):
-            *numbers, backend = struct.unpack(_PACKED, theirs)
-            for name, ours, other in zip(names, mine, numbers, strict=True):
-                if ours != other:
-                    if name == "memory":
-                        ours, other = _MEMORY[bool(ours)], _MEMORY[bool(other)]
-                    raise Mismatch(name, ours, other, rank)
-            if (name := backend.rstrip(b"\0").decode(errors="replace")) != self.backend:
-                raise Mismatch("backend", self.backend, name, rank)
+        memory = int(self.torch_memory)
+        numbers = {"version": VERSION, "memory": memory, "nbytes": self.nbytes, "signals": self.signals}
+        compare(group, numbers, self.backend, lambda name, of: _MEMORY[bool(of)] if name == "memory" else of)
 
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""

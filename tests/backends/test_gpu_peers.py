@@ -172,14 +172,28 @@ def test_a_session_of_a_buffer_stands_on_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert window.closed and session.owner is None and session.reach.words == [session.context.abort_host, 0]  # type: ignore[attr-defined]
 
 
-def test_calls_of_a_window_launch_kernels_with_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Let kernels be loaded and launched by a driver that only notes the entry and the arguments of each."""
+    entries: list[str] = []
     launched: list[tuple[str, Any]] = []
-    monkeypatch.setattr(gpu_calls.plain_kernel, "load", lambda kernel, index: 1)
-    monkeypatch.setattr(
-        gpu_calls.plain_kernel,
-        "launch_on",
-        lambda device, kernel, blocks, args: launched.append((kernel.entry, args)),
-    )
+
+    def load(kernel: Any, device: int) -> int:
+        entries.append(kernel.entry)
+        return len(entries) - 1
+
+    def launch(function: int, blocks: int, threads: int, shared: int, stream: int, args: Any) -> None:
+        launched.append((entries[function], args))
+
+    monkeypatch.setattr(gpu_calls.plain_kernel, "load", load)
+    monkeypatch.setattr(_native, "cuda_launch_packed", launch)
+    monkeypatch.setattr(_native, "cuda_context", lambda: 1)
+    monkeypatch.setattr(_native, "current_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return launched
+
+
+def test_calls_of_a_window_launch_kernels_with_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launches_of(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -212,10 +226,8 @@ def test_calls_of_a_window_launch_kernels_with_the_handle(monkeypatch: pytest.Mo
 
 def window_on_gpu(monkeypatch: pytest.MonkeyPatch, reach: type[Reach]) -> moecomm.Window:
     """A Window of one rank whose kernels are not launched."""
-    monkeypatch.setattr(gpu_calls.plain_kernel, "load", lambda kernel, index: 1)
-    monkeypatch.setattr(gpu_calls.plain_kernel, "launch_on", lambda device, kernel, blocks, args: None)
+    launches_of(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(moecomm.backends, "missing", lambda name: "")
     backend = SimpleNamespace(
         open_peers=lambda ranks, nbytes, device, timeout_s: gpu_peers.open_peers(

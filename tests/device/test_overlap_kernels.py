@@ -8,7 +8,7 @@ import torch
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.overlap import kernels
-from moecomm.overlap.gpu_products import SPLIT_SCHEDULES
+from moecomm.overlap.gpu import SPLIT_SCHEDULES
 from moecomm.overlap.sizes import FP8
 
 from ..compiled import check_kernel

@@ -13,7 +13,7 @@ import torch
 import moecomm
 from moecomm import _native
 from moecomm.fused import Fp8, schedules, tensor_maps
-from moecomm.overlap import gpu, gpu_products
+from moecomm.overlap import gpu
 from moecomm.overlap.reference import in_float64
 from moecomm.overlap.sizes import FP8
 from moecomm.window.failures import error_of
@@ -154,7 +154,7 @@ SPLITS = {
 def test_all_reduce_of_a_split_depth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks share the depth of each tile."""
     ranks, (rows, columns, depth), dtype = SPLITS[name]
-    schedule = gpu_products.SPLIT_SCHEDULES[64 if rows <= 64 else 128]
+    schedule = gpu.SPLIT_SCHEDULES[64 if rows <= 64 else 128]
     monkeypatch.setattr(gpu, "choose_split", lambda *shape: (2, schedule))
     with emulated(ranks) as machine:
         for turn in range(3):
@@ -169,7 +169,7 @@ def test_split_products_run_at_once(units: int) -> None:
     splits = set()
     for rows in (17, 32, 64, 65, 128, 129, 512, 1000):
         for columns in (8, 1024, 4096, 8192, 16384):
-            split, schedule = gpu_products.choose_split(rows, columns, units)
+            split, schedule = gpu.choose_split(rows, columns, units)
             tiles = -(-rows // schedule.most_rows) * -(-columns // 128)
             splits.add(split)
             assert split == 1 or split * tiles <= units

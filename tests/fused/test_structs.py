@@ -14,7 +14,7 @@ from moecomm.base.protocol import DESCRIPTOR_BYTES
 from moecomm.fused import structs
 from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
-from moecomm.overlap import kernels_structs
+from moecomm.overlap import kernels
 from moecomm.window import gpu_calls
 
 TABLE = _native.structs()
@@ -34,9 +34,9 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
     }
     found |= {"SwigluArgs": swiglu._Args, "GradientArgs": combine_gradients._Args, "LeaveArgs": leave.LeaveArgs}
     found |= {"QuiesceArgs": quiesce.QuiesceArgs}
-    found |= {"Window": gpu_calls.Handle, "WindowCallArgs": gpu_calls.CallArgs}
-    of_operators = inspect.getmembers(kernels_structs, inspect.isclass)
-    found |= {name: one for name, one in of_operators if one.__module__ == kernels_structs.__name__}
+    found |= {"Window": gpu_calls.WindowStruct, "WindowCallArgs": gpu_calls.CallArgs}
+    of_operators = inspect.getmembers(kernels, inspect.isclass)
+    found |= {name: one for name, one in of_operators if one.__module__ == kernels.__name__}
     assert set(found) == set(TABLE)
     for name, (size, fields) in TABLE.items():
         assert ctypes.sizeof(found[name]) == size

@@ -15,7 +15,7 @@ import moecomm
 from moecomm import overlap
 from moecomm.fused import Fp8
 from moecomm.overlap import host
-from moecomm.overlap.products import multiply
+from moecomm.overlap.local import multiply
 
 from ..backends.conftest import run_ranks
 from ..core.test_opening import left_behind

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moecomm.overlap import table
+from moecomm.overlap import executors
 from moecomm.overlap.sizes import Sizes
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("overlap-*.json"))
@@ -40,8 +40,8 @@ def measured() -> Iterator[tuple[int, Sizes, dict[str, float]]]:
 
 
 def is_slower(ranks: int, sizes: Sizes) -> bool:
-    """table.is_slower() of a Workspace as large as those that were measured: packets of 3.75 MiB."""
-    return table.is_slower(ranks, sizes, lambda nbytes: nbytes <= 3932160)
+    """executors.is_slower() of a Workspace as large as those that were measured: packets of 3.75 MiB."""
+    return executors.is_slower(ranks, sizes, lambda nbytes: nbytes <= 3932160)
 
 
 def test_the_default_was_not_slower_than_nccl() -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.overlap import bags, sizes, unfused
+from moecomm.overlap import local, sizes, unfused
 from moecomm.overlap.agreement import BYTES, FirstCalls
 from moecomm.overlap.executors import GpuExecutors
+from moecomm.overlap.plans import CallNumbers
 from moecomm.overlap.unfused import UnfusedExecutor
 
 from ..backends.conftest import run_ranks
@@ -168,8 +169,8 @@ def test_bags_by_embedding_bag_are_those_of_sums(dtype: torch.dtype) -> None:
         if not (tables.shape[1] and indices.numel() and tables.numel()):
             continue
         indices = torch.where(indices == 0, tables.shape[1] + 3, indices)
-        want = bags.sums(tables, indices, offsets, batch)
-        assert torch.equal(bags.by_embedding_bag(tables, indices, offsets, batch), want), f"seed {seed}"
+        want = local.bag_sums(tables, indices, offsets, batch)
+        assert torch.equal(local.bag_sums_by_torch(tables, indices, offsets, batch), want), f"seed {seed}"
 
 
 class Fused:
@@ -186,13 +187,17 @@ class Fused:
     def can_sum(self, nbytes: int) -> bool:
         return False
 
-    def all_gather_matmul(self, x: torch.Tensor, w: torch.Tensor, gather: bool) -> tuple[torch.Tensor, None]:
-        if x.shape[1] == 16:
+    def plan(self, call: sizes.Sizes, gather: bool = False) -> Any:
+        if call.dims["K"] == 16:
             raise moecomm.Unsupported("a depth of 16")
-        if x.shape[1] == 24:
-            raise moecomm.BadInput("nbytes", 0, "more")
-        self.calls += 1
-        return x, None
+
+        def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if x.shape[1] == 24:
+                raise moecomm.BadInput("nbytes", 0, "more")
+            self.calls += 1
+            return x, None
+
+        return run
 
 
 @pytest.mark.parametrize("module", [None, SimpleNamespace(GpuExecutor=Fused)])
@@ -201,23 +206,25 @@ def test_what_runs_a_call_on_gpus(module: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "moecomm.overlap.gpu", module)
 
     def body(window: moecomm.Window) -> None:
-        executors = GpuExecutors(window, ROOM)
+        executors = GpuExecutors(window, ROOM, numbers := CallNumbers())
         for depth, fits in ((8, True), (16, False), (24, False), (12, False)):
             x, w = torch.ones(3, depth).bfloat16(), torch.ones(8, depth).bfloat16()
             call = sizes.all_gather_matmul(2, x, w)
             right = torch.full((6, 8), float(depth)).bfloat16()
-            found, _ = executors.choose(call, None).all_gather_matmul(x, w, False)
-            assert found is x if module is not None and fits else torch.equal(found, right)
-            unfused = executors.choose(call, False)
-            assert isinstance(unfused, UnfusedExecutor) and unfused is executors.exchange(call)
-            assert torch.equal(unfused.all_gather_matmul(x, w, False)[0], right)
-            made = executors.made
+            run, again = executors.choose(call, None, False)
+            found, _ = run(x, w)
+            assert again and (found is x if module is not None and fits else torch.equal(found, right))
+            assert torch.equal(executors.choose(call, False, False)[0](x, w)[0], right)
+            made = numbers.made
             if module is None:
                 with pytest.raises(moecomm.Unsupported, match="fused operators on GPUs"):
-                    executors.choose(call, True)
-                assert executors.made == made  # it has not reached the other ranks
+                    executors.choose(call, True, False)
+                assert numbers.made == made  # it has not reached the other ranks
+            elif depth not in (16, 24):
+                assert executors.choose(call, True, False)[0](x, w)[0] is x
             else:
-                assert isinstance(executors.choose(call, True), Fused)
+                with pytest.raises((moecomm.Unsupported, moecomm.BadInput)):
+                    executors.choose(call, True, False)[0](x, w)
 
     on_windows(2, body)
 
@@ -227,8 +234,9 @@ def test_too_little_memory_for_fused_operators_is_said_when_they_are_asked_for(
 ) -> None:
     monkeypatch.setitem(sys.modules, "moecomm.overlap.gpu", SimpleNamespace(GpuExecutor=Fused))  # type: ignore[arg-type]
     with moecomm.Window("self", ROOM + BYTES, signals=1, **HOST) as window:
-        executors = GpuExecutors(window, ROOM)
+        executors = GpuExecutors(window, ROOM, CallNumbers())
         call = sizes.all_to_all(1, torch.zeros(1, 3, dtype=torch.bfloat16))
-        assert executors.choose(call, None) is executors.exchange(call)
+        x = torch.ones(1, 3, dtype=torch.bfloat16)
+        assert torch.equal(executors.choose(call, None, False)[0](x), x)
         with pytest.raises(moecomm.BadInput, match="nbytes: got 65536; want more"):
-            executors.choose(call, True)
+            executors.choose(call, True, False)

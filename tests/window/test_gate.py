@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from moecomm.window.gate import Gate
+from moecomm.window.opened import CallGate
 
 
 def test_the_last_step_comes_after_all_calls() -> None:
-    gate, order, started, go = Gate(), [], threading.Event(), threading.Event()
+    gate, order, started, go = CallGate(), [], threading.Event(), threading.Event()
 
     def call() -> None:
         with gate.call():
@@ -25,7 +25,7 @@ def test_the_last_step_comes_after_all_calls() -> None:
 
 
 def test_below_a_call_of_the_same_thread_the_call_makes_the_last_step() -> None:
-    gate, order = Gate(), []
+    gate, order = CallGate(), []
     with gate.call():
         with gate.call():
             gate.close(lambda: order.append("abort"), lambda: order.append("last"))
@@ -35,6 +35,6 @@ def test_below_a_call_of_the_same_thread_the_call_makes_the_last_step() -> None:
 
 
 def test_without_calls_nothing_is_aborted() -> None:
-    gate, order = Gate(), []
+    gate, order = CallGate(), []
     gate.close(lambda: order.append("abort"), lambda: order.append("last"))
     assert order == ["last"]

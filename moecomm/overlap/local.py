@@ -1,16 +1,78 @@
-"""Bags of embedding rows: their sums, and the gradient of the tables."""
+"""What a rank computes by itself, in plain torch: products, sums over ranks, and bags of embedding rows.
+
+Sums are in float32, and rounded to the dtype once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import embedding_bag
 
 from moecomm.errors import BadInput
+from moecomm.fused.fp8 import Fp8, widen
+from moecomm.fused.gemm import grouped_gemm
+from moecomm.fused.kernels import MOST_GROUPS
+from moecomm.fused.operands import unfit
+from moecomm.overlap.sizes import GROUP, OF_FP8, Matrix
 
 
-class Entries(NamedTuple):
+def product(x: Matrix, w: Matrix) -> torch.Tensor:
+    """Compute `x @ w.mT` in the dtype of x, which is that of w; both may be batched alike.  FP8: in bfloat16."""
+    values = x.data if isinstance(x, Fp8) else x
+    device = values.device.type
+    if torch.is_autocast_enabled(device):  # it would choose another dtype
+        with torch.autocast(device, enabled=False):
+            return product(x, w)
+    if isinstance(x, Fp8) or isinstance(w, Fp8):
+        if isinstance(x, Fp8) and isinstance(w, Fp8) and _has_kernel(w.data):
+            return _by_kernel(x, w)
+        return multiply(x, wide_weights(w), OF_FP8)
+    if device == "cpu":  # some of torch's 16-bit products on CPUs round between blocks of K
+        return multiply(x, w.float(), x.dtype)
+    return x @ w.mT
+
+
+def multiply(x: Matrix, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compute `x @ w.mT` in float32, rounded to `dtype`; w: in float32.  Autocast is off."""
+    x = widen(*x, 1) if isinstance(x, Fp8) else x.float()
+    return (x @ w.mT).to(dtype)
+
+
+def wide_weights(w: Matrix) -> torch.Tensor:
+    """Return weights in float32; FP8: times their scales."""
+    return widen(*w, GROUP) if isinstance(w, Fp8) else w.float()
+
+
+def _has_kernel(w: torch.Tensor) -> bool:
+    """Return whether the grouped GEMM multiplies by such FP8 weights on their device."""
+    columns, depth = w.shape[-2:]
+    hopper = w.is_cuda and torch.cuda.get_device_capability(w.device) == (9, 0)
+    experts = w.shape[0] if w.ndim == 3 else 1
+    return hopper and w.numel() > 0 and experts <= MOST_GROUPS and not unfit(columns, depth, True, False, True)
+
+
+def _by_kernel(x: Fp8, w: Fp8) -> torch.Tensor:
+    """Compute the product by the grouped GEMM: each matrix of w is an expert, for as many rows."""
+    rows = x.data.shape[-2]
+    if w.data.ndim == 2:
+        w = Fp8(w.data.unsqueeze(0), w.scales.unsqueeze(0))
+    counts = torch.full((len(w.data),), rows, dtype=torch.int32, device=x.data.device)
+    return grouped_gemm(x, w, counts)
+
+
+def sum_in_order(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Add tensors of one dtype in float32, in their order, and round once."""
+    first, *others = parts
+    total = first.float()
+    for part in others:
+        total = total + part.float()
+    return total.to(first.dtype)
+
+
+class _Entries(NamedTuple):
     """Entries of all bags, in the order in which a bag adds them.
 
     Attributes:
@@ -22,7 +84,7 @@ class Entries(NamedTuple):
     row: torch.Tensor
 
 
-def check_values(indices: torch.Tensor, offsets: torch.Tensor | None, rows: int) -> None:
+def check_bags(indices: torch.Tensor, offsets: torch.Tensor | None, rows: int) -> None:
     """Raise BadInput for indices of no row or offsets of no bags.  It reads the values: CPUs only."""
     if indices.numel():
         least, most = map(int, indices.aminmax())
@@ -35,7 +97,7 @@ def check_values(indices: torch.Tensor, offsets: torch.Tensor | None, rows: int)
             raise BadInput("offsets", "offsets that decrease", "the end of each bag at or after its begin")
 
 
-def sums(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None, batch: int) -> torch.Tensor:
+def bag_sums(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None, batch: int) -> torch.Tensor:
     """Add up bags in float32, in the order of their entries, and round once.
 
     Args:
@@ -51,7 +113,7 @@ def sums(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | No
     if not (rows and batch and indices.numel()):
         return tables.new_zeros(count, batch, width)
     if tables.is_cuda:
-        return by_embedding_bag(tables, indices, offsets, batch)
+        return bag_sums_by_torch(tables, indices, offsets, batch)
     bag, row = _entries(indices, offsets, count, rows, batch)
     there = row < count * rows
     total = torch.zeros(count * batch, width, dtype=torch.float32, device=tables.device)
@@ -59,10 +121,10 @@ def sums(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | No
     return total.to(tables.dtype).view(count, batch, width)
 
 
-def by_embedding_bag(
+def bag_sums_by_torch(
     tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None, batch: int
 ) -> torch.Tensor:
-    """Compute `sums` with torch's embedding_bag, which waits for no size.  No size but D may be 0."""
+    """Compute `bag_sums` with torch's embedding_bag, which waits for no size.  No size but D may be 0."""
     count, rows, width = tables.shape
     if offsets is None:
         offsets = torch.arange(count * batch + 1, device=indices.device) * indices.shape[2]
@@ -81,13 +143,13 @@ def by_embedding_bag(
     return found.view(count, batch, width)
 
 
-def scatter(grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None, rows: int) -> torch.Tensor:
+def scatter_bags(grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None, rows: int) -> torch.Tensor:
     """Add gradients of bags to the rows that they consist of, in float32, and round once.
 
     Args:
         grad: `[T, batch, D]`.
-        indices: as in `sums`.
-        offsets: as in `sums`.
+        indices: as in `bag_sums`.
+        offsets: as in `bag_sums`.
         rows: V.
 
     Returns:
@@ -102,7 +164,7 @@ def scatter(grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | N
     return total[:-1].to(grad.dtype).view(count, rows, width)
 
 
-def _entries(indices: torch.Tensor, offsets: torch.Tensor | None, tables: int, rows: int, batch: int) -> Entries:
+def _entries(indices: torch.Tensor, offsets: torch.Tensor | None, tables: int, rows: int, batch: int) -> _Entries:
     flat = indices.flatten()
     place = torch.arange(len(flat), device=flat.device)
     if offsets is None:
@@ -110,4 +172,4 @@ def _entries(indices: torch.Tensor, offsets: torch.Tensor | None, tables: int, r
     else:
         bag = torch.bucketize(place, offsets[1:], right=True)
     row = bag.div(max(batch, 1), rounding_mode="floor") * rows + flat
-    return Entries(bag, torch.where((flat >= 0) & (flat < rows), row, tables * rows))
+    return _Entries(bag, torch.where((flat >= 0) & (flat < rows), row, tables * rows))
