@@ -17,7 +17,7 @@ from moecomm_bench.simulate.dlrm.iteration import BOTH, FORMS, FUSED, TORCH, UNF
 from moecomm_bench.simulate.dlrm.predict import predict
 from moecomm_bench.simulate.dlrm.shape import Dlrm
 from moecomm_bench.simulate.dlrm.table import ITERATION, phases
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.nic import ModelNic
 
 ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "bench" / "results" / "dlrm.json", ROOT / "docs" / "maintainers" / "dlrm.md"
@@ -37,14 +37,14 @@ class _Setting:
     """A model on 128 GPUs, what is fused, and what that is compared with."""
 
     model: Dlrm
-    nic: Nic
+    nic: ModelNic
     mi210: bool = False
     form: str = FUSED
     base: str = UNFUSED
     ranks: int = 1  # of a domain
 
 
-def measure(fitted: dict[str, Any], nic: Nic) -> dict[str, Any]:
+def measure(fitted: dict[str, Any], nic: ModelNic) -> dict[str, Any]:
     """Return the content of the result: predictions, steps from MI210s to ours, single changes, a grid."""
     model = Dlrm()
     ours = _Setting(model, nic)
@@ -89,7 +89,7 @@ def measure(fitted: dict[str, Any], nic: Nic) -> dict[str, Any]:
     }
 
 
-def _grid(fitted: dict[str, Any], model: Dlrm, nic: Nic, pooling: int) -> Iterable[tuple[str, dict[str, Any]]]:
+def _grid(fitted: dict[str, Any], model: Dlrm, nic: ModelNic, pooling: int) -> Iterable[tuple[str, dict[str, Any]]]:
     setting = _Setting(replace(model, pooling=pooling), nic)
     for form, base in ((FUSED, UNFUSED), (BOTH, UNFUSED), (FUSED, TORCH)):
         name = f"{form} over torch" if base == TORCH else form

@@ -46,8 +46,8 @@ def run_rank(
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
     topk_idx, weights = random_routing(tokens, experts, topk, generator=generator)
-    by_rank = exchange.Exchange(x, exchange.by_rank(topk_idx, experts, group.size()), None, group)
-    by_expert = exchange.Exchange(x, exchange.by_expert(topk_idx, experts, group.size()), weights, group)
+    by_rank = exchange.TorchExchange(x, exchange.by_rank(topk_idx, experts, group.size()), None, group)
+    by_expert = exchange.TorchExchange(x, exchange.by_expert(topk_idx, experts, group.size()), weights, group)
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         dist.barrier(group)

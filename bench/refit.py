@@ -25,9 +25,9 @@ from moecomm_bench.simulate.domain import parse
 from moecomm_bench.simulate.fit import fit_all
 from moecomm_bench.simulate.fit import write as write_fit
 from moecomm_bench.simulate.model import Machine
-from moecomm_bench.simulate.nic import Nic
-from moecomm_bench.simulate.predict import Asked, predict
-from moecomm_bench.simulate.routing import Gate
+from moecomm_bench.simulate.nic import ModelNic
+from moecomm_bench.simulate.predict import SimulatedCase, predict
+from moecomm_bench.simulate.routing import DrawnGate
 
 RESULTS = ROOT / "bench" / "results"
 PARAMETERS = ROOT / "moecomm_bench" / "simulate" / "h200.json"
@@ -39,12 +39,12 @@ def refit(results: list[Path]) -> None:
     """Fit, check, predict, and write everything."""
     fitted = fit_all(results)
     write_fit(PARAMETERS, fitted)
-    domain, nic = parse(fitted), Nic(efficiency=fitted["nic"]["efficiency"])
-    checked = check(results, domain, Nic(), fitted["nic"])
+    domain, nic = parse(fitted), ModelNic(efficiency=fitted["nic"]["efficiency"])
+    checked = check(results, domain, ModelNic(), fitted["nic"])
     write(RESULTS / "simulate-check.json", {"benchmark": "simulate-check", **checked})
     model = MODELS["deepseek-v3"]
-    gate = Gate(model.num_experts, model.topk, model.num_groups, model.topk_groups)
-    asked = Asked("deepseek-v3", model.hidden, model.intermediate, gate, SIZES, 8, [1, 128, 4096])
+    gate = DrawnGate(model.num_experts, model.topk, model.num_groups, model.topk_groups)
+    asked = SimulatedCase("deepseek-v3", model.hidden, model.intermediate, gate, SIZES, 8, [1, 128, 4096])
     write(RESULTS / "simulate.json", predict(asked, Machine(domain, nic)))
     write(wide_ep.RESULT, wide_ep.measure(domain, nic, fitted["nic"], checked["measured"]))
     wide_ep.PAGE.write_text(wide_ep.page(json.loads(wide_ep.RESULT.read_text())))

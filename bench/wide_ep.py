@@ -15,10 +15,10 @@ from moecomm.router import MODELS
 from moecomm_bench.ours import IN_WINDOW
 from moecomm_bench.simulate.domain import Domain, Operation
 from moecomm_bench.simulate.model import Machine, Rows, cost
-from moecomm_bench.simulate.nic import Nic
-from moecomm_bench.simulate.predict import Asked, predict
+from moecomm_bench.simulate.nic import ModelNic
+from moecomm_bench.simulate.predict import SimulatedCase, predict
 from moecomm_bench.simulate.published import Published, against, rows
-from moecomm_bench.simulate.routing import Gate, spread
+from moecomm_bench.simulate.routing import DrawnGate, spread
 from moecomm_bench.simulate.rows import bytes_of, head_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -28,15 +28,15 @@ TOKENS = {"decode": 128, "prefill": 4096}
 ONE_DOMAIN = 64  # GPUs
 
 
-def measure(domain: Domain, nic: Nic, fitted: dict[str, Any], checked: list[dict[str, Any]]) -> dict[str, Any]:
+def measure(domain: Domain, nic: ModelNic, fitted: dict[str, Any], checked: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of the result: predictions for domains of 8 and for one large domain, published rows, errors.
 
     The errors are those of few tokens between domains. `checked`: the measured rows of `moecomm simulate check`.
     """
     model = MODELS["deepseek-v3"]
-    gate = Gate(model.num_experts, model.topk, model.num_groups, model.topk_groups)
+    gate = DrawnGate(model.num_experts, model.topk, model.num_groups, model.topk_groups)
     sizes = (model.hidden, model.intermediate, gate)
-    asked = Asked("deepseek-v3", *sizes, DOMAINS, RANKS, list(TOKENS.values()), layout="expert")
+    asked = SimulatedCase("deepseek-v3", *sizes, DOMAINS, RANKS, list(TOKENS.values()), layout="expert")
     machine = Machine(domain, nic)
     published = [
         {**row, "library": one.library, "moecomm_us": round(_ours(one, machine), 3)}
@@ -51,7 +51,7 @@ def measure(domain: Domain, nic: Nic, fitted: dict[str, Any], checked: list[dict
     }
 
 
-def _few_tokens(asked: Asked, domain: Domain, checked: list[dict[str, Any]]) -> dict[str, Any]:
+def _few_tokens(asked: SimulatedCase, domain: Domain, checked: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the errors of held-out rows of few tokens between domains, and the fitted steps of `asked`."""
     several = [row for row in checked if row["domains"] > 1 and row["tokens"] <= TOKENS["decode"]]
     counted = [row for row in several if "held_out_error" in row]
@@ -70,7 +70,7 @@ def _few_tokens(asked: Asked, domain: Domain, checked: list[dict[str, Any]]) -> 
 def _ours(row: Published, machine: Machine) -> float:
     """Return the time that the model gives moecomm for the sizes of a published row, on H200s and 400 Gb/s."""
     operation = Operation(row.what, "flat", IN_WINDOW if row.what == "combine" else "")
-    gate = Gate(row.experts, row.topk, row.groups, row.topk_groups)
+    gate = DrawnGate(row.experts, row.topk, row.groups, row.topk_groups)
     dispatches = row.what == "dispatch"
     head = head_bytes(row.topk, row.ranks) if dispatches else 0
     joined = not dispatches or row.payload == "bf16"

@@ -16,7 +16,7 @@ from moecomm.errors import BadInput
 from moecomm_bench import dispatch_combine as whole
 from moecomm_bench import latency as put_signal
 from moecomm_bench import replay
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.ranks import on_ranks, plan, under_torchrun
 
 Row = dict[str, Any]
@@ -27,7 +27,7 @@ _SAME = ("tokens", "what", "layout", "payload", "variant", "sms_asked")  # ident
 
 @dataclass(frozen=True)
 class Way:
-    """A backend with a number of ranks per domain (see Case)."""
+    """A backend with a number of ranks per domain (see RoundsCase)."""
 
     backend: str
     domain_ranks: int = 0
@@ -49,7 +49,7 @@ def ways(backends: str, domain_ranks: Sequence[int] = (0,)) -> list[Way]:
 
 
 def dispatch_combine(
-    chosen: Sequence[Way], tokens: Sequence[int], case_of: Callable[[Way], Case], limit_s: float, keep: Keep
+    chosen: Sequence[Way], tokens: Sequence[int], case_of: Callable[[Way], RoundsCase], limit_s: float, keep: Keep
 ) -> None:
     """Measure dispatch-combine through several backends, and pass the growing result to `keep`.
 

@@ -28,7 +28,7 @@ class Best(NamedTuple):
     alone_us: float
 
 
-class Operation(NamedTuple):
+class SizedOperation(NamedTuple):
     """An operation of one size in one layout.
 
     Attributes:
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
         return min(best.us for name, best in self.best.items() if name != "moecomm") / self.best["moecomm"].us
 
 
-def words(one: Operation) -> str:
+def words(one: SizedOperation) -> str:
     """Return an operation in words that need no glossary."""
     what = "dispatch and combine" if one.what == "pair" else one.what
     payload = f" in {one.payload.upper()}" if one.payload else ""
@@ -76,7 +76,7 @@ def libraries(result: dict[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys(LIBRARIES.values()) if name in there]
 
 
-def operations(result: dict[str, Any]) -> Iterator[Operation]:
+def operations(result: dict[str, Any]) -> Iterator[SizedOperation]:
     """Yield the operations that moecomm and another library have."""
     with_times = [row for row in result["rows"] if {"us", "alone_us"} <= row.keys()]
     for tokens in result["case"]["tokens"]:
@@ -87,7 +87,7 @@ def operations(result: dict[str, Any]) -> Iterator[Operation]:
                 for variant in {"dispatch": ("",), "combine": _OURS[layout], "pair": (_PAIRS[layout],)}[what]:
                     best = _best(rows, variant)
                     if len(best) > 1 and "moecomm" in best:
-                        yield Operation(**about, variant=variant, best=best)
+                        yield SizedOperation(**about, variant=variant, best=best)
 
 
 def _best(rows: Iterable[dict[str, Any]], variant: str) -> dict[str, Best]:

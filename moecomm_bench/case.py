@@ -25,7 +25,7 @@ OTHERS = ("deep_ep", "torch-symm-mem", "nccl_ep", "flashinfer", "pplx")
 
 
 @dataclass(frozen=True)
-class Case:
+class RoundsCase:
     """One run of dispatch-combine. Every combination of the listed values is measured."""
 
     model: str  # a name of moecomm.router.MODELS, or "" if numbers were given

@@ -27,7 +27,7 @@ PART_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # to each peer
 _CHAIN, _REPLAYS = 4, 7
 
 
-class _Args(ctypes.Structure):
+class _CeilingArgs(ctypes.Structure):
     """AllToAllArgs of csrc/bench/all_to_all.cuh."""
 
     _fields_ = (
@@ -87,7 +87,7 @@ def ways(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> Itera
 
 def _on_gpu(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
     blocks = (ctypes.c_uint64 * MAX_RANKS)(*receive_buffer.addresses)
-    args = _Args(blocks, local.data_ptr(), part, receive_buffer.rank, receive_buffer.ranks)
+    args = _CeilingArgs(blocks, local.data_ptr(), part, receive_buffer.rank, receive_buffer.ranks)
     most = torch.cuda.get_device_properties(local.device).multi_processor_count
     for method, kernel in kernels.ALL_TO_ALL.items():
         for sms in SMS:

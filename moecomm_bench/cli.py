@@ -10,7 +10,7 @@ import typer
 
 from moecomm.tools.options import real, whole
 from moecomm_bench import options
-from moecomm_bench.kept import Kept, keep
+from moecomm_bench.kept import KeptResult, keep
 from moecomm_bench.options import (
     INNER,
     REPLAYED,
@@ -34,7 +34,7 @@ from moecomm_bench.results_cli import add_results
 from moecomm_bench.steps_cli import add_steps
 
 if TYPE_CHECKING:
-    from moecomm_bench.case import Case
+    from moecomm_bench.case import RoundsCase
 
 app = typer.Typer(
     help="Measure dispatch, combine, layers, links, grouped GEMMs and fused operators; also under torchrun.",
@@ -124,7 +124,7 @@ def dispatch_combine(
     sizes = FEW_AND_MANY.of(tokens, backend)
     times = {"replays": REPLAYS.of(replays, backend), "singles": SINGLES.of(singles, backend)}
 
-    def case_of(way: backends.Way) -> Case:
+    def case_of(way: backends.Way) -> RoundsCase:
         timing = {"cold": cold, "skew": SKEW * skew, "chain": chain, **times}
         beside = {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm}
         return options.case_of(
@@ -144,7 +144,7 @@ def dispatch_combine(
         if len(ways) == 1:
             _run_case(case_of(ways[0]), json)
             return
-        kept = Kept(json)
+        kept = KeptResult(json)
         backends.dispatch_combine(ways, numbers("tokens", sizes), case_of, limit, kept)
     table.show_backends(kept.result, table.console())
 
@@ -179,7 +179,7 @@ def sweep(
     _run_case(case, json)
 
 
-def _run_case(case: Case, json: Path | None) -> None:
+def _run_case(case: RoundsCase, json: Path | None) -> None:
     from moecomm_bench import dispatch_combine, table
 
     result = dispatch_combine.run(case)
@@ -246,7 +246,7 @@ def latency(
     job: dict[str, Any] = {"sizes": sizes, "replays": repeated}
     ways = backends.ways(backend)
     if len(ways) > 1:
-        kept = Kept(json)
+        kept = KeptResult(json)
         backends.latency(ways, job, limit, kept)
         table.show_latency_backends(kept.result, table.console())
         return
@@ -345,7 +345,7 @@ def moe(
     models = sizes.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
     if (inner := INNER.of(intermediate, backend)) is not None and intermediate is None:
         models = [replace(one, intermediate=inner, name=one.name and f"{one.name} (I = {inner})") for one in models]
-    case = measured.Case(
+    case = measured.ModelsCase(
         models,
         numbers("tokens", LAYER_TOKENS.of(tokens, backend)),
         ranks=count,

@@ -17,9 +17,9 @@ from moecomm.errors import BadInput
 from moecomm.gpu import plain_kernel
 from moecomm.tools.progress import Step, progress
 from moecomm_bench import kernels, overlap, replay
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Call, percentiles
-from moecomm_bench.ours import BF16_WIRE, OUTSIDE, Operation, Ours
+from moecomm_bench.ours import BF16_WIRE, OUTSIDE, Ours, TimedOperation
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.singles import Singles
 
@@ -41,7 +41,7 @@ class Decode:
             do not.
     """
 
-    case: Case
+    case: RoundsCase
     layers: int = 60
     expert_us: float = 50.0
     delay_us: float = 20.0
@@ -89,7 +89,7 @@ def run(decode: Decode) -> dict[str, Any] | None:
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     """Run one rank of the benchmark."""
-    decode = Decode(**{**job, "case": Case(**job["case"])})
+    decode = Decode(**{**job, "case": RoundsCase(**job["case"])})
     case = decode.case
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"rows": []}
@@ -166,9 +166,9 @@ class DecodeStep:
     def _round(self, layout: str, payload: str) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """Return a layer whose experts take a fixed time and leave the same rows in every step."""
         ours = self._ours
-        dispatches = ours.dispatches(Operation("dispatch", layout, payload, "", 0))
+        dispatches = ours.dispatches(TimedOperation("dispatch", layout, payload, "", 0))
         variant = OUTSIDE if layout == "flat" else BF16_WIRE
-        rows = ours.rows(Operation("combine", layout, "", variant, 0))
+        rows = ours.rows(TimedOperation("combine", layout, "", variant, 0))
         stand_in = self._stand_in()
 
         def layer_of(layer: int, x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm_bench.case import QUANT_GROUP, Case
+from moecomm_bench.case import QUANT_GROUP, RoundsCase
 from moecomm_bench.clock import Timed, device_us
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.ours import Input, Ours, operations
@@ -36,7 +36,7 @@ def module() -> ModuleType:
 class DeepEP:
     """DeepEP's Buffers, created for one size at a time. Collective."""
 
-    def __init__(self, case: Case, module: ModuleType) -> None:
+    def __init__(self, case: RoundsCase, module: ModuleType) -> None:
         self._case, self._module = case, module
 
     @cached_property
@@ -54,15 +54,15 @@ class DeepEP:
         return found
 
     @cached_property
-    def _low_latency(self) -> LowLatency:
-        return LowLatency(self._module, self._group, self._case)
+    def _low_latency(self) -> DeepEpLowLatency:
+        return DeepEpLowLatency(self._module, self._group, self._case)
 
 
 def _about(what: str, payload: str, layout: str, sms: int, variant: str = "") -> dict[str, Any]:
     return {"what": what, "payload": payload, "layout": layout, "sms": sms, "variant": variant}
 
 
-def _sms(case: Case, ours: Ours, layout: str, *more: int) -> list[int]:
+def _sms(case: RoundsCase, ours: Ours, layout: str, *more: int) -> list[int]:
     """Return `more` and the SMs of moecomm's dispatches and combines of this size in this layout, each once.
 
     DeepEP wants even numbers.
@@ -71,7 +71,7 @@ def _sms(case: Case, ours: Ours, layout: str, *more: int) -> list[int]:
     return list(dict.fromkeys([*more, *(sms + sms % 2 for sms in own)]))
 
 
-def _payloads(case: Case, given: Input) -> dict[str, Any]:
+def _payloads(case: RoundsCase, given: Input) -> dict[str, Any]:
     """Return rows by payload. DeepEP's kernels for many tokens take float8 rows that are already cast."""
     groups = given.x.float().view(len(given.x), -1, QUANT_GROUP)
     scales = groups.abs().amax(dim=2).clamp(min=1e-4) / 448.0
@@ -92,7 +92,7 @@ class Normal:
     test would run: the fastest of those that it tries.
     """
 
-    def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: Case, ours: Ours) -> None:
+    def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: RoundsCase, ours: Ours) -> None:
         self._kind, self._config, self._group, self._case, self._ours = module.Buffer, module.Config, group, case, ours
         self._settings = _sms(case, ours, "flat", _TEST_SMS)
         ranks, hidden_bytes = group.size(), 2 * case.hidden
@@ -175,13 +175,13 @@ def _least_us(call: Callable[[], Any]) -> float:
     return min(device_us(several) for _ in range(_TRIALS)) / _TRIAL_CALLS
 
 
-class LowLatency:
+class DeepEpLowLatency:
     """The low-latency kernels of `Buffer`, which send a row for each expert: layout `batched`. Collective.
 
     One Buffer serves every size, because NVSHMEM is initialized once in a process.
     """
 
-    def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: Case) -> None:
+    def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: RoundsCase) -> None:
         self._kind, self._group, self._case = module.Buffer, group, case
 
     @cached_property
@@ -244,7 +244,7 @@ class Elastic:
     and those of moecomm's operations in this layout; a second kernel in each call takes all of them.
     """
 
-    def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: Case, ours: Ours) -> None:
+    def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: RoundsCase, ours: Ours) -> None:
         self._case, self._ours = case, ours
         sizes = {"num_max_tokens_per_rank": ours.tokens, "hidden": case.hidden, "num_topk": case.topk}
         self._buffer = module.ElasticBuffer(group, **sizes, prefer_overlap_with_compute=False)

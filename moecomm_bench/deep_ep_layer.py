@@ -23,7 +23,7 @@ from moecomm.gpu import padding, routing_map
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.routed import Handle
 from moecomm.tools.progress import progress
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Clock, percentiles
 from moecomm_bench.ranks import device_of, on_ranks
 
@@ -58,10 +58,10 @@ class Pair:
         return {"what": self.what, "payload": self.payload, "variant": self.variant}
 
 
-class Layer:
+class DeepEpLayer:
     """deep_ep's Buffers for one size, and their calls paired with those of the moecomm.Buffers behind. Collective."""
 
-    def __init__(self, case: Case, group: Any, device: torch.device, tokens: int) -> None:
+    def __init__(self, case: RoundsCase, group: Any, device: torch.device, tokens: int) -> None:
         self.tokens, self._experts = tokens, case.experts
         ranks = rendezvous(group)
         idx, weights = case.routing(tokens, ranks.rank)
@@ -75,7 +75,7 @@ class Layer:
         self._elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=tokens, explicitly_destroy=True)
         self._hybrid = deep_ep.HybridEPBuffer(group, case.hidden, tokens, case.experts // ranks.ranks)
 
-    def __enter__(self) -> Layer:
+    def __enter__(self) -> DeepEpLayer:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -257,7 +257,7 @@ def _rows_probs_and_counts(call: Callable[[], Tensors]) -> Tensors:
     return rows, probs, counts
 
 
-def run(case: Case) -> dict[str, Any] | None:
+def run(case: RoundsCase) -> dict[str, Any] | None:
     """Measure a case on all ranks; None in a process that has nothing to report.
 
     Returns {benchmark, case, backend, rows}: see `merge`. Raises BadInput, RanksFailed.
@@ -269,14 +269,14 @@ def run(case: Case) -> dict[str, Any] | None:
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     """Run one rank of the benchmark."""
-    case = Case(**job)
+    case = RoundsCase(**job)
     device = device_of(group, case.backend)
     mode = {"graph": case.mode == "graph", "cold": case.cold}
     rows = []
     with progress(group, sum(18 if tokens <= MOST_LOW_LATENCY else 14 for tokens in case.tokens)) as step:
         for tokens in case.tokens:
             clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
-            with Layer(case, group, device, tokens) as layer:
+            with DeepEpLayer(case, group, device, tokens) as layer:
                 for pair in layer.pairs():
                     step(f"{tokens} tokens: {' '.join(filter(None, pair.about.values()))}")
                     about = {"tokens": tokens, **pair.about, "window_bytes": layer.window_bytes}
@@ -284,7 +284,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
+def _timed(clock: Clock, pair: Pair, layer: DeepEpLayer) -> dict[str, Any]:
     """Time a pair: `us` by caller and replay; `host_us` by caller, empty for graphs; or `why` it has no times.
 
     On the host each call is first in a third of the measurements, because the first one after a wait takes longest.
@@ -303,7 +303,7 @@ def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
     return {"us": us, "host_us": host}
 
 
-def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+def merge(case: RoundsCase, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
     A row is {tokens, what, payload, variant, window_bytes, us: {native, compat: {p50, p90, p99}}, of_native, host_us:

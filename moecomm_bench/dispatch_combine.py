@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from moecomm.tools.progress import Step, progress
 from moecomm_bench import beside, ceiling, overlap, replay
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import percentiles
-from moecomm_bench.ours import OUTSIDE, Operation, Ours, operations
-from moecomm_bench.peers import Peers
+from moecomm_bench.ours import OUTSIDE, Ours, TimedOperation, operations
+from moecomm_bench.peers import OtherLibraries
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.singles import merge_about, open_singles
 
 TIMES = ("us", "alone_us", "eager_us")
 
 
-def run(case: Case, limit_s: float = float("inf")) -> dict[str, Any] | None:
+def run(case: RoundsCase, limit_s: float = float("inf")) -> dict[str, Any] | None:
     """Measure a case on all ranks; None in a process that has nothing to report. `limit_s`: see on_ranks.
 
     Returns {benchmark, case, backend, libraries, ceiling, ceiling_is, alone, memory, rows}: see `merge`.
@@ -36,13 +36,13 @@ def run(case: Case, limit_s: float = float("inf")) -> dict[str, Any] | None:
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     """Run one rank of the benchmark."""
-    case = Case(**job)
+    case = RoundsCase(**job)
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"ceiling": [], "memory": [], "rows": []}
     with ExitStack() as opened:
         singles, about = open_singles(opened, group, device, case.singles)
         found |= about
-        peers = Peers(case, group, device, singles) if case.peers else None
+        peers = OtherLibraries(case, group, device, singles) if case.peers else None
         found["libraries"] = peers.versions if peers else {}
         at_a_size = len(operations(case)) + (peers.count if peers else 0)
         raw = ceiling.ways_count(case.backend, torch.get_num_threads()) if case.ceiling and group.size() > 1 else 0
@@ -60,7 +60,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     return found
 
 
-def _rows(case: Case, group: dist.ProcessGroup, ours: Ours, step: Step) -> list[dict[str, Any]]:
+def _rows(case: RoundsCase, group: dist.ProcessGroup, ours: Ours, step: Step) -> list[dict[str, Any]]:
     found = []
     for op in operations(case):
         step(f"{ours.tokens} tokens: {op.label}")
@@ -73,13 +73,13 @@ def _rows(case: Case, group: dist.ProcessGroup, ours: Ours, step: Step) -> list[
     return found
 
 
-def _beside(group: dist.ProcessGroup, ours: Ours, op: Operation, row: dict[str, Any]) -> dict[str, Any]:
+def _beside(group: dist.ProcessGroup, ours: Ours, op: TimedOperation, row: dict[str, Any]) -> dict[str, Any]:
     if ours.buffer.device.type != "cuda":
         return {"why": "on GPUs only"}
     return overlap.measure(group, ours.call(op), row["sms"], statistics.median(row["us"]))
 
 
-def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+def merge(case: RoundsCase, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
     A row is {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us,
@@ -93,7 +93,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
       and of operations that the host enqueues one by one, where `us` has those of a graph. `alone` of the result is
       {calls, floor_us, step_ns}: see Singles.about; or {why} where ranks cannot start together.
     - `host_us`, `host_us_slowest`: medians of a rank, for the median rank and for the slowest.
-    - `wire_bytes`: bytes that have to leave a rank, counted alike for every library: Case.wire_bytes.
+    - `wire_bytes`: bytes that have to leave a rank, counted alike for every library: RoundsCase.wire_bytes.
     - `moved_bytes`: bytes that a library sends, with rows for each expert, wider sums and (moecomm) metadata.
     - `inside_bytes`, `across_bytes` and their GB/s (moecomm only): those that stay in a domain, those that leave it.
     - `straight` (moecomm only): true if rows go to other domains without forwarders.
@@ -125,7 +125,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | None) -> dict[str, Any]:
+def _merged(case: RoundsCase, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | None) -> dict[str, Any]:
     row = dict(parts[0])
     whys = [part["why"] for part in parts if "why" in part]
     if whys:

@@ -8,14 +8,14 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Timed
 from moecomm_bench.ours import Input, Ours
 
 _CPU_BLOCK = 16  # tokens added at once on CPUs, to stay in cache (measured: faster than index_add_ of full tensors)
 
 
-class Exchange:
+class TorchExchange:
     """The fastest use of all_to_all_single: rows gathered once, splits known in advance, preallocated buffers.
 
     Args:
@@ -96,7 +96,7 @@ def nccl_group() -> dist.ProcessGroup:
 class Collective:
     """The operations of torch.distributed. Collective. `name` is the name of its library."""
 
-    def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, case: RoundsCase, group: dist.ProcessGroup, device: torch.device) -> None:
         self._case, self._ranks = case, group
         self.name = "nccl" if device.type == "cuda" else "gloo"
 
@@ -118,8 +118,8 @@ class Collective:
             found.append(Timed({"what": "combine", "payload": "", **about}, combines, by_expert=by_expert))
         return found
 
-    def _exchange(self, given: Input, layout: str) -> Exchange:
+    def _exchange(self, given: Input, layout: str) -> TorchExchange:
         sizes = (self._case.experts, self._case.ranks)
         if layout == "flat":
-            return Exchange(given.x, by_rank(given.topk_idx, *sizes), None, self._group)
-        return Exchange(given.x, by_expert(given.topk_idx, *sizes), given.topk_weights, self._group)
+            return TorchExchange(given.x, by_rank(given.topk_idx, *sizes), None, self._group)
+        return TorchExchange(given.x, by_expert(given.topk_idx, *sizes), given.topk_weights, self._group)

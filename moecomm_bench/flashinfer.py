@@ -13,7 +13,7 @@ import torch
 
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import Unsupported
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Timed
 from moecomm_bench.ours import Input, Ours
 
@@ -28,7 +28,7 @@ class FlashInfer:
     them from the communicator's memory, where experts would have written them.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: RoundsCase) -> None:
         self._case = case
         self.version = ""
 

@@ -24,7 +24,7 @@ from moecomm_bench import operator_peers
 from moecomm_bench.clock import Call, Clock, percentiles
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.gather_kernels import GatherMatmul
-from moecomm_bench.operator_cases import Case
+from moecomm_bench.operator_cases import OperatorCase
 from moecomm_bench.operators import NO_MULTICAST, tried
 from moecomm_bench.ranks import device_of, on_ranks, together
 
@@ -108,7 +108,7 @@ class Study:
     def __init__(self, window: Window, size: int) -> None:
         self.window, self.size = window, size
         rows = size // window.num_ranks
-        self.case = Case("all_gather_matmul", f"{size}^3", "fp16", ((rows, size), (size, size)))
+        self.case = OperatorCase("all_gather_matmul", f"{size}^3", "fp16", ((rows, size), (size, size)))
         self.own = GatherMatmul(window, rows, size, size)
         self.executor = GpuExecutor(window, size * size * 2)
         self.x, self.w = (torch.zeros(n, dtype=torch.float16, device=window.device) for n in self.case.shapes)

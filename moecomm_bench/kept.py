@@ -16,7 +16,7 @@ def keep(result: dict[str, Any], json: Path | None) -> None:
         Console().print(str(write(json, result)), highlight=False)
 
 
-class Kept:
+class KeptResult:
     """The latest state of a growing result, also written to the JSON file."""
 
     def __init__(self, json: Path | None) -> None:

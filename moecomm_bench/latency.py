@@ -42,7 +42,7 @@ _PUTS = (
 )
 
 
-class _Args(ctypes.Structure):
+class _PingPongArgs(ctypes.Structure):
     """PingPongArgs of csrc/bench/ping_pong.cuh."""
 
     _fields_ = (
@@ -159,7 +159,9 @@ class Player:
     def _on_gpu(self, kernel: kernels.BenchKernel, blocks: int, size: int, known: dict[str, int]) -> int:
         self._result.zero_()
         puts = self._receive_buffer.puts if self._receive_buffer.shim else {}
-        args = _Args(bytes=size, starts=self._receive_buffer.rank == 0, result=self._result.data_ptr(), **known, **puts)
+        args = _PingPongArgs(
+            bytes=size, starts=self._receive_buffer.rank == 0, result=self._result.data_ptr(), **known, **puts
+        )
         plain_kernel.launch(kernel, blocks, args)
         nanoseconds, waited = self._result.tolist()
         return 0 if waited else int(nanoseconds)

@@ -16,7 +16,7 @@ _CHAINED_TOKENS, _LEAST_CHAINED, _MOST_CHAINED = 16384, 4, 20
 
 
 @dataclass(frozen=True)
-class Case:
+class ModelsCase:
     """One run over models and sizes; rows are bfloat16, routing is random or replayed."""
 
     models: list[Model]

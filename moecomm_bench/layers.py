@@ -21,7 +21,7 @@ from moecomm.router import Model, random_routing
 from moecomm_bench import other_experts, replay
 from moecomm_bench.case import Traffic
 from moecomm_bench.clock import Call, Clock, Rotation
-from moecomm_bench.layer_case import Case
+from moecomm_bench.layer_case import ModelsCase
 from moecomm_bench.ranks import together
 from moecomm_bench.singles import Singles
 from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
@@ -36,7 +36,7 @@ Key = tuple[str, str, str]  # (who, what, variant)
 _WITH_SINGLES = ("layer", "GEMMs")  # also timed alone, eager and sustained
 
 
-class Arrived(NamedTuple):
+class LayerRows(NamedTuple):
     """One dispatched input: its rows outside the window, their number by expert, and the handle."""
 
     rows: torch.Tensor
@@ -56,7 +56,7 @@ class Layers:
 
     def __init__(
         self,
-        case: Case,
+        case: ModelsCase,
         model: Model,
         tokens: int,
         weights: dict[str, torch.Tensor],
@@ -162,7 +162,7 @@ class Layers:
             yield ("moecomm", "layer", variant), partial(self._on_each, layer)
 
     def _parts(
-        self, dtype: str, w13: Any, w2: Any, arrived: list[Arrived]
+        self, dtype: str, w13: Any, w2: Any, arrived: list[LayerRows]
     ) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
         """Yield the parts of our unfused layer."""
         options: dict[str, Any] = {"max_rows": self.max_rows, "quantize": "fp8" if dtype else None, "sync": False}
@@ -175,7 +175,7 @@ class Layers:
             yield ("moecomm", "combine", ""), lambda: ready
 
     def _others(
-        self, w13: torch.Tensor, w2: torch.Tensor, arrived: list[Arrived]
+        self, w13: torch.Tensor, w2: torch.Tensor, arrived: list[LayerRows]
     ) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
         """Yield torch's layers, and the GEMMs of torch and of other libraries."""
         by_expert = [TorchLayer(**given, w13=w13, w2=w2, group=self._transport) for given in self.inputs]
@@ -195,13 +195,13 @@ class Layers:
     def _on_each(self, call: Callable[..., Any]) -> Sequence[Call]:
         return [partial(call, **given) for given in self.inputs]
 
-    def _arrived(self, quantize: Quantize | None = None) -> list[Arrived]:
+    def _arrived(self, quantize: Quantize | None = None) -> list[LayerRows]:
         """Dispatch each input; its rows leave the window, so that there is room for the next."""
         found = []
         for given in self.inputs:
             routed: Any = self.buffer.dispatch(**given, max_rows=self.max_rows, quantize=quantize, sync=True)
             scales = None if routed.scales is None else routed.scales.clone()
-            found.append(Arrived(routed.x.clone(), scales, routed.tokens_per_expert.clone(), routed.handle))
+            found.append(LayerRows(routed.x.clone(), scales, routed.tokens_per_expert.clone(), routed.handle))
         return found
 
     def _routing(self, index: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +232,7 @@ class Layers:
         return 6 * rows * self._model.hidden * self._model.intermediate if what in ("layer", "GEMMs") else 0
 
 
-def window_bytes(case: Case, model: Model, tokens: int) -> int:
+def window_bytes(case: ModelsCase, model: Model, tokens: int) -> int:
     """Return the window bytes, for any number of ranks: room for all rows of four, and for two Buffers of a caller's.
 
     Graphs share the memory of their outputs, and eager rounds have memory of their own. A rank has about as many rows
@@ -247,7 +247,7 @@ def _named(dtype: str, variant: str) -> str:
     return f"{dtype}, {variant}" if dtype else variant
 
 
-def _gemms(one: Arrived, w13: Any, w2: Any) -> Call:
+def _gemms(one: LayerRows, w13: Any, w2: Any) -> Call:
     """Return our two GEMMs on the rows of one input, in the dtype of the weights."""
     experts = len(w2.data if isinstance(w2, Fp8) else w2)
     about: dict[str, Any] = {"expected_rows": max(1, len(one.rows) // experts)}

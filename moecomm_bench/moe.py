@@ -15,17 +15,17 @@ from moecomm.tools.progress import progress
 from moecomm_bench import replay
 from moecomm_bench.clock import percentiles
 from moecomm_bench.exchange import nccl_group
-from moecomm_bench.layer_case import Case
+from moecomm_bench.layer_case import ModelsCase
 from moecomm_bench.layers import BY_RANK, DEFAULT_WIRE, FP8, FUSED, SEQUENTIAL, Layers
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.singles import merge_about, open_singles
 
-__all__ = ["BY_RANK", "DEFAULT_WIRE", "FP8", "FUSED", "SEQUENTIAL", "Case", "merge", "run", "run_rank"]
+__all__ = ["BY_RANK", "DEFAULT_WIRE", "FP8", "FUSED", "SEQUENTIAL", "ModelsCase", "merge", "run", "run_rank"]
 
 _TIMES = ("us", "alone_us", "eager_us")
 
 
-def run(case: Case) -> dict[str, Any] | None:
+def run(case: ModelsCase) -> dict[str, Any] | None:
     """Measure a case on all ranks; None in a process that has nothing to report.
 
     Returns {benchmark, case, backend, alone, rows}: see `merge`. Raises BadInput, RanksFailed.
@@ -37,7 +37,7 @@ def run(case: Case) -> dict[str, Any] | None:
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     """Run one rank of the benchmark."""
-    case = Case(**{**job, "models": [Model(**model) for model in job["models"]]})
+    case = ModelsCase(**{**job, "models": [Model(**model) for model in job["models"]]})
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"rows": []}
     transport = nccl_group() if case.peers and device.type == "cuda" else group
@@ -55,7 +55,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     return found
 
 
-def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+def _weights(case: ModelsCase, model: Model, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + rank)
     local, inner = model.num_experts // case.ranks, model.intermediate
 
@@ -67,7 +67,7 @@ def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[
     return {"w13": w13, "w2": drawn(local, model.hidden, inner)}
 
 
-def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+def merge(case: ModelsCase, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
     A row is {model, tokens, who, what, variant, max_rows, window_bytes, us: {p50, p90, p99}, host_us, tflops, of_gemms,

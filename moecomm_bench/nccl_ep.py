@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import Unsupported
-from moecomm_bench.case import QUANT_GROUP, Case
+from moecomm_bench.case import QUANT_GROUP, RoundsCase
 from moecomm_bench.clock import Timed
 from moecomm_bench.exchange import by_expert, by_rank, nccl_group
 from moecomm_bench.nccl_ep_library import (
@@ -36,8 +36,8 @@ from moecomm_bench.nccl_ep_library import (
     GroupConfig,
     LayoutInfo,
     Library,
-    Tensor,
-    Window,
+    NcclEpTensor,
+    NcclEpWindow,
 )
 from moecomm_bench.ours import Input, Ours
 
@@ -66,7 +66,7 @@ class Mode:
     def expert_major(self) -> bool:
         return self.layout == EXPERT_MAJOR
 
-    def check(self, case: Case) -> None:
+    def check(self, case: RoundsCase) -> None:
         """Raise Unsupported for sizes that the library does not take: it would end the process."""
         local = case.experts // case.ranks
         if self.low_latency and case.hidden % 128:
@@ -87,9 +87,9 @@ MODES = {
 class NcclEP:
     """Groups of NCCL EP, one at a time: opened for a mode and a size, closed when the next is opened. Collective."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: RoundsCase) -> None:
         self._case = case
-        self._open: Group | None = None
+        self._open: NcclEpGroup | None = None
 
     @cached_property
     def library(self) -> Library:
@@ -104,13 +104,13 @@ class NcclEP:
         """Return the modes by name; each returns the timed calls for the size of `ours`."""
         return {name: partial(self._calls, mode) for name, mode in MODES.items() if mode.ours in self._case.layouts}
 
-    def rounds(self, mode: Mode, inputs: list[Input]) -> list[Round]:
+    def rounds(self, mode: Mode, inputs: list[Input]) -> list[NcclEpRound]:
         """Return the rounds of a mode, one for each input."""
         if self._open is not None:
             self._open.close()
             self._open = None
-        self._open = Group(self.library, self._ranks, mode, self._case, inputs)
-        return [Round(self._open, given) for given in inputs]
+        self._open = NcclEpGroup(self.library, self._ranks, mode, self._case, inputs)
+        return [NcclEpRound(self._open, given) for given in inputs]
 
     def _calls(self, mode: Mode, ours: Ours) -> list[Timed]:
         if ours.tokens > mode.most_tokens:
@@ -131,21 +131,23 @@ class NcclEP:
         return [*found, Timed({"what": "combine", "payload": "", **about}, combines, by_expert=each)]
 
 
-class Group:
+class NcclEpGroup:
     """A group of NCCL EP, with the windows and handles that are opened in it. Collective.
 
     High throughput writes to windows of the caller and copies nothing; room is for the rows that arrive, known in
     advance here.
     """
 
-    def __init__(self, library: Library, ranks: dist.ProcessGroup, mode: Mode, case: Case, inputs: list[Input]) -> None:
+    def __init__(
+        self, library: Library, ranks: dist.ProcessGroup, mode: Mode, case: RoundsCase, inputs: list[Input]
+    ) -> None:
         self.library, self.mode, self.case, self._ranks = library, mode, case, ranks
         self.device, tokens = inputs[0].x.device, len(inputs[0].x)
         # High throughput copies its plan, an int32 for each (token, rank), in units of 16 bytes.
         self.tokens = tokens if mode.low_latency else -(-tokens // 4) * 4
         self.rows = max(self.tokens, self._most_rows(inputs))
         self._comm = ctypes.c_void_p(_communicator(ranks, self.device))
-        self._windows: list[Window] = []
+        self._windows: list[NcclEpWindow] = []
         self._handles: list[ctypes.c_void_p] = []
         config = GroupConfig(
             version=API_VERSION,
@@ -160,16 +162,16 @@ class Group:
         self._pointer = ctypes.c_void_p()
         library("ncclEpCreateGroup", ctypes.byref(self._pointer), self._comm, ctypes.byref(config))
 
-    def tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def tensor(self, *shape: int, dtype: torch.dtype) -> NcclEpTensor:
         """Allocate memory of this rank."""
-        return Tensor.of(torch.empty(shape, dtype=dtype, device=self.device))
+        return NcclEpTensor.of(torch.empty(shape, dtype=dtype, device=self.device))
 
-    def slots_of(self, *columns: int, dtype: torch.dtype, window: bool = False) -> Tensor:
+    def slots_of(self, *columns: int, dtype: torch.dtype, window: bool = False) -> NcclEpTensor:
         """Allocate a tensor with a slot for each row that can arrive; in a window, other ranks can store to it."""
         shape = (*self._slots(), *columns)
         if not window:
             return self.tensor(*shape, dtype=dtype)
-        self._windows.append(Window(self.library, self._comm, shape, dtype, self.device))
+        self._windows.append(NcclEpWindow(self.library, self._comm, shape, dtype, self.device))
         return self._windows[-1].described
 
     def _slots(self) -> tuple[int, ...]:
@@ -179,7 +181,7 @@ class Group:
             return self.case.experts // self.case.ranks, self.case.ranks * self.tokens
         return self.case.ranks, self.tokens
 
-    def handle(self, topk_idx: Tensor, info: LayoutInfo | None) -> ctypes.c_void_p:
+    def handle(self, topk_idx: NcclEpTensor, info: LayoutInfo | None) -> ctypes.c_void_p:
         """Create a handle for a routing."""
         made = ctypes.c_void_p()
         about = None if info is None else ctypes.byref(info)
@@ -213,7 +215,7 @@ class Group:
         return int(arriving.max())
 
 
-class Round:
+class NcclEpRound:
     """A dispatch and its combine on one input. Collective.
 
     Attributes:
@@ -222,21 +224,21 @@ class Round:
         out: the sums that combine brings home.
     """
 
-    def __init__(self, group: Group, given: Input) -> None:
+    def __init__(self, group: NcclEpGroup, given: Input) -> None:
         self._group, self._mode, case = group, group.mode, group.case
-        self._topk_idx, self._weights = Tensor.of(given.topk_idx), Tensor.of(given.topk_weights)
+        self._topk_idx, self._weights = NcclEpTensor.of(given.topk_idx), NcclEpTensor.of(given.topk_weights)
         self.counts = group.tensor(case.experts // case.ranks, dtype=torch.int32)
         self._info = LayoutInfo(expert_counters=self.counts)
         self._handle = group.handle(self._topk_idx, None if self._mode.low_latency else self._info)
-        self.rows: dict[str, Tensor] = {}
-        self.scales: dict[str, Tensor] = {}
+        self.rows: dict[str, NcclEpTensor] = {}
+        self.scales: dict[str, NcclEpTensor] = {}
         self._dispatches = {"bf16": self._dispatch_of(given.x)}
         if "fp8" in case.payloads:
             self._dispatches["fp8"] = self._dispatch_of_fp8(given.x)
         self.out = torch.empty_like(given.x)
         weights = {"topk_weights": self._weights} if self._mode.low_latency and self._mode.expert_major else {}
         self._y = CombineInputs(tokens=self.rows["bf16"])
-        self._sums = CombineOutputs(tokens=Tensor.of(self.out), **weights)
+        self._sums = CombineOutputs(tokens=NcclEpTensor.of(self.out), **weights)
 
     def dispatch(self, payload: str) -> None:
         """Send rows. For high throughput, whose handle has the plan of a routing, the plan is part of the time."""
@@ -254,7 +256,7 @@ class Round:
 
     def _dispatch_of(self, x: torch.Tensor) -> tuple[DispatchInputs, DispatchOutputs, DispatchConfig]:
         self.rows["bf16"] = self._group.slots_of(x.shape[1], dtype=x.dtype, window=not self._mode.low_latency)
-        given = DispatchInputs(tokens=Tensor.of(x), **self._sent())
+        given = DispatchInputs(tokens=NcclEpTensor.of(x), **self._sent())
         return given, DispatchOutputs(tokens=self.rows["bf16"], **self._arriving()), DispatchConfig()
 
     def _dispatch_of_fp8(self, x: torch.Tensor) -> tuple[DispatchInputs, DispatchOutputs, DispatchConfig]:
@@ -264,16 +266,16 @@ class Round:
         self.scales["fp8"] = self._group.slots_of(groups, dtype=torch.float32, window=window)
         arriving = DispatchOutputs(tokens=self.rows["fp8"], scales=self.scales["fp8"], **self._arriving())
         if self._mode.low_latency:
-            given = DispatchInputs(tokens=Tensor.of(x), **self._sent())
+            given = DispatchInputs(tokens=NcclEpTensor.of(x), **self._sent())
             return given, arriving, DispatchConfig(quant_recipe=CAST_INSIDE)
-        cast, scales = map(Tensor.of, quantize(x))
+        cast, scales = map(NcclEpTensor.of, quantize(x))
         given = DispatchInputs(tokens=cast, scales=scales, **self._sent())
         return given, arriving, DispatchConfig(quant_recipe=CAST_FORWARD)
 
-    def _sent(self) -> dict[str, Tensor]:
+    def _sent(self) -> dict[str, NcclEpTensor]:
         return {} if self._mode.low_latency and self._mode.expert_major else {"topk_weights": self._weights}
 
-    def _arriving(self) -> dict[str, Tensor]:
+    def _arriving(self) -> dict[str, NcclEpTensor]:
         """Make room for what arrives beside rows."""
         room, topk = self._group.slots_of, self._group.case.topk
         if self._mode.expert_major:

@@ -39,7 +39,7 @@ def _uints(*names: str) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_uint) for name in names]
 
 
-class Tensor(ctypes.Structure):
+class NcclEpTensor(ctypes.Structure):
     """ncclEpTensor_t. Keeps the memory that it describes."""
 
     _fields_: ClassVar[_Fields] = (
@@ -52,7 +52,7 @@ class Tensor(ctypes.Structure):
     held: torch.Tensor
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, window: int | None = None) -> Tensor:
+    def of(cls, tensor: torch.Tensor, window: int | None = None) -> NcclEpTensor:
         """Describe a contiguous tensor, which may be the start of a registered window."""
         sizes = (ctypes.c_size_t * tensor.dim())(*tensor.shape)
         head = (ctypes.sizeof(cls), _TENSOR_MAGIC, tensor.dim(), _DTYPES[tensor.dtype])
@@ -65,12 +65,12 @@ class _Sized(ctypes.Structure):
     """A struct that begins with its size and a magic number. Takes its other members by name; tensors by reference."""
 
     def __init__(self, **members: Any) -> None:
-        given = {name: ctypes.pointer(one) if isinstance(one, Tensor) else one for name, one in members.items()}
+        given = {name: ctypes.pointer(one) if isinstance(one, NcclEpTensor) else one for name, one in members.items()}
         super().__init__(size=ctypes.sizeof(self), magic=_MAGIC, **given)
 
 
 def _tensors(*names: str) -> list[tuple[str, Any]]:
-    return [(name, ctypes.POINTER(Tensor)) for name in names]
+    return [(name, ctypes.POINTER(NcclEpTensor)) for name in names]
 
 
 class GroupConfig(_Sized):
@@ -150,7 +150,7 @@ class Library:
             raise RuntimeError(f"{name}: {self._functions.ncclGetErrorString(status).decode()}")
 
 
-class Window:
+class NcclEpWindow:
     """Memory of a rank that the ranks of a communicator load and store. Collective.
 
     Attributes:
@@ -171,7 +171,7 @@ class Window:
             raise Unsupported(f"{NAME}: this NCCL registers no symmetric window here")
         assert self._memory.value is not None
         self.tensor = _bytes_at(self._memory.value, nbytes, device).view(dtype).view(shape)
-        self.described = Tensor.of(self.tensor, self._window.value)
+        self.described = NcclEpTensor.of(self.tensor, self._window.value)
 
     def close(self) -> None:
         """Free the memory; no rank may use it any more."""

@@ -16,7 +16,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 @dataclass(frozen=True)
-class Case:
+class OperatorCase:
     """A call of an operator on every rank.
 
     Attributes:
@@ -64,9 +64,9 @@ def empty(x: tuple[int, ...], w: tuple[int, ...], dtype: torch.dtype) -> tuple[M
     return Fp8(torch.empty(x, dtype=FP8), torch.empty(of_x)), Fp8(torch.empty(w, dtype=FP8), torch.empty(of_w))
 
 
-def cases(operator: str, ranks: int) -> list[Case]:
+def cases(operator: str, ranks: int) -> list[OperatorCase]:
     """Return the cases of an operator: in FP8, those of products with many rows again."""
-    found = [Case(operator, name, dtype, shapes) for name, dtype, shapes in _CASES[operator](ranks)]
+    found = [OperatorCase(operator, name, dtype, shapes) for name, dtype, shapes in _CASES[operator](ranks)]
     if operator == "embedding_all_to_all":
         return found
     return found + [replace(case, dtype="fp8") for case in found if math.prod(case.shapes[0][:-1]) > _FEW]

@@ -13,13 +13,13 @@ from torch.nn.functional import embedding_bag
 from moecomm.fused import Fp8, grouped_gemm
 from moecomm.overlap.gpu import new_product, values_of
 from moecomm.overlap.sizes import FP8, OF_FP8, Matrix
-from moecomm_bench.operator_cases import Case
+from moecomm_bench.operator_cases import OperatorCase
 
 Call = Callable[[], Any]
 Multiply = Callable[[Matrix, Matrix], torch.Tensor]
 
 
-def alone(case: Case, x: Matrix, w: Matrix, ranks: int) -> Call:
+def alone(case: OperatorCase, x: Matrix, w: Matrix, ranks: int) -> Call:
     """Return the product of this rank without communication, or its lookups."""
     if isinstance(x, Fp8) or isinstance(w, Fp8):
         rows = Fp8(*(of.repeat(ranks, 1) for of in x)) if case.operator == "all_gather_matmul" else x
@@ -30,7 +30,7 @@ def alone(case: Case, x: Matrix, w: Matrix, ranks: int) -> Call:
     return lambda: by_torch(flat(whole), w)
 
 
-def nccl(case: Case, x: Matrix, w: Matrix, group: dist.ProcessGroup) -> Call:
+def nccl(case: OperatorCase, x: Matrix, w: Matrix, group: dist.ProcessGroup) -> Call:
     """Return the operator by collectives of `group`.  FP8: with moecomm's grouped GEMM, which has the same scales."""
     if isinstance(x, Fp8) or isinstance(w, Fp8):
         return _NCCL[case.operator](x, w, group, by_groups)
@@ -150,7 +150,7 @@ _NCCL: dict[str, Callable[[Matrix, Matrix, dist.ProcessGroup, Multiply], Call]] 
 }
 
 
-def of_torch(case: Case, x: Matrix, w: Matrix, group: dist.ProcessGroup) -> Call | None:
+def of_torch(case: OperatorCase, x: Matrix, w: Matrix, group: dist.ProcessGroup) -> Call | None:
     """Return torch's operator over symmetric memory; None where torch has none.
 
     FP8: torch._scaled_mm and collectives of `group`.  A scale for each row is less work than one for 128 columns.
@@ -161,7 +161,7 @@ def of_torch(case: Case, x: Matrix, w: Matrix, group: dist.ProcessGroup) -> Call
     return _symmetric_memory(case, x, w, group)
 
 
-def _symmetric_memory(case: Case, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call | None:
+def _symmetric_memory(case: OperatorCase, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> Call | None:
     from torch.distributed import _symmetric_memory as symmetric
 
     operators = torch.ops.symm_mem

@@ -20,7 +20,7 @@ from moecomm.window import Window
 from moecomm_bench import operator_peers
 from moecomm_bench.clock import Call, Clock, percentiles
 from moecomm_bench.exchange import nccl_group
-from moecomm_bench.operator_cases import DTYPES, OPERATORS, Case, cases
+from moecomm_bench.operator_cases import DTYPES, OPERATORS, OperatorCase, cases
 from moecomm_bench.ranks import device_of, on_ranks, together
 
 OURS, UNFUSED, NCCL, TORCH, ALONE = "moecomm", "moecomm unfused", "nccl", "torch", "alone"
@@ -31,7 +31,7 @@ _WINDOW_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
-class Settings:
+class OperatorRun:
     """One run of one operator."""
 
     operator: str
@@ -56,7 +56,7 @@ class Settings:
             raise BadInput("case", repr(self.only), "a part of the name of a case, of the dtype")
 
     @property
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[OperatorCase]:
         """The cases to measure."""
         return [
             case
@@ -65,7 +65,7 @@ class Settings:
         ]
 
 
-def run(settings: Settings, limit_s: float) -> list[dict[str, Any]] | None:
+def run(settings: OperatorRun, limit_s: float) -> list[dict[str, Any]] | None:
     """Measure an operator on all ranks; None in a process that has nothing to report.  Returns rows: see merge().
 
     Raises BadInput, Unsupported, RanksFailed.
@@ -77,12 +77,12 @@ def run(settings: Settings, limit_s: float) -> list[dict[str, Any]] | None:
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
     """Run one rank of the benchmark."""
-    settings = Settings(**job)
+    settings = OperatorRun(**job)
     with config.variables(NO_MULTICAST, insist=True):
         return _measure(group, settings)
 
 
-def _measure(group: dist.ProcessGroup, settings: Settings) -> list[dict[str, Any]]:
+def _measure(group: dist.ProcessGroup, settings: OperatorRun) -> list[dict[str, Any]]:
     from moecomm.overlap.gpu import GpuExecutor
 
     device = device_of(group, settings.backend)
@@ -95,17 +95,17 @@ def _measure(group: dist.ProcessGroup, settings: Settings) -> list[dict[str, Any
         executor = GpuExecutor(window)
         for case in settings.cases:
             step(f"{case.operator}, {case.name}")
-            rows += _Measured(settings, case, executor, window, group, transport).rows()
+            rows += _MeasuredOperator(settings, case, executor, window, group, transport).rows()
     return rows
 
 
-class _Measured:
+class _MeasuredOperator:
     """One case.  Collective."""
 
     def __init__(
         self,
-        settings: Settings,
-        case: Case,
+        settings: OperatorRun,
+        case: OperatorCase,
         executor: Any,
         window: Window,
         group: dist.ProcessGroup,

@@ -13,7 +13,7 @@ from moecomm.ranks.settings import MAX_FLAT_ROWS
 from moecomm.tools.options import whole, written
 
 if TYPE_CHECKING:
-    from moecomm_bench.case import Case
+    from moecomm_bench.case import RoundsCase
 
 _T = TypeVar("_T")
 
@@ -64,7 +64,7 @@ def case_of(
     where: tuple[str, int | None, str | None],
     routing: Path | None = None,
     **more: Any,
-) -> Case:
+) -> RoundsCase:
     """Make a case of the options that commands share.
 
     Args:
@@ -78,13 +78,13 @@ def case_of(
         BadInput: an unknown model, or a list that is none.
         Unsupported: a backend that is not here.
     """
-    from moecomm_bench.case import Case, model_sizes
+    from moecomm_bench.case import RoundsCase, model_sizes
     from moecomm_bench.ranks import plan
 
     tokens, layout, payload, sms = lists
     backend, ranks = plan(*where[:2])
     model, hidden, topk, experts = model_sizes(*sizes)
-    return Case(
+    return RoundsCase(
         model=model,
         hidden=hidden,
         topk=topk,

@@ -20,7 +20,7 @@ from moecomm.ranks.settings import Settings
 from moecomm.routed import Handle
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from moecomm_bench import overlap
-from moecomm_bench.case import Case, Traffic
+from moecomm_bench.case import RoundsCase, Traffic
 from moecomm_bench.clock import Call, Clock, Rotation
 from moecomm_bench.singles import Singles
 
@@ -36,7 +36,7 @@ _QUANTIZE: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Operation:
+class TimedOperation:
     """A timed operation.
 
     Attributes:
@@ -60,16 +60,16 @@ class Operation:
         return " ".join(filter(None, ("moecomm", self.what, self.layout, self.payload, self.variant)))
 
 
-def operations(case: Case) -> list[Operation]:
+def operations(case: RoundsCase) -> list[TimedOperation]:
     """Return all operations of a case at one size, grouped by layout."""
     found = []
     for layout in case.layouts:
         variants = (IN_WINDOW, OUTSIDE) if layout == "flat" else (FP32_WIRE, BF16_WIRE)
         for sms in case.sms:
-            found += [Operation("dispatch", layout, payload, "", sms) for payload in case.payloads]
-            found += [Operation("combine", layout, "", variant, sms) for variant in variants]
+            found += [TimedOperation("dispatch", layout, payload, "", sms) for payload in case.payloads]
+            found += [TimedOperation("combine", layout, "", variant, sms) for variant in variants]
             if case.pairs:
-                found += [Operation("pair", layout, payload, variants[0], sms) for payload in case.payloads]
+                found += [TimedOperation("pair", layout, payload, variants[0], sms) for payload in case.payloads]
     return found
 
 
@@ -97,7 +97,7 @@ class Ours:
 
     def __init__(
         self,
-        case: Case,
+        case: RoundsCase,
         group: dist.ProcessGroup,
         device: torch.device,
         tokens: int,
@@ -161,7 +161,7 @@ class Ours:
         sizes = {"window": window - self._extra, "beyond_outputs": beyond, "opened": window}
         return {"tokens": self.tokens, "layout": layout, **sizes}
 
-    def row(self, op: Operation, *, host: bool = True) -> dict[str, Any]:
+    def row(self, op: TimedOperation, *, host: bool = True) -> dict[str, Any]:
         """Measure an operation on this rank; returns its row, or one with `why` it has no figures.
 
         `us` is by replay, bytes are of all ranks; with `host` the row also has `host_us`. `alone_us` has single calls,
@@ -182,7 +182,7 @@ class Ours:
             row["why"] = str(error)
         return row
 
-    def call(self, op: Operation, *, flush: bool = True) -> Rotation:
+    def call(self, op: TimedOperation, *, flush: bool = True) -> Rotation:
         """Return the operation as a caller would write it, on one input after the other.
 
         With `flush`, a pair flushes the caches between its parts if the clock is cold.
@@ -201,7 +201,7 @@ class Ours:
         if self._layout != layout:  # frees the window memory of the earlier layout
             self._layout, self._handles, self._y = layout, [], {}
 
-    def _pairs(self, op: Operation, between: Call) -> list[Call]:
+    def _pairs(self, op: TimedOperation, between: Call) -> list[Call]:
         options: dict[str, Any] = {"wire": _wire(op.variant), "num_sms": op.sms or None}
         dispatches = self.dispatches(op)
         rows = self.rows(op) if "quantize" in dispatches[0] else [None] * len(dispatches)
@@ -213,11 +213,11 @@ class Ours:
 
         return [partial(pair, given, y) for given, y in zip(dispatches, rows, strict=True)]
 
-    def halves(self, op: Operation, us: float) -> dict[str, list[float]]:
+    def halves(self, op: TimedOperation, us: float) -> dict[str, list[float]]:
         """Time the halves of a dispatch that takes `us` microseconds: see overlap.halves."""
         return overlap.halves(self.clock, self.buffer, self.dispatches(op)[0], us)
 
-    def dispatches(self, op: Operation) -> list[dict[str, Any]]:
+    def dispatches(self, op: TimedOperation) -> list[dict[str, Any]]:
         """Return the arguments of dispatch for each input."""
         options = {"layout": op.layout, "sync": False, "num_sms": op.sms or None, **_QUANTIZE[op.payload]}
         return [
@@ -225,17 +225,17 @@ class Ours:
             for given in self.inputs
         ]
 
-    def _combines(self, op: Operation) -> list[dict[str, Any]]:
+    def _combines(self, op: TimedOperation) -> list[dict[str, Any]]:
         """Return the arguments of combine for each input."""
         options = {"wire": _wire(op.variant), "num_sms": op.sms or None}
         rows = self.rows(op)
         return [{"y": y, "handle": handle, **options} for y, handle in zip(rows, self._handles, strict=True)]
 
-    def rows(self, op: Operation) -> list[torch.Tensor]:
+    def rows(self, op: TimedOperation) -> list[torch.Tensor]:
         """Return the inputs of combine, equal to the dispatched rows, in the window or not; created on first use."""
         if not self._handles:
             self._y[OUTSIDE] = []
-            for given in self.dispatches(Operation("dispatch", op.layout, "bf16", "", 0)):
+            for given in self.dispatches(TimedOperation("dispatch", op.layout, "bf16", "", 0)):
                 arrived = self.buffer.dispatch(**given)
                 self._handles.append(arrived.handle)
                 self._y[OUTSIDE].append(arrived.x.clone())
@@ -246,23 +246,23 @@ class Ours:
             self._y[where] = [self.buffer.empty(handle).copy_(y) for handle, y in outside]
         return self._y[where]
 
-    def sms(self, op: Operation) -> int:
+    def sms(self, op: TimedOperation) -> int:
         """Return the blocks (CPUs: threads) of an operation; for a pair, of its dispatch."""
         self._use(op.layout)
         return self._launched(op)["sms"]
 
-    def _launched(self, op: Operation) -> dict[str, int]:
+    def _launched(self, op: TimedOperation) -> dict[str, int]:
         """Return the blocks (CPUs: threads) and, except for combine, chunk_tokens; for a pair, of its dispatch."""
         if op.what == "combine":
             return {"sms": prepare_combine(self.buffer, **self._combines(op)[0]).args.workers}
         args = prepare_dispatch(self.buffer, **self.dispatches(op)[0]).args
         return {"sms": args.workers, "chunk_tokens": args.chunk_tokens}
 
-    def _bytes(self, op: Operation) -> dict[str, float]:
+    def _bytes(self, op: TimedOperation) -> dict[str, float]:
         """Return the bytes of an operation as means over ranks and inputs, except `busiest_bytes` of the busiest link.
 
-        `wire_bytes` and `busiest_bytes` count alike for every library: see Case.wire_bytes. `moved_bytes` are those
-        that moecomm sends, inside and across domains; `beside_bytes` of them are metadata.
+        `wire_bytes` and `busiest_bytes` count alike for every library: see RoundsCase.wire_bytes. `moved_bytes` are
+        those that moecomm sends, inside and across domains; `beside_bytes` of them are metadata.
         """
         names = ("wire", "busiest", "moved", "inside", "across", "beside", "logical")
         found = dict.fromkeys(names, 0.0)
@@ -280,7 +280,7 @@ class Ours:
         found["moved"] = found["inside"] + found["across"]
         return {f"{name}_bytes": bytes_ for name, bytes_ in found.items()}
 
-    def _moved(self, part: str, op: Operation) -> tuple[float, int]:
+    def _moved(self, part: str, op: TimedOperation) -> tuple[float, int]:
         """Return the bytes that are sent for a row inside a domain, and between domains."""
         row = self._case.wire_bytes(part, op.payload)
         if part == "dispatch":

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moecomm.tools.options import real
-from moecomm_bench.kept import Kept
+from moecomm_bench.kept import KeptResult
 from moecomm_bench.options import Backend, Json, Ranks, Replays
 
 Limit = Annotated[float, typer.Option(callback=real(1e-3), help="Seconds for an operator.")]
@@ -33,11 +33,11 @@ def overlap(
     from moecomm_bench import ranks as of_ranks
 
     name, count = of_ranks.plan(backend, ranks)
-    kept, failed = Kept(json), None
+    kept, failed = KeptResult(json), None
     rows: list[dict[str, Any]] = []
     asked = operator.split(",") if operator else operator_cases.OPERATORS
     given: dict[str, Any] = {"dtype": dtype, "replays": replays, "peers": peers, "every_schedule": every_schedule}
-    every = [operators.Settings(wanted, count, name, case, **given) for wanted in asked]
+    every = [operators.OperatorRun(wanted, count, name, case, **given) for wanted in asked]
     if not operator:  # all that have such cases
         every = [settings for settings in every if settings.cases] or every[:1]
     for settings in every:
@@ -72,7 +72,7 @@ def all_gather_study(
     name, count = of_ranks.plan(backend, ranks)
     rows = gather_study.run(count, name, replays, limit)
     if rows is not None:
-        kept = Kept(json)
+        kept = KeptResult(json)
         about = {"benchmark": "all-gather-study", "backend": name, "ranks": count, "replays": replays}
         kept({**about, "size": gather_study.SIZE, "dtype": "fp16", "rows": rows})
         gather_table.show(kept.result, table.console())

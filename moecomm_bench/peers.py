@@ -12,7 +12,7 @@ import torch.distributed as dist
 from moecomm.errors import Unsupported
 from moecomm.tools.progress import Step
 from moecomm_bench import deep_ep, flashinfer, nccl_ep, nccl_ep_library, pplx, symm_mem
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Call, Clock, Rotation, Timed
 from moecomm_bench.exchange import Collective
 from moecomm_bench.ours import Ours
@@ -20,7 +20,7 @@ from moecomm_bench.ranks import together
 from moecomm_bench.singles import Singles
 
 
-class Peers:
+class OtherLibraries:
     """The libraries that can run here. Collective, as is every call.
 
     Attributes:
@@ -28,7 +28,7 @@ class Peers:
     """
 
     def __init__(
-        self, case: Case, group: dist.ProcessGroup, device: torch.device, singles: Singles | None = None
+        self, case: RoundsCase, group: dist.ProcessGroup, device: torch.device, singles: Singles | None = None
     ) -> None:
         self._case, self._group, self._device, self._singles = case, group, device, singles
         self._collective = Collective(case, group, device)
@@ -42,7 +42,7 @@ class Peers:
         elif deep_ep.NAME in case.others:
             self._ways[deep_ep.NAME] = partial(_absent, deep_ep.NAME, why)
         if symm_mem.NAME in case.others:
-            self._ways[symm_mem.NAME] = lambda ours: symm_mem.SymmetricMemory(case).calls(ours)
+            self._ways[symm_mem.NAME] = lambda ours: symm_mem.TorchOperations(case).calls(ours)
         if nccl_ep_library.NAME in case.others:
             self._ways |= nccl_ep.NcclEP(case).ways()
         if flashinfer.NAME in case.others:
@@ -115,7 +115,7 @@ def _absent(name: str, why: str, ours: Ours) -> list[Timed]:
     raise Unsupported(f"{name}: {why}")
 
 
-def bytes_of(case: Case, ours: Ours, timed: Timed) -> dict[str, float]:
+def bytes_of(case: RoundsCase, ours: Ours, timed: Timed) -> dict[str, float]:
     """Return the bytes of another library's row: `wire` and `busiest` as of ours, `moved` by the rows that it sends."""
     about, traffic = timed.about, ours.traffic
     parts = ("dispatch", "combine") if about["what"] == "pair" else (about["what"],)

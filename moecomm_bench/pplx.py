@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import Unsupported
-from moecomm_bench.case import QUANT_GROUP, Case
+from moecomm_bench.case import QUANT_GROUP, RoundsCase
 from moecomm_bench.clock import Timed
 from moecomm_bench.ours import Input, Ours
 
@@ -34,9 +34,9 @@ class Pplx:
     Rows are those of layout "batched": one for each (token, expert), in the slots of their expert.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: RoundsCase) -> None:
         self._case = case
-        self._open: list[Exchange] = []
+        self._open: list[PplxExchange] = []
         self.version = ""
 
     def ways(self) -> dict[str, Callable[[Ours], list[Timed]]]:
@@ -52,7 +52,7 @@ class Pplx:
         found = []
         for payload in self._case.payloads:
             if payload in ("bf16", "fp8"):
-                exchange = Exchange(kind, self._case, payload, ours.tokens, ours.buffer.device)
+                exchange = PplxExchange(kind, self._case, payload, ours.tokens, ours.buffer.device)
                 self._open.append(exchange)
                 pairs = [exchange.pair(given) for given in ours.inputs]
                 found.append(Timed({**about, "payload": payload}, pairs, by_expert=True))
@@ -89,7 +89,7 @@ def _most_tokens(device: torch.device) -> int:
     return min(_MOST_TOKENS, sms)
 
 
-class Exchange:
+class PplxExchange:
     """The all-to-all of one payload and size, and memory for the rows that arrive, which all inputs share. Collective.
 
     Attributes:
@@ -97,7 +97,7 @@ class Exchange:
         rows, scales: slots by local expert, `[L, R * T, ...]`; no scales of bf16.
     """
 
-    def __init__(self, kind: Any, case: Case, payload: str, tokens: int, device: torch.device) -> None:
+    def __init__(self, kind: Any, case: RoundsCase, payload: str, tokens: int, device: torch.device) -> None:
         self.payload, local, slots = payload, case.experts // case.ranks, case.ranks * tokens
         cast = payload == "fp8"
         groups = -(-case.hidden // (QUANT_GROUP * _SCALES)) * _SCALES

@@ -38,7 +38,7 @@ class Percentiles(TypedDict):
     p99: Positive
 
 
-class Machine(TypedDict):
+class MachineJson(TypedDict):
     """The machine of a result; no GPUs: CPU ranks."""
 
     cpu: Name
@@ -63,7 +63,7 @@ class Plain(Origin):
     medians: NotRequired[dict[str, dict[str, Any]]]
 
 
-class _Routing(TypedDict):
+class _RoutingJson(TypedDict):
     """A routing that was replayed."""
 
     source: str
@@ -75,10 +75,10 @@ class _Routing(TypedDict):
 
 class _Replayed(TypedDict):
     routing_file: NotRequired[str]
-    routing: NotRequired[_Routing]
+    routing: NotRequired[_RoutingJson]
 
 
-class _Sizes(_Replayed):
+class _SizesJson(_Replayed):
     model: Name
     hidden: Many
     topk: Annotated[int, Meta(ge=1, le=1 << 10)]
@@ -93,13 +93,13 @@ class _Sizes(_Replayed):
     replays: Many
 
 
-class _Case(_Sizes):
+class _CaseJson(_SizesJson):
     backend: Name
     domain_ranks: NotRequired[Count]
     nic: NotRequired[str]
 
 
-class _Alone(TypedDict):
+class _AloneJson(TypedDict):
     """Single calls, or why there are none."""
 
     why: NotRequired[str]
@@ -111,8 +111,8 @@ class _SingleCalls(TypedDict):
     step_ns: Number
 
 
-class _Rows(Origin):
-    machine: Machine
+class _RowsJson(Origin):
+    machine: MachineJson
     rows: Annotated[list[dict[str, Any]], Meta(max_length=_MOST_ROWS)]
 
 
@@ -139,13 +139,13 @@ class _Halves(TypedDict):
     together: Positive
 
 
-class _Overlap(TypedDict):
+class _OverlapJson(TypedDict):
     kept: NotRequired[Share]
     gemm_tflops: NotRequired[Positive]
     why: NotRequired[str]
 
 
-class _Round(_RoundAbout):
+class _RoundJson(_RoundAbout):
     sms: Count
     chunk_tokens: NotRequired[Annotated[int, Meta(ge=0, le=1 << 20)] | None]
     us: Percentiles
@@ -157,7 +157,7 @@ class _Round(_RoundAbout):
     of_wire: Number | None
     of_sum: NotRequired[Number]
     of_flat: NotRequired[Number]
-    overlap: NotRequired[_Overlap]
+    overlap: NotRequired[_OverlapJson]
     halves: NotRequired[_Halves]
     eager_us: NotRequired[Percentiles]
     alone_us: NotRequired[Percentiles]
@@ -177,22 +177,22 @@ class _Ceiling(TypedDict):
     sms: Count
 
 
-class _Memory(TypedDict):
+class _MemoryJson(TypedDict):
     tokens: Tokens
     window: Count
     beyond_outputs: Number
     layout: NotRequired[Name]
 
 
-class _DispatchCombine(_Rows):
-    case: _Case
+class _DispatchCombine(_RowsJson):
+    case: _CaseJson
     backend: Name
     ceiling: list[_Ceiling]
-    memory: list[_Memory]
-    alone: NotRequired[_Alone]
+    memory: list[_MemoryJson]
+    alone: NotRequired[_AloneJson]
 
 
-class _Way(TypedDict):
+class _WayJson(TypedDict):
     backend: Name
     domain_ranks: Count
 
@@ -202,7 +202,7 @@ class _WayRow(_Why):
     domain_ranks: Count
 
 
-class _RoundOfWay(_Round):
+class _RoundOfWay(_RoundJson):
     backend: Name
     domain_ranks: Count
     through: Name
@@ -214,8 +214,8 @@ class _RoundOfWay(_Round):
     window_bytes: NotRequired[Count]
 
 
-class _Ways(_Rows):
-    ways: Annotated[list[_Way], Meta(min_length=1)]
+class _Ways(_RowsJson):
+    ways: Annotated[list[_WayJson], Meta(min_length=1)]
 
 
 class _Put(TypedDict):
@@ -248,16 +248,16 @@ class _PutOfWay(_PutOfBytes):
     domain_ranks: Count
 
 
-class _OfRanks(_Rows):
+class _OfRanks(_RowsJson):
     backend: Name
     ranks: Ranks
 
 
-class _Latency(_Rows):
+class _Latency(_RowsJson):
     backend: Name
 
 
-class _Gemm(_Rows):
+class _GemmJson(_RowsJson):
     device: Name
     dtype: Name
     replays: Many
@@ -287,10 +287,10 @@ class _MoeCase(_Replayed):
     tokens: Annotated[list[Tokens], Meta(min_length=1)]
 
 
-class _Moe(_Rows):
+class _MoeJson(_RowsJson):
     case: _MoeCase
     backend: Name
-    alone: NotRequired[_Alone]
+    alone: NotRequired[_AloneJson]
 
 
 class _LayerAbout(_Why):
@@ -301,7 +301,7 @@ class _LayerAbout(_Why):
     variant: Name
 
 
-class _Layer(_LayerAbout):
+class _LayerJson(_LayerAbout):
     us: Percentiles
     host_us: Number | None
     tflops: Number | None
@@ -313,7 +313,7 @@ class _Layer(_LayerAbout):
     alone_us: NotRequired[Percentiles]
 
 
-class _Operators(_OfRanks):
+class _OperatorsJson(_OfRanks):
     replays: Many
 
 
@@ -337,7 +337,7 @@ class _Figures(TypedDict):
     of_first: Number | None
 
 
-class _Study(_Operators):
+class _StudyJson(_OperatorsJson):
     size: Many
     dtype: Name
 
@@ -349,24 +349,24 @@ class _VariantAbout(_Why):
     source: _Figures | None
 
 
-class _Variant(_VariantAbout):
+class _VariantJson(_VariantAbout):
     us: Percentiles
     tflops: Number
     of_first: Number | None
 
 
-class _Calls(TypedDict):
+class _CallsJson(TypedDict):
     calls: Count
 
 
-class _Decode(_Rows):
-    case: _Case
+class _DecodeJson(_RowsJson):
+    case: _CaseJson
     backend: Name
     layers: Many
     expert_us: Number
     delay_us: Number
     waits_us: Number
-    alone: _Calls
+    alone: _CallsJson
 
 
 class _DecodeAbout(_Why):
@@ -377,15 +377,15 @@ class _DecodeAbout(_Why):
     delays: bool
 
 
-class _DecodeStep(_DecodeAbout):
+class _DecodeStepJson(_DecodeAbout):
     us: Percentiles
     layer_us: Number
     beside_us: NotRequired[Number]
     window_bytes: NotRequired[Count]
 
 
-class _Training(_Rows):
-    case: _Case
+class _TrainingJson(_RowsJson):
+    case: _CaseJson
     backend: Name
     layers: Many
     intermediate: Many
@@ -405,8 +405,8 @@ class _Step(_StepAbout):
     window_bytes: NotRequired[Count]
 
 
-class _DeepEp(_Rows):
-    case: _Case
+class _DeepEp(_RowsJson):
+    case: _CaseJson
     backend: Name
 
 
@@ -437,7 +437,7 @@ class _Interface(_InterfaceAbout):
     window_bytes: NotRequired[Count]
 
 
-class _Nic(TypedDict):
+class _NicJson(TypedDict):
     gbs: Number
     latency_us: Number
     mega_messages: Number
@@ -454,12 +454,12 @@ class _PredictedCase(TypedDict):
 
 class _Inputs(TypedDict):
     domain: Name
-    nic: _Nic
+    nic: _NicJson
     num_sms: Count
     routing: Name
 
 
-class _Simulate(_Rows):
+class _Simulate(_RowsJson):
     case: _PredictedCase
     inputs: _Inputs
 
@@ -523,7 +523,7 @@ class _Error(TypedDict):
     worst: Number
 
 
-class _Check(Origin):
+class _CheckJson(Origin):
     measured: Annotated[list[_CheckedRow], Meta(max_length=_MOST_ROWS)]
     left_out: Count
     published: list[_PublishedRow]
@@ -546,22 +546,22 @@ class _Named(TypedDict):
 
 class _DlrmInputs(TypedDict):
     gpu: _Named
-    nic: _Nic
+    nic: _NicJson
 
 
-class _Dlrm(_Rows):
+class _DlrmJson(_RowsJson):
     case: _Tables
     inputs: _DlrmInputs
 
 
-class _Phase(TypedDict):
+class _PhaseJson(TypedDict):
     name: Name
     us: Number
 
 
 class _Form(TypedDict):
     us: Number
-    phases: list[_Phase]
+    phases: list[_PhaseJson]
 
 
 class _Forms(TypedDict):
@@ -591,7 +591,7 @@ class VirtualRow(TypedDict):
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ResultTypes:
     """The types of a benchmark's result, of a row with figures, and of a row that may have a reason instead."""
 
     result: Any
@@ -600,21 +600,21 @@ class _Kind:
 
 
 _KINDS = {
-    "dispatch-combine": _Kind(_DispatchCombine, _Round, _RoundAbout),
-    "backends": _Kind(_Ways, _RoundOfWay, _WayRow),
-    "latency": _Kind(_Latency, _PutOfBytes),
-    "latency-backends": _Kind(_Ways, _PutOfWay, _WayRow),
-    "all-to-all": _Kind(_OfRanks, _Put),
-    "gemm": _Kind(_Gemm, _GemmRow),
-    "moe": _Kind(_Moe, _Layer, _LayerAbout),
-    "overlap": _Kind(_Operators, _Operator, _OperatorAbout),
-    "all-gather-study": _Kind(_Study, _Variant, _VariantAbout),
-    "decode": _Kind(_Decode, _DecodeStep, _DecodeAbout),
-    "training": _Kind(_Training, _Step, _StepAbout),
-    "deep-ep-layer": _Kind(_DeepEp, _Interface, _InterfaceAbout),
-    "simulate": _Kind(_Simulate, _Predicted),
-    "simulate-check": _Kind(_Check),
-    "simulate-dlrm": _Kind(_Dlrm, _Iteration),
+    "dispatch-combine": _ResultTypes(_DispatchCombine, _RoundJson, _RoundAbout),
+    "backends": _ResultTypes(_Ways, _RoundOfWay, _WayRow),
+    "latency": _ResultTypes(_Latency, _PutOfBytes),
+    "latency-backends": _ResultTypes(_Ways, _PutOfWay, _WayRow),
+    "all-to-all": _ResultTypes(_OfRanks, _Put),
+    "gemm": _ResultTypes(_GemmJson, _GemmRow),
+    "moe": _ResultTypes(_MoeJson, _LayerJson, _LayerAbout),
+    "overlap": _ResultTypes(_OperatorsJson, _Operator, _OperatorAbout),
+    "all-gather-study": _ResultTypes(_StudyJson, _VariantJson, _VariantAbout),
+    "decode": _ResultTypes(_DecodeJson, _DecodeStepJson, _DecodeAbout),
+    "training": _ResultTypes(_TrainingJson, _Step, _StepAbout),
+    "deep-ep-layer": _ResultTypes(_DeepEp, _Interface, _InterfaceAbout),
+    "simulate": _ResultTypes(_Simulate, _Predicted),
+    "simulate-check": _ResultTypes(_CheckJson),
+    "simulate-dlrm": _ResultTypes(_DlrmJson, _Iteration),
 }
 RESULT: Document[dict[str, Any]] = Document("results", "JSON that a benchmark has written", dict[str, Any])
 
@@ -651,7 +651,7 @@ def _check(found: dict[str, Any]) -> None:
     if isinstance(case, dict) and case.get("routing_file") and "routing" not in case:
         raise ValueError("case: a routing_file without routing")
     if found["benchmark"] == "backends" and (case or any("us" in row for row in found["rows"])):
-        _convert("case", case, _Sizes)
+        _convert("case", case, _SizesJson)
     if found["benchmark"] == "simulate-dlrm" and not found["rows"]:
         raise ValueError("rows: none")
 

@@ -20,7 +20,7 @@ _TIMEOUT_NS = 20_000_000_000
 _AHEAD_S = 0.5e-3  # from the moment at which rank 0 names the start to the start: enough for the others to hear of it
 
 
-class _Args(ctypes.Structure):
+class _StartArgs(ctypes.Structure):
     """StartArgs of csrc/bench/start.cuh."""
 
     _fields_ = (
@@ -42,7 +42,7 @@ class DeviceStart:
         here, host = self._window.abort_words
         blocks = (ctypes.c_uint64 * MAX_RANKS)(*self._window.addresses)
         rank, ranks = self._window.rank, self._window.ranks
-        self._args = _Args(blocks, self._times.data_ptr(), here, host, _TIMEOUT_NS, rank, ranks)
+        self._args = _StartArgs(blocks, self._times.data_ptr(), here, host, _TIMEOUT_NS, rank, ranks)
 
     @property
     def starts_address(self) -> int:

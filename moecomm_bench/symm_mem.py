@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm.errors import Unsupported
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Timed
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.ours import Input, Ours
@@ -38,7 +38,7 @@ def module() -> ModuleType:
     return found
 
 
-class SymmetricMemory:
+class TorchOperations:
     """The operations of torch. Collective.
 
     Rows are those of layout "expert": one for each (token, expert), grouped by expert. As for the other libraries, the
@@ -46,7 +46,7 @@ class SymmetricMemory:
     experts would have written them, and adds them with their weights.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: RoundsCase) -> None:
         if (most := -(-case.experts // case.ranks)) > _MOST_EXPERTS:
             raise Unsupported(f"{NAME}: torch takes at most {_MOST_EXPERTS} experts a rank, not {most}")
         self._case, self._module = case, module()
@@ -57,8 +57,8 @@ class SymmetricMemory:
 
     def calls(self, ours: Ours) -> list[Timed]:
         """Return the timed calls for the size of `ours`."""
-        memory = Memory(self._module, self._group, ours.inputs[0], self._case)
-        rounds = [Round(memory, self._group.group_name, given, self._case) for given in ours.inputs]
+        memory = TorchMemory(self._module, self._group, ours.inputs[0], self._case)
+        rounds = [TorchRound(memory, self._group.group_name, given, self._case) for given in ours.inputs]
         about = {"layout": "expert", "sms": 0}
         # Their launches are collective, which a capture does not allow.
         options: dict[str, Any] = {"graph": False, "by_expert": True}
@@ -70,7 +70,7 @@ class SymmetricMemory:
         ]
 
 
-class Memory:
+class TorchMemory:
     """Symmetric memory for the rows of one round, which all inputs share. Collective.
 
     Attributes:
@@ -79,7 +79,7 @@ class Memory:
         home: rows that combine brings back, `[T * K, H]`.
     """
 
-    def __init__(self, module: ModuleType, group: dist.ProcessGroup, given: Input, case: Case) -> None:
+    def __init__(self, module: ModuleType, group: dist.ProcessGroup, given: Input, case: RoundsCase) -> None:
         self._module, self._group, self._device = module, group, given.x.device
         entries = given.topk_idx.numel()
         self.sent, self.home = (self.empty(entries, case.hidden, dtype=torch.bfloat16) for _ in range(2))
@@ -92,10 +92,10 @@ class Memory:
         return made
 
 
-class Round:
+class TorchRound:
     """A dispatch and its combine on one input. Collective."""
 
-    def __init__(self, memory: Memory, name: str, given: Input, case: Case) -> None:
+    def __init__(self, memory: TorchMemory, name: str, given: Input, case: RoundsCase) -> None:
         self._memory, self._name, self._given = memory, name, given
         ids = given.topk_idx.flatten()
         order = ids.argsort(stable=True)  # entries by expert, and so by rank

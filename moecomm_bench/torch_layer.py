@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.functional import grouped_mm, silu
 
 
-class _AllToAll(torch.autograd.Function):
+class _RowsToAll(torch.autograd.Function):
     """all_to_all_single of rows with known splits; the gradient goes the other way."""
 
     @staticmethod
@@ -32,7 +32,7 @@ class _AllToAll(torch.autograd.Function):
 
 def moved(rows: torch.Tensor, came: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Return the rows that arrive, with gradients."""
-    out: torch.Tensor = _AllToAll.apply(rows, came, sent, group)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _RowsToAll.apply(rows, came, sent, group)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -42,7 +42,7 @@ def exchange(out: torch.Tensor, rows: torch.Tensor, came: list[int], sent: list[
     dist.all_to_all_single(out.view(wide), rows.view(wide), came, sent, group=group)
 
 
-class _Experts:
+class _RankExperts:
     """The experts of a rank."""
 
     def __init__(self, w13: torch.Tensor, w2: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -58,7 +58,7 @@ class _Experts:
         exchange(out, rows, came, sent, self._group)
 
 
-class TorchLayer(_Experts):
+class TorchLayer(_RankExperts):
     """The layer for one routing, with a row for each (token, expert). Collective.
 
     Counts are exchanged in advance, so that the device never waits for the host.
@@ -119,7 +119,7 @@ class TorchLayer(_Experts):
         return weighted.sum(dim=1).to(x.dtype)
 
 
-class TorchRankLayer(_Experts):
+class TorchRankLayer(_RankExperts):
     """The layer for one routing, with a row for each (token, rank). Collective.
 
     A rank adds up the weighted rows of its experts for a token, and returns one row. All that depends on the

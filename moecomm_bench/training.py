@@ -15,7 +15,7 @@ from moecomm import ops
 from moecomm.errors import BadInput
 from moecomm.tools.progress import progress
 from moecomm_bench import replay
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Clock, percentiles
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.ours import Input, Ours
@@ -36,7 +36,7 @@ class Training:
         layers: of a step; they share one set of bf16 weights, whose gradients add up.
     """
 
-    case: Case
+    case: RoundsCase
     intermediate: int
     layers: int = 4
 
@@ -60,7 +60,7 @@ def run(training: Training) -> dict[str, Any] | None:
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     """Run one rank of the benchmark."""
-    training = Training(**{**job, "case": Case(**job["case"])})
+    training = Training(**{**job, "case": RoundsCase(**job["case"])})
     case = training.case
     device = device_of(group, case.backend)
     transport = nccl_group() if case.peers and device.type == "cuda" else group

@@ -28,7 +28,7 @@ from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import seconds, wanted_device
 from moecomm.window import failures
 from moecomm.window.calls import HostCalls, WindowCalls
-from moecomm.window.memory import OwnMemory, WindowMemory, asked_bytes, asked_device, open_memory
+from moecomm.window.memory import OwnMemory, UserMemory, asked_bytes, asked_device, open_memory
 from moecomm.window.opened import OpenedWindow
 from moecomm.window.settings import WindowSettings
 
@@ -95,7 +95,7 @@ class Window(Bound):
             with ExitStack() as undo:
                 peers, self.why = backends.open_peers(name, self.why, ranks, handle.total_bytes, wanted, timeout_s)
                 undo.callback(peers.close)
-                of_ranks: WindowMemory = OwnMemory(peers, handle.nbytes)
+                of_ranks: UserMemory = OwnMemory(peers, handle.nbytes)
                 if memory is not None:
                     of_ranks = open_memory(ranks, group, peers, memory, handle.nbytes)
                 with all_or_none(ranks):
@@ -415,7 +415,7 @@ class Window(Bound):
             raise self._failure
 
 
-def _calls_of(peers: Peers, memory: WindowMemory, handle: _native.WindowHandle) -> WindowCalls:
+def _calls_of(peers: Peers, memory: UserMemory, handle: _native.WindowHandle) -> WindowCalls:
     """Fill in the addresses of the handle; return the calls on it.
 
     Raises:

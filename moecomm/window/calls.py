@@ -9,7 +9,7 @@ import torch
 
 from moecomm import _native
 from moecomm.ranks.peers import Peers
-from moecomm.window.memory import WindowMemory
+from moecomm.window.memory import UserMemory
 
 
 class WindowCalls(Protocol):
@@ -65,7 +65,7 @@ class WindowCalls(Protocol):
 class HostCalls:
     """See WindowCalls.  Each call has happened when it returns."""
 
-    def __init__(self, peers: Peers, memory: WindowMemory, handle: _native.WindowHandle) -> None:
+    def __init__(self, peers: Peers, memory: UserMemory, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
         self._tables = array("Q", memory.addresses), array("Q", peers.addresses)
         handle.peers, handle.control = (table.buffer_info()[0] for table in self._tables)

@@ -11,7 +11,7 @@ from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.gpu import cuda_driver, plain_kernel
 from moecomm.gpu.structs import fields_of
 from moecomm.ranks.peers import Peers
-from moecomm.window.memory import WindowMemory
+from moecomm.window.memory import UserMemory
 
 _THREADS = 64  # a thread for each rank of a barrier
 
@@ -36,7 +36,7 @@ def kernel(call: str) -> plain_kernel.PlainKernel:
 class GpuCalls:
     """See moecomm.window.calls.WindowCalls.  The peers have CONTROL bytes of control memory more than they use."""
 
-    def __init__(self, peers: GpuPeers, memory: WindowMemory, handle: _native.WindowHandle) -> None:
+    def __init__(self, peers: GpuPeers, memory: UserMemory, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
         self._device = peers.device
         self.pointers, self._control = (
@@ -128,7 +128,7 @@ class GpuCalls:
         return self._peers.control.read(CONTROL, nbytes)
 
 
-def calls_of(peers: Peers, memory: WindowMemory, handle: _native.WindowHandle) -> GpuCalls:
+def calls_of(peers: Peers, memory: UserMemory, handle: _native.WindowHandle) -> GpuCalls:
     """Return the calls on the memory of GPUs."""
     assert isinstance(peers, GpuPeers)
     with torch.cuda.device(peers.device):

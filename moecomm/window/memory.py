@@ -21,7 +21,7 @@ _UNIT = 256  # bytes; an arena hands out multiples of it
 _MADE_BY = "memory of torch.distributed._symmetric_memory.empty()"
 
 
-class WindowMemory(Protocol):
+class UserMemory(Protocol):
     """As many bytes on every rank."""
 
     name: str  # of the backend, with the kind of memory where there are several: "host", "lsa/vmm", "lsa/torch"
@@ -33,14 +33,14 @@ class WindowMemory(Protocol):
 
 
 class OwnMemory:
-    """See WindowMemory.  The control words follow it in the memory of the peers."""
+    """See UserMemory.  The control words follow it in the memory of the peers."""
 
     def __init__(self, peers: Peers, nbytes: int) -> None:
         self._peers, self._nbytes = peers, nbytes
         self.name, self.addresses = peers.name, list(peers.addresses)
 
     def bytes_of(self, rank: int) -> torch.Tensor:
-        """See WindowMemory."""
+        """See UserMemory."""
         return view_of(self.addresses[rank], self._nbytes, self._peers.device, self._peers.owner(rank))
 
 
@@ -52,7 +52,7 @@ def view_of(address: int, nbytes: int, device: torch.device, owner: object) -> t
 
 
 class SymmetricMemory:
-    """See WindowMemory.  Views of this rank's memory are views of the tensor, as torch knows it."""
+    """See UserMemory.  Views of this rank's memory are views of the tensor, as torch knows it."""
 
     def __init__(self, backend: str, tensor: torch.Tensor, handle: Any, offsets: list[int]) -> None:
         self.name = f"{backend}/torch"
@@ -62,7 +62,7 @@ class SymmetricMemory:
         self.addresses[self._rank] = tensor.data_ptr()
 
     def bytes_of(self, rank: int) -> torch.Tensor:
-        """See WindowMemory."""
+        """See UserMemory."""
         if rank == self._rank:
             return self._tensor.view(-1)
         return view_of(self.addresses[rank], len(self._tensor), self._tensor.device, (self._handle, self._tensor))

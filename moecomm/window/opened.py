@@ -11,7 +11,7 @@ from moecomm import _native
 from moecomm.ranks.peers import Peers
 from moecomm.rounds.failures import Failure
 from moecomm.window.calls import WindowCalls
-from moecomm.window.memory import WindowMemory
+from moecomm.window.memory import UserMemory
 
 
 class CallGate:
@@ -67,7 +67,7 @@ class CallGate:
 class OpenedWindow:
     """Memory of all ranks, the handle, and the calls on them.  It does not refer to its Window, whose end closes it."""
 
-    def __init__(self, peers: Peers, memory: WindowMemory, handle: _native.WindowHandle, calls: WindowCalls) -> None:
+    def __init__(self, peers: Peers, memory: UserMemory, handle: _native.WindowHandle, calls: WindowCalls) -> None:
         self.peers, self.memory, self.handle, self.calls = peers, memory, handle, calls
         self.gate = CallGate()
         self.closed = False

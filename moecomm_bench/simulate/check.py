@@ -10,15 +10,15 @@ from typing import Any
 from moecomm.errors import BadInput
 from moecomm_bench.simulate.domain import Domain, NotMeasured
 from moecomm_bench.simulate.fit import fitted_domain
-from moecomm_bench.simulate.measured import Part, Result, Row, links, nic_of, read, rows_of
+from moecomm_bench.simulate.measured import MeasuredPart, MeasuredResult, Row, links, nic_of, read, rows_of
 from moecomm_bench.simulate.model import HT, LL, Machine, cost
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.published import against
 
 HELD_OUT, EXCLUDED = "held out", "excluded"
 
 
-def check(paths: Iterable[Path], domain: Domain, nic: Nic, fitted: dict[str, Any] | None = None) -> dict[str, Any]:
+def check(paths: Iterable[Path], domain: Domain, nic: ModelNic, fitted: dict[str, Any] | None = None) -> dict[str, Any]:
     """Compare the model with measured and published rows.
 
     An error is predicted / measured - 1. Every measured row is predicted twice: by `domain`, which knows it if it was
@@ -60,7 +60,9 @@ def _others(paths: list[Path], path: Path) -> Domain | None:
         return None
 
 
-def _measured(row: Row, result: Result, domain: Domain, others: Domain | None, nic: Nic) -> dict[str, Any] | None:
+def _measured(
+    row: Row, result: MeasuredResult, domain: Domain, others: Domain | None, nic: ModelNic
+) -> dict[str, Any] | None:
     try:
         us = _predicted(row, result, domain, nic)
     except NotMeasured:
@@ -77,11 +79,11 @@ def _measured(row: Row, result: Result, domain: Domain, others: Domain | None, n
     return {**found, "held_out_error": round(without / row.us - 1, 4)} if without else found
 
 
-def _predicted(row: Row, result: Result, domain: Domain, nic: Nic) -> float:
+def _predicted(row: Row, result: MeasuredResult, domain: Domain, nic: ModelNic) -> float:
     return sum(_part(part, row, result, domain, nic) for part in row.parts)
 
 
-def _part(part: Part, row: Row, result: Result, domain: Domain, nic: Nic) -> float:
+def _part(part: MeasuredPart, row: Row, result: MeasuredResult, domain: Domain, nic: ModelNic) -> float:
     what, case = part.operation.what, result.found["case"]
     if result.domains == 1:
         us = domain.us(part.operation, part.load)
@@ -94,7 +96,7 @@ def _part(part: Part, row: Row, result: Result, domain: Domain, nic: Nic) -> flo
     return max(us, domain.host_us.get(what, 0.0)) if case["mode"] == "eager" else us
 
 
-def _kind(row: Row, result: Result) -> str:
+def _kind(row: Row, result: MeasuredResult) -> str:
     if row.excluded:
         return f"{EXCLUDED}: {row.excluded}"
     case = result.found["case"]

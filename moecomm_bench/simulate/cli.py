@@ -14,7 +14,7 @@ from moecomm_bench.simulate.options import NIC, NicEfficiency, NicGbs, NicLatenc
 
 if TYPE_CHECKING:
     from moecomm_bench.simulate.domain import Domain
-    from moecomm_bench.simulate.routing import Gate
+    from moecomm_bench.simulate.routing import DrawnGate
 
 app = typer.Typer(
     help="Predict the times of dispatch, combine and layers over any number of NVLink domains.",
@@ -84,12 +84,12 @@ def predict(
     from moecomm_bench.simulate import predict as predicted
     from moecomm_bench.simulate.domain import fitted_efficiency
     from moecomm_bench.simulate.model import Machine
-    from moecomm_bench.simulate.nic import Nic
+    from moecomm_bench.simulate.nic import ModelNic
     from moecomm_bench.simulate.table import show_predictions
     from moecomm_bench.table import console
 
     name, shape, gate = _model((model, hidden, intermediate, topk, experts), grouped)
-    asked = predicted.Asked(
+    asked = predicted.SimulatedCase(
         name,
         *shape,
         gate,
@@ -108,7 +108,7 @@ def predict(
         routing_file="" if routing is None else str(routing),
     )
     share = nic_efficiency or fitted_efficiency(parameters)
-    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages, share)
+    nic = ModelNic(nic_gbs, nic_latency_us, nic_mega_messages, share)
     result = predicted.predict(asked, Machine(_domain(parameters, nvlink_gbs), nic, chunk_tokens, num_sms))
     show_predictions(result, console())
     _keep(result, json)
@@ -135,11 +135,11 @@ def check(
     """Compare predictions with measured and published figures, row by row."""
     from moecomm_bench.simulate.check import check as compared
     from moecomm_bench.simulate.domain import content
-    from moecomm_bench.simulate.nic import Nic
+    from moecomm_bench.simulate.nic import ModelNic
     from moecomm_bench.simulate.table import show_check
     from moecomm_bench.table import console
 
-    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages, nic_efficiency or 1.0)
+    nic = ModelNic(nic_gbs, nic_latency_us, nic_mega_messages, nic_efficiency or 1.0)
     nic.check()
     fitted = None if nic_efficiency else content(parameters).get("nic")
     found = compared(_kept() if results is None else results, _domain(parameters), nic, fitted)
@@ -176,11 +176,11 @@ app.command()(dlrm)
 
 def _model(
     sizes: tuple[str, int | None, int | None, int | None, int | None], grouped: bool
-) -> tuple[str, tuple[int, int], Gate]:
+) -> tuple[str, tuple[int, int], DrawnGate]:
     """Return (name, (hidden, intermediate), gate); the name is "" if a given number differs from the model's."""
     from moecomm.errors import BadInput
     from moecomm.router import MODELS
-    from moecomm_bench.simulate.routing import Gate
+    from moecomm_bench.simulate.routing import DrawnGate
 
     model, *given = sizes
     if model not in MODELS:
@@ -190,7 +190,7 @@ def _model(
     hidden, intermediate, topk, experts = (o if g is None else g for o, g in zip(own, given, strict=True))
     groups = (shape.num_groups, shape.topk_groups) if grouped else (1, 1)
     name = model if [hidden, intermediate, topk, experts] == own else ""
-    return name, (hidden, intermediate), Gate(experts, topk, *groups)
+    return name, (hidden, intermediate), DrawnGate(experts, topk, *groups)
 
 
 def _domain(parameters: Path | None, nvlink_gbs: float = 0.0) -> Domain:

@@ -30,7 +30,7 @@ class NotMeasured(BadInput):
 
 
 @dataclass(frozen=True)
-class Load:
+class DomainLoad:
     """The load of the busiest rank of a domain in one operation.
 
     Attributes:
@@ -81,7 +81,7 @@ class Line:
         floor_us, alpha_us, gbs, row_ns, block_gbs, copy_gbs = map(float, terms)
         return cls(floor_us, alpha_us, gbs, row_ns, block_gbs, copy_gbs, what == "dispatch")
 
-    def us(self, load: Load) -> float:
+    def us(self, load: DomainLoad) -> float:
         """Return the microseconds of a load, without agreement."""
         links = load.sent / self.gbs / 1e3
         blocks = load.rows / load.blocks * (self.row_ns + load.row_bytes / self.block_gbs) / 1e3
@@ -136,12 +136,12 @@ class Domain:
     direct: Mapping[Operation, DirectLine] = field(default_factory=dict)
     direct_other_gpu_us: float = 0.0
 
-    def us(self, operation: Operation, load: Load) -> float:
+    def us(self, operation: Operation, load: DomainLoad) -> float:
         """Return the microseconds of a load: agreement, and the line of few or many tokens."""
         line = self.line(operation, FEW if load.packets else MANY)
         return self.agreement_us(operation, load) + line.us(load)
 
-    def agreement_us(self, operation: Operation, load: Load) -> float:
+    def agreement_us(self, operation: Operation, load: DomainLoad) -> float:
         """Return the time in which every block reads the words of all ranks."""
         of = operation.fitted_as
         return load.words * self.word_ns.get(f"{of.what} {of.layout}", 0.0) / 1e3
@@ -175,13 +175,13 @@ _Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 
 
-class _Operation(TypedDict):
+class _OperationJson(TypedDict):
     what: Literal["dispatch", "combine"]
     layout: Name
     variant: Name
 
 
-class _Line(_Operation):
+class _LineJson(_OperationJson):
     regime: Literal["few", "many"]
     floor_us: _Time
     alpha_us: _Time
@@ -191,7 +191,7 @@ class _Line(_Operation):
     copy_gbs: _Positive
 
 
-class _Direct(_Operation):
+class _Direct(_OperationJson):
     start_us: _Time
     row_ns: _Time
     block_gbs: _Positive
@@ -199,12 +199,12 @@ class _Direct(_Operation):
     overlap: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class _Gemm(TypedDict):
+class _GemmTerms(TypedDict):
     tflops: _Positive
     kept: _Positive
 
 
-class _Nic(TypedDict):
+class _NicTerms(TypedDict):
     efficiency: NotRequired[_Positive]
 
 
@@ -213,14 +213,14 @@ class _Parameters(TypedDict):
 
     domain: Name
     ranks: list[int]
-    lines: list[_Line]
+    lines: list[_LineJson]
     direct: NotRequired[list[_Direct]]
     direct_other_gpu_us: NotRequired[Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]
-    gemm: _Gemm
+    gemm: _GemmTerms
     word_ns: dict[str, _Time]
     cold_us: dict[str, _Time]
     host_us: dict[str, _Time]
-    nic: NotRequired[_Nic]
+    nic: NotRequired[_NicTerms]
 
 
 PARAMETERS = Document("parameters", "JSON that moecomm simulate fit has written", dict[str, Any])

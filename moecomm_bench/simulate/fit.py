@@ -15,10 +15,10 @@ import numpy as np
 from moecomm.errors import BadInput
 from moecomm_bench import schema
 from moecomm_bench.ours import IN_WINDOW
-from moecomm_bench.simulate.domain import FEW, MANY, TERMS, Domain, Key, Line, Load, Operation, parse
+from moecomm_bench.simulate.domain import FEW, MANY, TERMS, Domain, DomainLoad, Key, Line, Operation, parse
 from moecomm_bench.simulate.fit_direct import direct_points, written
-from moecomm_bench.simulate.measured import Part, Row, content, links, read, rows_of
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.measured import MeasuredPart, Row, content, links, read, rows_of
+from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.published import fit_efficiency
 from moecomm_bench.simulate.routing import Array
 from moecomm_bench.simulate.solve import solve
@@ -38,7 +38,7 @@ _HOST_US = 15.0
 class Point:
     """A load and its measured microseconds."""
 
-    load: Load
+    load: DomainLoad
     us: float
 
 
@@ -132,7 +132,7 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
 def fit_all(paths: Iterable[Path]) -> dict[str, Any]:
     """Return the content that `moecomm simulate fit` writes: fit(), and what published times say of NICs."""
     found = fit(paths)
-    return {**found, "nic": fit_efficiency(parse(found), Nic())}
+    return {**found, "nic": fit_efficiency(parse(found), ModelNic())}
 
 
 def fitted_domain(paths: Iterable[Path], without: str) -> Domain:
@@ -181,7 +181,7 @@ def _text(key: Key) -> tuple[str, str, str]:
     return key[0].what, key[0].variant, key[1]
 
 
-def _regime(part: Part) -> str:
+def _regime(part: MeasuredPart) -> str:
     return FEW if part.load.packets else MANY
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from moecomm_bench.simulate.direct import EXPECTED, TERMS, Crossing, DirectLine
 from moecomm_bench.simulate.domain import Domain, Operation
-from moecomm_bench.simulate.measured import Result, Row, nic_of
+from moecomm_bench.simulate.measured import MeasuredResult, Row, nic_of
 from moecomm_bench.simulate.model import crossing
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import Array
 from moecomm_bench.simulate.solve import solve
 
@@ -37,12 +37,12 @@ class DirectPoint:
 
 
 def direct_points(
-    rows: Iterable[tuple[Row, Result]], links: Mapping[tuple[str, str], tuple[float, float]], domain: Domain
+    rows: Iterable[tuple[Row, MeasuredResult]], links: Mapping[tuple[str, str], tuple[float, float]], domain: Domain
 ) -> list[DirectPoint]:
     """Return the loads of rows that `domain` describes, if the NIC or link between their domains is known."""
     found = []
     for row, result in rows:
-        (part,), nic = row.parts, nic_of(result, links, Nic())
+        (part,), nic = row.parts, nic_of(result, links, ModelNic())
         if nic is None:
             continue
         load = crossing(part.operation, result.spread, row.tokens, part.rows, nic, domain, part.load.blocks)

@@ -14,18 +14,18 @@ from moecomm.backends import emulated_nic
 from moecomm_bench import schema
 from moecomm_bench.ours import FP32_WIRE
 from moecomm_bench.simulate.blocks import blocks_of, direct_blocks_of
-from moecomm_bench.simulate.domain import Load, Operation
+from moecomm_bench.simulate.domain import DomainLoad, Operation
 from moecomm_bench.simulate.excluded import why_excluded
 from moecomm_bench.simulate.model import Rows, fan_out
-from moecomm_bench.simulate.nic import Nic
-from moecomm_bench.simulate.routing import Gate, Spread, spread
+from moecomm_bench.simulate.nic import ModelNic
+from moecomm_bench.simulate.routing import DrawnGate, Spread, spread
 from moecomm_bench.simulate.rows import bytes_of, head_bytes, slow_bytes_of
 
 _CHUNK = 8  # tokens of a chunk in a combine of many, which results do not name
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class MeasuredResult:
     """A result of dispatch-combine or sweep on GPUs, or the rows of one backend in a result of several.
 
     `alone` is False in the second case.
@@ -61,7 +61,7 @@ class Result:
     def spread(self) -> Spread:
         """The routing of its tokens; the benchmark draws experts without groups."""
         case = self.found["case"]
-        return _spread(Gate(case["experts"], case["topk"]), self.domains, self.ranks, case["skew"])
+        return _spread(DrawnGate(case["experts"], case["topk"]), self.domains, self.ranks, case["skew"])
 
     @property
     def nic(self) -> str:
@@ -94,12 +94,12 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Part:
+class MeasuredPart:
     """A dispatch or a combine: the bytes of its rows, its load inside a domain, and the tokens signaled together."""
 
     operation: Operation
     rows: Rows
-    load: Load
+    load: DomainLoad
     chunk_tokens: int
 
 
@@ -118,7 +118,7 @@ class Row:
     variant: str
     tokens: int
     sms_asked: int
-    parts: tuple[Part, ...]
+    parts: tuple[MeasuredPart, ...]
     direct: bool  # rows go to other domains without a forwarder
     us: float
     host_us: float
@@ -136,7 +136,7 @@ def content(path: Path, data: bytes) -> dict[str, Any]:
     return schema.checked(path, data)
 
 
-def read(path: Path) -> list[Result]:
+def read(path: Path) -> list[MeasuredResult]:
     """Read the results in a file: one for a single backend, else one for each backend and number of domains.
 
     Those of other benchmarks, of the host backend and of replayed routing give none.
@@ -148,7 +148,7 @@ def read(path: Path) -> list[Result]:
 
 
 @lru_cache(maxsize=256)
-def _results(path: Path, data: bytes) -> Sequence[Result]:
+def _results(path: Path, data: bytes) -> Sequence[MeasuredResult]:
     found = content(path, data)
     alone, several = (found.get("benchmark") == name for name in ("dispatch-combine", "backends"))
     if not (alone or several) or not found["machine"]["gpus"] or not found["case"]:
@@ -157,10 +157,10 @@ def _results(path: Path, data: bytes) -> Sequence[Result]:
         return []
     digest = hashlib.sha256(data).hexdigest()
     if alone:
-        return [Result(path, found, digest)]
+        return [MeasuredResult(path, found, digest)]
     parts = [(way, [row for row in found["rows"] if way.items() <= row.items()]) for way in found["ways"]]
     return [
-        Result(path, {**found, "case": {**found["case"], **way}, "rows": rows}, digest, alone=False)
+        MeasuredResult(path, {**found, "case": {**found["case"], **way}, "rows": rows}, digest, alone=False)
         for way, rows in parts
         if way["backend"] != "host"
     ]
@@ -184,24 +184,26 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
     return found
 
 
-def nic_of(result: Result, measured: Mapping[tuple[str, str], tuple[float, float]], nic: Nic) -> Nic | None:
+def nic_of(
+    result: MeasuredResult, measured: Mapping[tuple[str, str], tuple[float, float]], nic: ModelNic
+) -> ModelNic | None:
     """Return the NIC between the domains of a result: the emulated one, or one with the measured `links` of its backend
     and the message rate of `nic`. None if that backend was not measured.
     """
     if result.nic:
         told = emulated_nic.parse("nic", result.nic)
-        return Nic(told.gbs, told.latency_us, told.mega_messages)
+        return ModelNic(told.gbs, told.latency_us, told.mega_messages)
     link = measured.get((result.machine, result.backend))
-    return Nic(*link, nic.mega_messages) if link else None
+    return ModelNic(*link, nic.mega_messages) if link else None
 
 
 @lru_cache(maxsize=512)
-def rows_of(result: Result) -> Sequence[Row]:
+def rows_of(result: MeasuredResult) -> Sequence[Row]:
     """Return moecomm's own rows that have a time."""
     return tuple(_rows(result))
 
 
-def _rows(result: Result) -> Iterator[Row]:
+def _rows(result: MeasuredResult) -> Iterator[Row]:
     case = result.found["case"]
     chained = case["mode"] == "graph" and not case["skew"]
     one_domain = result.domains == 1 and result.alone and "H200" in result.machine
@@ -228,7 +230,7 @@ def _rows(result: Result) -> Iterator[Row]:
         )
 
 
-def _parts(row: dict[str, Any], result: Result) -> Iterator[Part]:
+def _parts(row: dict[str, Any], result: MeasuredResult) -> Iterator[MeasuredPart]:
     case, routed = result.found["case"], result.spread
     for what in ("dispatch", "combine") if row["what"] == "pair" else (row["what"],):
         operation = Operation(what, row["layout"], row["variant"] if what == "combine" else "")
@@ -246,9 +248,9 @@ def _parts(row: dict[str, Any], result: Result) -> Iterator[Part]:
         table = direct_blocks_of if row.get("straight") else blocks_of
         blocks = given or table(result.machine, result.ranks, operation, row["tokens"])
         load = fan_out(operation, routed, row["tokens"], rows, blocks)
-        yield Part(operation, rows, load, row.get("chunk_tokens") or _CHUNK)
+        yield MeasuredPart(operation, rows, load, row.get("chunk_tokens") or _CHUNK)
 
 
 @lru_cache(maxsize=64)
-def _spread(gate: Gate, domains: int, ranks: int, skew: float) -> Spread:
+def _spread(gate: DrawnGate, domains: int, ranks: int, skew: float) -> Spread:
     return spread(gate, domains, ranks, skew)

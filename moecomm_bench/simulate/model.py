@@ -35,8 +35,8 @@ from moecomm.errors import BadInput
 from moecomm_bench.ours import OUTSIDE
 from moecomm_bench.simulate.blocks import blocks_of, direct_blocks_of
 from moecomm_bench.simulate.direct import Crossing
-from moecomm_bench.simulate.domain import FEW, MOST_FEW, Domain, Load, Operation
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.domain import FEW, MOST_FEW, Domain, DomainLoad, Operation
+from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import Array, Spread
 from moecomm_bench.simulate.rows import carries, header_bytes, packets_of, runs, words_of
 
@@ -48,7 +48,7 @@ class Machine:
     """The hardware of the ranks: one domain, and the NIC between domains. `num_sms` blocks run; 0: by the table."""
 
     domain: Domain
-    nic: Nic
+    nic: ModelNic
     chunk_tokens: int = 32  # HT: tokens whose rows are signaled together
     num_sms: int = 0
 
@@ -152,7 +152,7 @@ def cost(
     return ways[algorithm]()
 
 
-def fan_out(operation: Operation, spread: Spread, tokens: int, rows: Rows, blocks: int) -> Load:
+def fan_out(operation: Operation, spread: Spread, tokens: int, rows: Rows, blocks: int) -> DomainLoad:
     """Return the load of the busiest rank inside a domain in HT, which forwards tokens of all domains."""
     domains, ranks = spread.by_domain.shape
     topk = round(float(spread.entries.sum()))
@@ -169,12 +169,12 @@ def _load(
     rows: Rows,
     blocks: int,
     in_packets: bool,
-) -> Load:
+) -> DomainLoad:
     """Return a load. `wanted` [D, L] are rows of a token by rank; `tokens` go through a rank, and are of a rank."""
     cut = packets_of(operation, rows.row_bytes, round(float(spread.entries.sum()))) if in_packets else None
     passing, own = tokens
     handled = max(float(wanted.sum(axis=1).max()), float((wanted.shape[1] * wanted).max()))
-    return Load(
+    return DomainLoad(
         tokens=passing,
         sent=passing * _busiest_nvlink(wanted) * (cut.token_bytes if cut else rows.row_bytes),
         rows=passing * handled,
@@ -213,7 +213,7 @@ def _ht(operation: Operation, spread: Spread, tokens: int, rows: Rows, machine: 
     signals = 2 * min(crossing, chunks * (domains - 1))
     slow_bytes, messages = _with_headers(operation, spread, crossing * size, puts + signals, rows.headers)
     slow_us = machine.nic.us(slow_bytes, messages)
-    start_us = machine.domain.us(operation, Load(load.tokens, 0, 0, blocks=blocks, words=load.words))
+    start_us = machine.domain.us(operation, DomainLoad(load.tokens, 0, 0, blocks=blocks, words=load.words))
     latency_us = start_us + machine.nic.latency_us * (2 if operation.what == "dispatch" else 1)
     moving_us = nvlink_us - start_us
     us = latency_us + max(slow_us, moving_us) + min(slow_us, moving_us) / chunks
@@ -236,14 +236,14 @@ def _ll(operation: Operation, spread: Spread, tokens: int, rows: Rows, machine: 
     puts = crossing + (domains - 1) * ranks
     slow_bytes, messages = _with_headers(operation, spread, crossing * size, puts, rows.headers)
     slow_us = machine.nic.us(slow_bytes, messages)
-    start_us = machine.domain.us(operation, Load(0, 0, 0, blocks=blocks, words=load.words, packets=True))
+    start_us = machine.domain.us(operation, DomainLoad(0, 0, 0, blocks=blocks, words=load.words, packets=True))
     latency_us = start_us + machine.nic.latency_us
     us = max(nvlink_us, latency_us + slow_us)
     return Cost(LL, us, latency_us, slow_us, nvlink_us, slow_bytes, messages, load.sent, blocks)
 
 
 def crossing(
-    operation: Operation, spread: Spread, tokens: int, rows: Rows, nic: Nic, domain: Domain, blocks: int
+    operation: Operation, spread: Spread, tokens: int, rows: Rows, nic: ModelNic, domain: Domain, blocks: int
 ) -> Crossing:
     """Return the load of a round of moecomm whose rows go direct between domains."""
     domains, ranks = spread.by_domain.shape
@@ -260,7 +260,7 @@ def crossing(
         links_us=inside / domain.line(operation, FEW).gbs / 1e3,
         wire_us=nic.us(slow_bytes, messages),
         latency_us=nic.latency_us,
-        agreement_us=domain.agreement_us(operation, Load(tokens, 0, 0, words=words_of(operation, spread))),
+        agreement_us=domain.agreement_us(operation, DomainLoad(tokens, 0, 0, words=words_of(operation, spread))),
         # csrc/dispatch/call.cuh, kCanLeaveEarly; csrc/combine/scaleout/direct.cuh, leaves_early.
         early=domains - 1 <= ranks if operation.what == "dispatch" else domains == 2,
         nvlink_bytes=inside,

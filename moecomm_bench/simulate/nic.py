@@ -17,7 +17,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True)
-class Nic:
+class ModelNic:
     """The NIC of one GPU, in one direction. SOURCES names the origin of the defaults.
 
     Attributes:

@@ -17,14 +17,14 @@ from moecomm_bench.simulate.domain import MOST_FEW, Operation
 from moecomm_bench.simulate.layer import HBM_GBS, gemm_us, layer
 from moecomm_bench.simulate.model import AUTO, Cost, Machine, Rows, cost
 from moecomm_bench.simulate.nic import SOURCES
-from moecomm_bench.simulate.routing import Gate, Spread, recorded_spread, spread
+from moecomm_bench.simulate.routing import DrawnGate, Spread, recorded_spread, spread
 from moecomm_bench.simulate.rows import bytes_of, head_bytes, slow_bytes_of
 
 _MOST_GPUS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulatedCase:
     """The case to predict; `hidden` and `intermediate` are columns of a token and of an expert.
 
     A `gemm_us` of 0 means the roofline, and a `gemm_tflops` of 0 the measured speed.
@@ -33,7 +33,7 @@ class Asked:
     model: str
     hidden: int
     intermediate: int
-    gate: Gate
+    gate: DrawnGate
     domains: list[int]
     ranks: int  # of a domain
     tokens: list[int]  # of a rank
@@ -95,7 +95,7 @@ class Asked:
         return Operation("dispatch", self.layout), Operation("combine", self.layout, variant)
 
 
-def predict(asked: Asked, machine: Machine) -> dict[str, Any]:
+def predict(asked: SimulatedCase, machine: Machine) -> dict[str, Any]:
     """Return {benchmark, prediction, case, inputs, rows}; `_row` describes a row. Raises BadInput."""
     asked.check()
     return {
@@ -116,7 +116,7 @@ def predict(asked: Asked, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _rows(asked: Asked, machine: Machine) -> Iterator[dict[str, Any]]:
+def _rows(asked: SimulatedCase, machine: Machine) -> Iterator[dict[str, Any]]:
     for domains in asked.domains:
         routed = asked.spread(domains)
         for tokens in asked.tokens:
@@ -128,7 +128,7 @@ def _most_direct(hidden: int) -> int:
     return lsa.direct_bytes(2, MOST_FEW, 4 * hidden) // (4 * hidden)
 
 
-def _cost(operation: Operation, asked: Asked, machine: Machine, routed: Spread, tokens: int) -> Cost:
+def _cost(operation: Operation, asked: SimulatedCase, machine: Machine, routed: Spread, tokens: int) -> Cost:
     single = routed.single if len(routed.domains) == 1 else 0.0  # over several domains all sums are float32
     dispatches = operation.what == "dispatch"
     rows = Rows(
@@ -142,7 +142,7 @@ def _cost(operation: Operation, asked: Asked, machine: Machine, routed: Spread, 
     return cost(operation, routed, tokens, rows, machine, algorithm=asked.algorithm, most_direct=most)
 
 
-def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
+def _row(asked: SimulatedCase, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
     """Return one row: domains, ranks, gpus, tokens, expected ranks and domains of a token, dispatch, combine and layer.
 
     Dispatch and combine have the fields of `Cost` and `bound`; the layer has those of `Layer`. Times are in

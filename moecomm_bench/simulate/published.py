@@ -20,8 +20,8 @@ from typing import Any
 from moecomm_bench.ours import IN_WINDOW
 from moecomm_bench.simulate.domain import Domain, NotMeasured, Operation
 from moecomm_bench.simulate.model import LL, Cost, Machine, Rows, cost
-from moecomm_bench.simulate.nic import Nic
-from moecomm_bench.simulate.routing import Gate, spread
+from moecomm_bench.simulate.nic import ModelNic
+from moecomm_bench.simulate.routing import DrawnGate, spread
 from moecomm_bench.simulate.rows import bytes_of
 
 _SHARES = [step / 1000 for step in range(300, 1001)]
@@ -67,10 +67,10 @@ def rows() -> list[Published]:
     return [Published(**{**group["of_all"], **row}) for group in groups for row in group["rows"]]
 
 
-def compare(row: Published, domain: Domain, nic: Nic) -> tuple[float, Cost]:
+def compare(row: Published, domain: Domain, nic: ModelNic) -> tuple[float, Cost]:
     """Return (published microseconds, the model's cost of the same rows); the line rate is the row's."""
     operation = Operation(row.what, "flat", IN_WINDOW if row.what == "combine" else "")
-    routed = spread(Gate(row.experts, row.topk, row.groups, row.topk_groups), row.domains, row.ranks)
+    routed = spread(DrawnGate(row.experts, row.topk, row.groups, row.topk_groups), row.domains, row.ranks)
     row_bytes = bytes_of(operation, row.payload, row.hidden)
     inside = domain.with_nvlink(row.nvlink_gbs) if row.nvlink_gbs else domain
     machine = Machine(inside, replace(nic, gbs=row.nic_gbs))
@@ -80,7 +80,7 @@ def compare(row: Published, domain: Domain, nic: Nic) -> tuple[float, Cost]:
     return row.us or logical_rows * row_bytes / row.gbs / 1e3, said
 
 
-def fit_efficiency(domain: Domain, nic: Nic) -> dict[str, Any]:
+def fit_efficiency(domain: Domain, nic: ModelNic) -> dict[str, Any]:
     """Return what `moecomm simulate fit` says of NICs.
 
     {efficiency: the share of the line rate, fitted to all libraries whose GPUs post the messages; without: by library,
@@ -97,15 +97,15 @@ def fit_efficiency(domain: Domain, nic: Nic) -> dict[str, Any]:
     return {"efficiency": whole, "without": without, "mega_messages_without": rates}
 
 
-def _efficiency(some: list[Published], domain: Domain, nic: Nic) -> float:
+def _efficiency(some: list[Published], domain: Domain, nic: ModelNic) -> float:
     return _least(_SHARES, lambda share: replace(nic, efficiency=share), some, domain)
 
 
-def _rate(some: list[Published], domain: Domain, nic: Nic) -> float:
+def _rate(some: list[Published], domain: Domain, nic: ModelNic) -> float:
     return round(_least(_MEGA, lambda rate: replace(nic, mega_messages=rate), some, domain), 3)
 
 
-def _least(tried: Iterable[float], nic: Callable[[float], Nic], some: list[Published], domain: Domain) -> float:
+def _least(tried: Iterable[float], nic: Callable[[float], ModelNic], some: list[Published], domain: Domain) -> float:
     """Return the value with the median signed error next to 0; the error falls as the value grows."""
     values = list(tried)
     low, high = 0, len(values) - 1
@@ -118,12 +118,12 @@ def _least(tried: Iterable[float], nic: Callable[[float], Nic], some: list[Publi
     return values[low]
 
 
-def _signed(some: list[Published], domain: Domain, nic: Nic) -> float:
+def _signed(some: list[Published], domain: Domain, nic: ModelNic) -> float:
     found = [compare(row, domain, nic) for row in some]
     return statistics.median(log(said.us / us) for us, said in found)
 
 
-def against(domain: Domain, nic: Nic, known: dict[str, Any]) -> list[dict[str, Any]]:
+def against(domain: Domain, nic: ModelNic, known: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the published rows with predictions by what was fitted to other libraries, or other machines.
 
     `known` is the result of fit_efficiency(); without it `nic` is taken as it is.
@@ -143,7 +143,7 @@ def against(domain: Domain, nic: Nic, known: dict[str, Any]) -> list[dict[str, A
     return found
 
 
-def _row(row: Published, us: float, said: Cost, nic: Nic) -> dict[str, Any]:
+def _row(row: Published, us: float, said: Cost, nic: ModelNic) -> dict[str, Any]:
     return {
         "kind": f"published: {row.library} {row.algorithm.upper()}",
         "what": row.what,

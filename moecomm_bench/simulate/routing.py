@@ -20,7 +20,7 @@ _TOKENS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Gate:
+class DrawnGate:
     """A gate: each token picks `topk` of `experts` without repeats; with `groups` > 1, only inside `topk_groups` of
     these.
 
@@ -74,12 +74,12 @@ class Spread:
         return float(self.once.sum() / self.ranks.sum())
 
 
-def spread(gate: Gate, domains: int, ranks: int, skew: float = 0.0) -> Spread:
+def spread(gate: DrawnGate, domains: int, ranks: int, skew: float = 0.0) -> Spread:
     """Return the routing of tokens over `domains` x `ranks`; rank r owns the r-th part of the experts (see `owned`).
 
     With more ranks than experts, an expert has copies on neighboring ranks, and a token takes any of them. A fraction
     `skew` of the tokens wants experts of rank 0 first, and other experts, of any group, only where rank 0 has too few,
-    as in `moecomm_bench.case.Case.routing`.
+    as in `moecomm_bench.case.RoundsCase.routing`.
 
     Raises:
         BadInput: an argument is out of range.
@@ -155,7 +155,7 @@ def owned(experts: int, ranks: int) -> Array:
     return np.asarray(held / held.sum(axis=0), dtype=np.float64)
 
 
-def wanted(gate: Gate, shares: Array) -> float:
+def wanted(gate: DrawnGate, shares: Array) -> float:
     """Return the probability that a token wants an expert of a place that holds `shares` [experts] of the experts.
 
     The formula is 1 - (sum over all choices of the product of 1 - share) / choices. Without groups and copies this is 1
@@ -164,7 +164,7 @@ def wanted(gate: Gate, shares: Array) -> float:
     return 1 - _picked(gate, _by_group(gate, shares))[0]
 
 
-def wanted_once(gate: Gate, shares: Array) -> float:
+def wanted_once(gate: DrawnGate, shares: Array) -> float:
     """Return the probability that a token wants exactly one expert of a place."""
     return _picked(gate, _by_group(gate, shares))[1]
 
@@ -172,7 +172,7 @@ def wanted_once(gate: Gate, shares: Array) -> float:
 _Groups = tuple[tuple[tuple[float, int], ...], ...]
 
 
-def _by_group(gate: Gate, shares: Array) -> _Groups:
+def _by_group(gate: DrawnGate, shares: Array) -> _Groups:
     return tuple(sorted(_counted(group) for group in shares.reshape(gate.groups, -1)))
 
 
@@ -182,7 +182,7 @@ def _counted(shares: Array) -> tuple[tuple[float, int], ...]:
 
 
 @lru_cache(maxsize=4096)  # many ranks and domains hold equal shares
-def _picked(gate: Gate, groups: _Groups) -> tuple[float, float]:
+def _picked(gate: DrawnGate, groups: _Groups) -> tuple[float, float]:
     """Return the probabilities that a token picks none, and exactly one, of the copies in a place."""
     everything = tuple(((0.0, gate.experts // gate.groups),) for _ in groups)
     choices = _ways(gate, everything)[0]
@@ -191,7 +191,7 @@ def _picked(gate: Gate, groups: _Groups) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=4096)
-def _ways(gate: Gate, groups: _Groups) -> tuple[float, float]:
+def _ways(gate: DrawnGate, groups: _Groups) -> tuple[float, float]:
     """Return sums over all choices of groups and of experts in them: of the products of 1 - share, and of the products
     in which one factor is a share instead.
     """
@@ -222,7 +222,7 @@ def _times(left: Array, right: Array) -> Array:
     return np.array([none, one])
 
 
-def _to_rank_0(gate: Gate, of_ranks: Array, of_domains: Array) -> Spread:
+def _to_rank_0(gate: DrawnGate, of_ranks: Array, of_domains: Array) -> Spread:
     """Return the routing of tokens that want rank 0 first."""
     own = of_ranks[0] > 0
     local = int(own.sum())
@@ -230,7 +230,7 @@ def _to_rank_0(gate: Gate, of_ranks: Array, of_domains: Array) -> Spread:
     others = gate.experts - local
     ranks, domains, entries, once = (np.zeros(len(part)) for part in (of_ranks, of_domains, of_ranks, of_ranks))
     if rest := gate.topk - here:
-        left = Gate(others, rest)
+        left = DrawnGate(others, rest)
         ranks = np.array([wanted(left, shares[~own]) for shares in of_ranks])
         domains = np.array([wanted(left, shares[~own]) for shares in of_domains])
         once = np.array([wanted_once(left, shares[~own]) for shares in of_ranks])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from moecomm.base import packets
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.ours import FP32_WIRE
 from moecomm_bench.simulate.domain import Operation
 from moecomm_bench.simulate.routing import Spread
@@ -16,14 +16,14 @@ _PADDING = 16
 
 
 def bytes_of(operation: Operation, payload: str, hidden: int, single: float = 0.0) -> int:
-    """Return the mean bytes of a row inside a domain, scales included, without its metadata (Case.beside_bytes).
+    """Return the mean bytes of a row inside a domain, scales included, without its metadata (RoundsCase.beside_bytes).
 
     `exact` rows: a rank's only row of a token as it is, a sum of several in float32. `single` is the fraction of the
     former (`Spread.single`).
     """
     if operation.what == "combine":
         return round((2 - single if operation.variant == FP32_WIRE else 1) * 2 * hidden)
-    return Case("", hidden, 1, 1, 1, "host", [], [], [], [], "").row_bytes(payload)
+    return RoundsCase("", hidden, 1, 1, 1, "host", [], [], [], [], "").row_bytes(payload)
 
 
 def slow_bytes_of(operation: Operation, payload: str, hidden: int, wire: str = "bf16") -> int:

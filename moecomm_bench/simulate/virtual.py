@@ -14,7 +14,7 @@ from moecomm_bench import schema
 from moecomm_bench.ours import BF16_WIRE, IN_WINDOW
 from moecomm_bench.simulate.domain import Line, Operation
 from moecomm_bench.simulate.measured import content
-from moecomm_bench.simulate.routing import Gate, spread
+from moecomm_bench.simulate.routing import DrawnGate, spread
 from moecomm_bench.simulate.rows import words_of
 
 # The sizes of the benchmark.
@@ -60,7 +60,7 @@ def slopes(paths: Iterable[Path]) -> list[Slope]:
         one = next((r for r in rows if r["tokens"] == 1 and all(r[key] == many[key] for key in same)), None)
         if one is None or many["layout"] != "flat":
             continue
-        wanted = float(spread(Gate(_EXPERTS, _TOPK), 1, many["ranks"]).ranks.sum())
+        wanted = float(spread(DrawnGate(_EXPERTS, _TOPK), 1, many["ranks"]).ranks.sum())
         more = (many["tokens"] - 1) * wanted
         found.append(Slope(many["what"], many["layout"], more, many["blocks"], many["us"] - one["us"]))
     return found
@@ -75,7 +75,7 @@ def word_ns(paths: Iterable[Path]) -> dict[str, float]:
         variant = "" if what == "dispatch" else IN_WINDOW if layout == "flat" else BF16_WIRE
         operation = Operation(what, layout, variant)
         own = [row for row in rows if (row["what"], row["layout"], row["tokens"]) == (what, layout, 1)]
-        words = [words_of(operation, spread(Gate(_EXPERTS, _TOPK), 1, row["ranks"])) for row in own]
+        words = [words_of(operation, spread(DrawnGate(_EXPERTS, _TOPK), 1, row["ranks"])) for row in own]
         if len(set(words)) > 1:
             slope = np.polyfit(words, [row["us"] for row in own], 1)[0]
             found[name] = round(float(slope) * 1e3, 4)

@@ -56,7 +56,7 @@ def rounds(
     `gemms` and `layers` measure other choices. Entries of an existing table that are not measured again are kept.
     """
     from moecomm.errors import BadInput, Unsupported
-    from moecomm_bench.case import Case, model_sizes
+    from moecomm_bench.case import RoundsCase, model_sizes
     from moecomm_bench.ranks import plan
     from moecomm_bench.tune.rounds import Candidates, tune
 
@@ -70,7 +70,7 @@ def rounds(
             raise BadInput(given[0], context.params[given[0]], f"options behind the word {context.invoked_subcommand}")
         return
     name, count = plan(backend, ranks)
-    case = Case(
+    case = RoundsCase(
         *model_sizes(model, None, None, None),
         ranks=count,
         backend=name,
@@ -134,7 +134,7 @@ def layers(
     from moecomm_bench.tune.layers import tune
 
     name, count = plan(backend, ranks)
-    case = moe.Case(
+    case = moe.ModelsCase(
         sizes(model.split(",")), numbers("tokens", tokens), count, name, mode_of(None, name), replays=replays
     )
     _say(tune(case, out, json))

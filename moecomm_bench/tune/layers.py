@@ -20,7 +20,7 @@ from moecomm_bench.tune import tables
 FORMS = (("bf16", moe.SEQUENTIAL, moe.FUSED), ("fp8", moe.FP8, f"{moe.FP8}, {moe.FUSED}"))
 
 
-def tune(case: moe.Case, path: Path | None = None, measurements: Path | None = None) -> Path | None:
+def tune(case: moe.ModelsCase, path: Path | None = None, measurements: Path | None = None) -> Path | None:
     """Measure layers in both forms on all ranks and write the table; see moecomm_bench.tune.rounds.tune.
 
     Args:

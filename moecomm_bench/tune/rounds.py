@@ -13,9 +13,9 @@ from moecomm.base.protocol import MAX_BLOCKS
 from moecomm.errors import BadInput
 from moecomm.tools.progress import progress
 from moecomm_bench import results
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import percentiles
-from moecomm_bench.ours import BF16_WIRE, IN_WINDOW, Operation, Ours
+from moecomm_bench.ours import BF16_WIRE, IN_WINDOW, Ours, TimedOperation
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.tune import tables
 
@@ -24,7 +24,7 @@ from moecomm_bench.tune import tables
 class Candidates:
     """The search space: every chunk size with every block count, at sizes up to each of `case.tokens`."""
 
-    case: Case  # `case.sms` holds the block counts
+    case: RoundsCase  # `case.sms` holds the block counts
     chunks: list[int]
     tolerance: float = 0.02  # fewer blocks win if they are slower by at most this fraction
 
@@ -75,7 +75,7 @@ def tune(candidates: Candidates, path: Path | None = None, measurements: Path | 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     """Measure on one rank: rows {op, layout, tokens, blocks, chunk_tokens, us}, where `us` is a list by replay."""
-    candidates = Candidates(Case(**job.pop("case")), **job)
+    candidates = Candidates(RoundsCase(**job.pop("case")), **job)
     case = candidates.case
     device = device_of(group, case.backend)
     openings = [(tokens, chunk) for tokens in case.tokens for chunk in candidates.chunks_at(tokens)]
@@ -93,7 +93,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     return {"gpu": tables.gpu_name(device), "rows": rows}
 
 
-def operations(case: Case) -> list[Operation]:
+def operations(case: RoundsCase) -> list[TimedOperation]:
     """Return the operations to time at each size: dispatch, and combine.
 
     Combine takes flat rows from the window, and rows of other layouts with bfloat16 on the wire. Flat rows outside the
@@ -102,8 +102,8 @@ def operations(case: Case) -> list[Operation]:
     found = []
     for layout in case.layouts:
         for blocks in case.sms:
-            found.append(Operation("dispatch", layout, case.payloads[0], "", blocks))
-            found.append(Operation("combine", layout, "", IN_WINDOW if layout == "flat" else BF16_WIRE, blocks))
+            found.append(TimedOperation("dispatch", layout, case.payloads[0], "", blocks))
+            found.append(TimedOperation("combine", layout, "", IN_WINDOW if layout == "flat" else BF16_WIRE, blocks))
     return found
 
 

@@ -18,14 +18,14 @@ from moecomm.errors import BadInput, Unsupported
 from moecomm.tools.launch import Failure, RanksFailed
 from moecomm_bench import backends, dispatch_combine, table
 from moecomm_bench.backends import Way
-from moecomm_bench.case import Case, Traffic
+from moecomm_bench.case import RoundsCase, Traffic
 
 from ..conftest import Ranks
 from .test_dispatch_combine import bench, measured
 
 HIDDEN, EXPERTS, RANKS, NEAR = 128, 8, 4, 2
 SIZES = ["--hidden", str(HIDDEN), "--experts", str(EXPERTS), "--topk", "3", "--ranks", str(RANKS), "--replays", "1"]
-CASE = Case("", HIDDEN, 3, EXPERTS, RANKS, "host", [5], ["flat"], ["bf16"], [0], "eager")
+CASE = RoundsCase("", HIDDEN, 3, EXPERTS, RANKS, "host", [5], ["flat"], ["bf16"], [0], "eager")
 
 
 def counted(tokens: int, *, direct: bool, inputs: int = 1) -> tuple[float, float]:
@@ -133,7 +133,7 @@ def row(us: float, **other: Any) -> dict[str, Any]:
 def test_a_backend_that_fails_is_not_asked_again_and_loses_nobody_elses_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, kept = [], []
 
-    def run(case: Case, limit_s: float) -> dict[str, Any]:
+    def run(case: RoundsCase, limit_s: float) -> dict[str, Any]:
         asked.append((case.backend, case.domain_ranks, case.tokens, limit_s))
         if case.backend == "gin":
             raise RanksFailed([Failure(1, "Timeout", "had not ended after 9 s", consequence=False)])
@@ -141,10 +141,10 @@ def test_a_backend_that_fails_is_not_asked_again_and_loses_nobody_elses_rows(mon
         memory = [{"layout": "flat", "window": 1 << 20}]
         return {"backend": f"{case.backend}/x", "memory": memory, "rows": [row(slower, tokens=case.tokens[0])]}
 
-    def case_of(way: Way) -> Case:
+    def case_of(way: Way) -> RoundsCase:
         if way == Way("nvshmem", 2):
             raise Unsupported("too old")
-        return Case(**{**CASE.__dict__, "backend": way.backend, "domain_ranks": way.domain_ranks})
+        return RoundsCase(**{**CASE.__dict__, "backend": way.backend, "domain_ranks": way.domain_ranks})
 
     monkeypatch.setattr(dispatch_combine, "run", run)
     ways = backends.ways("lsa,gin,nvshmem", [0, 2])
@@ -171,7 +171,7 @@ def test_a_backend_that_fails_is_not_asked_again_and_loses_nobody_elses_rows(mon
 
 
 def test_what_no_backend_can_do_is_the_callers_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def case_of(way: Way) -> Case:
+    def case_of(way: Way) -> RoundsCase:
         raise BadInput("ranks", 3, "a divisor of 8 experts")
 
     with pytest.raises(BadInput, match="a divisor of 8"):
@@ -199,7 +199,7 @@ def test_rows_have_the_window_of_their_backend_and_layout(monkeypatch: pytest.Mo
     about = {"tokens": 5, "what": "dispatch", "payload": "fp8", "variant": "", "sms_asked": 0, "us": {"p50": 1.0}}
     memory = [{"layout": layout, "window": nbytes} for layout, nbytes in (("flat", 7 << 20), ("expert", 9 << 20))]
 
-    def run(case: Case, limit_s: float) -> dict[str, Any]:
+    def run(case: RoundsCase, limit_s: float) -> dict[str, Any]:
         rows = [{**about, "layout": layout} for layout in case.layouts]
         return {"backend": "host", "memory": memory, "rows": rows}
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moecomm.errors import BadInput
-from moecomm_bench.case import Case, Traffic, model_sizes
+from moecomm_bench.case import RoundsCase, Traffic, model_sizes
 
 from ..conftest import Ranks
 
-CASE = Case(
+CASE = RoundsCase(
     model="",
     hidden=256,
     topk=3,

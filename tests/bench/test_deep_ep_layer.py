@@ -12,12 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from moecomm_bench import deep_ep_layer
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.cli import app
 
 from ..conftest import Ranks
 
-CASE = Case("", 128, 3, 8, 2, "host", [5, 600], ["flat", "batched"], ["bf16", "fp8"], [0], "eager", replays=4)
+CASE = RoundsCase("", 128, 3, 8, 2, "host", [5, 600], ["flat", "batched"], ["bf16", "fp8"], [0], "eager", replays=4)
 NORMAL = [
     ("dispatch", "bf16", ""),
     ("dispatch", "fp8", ""),
@@ -78,7 +78,7 @@ def compare(pair: deep_ep_layer.Pair, used: torch.Tensor | None) -> torch.Tensor
 def _pairs(rank: int, group: Any) -> list[Any]:
     found: list[Any] = []
     idx, weights = CASE.routing(24, rank)
-    with deep_ep_layer.Layer(CASE, group, torch.device("cpu"), 24) as layer:
+    with deep_ep_layer.DeepEpLayer(CASE, group, torch.device("cpu"), 24) as layer:
         used = None
         for pair in layer.pairs():
             if pair.variant == "expanded":

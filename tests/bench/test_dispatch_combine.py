@@ -19,16 +19,16 @@ from typer.testing import CliRunner
 
 import moecomm
 from moecomm_bench import dispatch_combine
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 from moecomm_bench.cli import app
-from moecomm_bench.ours import IN_WINDOW, Operation, Ours, operations
+from moecomm_bench.ours import IN_WINDOW, Ours, TimedOperation, operations
 
 from ..conftest import Ranks
 
 PACKAGES = Path(moecomm.__file__).parent.parent
 SIZES = ["--hidden", "128", "--experts", "8", "--topk", "3", "--backend", "host"]
 HIDDEN, EXPERTS, TOPK = 128, 8, 3
-CASE = Case(
+CASE = RoundsCase(
     model="",
     hidden=HIDDEN,
     topk=TOPK,
@@ -143,7 +143,7 @@ def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
     assert "alone: 6 single calls, caches flushed" in said
 
 
-def measured(on: Ranks, like: Case, **other: Any) -> dict[str, Any]:
+def measured(on: Ranks, like: RoundsCase, **other: Any) -> dict[str, Any]:
     """A case on ranks that are forked, and not started anew, as the command starts them."""
     case = replace(like, peers=False, **other)
     return dispatch_combine.merge(case, on.run(case.ranks, _measure, asdict(case)))
@@ -154,7 +154,7 @@ def _measure(rank: int, group: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_words_of_the_command_become_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Case] = []
+    asked: list[RoundsCase] = []
     monkeypatch.setattr(dispatch_combine, "run", asked.append)
     words = ["--tokens", "40", "--layout", "flat", "--payload", "bf16", "--ranks", "4", "--domain-ranks", "2"]
     words += ["--skew", "--cold", "--replays", "2", "--singles", "7", "--no-peers", "--no-ceiling"]
@@ -266,7 +266,7 @@ def _pair_of_fp8(rank: int, group: Any) -> list[tuple[bool, bool, list[str]]]:
             patch.object(buffer, "dispatch", lambda **given: (made.append("dispatch"), dispatch(**given))[1]),
             patch.object(ours.clock, "_flush", lambda: made.append("flush")),
         ):
-            calls = ours.call(Operation("pair", "flat", "fp8", IN_WINDOW, 1)).calls
+            calls = ours.call(TimedOperation("pair", "flat", "fp8", IN_WINDOW, 1)).calls
             for given, call in zip(ours.inputs, calls, strict=True):
                 made.clear()
                 call()

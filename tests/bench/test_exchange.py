@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import moecomm
-from moecomm_bench.exchange import Exchange, by_expert, by_rank
+from moecomm_bench.exchange import TorchExchange, by_expert, by_rank
 
 from ..conftest import Ranks
 
@@ -24,7 +24,7 @@ def routing(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _compare(rank: int, group: Any) -> tuple[bool, bool, float]:
     x, ids, weights = routing(rank)
-    flat = Exchange(x, by_rank(ids, EXPERTS, RANKS), None, group)
+    flat = TorchExchange(x, by_rank(ids, EXPERTS, RANKS), None, group)
     rows = flat.dispatch()
     sums = flat.combine(rows)
     sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS}
@@ -32,7 +32,7 @@ def _compare(rank: int, group: Any) -> tuple[bool, bool, float]:
         routed = buffer.dispatch(x, ids, weights, layout="flat")
         same_rows = torch.equal(routed.x, rows)
         same_sums = torch.equal(buffer.combine(routed.x, routed.handle), sums)
-    expert = Exchange(x, by_expert(ids, EXPERTS, RANKS), weights, group)
+    expert = TorchExchange(x, by_expert(ids, EXPERTS, RANKS), weights, group)
     out = expert.combine(expert.dispatch())
     want = x.double() * (weights * (ids >= 0)).sum(dim=1, keepdim=True)
     error = ((out.double() - want).abs() / (want.abs() + 1e-6)).max()

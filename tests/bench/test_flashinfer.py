@@ -13,7 +13,7 @@ import torch
 from moecomm.dispatch.reference import quantize
 from moecomm_bench import flashinfer
 from moecomm_bench.ours import Ours
-from moecomm_bench.peers import Peers
+from moecomm_bench.peers import OtherLibraries
 
 from ..conftest import Ranks
 from .test_case import OF_PEERS
@@ -72,7 +72,7 @@ def _measured(rank: int, group: Any) -> tuple[list[tuple[str, str, str]], dict[s
         patch.object(torch.cuda, "current_device", lambda: rank),
         Ours(CASE, group, device, TOKENS) as ours,
     ):
-        peers = Peers(CASE, group, device)
+        peers = OtherLibraries(CASE, group, device)
         peers._ways = {name: calls for name, calls in peers._ways.items() if name == flashinfer.NAME}
         rows = peers.rows(ours, lambda text: None)
         (communicator,) = made
@@ -96,7 +96,7 @@ def test_pairs_are_timed_in_turn(ranks: Ranks) -> None:
 def _absent(rank: int, group: Any) -> list[str]:
     device = torch.device("cpu")
     with patch.dict(sys.modules, {"flashinfer": None}), Ours(CASE, group, device, TOKENS) as ours:
-        return [row["why"] for row in Peers(CASE, group, device).rows(ours, lambda text: None) if "why" in row]
+        return [row["why"] for row in OtherLibraries(CASE, group, device).rows(ours, lambda text: None) if "why" in row]
 
 
 def test_without_flashinfer_the_row_says_so(ranks: Ranks) -> None:

@@ -50,10 +50,10 @@ def test_a_ring_is_what_the_kernels_count_on() -> None:
 def test_structs_are_packed_as_the_kernels_read_them() -> None:
     """Sizes are those that the headers assert, and fields come in their order there."""
     structs = {
-        "bench/all_to_all": ceiling._Args,
-        "bench/ping_pong": latency._Args,
+        "bench/all_to_all": ceiling._CeilingArgs,
+        "bench/ping_pong": latency._PingPongArgs,
         "bench/hold": overlap._HoldArgs,
-        "bench/start": start._Args,
+        "bench/start": start._StartArgs,
         "bench/delay": decode._DelayArgs,
     }
     for header, packed in structs.items():

@@ -76,7 +76,7 @@ def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
 def test_any_number_of_ranks_has_the_room_of_four() -> None:
     model, rooms = MODELS["deepseek-v3"], set()
     for ranks in (1, 2, 4, 8):
-        rooms.add(window_bytes(moe.Case([model], [8192], ranks, "lsa", "graph"), model, 8192))
+        rooms.add(window_bytes(moe.ModelsCase([model], [8192], ranks, "lsa", "graph"), model, 8192))
     rows = 4 * 8192 * model.topk
     assert len(rooms) == 1 and rooms.pop() > 2 * rows * model.hidden * 2
 
@@ -85,13 +85,13 @@ def test_any_number_of_ranks_has_the_room_of_four() -> None:
 def test_graphs_and_eager_calls_have_the_window_of_a_caller_each(name: str) -> None:
     model = MODELS[name]
     sizes = Settings(4, model.hidden, model.num_experts, model.topk, 4096, torch.bfloat16, "lsa", None)
-    room = window_bytes(moe.Case([model], [4096], 4, "lsa", "graph"), model, 4096)
+    room = window_bytes(moe.ModelsCase([model], [4096], 4, "lsa", "graph"), model, 4096)
     assert room >= 2 * sizes.default_heap()
 
 
 def _rooms(rank: int, group: Any, room: int) -> list[int]:
     model = Model("", 64, 32, 8, 3)
-    case = moe.Case([model], [5, 24], 1, "host", "eager", room=room)
+    case = moe.ModelsCase([model], [5, 24], 1, "host", "eager", room=room)
     found = []
     for tokens in case.tokens:
         with Layers(case, model, tokens, {}, group, group, torch.device("cpu")) as layers:
@@ -153,7 +153,7 @@ MODEL = Model("m", 64, 32, 8, 3)
 
 def _outputs(rank: int, group: Any) -> dict[str, Any]:
     """Outputs of each form of the layer on each input, and the inputs."""
-    case = moe.Case([MODEL], [9], 2, "host", "eager", fp8=True, inputs=2)
+    case = moe.ModelsCase([MODEL], [9], 2, "host", "eager", fp8=True, inputs=2)
     cpu = torch.device("cpu")
     weights = moe._weights(case, MODEL, rank, cpu)
     with Layers(case, MODEL, 9, weights, group, group, cpu) as layers:
@@ -191,7 +191,7 @@ def test_every_form_computes_the_layer_of_each_input(ranks: Ranks) -> None:
 
 
 def test_a_row_that_failed_has_no_figures_and_compares_with_nothing() -> None:
-    case = moe.Case([MODELS["mixtral-8x7b"]], [1], 2, "host", "eager")
+    case = moe.ModelsCase([MODELS["mixtral-8x7b"]], [1], 2, "host", "eager")
     timed = {"model": "m", "tokens": 1, "variant": "", "host_us": None, "flops": 8_000_000}
     ours, torchs, failed = ({**timed, "who": who, "what": "GEMMs"} for who in ("moecomm", "torch", "deep_gemm"))
     del failed["flops"], failed["host_us"]
@@ -204,7 +204,7 @@ def test_a_row_that_failed_has_no_figures_and_compares_with_nothing() -> None:
 
 
 def test_layers_compare_with_the_faster_of_torchs_and_sustained_with_sustained() -> None:
-    case = moe.Case([MODELS["mixtral-8x7b"]], [1], 2, "lsa", "graph")
+    case = moe.ModelsCase([MODELS["mixtral-8x7b"]], [1], 2, "lsa", "graph")
     timed = {"model": "m", "tokens": 1, "host_us": None, "flops": 0}
     us = {
         ("moecomm", "layer", "default"): (6.0, 9.0),
@@ -226,7 +226,7 @@ def test_layers_compare_with_the_faster_of_torchs_and_sustained_with_sustained()
 
 
 def test_fp8_compares_with_gemms_in_fp8() -> None:
-    case = moe.Case([MODELS["mixtral-8x7b"]], [1], 2, "host", "eager", fp8=True)
+    case = moe.ModelsCase([MODELS["mixtral-8x7b"]], [1], 2, "host", "eager", fp8=True)
     timed = {"model": "m", "tokens": 1, "who": "moecomm", "host_us": None, "flops": 0}
     us = {("GEMMs", ""): 8.0, ("GEMMs", "fp8"): 4.0, ("layer", "fp8"): 6.0, ("layer", "fp8, two launches"): 5.0}
     rows = [{**timed, "what": what, "variant": variant, "us": [time]} for (what, variant), time in us.items()]
@@ -252,4 +252,4 @@ def test_fp8_compares_with_gemms_in_fp8() -> None:
 def test_what_can_not_be_measured_is_named(change: dict[str, Any], why: str) -> None:
     good = {"models": [MODELS["mixtral-8x7b"]], "tokens": [4], "ranks": 2, "backend": "host", "mode": "eager"}
     with pytest.raises(BadInput, match=why):
-        moe.Case(**(good | change)).check()
+        moe.ModelsCase(**(good | change)).check()

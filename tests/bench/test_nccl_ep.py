@@ -16,7 +16,7 @@ from moecomm.errors import Unsupported
 from moecomm_bench import nccl_ep, nccl_ep_library
 from moecomm_bench.nccl_ep import MODES, Mode
 from moecomm_bench.ours import Ours
-from moecomm_bench.peers import Peers
+from moecomm_bench.peers import OtherLibraries
 
 from ..conftest import Ranks
 from .test_case import OF_PEERS
@@ -228,7 +228,7 @@ def test_rows_arrive_as_ours_do_and_come_home_summed(ranks: Ranks, name: str) ->
 
 
 def _absent(rank: int, group: Any) -> list[tuple[str, str]]:
-    peers = Peers(CASE, group, torch.device("cpu"))
+    peers = OtherLibraries(CASE, group, torch.device("cpu"))
     with Ours(CASE, group, torch.device("cpu"), TOKENS) as ours:
         return [(row["who"], row["why"]) for row in peers.rows(ours, lambda text: None) if "why" in row]
 
@@ -253,7 +253,7 @@ def test_sizes_that_would_end_the_process_are_unsupported(name: str, sizes: dict
 
 
 def test_structs_have_the_sizes_of_the_header() -> None:
-    names = ("Tensor", "GroupConfig", "LayoutInfo", "DispatchInputs", "DispatchOutputs", "DispatchConfig")
+    names = ("NcclEpTensor", "GroupConfig", "LayoutInfo", "DispatchInputs", "DispatchOutputs", "DispatchConfig")
     sizes = [ctypes.sizeof(getattr(nccl_ep_library, name)) for name in (*names, "CombineInputs", "CombineOutputs")]
     assert sizes == [48, 112, 48, 32, 40, 24, 32, 24]
     assert nccl_ep_library.GroupConfig.timeout_ns.offset == 88

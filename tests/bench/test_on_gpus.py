@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moecomm_bench import decode, deep_ep_layer, dispatch_combine, training
-from moecomm_bench.case import Case
+from moecomm_bench.case import RoundsCase
 
 SIZES: dict[str, Any] = {"model": "", "hidden": 1024, "topk": 4, "experts": 32, "backend": "lsa"}
 
@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {"model": "", "hidden": 1024, "topk": 4, "experts": 32, 
 def run(**other: Any) -> dict[str, Any]:
     ranks = min(4, torch.cuda.device_count())
     given = {"tokens": [16], "layouts": ["flat", "expert"], "payloads": ["bf16", "fp8"], "sms": [0], "replays": 3}
-    found = dispatch_combine.run(Case(**SIZES, ranks=ranks, **{"mode": "graph", "chain": 5, **given, **other}))
+    found = dispatch_combine.run(RoundsCase(**SIZES, ranks=ranks, **{"mode": "graph", "chain": 5, **given, **other}))
     assert found is not None
     return found
 
@@ -56,7 +56,7 @@ def test_single_calls_start_together_and_take_longer_than_nothing(mode: str) -> 
 def test_decode_and_training_steps_have_figures() -> None:
     ranks = min(4, torch.cuda.device_count())
     sizes: dict[str, Any] = {"ranks": ranks, "tokens": [16], "layouts": ["flat", "batched"], "payloads": ["fp8"]}
-    case = Case(**SIZES, **sizes, sms=[0], mode="graph", replays=3, ceiling=False)
+    case = RoundsCase(**SIZES, **sizes, sms=[0], mode="graph", replays=3, ceiling=False)
     steps = decode.run(decode.Decode(case, layers=6, expert_us=30.0, delay_us=40.0, steps=5, intermediate=256))
     assert steps is not None and len(steps["rows"]) == 2 * 3
     for row in steps["rows"]:
@@ -72,7 +72,7 @@ def test_decode_and_training_steps_have_figures() -> None:
 def test_both_calls_of_deep_eps_interface_have_figures(mode: str) -> None:
     ranks = min(4, torch.cuda.device_count())
     sizes: dict[str, Any] = {"ranks": ranks, "tokens": [16, 600], "layouts": ["flat", "batched"], "payloads": ["bf16"]}
-    found = deep_ep_layer.run(Case(**SIZES, **sizes, sms=[0], mode=mode, replays=3, chain=5))
+    found = deep_ep_layer.run(RoundsCase(**SIZES, **sizes, sms=[0], mode=mode, replays=3, chain=5))
     assert found is not None and len(found["rows"]) == 13 + 9
     for row in found["rows"]:
         assert "why" not in row, row

@@ -16,7 +16,7 @@ from moecomm.overlap import kernels
 from moecomm.overlap.gpu import GpuExecutor
 from moecomm.overlap.reference import in_float64
 from moecomm_bench import operator_cases, operator_peers, operator_table, operators
-from moecomm_bench.operator_cases import OPERATORS, Case, cases
+from moecomm_bench.operator_cases import OPERATORS, OperatorCase, cases
 
 PRODUCTS = OPERATORS[:4]
 
@@ -41,13 +41,15 @@ def test_inputs_have_the_shapes_and_values_of_a_case() -> None:
     w: Any
     tables: Any
     indices: Any
-    x, w = Case("matmul_all_reduce", "", "bf16", ((3, 16), (8, 16))).inputs(torch.device("cpu"), 1)
+    x, w = OperatorCase("matmul_all_reduce", "", "bf16", ((3, 16), (8, 16))).inputs(torch.device("cpu"), 1)
     assert (x.shape, w.shape, x.dtype) == ((3, 16), (8, 16), torch.bfloat16) and 0.1 < float(w.float().std()) < 0.5
-    x, w = Case("matmul_all_to_all", "", "fp8", ((2, 3, 4, 256), (2, 136, 256))).inputs(torch.device("cpu"), 1)
+    x, w = OperatorCase("matmul_all_to_all", "", "fp8", ((2, 3, 4, 256), (2, 136, 256))).inputs(torch.device("cpu"), 1)
     assert (x.scales.shape, w.scales.shape) == ((2, 3, 4, 2), (2, 2, 2))
-    for made, empty in zip((x, w), Case("", "", "fp8", (x.data.shape, w.data.shape)).empty(), strict=True):
+    for made, empty in zip((x, w), OperatorCase("", "", "fp8", (x.data.shape, w.data.shape)).empty(), strict=True):
         assert [of.shape for of in made] == [of.shape for of in empty] and made[0].dtype == empty[0].dtype
-    tables, indices = Case("embedding_all_to_all", "", "fp32", ((2, 5, 4), (2, 6, 3))).inputs(torch.device("cpu"), 0)
+    tables, indices = OperatorCase("embedding_all_to_all", "", "fp32", ((2, 5, 4), (2, 6, 3))).inputs(
+        torch.device("cpu"), 0
+    )
     assert (
         tables.shape == (2, 5, 4) and indices.dtype == torch.int64 and 0 <= int(indices.min()) <= int(indices.max()) < 5
     )
@@ -56,7 +58,7 @@ def test_inputs_have_the_shapes_and_values_of_a_case() -> None:
 @pytest.mark.parametrize("operator", PRODUCTS)
 def test_products_alone_in_fp8(operator: str) -> None:
     shapes = ((2, 3, 4, 128), (2, 16, 128)) if operator == "matmul_all_to_all" else ((6, 128), (16, 128))
-    case = Case(operator, "", "fp8", shapes)
+    case = OperatorCase(operator, "", "fp8", shapes)
     x, w = case.inputs(torch.device("cpu"), 0)
     found = operator_peers.alone(case, x, w, 3)()
     rows = operator_peers.flat(x)
@@ -91,15 +93,15 @@ def test_rows_are_those_of_the_slowest_rank_and_are_compared() -> None:
 
 def test_what_can_not_be_measured_is_refused() -> None:
     with pytest.raises(BadInput, match="operator"):
-        operators.Settings("matmul", 2, "lsa").check()
+        operators.OperatorRun("matmul", 2, "lsa").check()
     with pytest.raises(BadInput, match="case"):
-        operators.Settings("all_gather_matmul", 2, "lsa", only="no such case").check()
+        operators.OperatorRun("all_gather_matmul", 2, "lsa", only="no such case").check()
     with pytest.raises(BadInput, match="dtype"):
-        operators.Settings("all_gather_matmul", 2, "lsa", dtype="int8").check()
-    of_fp8 = operators.Settings("matmul_all_reduce", 2, "lsa", dtype="fp8")
+        operators.OperatorRun("all_gather_matmul", 2, "lsa", dtype="int8").check()
+    of_fp8 = operators.OperatorRun("matmul_all_reduce", 2, "lsa", dtype="fp8")
     assert {case.dtype for case in of_fp8.cases} == {"fp8"} and len(of_fp8.cases) > 2
     with pytest.raises(BadInput, match="case"):
-        operators.Settings("embedding_all_to_all", 2, "lsa", dtype="fp8").check()
+        operators.OperatorRun("embedding_all_to_all", 2, "lsa", dtype="fp8").check()
     with pytest.raises(Unsupported, match="no GPU"):
-        operators.Settings("all_gather_matmul", 2, "host").check()
+        operators.OperatorRun("all_gather_matmul", 2, "host").check()
     assert math.prod(operator_cases.cases("all_gather_matmul", 4)[0].shapes[0]) * 4 == 1024**2

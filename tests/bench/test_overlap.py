@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm_bench.case import Case
-from moecomm_bench.ours import Operation, Ours
+from moecomm_bench.case import RoundsCase
+from moecomm_bench.ours import Ours, TimedOperation
 
 from ..conftest import Ranks
 
-CASE = Case("", 64, 2, 4, 2, "host", [8], ["flat"], ["bf16"], [0], "eager", replays=3)
+CASE = RoundsCase("", 64, 2, 4, 2, "host", [8], ["flat"], ["bf16"], [0], "eager", replays=3)
 
 
 def _halves(rank: int, group: Any) -> tuple[dict[str, int], list[str]]:
@@ -29,7 +29,7 @@ def _halves(rank: int, group: Any) -> tuple[dict[str, int], list[str]]:
             patch.object(buffer, "dispatch_end", end),
             patch.object(torch, "matmul", noted("matmul", torch.matmul)),
         ):
-            found = ours.halves(Operation("dispatch", "flat", "bf16", "", 0), 10.0)
+            found = ours.halves(TimedOperation("dispatch", "flat", "bf16", "", 0), 10.0)
     return {name: len(times) for name, times in found.items()}, made
 
 

@@ -14,7 +14,7 @@ import torch
 from moecomm_bench import deep_ep, peers
 from moecomm_bench.clock import Timed
 from moecomm_bench.ours import IN_WINDOW, OUTSIDE, Ours
-from moecomm_bench.peers import Peers
+from moecomm_bench.peers import OtherLibraries
 
 from ..conftest import Ranks
 from .test_case import CASE as SIZES
@@ -42,7 +42,7 @@ def _with_others(rank: int, group: Any) -> list[tuple[str, str, str]]:
         raise RuntimeError("too few experts" if rank == 0 else "")
 
     device = torch.device("cpu")
-    found_peers = Peers(CASE, group, device)
+    found_peers = OtherLibraries(CASE, group, device)
     found_peers._ways = {"fails": fails, "cannot": cannot}
     found = []
     for tokens in (3, 4):
@@ -90,7 +90,7 @@ def _calls_of_a_replay(rank: int, group: Any) -> list[int]:
         {"what": "dispatch", "layout": "batched", "payload": "bf16", "sms": 0}, [partial(calls.append, 1)], period=2
     )
     with patch.object(peers, "Clock", Chain):
-        measured = Peers(case, group, device, Chain())  # type: ignore[arg-type]
+        measured = OtherLibraries(case, group, device, Chain())  # type: ignore[arg-type]
         times = measured._time(timed, types.SimpleNamespace(clock=Chain()))  # type: ignore[arg-type]
     assert set(times) == {"us", "host_us", "eager_us", "alone_us"}
     return [len(calls), *Chain.found]

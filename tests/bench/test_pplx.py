@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moecomm.dispatch.reference import quantize
 from moecomm_bench import beside, pplx
 from moecomm_bench.ours import Input, Ours
-from moecomm_bench.peers import Peers
+from moecomm_bench.peers import OtherLibraries
 
 from ..conftest import Ranks
 from .test_case import OF_PEERS
@@ -121,7 +121,7 @@ def _installed(package: Any) -> Any:
     return patch.dict(sys.modules, {"pplx_kernels": package})
 
 
-def _right(exchange: pplx.Exchange, ours: Ours, given: Input) -> list[bool]:
+def _right(exchange: pplx.PplxExchange, ours: Ours, given: Input) -> list[bool]:
     """Call a pair, and say whether rows arrive as those of our layout `expert`, and sums return."""
     out, count = exchange.pair(given)(), exchange.counts.tolist()
     routed = ours.buffer.dispatch(given.x, given.topk_idx, given.topk_weights, layout="expert")
@@ -142,7 +142,7 @@ def _measured(rank: int, group: Any) -> list[Any]:
         patch.object(importlib.metadata, "version", {"pplx-kernels": "1.2.3"}.get),
         Ours(CASE, group, device, TOKENS) as ours,
     ):
-        peers = Peers(CASE, group, device)
+        peers = OtherLibraries(CASE, group, device)
         peers._ways = {name: calls for name, calls in peers._ways.items() if name == pplx.NAME}
         rows = [peers.rows(ours, lambda text: None) for _ in range(2)][1]
         abouts = [(row["what"], row["layout"], row["payload"], row.get("why", "")) for row in rows]
@@ -151,7 +151,7 @@ def _measured(rank: int, group: Any) -> list[Any]:
         closed = [one.closed for one in AllToAll.made]
         fine = []
         for payload in CASE.payloads:
-            exchange = pplx.Exchange(AllToAll, CASE, payload, TOKENS, device)
+            exchange = pplx.PplxExchange(AllToAll, CASE, payload, TOKENS, device)
             fine += [_right(exchange, ours, given) for given in ours.inputs]
         sizes = [(one.sizes["hidden_dim_bytes"], one.sizes["hidden_dim_scale_bytes"]) for one in AllToAll.made[-2:]]
     return [abouts, moved, closed, fine, sizes, peers.versions]
@@ -176,7 +176,7 @@ def _refused(rank: int, group: Any) -> list[Any]:
             patch.object(importlib.metadata, "version", {"pplx-kernels": "1.2.3"}.get),
             Ours(case, group, device, max(case.tokens)) as ours,
         ):
-            rows = Peers(case, group, device).rows(ours, lambda text: None)
+            rows = OtherLibraries(case, group, device).rows(ours, lambda text: None)
             found.append([row["why"] for row in rows if row["who"] == pplx.NAME])
     return [found, AllToAll.made]
 

@@ -17,7 +17,7 @@ from moecomm.errors import BadInput
 from moecomm.router import MODELS, Model
 from moecomm.routing import Recorded, synthesize
 from moecomm_bench import cli, moe, replay, table
-from moecomm_bench.case import Case, Traffic
+from moecomm_bench.case import RoundsCase, Traffic
 from moecomm_bench.cli import app
 from moecomm_bench.layers import Layers
 from moecomm_bench.show import show
@@ -43,8 +43,8 @@ def file(tmp_path: Path) -> Path:
     return recorded.save(tmp_path / "run.routing")
 
 
-def case_of(file: Path, **other: Any) -> Case:
-    given = Case(
+def case_of(file: Path, **other: Any) -> RoundsCase:
+    given = RoundsCase(
         "", 128, TOPK, EXPERTS, 2, "host", [8, 20], ["flat", "expert"], ["bf16"], [1], "eager", replays=2, inputs=1
     )
     return dataclasses.replace(given, routing_file=str(file), **other)
@@ -120,7 +120,7 @@ def test_dispatch_combine_replays_a_file_and_says_which(file: Path, ranks: Ranks
 
 
 def _layers(rank: int, group: Any, path: str) -> list[Any]:
-    case = moe.Case([SMALL], [20], 2, "host", "eager", replays=1, peers=False, routing_file=path, inputs=2)
+    case = moe.ModelsCase([SMALL], [20], 2, "host", "eager", replays=1, peers=False, routing_file=path, inputs=2)
     with Layers(case, SMALL, 20, {}, group, group, torch.device("cpu")) as layers:
         found = [[given["topk_idx"].tolist() for given in layers.inputs], layers.traffic.entries.tolist()]
         return [*found, layers.max_rows]
@@ -136,7 +136,7 @@ def test_layers_replay_a_file(file: Path, ranks: Ranks) -> None:
 
 
 def test_results_of_layers_say_which(file: Path, tmp_path: Path) -> None:
-    case = moe.Case([SMALL], [20], 2, "host", "eager", routing_file=str(file))
+    case = moe.ModelsCase([SMALL], [20], 2, "host", "eager", routing_file=str(file))
     found = moe.merge(case, [{"backend": "host", "rows": []}] * 2)
     assert found["case"]["routing_file"] == "run.routing" and found["case"]["routing"]["tokens"] == TOKENS
     out = Console(record=True, width=250, file=(tmp_path / "said").open("w"))
@@ -215,4 +215,6 @@ def test_the_model_of_times_is_not_fitted_to_replayed_routing(tmp_path: Path) ->
 
 def test_models_of_a_file_may_be_any_of_that_shape(file: Path) -> None:
     found = synthesize("qwen3-235b", 8, zipf=0).save(file.parent / "q")
-    moe.Case([MODELS["qwen3-30b-a3b"], MODELS["qwen3-235b"]], [4], 2, "host", "eager", routing_file=str(found)).check()
+    moe.ModelsCase(
+        [MODELS["qwen3-30b-a3b"], MODELS["qwen3-235b"]], [4], 2, "host", "eager", routing_file=str(found)
+    ).check()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moecomm.errors import Unsupported
 from moecomm_bench import symm_mem
 from moecomm_bench.ours import Ours
-from moecomm_bench.peers import Peers
+from moecomm_bench.peers import OtherLibraries
 
 from ..conftest import Ranks
 from .test_case import CASE as SIZES
@@ -82,7 +82,7 @@ def _round(rank: int, group: Any) -> list[Any]:
         patch.object(torch.ops, "symm_mem", operators),
         Ours(CASE, group, torch.device("cpu"), 6) as ours,
     ):
-        timed = symm_mem.SymmetricMemory(CASE).calls(ours)
+        timed = symm_mem.TorchOperations(CASE).calls(ours)
         about = [(one.about["what"], one.about["layout"], one.graph, one.by_expert) for one in timed]
         dispatch, combine = timed
         for given, send, bring in zip(ours.inputs, dispatch.calls, combine.calls, strict=True):
@@ -103,7 +103,7 @@ def test_rows_arrive_as_ours_do_and_come_home_weighted(ranks: Ranks) -> None:
 
 def _absent(rank: int, group: Any) -> list[tuple[str, str]]:
     case = dataclasses.replace(CASE, others=NAMES)
-    peers = Peers(case, group, torch.device("cpu"))
+    peers = OtherLibraries(case, group, torch.device("cpu"))
     with Ours(case, group, torch.device("cpu"), 6) as ours:
         return [(row["who"], row.get("why", "")) for row in peers.rows(ours, lambda text: None)]
 
@@ -130,4 +130,4 @@ def test_torch_without_them_is_unsupported(monkeypatch: pytest.MonkeyPatch, lack
 
 def test_more_experts_than_torch_takes_are_unsupported() -> None:
     with pytest.raises(Unsupported, match="at most 15 experts a rank, not 16"):
-        symm_mem.SymmetricMemory(dataclasses.replace(CASE, experts=32))
+        symm_mem.TorchOperations(dataclasses.replace(CASE, experts=32))

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer, hybrid
 from moecomm.gpu import padding
 from moecomm.gpu.budgets import Kept
-from moecomm_bench.case import Case
-from moecomm_bench.deep_ep_layer import NOT_COPIED, Layer
+from moecomm_bench.case import RoundsCase
+from moecomm_bench.deep_ep_layer import NOT_COPIED, DeepEpLayer
 
 from .together import together
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 6, 256, 3, 8
-CASE = Case("", HIDDEN, TOPK, EXPERTS, 2, "host", [TOKENS], ["flat"], ["bf16"], [0], "eager")
+CASE = RoundsCase("", HIDDEN, TOPK, EXPERTS, 2, "host", [TOKENS], ["flat"], ["bf16"], [0], "eager")
 NOTHING_DROPPED = torch.zeros(1, dtype=torch.int32)  # of within_budgets(), whose kernels are documented
 
 
@@ -69,7 +69,7 @@ def test_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "within_budgets", lambda pool, ids, *given: all_of(ids))
 
     def body(group: Any) -> None:
-        with Layer(CASE, group, torch.device("cpu"), TOKENS) as layer:
+        with DeepEpLayer(CASE, group, torch.device("cpu"), TOKENS) as layer:
             for pair in layer.pairs():
                 native, compat = computed(pair.native), computed(pair.compat)
                 copies = ["clone"] if pair.what == "elastic dispatch" and NOT_COPIED not in pair.variant else []

@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
-from moecomm.integrations.megatron.exchange import Exchange
+from moecomm.integrations.megatron.exchange import ExpertExchange
 from moecomm.integrations.megatron.padded import PaddedExchange
 from moecomm.observe.tracing import reading
 from moecomm.ranks.settings import Settings
@@ -222,7 +222,7 @@ def _starved(rank: int, group: Any, padded: bool) -> list[float]:
     """No token picks an expert of the last rank, whose rows then have no graph."""
     limits, x = Limits(timeout_s=20), torch.ones(4, HIDDEN, requires_grad=True)
     weights, ids = torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int64)
-    exchange = PaddedExchange(group, EXPERTS, 1, limits) if padded else Exchange(group, EXPERTS, 1, limits)
+    exchange = PaddedExchange(group, EXPERTS, 1, limits) if padded else ExpertExchange(group, EXPERTS, 1, limits)
     found = exchange.dispatch(x, ids, weights, 8 if padded else 1)
     y = torch.zeros_like(found.x) if rank else 3 * found.x
     (exchange.combine(y, found.way).sum() + x.sum()).backward()

@@ -27,7 +27,7 @@ def _kernel(rank: int, group: Any) -> Any:
         return f"vllm can't be imported: {error}"
     from moecomm.compat import deep_ep
     from moecomm.integrations.vllm import register
-    from moecomm.integrations.vllm.managers import BatchedManager, Rounds, StandardManager
+    from moecomm.integrations.vllm.managers import BatchedManager, OpenedBuffers, StandardManager
     from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
 
     register()
@@ -76,7 +76,7 @@ def _kernel(rank: int, group: Any) -> Any:
 
     g = torch.Generator().manual_seed(rank)
     same = []
-    rounds = Rounds(group)
+    rounds = OpenedBuffers(group)
     standard = StandardPrepareAndFinalize(
         rounds, num_dispatchers=group.size(), dp_size=group.size(), rank_expert_offset=first
     )

@@ -15,7 +15,7 @@ from moecomm.router import MODELS
 from moecomm.routing import Recorded, join, loads, synthesize
 from moecomm.testing import LocalBuffers, check_case
 from moecomm.testing.cases import Case
-from moecomm_bench.case import Case as BenchCase
+from moecomm_bench.case import RoundsCase as BenchCase
 
 from ..bench.test_dispatch_combine import measured
 from ..conftest import Ranks

@@ -16,7 +16,7 @@ from moecomm_bench.simulate.check import EXCLUDED, HELD_OUT, check
 from moecomm_bench.simulate.domain import content, load
 from moecomm_bench.simulate.excluded import GONE, LATE, PROXY, PUTS, RINGS, SINGLE, THREADS
 from moecomm_bench.simulate.measured import read, rows_of
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.published import compare, fit_efficiency, rows
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -25,7 +25,7 @@ PATHS = sorted(RESULTS.glob("*.json"))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return check(PATHS, load(), Nic(), content()["nic"])
+    return check(PATHS, load(), ModelNic(), content()["nic"])
 
 
 def error_of(found: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -118,12 +118,12 @@ def test_a_held_out_error_does_not_know_its_result(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / f"{name}.json").write_text((RESULTS / f"{name}.json").read_text())
     paths = [tmp_path / f"{name}.json" for name in names]
-    before = check(paths, load(), Nic())["measured"]
+    before = check(paths, load(), ModelNic())["measured"]
     result = json.loads(paths[2].read_text())
     for row in result["rows"]:
         row["us"] = {percentile: 2 * us for percentile, us in row["us"].items()}
     paths[2].write_text(json.dumps(result))
-    after = check(paths, load(), Nic())["measured"]
+    after = check(paths, load(), ModelNic())["measured"]
     slower = [(a, b) for a, b in zip(before, after, strict=True) if a["file"] == "sweep-h200-4.json"]
     slower = [(a, b) for a, b in slower if "held_out_error" in a]  # no other result has many rows from outside
     assert len(slower) > 30
@@ -138,7 +138,7 @@ def test_kinds_say_how_a_row_was_measured(tmp_path: Path) -> None:
     for about, kind in (({"cold": True}, "caches flushed"), ({"mode": "eager"}, "eager")):
         path = tmp_path / f"{kind}.json"
         path.write_text(json.dumps({**result, "case": {**result["case"], **about}}))
-        kinds = {row["kind"] for row in check([path], load(), Nic())["measured"] if row["what"] != "pair"}
+        kinds = {row["kind"] for row in check([path], load(), ModelNic())["measured"] if row["what"] != "pair"}
         assert kinds == {f"one domain: 4 ranks, {kind}"}
 
 
@@ -147,7 +147,7 @@ def test_an_eager_operation_takes_the_host_at_least(tmp_path: Path) -> None:
     path = tmp_path / "eager.json"
     path.write_text(json.dumps({**result, "case": {**result["case"], "mode": "eager"}}))
     domain = load()
-    for row in check([path], domain, Nic())["measured"]:
+    for row in check([path], domain, ModelNic())["measured"]:
         if row["what"] != "pair":
             assert row["predicted_us"] >= round(domain.host_us[row["what"]], 3)
 
@@ -158,7 +158,9 @@ def test_an_emulated_nic_is_the_nic_of_its_result(tmp_path: Path) -> None:
     result["commit"] = "00000000"
     path = tmp_path / "two.json"
     path.write_text(json.dumps(result))
-    one, same, faster = (check([path], load(), nic)["measured"] for nic in (Nic(), Nic(50, 3, 10), Nic(500)))
+    one, same, faster = (
+        check([path], load(), nic)["measured"] for nic in (ModelNic(), ModelNic(50, 3, 10), ModelNic(500))
+    )
     assert [row["predicted_us"] for row in one] == [row["predicted_us"] for row in same]
     assert [row["predicted_us"] for row in one] == [row["predicted_us"] for row in faster], "its own"
     assert not any("excluded" in row for row in one)
@@ -170,7 +172,7 @@ def test_direct_rows_count_unless_they_left_late(tmp_path: Path, commit: str, ex
     result["commit"] = commit
     path = tmp_path / "few.json"
     path.write_text(json.dumps(result))
-    rows = check([path], load(), Nic())["measured"]
+    rows = check([path], load(), ModelNic())["measured"]
     assert {row["excluded"] for row in rows if row["tokens"] <= 128 and "excluded" in row} == excluded
     assert not any("excluded" in row for row in rows if row["tokens"] > 128)
 
@@ -195,7 +197,7 @@ def test_few_tokens_are_left_out_where_no_line_is_of_few() -> None:
     known = load()
     of_many = replace(known, lines={key: line for key, line in known.lines.items() if key[1] == "many"})
     paths = [RESULTS / f"{name}.json" for name in ("sweep-h200-4", "ht-h200-4")]
-    told, before = check(paths, of_many, Nic()), check(paths, known, Nic())
+    told, before = check(paths, of_many, ModelNic()), check(paths, known, ModelNic())
     assert 0 < told["left_out"] == len(before["measured"]) - len(told["measured"])
     assert {row["kind"] for row in told["published"]} == {
         f"published: {name} HT" for name in ("DeepEP V2", "DeepEP V1", "UCCL-EP")
@@ -213,7 +215,7 @@ def test_every_row_of_ours_is_there(found: dict[str, Any]) -> None:
 
 def test_published_times_follow_from_their_bandwidths() -> None:
     domain = load()
-    by_key = {(r.library, r.by_cpu, r.algorithm, r.what, r.domains): compare(r, domain, Nic()) for r in rows()}
+    by_key = {(r.library, r.by_cpu, r.algorithm, r.what, r.domains): compare(r, domain, ModelNic()) for r in rows()}
     us, _ = by_key["NCCL EP", "", "ll", "dispatch", 2]
     assert us == pytest.approx(128 * 8 * 7168 * 2 / 76.7e3)
     us, _ = by_key["DeepEP V2", "", "ht", "dispatch", 2]
@@ -224,24 +226,24 @@ def test_published_times_follow_from_their_bandwidths() -> None:
 
 
 def test_the_share_of_a_nic_has_no_bias_by_construction() -> None:
-    domain, found = load(), fit_efficiency(load(), Nic())
+    domain, found = load(), fit_efficiency(load(), ModelNic())
     assert found == content()["nic"], "run: python bench/refit.py"
     counted = [row for row in rows() if not row.by_cpu]
-    told = [compare(row, domain, Nic(efficiency=found["efficiency"])) for row in counted]
+    told = [compare(row, domain, ModelNic(efficiency=found["efficiency"])) for row in counted]
     assert abs(statistics.median(said.us / us - 1 for us, said in told)) < 0.005
     for library, share in found["without"].items():
-        others = [compare(row, domain, Nic(efficiency=share)) for row in counted if row.library != library]
+        others = [compare(row, domain, ModelNic(efficiency=share)) for row in counted if row.library != library]
         assert abs(statistics.median(said.us / us - 1 for us, said in others)) < 0.005
     assert 0.8 < found["efficiency"] < 0.95
 
 
 def test_other_results_are_passed_over() -> None:
     others = [RESULTS / f"{name}.json" for name in ("host_vs_gloo", "latency-gin-tcp-h100-2", "moe-deepseek-v3-h200-4")]
-    assert check(others, load(), Nic())["measured"] == []
+    assert check(others, load(), ModelNic())["measured"] == []
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"benchmark": "latency"}'])
 def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)
     with pytest.raises(BadInput, match=r"results: got .*want JSON that a benchmark has written"):
-        check([tmp_path / "a"], load(), Nic())
+        check([tmp_path / "a"], load(), ModelNic())

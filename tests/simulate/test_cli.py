@@ -15,7 +15,7 @@ from moecomm_bench.results import origin
 from moecomm_bench.simulate import cli
 from moecomm_bench.simulate.cli import app
 from moecomm_bench.simulate.domain import load
-from moecomm_bench.simulate.nic import SOURCES, Nic
+from moecomm_bench.simulate.nic import SOURCES, ModelNic
 from moecomm_bench.simulate.options import NIC
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def test_what_makes_no_sense_is_refused(words: list[str]) -> None:
 
 
 def test_defaults_of_the_command_are_those_of_a_nic() -> None:
-    assert Nic(*NIC) == Nic()
+    assert ModelNic(*NIC) == ModelNic()
 
 
 def test_the_command_of_the_page_runs() -> None:

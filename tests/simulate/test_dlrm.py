@@ -17,14 +17,23 @@ from moecomm_bench.simulate.dlrm.cluster import Cluster
 from moecomm_bench.simulate.dlrm.command import dlrm
 from moecomm_bench.simulate.dlrm.fit import GPU, RANKS, fit
 from moecomm_bench.simulate.dlrm.gpu import Gpu, content, parse, together
-from moecomm_bench.simulate.dlrm.iteration import BOTH, FORMS, FUSED, TORCH, UNFUSED, Phase, Timeline, iteration
+from moecomm_bench.simulate.dlrm.iteration import (
+    BOTH,
+    FORMS,
+    FUSED,
+    TORCH,
+    UNFUSED,
+    IterationPhase,
+    Timeline,
+    iteration,
+)
 from moecomm_bench.simulate.dlrm.operators import read
 from moecomm_bench.simulate.dlrm.predict import predict, saving
 from moecomm_bench.simulate.dlrm.shape import Dlrm, Lookups
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.nic import ModelNic
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
-NIC = Nic(efficiency=0.9)
+NIC = ModelNic(efficiency=0.9)
 SMALL = Dlrm(bottom=(13, 64, 128), top=(64, 1))
 
 
@@ -150,11 +159,11 @@ def test_the_fused_kernel_is_as_long_as_the_longer_part_and_shorter_than_both(
 def test_phases_wait_for_streams_and_for_each_other() -> None:
     timeline = Timeline.of(
         [
-            Phase("a", {"GPU": 2.0}),
-            Phase("b", {"network": 5.0}, ("a",)),
-            Phase("c", {"GPU": 1.0}),
-            Phase("d", {"GPU": 4.0, "network": 1.0}, ("c",)),
-            Phase("e", {"network": 0.5}),
+            IterationPhase("a", {"GPU": 2.0}),
+            IterationPhase("b", {"network": 5.0}, ("a",)),
+            IterationPhase("c", {"GPU": 1.0}),
+            IterationPhase("d", {"GPU": 4.0, "network": 1.0}, ("c",)),
+            IterationPhase("e", {"network": 0.5}),
         ]
     )
     assert timeline.starts == {"a": 0, "b": 2, "c": 2, "d": 7, "e": 8}

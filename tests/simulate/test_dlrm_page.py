@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from moecomm_bench.simulate.cli import app
 from moecomm_bench.simulate.dlrm.gpu import content
 from moecomm_bench.simulate.domain import fitted_efficiency
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.nic import ModelNic
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "maintainers" / "dlrm.md"
@@ -36,7 +36,7 @@ def test_the_page_is_that_of_its_result(kept: dict[str, Any]) -> None:
 def test_the_result_is_what_the_model_says(kept: dict[str, Any]) -> None:
     import dlrm_page
 
-    found = dlrm_page.measure(content(), Nic(efficiency=fitted_efficiency()))
+    found = dlrm_page.measure(content(), ModelNic(efficiency=fitted_efficiency()))
     assert found.keys() <= kept.keys() and found["assumptions"] == kept["assumptions"], AGAIN
     for part in ("rows", "steps", "changes"):
         for mine, theirs in zip(found[part], kept[part], strict=True):

@@ -14,7 +14,7 @@ import pytest
 
 from moecomm.errors import BadInput
 from moecomm_bench.simulate.direct import Crossing, DirectLine
-from moecomm_bench.simulate.domain import Line, Load, Operation, load, parse
+from moecomm_bench.simulate.domain import DomainLoad, Line, Operation, load, parse
 from moecomm_bench.simulate.fit import Point, fit, fit_line, write
 from moecomm_bench.simulate.fit_direct import DirectPoint, fit_direct
 from moecomm_bench.simulate.solve import solve
@@ -27,7 +27,7 @@ SHIPPED: dict[str, Any] = json.loads((importlib.resources.files("moecomm_bench.s
 def points(line: Line, sizes: list[int], row_bytes: list[int], blocks: list[int], noise: float = 0.0) -> list[Point]:
     drawn = random.Random(0)
     loads = [
-        Load(t, t * 2.71 * size, t * 3.61, size, t * 3.61 * size, count)
+        DomainLoad(t, t * 2.71 * size, t * 3.61, size, t * 3.61 * size, count)
         for t in sizes
         for size in row_bytes
         for count in blocks
@@ -51,7 +51,7 @@ def test_a_slope_tells_rows_in_few_blocks() -> None:
     made = points(line, [1, 8, 32, 128], [14336], [128])
     rows = 7 * 3.61
     told = Slope("dispatch", "flat", rows, 2, rows / 2 * (700 + 14336 / 50) / 1e3)
-    few = Load(128, 128 * 2.71 * 14336, 128 * 3.61, 14336, 0.0, 16)
+    few = DomainLoad(128, 128 * 2.71 * 14336, 128 * 3.61, 14336, 0.0, 16)
     without = fit_line(made, "few", "dispatch").line.us(few)
     assert fit_line(made, "few", "dispatch", None, [told]).line.us(few) == pytest.approx(line.us(few), rel=0.03)
     assert abs(without / line.us(few) - 1) > 0.05
@@ -72,11 +72,11 @@ def test_solve_finds_a_minimum_and_keeps_what_nothing_determines() -> None:
 
 
 def test_copies_of_a_dispatch_come_after_the_others() -> None:
-    load_ = Load(4096, 1e8, 4096, 14336, 1e8, 64)
+    load_ = DomainLoad(4096, 1e8, 4096, 14336, 1e8, 64)
     terms = (0.1, 20.0, 300.0, 50.0, 50.0, 20.0)
     copies = 1e8 / 64 / 20 / 1e3
     after, beside = Line.of("dispatch", terms), Line.of("combine", terms)
-    none = Load(4096, 1e8, 4096, 14336, 0.0, 64)
+    none = DomainLoad(4096, 1e8, 4096, 14336, 0.0, 64)
     assert after.us(load_) == pytest.approx(after.us(none) + copies)
     assert beside.us(none) < beside.us(load_) < after.us(load_)
 

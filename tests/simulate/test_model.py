@@ -12,20 +12,20 @@ import torch
 from moecomm.errors import BadInput
 from moecomm_bench.ours import BF16_WIRE, FP32_WIRE
 from moecomm_bench.simulate.direct import Crossing, DirectLine
-from moecomm_bench.simulate.domain import Domain, Line, Load, Operation, load
+from moecomm_bench.simulate.domain import Domain, DomainLoad, Line, Operation, load
 from moecomm_bench.simulate.layer import gemm_us, layer
 from moecomm_bench.simulate.model import Machine, Rows, cost, fan_out
-from moecomm_bench.simulate.nic import Nic
-from moecomm_bench.simulate.routing import Gate, spread
+from moecomm_bench.simulate.nic import ModelNic
+from moecomm_bench.simulate.routing import DrawnGate, spread
 from moecomm_bench.simulate.rows import bytes_of, carries, packets_of, runs, slow_bytes_of
 
 DISPATCH, COMBINE = Operation("dispatch", "flat"), Operation("combine", "flat", "y in the window")
 OPERATIONS = (DISPATCH, COMBINE)
-GATE = Gate(256, 8, 8, 4)
+GATE = DrawnGate(256, 8, 8, 4)
 ROWS = Rows(7392)
 PLAIN = Rows(7392, joined=False, headers=False)  # of another library: nothing beside them
 SIZES = (0, 1, 2, 7, 31, 32, 33, 64, 65, 128, 129, 255, 256, 257, 511, 512, 513, 600, 1024, 4096, 4097, 16384)
-NO_LIMIT = Nic(inf, 0.0, inf)
+NO_LIMIT = ModelNic(inf, 0.0, inf)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def test_one_domain_is_the_line_of_the_domain(domain: Domain, operation: Operati
     wanted = float(routed.ranks[0])
     words = 8 * (256 + 8) if operation.what == "dispatch" else 8
     for tokens in SIZES:
-        found = cost(operation, routed, tokens, ROWS, Machine(domain, Nic(), num_sms=64))
+        found = cost(operation, routed, tokens, ROWS, Machine(domain, ModelNic(), num_sms=64))
         cut = packets_of(operation, 7392, 8)
         few = tokens <= 512
         assert cut is not None and carries(operation, 7392, tokens, 8, 8) == few
         sent = tokens * 7 * wanted * (cut.token_bytes if few else 7392)
-        load_ = Load(tokens, sent, tokens * 8 * wanted, 7392, 0.0, 64, words, few)
+        load_ = DomainLoad(tokens, sent, tokens * 8 * wanted, 7392, 0.0, 64, words, few)
         assert found.us == pytest.approx(domain.us(operation, load_)) and found.blocks == 64
         assert found.slow_us == found.slow_bytes == found.latency_us == 0
 
@@ -66,8 +66,8 @@ def test_a_nic_without_limits_leaves_nvlink(domain: Domain, operation: Operation
 @pytest.mark.parametrize("domains", [1, 2, 8, 128])
 @pytest.mark.parametrize("algorithm", ["ht", "ll"])
 def test_more_tokens_never_take_less(domain: Domain, operation: Operation, domains: int, algorithm: str) -> None:
-    routed = spread(Gate(256, 8), domains, 8)
-    machine = Machine(domain, Nic(), num_sms=64)  # the table may give more tokens more blocks, or fewer
+    routed = spread(DrawnGate(256, 8), domains, 8)
+    machine = Machine(domain, ModelNic(), num_sms=64)  # the table may give more tokens more blocks, or fewer
     times = [cost(operation, routed, t, ROWS, machine, algorithm=algorithm).us for t in SIZES]
     for (tokens, less), more in zip(zip(SIZES, times, strict=True), times[1:], strict=False):
         slack = 0.03 if tokens == 512 else 1e-12  # the most that packets carry, by another line
@@ -79,12 +79,12 @@ def test_more_tokens_never_take_less(domain: Domain, operation: Operation, domai
 def test_a_better_nic_never_takes_longer(domain: Domain, operation: Operation, tokens: int) -> None:
     routed = spread(GATE, 4, 8)
 
-    def us(nic: Nic) -> float:
+    def us(nic: ModelNic) -> float:
         return cost(operation, routed, tokens, ROWS, Machine(domain, nic)).us
 
-    by_speed = [us(Nic(gbs=gbs)) for gbs in (1, 12.5, 25, 50, 100, 400, inf)]
-    by_messages = [us(Nic(mega_messages=rate)) for rate in (0.1, 1, 10, 215, inf)]
-    by_latency = [us(Nic(latency_us=latency)) for latency in (100, 20, 8, 1, 0)]
+    by_speed = [us(ModelNic(gbs=gbs)) for gbs in (1, 12.5, 25, 50, 100, 400, inf)]
+    by_messages = [us(ModelNic(mega_messages=rate)) for rate in (0.1, 1, 10, 215, inf)]
+    by_latency = [us(ModelNic(latency_us=latency)) for latency in (100, 20, 8, 1, 0)]
     for times in (by_speed, by_messages, by_latency):
         assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
@@ -93,13 +93,13 @@ def test_a_better_nic_never_takes_longer(domain: Domain, operation: Operation, t
 def test_no_tokens_cost_latencies_alone(domain: Domain, operation: Operation) -> None:
     routed = spread(GATE, 4, 8)
     for algorithm in ("ht", "ll"):
-        machine = Machine(domain, Nic(), num_sms=64)
+        machine = Machine(domain, ModelNic(), num_sms=64)
         found = cost(operation, routed, 0, PLAIN, machine, algorithm=algorithm)
-        start = domain.us(operation, Load(0, 0, 0, packets=algorithm == "ll"))
-        start += found.slow_messages / Nic().mega_messages  # signals of LL
+        start = domain.us(operation, DomainLoad(0, 0, 0, packets=algorithm == "ll"))
+        start += found.slow_messages / ModelNic().mega_messages  # signals of LL
         flights = 2 if (algorithm, operation.what) == ("ht", "dispatch") else 1
         assert found.slow_bytes == found.nvlink_bytes == 0 and found.slow_messages == (24 if algorithm == "ll" else 0)
-        assert found.us == pytest.approx(start + flights * Nic().latency_us, rel=1e-3)
+        assert found.us == pytest.approx(start + flights * ModelNic().latency_us, rel=1e-3)
 
 
 @pytest.mark.parametrize(("operation", "late"), [(DISPATCH, 10), (COMBINE, 3)])
@@ -107,8 +107,8 @@ def test_direct_rows_that_leave_late_take_a_second_latency(domain: Domain, opera
     """A domain of 8 has places for the early rows of a dispatch to 8 other domains, and of a combine to one."""
     for domains in (2, 3, 9, 10):
         slow, fast = (
-            cost(operation, spread(Gate(256, 8), domains, 8), 128, ROWS, Machine(domain, nic), algorithm="ll")
-            for nic in (Nic(latency_us=9.0), Nic(latency_us=4.0))
+            cost(operation, spread(DrawnGate(256, 8), domains, 8), 128, ROWS, Machine(domain, nic), algorithm="ll")
+            for nic in (ModelNic(latency_us=9.0), ModelNic(latency_us=4.0))
         )
         assert slow.us - fast.us == pytest.approx(10 if domains >= late else 5)
 
@@ -126,17 +126,19 @@ def test_direct_rows_overlap_the_shorter_of_blocks_and_wire() -> None:
 
 def test_a_block_has_a_token_or_none(domain: Domain) -> None:
     """Blocks without a token make a round no faster."""
-    routed = spread(Gate(256, 8), 2, 8)
+    routed = spread(DrawnGate(256, 8), 2, 8)
     few, many = (
-        cost(DISPATCH, routed, 8, ROWS, Machine(domain, Nic(), num_sms=sms), algorithm="ll") for sms in (8, 64)
+        cost(DISPATCH, routed, 8, ROWS, Machine(domain, ModelNic(), num_sms=sms), algorithm="ll") for sms in (8, 64)
     )
     assert few.us == many.us and (few.blocks, many.blocks) == (8, 64)
-    assert cost(DISPATCH, routed, 1, ROWS, Machine(domain, Nic()), algorithm="ll").blocks == 64, "the least of several"
+    assert cost(DISPATCH, routed, 1, ROWS, Machine(domain, ModelNic()), algorithm="ll").blocks == 64, (
+        "the least of several"
+    )
 
 
 def test_a_token_crosses_once_a_domain_or_once_a_rank(domain: Domain) -> None:
     routed = spread(GATE, 4, 8)
-    machine = Machine(domain, Nic())
+    machine = Machine(domain, ModelNic())
     ht, ll, per_expert = (
         cost(DISPATCH, routed, 128, replace(PLAIN, per_expert=each), machine, algorithm=algorithm)
         for algorithm, each in (("ht", False), ("ll", False), ("ll", True))
@@ -163,9 +165,9 @@ def test_the_busiest_of_random_routings() -> None:
             counts[source] = torch.bincount(owners.flatten(), minlength=32)
         own = torch.stack([counts[rank // 8, rank] for rank in range(32)])
         drawn.append(float((counts.sum(dim=0) - own).max()))
-    machine = Machine(load(), Nic())
+    machine = Machine(load(), ModelNic())
     per_expert = Rows(1, joined=False, headers=False, per_expert=True)
-    found = cost(DISPATCH, spread(Gate(256, 8), 4, 8), 128, per_expert, machine, algorithm="ll")
+    found = cost(DISPATCH, spread(DrawnGate(256, 8), 4, 8), 128, per_expert, machine, algorithm="ll")
     assert found.slow_bytes == pytest.approx(fmean(drawn), rel=0.02)
     assert found.slow_bytes > 1.05 * 128 * 8 * 3 / 4
 
@@ -180,7 +182,7 @@ def test_runs_are_those_of_drawn_tokens() -> None:
 
 
 def test_puts_are_runs_signals_credits_and_headers(domain: Domain) -> None:
-    routed, machine = spread(Gate(256, 8), 4, 8), Machine(domain, Nic())
+    routed, machine = spread(DrawnGate(256, 8), 4, 8), Machine(domain, ModelNic())
     share = float(routed.domains[0])
     joined, single = (
         cost(DISPATCH, routed, 4096, replace(ROWS, joined=each), machine, algorithm="ht") for each in (True, False)
@@ -192,7 +194,7 @@ def test_puts_are_runs_signals_credits_and_headers(domain: Domain) -> None:
 
 
 def test_round_headers_cross_to_every_rank(domain: Domain) -> None:
-    routed, machine = spread(Gate(256, 8), 4, 8), Machine(domain, Nic())
+    routed, machine = spread(DrawnGate(256, 8), 4, 8), Machine(domain, ModelNic())
     ours, theirs = (
         cost(DISPATCH, routed, 128, replace(ROWS, headers=each), machine, algorithm="ll") for each in (True, False)
     )
@@ -203,7 +205,7 @@ def test_round_headers_cross_to_every_rank(domain: Domain) -> None:
 
 def test_exact_rows_are_one_or_two_rows_of_y() -> None:
     exact, rounded = Operation("combine", "expert", FP32_WIRE), Operation("combine", "expert", BF16_WIRE)
-    single = spread(Gate(256, 8), 1, 8).single
+    single = spread(DrawnGate(256, 8), 1, 8).single
     assert bytes_of(rounded, "", 7168) == 14336 and bytes_of(exact, "", 7168) == 28672
     assert bytes_of(exact, "", 7168, 1.0) == 14336
     assert bytes_of(exact, "", 7168, single) == round(14336 * (2 - single)) and 0.5 < single < 0.7
@@ -224,16 +226,18 @@ def test_packets_carry_what_the_page_says(ranks: int, tokens: tuple[int, ...]) -
 
 
 def test_skew_loads_the_busiest(domain: Domain) -> None:
-    machine = Machine(domain, Nic())
-    times = [cost(DISPATCH, spread(Gate(256, 8), 4, 8, skew), 4096, ROWS, machine).us for skew in (0, 0.25, 0.5, 1)]
+    machine = Machine(domain, ModelNic())
+    times = [
+        cost(DISPATCH, spread(DrawnGate(256, 8), 4, 8, skew), 4096, ROWS, machine).us for skew in (0, 0.25, 0.5, 1)
+    ]
     assert times == sorted(times) and times[-1] > 1.1 * times[0]
-    everything = cost(DISPATCH, spread(Gate(256, 8), 4, 8, 1.0), 4096, ROWS, machine)
+    everything = cost(DISPATCH, spread(DrawnGate(256, 8), 4, 8, 1.0), 4096, ROWS, machine)
     assert everything.nvlink_bytes == pytest.approx(4096 * 4 * 7 * 7392)  # into rank 0, from the 7 beside it
 
 
 def test_auto_is_what_moecomm_does(domain: Domain) -> None:
     """Direct as long as there is room, even where forwarders would take less."""
-    routed, machine = spread(Gate(256, 8), 8, 8), Machine(domain, Nic())
+    routed, machine = spread(DrawnGate(256, 8), 8, 8), Machine(domain, ModelNic())
     for tokens in SIZES:
         ht, ll, auto = (
             cost(DISPATCH, routed, tokens, ROWS, machine, algorithm=a, most_direct=128) for a in ("ht", "ll", "auto")
@@ -243,11 +247,11 @@ def test_auto_is_what_moecomm_does(domain: Domain) -> None:
 
 @pytest.mark.parametrize("layout", ["expert", "batched"])
 def test_fewer_blocks_never_take_less(domain: Domain, layout: str) -> None:
-    routed = spread(Gate(256, 8), 1, 8)
+    routed = spread(DrawnGate(256, 8), 1, 8)
     for operation in (Operation("dispatch", layout), Operation("combine", layout, BF16_WIRE)):
         for tokens in (1, 128, 4096):
             times = [
-                cost(operation, routed, tokens, ROWS, Machine(domain, Nic(), num_sms=sms)).us
+                cost(operation, routed, tokens, ROWS, Machine(domain, ModelNic(), num_sms=sms)).us
                 for sms in (8, 16, 24, 64, 128)
             ]
             assert times == sorted(times, reverse=True), (operation, tokens)
@@ -260,24 +264,28 @@ def test_layer() -> None:
     assert (found.serial_us, found.overlapped_us) == (1300, pytest.approx(slowed + 300 / 4))
     assert layer(domain, 100, 200, 0).overlapped_us == 300
     assert layer(domain, 100, 200, 1000, parts=1).overlapped_us == 1300  # no overlap rather than a loss
-    routed = spread(Gate(256, 8), 1, 8)
+    routed = spread(DrawnGate(256, 8), 1, 8)
     many = gemm_us(domain, routed, 256, 4096, 7168, 2048)
     assert many == pytest.approx(4096 * 8 * 6 * 7168 * 2048 / 500e6)
     all_weights = 32 * 3 * 7168 * 2048 * 2 / 4800e3
     assert gemm_us(domain, routed, 256, 64, 7168, 2048) == pytest.approx(all_weights, rel=1e-3)
-    one = gemm_us(domain, spread(Gate(256, 8), 1, 1), 256, 1, 7168, 2048)
+    one = gemm_us(domain, spread(DrawnGate(256, 8), 1, 1), 256, 1, 7168, 2048)
     assert one == pytest.approx(8 * 3 * 7168 * 2048 * 2 / 4800e3)
     assert gemm_us(domain, routed, 256, 0, 7168, 2048) == 0
 
 
 def test_a_slower_nvlink_counts_and_a_faster_one_does_not(domain: Domain) -> None:
     routed = spread(GATE, 1, 8)
-    times = [cost(DISPATCH, routed, 4096, ROWS, Machine(domain.with_nvlink(gbs), Nic())).us for gbs in (100, 160, 1e4)]
-    assert times[0] > times[1] > times[2] == cost(DISPATCH, routed, 4096, ROWS, Machine(domain, Nic())).us
+    times = [
+        cost(DISPATCH, routed, 4096, ROWS, Machine(domain.with_nvlink(gbs), ModelNic())).us for gbs in (100, 160, 1e4)
+    ]
+    assert times[0] > times[1] > times[2] == cost(DISPATCH, routed, 4096, ROWS, Machine(domain, ModelNic())).us
 
 
-@pytest.mark.parametrize("nic", [Nic(gbs=0), Nic(gbs=float("nan")), Nic(latency_us=-1), Nic(mega_messages=0)])
-def test_no_such_nic(domain: Domain, nic: Nic) -> None:
+@pytest.mark.parametrize(
+    "nic", [ModelNic(gbs=0), ModelNic(gbs=float("nan")), ModelNic(latency_us=-1), ModelNic(mega_messages=0)]
+)
+def test_no_such_nic(domain: Domain, nic: ModelNic) -> None:
     with pytest.raises(BadInput):
         cost(DISPATCH, spread(GATE, 2, 8), 1, ROWS, Machine(domain, nic))
 
@@ -285,4 +293,4 @@ def test_no_such_nic(domain: Domain, nic: Nic) -> None:
 def test_operations_that_were_not_measured_are_refused() -> None:
     lines = {(DISPATCH, regime): Line(1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for regime in ("few", "many")}
     with pytest.raises(BadInput, match="dispatch flat"):
-        cost(COMBINE, spread(GATE, 1, 8), 1, ROWS, Machine(Domain("", lines, 1.0, 1.0), Nic()))
+        cost(COMBINE, spread(GATE, 1, 8), 1, ROWS, Machine(Domain("", lines, 1.0, 1.0), ModelNic()))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moecomm_bench.simulate.domain import content, load
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.nic import ModelNic
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
@@ -34,7 +34,7 @@ def test_the_result_is_what_the_model_says(kept: dict[str, Any]) -> None:
 
     nic = content()["nic"]
     checked = json.loads((ROOT / "bench" / "results" / "simulate-check.json").read_text())["measured"]
-    found = wide_ep.measure(load(), Nic(efficiency=nic["efficiency"]), nic, checked)
+    found = wide_ep.measure(load(), ModelNic(efficiency=nic["efficiency"]), nic, checked)
     again = "run: python bench/refit.py"
     for about, value in kept["few_tokens"].items():
         assert found["few_tokens"][about] == pytest.approx(value, rel=1e-2), again

@@ -17,7 +17,7 @@ from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS
 from moecomm.tuning import Entry, Table
 from moecomm.tuning.layers import Bounds, Measured, never, of_measured
-from moecomm_bench.moe import Case
+from moecomm_bench.moe import ModelsCase
 from moecomm_bench.tune import layers as tune_layers
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -124,9 +124,9 @@ def test_the_shipped_bounds_follow_from_the_kept_results(ranks: int) -> None:
         assert True in careful
 
 
-def case(**other: Any) -> Case:
+def case(**other: Any) -> ModelsCase:
     given: dict[str, Any] = {"tokens": [128, 4096], "ranks": 2, "backend": "lsa", "mode": "graph", "replays": 3}
-    return Case([MODELS["deepseek-v3"]], **{**given, **other})
+    return ModelsCase([MODELS["deepseek-v3"]], **{**given, **other})
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_bounds_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
 
 def _layers_alone(rank: int, group: Any, parts: bool) -> list[tuple[str, str]]:
     model = replace(MODELS["mixtral-8x7b"], hidden=64, intermediate=32)
-    of_layers = Case([model], [5], 1, "host", "eager", replays=1, peers=False, fp8=True, parts=parts)
+    of_layers = ModelsCase([model], [5], 1, "host", "eager", replays=1, peers=False, fp8=True, parts=parts)
     found = tune_layers.run_rank(group, **asdict(of_layers))
     assert found["gpu"] == "cpu"
     return [(row["what"], row["variant"]) for row in found["rows"]]

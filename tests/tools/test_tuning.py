@@ -15,7 +15,7 @@ import pytest
 from moecomm import tuning
 from moecomm.errors import BadInput
 from moecomm.tuning import Choice, Entry, Table
-from moecomm_bench.case import Case, model_sizes
+from moecomm_bench.case import RoundsCase, model_sizes
 from moecomm_bench.tune import rounds as tune
 
 H200 = "NVIDIA H200"
@@ -44,7 +44,7 @@ def test_the_shipped_table_has_every_kind_of_round() -> None:
 
 def test_what_is_tuned_is_what_looks_the_entry_up() -> None:
     """Flat rows in the window; those outside, which are copied, take the entry of rows that are added up."""
-    case = Case("", 128, 2, 8, 2, "host", [4], ["flat", "expert"], ["bf16"], [4], "eager")
+    case = RoundsCase("", 128, 2, 8, 2, "host", [4], ["flat", "expert"], ["bf16"], [4], "eager")
     variants = {(op.what, op.layout): op.variant for op in tune.operations(case)}
     assert variants["combine", "flat"] == "y in the window" and variants["combine", "expert"] == "bf16 wire"
 
@@ -163,7 +163,7 @@ def test_a_round_of_no_kind_has_no_choice() -> None:
         tuning.choose(H200, 4, "moe", "flat", 5)
 
 
-CASE = Case(
+CASE = RoundsCase(
     model="",
     hidden=64,
     topk=2,
@@ -276,7 +276,9 @@ def test_a_home_that_is_not_there_is_named(chosen: str, monkeypatch: pytest.Monk
 @pytest.mark.long
 def test_what_is_measured_becomes_a_table_that_is_then_used(tmp_path: Path) -> None:
     write("cpu", [Entry("dispatch", "flat", 2, 40, 99, 32), Entry("dispatch", "batched", 2, 40, 99, 32)])
-    case = Case(*model_sizes("mixtral-8x7b", None, None, None), 2, "host", [2, 40], ["flat"], ["fp8"], [1, 2], "eager")
+    case = RoundsCase(
+        *model_sizes("mixtral-8x7b", None, None, None), 2, "host", [2, 40], ["flat"], ["fp8"], [1, 2], "eager"
+    )
     candidates = tune.Candidates(dataclasses.replace(case, replays=2), [1, 4])
     assert tune.tune(candidates, measurements=tmp_path / "times.json") == tuning.users_path("cpu")
     written = json.loads(tuning.users_path("cpu").read_text())

@@ -30,7 +30,7 @@ from moecomm.routed import ChunkedHandle, Handle, Routed
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
 
 
-class Exchange(Buffers):
+class ExpertExchange(Buffers):
     """Dispatch by expert, and combine, between the ranks of a group.
 
     Args:
@@ -46,7 +46,7 @@ class Exchange(Buffers):
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, alignment: int
-    ) -> Dispatched:
+    ) -> ExpertDispatched:
         """Collective.  Gradients: x and topk_weights.
 
         Args:
@@ -58,12 +58,12 @@ class Exchange(Buffers):
         Raises:
             As Buffer and Buffer.dispatch.
         """
-        found = _Dispatch.apply(x, topk_weights, topk_idx, self, alignment)  # type: ignore[no-untyped-call]
+        found = _ExpertDispatch.apply(x, topk_weights, topk_idx, self, alignment)  # type: ignore[no-untyped-call]
         rows, weights, counts, way, graph = found
-        return Dispatched(rows, weights, counts, way._replace(graph=graph))
+        return ExpertDispatched(rows, weights, counts, way._replace(graph=graph))
 
     @staticmethod
-    def combine(y: torch.Tensor, way: Way) -> torch.Tensor:
+    def combine(y: torch.Tensor, way: ReturnWay) -> torch.Tensor:
         """The sum of each token's rows, without weights: `[T, H]`.  Collective.  Gradient: y.
 
         Raises:
@@ -71,7 +71,7 @@ class Exchange(Buffers):
         """
         # Schedules cut y off from the dispatch, and run the backward pass of each stage themselves.
         graph = None if y.requires_grad else way.graph
-        out: torch.Tensor = _Combine.apply(y, graph, way._replace(graph=None))  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _ExpertCombine.apply(y, graph, way._replace(graph=None))  # type: ignore[no-untyped-call]
         return out
 
     def route(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, alignment: int) -> Routed:
@@ -118,7 +118,7 @@ class Exchange(Buffers):
         return -(-2 * (settings.round_bytes("expert") - spared) // 4096) * 4096
 
 
-class Way(NamedTuple):
+class ReturnWay(NamedTuple):
     """The routing of a dispatch, by which its rows return; `graph` is that of moecomm.ops.Handle."""
 
     handle: Handle
@@ -126,8 +126,8 @@ class Way(NamedTuple):
     graph: torch.Tensor | None = None
 
 
-class Dispatched(NamedTuple):
-    """The result of Exchange.dispatch.
+class ExpertDispatched(NamedTuple):
+    """The result of ExpertExchange.dispatch.
 
     x `[rows, H]` and weights float32 `[rows]` by expert, with zeros in padding; tokens_per_expert int64 `[E/R]` on the
     CPU, padding included, which adds up to `rows`; and the `way` that combine() takes.
@@ -139,11 +139,16 @@ class Dispatched(NamedTuple):
     way: Any
 
 
-class _Dispatch(torch.autograd.Function):
+class _ExpertDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, exchange: Exchange, alignment: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Way, torch.Tensor]:
+        ctx: Any,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        topk_idx: torch.Tensor,
+        exchange: ExpertExchange,
+        alignment: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ReturnWay, torch.Tensor]:
         routed = exchange.route(rows_of(x), topk_idx.contiguous(), weights.float().contiguous(), alignment)
         rows: torch.Tensor = routed.x
         handle = routed.handle
@@ -154,7 +159,7 @@ class _Dispatch(torch.autograd.Function):
                 padding.zero(rows, src=routed.src)
             handle = over(tables_of(routed), handle)
             row_weights = handles.row_weights(handle)
-        ctx.way, ctx.weights_dtype = Way(handle, exchange.limits.num_sms), weights.dtype
+        ctx.way, ctx.weights_dtype = ReturnWay(handle, exchange.limits.num_sms), weights.dtype
         counts = routed.rows_per_expert.to("cpu", copy=True)
         ctx.mark_non_differentiable(counts)
         return rows, row_weights, counts, ctx.way, x.new_empty(0)
@@ -169,9 +174,9 @@ class _Dispatch(torch.autograd.Function):
         return x, weights.to(ctx.weights_dtype), None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _ExpertCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, graph: torch.Tensor | None, way: Way) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, graph: torch.Tensor | None, way: ReturnWay) -> torch.Tensor:
         ctx.way, ctx.dtype = way, y.dtype
         out: torch.Tensor = _home(y, way)
         return out
@@ -190,7 +195,7 @@ class _Combine(torch.autograd.Function):
         return rows.to(ctx.dtype), None, None
 
 
-def _home(rows: torch.Tensor, way: Way, **tensors: Any) -> Any:
+def _home(rows: torch.Tensor, way: ReturnWay, **tensors: Any) -> Any:
     """Add a rank's rows of a token in float32, and round the sum before it travels: half the bytes of "exact".
 
     The call names the dtype of the rows, so that no default of a Buffer changes it.

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.token_dispatcher import _DispatchManager
 from moecomm.errors import BadInput
 from moecomm.gpu.routing_map import ids_of
 from moecomm.integrations.megatron.buffers import Limits, shared
-from moecomm.integrations.megatron.exchange import Exchange
+from moecomm.integrations.megatron.exchange import ExpertExchange
 from moecomm.integrations.megatron.padded import PaddedExchange
 from moecomm.rounds.call_count import counted
 
@@ -50,7 +50,7 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         self.tokens_per_expert: torch.Tensor | None = None
         self.handle: Any = None
         self._padded = bool(config.moe_pad_expert_input_to_capacity)
-        kind: type[Exchange] | type[PaddedExchange] = PaddedExchange if self._padded else Exchange
+        kind: type[ExpertExchange] | type[PaddedExchange] = PaddedExchange if self._padded else ExpertExchange
         self._exchange = shared(kind, group, num_experts, router_topk, limits or Limits())
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from moecomm import ops
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
 from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
-from moecomm.integrations.megatron.exchange import Dispatched
+from moecomm.integrations.megatron.exchange import ExpertDispatched
 from moecomm.ranks.settings import Settings
 
 _ROUNDS = 3  # that the window has room for: two that graphs keep to themselves, and one
@@ -31,7 +31,9 @@ class PaddedExchange(Buffers):
         self._buffers: dict[Key, tuple[Buffer, int]] = {}  # and for how many rows of an expert
         self._captured: list[Buffer] = []  # in whose windows a replay writes, also when there is a larger one
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, rows: int) -> Dispatched:
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, rows: int
+    ) -> ExpertDispatched:
         """Collective.  Gradients: x and topk_weights.
 
         Args:
@@ -51,7 +53,7 @@ class PaddedExchange(Buffers):
         routed = ops.dispatch(buffer, x, topk_idx, topk_weights, layout="batched", max_rows=rows, num_sms=sms)
         assert routed.row_weights is not None
         counts = torch.full((len(routed.x),), rows, dtype=torch.int64)
-        return Dispatched(routed.x.flatten(0, 1), routed.row_weights.flatten(), counts, routed.handle)
+        return ExpertDispatched(routed.x.flatten(0, 1), routed.row_weights.flatten(), counts, routed.handle)
 
     @staticmethod
     def combine(y: torch.Tensor, way: ops.Handle) -> torch.Tensor:

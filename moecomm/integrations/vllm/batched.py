@@ -14,7 +14,7 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 from moecomm import combine as combining
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
-from moecomm.integrations.vllm.managers import Rounds
+from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, counted_by_pool, nothing, weighted_input
 from moecomm.routed import Routed
 
@@ -35,7 +35,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
 
     def __init__(
         self,
-        buffer: Rounds,
+        buffer: OpenedBuffers,
         max_tokens_per_rank: int,
         num_dispatchers: int,
         use_fp8_dispatch: bool = False,

@@ -14,7 +14,7 @@ from moecomm.errors import Unsupported
 _TIMEOUT_S = 600.0
 
 
-class Rounds:
+class OpenedBuffers:
     """The result of get_handle(): the Buffers of a manager, opened by the first layer with their sizes.
 
     Attributes:
@@ -27,12 +27,12 @@ class Rounds:
         self.num_sms: int | None = None
 
 
-class _Manager(All2AllManagerBase):  # type: ignore[misc]
+class _VllmManager(All2AllManagerBase):  # type: ignore[misc]
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)
-        self._rounds = Rounds(cpu_group)
+        self._rounds = OpenedBuffers(cpu_group)
 
-    def get_handle(self, kwargs: dict[str, Any]) -> Rounds:
+    def get_handle(self, kwargs: dict[str, Any]) -> OpenedBuffers:
         """Return one object for every layer; the first round of a layer sets the sizes."""
         return self._rounds
 
@@ -65,9 +65,9 @@ def _multiprocessors() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-class StandardManager(_Manager):
+class StandardManager(_VllmManager):
     """Manager of the standard activation format."""
 
 
-class BatchedManager(_Manager):
+class BatchedManager(_VllmManager):
     """Manager of the batched activation format."""

@@ -24,7 +24,7 @@ from vllm.v1.worker.ubatching import (
 from moecomm import combine as combining
 from moecomm.compat.deep_ep.normal import route
 from moecomm.errors import BadInput
-from moecomm.integrations.vllm.managers import Rounds
+from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input
 from moecomm.rounds.call_count import CountedCall
 from moecomm.routed import Handle, Routed
@@ -41,7 +41,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         rank_expert_offset: the first expert of this rank.
     """
 
-    def __init__(self, buffer: Rounds, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
+    def __init__(self, buffer: OpenedBuffers, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
         super().__init__(buffer, num_dispatchers)
         self._first_expert = rank_expert_offset
 

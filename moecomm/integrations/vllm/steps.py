@@ -11,7 +11,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from moecomm import _native
 from moecomm.errors import BadInput, Unsupported
-from moecomm.integrations.vllm.managers import Rounds
+from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.rounds.call_count import counted
 from moecomm.routed import Handle
 
@@ -43,7 +43,7 @@ class Slots:
         return sent.handle
 
 
-class Beside:
+class BesideCaller:
     """Runs a round beside what the caller does until it waits: on a stream of its own, on GPUs.
 
     Between micro-batches vLLM itself chooses streams; a round is then run where it is called, and so it is on CPUs.
@@ -79,10 +79,10 @@ counted_by_pool = counted(lambda self: self._rounds.pool.calls)  # decorates col
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """The answers to vLLM that both formats share."""
 
-    def __init__(self, rounds: Rounds, num_dispatchers: int) -> None:
+    def __init__(self, rounds: OpenedBuffers, num_dispatchers: int) -> None:
         super().__init__()
         self._rounds, self._num_dispatchers = rounds, num_dispatchers
-        self._slots, self._beside = Slots(), Beside()
+        self._slots, self._beside = Slots(), BesideCaller()
 
     def topk_indices_dtype(self) -> torch.dtype | None:
         """int64."""

@@ -7,7 +7,7 @@ from math import ceil, log2
 
 from moecomm_bench.simulate.dlrm.gpu import Gpu, together
 from moecomm_bench.simulate.dlrm.shape import Lookups
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.nic import ModelNic
 
 PIECES = 2 * 132 * 32  # of a fused lookup: two for each warp of the grid (moecomm/overlap/gpu.py); a put each
 # How often a sum passes through memory on its way to a peer.  Over NVLink: stored in the peer's staging, read there,
@@ -20,7 +20,7 @@ class Cluster:
     """`domains` NVLink domains of `ranks` GPUs, each with a NIC. With one domain the NIC is not used."""
 
     gpu: Gpu
-    nic: Nic
+    nic: ModelNic
     domains: int
     ranks: int = 1
 

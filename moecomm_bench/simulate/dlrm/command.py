@@ -49,13 +49,13 @@ def dlrm(
     from moecomm_bench.simulate.dlrm.shape import Dlrm
     from moecomm_bench.simulate.dlrm.table import show_dlrm, show_rows
     from moecomm_bench.simulate.domain import fitted_efficiency
-    from moecomm_bench.simulate.nic import Nic
+    from moecomm_bench.simulate.nic import ModelNic
     from moecomm_bench.table import console
 
     layers = tuple(numbers("bottom", bottom)), tuple(numbers("top", top))
     model = Dlrm(tables, columns, pooling, samples, *layers, projection, dtype)
     fitted = content(parameters)
-    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages, nic_efficiency or fitted_efficiency())
+    nic = ModelNic(nic_gbs, nic_latency_us, nic_mega_messages, nic_efficiency or fitted_efficiency())
     gpu = parse(fitted).scaled(hbm_gbs, gemm_tflops)
     result = {**predict(model, gpu, nic, numbers("domains", domains), ranks), "fit": fitted}
     out = console()

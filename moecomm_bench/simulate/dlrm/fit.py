@@ -13,9 +13,9 @@ import numpy as np
 
 from moecomm.errors import BadInput
 from moecomm_bench.simulate.dlrm.cluster import Cluster
-from moecomm_bench.simulate.dlrm.gpu import PARTS, AllToAll, Gpu
-from moecomm_bench.simulate.dlrm.operators import COPIED, Measured, read
-from moecomm_bench.simulate.nic import Nic
+from moecomm_bench.simulate.dlrm.gpu import PARTS, Gpu, NcclAllToAll
+from moecomm_bench.simulate.dlrm.operators import COPIED, MeasuredCase, read
+from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import Array
 from moecomm_bench.simulate.solve import solve
 
@@ -24,7 +24,7 @@ GPU, RANKS = "NVIDIA H100 80GB HBM3", 2  # of the measured rows
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TermGroup:
     """A group of terms with expected values and the standard deviations of their logarithms, and its rows.
 
     `us` predicts a row's time by the terms; `measured` is that time, None where the row says nothing of them.
@@ -32,30 +32,30 @@ class _Part:
 
     expected: tuple[float, ...]
     spread: tuple[float, ...]
-    measured: Callable[[Measured], float | None]
+    measured: Callable[[MeasuredCase], float | None]
     us: Callable[[Any, Any], float]
 
 
-def _fused(row: Measured) -> float | None:
+def _fused(row: MeasuredCase) -> float | None:
     return row.us["moecomm"] if row.lookups else None
 
 
-def _torch(row: Measured) -> float | None:
+def _torch(row: MeasuredCase) -> float | None:
     return row.us["alone"] if row.lookups else None
 
 
-def _products(row: Measured) -> float | None:
+def _products(row: MeasuredCase) -> float | None:
     return row.us["alone"] if row.product else None
 
 
-def _exchanged(row: Measured) -> float | None:
+def _exchanged(row: MeasuredCase) -> float | None:
     """Return the time of NCCL's all-to-all, with torch's copy for an embedding."""
     if row.operator == "matmul_all_to_all":
         return row.nccl_us if row.product and row.product.experts == 1 else None
     return row.nccl_us if row.lookups else None
 
 
-def _reduced(row: Measured) -> float | None:
+def _reduced(row: MeasuredCase) -> float | None:
     large = row.sent >= _LEAST_REDUCED
     return row.nccl_us if row.operator == "matmul_all_reduce" and large else None
 
@@ -63,34 +63,34 @@ def _reduced(row: Measured) -> float | None:
 def _cluster(**terms: Any) -> Cluster:
     """Return one domain of which only the named terms are known."""
     known: dict[str, Any] = {part: terms.get(part) for part in PARTS}
-    return Cluster(Gpu("", **known), Nic(), 1, RANKS)
+    return Cluster(Gpu("", **known), ModelNic(), 1, RANKS)
 
 
-def _exchange_us(terms: AllToAll, row: Measured) -> float:
+def _exchange_us(terms: NcclAllToAll, row: MeasuredCase) -> float:
     cluster = _cluster(all_to_all=terms)
     return cluster.all_to_all_us(row.sent) + (cluster.copy_us(row.sent) if row.lookups else 0.0)
 
 
 _LEAST_REDUCED = 2 << 20  # bytes; smaller calls of NCCL take half the time of these
 # Expected: data sheets, and a few microseconds for a launch.
-_FIT: dict[str, _Part] = {
-    "bags": _Part(
+_FIT: dict[str, _TermGroup] = {
+    "bags": _TermGroup(
         (15.0, 2600.0, 0.01, 260.0),
         (0.7, 0.3, 1.5, 0.3),
         _fused,
         lambda terms, row: _cluster(bags=terms).fused_us(row.lookups),
     ),
-    "torch_bags": _Part(
+    "torch_bags": _TermGroup(
         (10.0, 5.0, 2700.0, 1.4), (0.7, 0.7, 0.3, 0.7), _torch, lambda terms, row: terms.us(row.lookups)
     ),
-    "products": _Part(
+    "products": _TermGroup(
         (3.0, 760.0, 2900.0, 0.9, 1000.0),
         (0.7, 0.3, 0.3, 0.1, 0.7),
         _products,
         lambda terms, row: terms.us(row.product),
     ),
-    "all_to_all": _Part((25.0, 290.0, 3000.0), (0.7, 0.3, 0.3), _exchanged, _exchange_us),
-    "all_reduce": _Part(
+    "all_to_all": _TermGroup((25.0, 290.0, 3000.0), (0.7, 0.3, 0.3), _exchanged, _exchange_us),
+    "all_reduce": _TermGroup(
         (25.0, 290.0), (0.7, 0.3), _reduced, lambda terms, row: _cluster(all_reduce=terms).all_reduce_us(row.sent)
     ),
 }
@@ -122,7 +122,7 @@ def fit(paths: Iterable[Path]) -> dict[str, Any]:
     }
 
 
-def _fitted(part: str, found: list[Measured], without: tuple[str, str] | None = None) -> Any:
+def _fitted(part: str, found: list[MeasuredCase], without: tuple[str, str] | None = None) -> Any:
     """Return the terms of a part, fitted without a case: (case, dtype)."""
     how = _FIT[part]
     points = [(row, us) for row in found if (us := how.measured(row)) is not None and (row.case, row.dtype) != without]
@@ -134,7 +134,7 @@ def _fitted(part: str, found: list[Measured], without: tuple[str, str] | None = 
     return PARTS[part](*map(float, solve(errors, np.array(how.expected), np.array(how.spread))))
 
 
-def _rows(part: str, found: list[Measured], terms: Any) -> Iterable[dict[str, Any]]:
+def _rows(part: str, found: list[MeasuredCase], terms: Any) -> Iterable[dict[str, Any]]:
     how = _FIT[part]
     for row in found:
         if (measured := how.measured(row)) is None:

@@ -97,7 +97,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class AllToAll:
+class NcclAllToAll:
     """NCCL's all-to-all over NVLink, one direction, and torch's copy of the sums before it."""
 
     fixed_us: float
@@ -121,7 +121,7 @@ class Gpu:
     bags: FusedBags
     torch_bags: TorchBags
     products: Products
-    all_to_all: AllToAll
+    all_to_all: NcclAllToAll
     all_reduce: AllReduce
 
     def scaled(self, hbm_gbs: float = 0.0, tflops: float = 0.0) -> Gpu:
@@ -152,7 +152,7 @@ class _Terms(msgspec.Struct):
     bags: FusedBags
     torch_bags: TorchBags
     products: Products
-    all_to_all: AllToAll
+    all_to_all: NcclAllToAll
     all_reduce: AllReduce
 
 
@@ -169,7 +169,7 @@ PARTS: dict[str, type[Any]] = {
     "bags": FusedBags,
     "torch_bags": TorchBags,
     "products": Products,
-    "all_to_all": AllToAll,
+    "all_to_all": NcclAllToAll,
     "all_reduce": AllReduce,
 }
 

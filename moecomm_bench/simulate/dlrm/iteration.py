@@ -15,7 +15,7 @@ _DENSE_BYTES = 12  # a weight is read and written, and its gradient read, in fp3
 
 
 @dataclass(frozen=True)
-class Phase:
+class IterationPhase:
     """An operator: its microseconds on each stream that it occupies, and the phases that it waits for."""
 
     name: str
@@ -32,11 +32,11 @@ class Phase:
 class Timeline:
     """Phases with the microsecond at which each starts."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[IterationPhase, ...]
     starts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, phases: Iterable[Phase]) -> Timeline:
+    def of(cls, phases: Iterable[IterationPhase]) -> Timeline:
         """Start each phase when its streams are free and what it waits for is done, in the order given."""
         phases = tuple(phases)
         free = dict.fromkeys((GPU, NETWORK), 0.0)
@@ -67,7 +67,7 @@ def iteration(model: Dlrm, cluster: Cluster, form: str) -> Timeline:
     return Timeline.of([*_forward(model, cluster, form), *_backward(model, cluster, form)])
 
 
-def _forward(model: Dlrm, cluster: Cluster, form: str) -> list[Phase]:
+def _forward(model: Dlrm, cluster: Cluster, form: str) -> list[IterationPhase]:
     lookups, products = model.lookups(cluster.gpus), cluster.gpu.products
     bottom = _computed("bottom MLP", sum(map(products.us, model.layers("bottom"))))
     if form in (FUSED, BOTH):
@@ -84,7 +84,7 @@ def _forward(model: Dlrm, cluster: Cluster, form: str) -> list[Phase]:
     ]
 
 
-def _backward(model: Dlrm, cluster: Cluster, form: str) -> list[Phase]:
+def _backward(model: Dlrm, cluster: Cluster, form: str) -> list[IterationPhase]:
     lookups = model.lookups(cluster.gpus)
     bottom = _computed("bottom MLP, backward", _backward_us(model, cluster, "bottom"))
     if form == BOTH:
@@ -96,7 +96,7 @@ def _backward(model: Dlrm, cluster: Cluster, form: str) -> list[Phase]:
     weights = model.parameters("top") + model.parameters("bottom")
     reduce_us = cluster.all_reduce_us(weights * model.item_bytes)
     # The all-reduce is behind the all-to-all, for which the update of tables waits.
-    reduce = Phase("all-reduce of MLP gradients", {NETWORK: reduce_us}, ("top MLP, backward", bottom.name))
+    reduce = IterationPhase("all-reduce of MLP gradients", {NETWORK: reduce_us}, ("top MLP, backward", bottom.name))
     return [
         _computed("top MLP, backward", _backward_us(model, cluster, "top")),
         _computed("interactions, backward", 2 * _interactions_us(model, cluster)),
@@ -106,17 +106,17 @@ def _backward(model: Dlrm, cluster: Cluster, form: str) -> list[Phase]:
     ]
 
 
-def _computed(name: str, us: float, *after: str) -> Phase:
-    return Phase(name, {GPU: us}, after)
+def _computed(name: str, us: float, *after: str) -> IterationPhase:
+    return IterationPhase(name, {GPU: us}, after)
 
 
-def _exchange(name: str, lookups: Lookups, cluster: Cluster, after: str) -> Phase:
-    return Phase(name, {NETWORK: cluster.all_to_all_us(lookups.out_bytes)}, (after,))
+def _exchange(name: str, lookups: Lookups, cluster: Cluster, after: str) -> IterationPhase:
+    return IterationPhase(name, {NETWORK: cluster.all_to_all_us(lookups.out_bytes)}, (after,))
 
 
-def _fused(name: str, us: float, lookups: Lookups, cluster: Cluster) -> Phase:
+def _fused(name: str, us: float, lookups: Lookups, cluster: Cluster) -> IterationPhase:
     """Return the phase of a fused kernel: its warps wait for arrivals, so that it has the GPU to its end."""
-    return Phase(name, {GPU: us, NETWORK: min(us, cluster.wire_us(lookups))})
+    return IterationPhase(name, {GPU: us, NETWORK: min(us, cluster.wire_us(lookups))})
 
 
 def _interactions_us(model: Dlrm, cluster: Cluster) -> float:

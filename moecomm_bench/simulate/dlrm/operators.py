@@ -15,7 +15,7 @@ COPIED = "NCCL's time of `matmul_all_to_all` with several experts, which copies 
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCase:
     """The times of one case by each way ("moecomm", "nccl", "alone"), and its work on one rank.
 
     Attributes:
@@ -39,7 +39,7 @@ class Measured:
         return self.us["nccl"] - self.us["alone"]
 
 
-def read(paths: Iterable[Path], gpu: str, ranks: int) -> tuple[list[Measured], list[dict[str, Any]]]:
+def read(paths: Iterable[Path], gpu: str, ranks: int) -> tuple[list[MeasuredCase], list[dict[str, Any]]]:
     """Return the cases of so many ranks on such GPUs, and the origin of their files.
 
     Args:
@@ -59,7 +59,7 @@ def read(paths: Iterable[Path], gpu: str, ranks: int) -> tuple[list[Measured], l
     return found, origins
 
 
-def _cases(file: str, result: dict[str, Any]) -> Iterable[Measured]:
+def _cases(file: str, result: dict[str, Any]) -> Iterable[MeasuredCase]:
     by_case: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in result["rows"]:
         if "us" in row and row["dtype"] != "fp8":  # products in FP8 have another speed, and the model has none
@@ -69,7 +69,7 @@ def _cases(file: str, result: dict[str, Any]) -> Iterable[Measured]:
         lookups, product = _work(operator, dtype, one["shapes"], result["ranks"])
         if product is None or product.rows >= LEAST_ROWS:
             sent = sum(work.out_bytes for work in (lookups, product) if work is not None)
-            yield Measured(file, operator, case, dtype, one["us"], lookups, product, sent)
+            yield MeasuredCase(file, operator, case, dtype, one["us"], lookups, product, sent)
 
 
 def _work(operator: str, dtype: str, shapes: list[list[int]], ranks: int) -> tuple[Lookups | None, Product | None]:

@@ -10,7 +10,7 @@ from moecomm_bench.simulate.dlrm.cluster import Cluster
 from moecomm_bench.simulate.dlrm.gpu import Gpu
 from moecomm_bench.simulate.dlrm.iteration import FORMS, FUSED, TORCH, UNFUSED, iteration
 from moecomm_bench.simulate.dlrm.shape import SOURCE, Dlrm
-from moecomm_bench.simulate.nic import SOURCES, Nic
+from moecomm_bench.simulate.nic import SOURCES, ModelNic
 
 MOST_GPUS = 1 << 16
 # No measurement stands behind these; the JSON and the page list them.
@@ -31,7 +31,7 @@ ASSUMPTIONS = (
 )
 
 
-def predict(model: Dlrm, gpu: Gpu, nic: Nic, domains: list[int], ranks: int = 1) -> dict[str, Any]:
+def predict(model: Dlrm, gpu: Gpu, nic: ModelNic, domains: list[int], ranks: int = 1) -> dict[str, Any]:
     """Return {benchmark, prediction, case, inputs, assumptions, rows}.
 
     A row is {domains, ranks, gpus, lookups, saving, saving_over_torch, forms}: `lookups` of the busiest rank, and in
