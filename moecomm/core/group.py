@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moecomm.core.board import Board
 
@@ -29,3 +29,17 @@ class Group(Rendezvous, Protocol):
     def global_ranks(self) -> list[int]:
         """Return its ranks in the default group, by rank; empty where they are not known."""
         ...
+
+
+class Members(NamedTuple):
+    """The ranks of an open Buffer, as they agree on later calls.
+
+    Attributes:
+        group: of these ranks.
+        number: Opening.number, by which all of them name this Buffer.
+        timeout_s: how long a wait for a rank may take.
+    """
+
+    group: Group
+    number: int
+    timeout_s: float

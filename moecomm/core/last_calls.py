@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Protocol
 
 from moecomm.core import messages
 from moecomm.core.board import Board, Part
@@ -27,58 +26,46 @@ _SHOWN = 4  # ranks that a text names
 # Errors of boards: a store that is stopped, gone, or fails, and pages that are full.
 _FAILURES = (MoecommError, OSError, RuntimeError)
 
-
-class _Members(Protocol):
-    """moecomm.core.suspension.Members."""
-
-    @property
-    def group(self) -> Group: ...
-
-    @property
-    def timeout_s(self) -> float: ...
+_open: weakref.WeakSet[RoundState] = weakref.WeakSet()  # Buffers of this process
 
 
-_open: weakref.WeakKeyDictionary[RoundState, _Members] = weakref.WeakKeyDictionary()  # Buffers of this process
-
-
-def watch(rounds: RoundState, members: _Members) -> None:
+def watch(rounds: RoundState) -> None:
     """Let errors of a Buffer's rounds, and of openings over its group, say in which calls of it ranks are."""
-    _open[rounds] = members
+    _open.add(rounds)
     mine = weakref.ref(rounds)
 
     def elsewhere() -> str:
         there = mine()
-        return "" if there is None else others(there, members, in_rounds=False)
+        return "" if there is None else others(there, in_rounds=False)
 
     rounds.elsewhere = elsewhere
 
 
-def others(rounds: RoundState, members: _Members, *, in_rounds: bool = True) -> str:
+def others(rounds: RoundState, *, in_rounds: bool = True) -> str:
     """Return where the other ranks are, as the end of the text of an error: those that are known to be elsewhere.
 
     Args:
         rounds: of the Buffer.
-        members: its ranks.
         in_rounds: also those that have begun the next round.
     """
-    found = _elsewhere(rounds, members, in_rounds)
+    found = _elsewhere(rounds, in_rounds)
     return _excluded(rounds) or _shown(found)  # ranks that mask this one remove their notes afterwards
 
 
 def others_over(group: Group) -> str:
     """Return where the other ranks of a group are, as others(), for an opening: also in Buffers that are open."""
     found: dict[int, str] = {}
-    for rounds, members in list(_open.items()):
-        if not rounds.closed and _key(members.group) == _key(group):
-            found |= _elsewhere(rounds, members, in_rounds=True)
+    for rounds in list(_open):
+        if not rounds.closed and _key(rounds.members.group) == _key(group):
+            found |= _elsewhere(rounds, in_rounds=True)
             if where := _excluded(rounds):
                 return where
     return _shown(found | _read(group.board, [rank for rank in range(group.ranks) if rank != group.rank], _RECENT_S))
 
 
-def noted_beside(rounds: RoundState, members: _Members, call: str) -> AbstractContextManager[None]:
+def noted_beside(rounds: RoundState, call: str) -> AbstractContextManager[None]:
     """Leave a note of an agreement of a Buffer; see noted()."""
-    return noted(partial(_board, rounds, members), rounds.session.context.rank, call, keep=call.startswith("shrink"))
+    return noted(partial(_board, rounds), rounds.session.context.rank, call, keep=call.startswith("shrink"))
 
 
 @contextmanager
@@ -115,8 +102,8 @@ def _excluded(rounds: RoundState) -> str:
     return ""
 
 
-def _elsewhere(rounds: RoundState, members: _Members, in_rounds: bool) -> dict[int, str]:
-    context = rounds.session.context
+def _elsewhere(rounds: RoundState, in_rounds: bool) -> dict[int, str]:
+    context, members = rounds.session.context, rounds.members
     waited = [rank for rank in range(context.shape.ranks) if rank != context.rank and rank not in rounds.masked]
     found: dict[int, str] = {}
     if in_rounds:
@@ -126,13 +113,13 @@ def _elsewhere(rounds: RoundState, members: _Members, in_rounds: bool) -> dict[i
     recent_s = max(_RECENT_S, 2 * members.timeout_s)
     if rounds.session.pages is not None:
         found |= _read(members.group.board, waited, recent_s)
-    return found | _read(partial(_board, rounds, members), waited, recent_s)
+    return found | _read(partial(_board, rounds), waited, recent_s)
 
 
-def _board(rounds: RoundState, members: _Members) -> Board:
+def _board(rounds: RoundState) -> Board:
     """Make the board on which ranks of a Buffer leave notes of its calls."""
     pages = rounds.session.pages
-    return members.group.board() if pages is None else Part(pages, "")
+    return rounds.members.group.board() if pages is None else Part(pages, "")
 
 
 def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> dict[int, str]:
@@ -155,9 +142,9 @@ def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> d
 
 def _shown(found: dict[int, str]) -> str:
     """Return what ranks are in as the end of a text."""
-    names = [f"rank {rank} {what}" for rank, what in sorted(found.items())]
-    more = [f"and {len(names) - _SHOWN} others are elsewhere, too"] if len(names) > _SHOWN else []
-    return "".join(f"; {name}" for name in [*names[:_SHOWN], *more])
+    there = [f"rank {rank} {what}" for rank, what in sorted(found.items())]
+    more = [f"and {len(there) - _SHOWN} others are elsewhere, too"] if len(there) > _SHOWN else []
+    return "".join(f"; {one}" for one in [*there[:_SHOWN], *more])
 
 
 def _key(group: Group) -> object:

@@ -18,12 +18,12 @@ from moecomm.core import last_calls, messages
 from moecomm.core.board import Board, Part
 from moecomm.core.expert_tables import ExpertIds
 from moecomm.core.experts import experts_of
-from moecomm.core.group import Group
+from moecomm.core.group import Group, Members
 from moecomm.core.messages import Coming, Decision, Disagreement
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
-from moecomm.core.suspension import Members, refuse_capture
+from moecomm.core.suspension import refuse_capture
 from moecomm.errors import BadInput, Closed, Excluded, Mismatch, MoecommError, PeerLost, Timeout
 
 _KEPT = 4  # agreements whose words a rank keeps: others may still read them
@@ -86,7 +86,6 @@ class Meeting:
 
     Args:
         rounds: of that Buffer, failed or not.
-        members: its ranks.
         call: that the ranks make, with its parentheses.
 
     Raises:
@@ -94,18 +93,19 @@ class Meeting:
         BadInput: a graph is being captured.
     """
 
-    def __init__(self, rounds: Rounds, members: Members, call: str) -> None:
+    def __init__(self, rounds: Rounds, call: str) -> None:
         if rounds.closed:
             raise Closed
         self._op = call.partition("(")[0]
         require_idle(rounds, self._op)
-        self._rounds, self._members, self._timeout_s, self._call = rounds, members, members.timeout_s, call
+        self._rounds, self._members, self._call = rounds, rounds.members, call
+        self._timeout_s = rounds.members.timeout_s
         self._suspects = set(_named(rounds.failure()))
         self._ranks: tuple[int, ...] = ()  # that had agreed to go on
 
     def noted(self) -> AbstractContextManager[None]:
         """Leave a note of this call for ranks that wait in another one."""
-        return last_calls.noted_beside(self._rounds, self._members, self._call)
+        return last_calls.noted_beside(self._rounds, self._call)
 
     def attempts(self, group: object = None) -> Iterator[Group]:
         """Yield groups of the ranks that are left, each of fewer than the one before.

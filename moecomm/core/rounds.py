@@ -24,6 +24,10 @@ class Rounds(RoundState, Bound):
 
     A Handle refers to it, and so keeps the session open when the Buffer itself is gone.
 
+    Attributes:
+        why: the reason for the backend, in words.
+        chosen_because: the same before the ranks met; another opening of the Buffer begins with it.
+
     Args:
         session: that the backend has opened.
         settings: on which its ranks have agreed.
@@ -32,6 +36,9 @@ class Rounds(RoundState, Bound):
         row_tables: hashes of the rows that combines move; CPU ranks that verify rounds.
         fused_weights: for each dtype of weights whether layers run fused by default, on which its ranks have agreed.
     """
+
+    why: str
+    chosen_because: str
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from moecomm import _native
 from moecomm.core import corruption, failures, forks, signature
 from moecomm.core.compiling import not_traced
 from moecomm.core.flight import Failure, FlightRecorder, shown
+from moecomm.core.group import Members
 from moecomm.core.session import Session
 from moecomm.errors import (
     Closed,
@@ -33,6 +34,8 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 class RoundState:
     """Base of Rounds: the failure that ended a Buffer, and how many of its calls have reached the other ranks."""
+
+    members: Members  # the ranks, as they agree on later calls
 
     def __init__(self, session: Session) -> None:
         self._session, self._record = session, session.context.record

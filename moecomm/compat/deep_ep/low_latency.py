@@ -18,11 +18,11 @@ from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, c
 from moecomm.compat.deep_ep.waits import WaitCost
 from moecomm.core.arrays import as_tensor, check_tensor
 from moecomm.core.integers import check_integer
+from moecomm.core.masking import require_repeats
 from moecomm.core.validation import check_flags
 from moecomm.dispatch import Options, dispatch, dispatch_begin
 from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput, RoundFailed
-from moecomm.masking import require_repeats
 from moecomm.routed import Handle, Routed
 
 # Options of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.

@@ -17,10 +17,10 @@ from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here
 from moecomm.compat.nixl_ep.meeting import meet
 from moecomm.core.bound import Bound
 from moecomm.core.integers import check_integer, is_integer
+from moecomm.core.masking import is_masked
 from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.core.validation import check_flag
 from moecomm.errors import BadInput, Closed, Unsupported
-from moecomm.masking import is_masked
 
 DEFAULT_TIMEOUT_MS = 30_000
 _MEETING_S = 300.0  # a rank that is added may only be starting
@@ -59,7 +59,7 @@ class _Ranks(LowLatency):
         """Collective among the ranks that stay."""
         numbers = {self.ranks.index(rank) for rank in ranks}
         for buffer in self.buffers():
-            if change := sorted(number for number in numbers if is_masked(buffer, number) != mask):
+            if change := sorted(number for number in numbers if is_masked(buffer.rounds, number) != mask):
                 (buffer.mask if mask else buffer.unmask)(change)
 
     def ids(self, topk_idx: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
