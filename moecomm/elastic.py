@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from moecomm import backends
-from moecomm.backends.row_tables import RowTables
 from moecomm.core import last_calls, membership
 from moecomm.core.expert_tables import ExpertIds
 from moecomm.core.group import Group, Members
@@ -63,7 +62,7 @@ def open_rounds(
     with ExitStack() as undo:
         undo.callback(session.close)
         fused = forms.agree(ranks, settings, session.device)
-        tables = RowTables(ranks, shape, timeout_s) if settings.verify_every and session.device.type == "cpu" else None
+        tables = session.row_tables(ranks, timeout_s) if settings.verify_every else None
         came_ns = now_ns()
         ranks.settle()
         left_ns = now_ns()

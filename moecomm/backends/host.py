@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.backends.collective import all_or_none
+from moecomm.backends.collective import MappedWindow, all_or_none, map_windows
 from moecomm.backends.host_peers import HostPeers
 from moecomm.backends.presence import leave_exit_error
 from moecomm.core import failures, packets
@@ -57,6 +57,7 @@ class HostSession:
     device = torch.device("cpu")
     reduced_rows_in_heap = False
     exclusive_gpu = False
+    synchronous = peers_read_weights = True
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
         with ExitStack() as undo:
@@ -121,9 +122,9 @@ class HostSession:
                 raise Closed()
             execute(args)
 
-    def combine_checked(self, args: _native.CombineArgs, checks: _native.RowChecks) -> None:
-        """Run a combine whose rows are checked.  All ranks do."""
-        self._run(partial(_native.host_combine_checked, checks=checks), args)
+    def row_tables(self, ranks: Rendezvous, timeout_s: float) -> RowTables:
+        """See Session."""
+        return RowTables(ranks, self.context.shape, timeout_s, self._run)
 
     def count_rejected(self) -> None:
         if self._window is not None:
@@ -138,6 +139,9 @@ class HostSession:
         """See Session."""
         window = self._window  # keeps the memory mapped, whatever another thread does
         return None if window is None else ctypes.string_at(self._counters, self._counter_bytes)
+
+    def relax_captures(self) -> None:
+        """Do nothing: there are no captures."""
 
     def with_device(self, enqueue: Callable[..., None], *args: object) -> None:
         """Call `enqueue`."""
@@ -232,6 +236,38 @@ class HostSession:
             self._link.close()
         self._peers.close()
         self._window = None
+
+
+class RowTables:
+    """Hashes of the rows that combines move, of all ranks, in memory outside of the windows.  Opening is collective.
+
+    Attributes:
+        checks: what combines compare rows with.
+
+    Raises:
+        Unsupported: there is no such memory on some rank, or it can't be passed on.
+        Timeout, PeerLost, Aborted: the opening has failed on all ranks.
+    """
+
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        shape: _native.Shape,
+        timeout_s: float,
+        run: Callable[[Callable[[Any], None], object], None],
+    ) -> None:
+        with ExitStack() as undo:
+            with all_or_none(ranks):
+                mine = _native.HostWindow(_native.RowChecks.table_bytes(shape))
+                undo.callback(mine.close)
+            self._mapped: list[MappedWindow] = map_windows(ranks, mine, timeout_s)
+            undo.pop_all()
+        self.checks = _native.RowChecks(shape, ranks.rank, [table.address for table in self._mapped])
+        self._run = run
+
+    def combine(self, args: _native.CombineArgs) -> None:
+        """See moecomm.core.sampling.RowTables."""
+        self._run(partial(_native.host_combine_checked, checks=self.checks), args)
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001

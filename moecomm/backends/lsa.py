@@ -27,6 +27,7 @@ from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
+from moecomm.core.sampling import RowTables
 from moecomm.core.session import Schedule
 from moecomm.jit import plain_kernel
 from moecomm.kernels import expert_table
@@ -119,6 +120,8 @@ def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 
 class LsaSession:
     """A Session of GPUs; see moecomm.core.session.Session."""
+
+    synchronous = peers_read_weights = False
 
     def __init__(
         self,
@@ -256,6 +259,13 @@ class LsaSession:
     def read_counters(self) -> bytes | None:
         """See Session.  A capture of this thread must not see the copy."""
         return None if self._window is None or self.capturing() else self._counters.read()
+
+    def relax_captures(self) -> None:
+        cuda_driver.relax_captures()
+
+    def row_tables(self, ranks: Rendezvous, timeout_s: float) -> RowTables | None:
+        """Return None: a combine sends hashes back by the handle."""
+        return None
 
     def require_releasable(self) -> None:
         windows.releasable(self._window)

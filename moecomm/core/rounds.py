@@ -61,7 +61,7 @@ class Rounds(RoundState, Bound):
         self.domain_ranks = shape.domain_ranks or settings.ranks
         self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
         self.device = session.device
-        self.on_cpu = session.device.type == "cpu"
+        self.on_cpu = session.synchronous
         parts = settings.heap_parts(shape.heap_bytes)
         self.memory = WindowMemory(session.arena, session.capturing, *parts)
         self.plans = PlanCache()

@@ -39,7 +39,7 @@ class RoundState:
 
     def __init__(self, session: Session) -> None:
         self._session, self._record = session, session.context.record
-        self.flight = FlightRecorder(session.context.rank, session.capturing, session.device.type == "cpu")
+        self.flight = FlightRecorder(session.context.rank, session.capturing, session.synchronous)
         self._failure: MoecommError | None = None  # has ended this Buffer
         self._close: weakref.finalize[..., Any] = forks.closer(self, session)
         self._open = True
