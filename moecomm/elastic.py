@@ -53,11 +53,13 @@ def open_rounds(
     """
     identity = settings.agree(ranks)
     settings.check()
-    if settings.backend == "host":
-        settings.check_memory(backends.load("host"), memory_bytes())
-    else:
+    on_host = settings.backend == "host"
+    if not on_host:
         limits.check(settings)
-    shape = settings.shape(backends.load(settings.backend))
+    backend = backends.load(settings.backend)
+    shape = settings.shape(backend)
+    if on_host:
+        settings.check_memory(backend, shape, memory_bytes())
     session, why = backends.open_session(settings.backend, chosen_because, ranks, shape, device, timeout_s)
     with ExitStack() as undo:
         undo.callback(session.close)

@@ -22,8 +22,11 @@ class Rendezvous(Protocol):
 class Group(Rendezvous, Protocol):
     """A Rendezvous over which Buffers open."""
 
-    def board(self) -> Board:
-        """Make the board on which its ranks exchange data to open a Buffer.  The caller closes it."""
+    def board(self, prefix: str = "") -> Board:
+        """Make the board on which its ranks exchange data to open a Buffer.  The caller closes it.
+
+        `prefix`: the beginning of the keys, so that values of another board have others.
+        """
         ...
 
     def global_ranks(self) -> list[int]:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -56,17 +57,19 @@ class Survivors:
 
     Args:
         rank, ranks, in_process: see Group.
-        board: makes its board.
+        board: makes its board, for a prefix.
         timeout_s: how long a wait for a rank may take.
     """
 
-    def __init__(self, rank: int, ranks: int, in_process: bool, board: Callable[[], Board], timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, ranks: int, in_process: bool, board: Callable[[str], Board], timeout_s: float
+    ) -> None:
         self.rank, self.ranks, self.in_process = rank, ranks, in_process
         self._board, self._timeout_s = board, timeout_s
 
-    def board(self) -> Board:
+    def board(self, prefix: str = "") -> Board:
         """See Group."""
-        return self._board()
+        return self._board(prefix)
 
     def global_ranks(self) -> list[int]:
         """Return none: the default group may have lost its store."""
@@ -129,8 +132,8 @@ class Meeting:
             if self._rounds.rank not in self._ranks:
                 raise self._excluded(self._ranks)
             place, in_process = self._ranks.index(self._rounds.rank), self._members.group.in_process
-            board_of = self._board_of(self._rounds.attempts)
-            yield Survivors(place, len(self._ranks), in_process, board_of, self._timeout_s)
+            make_board = partial(self._make_board, self._rounds.attempts)
+            yield Survivors(place, len(self._ranks), in_process, make_board, self._timeout_s)
 
     def _require_member(self) -> None:
         """Raise Excluded, at once, if the others have gone on without this rank: it must decide nothing any more."""
@@ -161,15 +164,15 @@ class Meeting:
             raise error
         self._suspects.add(self._ranks[error.peer])
 
-    def _board_of(self, attempt: int) -> Callable[[], Board]:
+    def _make_board(self, attempt: int, prefix: str = "") -> Board:
         pages = self._rounds.session.pages
         if pages is not None:
-            return lambda: Part(pages, f"{attempt}/")
-        return lambda: Part(self._members.group.board(), f"shrink/{self._members.number}/{attempt}/")
+            return Part(pages, f"{attempt}/{prefix}")
+        return self._members.group.board(f"shrink/{self._members.number}/{attempt}/{prefix}")
 
     @contextmanager
     def _board(self, attempt: int) -> Iterator[Board]:
-        board = self._board_of(attempt)()
+        board = self._make_board(attempt)
         board.limit_s = self._timeout_s
         try:
             yield board
@@ -216,21 +219,21 @@ class Meeting:
             Mismatch: another rank makes another call.
         """
         board.write(f"here/{self._rounds.rank}", messages.pack(self._coming()))
+        keys = ["members", *(f"here/{other}" for other in range(self._rounds.num_ranks))]
         begin = time.monotonic()
-        while (decided := board.read(["members"])) is None:
-            said = {
-                rank: messages.unpack(found[0], Coming)
-                for rank in range(self._rounds.num_ranks)
-                if (found := board.read([f"here/{rank}"])) is not None
-            }
+        while True:
+            decided, *here = board.look(keys)
+            if decided is not None:
+                break
+            said = {other: messages.unpack(data, Coming) for other, data in enumerate(here) if data is not None}
             waited = time.monotonic() - begin
             if self._leaves(waited):
                 return None
             if (proposal := self._proposal(said, waited)) is not None:
-                decided = [board.decide("members", messages.pack(proposal))]
+                decided = board.decide("members", messages.pack(proposal))
                 break
             board.wait(min(self._timeout_s - waited, GRACE_S))
-        stands: Any = messages.unpack(decided[0], Decision, Disagreement)
+        stands: Any = messages.unpack(decided, Decision, Disagreement)
         if isinstance(stands, Disagreement):
             calls = dict(zip(stands.ranks, (stands.first, stands.second), strict=True))
             rank = next(rank for rank, call in calls.items() if _kind(call) != _kind(self._call))
@@ -315,7 +318,7 @@ def members_of(group: Group, old: Rounds, rounds: Rounds, number: int, timeout_s
         # The board of the group is in the pages of the old session.  Decisions come in the order of their numbers.
         # Without such pages it is the store, which is kept: it may be in this process, and others may still read it.
         opened = weakref.proxy(rounds)  # which refers to its ranks itself
-        board = lambda: Part(pages, f"{opened.attempts}/")  # noqa: E731
+        board = lambda prefix: Part(pages, f"{opened.attempts}/{prefix}")  # noqa: E731
         group = Survivors(group.rank, group.ranks, group.in_process, board, timeout_s)
     return Members(group, number, timeout_s)
 

@@ -6,6 +6,7 @@ import math
 import secrets
 import struct
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ import torch
 
 from moecomm import _native
 from moecomm.core.choices import ON_TIMEOUT, OnTimeout, Wire, is_exact
-from moecomm.core.experts import experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.core.sampling import hash_words, told_bytes
@@ -173,9 +173,12 @@ class Settings:
         if self.domain_ranks is not None and (self.domain_ranks < 1 or self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
 
-    def check_memory(self, backend: Backend, memory_bytes: int) -> None:
-        """Raise BadInput, with the size that takes the most, for a window that is larger than all memory there is."""
-        window = self._window_bytes(backend)
+    def check_memory(self, backend: Backend, shape: _native.Shape, memory_bytes: int) -> None:
+        """Raise BadInput, with the size that takes the most, for a window that is larger than all memory there is.
+
+        `shape`: of these settings.
+        """
+        window = int(_native.window_layout(shape).bytes)
         if window <= memory_bytes:
             return
         least: dict[str, Any] = {"num_experts": self.ranks, "hidden": 16, "max_tokens": 1, "topk": 1}
@@ -223,7 +226,7 @@ class Settings:
         shape.receive_bytes = _native.received_token_bytes(shape, *self.receive_payload_bytes)
         return shape
 
-    @property
+    @cached_property
     def staged_row_bytes(self) -> int:
         """The widest row that combine stages: a reduced row in float32, gradients of weights, and told hashes."""
         told = told_bytes(self.domain_ranks or 0) if self.verify_every and self.is_multi_domain else 0
@@ -243,8 +246,9 @@ class Settings:
         return self.hidden * self.dtype.itemsize, max(self.hidden // 4, 256)
 
     def local_experts(self, rank: int = 0) -> int:
-        """Return the number of experts of a rank.  Rank 0 has the most."""
-        return len(experts_of(rank, self.num_experts, self.ranks))
+        """Return the number of experts of a rank, as experts_of().  Rank 0 has the most."""
+        least, longer = divmod(self.num_experts, self.ranks)
+        return least + (rank < longer)
 
     def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None, *, rank: int = 0) -> int:
         """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
@@ -306,7 +310,7 @@ class Settings:
             reserve = min(reserve, heap_bytes // 2)
         return (heap_bytes - reserve) * tables // (tables + rows), reserve
 
-    @property
+    @cached_property
     def _default_reserve(self) -> int:
         """Bytes of a round of any layout; on GPUs of a fused layer of `max_tokens`, too, which may take more."""
         tables, rows = self._largest_round
@@ -317,14 +321,14 @@ class Settings:
         descriptors = self._largest_rows * 16
         return max(tables + rows, published + descriptors + tables)
 
-    @property
+    @cached_property
     def _largest_rows(self) -> int:
         """Rows of the layout that takes the most.  The worst case of `batched` counts up to 2 GiB."""
         rows = max(self.capacity_rows("flat"), self.capacity_rows("expert", 128))
         batched = self.capacity_rows("batched")
         return max(rows, batched) if batched * self._output_row_bytes <= 2 << 30 else rows
 
-    @property
+    @cached_property
     def _largest_round(self) -> tuple[int, int]:
         """Bytes of a round's tables, with what verifies it, and of its rows, in the layout that takes the most."""
         rows = self._largest_rows
@@ -345,7 +349,7 @@ class Settings:
             tables += 4 * self.ranks * (2 * self.topk + self.domain_ranks)
         return tables
 
-    @property
+    @cached_property
     def _output_row_bytes(self) -> int:
         """A row as it arrives, or in FP8 with its scales, and its source, weights and ids."""
         wide = self.hidden * self.dtype.itemsize

@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from moecomm.buffer import Buffer
-from moecomm.core.board import Board, Part
+from moecomm.core.board import Board
 from moecomm.core.group import Group
 from moecomm.core.rendezvous import LocalRank, ProcessGroup
 from moecomm.errors import Excluded, Mismatch, Unsupported
@@ -91,7 +91,7 @@ class Presence:
         return _ProcessGroup(self._ranks.process_group, rank)
 
     def _board(self, limit_s: float) -> Board:
-        board = Part(self._ranks.board(), f"deep_ep/{self._number}/")
+        board = self._ranks.board(f"deep_ep/{self._number}/")
         board.limit_s = limit_s
         return board
 
