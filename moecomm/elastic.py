@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -90,17 +90,20 @@ class Membership:
             with meeting.noted():
                 for found in meeting.attempts(group):
                     try:
-                        return self._reopen(found, keep_ids, meeting.lost)
+                        return self._reopen(found, keep_ids, meeting)
                     except MoecommError as error:
                         meeting.failed(error)
         raise AssertionError("attempts end in an error")
 
-    def _reopen(self, group: Group, keep_ids: bool, lost: Callable[[], RoundFailed | None]) -> tuple[Rounds, Shrunk]:
+    def _reopen(self, group: Group, keep_ids: bool, meeting: Meeting) -> tuple[Rounds, Shrunk]:
         """Open a session of these ranks.  Collective."""
         old = self._rounds
         timeout_s = old.members.timeout_s
-        with opening(group, timeout_s, interruption=lost) as ranks:
-            everybody = [int.from_bytes(data, "little") for data in ranks.all_gather(old.rank.to_bytes(4, "little"))]
+        with opening(group, timeout_s, interruption=meeting.lost) as ranks:
+            everybody: Sequence[int] = meeting.ranks  # none: the group is the caller's
+            if not everybody:
+                passed = ranks.all_gather(old.rank.to_bytes(4, "little"))
+                everybody = [int.from_bytes(data, "little") for data in passed]
             shrunk = Shrunk.of(everybody, old.num_ranks)
             ids = ids_of(old, shrunk.ranks) if keep_ids else None
             settings = replace(

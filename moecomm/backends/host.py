@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.backends.collective import MappedWindow, all_or_none, map_windows
+from moecomm.backends.collective import all_or_none, open_windows
 from moecomm.backends.host_peers import HostPeers
 from moecomm.backends.presence import leave_exit_error
 from moecomm.core import failures, packets
@@ -71,16 +71,17 @@ class HostSession:
         context = _native.Context()
         context.set_shape(shape)
         context.rank = ranks.rank
-        size = shape.domain_ranks or ranks.ranks
-        near = [rank // size == ranks.rank // size for rank in range(ranks.ranks)]
-        addresses = [address if here else 0 for address, here in zip(peers.addresses, near, strict=True)]
+        addresses, size = peers.addresses, shape.domain_ranks or ranks.ranks
+        if size < ranks.ranks:
+            near = [rank // size == ranks.rank // size for rank in range(ranks.ranks)]
+            addresses = [address if here else 0 for address, here in zip(addresses, near, strict=True)]
         if ranks.ranks <= MAX_RANKS:
             context.peers = addresses
         else:
             self._addresses = array("Q", addresses)
             context.all_peers = self._addresses.buffer_info()[0]
         self._link: _native.Link | None = None
-        if not all(near):
+        if size < ranks.ranks:
             far = [0 if here else address for address, here in zip(peers.addresses, near, strict=True)]
             self._link = _native.Link(shape, far)
             undo.callback(self._link.close)
@@ -256,12 +257,7 @@ class RowTables:
         timeout_s: float,
         run: Callable[[Callable[[Any], None], object], None],
     ) -> None:
-        with ExitStack() as undo:
-            with all_or_none(ranks):
-                mine = _native.HostWindow(_native.RowChecks.table_bytes(shape))
-                undo.callback(mine.close)
-            self._mapped: list[MappedWindow] = map_windows(ranks, mine, timeout_s)
-            undo.pop_all()
+        _, self._mapped = open_windows(ranks, _native.RowChecks.table_bytes(shape), timeout_s)
         self.checks = _native.RowChecks(shape, ranks.rank, [table.address for table in self._mapped])
         self._run = run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 
 from moecomm.core import messages
@@ -88,11 +88,12 @@ def noted(make: Callable[[], Board], rank: int, call: str, *, keep: bool = False
 
 
 def _note(make: Callable[[], Board], rank: int, last: LastCall | None) -> None:
-    with suppress(*_FAILURES), _limited(make) as board:
+    with suppress(*_FAILURES), closing(make()) as board:
+        board.limit_s = _LIMIT_S
         if last is None:
-            board.erase([_place(rank)])
+            board.erase([f"last/{rank}"])
         else:
-            board.write(_place(rank), messages.pack(last))
+            board.write(f"last/{rank}", messages.pack(last))
 
 
 def _excluded(rounds: RoundState) -> str:
@@ -128,11 +129,12 @@ def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> d
     A call that ended longer than `recent_s` seconds ago is none of these.
     """
     found: dict[int, str] = {}
-    with suppress(*_FAILURES), _limited(make) as board:
-        for rank in ranks:
-            if (there := board.read([_place(rank)])) is None:
+    with suppress(*_FAILURES), closing(make()) as board:
+        board.limit_s = _LIMIT_S
+        for rank, there in zip(ranks, board.look([f"last/{rank}" for rank in ranks]), strict=True):
+            if there is None:
                 continue
-            last: LastCall = messages.unpack(there[0], LastCall)
+            last: LastCall = messages.unpack(there, LastCall)
             if last.left_at == 0:
                 found[rank] = f"is in {last.call}"
             elif time.time() - last.left_at < recent_s:
@@ -149,17 +151,3 @@ def _shown(found: dict[int, str]) -> str:
 
 def _key(group: Group) -> object:
     return getattr(group, "process_group", group)
-
-
-def _place(rank: int) -> str:
-    return f"last/{rank}"
-
-
-@contextmanager
-def _limited(make: Callable[[], Board]) -> Iterator[Board]:
-    board = make()
-    board.limit_s = _LIMIT_S
-    try:
-        yield board
-    finally:
-        board.close()

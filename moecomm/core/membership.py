@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from moecomm.core import last_calls, messages
@@ -22,6 +21,7 @@ from moecomm.core.experts import experts_of
 from moecomm.core.group import Group, Members
 from moecomm.core.messages import Coming, Decision, Disagreement
 from moecomm.core.opening import gather
+from moecomm.core.pages import Pages
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
 from moecomm.core.suspension import refuse_capture
@@ -47,9 +47,9 @@ class Shrunk(NamedTuple):
     @classmethod
     def of(cls, ranks: Sequence[int], before: int) -> Shrunk:
         """Make it of the ranks of a group that a caller may have made, of `before` ranks.  Raises BadInput."""
-        if any(a >= b for a, b in pairwise(ranks)):
+        if list(ranks) != sorted(set(ranks)):
             raise BadInput("group", f"ranks {list(ranks)}, as they were numbered before", "these in ascending order")
-        return cls(tuple(ranks), tuple(rank for rank in range(before) if rank not in ranks))
+        return cls(tuple(ranks), tuple(sorted(set(range(before)).difference(ranks))))
 
 
 class Survivors:
@@ -91,6 +91,9 @@ class Meeting:
         rounds: of that Buffer, failed or not.
         call: that the ranks make, with its parentheses.
 
+    Attributes:
+        ranks: that have agreed to go on; none: not yet, or they are those of the caller's group.
+
     Raises:
         Closed: the Buffer is closed.
         BadInput: a graph is being captured.
@@ -103,8 +106,11 @@ class Meeting:
         require_idle(rounds, self._op)
         self._rounds, self._members, self._call = rounds, rounds.members, call
         self._timeout_s = rounds.members.timeout_s
-        self._suspects = set(_named(rounds.failure()))
-        self._ranks: tuple[int, ...] = ()  # that had agreed to go on
+        self._failure = failure = rounds.failure()
+        self._suspects: set[int] = set()
+        if isinstance(failure, (PeerLost, Timeout)) and failure.peer not in (-1, failure.rank):
+            self._suspects.add(failure.peer)
+        self.ranks: tuple[int, ...] = ()
 
     def noted(self) -> AbstractContextManager[None]:
         """Leave a note of this call for ranks that wait in another one."""
@@ -128,18 +134,17 @@ class Meeting:
         self._require_member()
         while True:
             with self._next() as board:
-                self._ranks = self._agree(board)
-            if self._rounds.rank not in self._ranks:
-                raise self._excluded(self._ranks)
-            place, in_process = self._ranks.index(self._rounds.rank), self._members.group.in_process
+                self.ranks = self._agree(board)
+            if self._rounds.rank not in self.ranks:
+                raise self._excluded(self.ranks)
+            place, in_process = self.ranks.index(self._rounds.rank), self._members.group.in_process
             make_board = partial(self._make_board, self._rounds.attempts)
-            yield Survivors(place, len(self._ranks), in_process, make_board, self._timeout_s)
+            yield Survivors(place, len(self.ranks), in_process, make_board, self._timeout_s)
 
     def _require_member(self) -> None:
         """Raise Excluded, at once, if the others have gone on without this rank: it must decide nothing any more."""
-        failure = self._rounds.failure()
-        if isinstance(failure, Excluded):
-            raise failure
+        if isinstance(self._failure, Excluded):
+            raise self._failure
         if self._rounds.session.excluded():
             raise self._excluded(())
 
@@ -150,19 +155,18 @@ class Meeting:
 
     def lost(self) -> PeerLost | None:
         """Return the error of a rank that is gone since the ranks agreed: opening() knows those that came to it."""
-        gone = self._gone()
-        lost = next((place for place, rank in enumerate(self._ranks) if rank in gone), None)
-        if lost is None:
+        if not (gone := self._gone().intersection(self.ranks)):
             return None
-        place = self._ranks.index(self._rounds.rank)
+        lost = min(map(self.ranks.index, gone))
+        place = self.ranks.index(self._rounds.rank)
         text = f"rank {lost} is gone: its process has ended while the Buffer was opened again"
         return PeerLost(text, rank=place, peer=lost, phase="opening", op="shrink", round=0)
 
     def failed(self, error: MoecommError) -> None:
         """Take note of an error that has ended an opening: those that it names are gone.  Raise any other error."""
-        if not self._ranks or not isinstance(error, (PeerLost, Timeout)) or error.peer < 0:
+        if not self.ranks or not isinstance(error, (PeerLost, Timeout)) or error.peer < 0:
             raise error
-        self._suspects.add(self._ranks[error.peer])
+        self._suspects.add(self.ranks[error.peer])
 
     def _make_board(self, attempt: int, prefix: str = "") -> Board:
         pages = self._rounds.session.pages
@@ -194,7 +198,8 @@ class Meeting:
         So ranks that gave up, and those that made other calls meanwhile, meet at the next call.
         """
         self._rounds.attempts += 2
-        self._forget()
+        if self._rounds.session.pages is not None:
+            self._forget(self._rounds.session.pages)
         try:
             with self._board(self._rounds.attempts - 1) as board:
                 yield board
@@ -219,7 +224,7 @@ class Meeting:
             Mismatch: another rank makes another call.
         """
         board.write(f"here/{self._rounds.rank}", messages.pack(self._coming()))
-        keys = ["members", *(f"here/{other}" for other in range(self._rounds.num_ranks))]
+        keys = ["members", *map("here/".__add__, map(str, range(self._rounds.num_ranks)))]
         begin = time.monotonic()
         while True:
             decided, *here = board.look(keys)
@@ -262,23 +267,16 @@ class Meeting:
         missing = wanted - here.keys() - gone - (suspected if waited_s >= GRACE_S else set())
         return None if missing and waited_s < self._timeout_s else _decision(self._call, here)
 
-    def _forget(self) -> None:
+    def _forget(self, pages: Pages) -> None:
         """Remove this rank's words of old agreements from its page."""
-        pages, old = self._rounds.session.pages, self._rounds.attempts - _KEPT
-        if pages is not None:
-            rank = self._rounds.rank
-            pages.erase([f"{old - 1}/here/{rank}", f"{old}/ready/{rank}"])
+        rank, old = self._rounds.rank, self._rounds.attempts - _KEPT
+        pages.erase([f"{old - 1}/here/{rank}", f"{old}/ready/{rank}"])
 
     def _gone(self) -> set[int]:
         """Return the ranks whose process has ended, or that have closed the Buffer."""
         session = self._rounds.session
         left = set() if session.pages is None else session.pages.left()
         return (left | session.dead_peers().keys()) - {self._rounds.rank}
-
-
-def _named(failure: MoecommError | None) -> Iterator[int]:
-    if isinstance(failure, (PeerLost, Timeout)) and failure.peer not in (-1, failure.rank):
-        yield failure.peer
 
 
 def _kind(call: str) -> str:

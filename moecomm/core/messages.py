@@ -136,7 +136,7 @@ def unpack(data: bytes, *kinds: type[_Kind]) -> _Kind:
         Unsupported: it is of another kind, or no message of this version of moecomm.
     """
     for kind in kinds:
-        with suppress(msgspec.MsgspecError, RecursionError):
+        with suppress(ValueError, RecursionError):
             _, *fields = _decoder(kind).decode(data)
             return kind(*fields)
     wanted = " or ".join(kind.__name__ for kind in kinds)

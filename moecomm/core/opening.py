@@ -182,7 +182,8 @@ class Opening:
         if board is None:
             return [data]
         first = self._step == 0
-        everybody = self._exchange(board, str(self._step), (_identity() + self._label() if first else b"") + data)
+        mine = self._label() if first else b""
+        everybody = self._exchange(board, str(self._step), self._identity() + mine + data if first else data)
         if self._step > 0:  # all ranks are in this step, so all have read the previous one
             self._ask(None, board.erase, [f"{self._attempt}/{self._step - 1}/{self.rank}"])
         self._step += 1
@@ -190,11 +191,12 @@ class Opening:
             return everybody
         if not self.in_process:
             self._watch([record[: _IDENTITY - _CALL] for record in everybody])
-        mine = self._label()
+        passed = []
         for rank, record in enumerate(everybody):
             if (label := record[_IDENTITY - _CALL : _IDENTITY]) != mine:
                 raise Mismatch("call", _shown(mine), _shown(label), rank)
-        return [record[_IDENTITY:] for record in everybody]
+            passed.append(record[_IDENTITY:])
+        return passed
 
     def settle(self) -> None:
         """End the block: return if the Buffer is open on all ranks, raise on all ranks if it is not.
@@ -255,13 +257,17 @@ class Opening:
         if self._board is not None:
             self._board.close()
 
+    def _identity(self) -> bytes:
+        """Return 36 bytes: where our process id means something, and that.  Threads of one process need neither."""
+        return bytes(36) if self.in_process else pid_namespace() + os.getpid().to_bytes(4, "little")
+
     def _label(self) -> bytes:
         """Name the call.  Openings of one group are counted together, so a rank may join one of another call."""
         return f"{self._call}|{self._of}".encode()[:_CALL].ljust(_CALL, b"\0")
 
     def _keys(self, step: str) -> list[str]:
         """Return the keys of all ranks in a step, by rank."""
-        return [f"{self._attempt}/{step}/{rank}" for rank in range(self.ranks)]
+        return list(map(f"{self._attempt}/{step}/".__add__, map(str, range(self.ranks))))
 
     def _exchange(self, board: Board, step: str, mine: bytes) -> list[bytes]:
         """Look for data first and for failures second: a rank with all data goes on, as ranks ahead of it did."""
@@ -324,7 +330,7 @@ class Opening:
         return "opening" if self._call == "open" else self._call
 
     def _watch(self, identities: list[bytes]) -> None:
-        here = _identity()[:32]
+        here = self._identity()[:32]
         pids = [int.from_bytes(data[32:], "little") if data[:32] == here else 0 for data in identities]
         pids[self.rank] = 0
         self._deaths.watch(pids)
@@ -396,8 +402,3 @@ def _record(error: MoecommError, rank: int) -> Failed:
 def _shown(label: bytes) -> str:
     call, of = label.rstrip(b"\0").decode(errors="replace").split("|")
     return f"{call} of {of}" if of else call
-
-
-def _identity() -> bytes:
-    """36 bytes: where our process id means something, and that."""
-    return pid_namespace() + os.getpid().to_bytes(4, "little")

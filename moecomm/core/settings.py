@@ -128,7 +128,7 @@ class Settings:
         others = (int(is_exact(self.wire)), self._factor_bits, self.verify_every, _index(ON_TIMEOUT, self.on_timeout))
         mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, *others)
         for name, value in zip(self._NAMES, mine, strict=True):
-            if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
+            if (type(value) is not int and not is_integer(value)) or not -(1 << 63) <= value < 1 << 63:
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
         everybody = group.all_gather(struct.pack(_PACKED, *mine, self.backend.encode(), secrets.token_bytes(8)))
         for rank, theirs in enumerate(everybody):
@@ -252,7 +252,10 @@ class Settings:
 
     def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None, *, rank: int = 0) -> int:
         """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
-        rows, local = self.ranks * self.max_tokens, self.local_experts(rank)
+        return self._worst_rows(layout, alignment, self.local_experts(rank), self.max_tokens, max_rows)
+
+    def _worst_rows(self, layout: str, alignment: int, local: int, max_tokens: int, max_rows: int | None = None) -> int:
+        rows = self.ranks * max_tokens
         if layout == "expert":
             rows = rows * self.topk + (alignment - 1) * local
         if max_rows is not None:
@@ -276,10 +279,10 @@ class Settings:
         even = self.max_tokens * (min(self.topk, self.ranks) if layout == "flat" else self.topk)
         even = -(-even * local * self.ranks // self.num_experts)  # a rank with more experts gets more rows
         factor = CAPACITY_FACTOR if self.capacity_factor is None else self.capacity_factor
-        worst = self.worst_rows(layout, alignment, rank=rank)
+        worst = self._worst_rows(layout, alignment, local, self.max_tokens)
         if factor * even >= worst:
             return worst
-        rows = max(math.ceil(factor * even), replace(self, max_tokens=1).worst_rows(layout, alignment, rank=rank))
+        rows = max(math.ceil(factor * even), self._worst_rows(layout, alignment, local, 1))
         if layout == "expert" and alignment > 1:
             rows = max(rows, even + (alignment - 1) * local)
         if self.capacity_factor is None:

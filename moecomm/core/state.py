@@ -38,7 +38,8 @@ class RoundState:
     members: Members  # the ranks, as they agree on later calls
 
     def __init__(self, session: Session) -> None:
-        self._session, self._record = session, session.context.record
+        self.session = self._session = session  # that the backend has opened
+        self._record = session.context.record
         self.flight = FlightRecorder(session.context.rank, session.capturing, session.synchronous)
         self._failure: MoecommError | None = None  # has ended this Buffer
         self._close: weakref.finalize[..., Any] = forks.closer(self, session)
@@ -280,11 +281,6 @@ class RoundState:
         except MoecommError as error:
             return error
         return None
-
-    @property
-    def session(self) -> Session:
-        """The session that the backend has opened."""
-        return self._session
 
     @property
     def closed(self) -> bool:
