@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from moecomm.combine.options import OptionsDict as CombineOptions
 from moecomm.core.choices import ByExpert, Layout, Quantize
-from moecomm.core.compiling import not_traced
+from moecomm.core.state import not_traced
 from moecomm.dispatch.options import OptionsDict
 from moecomm.fused.options import OptionsDict as MoeOptions
 from moecomm.routed import Handle, Routed

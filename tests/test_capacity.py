@@ -20,7 +20,7 @@ from moecomm.core.protocol import LAYOUTS
 from moecomm.core.settings import Settings
 from moecomm.dispatch import finish, run
 from moecomm.errors import TooManyRows
-from moecomm.fused.publish import row_pitch
+from moecomm.fused.kernels import row_pitch
 from moecomm.routed import ChunkedHandle
 from moecomm.testing.prepare import prepare_dispatch
 

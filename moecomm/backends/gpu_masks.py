@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from moecomm import _native
-from moecomm.backends import cuda_driver, quiesce, windows
+from moecomm.backends import between_rounds, cuda_driver, windows
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.backends.lsa_kernels import is_multi_domain
 from moecomm.core import failures
@@ -78,7 +78,7 @@ class GpuMasks:
             return dead
         with torch.cuda.device(self._device):
             how = self._context, masked, agreement, last_round, peers.control, _WORDS
-            missing = quiesce.wait(peers.reach.shim, *how)
+            missing = between_rounds.quiesce(peers.reach.shim, *how)
         if not missing:
             return set()
         # A loss ends the waits for all ranks: name only those that are lost.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import cuda_driver, emulated_nic, gpu_counters, gpu_peers, leave, quiesce, windows
+from moecomm.backends import between_rounds, cuda_driver, emulated_nic, gpu_counters, gpu_peers, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.gpu_counters import GpuCounters
 from moecomm.backends.gpu_masks import GpuMasks
@@ -173,8 +173,8 @@ class LsaSession:
 
     def _prepare(self) -> None:
         """Load the kernels that a mask needs at once, and those that put between rounds."""
-        between = (leave.putter(self.reach.shim), quiesce.kernel(self.reach.shim)) if self.reach.puts else ()
-        for kernel in (expert_table.kernel(), *between):
+        between = (between_rounds.leave_kernel, between_rounds.quiesce_kernel) if self.reach.puts else ()
+        for kernel in (expert_table.kernel(), *(of(self.reach.shim) for of in between)):
             plain_kernel.load(kernel, self.device.index)
 
     def _make_context(self, rank: int, shape: _native.Shape, peers: list[int]) -> _native.Context:
@@ -376,7 +376,7 @@ class LsaSession:
         copies.to_host(at + _ROUND, window.address + layout.state, 4)
         copies.wait()
         last_round = int.from_bytes(self._control.read(_ROUND, 4), "little")
-        tagged_words = leave.tagged_words(last_round, layout.num_tagged_words)
+        tagged_words = between_rounds.tagged_words(last_round, layout.num_tagged_words)
         self._control.write(_TAGGED_WORDS, tagged_words)
         self._control.write(_SIGNAL, _native.leave_signal(last_round))
         offset = _native.leave_offset(layout, len(window.peers), last_round, rank)
@@ -385,12 +385,12 @@ class LsaSession:
                 continue
             copies.to_device(peer + offset, at + _TAGGED_WORDS, len(tagged_words))
             if self.context.peers[other] == 0:
-                copies.to_device(peer + leave.signal_offset(layout, rank), at + _SIGNAL, leave.WORD)
+                copies.to_device(peer + between_rounds.signal_offset(layout, rank), at + _SIGNAL, between_rounds.WORD)
         if self.reach.puts:
             copies.to_device(window.address + offset, at + _TAGGED_WORDS, len(tagged_words))
         copies.wait()
         if self.reach.puts:
-            leave.put(self.reach.shim, self.context, self._masks.masked, offset, len(tagged_words))
+            between_rounds.put_leave(self.reach.shim, self.context, self._masks.masked, offset, len(tagged_words))
         if self._peers.presence is None:
             self._linger(last_round)
 
@@ -402,9 +402,9 @@ class LsaSession:
         waiting = [rank for rank in range(len(window.peers)) if rank not in {self.context.rank, *self._masks.masked}]
         while waiting and time.monotonic() < deadline:
             offset = _native.leave_offset(self.context.window, len(window.peers), last_round, waiting[-1])
-            self._copies.to_host(at, window.address + offset, leave.WORD)
+            self._copies.to_host(at, window.address + offset, between_rounds.WORD)
             self._copies.wait()
-            if leave.is_last(self._control.read(_TAGGED_WORDS, leave.WORD), last_round):
+            if between_rounds.is_last(self._control.read(_TAGGED_WORDS, between_rounds.WORD), last_round):
                 waiting.pop()
             else:
                 time.sleep(_NAP_S)

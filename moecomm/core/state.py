@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native
-from moecomm.core import corruption, failures, forks, signature
-from moecomm.core.compiling import not_traced
+from moecomm.core import bound, corruption, failures, signature
 from moecomm.core.flight import Failure, FlightRecorder, shown
 from moecomm.core.group import Members
 from moecomm.core.session import Session
@@ -31,6 +30,11 @@ from moecomm.errors import (
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
+NOT_TRACED = (
+    "dispatch, combine and moe of a moecomm.Buffer cannot be part of a graph of torch.compile: use moecomm.ops, whose "
+    "operators can"
+)
+
 
 class RoundState:
     """Base of Rounds: the failure that ended a Buffer, and how many of its calls have reached the other ranks."""
@@ -42,7 +46,7 @@ class RoundState:
         self._record = session.context.record
         self.flight = FlightRecorder(session.context.rank, session.capturing, session.synchronous)
         self._failure: MoecommError | None = None  # has ended this Buffer
-        self._close: weakref.finalize[..., Any] = forks.closer(self, session)
+        self._close: weakref.finalize[..., Any] = bound.closer(self, session)
         self._open = True
         self._forked = False  # this is a child's copy, whose locks may be held by threads that are not there
         self.released = False  # the memory of outputs, by release_memory()
@@ -297,6 +301,15 @@ class RoundState:
         self._open, self._forked, self.flight.closed = False, True, True
         if self._close.detach() is not None:
             self._what = "Buffer, opened before this process was forked,"
+
+
+def not_traced(function: Callable[..., Any]) -> None:
+    """Mark a function at which torch.compile breaks the graph, with a reason that names moecomm.ops.
+
+    torch.compiler.disable sets these attributes on a wrapper, whose time every call would pay.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = NOT_TRACED  # type: ignore[attr-defined]
 
 
 def collective(rounds: int = 1) -> Callable[[_Call], _Call]:

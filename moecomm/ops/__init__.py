@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.core import names, shown, tangents
-from moecomm.core.arrays import as_tensor
+from moecomm.core import names, tangents
+from moecomm.core.arrays import as_tensor, shown_tensors
 from moecomm.core.choices import Activation, Layout, Overflow, Wire, is_exact
 from moecomm.core.integers import check_alignment, check_integer
 from moecomm.core.protocol import LAYOUTS
@@ -93,7 +93,7 @@ class Dispatched(NamedTuple):
     dropped: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        return shown.of_tensors("moecomm.ops.Dispatched", self._asdict())
+        return shown_tensors("moecomm.ops.Dispatched", self._asdict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatched:
         return deep_copied(self, memo)

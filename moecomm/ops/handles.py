@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from moecomm import _native
-from moecomm.core import names, shown
-from moecomm.core.arrays import check_memory
+from moecomm.core import names
+from moecomm.core.arrays import check_memory, shown_tensors
 from moecomm.core.choices import Layout
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.state import CollectiveCall
@@ -63,7 +63,7 @@ class Handle(NamedTuple):
     layer: int = 0
 
     def __repr__(self) -> str:
-        return shown.of_tensors("moecomm.ops.Handle", self._asdict())
+        return shown_tensors("moecomm.ops.Handle", self._asdict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         return deep_copied(self, memo)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm import _native, backends, config
 from moecomm.backends.collective import all_or_none
-from moecomm.core import forks, last_calls
+from moecomm.core import bound, last_calls
 from moecomm.core.arrays import as_tensor, check_memory
 from moecomm.core.bound import Bound
 from moecomm.core.choices import BackendName
@@ -108,7 +108,7 @@ class Window(Bound):
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
         self._in_barrier = threading.Lock()
-        self._close: weakref.finalize[..., Any] = forks.closer(self, self._opened)
+        self._close: weakref.finalize[..., Any] = bound.closer(self, self._opened)
 
     @property
     def local(self) -> torch.Tensor:

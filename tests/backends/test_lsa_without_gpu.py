@@ -17,7 +17,7 @@ import torch
 
 import moecomm
 from moecomm import _native, backends, tuning
-from moecomm.backends import cuda_driver, gpu_counters, gpu_masks, leave, lsa, lsa_kernels
+from moecomm.backends import between_rounds, cuda_driver, gpu_counters, gpu_masks, lsa, lsa_kernels
 from moecomm.backends.collective import NoRoom
 from moecomm.backends.gpu_peers import GpuPeers
 from moecomm.core.group import Rendezvous
@@ -145,7 +145,7 @@ def shape_of(ranks: int, **sizes: int) -> _native.Shape:
 def test_mail_is_as_long_as_in_the_window() -> None:
     # 2 * 64 pieces of mail are a multiple of the 256 bytes that parts of a window are aligned to: no padding hides.
     window = _native.window_layout(shape_of(64))
-    tagged_words = leave.tagged_words(3, window.num_tagged_words)
+    tagged_words = between_rounds.tagged_words(3, window.num_tagged_words)
     assert window.arrived - window.tagged_words == 2 * 64 * len(tagged_words)
     assert _native.leave_offset(window, 64, 3, 5) == window.tagged_words + 5 * len(tagged_words)
     assert _native.leave_offset(window, 64, 4, 63) == window.arrived - len(tagged_words)
@@ -163,7 +163,7 @@ def test_leaving_ends_a_peers_round(last_round: int, op: str) -> None:
         context = buffer.rounds.session.context
         window = context.window
         ctypes.c_uint32.from_address(context.peers[1] + window.state).value = last_round
-        tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
+        tagged_words = between_rounds.tagged_words(last_round, window.num_tagged_words)
         ctypes.memmove(
             context.peers[1] + _native.leave_offset(window, 2, last_round, 0), tagged_words, len(tagged_words)
         )
@@ -182,9 +182,11 @@ def test_leaving_ends_a_round_in_another_domain(last_round: int) -> None:
         context = buffer.rounds.session.context
         window, base = context.window, context.peers[1]
         ctypes.c_uint32.from_address(base + window.state).value = last_round
-        tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
+        tagged_words = between_rounds.tagged_words(last_round, window.num_tagged_words)
         ctypes.memmove(base + _native.leave_offset(window, 2, last_round, 0), tagged_words, len(tagged_words))
-        ctypes.memmove(base + leave.signal_offset(window, 0), _native.leave_signal(last_round), leave.WORD)
+        ctypes.memmove(
+            base + between_rounds.signal_offset(window, 0), _native.leave_signal(last_round), between_rounds.WORD
+        )
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(torch.ones(2, 8).bfloat16(), torch.tensor([[0], [1]]))
         assert (caught.value.peer, caught.value.round) == (0, (last_round + 1) & 0x7FFFFFFF)
@@ -224,7 +226,7 @@ def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -
     at = ctypes.addressof(window)
 
     def come(rank: int, number: int) -> None:
-        tagged_words = leave.tagged_words(number, layout.num_tagged_words)
+        tagged_words = between_rounds.tagged_words(number, layout.num_tagged_words)
         ctypes.memmove(at + _native.leave_offset(layout, 4, last_round, rank), tagged_words, len(tagged_words))
 
     for rank in range(4):
@@ -280,7 +282,7 @@ def test_a_loss_that_ends_the_wait_for_puts_names_only_the_lost(monkeypatch: pyt
         dead.update(found)
         return missing
 
-    monkeypatch.setattr(gpu_masks.quiesce, "wait", wait)
+    monkeypatch.setattr(between_rounds, "quiesce", wait)
     found = []
     while reports:
         dead.clear()
