@@ -183,7 +183,7 @@ class Opening:
             return [data]
         first = self._step == 0
         mine = self._label() if first else b""
-        everybody = self._exchange(board, str(self._step), self._identity() + mine + data if first else data)
+        everybody = self._exchange(str(self._step), self._identity() + mine + data if first else data)
         if self._step > 0:  # all ranks are in this step, so all have read the previous one
             self._ask(None, board.erase, [f"{self._attempt}/{self._step - 1}/{self.rank}"])
         self._step += 1
@@ -208,7 +208,7 @@ class Opening:
         if board is None:
             return
         try:
-            self._exchange(board, "ready", b"")
+            self._exchange("ready", b"")
         except RoundFailed as error:  # if a peer saw all ranks ready first, the Buffer is open
             if self._decide(error) != _OPEN:
                 raise
@@ -269,8 +269,10 @@ class Opening:
         """Return the keys of all ranks in a step, by rank."""
         return list(map(f"{self._attempt}/{step}/".__add__, map(str, range(self.ranks))))
 
-    def _exchange(self, board: Board, step: str, mine: bytes) -> list[bytes]:
+    def _exchange(self, step: str, mine: bytes) -> list[bytes]:
         """Look for data first and for failures second: a rank with all data goes on, as ranks ahead of it did."""
+        board = self._board
+        assert board is not None
         keys, outcome = self._keys(step), f"{self._attempt}/outcome"
         self._ask(None, board.write, keys[self.rank], mine)
         deadline = time.monotonic() + self.timeout_s
