@@ -223,7 +223,8 @@ class StoreBoard:
         return found
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
-        found: list[bytes | None] = self._call(_look, self._store, [self._prefix + key for key in keys])
+        # A call for each, so that many keys have as many times `limit_s`.
+        found: list[bytes | None] = [self._call(_value, self._store, self._prefix + key) for key in keys]
         self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if None in found[1:] else _SHORTEST_NAP_S
         return found
 
@@ -292,11 +293,11 @@ def _read(store: Store, keys: list[str]) -> list[bytes] | None:
 def _read_or(store: Store, keys: list[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
     if (found := _read(store, keys)) is not None:
         return found, None
-    return None, bytes(store.get(other)) if store.check([other]) else None
+    return None, _value(store, other)
 
 
-def _look(store: Store, keys: list[str]) -> list[bytes | None]:
-    return [bytes(store.get(key)) if store.check([key]) else None for key in keys]
+def _value(store: Store, key: str) -> bytes | None:
+    return bytes(store.get(key)) if store.check([key]) else None
 
 
 def _has_multi_get(store: Any) -> bool:
