@@ -123,9 +123,13 @@ class HostSession:
                 raise Closed()
             execute(args)
 
+    def combine_checked(self, args: _native.CombineArgs, checks: _native.RowChecks) -> None:
+        """Run a combine whose rows are checked.  All ranks do."""
+        self._run(partial(_native.host_combine_checked, checks=checks), args)
+
     def row_tables(self, ranks: Rendezvous, timeout_s: float) -> RowTables:
         """See Session."""
-        return RowTables(ranks, self.context.shape, timeout_s, self._run)
+        return RowTables(self, ranks, timeout_s)
 
     def count_rejected(self) -> None:
         if self._window is not None:
@@ -250,20 +254,14 @@ class RowTables:
         Timeout, PeerLost, Aborted: the opening has failed on all ranks.
     """
 
-    def __init__(
-        self,
-        ranks: Rendezvous,
-        shape: _native.Shape,
-        timeout_s: float,
-        run: Callable[[Callable[[Any], None], object], None],
-    ) -> None:
+    def __init__(self, session: HostSession, ranks: Rendezvous, timeout_s: float) -> None:
+        self._session, shape = session, session.context.shape
         _, self._mapped = open_windows(ranks, _native.RowChecks.table_bytes(shape), timeout_s)
         self.checks = _native.RowChecks(shape, ranks.rank, [table.address for table in self._mapped])
-        self._run = run
 
     def combine(self, args: _native.CombineArgs) -> None:
         """See moecomm.core.sampling.RowTables."""
-        self._run(partial(_native.host_combine_checked, checks=self.checks), args)
+        self._session.combine_checked(args, self.checks)
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001

@@ -20,7 +20,7 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 2e-4, 1e-2
 
 
 class Board(Protocol):
-    """Named values that all ranks see.  Every call returns within `limit_s` seconds.
+    """Named values that all ranks see.  Every call returns within `limit_s` seconds, look() for each of its keys.
 
     Raises:
         TimeoutError: the store did not answer in time.
