@@ -58,8 +58,7 @@ class Plan:
         self._pitch = 0 if in_ring or (flat and in_window) else row + grads
         self._most_rows, self._memory = rounds.num_ranks * rounds.max_tokens, rounds.memory
         args = _args(rounds, key, like)
-        weighs_rows = args.weighted == 1 and not flat and like.topk_weights is None
-        self._peers_read_weights = rounds.session.peers_read_weights and weighs_rows
+        self._peers_read_weights = rounds.on_cpu and args.weighted == 1 and not flat and like.topk_weights is None
         self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = rounds.session
         self._few: dict[int, bool] = {}  # whether so many tokens return in packets
