@@ -13,7 +13,6 @@ from moecomm import backends
 from moecomm.core import last_calls, membership
 from moecomm.core.expert_tables import ExpertIds
 from moecomm.core.group import Group, Members
-from moecomm.core.integers import check_integer
 from moecomm.core.membership import Meeting, Shrunk, counts_of, ids_of, members_of, require_idle
 from moecomm.core.opening import Opening, opening
 from moecomm.core.processes import memory_bytes
@@ -24,7 +23,7 @@ from moecomm.core.settings import Settings
 from moecomm.core.spans import now_ns, span
 from moecomm.core.state import CollectiveCall
 from moecomm.core.suspension import interruption
-from moecomm.core.validation import check_flag
+from moecomm.core.validation import check_flag, check_integer
 from moecomm.errors import MoecommError, RoundFailed
 from moecomm.fused import forms
 from moecomm.jit import limits

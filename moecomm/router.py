@@ -8,12 +8,12 @@ import torch
 
 from moecomm.core.choices import GateKind
 from moecomm.core.experts import experts_of
-from moecomm.core.integers import check_integer
 from moecomm.core.validation import (
     MOST_SIZE,
     check_dense,
     check_drawn,
     check_flag,
+    check_integer,
     check_name,
     check_real,
     check_same_device,

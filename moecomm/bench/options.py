@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
-from moecomm.core.integers import check_integer
 from moecomm.core.settings import MAX_FLAT_ROWS
-from moecomm.core.validation import check_real
+from moecomm.core.validation import check_integer, check_real
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of
 from moecomm.core.bound import Bound
-from moecomm.core.integers import check_alignment, check_integer
 from moecomm.core.state import CollectiveCall
-from moecomm.core.validation import MOST_SIZE, check_flags
+from moecomm.core.validation import MOST_SIZE, check_alignment, check_flags, check_integer
 from moecomm.dispatch import Options, dispatch
 from moecomm.errors import BadInput, Unsupported
 from moecomm.kernels import padding

@@ -17,11 +17,11 @@ from moecomm.core import last_calls, messages
 from moecomm.core.board import Board, Part
 from moecomm.core.expert_tables import LiveExperts
 from moecomm.core.experts import experts_of
-from moecomm.core.integers import is_integer
 from moecomm.core.membership import GRACE_S, Meeting
 from moecomm.core.messages import Agreed, Coming, Decision, Disagreement, Lost
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import CollectiveCall
+from moecomm.core.validation import is_integer
 from moecomm.errors import BadInput, Excluded, MemoryReleased, MoecommError, PeerLost, RoundFailed, Timeout
 
 log = logging.getLogger("moecomm")

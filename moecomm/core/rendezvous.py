@@ -10,9 +10,9 @@ from moecomm import config
 from moecomm.core import strays
 from moecomm.core.board import Board, LocalBoard, SharedValues, StoreBoard
 from moecomm.core.group import Group
-from moecomm.core.integers import check_integer
 from moecomm.core.opening import gather
 from moecomm.core.protocol import MAX_HOST_RANKS
+from moecomm.core.validation import check_integer
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ import torch
 
 from moecomm import _native
 from moecomm.core.choices import ON_TIMEOUT, OnTimeout, Wire, is_exact
-from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.core.sampling import hash_words, told_bytes
-from moecomm.core.validation import check_dtype
+from moecomm.core.validation import check_dtype, is_integer
 from moecomm.errors import BadInput, Mismatch
 
 if TYPE_CHECKING:

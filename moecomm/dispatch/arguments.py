@@ -10,9 +10,9 @@ import torch
 
 from moecomm import _native
 from moecomm.core.arrays import as_tensor, check_rows, check_tensor
-from moecomm.core.integers import check_integer
 from moecomm.core.protocol import QUANT_GROUP
 from moecomm.core.rounds import Rounds
+from moecomm.core.validation import check_integer
 from moecomm.dispatch.options import Options, check_options
 from moecomm.errors import BadInput, Closed
 from moecomm.routed import Handle

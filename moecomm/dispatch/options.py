@@ -6,10 +6,9 @@ import enum
 from typing import NamedTuple, TypedDict, get_args
 
 from moecomm.core.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
-from moecomm.core.integers import check_alignment, is_integer
 from moecomm.core.protocol import LAYOUTS, SCALE_FORMATS
 from moecomm.core.signature import DISPATCHES
-from moecomm.core.validation import check_flag, check_name
+from moecomm.core.validation import check_alignment, check_flag, check_name, is_integer
 from moecomm.errors import BadInput
 
 SCALE_LAYOUTS = get_args(ScaleLayout)

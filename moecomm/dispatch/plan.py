@@ -10,9 +10,9 @@ import torch
 
 from moecomm import _native
 from moecomm.core import signature
-from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DESCRIPTOR_BYTES, LAYOUTS, SCALE_FORMATS, TYPES
 from moecomm.core.rounds import Rounds
+from moecomm.core.validation import is_integer
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype
 from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key

@@ -12,7 +12,7 @@ from moecomm import _native
 from moecomm.backends import cuda_driver
 from moecomm.core.arrays import note_written
 from moecomm.core.choices import Activation, Quantize
-from moecomm.core.integers import check_integer
+from moecomm.core.validation import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8, Operand

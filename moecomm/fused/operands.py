@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moecomm.core.arrays import check_memory, check_no_overlap, has_memory
-from moecomm.core.integers import check_alignment
-from moecomm.core.validation import check_dense, check_flag, check_name, check_same_device
+from moecomm.core.validation import check_alignment, check_dense, check_flag, check_name, check_same_device
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels

@@ -9,9 +9,9 @@ import torch
 
 from moecomm.core.experts import experts_of
 from moecomm.core.group import Group
-from moecomm.core.integers import check_integer
 from moecomm.core.membership import Survivors
 from moecomm.core.rendezvous import ProcessGroup, rendezvous
+from moecomm.core.validation import check_integer
 from moecomm.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:

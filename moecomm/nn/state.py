@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm.core.experts import experts_of
-from moecomm.core.integers import check_integer, is_integer
 from moecomm.core.rendezvous import rendezvous
-from moecomm.core.validation import check_dense
+from moecomm.core.validation import check_dense, check_integer, is_integer
 from moecomm.errors import BadInput
 from moecomm.nn.experts import EXTRA_STATE
 from moecomm.nn.shard import is_dtensor, local_of

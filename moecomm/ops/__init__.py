@@ -32,11 +32,17 @@ from moecomm.buffer import Buffer
 from moecomm.core import names, tangents
 from moecomm.core.arrays import as_tensor, shown_tensors
 from moecomm.core.choices import Activation, Layout, Overflow, Wire, is_exact
-from moecomm.core.integers import check_alignment, check_integer
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.signature import LAYERS
 from moecomm.core.state import SeveralRounds
-from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
+from moecomm.core.validation import (
+    check_alignment,
+    check_flag,
+    check_flags,
+    check_integer,
+    check_name,
+    check_same_device,
+)
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import Gradients, check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moecomm.core.experts import owners_of
-from moecomm.core.integers import check_integer
+from moecomm.core.validation import check_integer
 from moecomm.errors import BadInput
 from moecomm.routing.recorded import Recorded
 

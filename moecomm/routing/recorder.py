@@ -17,10 +17,9 @@ import torch.distributed as dist
 import moecomm
 from moecomm.buffer import Buffer
 from moecomm.core.arrays import as_tensor, check_tensor
-from moecomm.core.integers import check_integer
 from moecomm.core.layers import is_compiled
 from moecomm.core.rounds import Rounds
-from moecomm.core.validation import MOST_SIZE, check_flag
+from moecomm.core.validation import MOST_SIZE, check_flag, check_integer
 from moecomm.dispatch import observers
 from moecomm.errors import BadInput
 from moecomm.router import MODELS

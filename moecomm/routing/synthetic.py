@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import moecomm
-from moecomm.core.integers import check_integer
-from moecomm.core.validation import check_name, check_real
+from moecomm.core.validation import check_integer, check_name, check_real
 from moecomm.router import MODELS
 from moecomm.routing.recorded import SYNTHETIC, Recorded, id_dtype
 

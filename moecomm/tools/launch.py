@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from moecomm import config
-from moecomm.core.integers import check_integer
 from moecomm.core.protocol import MAX_RANKS
-from moecomm.core.validation import check_real
+from moecomm.core.validation import check_integer, check_real
 from moecomm.errors import BadInput, MoecommError, RoundFailed
 
 _CHILD = """

@@ -18,12 +18,11 @@ from moecomm.core import bound, last_calls
 from moecomm.core.arrays import as_tensor, check_memory
 from moecomm.core.bound import Bound
 from moecomm.core.choices import BackendName
-from moecomm.core.integers import check_integer
 from moecomm.core.opening import opening
 from moecomm.core.peers import Peers
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import seconds, wanted_device
-from moecomm.core.validation import check_dense, check_shape
+from moecomm.core.validation import check_dense, check_integer, check_shape
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
 from moecomm.window import failures, symmetric
 from moecomm.window.calls import Calls

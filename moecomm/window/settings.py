@@ -8,8 +8,8 @@ from typing import Any
 
 from moecomm import _native
 from moecomm.core.group import Rendezvous
-from moecomm.core.integers import is_integer
 from moecomm.core.protocol import MAX_HOST_RANKS, MAX_RANKS
+from moecomm.core.validation import is_integer
 from moecomm.errors import BadInput, Mismatch
 
 VERSION = 2  # of the layout in csrc/window/window.h

@@ -14,8 +14,8 @@ import moecomm
 from moecomm import _native, backends, elastic
 from moecomm.compat.deep_ep.pool import check_experts
 from moecomm.core import protocol
-from moecomm.core.integers import check_alignment
 from moecomm.core.settings import Settings
+from moecomm.core.validation import check_alignment
 from moecomm.fused import grouped_gemm, kernels, layer, quantize_weights
 from moecomm.fused.operands import unfit
 from moecomm.jit import KernelSpec, block_fields, limits, packets_of

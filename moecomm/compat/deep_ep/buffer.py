@@ -12,10 +12,9 @@ from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, us
 from moecomm.compat.deep_ep.low_latency import LowLatency
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, not_here
 from moecomm.core.arrays import has_memory
-from moecomm.core.integers import check_integer
 from moecomm.core.protocol import MAX_RANKS
 from moecomm.core.settings import Settings
-from moecomm.core.validation import check_flag, check_sizes
+from moecomm.core.validation import check_flag, check_integer, check_sizes
 from moecomm.errors import BadInput, Unsupported
 
 _TOPK_HINT = 32  # of size hints, whose callers do not say it: the most there can be

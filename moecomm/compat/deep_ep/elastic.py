@@ -26,10 +26,9 @@ from moecomm.compat.deep_ep.pool import (
     not_here,
 )
 from moecomm.core.choices import ScaleLayout, Wire
-from moecomm.core.integers import check_integer
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings
-from moecomm.core.validation import check_flag, check_flags, check_real
+from moecomm.core.validation import check_flag, check_flags, check_integer, check_real
 from moecomm.errors import BadInput, Unsupported
 from moecomm.kernels import padding
 from moecomm.routed import Routed

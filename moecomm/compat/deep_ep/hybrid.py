@@ -25,9 +25,8 @@ from moecomm.compat.deep_ep.pool import (
     not_here,
 )
 from moecomm.core.arrays import check_tensor
-from moecomm.core.integers import check_integer
 from moecomm.core.protocol import MAX_TOPK
-from moecomm.core.validation import MOST_SIZE, check_flag, check_sizes
+from moecomm.core.validation import MOST_SIZE, check_flag, check_integer, check_sizes
 from moecomm.dispatch import Options, dispatch
 from moecomm.errors import BadInput, Mismatch
 from moecomm.kernels import padding

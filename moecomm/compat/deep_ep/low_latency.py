@@ -17,9 +17,8 @@ from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
 from moecomm.compat.deep_ep.waits import WaitCost
 from moecomm.core.arrays import as_tensor, check_tensor
-from moecomm.core.integers import check_integer
 from moecomm.core.masking import require_repeats
-from moecomm.core.validation import check_flags
+from moecomm.core.validation import check_flags, check_integer
 from moecomm.dispatch import Options, dispatch, dispatch_begin
 from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput, RoundFailed

@@ -6,9 +6,8 @@ import torch
 
 from moecomm.compat.deep_ep.pool import OverPool, check_dimensions
 from moecomm.core.arrays import has_memory
-from moecomm.core.integers import check_integer
 from moecomm.core.masking import is_masked
-from moecomm.core.validation import check_flag, check_same_device
+from moecomm.core.validation import check_flag, check_integer, check_same_device
 from moecomm.errors import BadInput, Unsupported
 
 

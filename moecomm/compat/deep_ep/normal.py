@@ -12,8 +12,7 @@ from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
 from moecomm.core.call_count import CountedCall
-from moecomm.core.integers import check_integer
-from moecomm.core.validation import check_dense, check_same_device
+from moecomm.core.validation import check_dense, check_integer, check_same_device
 from moecomm.dispatch import Options
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported

@@ -22,11 +22,10 @@ from moecomm.core.bound import Bound
 from moecomm.core.call_count import counted
 from moecomm.core.choices import Layout, OnTimeout
 from moecomm.core.group import Group
-from moecomm.core.integers import check_alignment, check_integer, is_integer
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import MAX_FLAT_ROWS, Settings
 from moecomm.core.signature import GROW
-from moecomm.core.validation import MOST_SIZE
+from moecomm.core.validation import MOST_SIZE, check_alignment, check_integer, is_integer
 from moecomm.dispatch import dispatch
 from moecomm.dispatch.options import Gradients, Options, check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch, Unsupported

@@ -16,10 +16,9 @@ from moecomm.compat.deep_ep.masks import write_mask
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here
 from moecomm.compat.nixl_ep.meeting import meet
 from moecomm.core.bound import Bound
-from moecomm.core.integers import check_integer, is_integer
 from moecomm.core.masking import is_masked
 from moecomm.core.protocol import MAX_HOST_RANKS
-from moecomm.core.validation import check_flag
+from moecomm.core.validation import check_flag, check_integer, is_integer
 from moecomm.errors import BadInput, Closed, Unsupported
 
 DEFAULT_TIMEOUT_MS = 30_000
