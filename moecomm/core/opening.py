@@ -274,11 +274,18 @@ class Opening:
         board = self._board
         assert board is not None
         keys, outcome = self._keys(step), f"{self._attempt}/outcome"
-        self._ask(None, board.write, keys[self.rank], mine)
-        deadline = time.monotonic() + self.timeout_s
+        left, waits = self.timeout_s, False
+        deadline = time.monotonic() + left
         while True:
-            everybody: list[bytes] | None
-            everybody, stands = self._ask(deadline, board.read_or, keys, outcome)
+            board.limit_s = left + _GRACE_S / 2
+            try:
+                if waits:
+                    board.wait(min(left, _LOOK_S))
+                else:
+                    board.write(keys[self.rank], mine)
+                everybody, stands = board.read_or(keys, outcome)
+            except (TimeoutError, ConnectionError, RuntimeError) as error:
+                raise self._board_failed(error) from error
             if everybody is not None:
                 return everybody
             if stands == _OPEN:
@@ -292,7 +299,7 @@ class Opening:
                 self._look_for_strays(keys, deadline)
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._late(keys, deadline)
-            self._ask(deadline, board.wait, min(left, _LOOK_S))
+            waits = True
 
     def _raise_interruption(self) -> None:
         if (interruption := self._interruption()) is not None:
@@ -363,18 +370,20 @@ class Opening:
         self._board.limit_s = max(left, 0.0) + _GRACE_S / 2
         try:
             return call(*args)
-        except TimeoutError as error:
-            raise self.failed(
-                Timeout, -1, f"rank {self.rank} waited {self.timeout_s:g} s: {error} ({self.where})"
-            ) from error
-        except ConnectionError as error:
+        except (TimeoutError, ConnectionError, RuntimeError) as error:
+            raise self._board_failed(error) from error
+
+    def _board_failed(self, error: Exception) -> MoecommError:
+        if isinstance(error, TimeoutError):
+            text = f"rank {self.rank} waited {self.timeout_s:g} s: {error} ({self.where})"
+            return self.failed(Timeout, -1, text)
+        if isinstance(error, ConnectionError):
             # A process that ends closes its connections first.
             if (gone := self._deaths.first(_GRACE_S)) is not None:
-                raise self._lost(gone) from error
+                return self._lost(gone)
             text = f"the process that has the store of the process group is gone, as rank {self.rank} found ({error})"
-            raise self.failed(PeerLost, -1, text) from error
-        except RuntimeError as error:
-            raise Unsupported(f"the store of the process group fails: {error}") from error
+            return self.failed(PeerLost, -1, text)
+        return Unsupported(f"the store of the process group fails: {error}")
 
     def _announced(self, record: bytes) -> MoecommError:
         """Make the error that another rank has announced, as this rank raises it."""
