@@ -1,4 +1,4 @@
-// Last tagged words of a rank that closes its Buffer (moecomm/backends/between_rounds.py), for ranks of other domains, which the host cannot reach.
+// Last tagged words of a rank that closes its Buffer (moecomm/backends/leave.py), for ranks of other domains, which the host cannot reach.
 #pragma once
 #include "between_rounds.cuh"
 #include "between_rounds_args.h"
