@@ -84,7 +84,7 @@ def test_shrink_takes_few_python_calls() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(rank, moecomm.local_ranks(2)))
-    assert min(map(min, found)) <= 250, found
+    assert min(map(min, found)) <= 270, found
 
 
 def die_in_a_round(buffer: moecomm.Buffer, lost: tuple[int, ...] = ()) -> None:
