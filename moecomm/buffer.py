@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, overload
 
 import torch
 
-from moecomm import backends, combine, config, dispatch, elastic, masking, overloads
+from moecomm import backends, combine, config, dispatch, elastic, overloads
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName, OnTimeout, Wire
 from moecomm.combine import options as combine_options
@@ -14,18 +17,26 @@ from moecomm.dispatch import options as dispatch_options
 from moecomm.errors import RoundFailed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
-from moecomm.membership import suspension
+from moecomm.membership import masking
+from moecomm.membership.membership import Shrunk
+from moecomm.membership.suspension import Suspension
 from moecomm.observe import flight, stats, tracing
+from moecomm.observe.stats import JobStats, Stats
 from moecomm.ranks import last_calls
+from moecomm.ranks.group import Members
 from moecomm.ranks.opening import opening
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import Settings, seconds, wanted_device
+from moecomm.rounds import names
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle, Routed
+
+log = logging.getLogger("moecomm")
 
 _DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
 
 
-class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded, stats.Counted, Bound):
+class Buffer(Bound):
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
@@ -105,14 +116,34 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
             flight.prepare()
             stats.publish()
             tracing.prepare()
-            name, self.chosen_because = backends.choose(config.asked_backend(backend), wanted)
+            name, because = backends.choose(config.asked_backend(backend), wanted)
             sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
             verified = config.verify_every(verify_every)
             settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor, verified, on_timeout)
-            rounds = elastic.open_rounds(self, ranks, settings, wanted, timeout_s)
+            rounds = elastic.open_rounds(ranks, settings, because, wanted, timeout_s)
         self.dtype, self.timeout_s = dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
-        self._take(rounds, suspension.Members(group, ranks.number, timeout_s))
+        rounds.members = Members(group, ranks.number, timeout_s)
+        self._take(rounds)
+
+    def _take(self, rounds: Rounds) -> None:
+        """Make these the rounds of this Buffer, and retire those before."""
+        before: Rounds | None = vars(self).get("rounds")
+        self.rounds = rounds
+        self._membership, self._masks = elastic.Membership(rounds), masking.Masks(rounds)
+        self._memory, self._counters = Suspension(rounds), stats.Counters(rounds)
+        rounds.global_ranks = rounds.members.group.global_ranks()
+        last_calls.watch(rounds)
+        self._recorder = flight.Recorder(rounds, before)
+        self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
+        own = rounds.local_experts
+        self.local_experts = own if rounds.ids is None else rounds.ids.range_of(own)
+        self.why = rounds.why
+        self.name = names.give(rounds)  # by which operators find it
+        place = self.rank, self.num_ranks, rounds.session.name, self.why, rounds.session.nbytes / 2**20
+        log.info("rank %d of %d: %s (%s), %.1f MiB", *place)
+        if before is not None:
+            before.retire()
 
     @overloads.typed(overloads.Dispatch, dispatch_options.Options)
     def dispatch(
@@ -356,6 +387,223 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
         options["_layer"] = number
         return self.moe(x, topk_idx, topk_weights, w13, w2, **outputs, **options)
 
+    def shrink(self, group: Any = None, *, keep_ids: bool = False) -> Shrunk:
+        """Go on with the ranks that are left, after PeerLost, Timeout or Aborted.  Collective among them.
+
+        They agree on who is left, open new windows, and number themselves 0 to R-1 in the order they had.  A rank that
+        others have named in a Timeout has 50 ms to come, any other `timeout_s`, unless its process has ended or has
+        closed the Buffer.  Ranks that are lost meanwhile are left out, too.  The old windows are given back, and never
+        used again, because a rank that was taken for lost may still write to them.
+
+        Outputs of earlier rounds stay valid; handles can't be used any more, nor graphs that were captured.  Until
+        shrink() returns, both windows take memory.
+
+        Args:
+            group: a group of the ranks that are left, in the order they had: for ranks on several hosts whose store
+                is lost.  None: no group is needed.
+            keep_ids: True: experts keep their ids and their ranks; those of lost ranks are not there, and ids of theirs
+                count as -1.  False: all `num_experts` are there, shared anew among the ranks, and the caller moves
+                weights to where `local_experts` says.
+
+        Returns:
+            The ranks that go on and those that are lost, by their numbers before.
+
+        Raises:
+            Excluded: the others go on without this rank.
+            BadInput: a call during a capture, or a `group` that can't be used.
+            Mismatch: another rank calls mask() or unmask(), or has another `keep_ids`; nothing has changed.
+            Timeout, PeerLost, Aborted, Unsupported: the Buffer could not be opened again; shrink() can be repeated.
+            Closed, ConcurrentCall: as everywhere.
+        """
+        rounds, shrunk = self._membership.shrink(group, keep_ids)
+        self._take(rounds)
+        return shrunk
+
+    def grow(self, group: Any) -> None:
+        """Go on with more ranks, or others.  Collective among all of them.
+
+        Ranks that join open a Buffer over this group, with the arguments that this one was opened with, and wait until
+        the others call grow(), which make rounds meanwhile.  All `num_experts` are shared anew; the caller moves
+        weights to where `local_experts` says.  Outputs, handles, graphs and memory are as in shrink().  A rank that is
+        not to go on closes its Buffer.
+
+        Args:
+            group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.  It needs a store, but no
+                backend: torch.distributed.ProcessGroup(store, rank, ranks) is enough, of a store that outlives the
+                ranks.
+
+        Raises:
+            As opening a Buffer does: this one then stays as it was, and goes on with rounds, or with shrink() if it has
+                lost a rank.  PeerLost: also if a rank of this Buffer is lost before it comes; its `peer` is then -1.
+            BadInput: also for a call during a capture.
+            Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
+        """
+        self._take(self._membership.grow(group))
+
+    def compile_for(self, ranks: int, *, keep_ids: bool = False, domain_ranks: int | None = None) -> int:
+        """Compile the kernels of the rounds so far for another number of ranks, so that shrink() or grow() need not.
+
+        Kernels are compiled for a number of ranks, and each takes seconds.  They go to a cache on disk, so one rank of
+        a host, of which all ranks use one cache, makes this call; peers learn nothing of it.  It may be repeated after
+        rounds of other kinds.  In a thread of its own it may run beside rounds.
+
+        Args:
+            ranks: as many as shrink() may leave, or as grow() makes.
+            keep_ids: as for shrink().
+            domain_ranks: with several domains: the ranks of one.  None: all.
+
+        Returns:
+            The number of kernels: 0 on CPU ranks.
+
+        Raises:
+            BadInput: no such number of ranks.  Closed: the Buffer is closed.
+            Unsupported: the kernels of these ranks can't be compiled.
+        """
+        return self._membership.compile_for(ranks, keep_ids, domain_ranks)
+
+    def joining(self, group: Any) -> list[int]:
+        """Return the ranks of a group that have come to open a Buffer, and wait for the others to call grow().
+
+        Not collective: any rank may look, between two rounds.  A rank that has come is watched in grow(), so that its
+        end is an error at once; one that has not is awaited for `timeout_s`.
+
+        Args:
+            group: as for grow().
+
+        Raises:
+            Closed: the Buffer is closed.  BadInput: no such group.  Timeout, PeerLost: its store does not answer.
+        """
+        return self._membership.joining(group)
+
+    def mask(self, ranks: Iterable[int] | None = None, *, replicas: Mapping[int, int] | None = None) -> tuple[int, ...]:
+        """Go on without some ranks, in the same windows.  Collective among the ranks that stay.
+
+        Nobody waits for a masked rank.  Ids of its experts mean their replicas or, without one, count as -1: their part
+        of the sums is missing.  Numbers of ranks and experts, shapes and addresses stay as they are.  Handles of
+        earlier dispatches can't be used any more, and a dispatch_begin() without its end is forgotten.
+
+        The masked rank raises Excluded at its next call.  If it and its whole domain are masked over a network, nobody
+        can tell it: its next round raises Timeout.  A rank that is masked while it is in a round may write to the
+        windows until it notices; shrink(), which opens others, has no such risk.
+
+        Args:
+            ranks: to mask, beside those that are masked already.  None: after PeerLost or Timeout, agree on who is lost
+                as in shrink(), and mask these.  Empty: set `replicas` on this rank, and do nothing else.
+            replicas: another expert for an expert id, used while the rank of the first is masked.  A replica whose rank
+                is masked, too, is replaced by its own.  None: those given before.
+
+        Returns:
+            The ranks that are masked now.
+
+        Raises:
+            Excluded: the others go on without this rank.
+            BadInput: a call during a capture; ranks or replicas that can't be used.
+            Mismatch: another rank calls shrink(); nothing has changed.
+            MemoryReleased: restore() comes first; after a loss only shrink() goes on.
+            Timeout, PeerLost: there is nothing over which the ranks could agree.
+            Closed, ConcurrentCall: as everywhere.
+        """
+        return self._masks.mask(ranks, replicas)
+
+    def unmask(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Take masked ranks in again.  Collective among the ranks that take part and these, which call it, too.
+
+        The experts of these ranks are there again; their weights are the caller's business.  Handles are as in mask().
+
+        Args:
+            ranks: to take in; alike on all ranks.
+
+        Returns:
+            The ranks that are masked now.
+
+        Raises:
+            PeerLost, Timeout: one of the ranks did not come, and stays masked; the Buffer can be used.  On a masked
+                rank: no other one called unmask().
+            Excluded, BadInput, Mismatch, MemoryReleased, Closed, ConcurrentCall: see mask().
+        """
+        return self._masks.unmask(ranks)
+
+    @property
+    def masked(self) -> tuple[int, ...]:
+        """The ranks that take no part in rounds."""
+        return self._masks.masked
+
+    def release_memory(self) -> None:
+        """Give the memory of outputs back until restore(), and keep its addresses: captured graphs stay valid.
+
+        Collective.  Nothing happens if the memory is released already.  Until restore(), rounds raise MemoryReleased,
+        and no captured graph may be replayed.  Outputs of graphs lose their contents.
+
+        Raises:
+            BadInput: another output is still referenced, here or on the rank that it names.
+            Unsupported: this kind of window (NCCL's or NVSHMEM's) can't give memory back.
+            Timeout, PeerLost, Aborted, Mismatch: not all ranks came; the first three end the Buffer: see RoundFailed.
+        """
+        self._memory.release()
+
+    def restore(self) -> None:
+        """Take the memory that release_memory() has given back, zeroed, at the same addresses.  Collective.
+
+        Raises:
+            Unsupported: the memory is not free on some rank; the Buffer stays released, and restore() can be repeated.
+            Timeout, PeerLost, Aborted, Mismatch: see release_memory().
+        """
+        self._memory.restore()
+
+    @property
+    def released(self) -> bool:
+        """Return whether release_memory() has given the memory of outputs back."""
+        return self._memory.released
+
+    @overload
+    def stats(self, *, gather: Literal[False] = False, reset: bool = False) -> Stats: ...
+    @overload
+    def stats(self, *, gather: Literal[True], reset: bool = False) -> JobStats: ...
+    def stats(self, *, gather: bool = False, reset: bool = False) -> Stats | JobStats:
+        """Return the counters of this rank: rounds, rows, bytes, rows of each expert, and waits for each peer.
+
+        Rounds count always, on the device, also when a captured graph replays.  This call waits for the rounds so far,
+        on this rank.  After a failed round it still works.
+
+        Args:
+            gather: True: those of all ranks.  Collective then, over the sockets of the group, not in rounds.
+            reset: True: count from 0 again, after reading.
+
+        Raises:
+            Closed, ConcurrentCall: as everywhere.
+            BadInput: a call during a capture.
+            Timeout: the device does not answer.
+            Timeout, PeerLost, Aborted: of `gather`: not all ranks came.
+        """
+        return self._counters.read(gather, reset)
+
+    def reset_stats(self) -> None:
+        """Count from 0 again on this rank, after the rounds so far.
+
+        Raises:
+            As stats().
+        """
+        self._counters.reset()
+
+    def flight_record(self) -> dict[str, Any]:
+        """Return the last 256 calls of this rank and the failures that it knows of.
+
+        Waits for nothing, and works from any thread, during a call of another one, and after close().  The format is
+        that of torch's flight recorder, with more names: see "Observing" in the documentation.
+        """
+        return self._recorder.record()
+
+    def dump_flight_record(self, path: str | os.PathLike[str]) -> None:
+        """Write flight_record() to a file as JSON, mode 0600.  `moecomm explain` compares those of all ranks.
+
+        Args:
+            path: of the file, which is replaced if it is there.  Its folder is made if it is missing.
+
+        Raises:
+            BadInput: no path, or a file that can't be written.
+        """
+        self._recorder.dump(path)
+
     def check(self) -> None:
         """Wait for every round so far, and raise the error of the first that went wrong, if any."""
         self.rounds.check()
@@ -413,6 +661,5 @@ class Buffer(elastic.ElasticRanks, suspension.ReleasableMemory, flight.Recorded,
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            flight.left(self.rounds, error)
-            self.rounds.leave_error(error)
+            self._recorder.left(error)
         self.close()

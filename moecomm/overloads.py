@@ -13,10 +13,10 @@ import torch
 from typing_extensions import Unpack
 
 from moecomm.base.choices import ByExpert, Layout, Quantize
-from moecomm.base.compiling import not_traced
 from moecomm.combine.options import OptionsDict as CombineOptions
 from moecomm.dispatch.options import OptionsDict
 from moecomm.fused.options import OptionsDict as MoeOptions
+from moecomm.rounds.state import not_traced
 from moecomm.routed import Handle, Routed
 
 T = torch.Tensor

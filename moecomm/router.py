@@ -8,12 +8,12 @@ import torch
 
 from moecomm.base.choices import GateKind
 from moecomm.base.experts import experts_of
-from moecomm.base.integers import check_integer
 from moecomm.base.validation import (
     MOST_SIZE,
     check_dense,
     check_drawn,
     check_flag,
+    check_integer,
     check_name,
     check_real,
     check_same_device,

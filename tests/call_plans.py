@@ -119,7 +119,7 @@ class Rank:
         self._step = self._number = 0
         sizes = {"hidden": HIDDEN, "topk": TOPK, "max_tokens": MOST, "backend": "host", **plan.sizes}
         self.buffer = moecomm.Buffer(self._group("first", self.members), **sizes, timeout_s=20)
-        self.buffer._members = self.buffer._members._replace(timeout_s=TIMEOUT_S)
+        self.buffer.rounds.members = self.buffer.rounds.members._replace(timeout_s=TIMEOUT_S)
         self.buffer.rounds.session.context.timeout_ns = int(TIMEOUT_S * 1e9)
 
     def run(self) -> str:

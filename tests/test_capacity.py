@@ -18,7 +18,7 @@ from moecomm.compat.deep_ep.pool import _MORE_TOKENS
 from moecomm.compat.deep_ep.room import batched_room, room_for
 from moecomm.dispatch import finish, run
 from moecomm.errors import TooManyRows
-from moecomm.fused.publish import row_pitch
+from moecomm.fused.kernels import row_pitch
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.memory import WindowMemory
 from moecomm.routed import ChunkedHandle

@@ -66,6 +66,8 @@ def open_session(
         NoRoom: out of device memory on some rank.
         Unsupported: none works; names what each lacks.
     """
+    if name not in _ON_GPUS:
+        return load(name).open(ranks, shape, device, timeout_s), why
     return _open(name, why, ranks, lambda backend: backend.open(ranks, shape, device, timeout_s))
 
 

@@ -7,7 +7,6 @@ import threading
 import torch
 
 from moecomm import _native
-from moecomm.backends import windows
 from moecomm.backends.gpu_peers import GpuPeers
 from moecomm.gpu import cuda_driver
 
@@ -19,31 +18,35 @@ def nbytes(layout: _native.WindowLayout) -> int:
     return layout.staging - layout.counters
 
 
-class Counters:
-    """The part of a session on GPUs that reads the counters; see moecomm.ranks.session.Session."""
+class GpuCounters:
+    """Reads the counters of a session; see moecomm.ranks.session.Session.
 
-    device: torch.device
-    context: _native.Context
-    reading = threading.RLock()  # of the place in the control memory; close() takes it, too, and a signal handler may
-    _window: windows.Window | None
-    _peers: GpuPeers
-    _closed: bool
-    _counters_at: int  # offset of room for them in the control memory
+    Args:
+        peers: memory of the ranks.
+        address: of this rank's window.
+        layout: of the window.
+        control_offset: of room for the counters in the control memory.
+    """
 
-    def capturing(self) -> bool:
-        raise NotImplementedError
+    def __init__(self, peers: GpuPeers, address: int, layout: _native.WindowLayout, control_offset: int) -> None:
+        self._peers, self._address, self._nbytes = peers, address + layout.counters, nbytes(layout)
+        self._control_offset = control_offset
+        self._reading = threading.RLock()  # of that room; close() takes it, too, and a signal handler may
+        self._closed = False
 
-    def counters(self) -> torch.Tensor:
-        """See Session."""
-        assert self._window is not None
-        layout = self.context.window
-        return cuda_driver.int64_at(self._window.address + layout.counters, nbytes(layout) // 8, self.device)
+    def tensor(self) -> torch.Tensor:
+        """See Session.counters."""
+        return cuda_driver.int64_at(self._address, self._nbytes // 8, self._peers.device)
 
-    def read_counters(self) -> bytes | None:
-        """See Session.  A capture of this thread must not see the copy."""
-        with self.reading:
-            if self._closed or self._window is None or self.capturing():
+    def read(self) -> bytes | None:
+        """See Session.read_counters.  The caller looks whether this thread captures, because that must see no copy."""
+        with self._reading:
+            if self._closed:
                 return None
-            layout = self.context.window
-            address = self._window.address + layout.counters
-            return self._peers.peek(self._counters_at, address, nbytes(layout), _PEEK_S)
+            return self._peers.peek(self._control_offset, self._address, self._nbytes, _PEEK_S)
+
+    def close(self) -> bool:
+        """Wait for a read() of another thread, and let none begin.  Return False if that has been done before."""
+        with self._reading:
+            closed, self._closed = self._closed, True
+            return not closed

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from moecomm import _native
-from moecomm.backends import quiesce, windows
+from moecomm.backends import between_rounds, windows
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.backends.lsa_kernels import is_multi_domain
 from moecomm.gpu import cuda_driver
@@ -16,58 +16,70 @@ from moecomm.rounds import failures
 _WORDS = CONTROL + 128  # offset in the control memory, behind what peeks and leaving use at the same time
 
 
-class Masks:
-    """The part of a session on GPUs that masks ranks; see moecomm.ranks.session.Maskable.
+class GpuMasks:
+    """Masks ranks of a session; see moecomm.ranks.session.Maskable.
 
     Nothing runs in the windows: calls follow a failed round, whose kernels have ended or end, or a synchronized one.
+
+    Args:
+        peers: memory of the ranks.
+        context: of this rank.
+        window: its window.
+
+    Attributes:
+        masked: ranks that take no part.
     """
 
-    device: torch.device
-    context: _native.Context
-    _window: windows.Window | None
-    _peers: GpuPeers
-    _masked: Collection[int] = ()
+    masked: Collection[int] = ()
+
+    def __init__(self, peers: GpuPeers, context: _native.Context, window: windows.Window) -> None:
+        self._peers, self._device, self._context = peers, peers.device, context
+        self._window: windows.Window | None = window
+
+    def close(self) -> None:
+        """Let go of the window."""
+        self._window = None
 
     def last_round(self) -> int:
         """Return the number of the last round that has begun, once it has ended."""
-        torch.cuda.synchronize(self.device)  # a graph may have been replayed on any stream
-        return int.from_bytes(self._read(self.context.window.state), "little")
+        torch.cuda.synchronize(self._device)  # a graph may have been replayed on any stream
+        return int.from_bytes(self._read(self._context.window.state), "little")
 
     def begun(self, rank: int) -> str:
         """See Maskable."""
         last_round = self.last_round()
-        offset = _native.leave_offset(self.context.window, self.context.shape.ranks, last_round, rank)
+        offset = _native.leave_offset(self._context.window, self._context.shape.ranks, last_round, rank)
         return failures.begun_op(self._read(offset, 8), last_round)
 
     def excluded(self) -> bool:
         """See Maskable."""
-        return self._read(self.context.window.abort) == _native.excluded_word(self.context.rank)
+        return self._read(self._context.window.abort) == _native.excluded_word(self._context.rank)
 
     def exclude(self, rank: int) -> None:
         """See Maskable."""
         if peer := self._own_window().peers[rank]:  # 0: another domain, where its neighbors write the word
-            self._write(peer + self.context.window.abort, _native.excluded_word(rank))
+            self._write(peer + self._context.window.abort, _native.excluded_word(rank))
 
     def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
         """See Maskable."""
-        own, layout, peers = self._own_window().address, self.context.window, self._peers
-        for rank in range(self.context.shape.ranks):
+        own, layout, peers = self._own_window().address, self._context.window, self._peers
+        for rank in range(self._context.shape.ranks):
             peers.ignore(rank, rank in masked)
-        self._masked = masked
+        self.masked = masked
         self._write(own + layout.state, _native.resumed_state(last_round, sorted(masked)))
-        if is_multi_domain(self.context.shape) and not peers.reach.puts:
+        if is_multi_domain(self._context.shape) and not peers.reach.puts:
             peers.copies.zero(own + layout.signals, layout.counters - layout.signals)
-            self._write(own + layout.signals, _native.resumed_signals(self.context.shape, last_round))
+            self._write(own + layout.signals, _native.resumed_signals(self._context.shape, last_round))
         self._write(own + layout.abort, bytes(4))
-        _native.forget_failure(self.context)
+        _native.forget_failure(self._context)
         dead = peers.dead_peers().keys() - set(masked)
         for rank in dead:  # whose word has been cleared
             peers.abort(failures.Failure.peer_lost, rank)
         if dead or not peers.reach.puts:
             return dead
-        with torch.cuda.device(self.device):
-            how = self.context, masked, agreement, last_round, peers.control, _WORDS
-            missing = quiesce.wait(peers.reach.shim, *how)
+        with torch.cuda.device(self._device):
+            how = self._context, masked, agreement, last_round, peers.control, _WORDS
+            missing = between_rounds.quiesce(peers.reach.shim, *how)
         if not missing:
             return set()
         # A loss ends the waits for all ranks: name only those that are lost.
@@ -76,16 +88,16 @@ class Masks:
     def _read(self, offset: int, nbytes: int = 4) -> bytes:
         """Return a word, or more, of this rank's window."""
         peers = self._peers
-        with torch.cuda.device(self.device):
-            cuda_driver.bind_thread(self.device.index)
+        with torch.cuda.device(self._device):
+            cuda_driver.bind_thread(self._device.index)
             peers.copies.to_host(peers.control.address + _WORDS, self._own_window().address + offset, nbytes)
             peers.copies.wait()
         return peers.control.read(_WORDS, nbytes)
 
     def _write(self, address: int, data: bytes) -> None:
         peers = self._peers
-        with torch.cuda.device(self.device):
-            cuda_driver.bind_thread(self.device.index)
+        with torch.cuda.device(self._device):
+            cuda_driver.bind_thread(self._device.index)
             peers.control.write(_WORDS, data)
             peers.copies.to_device(address, peers.control.address + _WORDS, len(data))
             peers.copies.wait()

@@ -20,7 +20,7 @@ from moecomm.backends.presence import leave_exit_error
 from moecomm.base import packets
 from moecomm.base.protocol import MAX_CHUNK, MAX_RANKS
 from moecomm.errors import BadInput
-from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.collective import all_or_none, open_windows
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.session import Schedule
 from moecomm.rounds import failures
@@ -56,6 +56,7 @@ class HostSession:
     device = torch.device("cpu")
     reduced_rows_in_heap = False
     exclusive_gpu = False
+    synchronous = peers_read_weights = True
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
         with ExitStack() as undo:
@@ -69,16 +70,17 @@ class HostSession:
         context = _native.Context()
         context.set_shape(shape)
         context.rank = ranks.rank
-        size = shape.domain_ranks or ranks.ranks
-        near = [rank // size == ranks.rank // size for rank in range(ranks.ranks)]
-        addresses = [address if here else 0 for address, here in zip(peers.addresses, near, strict=True)]
+        addresses, size = peers.addresses, shape.domain_ranks or ranks.ranks
+        if size < ranks.ranks:
+            near = [rank // size == ranks.rank // size for rank in range(ranks.ranks)]
+            addresses = [address if here else 0 for address, here in zip(addresses, near, strict=True)]
         if ranks.ranks <= MAX_RANKS:
             context.peers = addresses
         else:
             self._addresses = array("Q", addresses)
             context.all_peers = self._addresses.buffer_info()[0]
         self._link: _native.Link | None = None
-        if not all(near):
+        if size < ranks.ranks:
             far = [0 if here else address for address, here in zip(peers.addresses, near, strict=True)]
             self._link = _native.Link(shape, far)
             undo.callback(self._link.close)
@@ -119,6 +121,10 @@ class HostSession:
         """Run a combine whose rows are checked.  All ranks do."""
         self._runner.combine_checked(args, checks)
 
+    def row_tables(self, ranks: Rendezvous, timeout_s: float) -> RowTables:
+        """See Session."""
+        return RowTables(self, ranks, timeout_s)
+
     def count_rejected(self) -> None:
         if self._window is not None:
             _native.count_rejected(self.context)
@@ -132,6 +138,9 @@ class HostSession:
         """See Session."""
         window = self._window  # keeps the memory mapped, whatever another thread does
         return None if window is None else ctypes.string_at(self._counters, self._counter_bytes)
+
+    def relax_captures(self) -> None:
+        """Do nothing: there are no captures."""
 
     def with_device(self, enqueue: Callable[..., None], *args: object) -> None:
         """Call `enqueue`."""
@@ -227,6 +236,27 @@ class HostSession:
         self._peers.close()
         self._window = None
         self._runner.closed = True
+
+
+class RowTables:
+    """Hashes of the rows that combines move, of all ranks, in memory outside of the windows.  Opening is collective.
+
+    Attributes:
+        checks: what combines compare rows with.
+
+    Raises:
+        Unsupported: there is no such memory on some rank, or it can't be passed on.
+        Timeout, PeerLost, Aborted: the opening has failed on all ranks.
+    """
+
+    def __init__(self, session: HostSession, ranks: Rendezvous, timeout_s: float) -> None:
+        self._session, shape = session, session.context.shape
+        _, self._mapped = open_windows(ranks, _native.RowChecks.table_bytes(shape), timeout_s)
+        self.checks = _native.RowChecks(shape, ranks.rank, [table.address for table in self._mapped])
+
+    def combine(self, args: _native.CombineArgs) -> None:
+        """See moecomm.base.sampling.RowTables."""
+        self._session.combine_checked(args, self.checks)
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001

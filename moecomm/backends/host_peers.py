@@ -8,7 +8,7 @@ import torch
 
 from moecomm import _native
 from moecomm.backends.presence import Presence
-from moecomm.ranks.collective import MappedWindow, all_or_none, map_windows
+from moecomm.ranks.collective import MappedWindow, open_windows
 from moecomm.ranks.group import Rendezvous
 
 _ABORT = 64  # offset of the abort word in the control memory, behind the FailureRecord
@@ -28,10 +28,7 @@ class HostPeers:
     def __init__(self, ranks: Rendezvous, nbytes: int, timeout_s: float) -> None:
         self.rank, self.in_process = ranks.rank, ranks.in_process
         with ExitStack() as undo:
-            with all_or_none(ranks):
-                window = _native.HostWindow(nbytes)
-                undo.callback(window.close)
-            mapped = map_windows(ranks, window, timeout_s)
+            window, mapped = open_windows(ranks, nbytes, timeout_s)
             for peer in mapped:
                 undo.callback(peer.close)
             self._control = _native.host_alloc(2 * _ABORT)

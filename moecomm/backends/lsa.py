@@ -9,20 +9,23 @@ import contextlib
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import emulated_nic, gpu_counters, gpu_masks, gpu_peers, leave, quiesce, windows
+from moecomm.backends import between_rounds, emulated_nic, gpu_counters, gpu_peers, windows
+from moecomm.backends.gpu_counters import GpuCounters
+from moecomm.backends.gpu_masks import GpuMasks
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
 from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain, scaleout_blocks
 from moecomm.backends.presence import leave_exit_error
 from moecomm.backends.reach import Reach
 from moecomm.base import packets
 from moecomm.base.protocol import MAX_BLOCKS, MAX_CHUNK
+from moecomm.base.sampling import RowTables
 from moecomm.gpu import cuda_driver, expert_table, plain_kernel
 from moecomm.ranks.collective import all_or_none
 from moecomm.ranks.group import Rendezvous
@@ -115,8 +118,10 @@ def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_DIRECT_BYTES)
 
 
-class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
+class LsaSession:
     """A Session of GPUs; see moecomm.ranks.session.Session."""
+
+    synchronous = peers_read_weights = False
 
     def __init__(
         self,
@@ -127,13 +132,13 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         reach: type[Reach] = Reach,
     ) -> None:
         self.device = device
-        self._closed = self._captured = False
+        self._captured = False
         self._cuda_context = _native.cuda_context()
         self._last: torch.cuda.Stream | None = None  # of the last round
         self._queue = _native.LaunchQueue(device.index, self._cuda_context)  # has its cudaStream_t
         layout = _native.window_layout(shape)
-        self._counters_at = _TAGGED_WORDS + layout.num_tagged_words * 8
-        room = self._counters_at + gpu_counters.nbytes(layout) - CONTROL
+        counters = _TAGGED_WORDS + layout.num_tagged_words * 8
+        room = counters + gpu_counters.nbytes(layout) - CONTROL
         mapped = {"domain_ranks": shape.domain_ranks, "control_bytes": room}
         self._peers = peers = GpuPeers(ranks, device, timeout_s, reach, **mapped)
         self.reach, self._control, self._copies = peers.reach, peers.control, peers.copies
@@ -152,6 +157,8 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
             self.name = peers.name + (f", {self._nic}" if self._nic else "")
             self.nbytes = self._window.nbytes
             self.context = self._make_context(ranks.rank, shape, self._window.peers)
+            self._counters = GpuCounters(peers, self._window.address, self.context.window, counters)
+            self._masks = GpuMasks(peers, self.context, self._window)
             self.arena = _native.Arena(layout.heap, shape.heap_bytes)
         except BaseException:
             peers.close()
@@ -166,8 +173,8 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
 
     def _prepare(self) -> None:
         """Load the kernels that a mask needs at once, and those that put between rounds."""
-        between = (leave.putter(self.reach.shim), quiesce.kernel(self.reach.shim)) if self.reach.puts else ()
-        for kernel in (expert_table.kernel(), *between):
+        between = (between_rounds.leave_kernel, between_rounds.quiesce_kernel) if self.reach.puts else ()
+        for kernel in (expert_table.kernel(), *(of(self.reach.shim) for of in between)):
             plain_kernel.load(kernel, self.device.index)
 
     def _make_context(self, rank: int, shape: _native.Shape, peers: list[int]) -> _native.Context:
@@ -231,6 +238,35 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         """Return the ranks whose process has ended, or that can't be reached any more."""
         return self._peers.dead_peers()
 
+    def last_round(self) -> int:
+        return self._masks.last_round()
+
+    def begun(self, rank: int) -> str:
+        return self._masks.begun(rank)
+
+    def excluded(self) -> bool:
+        return self._masks.excluded()
+
+    def exclude(self, rank: int) -> None:
+        self._masks.exclude(rank)
+
+    def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
+        return self._masks.resume(last_round, masked, agreement)
+
+    def counters(self) -> torch.Tensor:
+        return self._counters.tensor()
+
+    def read_counters(self) -> bytes | None:
+        """See Session.  A capture of this thread must not see the copy."""
+        return None if self._window is None or self.capturing() else self._counters.read()
+
+    def relax_captures(self) -> None:
+        cuda_driver.relax_captures()
+
+    def row_tables(self, ranks: Rendezvous, timeout_s: float) -> RowTables | None:
+        """Return None: a combine sends hashes back by the handle."""
+        return None
+
     def require_releasable(self) -> None:
         windows.releasable(self._window)
 
@@ -258,10 +294,8 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
 
         This rank's window goes with its last tensor.
         """
-        with self.reading:  # read_counters() of another thread has ended, and none begins
-            if self._closed:
-                return
-            self._closed = True
+        if not self._counters.close():
+            return
         if (presence := self._peers.presence) is not None:
             leave_exit_error(presence.pages)
         try:
@@ -272,6 +306,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
             self.reach.watch(0)
             raise
         self._window = None
+        self._masks.close()
         self._peers.close()
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
@@ -349,7 +384,7 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         copies.to_host(at + _ROUND, window.address + layout.state, 4)
         copies.wait()
         last_round = int.from_bytes(self._control.read(_ROUND, 4), "little")
-        tagged_words = leave.tagged_words(last_round, layout.num_tagged_words)
+        tagged_words = between_rounds.tagged_words(last_round, layout.num_tagged_words)
         self._control.write(_TAGGED_WORDS, tagged_words)
         self._control.write(_SIGNAL, _native.leave_signal(last_round))
         offset = _native.leave_offset(layout, len(window.peers), last_round, rank)
@@ -358,12 +393,12 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
                 continue
             copies.to_device(peer + offset, at + _TAGGED_WORDS, len(tagged_words))
             if self.context.peers[other] == 0:
-                copies.to_device(peer + leave.signal_offset(layout, rank), at + _SIGNAL, leave.WORD)
+                copies.to_device(peer + between_rounds.signal_offset(layout, rank), at + _SIGNAL, between_rounds.WORD)
         if self.reach.puts:
             copies.to_device(window.address + offset, at + _TAGGED_WORDS, len(tagged_words))
         copies.wait()
         if self.reach.puts:
-            leave.put(self.reach.shim, self.context, self._masked, offset, len(tagged_words))
+            between_rounds.put_leave(self.reach.shim, self.context, self._masks.masked, offset, len(tagged_words))
         if self._peers.presence is None:
             self._linger(last_round)
 
@@ -372,12 +407,12 @@ class LsaSession(gpu_counters.Counters, gpu_masks.Masks):
         window, at = self._window, self._control.address + _TAGGED_WORDS
         assert window is not None
         deadline = time.monotonic() + self.reach.linger_s
-        waiting = [rank for rank in range(len(window.peers)) if rank not in {self.context.rank, *self._masked}]
+        waiting = [rank for rank in range(len(window.peers)) if rank not in {self.context.rank, *self._masks.masked}]
         while waiting and time.monotonic() < deadline:
             offset = _native.leave_offset(self.context.window, len(window.peers), last_round, waiting[-1])
-            self._copies.to_host(at, window.address + offset, leave.WORD)
+            self._copies.to_host(at, window.address + offset, between_rounds.WORD)
             self._copies.wait()
-            if leave.is_last(self._control.read(_TAGGED_WORDS, leave.WORD), last_round):
+            if between_rounds.is_last(self._control.read(_TAGGED_WORDS, between_rounds.WORD), last_round):
                 waiting.pop()
             else:
                 time.sleep(_NAP_S)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from moecomm import _native
 from moecomm.base.processes import exit_error, pid_namespace, pidfd
 from moecomm.errors import Unsupported
-from moecomm.ranks.collective import MappedWindow, all_or_none, map_windows, share_descriptor
+from moecomm.ranks.collective import MappedWindow, open_windows, share_descriptor
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.pages import LEFT, PAGE_BYTES, Pages
 from moecomm.rounds.flight import shown
@@ -32,10 +32,7 @@ class Presence:
 
     def __init__(self, ranks: Rendezvous, abort_address: int, timeout_s: float) -> None:
         with ExitStack() as undo:
-            with all_or_none(ranks):
-                self._page = _native.HostWindow(PAGE_BYTES)
-                undo.callback(self._page.close)
-            self._mapped = map_windows(ranks, self._page, timeout_s)
+            self._page, self._mapped = open_windows(ranks, PAGE_BYTES, timeout_s)
             undo.callback(_close_all, self._mapped)
             pids, passed = _processes(ranks, timeout_s)
             addresses = [page.address for page in self._mapped]

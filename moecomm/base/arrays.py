@@ -193,3 +193,17 @@ def as_output_tensor(
     if len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:
         raise BadInput(argument, f"strides {tensor.stride()}", "rows that share no memory")
     return tensor
+
+
+def shown_tensors(name: str, values: dict[str, Any]) -> str:
+    """Return the repr() of a tuple of tensors and plain values, with shape, dtype and device of the tensors.
+
+    Never reads a number of a tensor: that would wait for a GPU.
+    """
+    return f"<{name} {', '.join(f'{key}={_shown(value)}' for key, value in values.items() if value is not None)}>"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype} {value.device}"
+    return repr(value)

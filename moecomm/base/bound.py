@@ -1,8 +1,14 @@
-"""Objects that belong to this process: they refer to memory that it shares with other ranks, or to a process group."""
+"""Objects that belong to this process: they refer to memory that it shares with other ranks, or to a process group.
+
+They are neither copied nor pickled.  A forked child has no part in the rounds of its parent's Buffers: they are closed
+there without a word to peers, as Windows are.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, NoReturn
+import os
+import weakref
+from typing import Any, ClassVar, NoReturn, Protocol
 
 from moecomm.errors import Unsupported
 
@@ -21,3 +27,37 @@ class Bound:
         """Refuse the copy module and pickle, and with it torch.save.  Raises Unsupported."""
         name = type(self).__name__
         raise Unsupported(f"a copy or pickle of a {name}, which belongs to this process: save {self._instead}")
+
+
+class _Opened(Protocol):
+    def disown(self) -> None: ...
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_opened: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def closer(owner: _Opened, session: _Closable) -> weakref.finalize[..., Any]:
+    """A finalizer that closes the session: when it is called, when `owner` is gone, or when its process ends.
+
+    After a fork the child calls `owner.disown()`.
+    """
+    _opened.add(owner)
+    return weakref.finalize(owner, _close_where_opened, os.getpid(), session)
+
+
+def _close_where_opened(process: int, session: _Closable) -> None:
+    """Close, but not in the child of a fork that Python has not seen: peers would take its parent for gone."""
+    if os.getpid() == process:
+        session.close()
+
+
+def _disown_all() -> None:
+    for owner in list(_opened):
+        owner.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

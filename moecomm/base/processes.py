@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import select
 import sys
 import threading
@@ -40,8 +41,8 @@ def _boot_and_namespace(kind: str) -> list[str]:
 def memory_bytes() -> int:
     """Return the memory and swap of this machine."""
     with open("/proc/meminfo") as file:
-        found = dict(line.split(":") for line in file)
-    return sum(int(found[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
+        sizes = re.findall(r"^(?:Mem|Swap)Total: *(\d+) kB$", file.read(), re.MULTILINE)
+    return sum(map(int, sizes)) << 10
 
 
 def pidfd(pid: int) -> int | None:

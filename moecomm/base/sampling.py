@@ -22,9 +22,13 @@ def told_bytes(domain_ranks: int) -> int:
 
 
 class RowTables(Protocol):
-    """moecomm.backends.row_tables.RowTables."""
+    """Hashes of the rows that combines of CPU ranks move, of all ranks."""
 
     checks: _native.RowChecks
+
+    def combine(self, args: _native.CombineArgs) -> None:
+        """Run a combine whose rows are checked.  All ranks do."""
+        ...
 
 
 class Sampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from numbers import Real
@@ -11,11 +12,36 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm.base import tangents
-from moecomm.base.integers import check_integer, is_integer
 from moecomm.errors import BadInput, Unsupported
 
 MOST_SIZE = (1 << 31) - 1  # of a dimension
+_MOST = (1 << 63) - 1
 _MOST_SEED = 1 << 40  # seeds are multiplied with 10^6 at most, and torch's have 64 bits
+
+
+def is_integer(value: object) -> bool:
+    """Return whether it is an int or one of numpy's.  True, 1.0, arrays and tensors are not."""
+    if isinstance(value, int):  # alone in graphs of torch.compile, where the rest can't be asked
+        return not isinstance(value, bool)
+    if hasattr(value, "__dlpack__"):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def check_integer(argument: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise BadInput unless it is an integer of at most 63 bits, and in the range."""
+    if not (is_integer(value) and least <= value <= (_MOST if most is None else most)):  # type: ignore[operator]
+        raise BadInput(argument, repr(value), f"a whole number, {least} {'or more' if most is None else f'to {most}'}")
+
+
+def check_alignment(argument: str, value: object) -> None:
+    """Raise BadInput unless it is an integer that groups of rows can be aligned to."""
+    if not (is_integer(value) and 1 <= value < 1 << 20):  # type: ignore[operator]
+        raise BadInput(argument, repr(value), "a whole number, 1 to 2^20 - 1")
 
 
 def check_flag(argument: str, value: object) -> None:

@@ -12,11 +12,10 @@ waits for a GPU, and a graph can capture it all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
-from moecomm.backends.host import HostSession
 from moecomm.backends.lsa_kernels import reads_in_place
 from moecomm.base.sampling import RowTables, hash_words
 from moecomm.combine.plan import Combining
@@ -47,8 +46,6 @@ def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Che
     assert rounds.sampling is not None, "rounds are verified"
     if not rounds.sampling.due("combine", rounds.session.capturing()) or rounds.begun is not None:
         return None
-    if rounds.row_tables is None and rounds.on_cpu:
-        return None
     try:
         if rounds.row_tables is not None:
             return HostCheck(rounds, combining, rounds.row_tables)
@@ -62,14 +59,14 @@ class HostCheck:
     """The check of one combine of CPU ranks."""
 
     def __init__(self, rounds: Rounds, combining: Combining, tables: RowTables) -> None:
-        self._rounds, self._combining, self._checks = rounds, combining, tables.checks
+        self._rounds, self._combining, self._tables = rounds, combining, tables
         self._verdict = Verdict(rounds, "combine")
 
     def launch(self) -> None:
         """See Check."""
-        self._checks.take()  # of a combine that has failed before it could tell
+        self._tables.checks.take()  # of a combine that has failed before it could tell
         record = self._combining.plan.record(self._combining.args)
-        cast("HostSession", self._rounds.session).combine_checked(self._combining.args, self._checks)
+        self._tables.combine(self._combining.args)
         self._rounds.flight.end(record)
 
     def stages(self) -> tuple[Callable[[], None], ...]:
@@ -77,7 +74,7 @@ class HostCheck:
         return self._tell, self._verdict.run
 
     def _tell(self) -> None:
-        if not failed(self._rounds) and (row := self._checks.take()) is not None:
+        if not failed(self._rounds) and (row := self._tables.checks.take()) is not None:
             source, token_rank, token = row
             bits = corruption.row_bits(torch.tensor(source), torch.tensor(token_rank * self._rounds.max_tokens + token))
             self._verdict.say(torch.tensor(True), bits)

@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from moecomm import combine as combining
 from moecomm.base.bound import Bound
-from moecomm.base.integers import check_alignment, check_integer
-from moecomm.base.validation import MOST_SIZE, check_flags
+from moecomm.base.validation import MOST_SIZE, check_alignment, check_flags, check_integer
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of

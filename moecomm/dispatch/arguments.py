@@ -10,8 +10,8 @@ import torch
 
 from moecomm import _native
 from moecomm.base.arrays import as_tensor, check_rows, check_tensor
-from moecomm.base.integers import check_integer
 from moecomm.base.protocol import QUANT_GROUP
+from moecomm.base.validation import check_integer
 from moecomm.dispatch.options import Options, check_options
 from moecomm.errors import BadInput, Closed
 from moecomm.rounds.rounds import Rounds

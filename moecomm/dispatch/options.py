@@ -6,9 +6,8 @@ import enum
 from typing import NamedTuple, TypedDict, get_args
 
 from moecomm.base.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
-from moecomm.base.integers import check_alignment, is_integer
 from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS
-from moecomm.base.validation import check_flag, check_name
+from moecomm.base.validation import check_alignment, check_flag, check_name, is_integer
 from moecomm.errors import BadInput
 from moecomm.rounds.signature import DISPATCHES
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.base.integers import is_integer
 from moecomm.base.protocol import DESCRIPTOR_BYTES, LAYOUTS, SCALE_FORMATS, TYPES
+from moecomm.base.validation import is_integer
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype
 from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key

@@ -12,8 +12,7 @@ from functools import lru_cache
 import torch
 
 from moecomm import _native
-from moecomm.fused.kernels import FP8, LEAST_COUNTED, NAMES, THREADS, SharedKernel, gemm_config
-from moecomm.fused.publish import row_config
+from moecomm.fused.kernels import FP8, LEAST_COUNTED, NAMES, THREADS, SharedKernel, gemm_config, row_config
 from moecomm.fused.schedules import Schedule
 from moecomm.fused.structs import ExpertLayerArgs, GemmArgs, Grouping, LayerArgs
 

@@ -75,7 +75,7 @@ def _lacks(rounds: Rounds, local: int, hidden: int, intermediate: int, interleav
         return f"I = {intermediate} is no multiple of {16 if interleaved else 32}"
     if local > kernels.MOST_GROUPS:
         return f"a rank has {local} experts, more than {kernels.MOST_GROUPS}"
-    if not rounds.on_cpu and torch.cuda.get_device_capability(rounds.device.index) != (9, 0):
+    if rounds.device.type == "cuda" and torch.cuda.get_device_capability(rounds.device.index) != (9, 0):
         name = torch.cuda.get_device_name(rounds.device.index)
         return f"{name} is no GPU of compute capability 9.0 (Hopper)"
     return ""

@@ -11,7 +11,7 @@ import torch
 from moecomm import _native
 from moecomm.base.arrays import note_written
 from moecomm.base.choices import Activation, Quantize
-from moecomm.base.integers import check_integer
+from moecomm.base.validation import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8, Operand

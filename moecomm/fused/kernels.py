@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from moecomm import _native
+from moecomm.base.protocol import QUANT_GROUP
 from moecomm.fused.schedules import Schedule
 from moecomm.gpu.plain_kernel import PlainKernel
 
@@ -19,6 +20,10 @@ LEAST_COUNTED, PUBLISH_THREADS = _CONSTANTS["least_counted"], _CONSTANTS["publis
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # dtypes of unquantized products
 FP8 = torch.float8_e4m3fn
 NAMES = {**TYPES, FP8: "e4m3"}  # enumerators of Type in C++
+
+# Of the reduce step: shared memory of a block, slots of a warp, bytes of all rows in a slot, most warps of a block.
+_REDUCE_BYTES, _SLOTS, _SLOT, _WARPS = 220 * 1024, 3, 9216, 8
+_STEP_BYTES = 512  # bytes of a row that a warp reads at once: 16 a lane
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,35 @@ def multiprocessors(device: int) -> int:
 def gpu_name(device: int | None) -> str:
     """Return the name of a CUDA device, by which its tuning table is found; "cpu" for None."""
     return "cpu" if device is None else torch.cuda.get_device_name(device)
+
+
+def row_pitch(dtype: torch.dtype, hidden: int) -> int:
+    """Return RowConfig::pitch: the stride in bytes of published rows; with FP8 a row includes its scales."""
+    if dtype != FP8:
+        return dtype.itemsize * hidden
+    return -(-(hidden + 4 * -(-hidden // QUANT_GROUP)) // 128) * 128
+
+
+def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) -> str:
+    """Return a RowConfig (csrc/fused/layer.cuh) as C++ source."""
+    return f"RowConfig{{.type = Type::{NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}}}"
+
+
+@lru_cache(maxsize=64)
+def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
+    """Return the kernel of the publish step: it copies rows of dtype `given` to where peers read them, as `dtype`."""
+    entry = f"publish_rows<{row_config(dtype, hidden)}, Type::{NAMES[given]}>"
+    return PlainKernel("fused/publish", entry, "LayerArgs", PUBLISH_THREADS)
+
+
+@lru_cache(maxsize=64)
+def reduce_kernel(dtype: torch.dtype, hidden: int, topk: int) -> SharedKernel:
+    """Return the kernel of the reduce step, which adds up the `topk` rows that return to each token, of `dtype`."""
+    whole = -(-2 * hidden // _STEP_BYTES) * _STEP_BYTES
+    piece = min(whole, 4 * _STEP_BYTES, max(1, _SLOT // (topk + 1) // _STEP_BYTES) * _STEP_BYTES)
+    slot = _native.reduce_slot_bytes(topk, piece)
+    warps = min(_WARPS, _REDUCE_BYTES // (_SLOTS * slot))
+    config = f".type = Type::{TYPES[dtype]}, .hidden = {hidden}, .topk = {topk}"
+    config += f", .warps = {warps}, .slots = {_SLOTS}, .piece_bytes = {piece}"
+    entry = f"reduce_layer<ReduceConfig{{{config}}}>"
+    return SharedKernel("fused/reduce", entry, "LayerArgs", 32 * warps, shared=warps * _SLOTS * slot)

@@ -279,7 +279,7 @@ def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torc
 def _check_overflow(rounds: Rounds, options: Options, dropped: Any) -> torch.Tensor | None:
     """Check `overflow` and `dropped`, and return the latter as a tensor.  Raises BadInput."""
     check_overflow(options.overflow, options.max_rows)
-    if options.overflow == "chunks" and not rounds.on_cpu and rounds.session.capturing():
+    if options.overflow == "chunks" and rounds.session.capturing():
         raise BadInput("overflow", "'chunks' in the capture of a graph", "'drop' or 'error': a graph does not wait")
     return check_dropped(options.overflow, dropped, rounds.device)
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moecomm.base.arrays import check_memory, check_no_overlap, has_memory
-from moecomm.base.integers import check_alignment
-from moecomm.base.validation import check_dense, check_flag, check_name, check_same_device
+from moecomm.base.validation import check_alignment, check_dense, check_flag, check_name, check_same_device
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels

@@ -9,8 +9,7 @@ import torch
 from moecomm import tuning
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import compute, gemm, kernels, schedules
-from moecomm.fused.publish import publish_kernel, row_pitch
-from moecomm.fused.reduce import reduce_kernel
+from moecomm.fused.kernels import publish_kernel, reduce_kernel, row_pitch
 from moecomm.fused.schedules import Schedule
 from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.ranks.settings import Settings

@@ -30,8 +30,7 @@ from functools import lru_cache
 import torch
 
 from moecomm import tuning
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import check_flag, check_sizes
+from moecomm.base.validation import check_flag, check_integer, check_sizes
 from moecomm.errors import BadInput
 from moecomm.tuning.gemms import Rule, Shape, first_match
 

@@ -13,7 +13,7 @@ import torch
 
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, RoundFailed, Unsupported
-from moecomm.masking import is_masked
+from moecomm.membership.masking import is_masked
 
 
 class MaskedRanks(ABC):
@@ -78,7 +78,7 @@ class MaskedRanks(ABC):
             raise BadInput("mask", given, f"1 or 0 for each of {buffer.num_ranks} ranks, 1 for this one")
         if gone := [rank for rank, takes_part in enumerate(wanted) if not takes_part and rank not in buffer.masked]:
             buffer.mask(gone)
-        if back := [rank for rank, takes_part in enumerate(wanted) if takes_part and is_masked(buffer, rank)]:
+        if back := [rank for rank, takes_part in enumerate(wanted) if takes_part and is_masked(buffer.rounds, rank)]:
             buffer.unmask(back)
         self._known = self.active()
 
@@ -102,7 +102,7 @@ class MaskedRanks(ABC):
             As Buffer.unmask().
         """
         buffer = self._open()
-        if readmit and (back := [rank for rank in range(buffer.num_ranks) if is_masked(buffer, rank)]):
+        if readmit and (back := [rank for rank in range(buffer.num_ranks) if is_masked(buffer.rounds, rank)]):
             buffer.unmask(back)
         self._known = self.active()
 

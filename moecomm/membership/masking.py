@@ -8,21 +8,76 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from moecomm.base.experts import experts_of
-from moecomm.base.integers import is_integer
+from moecomm.base.validation import is_integer
 from moecomm.errors import BadInput, Excluded, MemoryReleased, MoecommError, PeerLost, RoundFailed, Timeout
 from moecomm.membership.membership import GRACE_S, Meeting
-from moecomm.membership.suspension import Members
 from moecomm.ranks import last_calls, messages
 from moecomm.ranks.board import Board, Part
 from moecomm.ranks.messages import Agreed, Coming, Decision, Disagreement, Lost
 from moecomm.rounds.expert_tables import LiveExperts
 from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.state import CollectiveCall
 
 log = logging.getLogger("moecomm")
+
+
+class Masks:
+    """Ranks of a Buffer that take no part in its rounds."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        if rounds.settings.on_timeout == "mask":
+            rounds.recover = partial(_recover, weakref.proxy(rounds))
+
+    @property
+    def masked(self) -> tuple[int, ...]:
+        """See Buffer.masked."""
+        return tuple(sorted(self._rounds.masked))
+
+    def mask(self, ranks: Iterable[int] | None, replicas: Mapping[int, int] | None) -> tuple[int, ...]:
+        """See Buffer.mask."""
+        rounds = self._rounds
+        named = None if ranks is None else _checked(rounds, ranks)
+        if named is not None and rounds.rank in named:
+            raise BadInput("ranks", f"this rank, {rounds.rank}", "others: the ranks that stay call mask()")
+        with CollectiveCall(rounds, 0):
+            if replicas is not None:
+                rounds.replicas = _checked_replicas(rounds, replicas)
+            if named is not None and not named:
+                _update_experts(rounds)
+            else:
+                Masking(rounds, "mask()", named or ()).hold()
+        return self.masked
+
+    def unmask(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """See Buffer.unmask."""
+        rounds = self._rounds
+        joining = _checked(rounds, ranks)
+        with CollectiveCall(rounds, 0):
+            agreement = Masking(rounds, "unmask()", joining=joining)
+            agreement.hold()
+            agreement.require_joined()
+        return self.masked
+
+
+def is_masked(rounds: Rounds, rank: int) -> bool:
+    """Return whether a rank takes no part.  Of this one, its window says so: reads memory of the device."""
+    return rank in rounds.masked if rank != rounds.rank else rounds.session.excluded()
+
+
+def require_repeats(error: RoundFailed, handle: object = None) -> None:
+    """Raise the error of a call, unless all ranks that are left make it again: Buffer(on_timeout="mask").
+
+    `handle`: of the call, which can't be used after a mask.
+    """
+    if not error.repeats or handle is not None:
+        raise error
 
 
 class Masking(Meeting):
@@ -30,7 +85,6 @@ class Masking(Meeting):
 
     Args:
         rounds: of the Buffer.
-        members: all of its ranks.
         call: that the ranks make.
         named: ranks to mask, whether they come or not.
         joining: ranks to take in again.
@@ -40,10 +94,8 @@ class Masking(Meeting):
         MemoryReleased: memory is released, which only all ranks can take again.
     """
 
-    def __init__(
-        self, rounds: Rounds, members: Members, call: str, named: Collection[int] = (), joining: Collection[int] = ()
-    ) -> None:
-        super().__init__(rounds, members, call)
+    def __init__(self, rounds: Rounds, call: str, named: Collection[int] = (), joining: Collection[int] = ()) -> None:
+        super().__init__(rounds, call)
         if rounds.released:
             raise MemoryReleased
         self._named, self._joining = set(named), sorted(joining)
@@ -84,7 +136,7 @@ class Masking(Meeting):
             if decision is None:
                 continue
             if set(self._joining) - set(decision.members):
-                self._where = last_calls.others(rounds, self._members)
+                self._where = last_calls.others(rounds)
             if rounds.rank not in decision.members:
                 raise self._excluded(decision.members)
             with self._board(rounds.attempts) as board:
@@ -149,7 +201,7 @@ class Masking(Meeting):
         rounds = self._rounds
         before = rounds.masked
         rounds.resumed(decision.round, frozenset(range(rounds.num_ranks)) - set(decision.members))
-        update_experts(rounds)
+        _update_experts(rounds)
         with self._newest_board() as board:
             board.write(str(rounds.rank), messages.pack(Agreed(rounds.attempts)))
         if rounds.masked != before:
@@ -171,19 +223,19 @@ class Masking(Meeting):
             yield Part(board, "newest/")
 
     def _no_answer(self) -> Timeout:
-        rank, where = self._rounds.rank, last_calls.others(self._rounds, self._members)
+        rank, where = self._rounds.rank, last_calls.others(self._rounds)
         text = f"no rank has called unmask() for rank {rank} within {self._timeout_s} s{where}"
         return Timeout(text, rank=rank, peer=-1, phase="agreement", op="unmask", round=0)
 
 
-def recover(rounds: Rounds, members: Members, error: RoundFailed) -> None:
+def _recover(rounds: Rounds, error: RoundFailed) -> None:
     """Mask the ranks that a failed round has lost: on_timeout="mask".  Takes note of that in the error.
 
     Raises:
         Excluded: the others go on without this rank.
     """
     try:
-        decision = Masking(rounds, members, "mask()").hold()
+        decision = Masking(rounds, "mask()").hold()
     except Excluded as excluded:
         raise excluded from error
     except MoecommError as other:  # the Buffer stays failed
@@ -194,7 +246,7 @@ def recover(rounds: Rounds, members: Members, error: RoundFailed) -> None:
     error.repeats = decision.repeats
 
 
-def checked_replicas(rounds: Rounds, replicas: Mapping[int, int]) -> dict[int, int]:
+def _checked_replicas(rounds: Rounds, replicas: Mapping[int, int]) -> dict[int, int]:
     """Return the replicas by the numbers that rounds know experts by.  Raises BadInput."""
     place = {number: number for number in range(rounds.num_experts)}
     if rounds.ids is not None:
@@ -211,7 +263,7 @@ def checked_replicas(rounds: Rounds, replicas: Mapping[int, int]) -> dict[int, i
     return {place[int(a)]: place[int(b)] for a, b in replicas.items() if int(a) in place and int(b) in place}
 
 
-def update_experts(rounds: Rounds) -> None:
+def _update_experts(rounds: Rounds) -> None:
     """Let ids of experts of masked ranks mean their replicas, or none, from the next round on."""
     masked = {expert for rank in rounds.masked for expert in experts_of(rank, rounds.num_experts, rounds.num_ranks)}
     if rounds.live is None:
@@ -230,3 +282,16 @@ def _meaning(expert: int, masked: Collection[int], replicas: Mapping[int, int]) 
         seen.add(expert)
         expert = replicas[expert]
     return expert
+
+
+def _checked(rounds: Rounds, ranks: Iterable[int]) -> set[int]:
+    want = f"ranks, 0 to {rounds.num_ranks - 1}"
+    if not isinstance(ranks, Iterable) or isinstance(ranks, (str, Mapping)):
+        raise BadInput("ranks", type(ranks).__name__, want)
+    try:
+        found = list(ranks)
+    except TypeError as error:  # a tensor without dimensions
+        raise BadInput("ranks", type(ranks).__name__, want) from error
+    if wrong := [rank for rank in found if not (is_integer(rank) and 0 <= rank < rounds.num_ranks)]:
+        raise BadInput("ranks", wrong[0], want)
+    return {int(rank) for rank in found}

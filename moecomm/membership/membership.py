@@ -11,17 +11,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from itertools import pairwise
+from functools import partial
 from typing import Any, NamedTuple
 
 from moecomm.base.experts import experts_of
 from moecomm.errors import BadInput, Closed, Excluded, Mismatch, MoecommError, PeerLost, Timeout
-from moecomm.membership.suspension import Members, refuse_capture
+from moecomm.membership.suspension import refuse_capture
 from moecomm.ranks import last_calls, messages
 from moecomm.ranks.board import Board, Part
-from moecomm.ranks.group import Group
+from moecomm.ranks.group import Group, Members
 from moecomm.ranks.messages import Coming, Decision, Disagreement
 from moecomm.ranks.opening import gather
+from moecomm.ranks.pages import Pages
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.rounds.expert_tables import ExpertIds
 from moecomm.rounds.rounds import Rounds
@@ -46,9 +47,9 @@ class Shrunk(NamedTuple):
     @classmethod
     def of(cls, ranks: Sequence[int], before: int) -> Shrunk:
         """Make it of the ranks of a group that a caller may have made, of `before` ranks.  Raises BadInput."""
-        if any(a >= b for a, b in pairwise(ranks)):
+        if list(ranks) != sorted(set(ranks)):
             raise BadInput("group", f"ranks {list(ranks)}, as they were numbered before", "these in ascending order")
-        return cls(tuple(ranks), tuple(rank for rank in range(before) if rank not in ranks))
+        return cls(tuple(ranks), tuple(sorted(set(range(before)).difference(ranks))))
 
 
 class Survivors:
@@ -56,17 +57,19 @@ class Survivors:
 
     Args:
         rank, ranks, in_process: see Group.
-        board: makes its board.
+        board: makes its board, for a prefix.
         timeout_s: how long a wait for a rank may take.
     """
 
-    def __init__(self, rank: int, ranks: int, in_process: bool, board: Callable[[], Board], timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, ranks: int, in_process: bool, board: Callable[[str], Board], timeout_s: float
+    ) -> None:
         self.rank, self.ranks, self.in_process = rank, ranks, in_process
         self._board, self._timeout_s = board, timeout_s
 
-    def board(self) -> Board:
+    def board(self, prefix: str = "") -> Board:
         """See Group."""
-        return self._board()
+        return self._board(prefix)
 
     def global_ranks(self) -> list[int]:
         """Return none: the default group may have lost its store."""
@@ -86,26 +89,32 @@ class Meeting:
 
     Args:
         rounds: of that Buffer, failed or not.
-        members: its ranks.
         call: that the ranks make, with its parentheses.
+
+    Attributes:
+        ranks: that have agreed to go on; none: not yet, or they are those of the caller's group.
 
     Raises:
         Closed: the Buffer is closed.
         BadInput: a graph is being captured.
     """
 
-    def __init__(self, rounds: Rounds, members: Members, call: str) -> None:
+    def __init__(self, rounds: Rounds, call: str) -> None:
         if rounds.closed:
             raise Closed
         self._op = call.partition("(")[0]
         require_idle(rounds, self._op)
-        self._rounds, self._members, self._timeout_s, self._call = rounds, members, members.timeout_s, call
-        self._suspects = set(_named(rounds.failure()))
-        self._ranks: tuple[int, ...] = ()  # that had agreed to go on
+        self._rounds, self._members, self._call = rounds, rounds.members, call
+        self._timeout_s = rounds.members.timeout_s
+        self._failure = failure = rounds.failure()
+        self._suspects: set[int] = set()
+        if isinstance(failure, (PeerLost, Timeout)) and failure.peer not in (-1, failure.rank):
+            self._suspects.add(failure.peer)
+        self.ranks: tuple[int, ...] = ()
 
     def noted(self) -> AbstractContextManager[None]:
         """Leave a note of this call for ranks that wait in another one."""
-        return last_calls.noted_beside(self._rounds, self._members, self._call)
+        return last_calls.noted_beside(self._rounds, self._call)
 
     def attempts(self, group: object = None) -> Iterator[Group]:
         """Yield groups of the ranks that are left, each of fewer than the one before.
@@ -125,18 +134,17 @@ class Meeting:
         self._require_member()
         while True:
             with self._next() as board:
-                self._ranks = self._agree(board)
-            if self._rounds.rank not in self._ranks:
-                raise self._excluded(self._ranks)
-            place, in_process = self._ranks.index(self._rounds.rank), self._members.group.in_process
-            board_of = self._board_of(self._rounds.attempts)
-            yield Survivors(place, len(self._ranks), in_process, board_of, self._timeout_s)
+                self.ranks = self._agree(board)
+            if self._rounds.rank not in self.ranks:
+                raise self._excluded(self.ranks)
+            place, in_process = self.ranks.index(self._rounds.rank), self._members.group.in_process
+            make_board = partial(self._make_board, self._rounds.attempts)
+            yield Survivors(place, len(self.ranks), in_process, make_board, self._timeout_s)
 
     def _require_member(self) -> None:
         """Raise Excluded, at once, if the others have gone on without this rank: it must decide nothing any more."""
-        failure = self._rounds.failure()
-        if isinstance(failure, Excluded):
-            raise failure
+        if isinstance(self._failure, Excluded):
+            raise self._failure
         if self._rounds.session.excluded():
             raise self._excluded(())
 
@@ -147,29 +155,28 @@ class Meeting:
 
     def lost(self) -> PeerLost | None:
         """Return the error of a rank that is gone since the ranks agreed: opening() knows those that came to it."""
-        gone = self._gone()
-        lost = next((place for place, rank in enumerate(self._ranks) if rank in gone), None)
-        if lost is None:
+        if not (gone := self._gone().intersection(self.ranks)):
             return None
-        place = self._ranks.index(self._rounds.rank)
+        lost = min(map(self.ranks.index, gone))
+        place = self.ranks.index(self._rounds.rank)
         text = f"rank {lost} is gone: its process has ended while the Buffer was opened again"
         return PeerLost(text, rank=place, peer=lost, phase="opening", op="shrink", round=0)
 
     def failed(self, error: MoecommError) -> None:
         """Take note of an error that has ended an opening: those that it names are gone.  Raise any other error."""
-        if not self._ranks or not isinstance(error, (PeerLost, Timeout)) or error.peer < 0:
+        if not self.ranks or not isinstance(error, (PeerLost, Timeout)) or error.peer < 0:
             raise error
-        self._suspects.add(self._ranks[error.peer])
+        self._suspects.add(self.ranks[error.peer])
 
-    def _board_of(self, attempt: int) -> Callable[[], Board]:
+    def _make_board(self, attempt: int, prefix: str = "") -> Board:
         pages = self._rounds.session.pages
         if pages is not None:
-            return lambda: Part(pages, f"{attempt}/")
-        return lambda: Part(self._members.group.board(), f"shrink/{self._members.number}/{attempt}/")
+            return Part(pages, f"{attempt}/{prefix}")
+        return self._members.group.board(f"shrink/{self._members.number}/{attempt}/{prefix}")
 
     @contextmanager
     def _board(self, attempt: int) -> Iterator[Board]:
-        board = self._board_of(attempt)()
+        board = self._make_board(attempt)
         board.limit_s = self._timeout_s
         try:
             yield board
@@ -191,7 +198,8 @@ class Meeting:
         So ranks that gave up, and those that made other calls meanwhile, meet at the next call.
         """
         self._rounds.attempts += 2
-        self._forget()
+        if self._rounds.session.pages is not None:
+            self._forget(self._rounds.session.pages)
         try:
             with self._board(self._rounds.attempts - 1) as board:
                 yield board
@@ -216,21 +224,21 @@ class Meeting:
             Mismatch: another rank makes another call.
         """
         board.write(f"here/{self._rounds.rank}", messages.pack(self._coming()))
+        keys = ["members", *map("here/".__add__, map(str, range(self._rounds.num_ranks)))]
         begin = time.monotonic()
-        while (decided := board.read(["members"])) is None:
-            said = {
-                rank: messages.unpack(found[0], Coming)
-                for rank in range(self._rounds.num_ranks)
-                if (found := board.read([f"here/{rank}"])) is not None
-            }
+        while True:
+            decided, *here = board.look(keys)
+            if decided is not None:
+                break
+            said = {other: messages.unpack(data, Coming) for other, data in enumerate(here) if data is not None}
             waited = time.monotonic() - begin
             if self._leaves(waited):
                 return None
             if (proposal := self._proposal(said, waited)) is not None:
-                decided = [board.decide("members", messages.pack(proposal))]
+                decided = board.decide("members", messages.pack(proposal))
                 break
             board.wait(min(self._timeout_s - waited, GRACE_S))
-        stands: Any = messages.unpack(decided[0], Decision, Disagreement)
+        stands: Any = messages.unpack(decided, Decision, Disagreement)
         if isinstance(stands, Disagreement):
             calls = dict(zip(stands.ranks, (stands.first, stands.second), strict=True))
             rank = next(rank for rank, call in calls.items() if _kind(call) != _kind(self._call))
@@ -259,23 +267,16 @@ class Meeting:
         missing = wanted - here.keys() - gone - (suspected if waited_s >= GRACE_S else set())
         return None if missing and waited_s < self._timeout_s else _decision(self._call, here)
 
-    def _forget(self) -> None:
+    def _forget(self, pages: Pages) -> None:
         """Remove this rank's words of old agreements from its page."""
-        pages, old = self._rounds.session.pages, self._rounds.attempts - _KEPT
-        if pages is not None:
-            rank = self._rounds.rank
-            pages.erase([f"{old - 1}/here/{rank}", f"{old}/ready/{rank}"])
+        rank, old = self._rounds.rank, self._rounds.attempts - _KEPT
+        pages.erase([f"{old - 1}/here/{rank}", f"{old}/ready/{rank}"])
 
     def _gone(self) -> set[int]:
         """Return the ranks whose process has ended, or that have closed the Buffer."""
         session = self._rounds.session
         left = set() if session.pages is None else session.pages.left()
         return (left | session.dead_peers().keys()) - {self._rounds.rank}
-
-
-def _named(failure: MoecommError | None) -> Iterator[int]:
-    if isinstance(failure, (PeerLost, Timeout)) and failure.peer not in (-1, failure.rank):
-        yield failure.peer
 
 
 def _kind(call: str) -> str:
@@ -315,7 +316,7 @@ def members_of(group: Group, old: Rounds, rounds: Rounds, number: int, timeout_s
         # The board of the group is in the pages of the old session.  Decisions come in the order of their numbers.
         # Without such pages it is the store, which is kept: it may be in this process, and others may still read it.
         opened = weakref.proxy(rounds)  # which refers to its ranks itself
-        board = lambda: Part(pages, f"{opened.attempts}/")  # noqa: E731
+        board = lambda prefix: Part(pages, f"{opened.attempts}/{prefix}")  # noqa: E731
         group = Survivors(group.rank, group.ranks, group.in_process, board, timeout_s)
     return Members(group, number, timeout_s)
 

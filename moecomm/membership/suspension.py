@@ -9,12 +9,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from moecomm import _native
 from moecomm.errors import Aborted, BadInput, MoecommError, PeerLost, RoundFailed
 from moecomm.ranks import last_calls
-from moecomm.ranks.group import Group
 from moecomm.ranks.opening import Opening, opening
 from moecomm.rounds.failures import Failure
 from moecomm.rounds.rounds import Rounds
@@ -23,17 +22,28 @@ from moecomm.rounds.state import collective
 _CULPRIT = 1 << 16  # an abort word is the cause times this, plus the culprit's rank plus 1: csrc/protocol/record.h
 
 
-class Members(NamedTuple):
-    """The ranks of a Buffer, as they agree on a release.  `number`: Opening.number, by which all of them name it."""
+class Suspension:
+    """Release and restore of a Buffer's memory of outputs."""
 
-    group: Group
-    number: int
-    timeout_s: float
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    @property
+    def released(self) -> bool:
+        """See Buffer.released."""
+        return self._rounds.released
+
+    def release(self) -> None:
+        """See Buffer.release_memory."""
+        _release(self._rounds)
+
+    def restore(self) -> None:
+        """See Buffer.restore."""
+        _restore(self._rounds)
 
 
 @collective(rounds=0)
-def release(rounds: Rounds, members: Members) -> None:
-    """Buffer.release_memory."""
+def _release(rounds: Rounds) -> None:
     rounds.require_alive()
     if rounds.released:
         return
@@ -42,7 +52,7 @@ def release(rounds: Rounds, members: Members) -> None:
     if rounds.masked:
         raise BadInput("release_memory", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
     refuse_capture(rounds, "release_memory")
-    with agreement(rounds, members, "release_memory") as ranks:
+    with agreement(rounds, "release_memory") as ranks:
         session.synchronize()
         rounds.raise_failure()
         _require_no_outputs(rounds)
@@ -53,12 +63,11 @@ def release(rounds: Rounds, members: Members) -> None:
 
 
 @collective(rounds=0)
-def restore(rounds: Rounds, members: Members) -> None:
-    """Buffer.restore."""
+def _restore(rounds: Rounds) -> None:
     rounds.require_alive()
     if not rounds.released:
         return
-    with agreement(rounds, members, "restore") as ranks:
+    with agreement(rounds, "restore") as ranks:
         ranks.all_gather(b"")
         rounds.session.restore(ranks)
         ranks.settle()
@@ -72,22 +81,22 @@ def refuse_capture(rounds: Rounds, call: str) -> None:
 
 
 @contextmanager
-def agreement(rounds: Rounds, members: Members, call: str) -> Iterator[Opening]:
+def agreement(rounds: Rounds, call: str) -> Iterator[Opening]:
     """Open the agreement on a call.
 
     If it fails so that some ranks may have released or restored memory, and others not, the Buffer ends.  A refusal is
     no such failure: it comes before the first exchange, or all ranks undo what they have done.
     """
-    before, name = rounds.released, f"Buffer {members.number} of the group"
+    before, members = rounds.released, rounds.members
     try:
         with opening(
             members.group,
             members.timeout_s,
             call,
-            name,
+            f"Buffer {members.number} of the group",
             lambda: interruption(rounds, call),
             note=f"{call}()",
-            others=lambda: last_calls.others(rounds, members),
+            others=lambda: last_calls.others(rounds),
         ) as ranks:
             yield ranks
     except MoecommError as error:
@@ -120,37 +129,3 @@ def interruption(rounds: Rounds, call: str) -> RoundFailed | None:
         return PeerLost(f"rank {culprit} is gone (noticed by rank {context.rank} in {call}): {why}", **known)
     by = "abort() or an interrupt" if culprit == context.rank else f"rank {culprit}"
     return Aborted(f"rank {context.rank} was stopped by {by} ({call})", **known)
-
-
-class ReleasableMemory:
-    """The part of a Buffer that releases and restores its memory."""
-
-    rounds: Rounds
-    _members: Members
-
-    def release_memory(self) -> None:
-        """Give the memory of outputs back until restore(), and keep its addresses: captured graphs stay valid.
-
-        Collective.  Nothing happens if the memory is released already.  Until restore(), rounds raise MemoryReleased,
-        and no captured graph may be replayed.  Outputs of graphs lose their contents.
-
-        Raises:
-            BadInput: another output is still referenced, here or on the rank that it names.
-            Unsupported: this kind of window (NCCL's or NVSHMEM's) can't give memory back.
-            Timeout, PeerLost, Aborted, Mismatch: not all ranks came; the first three end the Buffer: see RoundFailed.
-        """
-        release(self.rounds, self._members)
-
-    def restore(self) -> None:
-        """Take the memory that release_memory() has given back, zeroed, at the same addresses.  Collective.
-
-        Raises:
-            Unsupported: the memory is not free on some rank; the Buffer stays released, and restore() can be repeated.
-            Timeout, PeerLost, Aborted, Mismatch: see release_memory().
-        """
-        restore(self.rounds, self._members)
-
-    @property
-    def released(self) -> bool:
-        """Return whether release_memory() has given the memory of outputs back."""
-        return self.rounds.released

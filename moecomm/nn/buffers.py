@@ -66,7 +66,7 @@ def shared_buffer(group: Any, **settings: Any) -> Buffer:
         if mine is not None:
             offer = mine.rounds.identity.encode()
             if shared.opened[mine] != mine.rounds.identity:
-                ranks = mine._members.group  # it has shrunk or grown
+                ranks = mine.rounds.members.group  # it has shrunk or grown
         with opening(ranks, settings.get("timeout_s", 30.0), of="shared Buffer") as agreement:
             offers = agreement.all_gather(offer)
             agreement.settle()

@@ -276,5 +276,5 @@ def _place(group: Any, buffer: Buffer | None) -> Group:
     if buffer is not None:
         if not isinstance(buffer, Buffer):
             raise BadInput("buffer", type(buffer).__name__, "a Buffer, or None")
-        return buffer._members.group
+        return buffer.rounds.members.group
     return rendezvous(group)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm.base.experts import experts_of
-from moecomm.base.integers import check_integer
+from moecomm.base.validation import check_integer
 from moecomm.errors import BadInput, Unsupported
 from moecomm.membership.membership import Survivors
 from moecomm.ranks.group import Group

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm.base.experts import experts_of
-from moecomm.base.integers import check_integer, is_integer
-from moecomm.base.validation import check_dense
+from moecomm.base.validation import check_dense, check_integer, is_integer
 from moecomm.errors import BadInput
 from moecomm.nn.experts import EXTRA_STATE
 from moecomm.nn.shard import is_dtensor, local_of

@@ -28,12 +28,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.base import shown, tangents
-from moecomm.base.arrays import as_tensor
+from moecomm.base import tangents
+from moecomm.base.arrays import as_tensor, shown_tensors
 from moecomm.base.choices import Activation, Layout, Overflow, Wire, is_exact
-from moecomm.base.integers import check_alignment, check_integer
 from moecomm.base.protocol import LAYOUTS
-from moecomm.base.validation import check_flag, check_flags, check_name, check_same_device
+from moecomm.base.validation import (
+    check_alignment,
+    check_flag,
+    check_flags,
+    check_integer,
+    check_name,
+    check_same_device,
+)
 from moecomm.buffer import Buffer
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import Gradients, check_num_sms, check_overflow
@@ -94,7 +100,7 @@ class Dispatched(NamedTuple):
     dropped: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        return shown.of_tensors("moecomm.ops.Dispatched", self._asdict())
+        return shown_tensors("moecomm.ops.Dispatched", self._asdict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatched:
         return deep_copied(self, memo)

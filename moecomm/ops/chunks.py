@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.base import shown
+from moecomm.base.arrays import shown_tensors
 from moecomm.base.choices import Layout
 from moecomm.dispatch.chunks import group_of_rows, placed
 from moecomm.dispatch.parts import in_parts
@@ -49,7 +49,7 @@ class ChunkedHandle(NamedTuple):
     room: tuple[int, ...]  # shape of the rows, without H
 
     def __repr__(self) -> str:
-        return shown.of_tensors("moecomm.ops.ChunkedHandle", self._replace(chunks=())._asdict())
+        return shown_tensors("moecomm.ops.ChunkedHandle", self._replace(chunks=())._asdict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedHandle:
         return handles.deep_copied(self, memo)

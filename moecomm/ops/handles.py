@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from moecomm import _native
-from moecomm.base import shown
-from moecomm.base.arrays import check_memory
+from moecomm.base.arrays import check_memory, shown_tensors
 from moecomm.base.choices import Layout
 from moecomm.base.protocol import LAYOUTS
 from moecomm.dispatch.tables import begin, moved
@@ -64,7 +63,7 @@ class Handle(NamedTuple):
     layer: int = 0
 
     def __repr__(self) -> str:
-        return shown.of_tensors("moecomm.ops.Handle", self._asdict())
+        return shown_tensors("moecomm.ops.Handle", self._asdict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         return deep_copied(self, memo)

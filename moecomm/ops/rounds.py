@@ -377,7 +377,7 @@ def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tenso
         raise BadInput("row_weights", got, f"torch.float32 {shape} on {rounds.device}, and none for layout='flat'")
     check_memory("row_weights", weights)
     weights = weights.contiguous()
-    if not rounds.on_cpu:
+    if not rounds.session.peers_read_weights:
         return weights
     block = rounds.memory.scratch(weights.nbytes)
     address = rounds.session.context.peers[rounds.rank] + block.offset

@@ -20,7 +20,7 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 2e-4, 1e-2
 
 
 class Board(Protocol):
-    """Named values that all ranks see.  Every call returns within `limit_s` seconds.
+    """Named values that all ranks see.  Every call returns within `limit_s` seconds, look() for each of its keys.
 
     Raises:
         TimeoutError: the store did not answer in time.
@@ -36,6 +36,14 @@ class Board(Protocol):
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         """Return the values; None while one of them has not been written."""
+        ...
+
+    def read_or(self, keys: Sequence[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
+        """Return the values, and None; while one of them has not been written, None and the other value, if any."""
+        ...
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the values, one after the other; None for one that has not been written."""
         ...
 
     def decide(self, key: str, value: bytes) -> bytes:
@@ -85,6 +93,12 @@ class Part:
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         return self._board.read([self._prefix + key for key in keys])
 
+    def read_or(self, keys: Sequence[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
+        return self._board.read_or([self._prefix + key for key in keys], self._prefix + other)
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._board.look([self._prefix + key for key in keys])
+
     def decide(self, key: str, value: bytes) -> bytes:
         return self._board.decide(self._prefix + key, value)
 
@@ -112,50 +126,64 @@ class SharedValues:
 
 
 class LocalBoard:
-    """A Board of threads: one for each rank, over the same SharedValues."""
+    """A Board of threads: one for each rank, over the same SharedValues.  `prefix`: the beginning of its keys there."""
 
     limit_s = float("inf")
 
-    def __init__(self, shared: SharedValues) -> None:
-        self._shared, self._seen = shared, -1
+    def __init__(self, shared: SharedValues, prefix: str) -> None:
+        self._shared, self._prefix, self._seen = shared, prefix, -1
 
     def write(self, key: str, value: bytes) -> None:
-        with self._shared.changed:
-            self._shared.values[key] = value
-            self._notify()
+        shared = self._shared
+        with shared.changed:
+            shared.values[self._prefix + key] = value
+            shared.version += 1
+            shared.changed.notify_all()
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
-        with self._shared.changed:
-            self._seen = self._shared.version
-            found = [self._shared.values.get(key) for key in keys]
+        found = self.look(keys)
         return None if None in found else found  # type: ignore[return-value]
 
+    def read_or(self, keys: Sequence[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
+        shared = self._shared
+        with shared.changed:
+            self._seen = shared.version
+            found = list(map(shared.values.get, map(self._prefix.__add__, keys)))
+            return (None, shared.values.get(self._prefix + other)) if None in found else (found, None)  # type: ignore[return-value]
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        shared = self._shared
+        with shared.changed:
+            self._seen = shared.version
+            return list(map(shared.values.get, map(self._prefix.__add__, keys)))
+
     def decide(self, key: str, value: bytes) -> bytes:
-        with self._shared.changed:
-            self._notify()
-            return self._shared.values.setdefault(key, value)
+        shared = self._shared
+        with shared.changed:
+            shared.version += 1
+            shared.changed.notify_all()
+            return shared.values.setdefault(self._prefix + key, value)
 
     def count(self, key: str) -> int:
+        values = self._shared.values
         with self._shared.changed:
-            before = int(self._shared.values.get(key, b"0"))
-            self._shared.values[key] = b"%d" % (before + 1)
+            before = int(values.get(self._prefix + key, b"0"))
+            values[self._prefix + key] = b"%d" % (before + 1)
         return before
 
     def erase(self, keys: Sequence[str]) -> None:
         with self._shared.changed:
             for key in keys:
-                self._shared.values.pop(key, None)
+                self._shared.values.pop(self._prefix + key, None)
 
     def wait(self, limit_s: float) -> None:
-        with self._shared.changed:
-            self._shared.changed.wait_for(lambda: self._shared.version != self._seen, limit_s)
+        shared = self._shared
+        with shared.changed:
+            if shared.version == self._seen:
+                shared.changed.wait(limit_s)
 
     def close(self) -> None:
         """See Board."""
-
-    def _notify(self) -> None:
-        self._shared.version += 1
-        self._shared.changed.notify_all()
 
 
 class StoreBoard:
@@ -186,6 +214,18 @@ class StoreBoard:
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         found: list[bytes] | None = self._call(_read, self._store, [self._prefix + key for key in keys])
         self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if found is None else _SHORTEST_NAP_S
+        return found
+
+    def read_or(self, keys: Sequence[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
+        keys = [self._prefix + key for key in keys]
+        found: tuple[list[bytes] | None, bytes | None] = self._call(_read_or, self._store, keys, self._prefix + other)
+        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if found[0] is None else _SHORTEST_NAP_S
+        return found
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        # A call for each, so that many keys have as many times `limit_s`.
+        found: list[bytes | None] = [self._call(_value, self._store, self._prefix + key) for key in keys]
+        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if None in found[1:] else _SHORTEST_NAP_S
         return found
 
     def decide(self, key: str, value: bytes) -> bytes:
@@ -248,6 +288,16 @@ def _read(store: Store, keys: list[str]) -> list[bytes] | None:
         return None
     # get() of a store waits for a missing key.  No key is missing: a peer erases only values that all ranks have read.
     return [bytes(value) for value in (store.multi_get(keys) if _has_multi_get(store) else map(store.get, keys))]
+
+
+def _read_or(store: Store, keys: list[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
+    if (found := _read(store, keys)) is not None:
+        return found, None
+    return None, _value(store, other)
+
+
+def _value(store: Store, key: str) -> bytes | None:
+    return bytes(store.get(key)) if store.check([key]) else None
 
 
 def _has_multi_get(store: Any) -> bool:

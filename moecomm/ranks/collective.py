@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import socket
+import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +17,7 @@ from moecomm.errors import RoundFailed, Timeout, Unsupported
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.opening import Opening
 
-_TEXT_BYTES = 512
+_VERDICT = struct.Struct("<BQ511s")  # and a word that its rank passes, and the text of an error
 _FINE, _UNSUPPORTED, _NO_ROOM = range(3)
 
 
@@ -28,8 +29,20 @@ class _FailedElsewhere(Exception):
     """The block of all_or_none() has failed on another rank, whose text is read at its end."""
 
 
+class Passed:
+    """What ranks pass each other with their verdicts in all_or_none().
+
+    Attributes:
+        word: of this rank, set in the block.
+        words: those of all ranks, by rank, when the block has ended.
+    """
+
+    word = 0
+    words: Sequence[int] = ()
+
+
 @contextmanager
-def all_or_none(ranks: Rendezvous) -> Iterator[None]:
+def all_or_none(ranks: Rendezvous) -> Iterator[Passed]:
     """Collective: the block succeeds on every rank, or raises the same class of error on every rank.
 
     Without it, the ranks that succeed would go on to the next collective call and wait there for those that did not.
@@ -40,8 +53,9 @@ def all_or_none(ranks: Rendezvous) -> Iterator[None]:
         Timeout, PeerLost, Aborted: the opening has failed on all ranks.
     """
     error: Exception | None = None
+    passed = Passed()
     try:
-        yield
+        yield passed
     except RoundFailed:  # the other ranks learn of it from the opening
         raise
     except _FailedElsewhere:
@@ -50,15 +64,15 @@ def all_or_none(ranks: Rendezvous) -> Iterator[None]:
         error = raised
     verdict = _FINE if error is None else _NO_ROOM if isinstance(error, NoRoom) else _UNSUPPORTED
     text = "" if error is None else str(error) or type(error).__name__
-    words = text.encode()[: _TEXT_BYTES - 1]
-    everybody = ranks.all_gather(bytes([verdict]) + words.ljust(_TEXT_BYTES - 1, b"\0"))
+    everybody = ranks.all_gather(_VERDICT.pack(verdict, passed.word, text.encode()))
+    verdicts, passed.words, texts = map(list, zip(*map(_VERDICT.unpack, everybody), strict=True))
     # One class for all: a rank that runs out of memory must not go another way than the others.
-    raised_class = NoRoom if any(data[0] == _NO_ROOM for data in everybody) else Unsupported
+    raised_class = NoRoom if _NO_ROOM in verdicts else Unsupported
     if error is not None:
         raise raised_class(text) from error
-    for rank, data in enumerate(everybody):
-        if data[0] != _FINE:
-            raise raised_class(f"rank {rank}: {data[1:].rstrip(bytes(1)).decode(errors='replace')}")
+    for rank, (found, words) in enumerate(zip(verdicts, texts, strict=True)):
+        if found != _FINE:
+            raise raised_class(f"rank {rank}: {words.rstrip(bytes(1)).decode(errors='replace')}")
 
 
 def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> list[int]:
@@ -130,22 +144,33 @@ class _ThreadWindow:
 _of_threads: weakref.WeakValueDictionary[int, _native.HostWindow] = weakref.WeakValueDictionary()  # by address
 
 
-def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[MappedWindow]:
-    """Return every rank's window, by rank, with `mine` among them.  Collective.
+def open_windows(ranks: Rendezvous, nbytes: int, timeout_s: float) -> tuple[_native.HostWindow, list[MappedWindow]]:
+    """Make a window of so many bytes on every rank; return this rank's, and all of them, by rank.  Collective.
 
     Raises:
-        Unsupported: some rank could not map them all.
+        Unsupported: there is no such memory on some rank, or it can't be passed on.
+        Timeout, PeerLost, Aborted: the opening has failed on all ranks.
     """
-    return _find_windows(ranks, mine) if ranks.in_process else _map_windows(ranks, mine, timeout_s)
+    with ExitStack() as undo:
+        with all_or_none(ranks) as passed:
+            mine = _native.HostWindow(nbytes)
+            undo.callback(mine.close)
+            if ranks.in_process:
+                _of_threads[mine.address] = mine
+                passed.word = mine.address
+        mapped = _find_windows(ranks, mine, passed.words) if ranks.in_process else _map_windows(ranks, mine, timeout_s)
+        undo.pop_all()
+    return mine, mapped
 
 
-def _find_windows(ranks: Rendezvous, mine: _native.HostWindow) -> list[MappedWindow]:
+def _find_windows(ranks: Rendezvous, mine: _native.HostWindow, addresses: Sequence[int]) -> list[MappedWindow]:
     """Threads share addresses: a mapping for each pair of 256 ranks would be more than a process may have."""
-    _of_threads[mine.address] = mine
-    addresses = [int.from_bytes(data, "little") for data in ranks.all_gather(mine.address.to_bytes(8, "little"))]
+    found: list[MappedWindow] = []
     with all_or_none(ranks):  # nobody closes its window before all have found it
-        found = [_of_threads[address] for address in addresses]
-        return [mine if window is mine else _ThreadWindow(window) for window in found]
+        for address in addresses:
+            window = _of_threads[address]
+            found.append(mine if window is mine else _ThreadWindow(window))
+    return found
 
 
 def _map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[MappedWindow]:

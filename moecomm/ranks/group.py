@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moecomm.ranks.board import Board
 
@@ -22,10 +22,27 @@ class Rendezvous(Protocol):
 class Group(Rendezvous, Protocol):
     """A Rendezvous over which Buffers open."""
 
-    def board(self) -> Board:
-        """Make the board on which its ranks exchange data to open a Buffer.  The caller closes it."""
+    def board(self, prefix: str = "") -> Board:
+        """Make the board on which its ranks exchange data to open a Buffer.  The caller closes it.
+
+        `prefix`: the beginning of the keys, so that values of another board have others.
+        """
         ...
 
     def global_ranks(self) -> list[int]:
         """Return its ranks in the default group, by rank; empty where they are not known."""
         ...
+
+
+class Members(NamedTuple):
+    """The ranks of an open Buffer, as they agree on later calls.
+
+    Attributes:
+        group: of these ranks.
+        number: Opening.number, by which all of them name this Buffer.
+        timeout_s: how long a wait for a rank may take.
+    """
+
+    group: Group
+    number: int
+    timeout_s: float

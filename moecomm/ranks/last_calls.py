@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
 from moecomm.errors import MoecommError
 from moecomm.ranks import messages
 from moecomm.ranks.board import Board, Part
-from moecomm.ranks.group import Group
+from moecomm.ranks.group import Group, Members
 from moecomm.ranks.messages import LastCall
 from moecomm.ranks.session import Session
 
@@ -33,6 +33,7 @@ class _Rounds(Protocol):
 
     elsewhere: Callable[[], str]
     masked: frozenset[int]
+    members: Members
 
     @property
     def session(self) -> Session: ...
@@ -41,57 +42,46 @@ class _Rounds(Protocol):
     def closed(self) -> bool: ...
 
 
-class _Members(Protocol):
-    """moecomm.membership.suspension.Members."""
-
-    @property
-    def group(self) -> Group: ...
-
-    @property
-    def timeout_s(self) -> float: ...
+_open: weakref.WeakSet[_Rounds] = weakref.WeakSet()  # Buffers of this process
 
 
-_open: weakref.WeakKeyDictionary[_Rounds, _Members] = weakref.WeakKeyDictionary()  # Buffers of this process
-
-
-def watch(rounds: _Rounds, members: _Members) -> None:
+def watch(rounds: _Rounds) -> None:
     """Let errors of a Buffer's rounds, and of openings over its group, say in which calls of it ranks are."""
-    _open[rounds] = members
+    _open.add(rounds)
     mine = weakref.ref(rounds)
 
     def elsewhere() -> str:
         there = mine()
-        return "" if there is None else others(there, members, in_rounds=False)
+        return "" if there is None else others(there, in_rounds=False)
 
     rounds.elsewhere = elsewhere
 
 
-def others(rounds: _Rounds, members: _Members, *, in_rounds: bool = True) -> str:
+def others(rounds: _Rounds, *, in_rounds: bool = True) -> str:
     """Return where the other ranks are, as the end of the text of an error: those that are known to be elsewhere.
 
     Args:
         rounds: of the Buffer.
-        members: its ranks.
         in_rounds: also those that have begun the next round.
     """
-    found = _elsewhere(rounds, members, in_rounds)
+    found = _elsewhere(rounds, in_rounds)
     return _excluded(rounds) or _shown(found)  # ranks that mask this one remove their notes afterwards
 
 
 def others_over(group: Group) -> str:
     """Return where the other ranks of a group are, as others(), for an opening: also in Buffers that are open."""
     found: dict[int, str] = {}
-    for rounds, members in list(_open.items()):
-        if not rounds.closed and _key(members.group) == _key(group):
-            found |= _elsewhere(rounds, members, in_rounds=True)
+    for rounds in list(_open):
+        if not rounds.closed and _key(rounds.members.group) == _key(group):
+            found |= _elsewhere(rounds, in_rounds=True)
             if where := _excluded(rounds):
                 return where
     return _shown(found | _read(group.board, [rank for rank in range(group.ranks) if rank != group.rank], _RECENT_S))
 
 
-def noted_beside(rounds: _Rounds, members: _Members, call: str) -> AbstractContextManager[None]:
+def noted_beside(rounds: _Rounds, call: str) -> AbstractContextManager[None]:
     """Leave a note of an agreement of a Buffer; see noted()."""
-    return noted(partial(_board, rounds, members), rounds.session.context.rank, call, keep=call.startswith("shrink"))
+    return noted(partial(_board, rounds), rounds.session.context.rank, call, keep=call.startswith("shrink"))
 
 
 @contextmanager
@@ -114,11 +104,12 @@ def noted(make: Callable[[], Board], rank: int, call: str, *, keep: bool = False
 
 
 def _note(make: Callable[[], Board], rank: int, last: LastCall | None) -> None:
-    with suppress(*_FAILURES), _limited(make) as board:
+    with suppress(*_FAILURES), closing(make()) as board:
+        board.limit_s = _LIMIT_S
         if last is None:
-            board.erase([_place(rank)])
+            board.erase([f"last/{rank}"])
         else:
-            board.write(_place(rank), messages.pack(last))
+            board.write(f"last/{rank}", messages.pack(last))
 
 
 def _excluded(rounds: _Rounds) -> str:
@@ -128,8 +119,8 @@ def _excluded(rounds: _Rounds) -> str:
     return ""
 
 
-def _elsewhere(rounds: _Rounds, members: _Members, in_rounds: bool) -> dict[int, str]:
-    context = rounds.session.context
+def _elsewhere(rounds: _Rounds, in_rounds: bool) -> dict[int, str]:
+    context, members = rounds.session.context, rounds.members
     waited = [rank for rank in range(context.shape.ranks) if rank != context.rank and rank not in rounds.masked]
     found: dict[int, str] = {}
     if in_rounds:
@@ -139,13 +130,13 @@ def _elsewhere(rounds: _Rounds, members: _Members, in_rounds: bool) -> dict[int,
     recent_s = max(_RECENT_S, 2 * members.timeout_s)
     if rounds.session.pages is not None:
         found |= _read(members.group.board, waited, recent_s)
-    return found | _read(partial(_board, rounds, members), waited, recent_s)
+    return found | _read(partial(_board, rounds), waited, recent_s)
 
 
-def _board(rounds: _Rounds, members: _Members) -> Board:
+def _board(rounds: _Rounds) -> Board:
     """Make the board on which ranks of a Buffer leave notes of its calls."""
     pages = rounds.session.pages
-    return members.group.board() if pages is None else Part(pages, "")
+    return rounds.members.group.board() if pages is None else Part(pages, "")
 
 
 def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> dict[int, str]:
@@ -154,11 +145,12 @@ def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> d
     A call that ended longer than `recent_s` seconds ago is none of these.
     """
     found: dict[int, str] = {}
-    with suppress(*_FAILURES), _limited(make) as board:
-        for rank in ranks:
-            if (there := board.read([_place(rank)])) is None:
+    with suppress(*_FAILURES), closing(make()) as board:
+        board.limit_s = _LIMIT_S
+        for rank, there in zip(ranks, board.look([f"last/{rank}" for rank in ranks]), strict=True):
+            if there is None:
                 continue
-            last: LastCall = messages.unpack(there[0], LastCall)
+            last: LastCall = messages.unpack(there, LastCall)
             if last.left_at == 0:
                 found[rank] = f"is in {last.call}"
             elif time.time() - last.left_at < recent_s:
@@ -168,24 +160,10 @@ def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> d
 
 def _shown(found: dict[int, str]) -> str:
     """Return what ranks are in as the end of a text."""
-    names = [f"rank {rank} {what}" for rank, what in sorted(found.items())]
-    more = [f"and {len(names) - _SHOWN} others are elsewhere, too"] if len(names) > _SHOWN else []
-    return "".join(f"; {name}" for name in [*names[:_SHOWN], *more])
+    there = [f"rank {rank} {what}" for rank, what in sorted(found.items())]
+    more = [f"and {len(there) - _SHOWN} others are elsewhere, too"] if len(there) > _SHOWN else []
+    return "".join(f"; {one}" for one in [*there[:_SHOWN], *more])
 
 
 def _key(group: Group) -> object:
     return getattr(group, "process_group", group)
-
-
-def _place(rank: int) -> str:
-    return f"last/{rank}"
-
-
-@contextmanager
-def _limited(make: Callable[[], Board]) -> Iterator[Board]:
-    board = make()
-    board.limit_s = _LIMIT_S
-    try:
-        yield board
-    finally:
-        board.close()

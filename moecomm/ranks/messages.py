@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
+
+import msgspec
 
 from moecomm.errors import Unsupported
 
@@ -133,13 +135,9 @@ def unpack(data: bytes, *kinds: type[_Kind]) -> _Kind:
     Raises:
         Unsupported: it is of another kind, or no message of this version of moecomm.
     """
-    try:
-        name, *fields = json.loads(data)
-    except (TypeError, ValueError, RecursionError):
-        name, fields = None, []
     for kind in kinds:
-        hints = _hints(kind)
-        if kind.__name__ == name and len(fields) == len(hints) and all(map(_fits, fields, hints.values())):
+        with suppress(ValueError, RecursionError):
+            _, *fields = _decoder(kind).decode(data)
             return kind(*fields)
     wanted = " or ".join(kind.__name__ for kind in kinds)
     raise Unsupported(
@@ -149,15 +147,7 @@ def unpack(data: bytes, *kinds: type[_Kind]) -> _Kind:
 
 
 @functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
-    return isinstance(value, get_origin(hint) or hint)
+def _decoder(kind: type) -> msgspec.json.Decoder[tuple[Any, ...]]:
+    """Return the reader of the messages of a kind: a list of its name and its fields."""
+    name: Any = Literal[kind.__name__]
+    return msgspec.json.Decoder(tuple.__class_getitem__((name, *get_type_hints(kind).values())))

@@ -140,13 +140,14 @@ class Opening:
             raise refused
 
     def _count(self) -> None:
-        if self._board is None:
+        board = self._board
+        if board is None:
             return
         if not self.in_process and strays.withdraw():
             self._lookout = strays.Lookout([])
         while True:
             # Attempts are counted by rank: a late rank joins the attempt that its peers gave up, and fails too.
-            self._attempt = self._ask(lambda board: board.count(f"begun/{self.rank}"))
+            self._attempt = self._ask(None, board.count, f"begun/{self.rank}")
             if not self._is_over_for_us(self._outcome()):
                 break
             # Peers gave that attempt up because of a call of this process with a bad group, which has raised its error.
@@ -156,11 +157,11 @@ class Opening:
         """Return the ranks that wait in the next opening, which this rank has not begun.  Not collective."""
         if self._board is None:
             return []
-        begun = self._ask(lambda board: board.read([f"begun/{self.rank}"]))
+        begun = self._ask(None, self._board.read, [f"begun/{self.rank}"])
         self._attempt = 0 if begun is None else int(begun[0])
         if self._outcome() is not None:  # they have given up
             return []
-        missing = self._missing([self._key(f"0/{rank}") for rank in range(self.ranks)], None)
+        missing = self._missing(self._keys("0"), None)
         return [rank for rank in range(self.ranks) if rank not in missing]
 
     def _is_over_for_us(self, stands: bytes | None) -> bool:
@@ -177,21 +178,25 @@ class Opening:
             PeerLost: the process of a rank has ended, or the store of the process group is gone.
             BadInput, Mismatch, Aborted, Unsupported: announced by another rank.
         """
-        if self._board is None:
+        board = self._board
+        if board is None:
             return [data]
         first = self._step == 0
-        everybody = self._exchange(str(self._step), (_identity() + self._label() if first else b"") + data)
+        mine = self._label() if first else b""
+        everybody = self._exchange(str(self._step), self._identity() + mine + data if first else data)
         if self._step > 0:  # all ranks are in this step, so all have read the previous one
-            self._ask(lambda board: board.erase([self._key(f"{self._step - 1}/{self.rank}")]))
+            self._ask(None, board.erase, [f"{self._attempt}/{self._step - 1}/{self.rank}"])
         self._step += 1
         if not first:
             return everybody
         if not self.in_process:
             self._watch([record[: _IDENTITY - _CALL] for record in everybody])
+        passed = []
         for rank, record in enumerate(everybody):
-            if (label := record[_IDENTITY - _CALL : _IDENTITY]) != self._label():
-                raise Mismatch("call", _shown(self._label()), _shown(label), rank)
-        return [record[_IDENTITY:] for record in everybody]
+            if (label := record[_IDENTITY - _CALL : _IDENTITY]) != mine:
+                raise Mismatch("call", _shown(mine), _shown(label), rank)
+            passed.append(record[_IDENTITY:])
+        return passed
 
     def settle(self) -> None:
         """End the block: return if the Buffer is open on all ranks, raise on all ranks if it is not.
@@ -199,22 +204,23 @@ class Opening:
         Raises:
             As all_gather().
         """
-        if self._board is None:
+        board = self._board
+        if board is None:
             return
         try:
             self._exchange("ready", b"")
         except RoundFailed as error:  # if a peer saw all ranks ready first, the Buffer is open
             if self._decide(error) != _OPEN:
                 raise
-        if (stands := self._ask(lambda board: board.decide(self._key("outcome"), _OPEN))) != _OPEN:
+        if (stands := self._ask(None, board.decide, f"{self._attempt}/outcome", _OPEN)) != _OPEN:
             raise self._announced(stands)
         self._decided = True
         # All ranks are in this opening, so all have left the previous one.
-        done = [self._key(f"{self._step - 1}/{self.rank}"), f"{self._attempt - 1}/ready/{self.rank}"]
+        done = [f"{self._attempt}/{self._step - 1}/{self.rank}", f"{self._attempt - 1}/ready/{self.rank}"]
         if self.rank == 0:
             done.append(f"{self._attempt - 1}/outcome")
         with suppress(MoecommError):  # the Buffer is open; a peer that has the store may be gone already
-            self._ask(lambda board: board.erase(done))
+            self._ask(None, board.erase, done)
 
     def check(self) -> None:
         """Raise the error that another rank announced, or PeerLost for a process that has ended."""
@@ -230,9 +236,10 @@ class Opening:
         """Return the data that other ranks have passed to the next all-gather."""
         if self._board is None:
             return []
-        keys = [self._key(f"{self._step}/{rank}") for rank in range(self.ranks) if rank != self.rank]
-        found = [self._ask(lambda board, key=key: board.read([key])) for key in keys]
-        return [data[0][0 if self._step else _IDENTITY :] for data in found if data is not None]
+        keys = self._keys(str(self._step))
+        del keys[self.rank]
+        found = self._ask(None, self._board.look, keys)
+        return [data[0 if self._step else _IDENTITY :] for data in found if data is not None]
 
     def announce(self, error: MoecommError) -> None:
         """Make the opening fail on all ranks that have not failed yet."""
@@ -250,36 +257,49 @@ class Opening:
         if self._board is not None:
             self._board.close()
 
+    def _identity(self) -> bytes:
+        """Return 36 bytes: where our process id means something, and that.  Threads of one process need neither."""
+        return bytes(36) if self.in_process else pid_namespace() + os.getpid().to_bytes(4, "little")
+
     def _label(self) -> bytes:
         """Name the call.  Openings of one group are counted together, so a rank may join one of another call."""
         return f"{self._call}|{self._of}".encode()[:_CALL].ljust(_CALL, b"\0")
 
-    def _key(self, name: str) -> str:
-        return f"{self._attempt}/{name}"
+    def _keys(self, step: str) -> list[str]:
+        """Return the keys of all ranks in a step, by rank."""
+        return list(map(f"{self._attempt}/{step}/".__add__, map(str, range(self.ranks))))
 
     def _exchange(self, step: str, mine: bytes) -> list[bytes]:
-        """Wait for data first and for failures second: a rank with all data goes on, as ranks ahead of it did."""
-        keys = [self._key(f"{step}/{rank}") for rank in range(self.ranks)]
-        self._ask(lambda board: board.write(keys[self.rank], mine))
-        deadline = time.monotonic() + self.timeout_s
+        """Look for data first and for failures second: a rank with all data goes on, as ranks ahead of it did."""
+        board = self._board
+        assert board is not None
+        keys, outcome = self._keys(step), f"{self._attempt}/outcome"
+        left, waits = self.timeout_s, False
+        deadline = time.monotonic() + left
         while True:
-            stands, gone = self._outcome(deadline), self._deaths.first()
-            everybody: list[bytes] | None = self._ask(lambda board: board.read(keys), deadline)
+            board.limit_s = left + _GRACE_S / 2
+            try:
+                if waits:
+                    board.wait(min(left, _LOOK_S))
+                else:
+                    board.write(keys[self.rank], mine)
+                everybody, stands = board.read_or(keys, outcome)
+            except (TimeoutError, ConnectionError, RuntimeError) as error:
+                raise self._board_failed(error) from error
             if everybody is not None:
                 return everybody
             if stands == _OPEN:
                 return []
             if stands is not None:
                 raise self._announced(stands)
-            if gone is not None:
+            if (gone := self._deaths.first()) is not None:
                 raise self._lost(gone)
             self._raise_interruption()
             if step == "0" and self._call == "open":
                 self._look_for_strays(keys, deadline)
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._late(keys, deadline)
-            wait_s = min(left, _LOOK_S)
-            self._ask(lambda board, wait_s=wait_s: board.wait(wait_s), deadline)
+            waits = True
 
     def _raise_interruption(self) -> None:
         if (interruption := self._interruption()) is not None:
@@ -298,8 +318,8 @@ class Opening:
         return self.failed(Timeout, missing[0] if missing else -1, text)
 
     def _missing(self, keys: list[str], deadline: float | None) -> list[int]:
-        there = [self._ask(lambda board, key=key: board.read([key]), deadline) is not None for key in keys]
-        return [rank for rank, is_there in enumerate(there) if not is_there]
+        assert self._board is not None
+        return [rank for rank, value in enumerate(self._ask(deadline, self._board.look, keys)) if value is None]
 
     def _look_for_strays(self, keys: list[str], deadline: float) -> None:
         """Raise for a rank that has not come because its group is bad."""
@@ -319,14 +339,15 @@ class Opening:
         return "opening" if self._call == "open" else self._call
 
     def _watch(self, identities: list[bytes]) -> None:
-        here = _identity()[:32]
+        here = self._identity()[:32]
         pids = [int.from_bytes(data[32:], "little") if data[:32] == here else 0 for data in identities]
         pids[self.rank] = 0
         self._deaths.watch(pids)
 
-    def _outcome(self, deadline: float | None = None) -> bytes | None:
-        found = self._ask(lambda board: board.read([self._key("outcome")]), deadline)
-        return None if found is None else bytes(found[0])
+    def _outcome(self) -> bytes | None:
+        assert self._board is not None
+        found: list[bytes] | None = self._ask(None, self._board.read, [f"{self._attempt}/outcome"])
+        return None if found is None else found[0]
 
     def _decide(self, error: MoecommError) -> bytes:
         """Decide the outcome, unless a peer has; return the outcome."""
@@ -334,31 +355,35 @@ class Opening:
 
     def _set_outcome(self, record: bytes) -> bytes:
         """Write the outcome, if the store can still be reached."""
+        assert self._board is not None
         self._decided = True
         deadline = time.monotonic() + _GRACE_S
         try:
-            return bytes(self._ask(lambda board: board.decide(self._key("outcome"), record), deadline))
+            return bytes(self._ask(deadline, self._board.decide, f"{self._attempt}/outcome", record))
         except MoecommError:
             return record
 
-    def _ask(self, call: Any, deadline: float | None = None) -> Any:
+    def _ask(self, deadline: float | None, call: Callable[..., Any], *args: Any) -> Any:
+        """Make a call of the board, whose errors are those of this opening; None: within `timeout_s`."""
         assert self._board is not None
         left = self.timeout_s if deadline is None else deadline - time.monotonic()
         self._board.limit_s = max(left, 0.0) + _GRACE_S / 2
         try:
-            return call(self._board)
-        except TimeoutError as error:
-            raise self.failed(
-                Timeout, -1, f"rank {self.rank} waited {self.timeout_s:g} s: {error} ({self.where})"
-            ) from error
-        except ConnectionError as error:
+            return call(*args)
+        except (TimeoutError, ConnectionError, RuntimeError) as error:
+            raise self._board_failed(error) from error
+
+    def _board_failed(self, error: Exception) -> MoecommError:
+        if isinstance(error, TimeoutError):
+            text = f"rank {self.rank} waited {self.timeout_s:g} s: {error} ({self.where})"
+            return self.failed(Timeout, -1, text)
+        if isinstance(error, ConnectionError):
             # A process that ends closes its connections first.
             if (gone := self._deaths.first(_GRACE_S)) is not None:
-                raise self._lost(gone) from error
+                return self._lost(gone)
             text = f"the process that has the store of the process group is gone, as rank {self.rank} found ({error})"
-            raise self.failed(PeerLost, -1, text) from error
-        except RuntimeError as error:
-            raise Unsupported(f"the store of the process group fails: {error}") from error
+            return self.failed(PeerLost, -1, text)
+        return Unsupported(f"the store of the process group fails: {error}")
 
     def _announced(self, record: bytes) -> MoecommError:
         """Make the error that another rank has announced, as this rank raises it."""
@@ -388,8 +413,3 @@ def _record(error: MoecommError, rank: int) -> Failed:
 def _shown(label: bytes) -> str:
     call, of = label.rstrip(b"\0").decode(errors="replace").split("|")
     return f"{call} of {of}" if of else call
-
-
-def _identity() -> bytes:
-    """36 bytes: where our process id means something, and that."""
-    return pid_namespace() + os.getpid().to_bytes(4, "little")

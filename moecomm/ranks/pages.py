@@ -82,9 +82,20 @@ class Pages:
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         """See Board.  A key that ends in "/outcome" or "/members" is that of a decision."""
         found = [self._decided(key) if _is_decision(key) else self._first(key) for key in keys]
-        complete = [value for value in found if value is not None]
-        self._nap_s = _SHORTEST_NAP_S if len(complete) == len(keys) else min(2 * self._nap_s, _LONGEST_NAP_S)
-        return complete if len(complete) == len(keys) else None
+        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if None in found else _SHORTEST_NAP_S
+        return None if None in found else found  # type: ignore[return-value]
+
+    def read_or(self, keys: Sequence[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
+        """See Board, and read()."""
+        if (found := self.read(keys)) is not None:
+            return found, None
+        return None, self._decided(other) if _is_decision(other) else self._first(other)
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See Board, and read()."""
+        found = [self._decided(key) if _is_decision(key) else self._first(key) for key in keys]
+        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if None in found[1:] else _SHORTEST_NAP_S
+        return found
 
     def decide(self, key: str, value: bytes) -> bytes:
         """See Board."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import config
-from moecomm.base.integers import check_integer
 from moecomm.base.protocol import MAX_HOST_RANKS
+from moecomm.base.validation import check_integer
 from moecomm.errors import BadInput
 from moecomm.ranks import strays
 from moecomm.ranks.board import Board, LocalBoard, SharedValues, StoreBoard
@@ -24,8 +24,8 @@ class Alone:
 
     rank, ranks, in_process = 0, 1, True
 
-    def board(self) -> Board:
-        return LocalBoard(SharedValues())
+    def board(self, prefix: str = "") -> Board:
+        return LocalBoard(SharedValues(), prefix)
 
     def global_ranks(self) -> list[int]:
         return []
@@ -43,13 +43,13 @@ class ProcessGroup:
         self.process_group = group
         self.rank, self.ranks = group.rank(), group.size()
 
-    def board(self) -> Board:
+    def board(self, prefix: str = "") -> Board:
         """Make a board over the store.  Collectives of the group have its timeout, and end in its errors."""
         try:
             store = self.process_group.get_group_store()
         except (AttributeError, RuntimeError) as error:
             raise BadInput("group", f"a process group without a store ({error})", "one with a store") from error
-        return StoreBoard(store, "moecomm/")
+        return StoreBoard(store, f"moecomm/{prefix}")
 
     def global_ranks(self) -> list[int]:
         import torch.distributed as dist
@@ -83,8 +83,8 @@ class LocalRank:
     def __init__(self, rank: int, ranks: int, shared: SharedValues) -> None:
         self.rank, self.ranks, self._shared = rank, ranks, shared
 
-    def board(self) -> Board:
-        return LocalBoard(self._shared)
+    def board(self, prefix: str = "") -> Board:
+        return LocalBoard(self._shared, prefix)
 
     def global_ranks(self) -> list[int]:
         return []

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from moecomm import _native
+from moecomm.base.sampling import RowTables
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.pages import Pages
 from moecomm.ranks.peers import Peers
@@ -72,6 +73,8 @@ class Session(Maskable, Protocol):
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
     pages: Pages | None  # of these ranks, valid while the session is open; None: threads, or several hosts
     exclusive_gpu: bool  # GPUs: no other rank shares this GPU, so a kernel may be launched while its predecessor ends
+    synchronous: bool  # a round is over when the call that runs it returns
+    peers_read_weights: bool  # combine reads the weights of rows in this rank's window, so they have to be there
 
     @property
     def most_blocks(self) -> int:
@@ -88,6 +91,10 @@ class Session(Maskable, Protocol):
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Return the function that runs combines like this one.  `y` is in our window in all of them, or in none."""
+        ...
+
+    def row_tables(self, ranks: Rendezvous, timeout_s: float) -> RowTables | None:
+        """Open the tables with which combines are verified.  Collective.  None: kernels of combine need none."""
         ...
 
     def compile_for(self, shape: _native.Shape) -> int:
@@ -113,6 +120,10 @@ class Session(Maskable, Protocol):
 
         None: closed, or the device does not answer within 20 ms.  Raises RuntimeError as round_begun().
         """
+        ...
+
+    def relax_captures(self) -> None:
+        """Let this thread read counters while another one captures a graph."""
         ...
 
     def with_device(self, enqueue: Callable[..., None], *args: object) -> None:

@@ -7,6 +7,7 @@ import secrets
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,9 @@ import torch
 
 from moecomm import _native
 from moecomm.base.choices import ON_TIMEOUT, OnTimeout, Wire, is_exact
-from moecomm.base.experts import experts_of
-from moecomm.base.integers import is_integer
 from moecomm.base.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.base.sampling import hash_words, told_bytes
-from moecomm.base.validation import check_dtype
+from moecomm.base.validation import check_dtype, is_integer
 from moecomm.errors import BadInput, Mismatch
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def compare(
         BadInput: at once, for a field that is no number.
     """
     for name, value in numbers.items():
-        if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
+        if (type(value) is not int and not is_integer(value)) or not -(1 << 63) <= value < 1 << 63:
             raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
     packed = struct.Struct(f"<{len(numbers)}q16s{len(more)}s")
     found = []
@@ -198,9 +197,12 @@ class Settings:
         if self.domain_ranks is not None and (self.domain_ranks < 1 or self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
 
-    def check_memory(self, backend: Backend, memory_bytes: int) -> None:
-        """Raise BadInput, with the size that takes the most, for a window that is larger than all memory there is."""
-        window = self._window_bytes(backend)
+    def check_memory(self, backend: Backend, shape: _native.Shape, memory_bytes: int) -> None:
+        """Raise BadInput, with the size that takes the most, for a window that is larger than all memory there is.
+
+        `shape`: of these settings.
+        """
+        window = int(_native.window_layout(shape).bytes)
         if window <= memory_bytes:
             return
         least: dict[str, Any] = {"num_experts": self.ranks, "hidden": 16, "max_tokens": 1, "topk": 1}
@@ -248,7 +250,7 @@ class Settings:
         shape.receive_bytes = _native.received_token_bytes(shape, *self.receive_payload_bytes)
         return shape
 
-    @property
+    @cached_property
     def staged_row_bytes(self) -> int:
         """The widest row that combine stages: a reduced row in float32, gradients of weights, and told hashes."""
         told = told_bytes(self.domain_ranks or 0) if self.verify_every and self.is_multi_domain else 0
@@ -268,12 +270,16 @@ class Settings:
         return self.hidden * self.dtype.itemsize, max(self.hidden // 4, 256)
 
     def local_experts(self, rank: int = 0) -> int:
-        """Return the number of experts of a rank.  Rank 0 has the most."""
-        return len(experts_of(rank, self.num_experts, self.ranks))
+        """Return the number of experts of a rank, as experts_of().  Rank 0 has the most."""
+        least, longer = divmod(self.num_experts, self.ranks)
+        return least + (rank < longer)
 
     def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None, *, rank: int = 0) -> int:
         """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
-        rows, local = self.ranks * self.max_tokens, self.local_experts(rank)
+        return self._worst_rows(layout, alignment, self.local_experts(rank), self.max_tokens, max_rows)
+
+    def _worst_rows(self, layout: str, alignment: int, local: int, max_tokens: int, max_rows: int | None = None) -> int:
+        rows = self.ranks * max_tokens
         if layout == "expert":
             rows = rows * self.topk + (alignment - 1) * local
         if max_rows is not None:
@@ -297,10 +303,10 @@ class Settings:
         even = self.max_tokens * (min(self.topk, self.ranks) if layout == "flat" else self.topk)
         even = -(-even * local * self.ranks // self.num_experts)  # a rank with more experts gets more rows
         factor = CAPACITY_FACTOR if self.capacity_factor is None else self.capacity_factor
-        worst = self.worst_rows(layout, alignment, rank=rank)
+        worst = self._worst_rows(layout, alignment, local, self.max_tokens)
         if factor * even >= worst:
             return worst
-        rows = max(math.ceil(factor * even), replace(self, max_tokens=1).worst_rows(layout, alignment, rank=rank))
+        rows = max(math.ceil(factor * even), self._worst_rows(layout, alignment, local, 1))
         if layout == "expert" and alignment > 1:
             rows = max(rows, even + (alignment - 1) * local)
         if self.capacity_factor is None:
@@ -331,7 +337,7 @@ class Settings:
             reserve = min(reserve, heap_bytes // 2)
         return (heap_bytes - reserve) * tables // (tables + rows), reserve
 
-    @property
+    @cached_property
     def _default_reserve(self) -> int:
         """Bytes of a round of any layout; on GPUs of a fused layer of `max_tokens`, too, which may take more."""
         tables, rows = self._largest_round
@@ -342,14 +348,14 @@ class Settings:
         descriptors = self._largest_rows * 16
         return max(tables + rows, published + descriptors + tables)
 
-    @property
+    @cached_property
     def _largest_rows(self) -> int:
         """Rows of the layout that takes the most.  The worst case of `batched` counts up to 2 GiB."""
         rows = max(self.capacity_rows("flat"), self.capacity_rows("expert", 128))
         batched = self.capacity_rows("batched")
         return max(rows, batched) if batched * self._output_row_bytes <= 2 << 30 else rows
 
-    @property
+    @cached_property
     def _largest_round(self) -> tuple[int, int]:
         """Bytes of a round's tables, with what verifies it, and of its rows, in the layout that takes the most."""
         rows = self._largest_rows
@@ -370,7 +376,7 @@ class Settings:
             tables += 4 * self.ranks * (2 * self.topk + self.domain_ranks)
         return tables
 
-    @property
+    @cached_property
     def _output_row_bytes(self) -> int:
         """A row as it arrives, or in FP8 with its scales, and its source, weights and ids."""
         wide = self.hidden * self.dtype.itemsize

@@ -25,6 +25,10 @@ class Rounds(RoundState, Bound):
 
     A Handle refers to it, and so keeps the session open when the Buffer itself is gone.
 
+    Attributes:
+        why: the reason for the backend, in words.
+        chosen_because: the same before the ranks met; another opening of the Buffer begins with it.
+
     Args:
         session: that the backend has opened.
         settings: on which its ranks have agreed.
@@ -33,6 +37,9 @@ class Rounds(RoundState, Bound):
         row_tables: hashes of the rows that combines move; CPU ranks that verify rounds.
         fused_weights: for each dtype of weights whether layers run fused by default, on which its ranks have agreed.
     """
+
+    why: str
+    chosen_because: str
 
     def __init__(
         self,
@@ -55,7 +62,7 @@ class Rounds(RoundState, Bound):
         self.domain_ranks = shape.domain_ranks or settings.ranks
         self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
         self.device = session.device
-        self.on_cpu = session.device.type == "cpu"
+        self.on_cpu = session.synchronous
         parts = settings.heap_parts(shape.heap_bytes)
         self.memory = WindowMemory(session.arena, session.capturing, *parts)
         self.plans = PlanCache()

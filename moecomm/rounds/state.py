@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native
-from moecomm.base import forks
-from moecomm.base.compiling import not_traced
+from moecomm.base import bound
 from moecomm.errors import (
     Closed,
     ConcurrentCall,
@@ -25,21 +24,30 @@ from moecomm.errors import (
     RoundFailed,
     Timeout,
 )
+from moecomm.ranks.group import Members
 from moecomm.ranks.session import Session
 from moecomm.rounds import corruption, failures, signature
 from moecomm.rounds.flight import Failure, FlightRecorder, shown
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
+NOT_TRACED = (
+    "dispatch, combine and moe of a moecomm.Buffer cannot be part of a graph of torch.compile: use moecomm.ops, whose "
+    "operators can"
+)
+
 
 class RoundState:
     """Base of Rounds: the failure that ended a Buffer, and how many of its calls have reached the other ranks."""
 
+    members: Members  # the ranks, as they agree on later calls
+
     def __init__(self, session: Session) -> None:
-        self._session, self._record = session, session.context.record
-        self.flight = FlightRecorder(session.context.rank, session.capturing, session.device.type == "cpu")
+        self.session = self._session = session  # that the backend has opened
+        self._record = session.context.record
+        self.flight = FlightRecorder(session.context.rank, session.capturing, session.synchronous)
         self._failure: MoecommError | None = None  # has ended this Buffer
-        self._close: weakref.finalize[..., Any] = forks.closer(self, session)
+        self._close: weakref.finalize[..., Any] = bound.closer(self, session)
         self._open = True
         self.plain = False  # nothing but the arguments of the call under way may ask for more than KnownCalls does
         self._forked = False  # this is a child's copy, whose locks may be held by threads that are not there
@@ -282,11 +290,6 @@ class RoundState:
         return None
 
     @property
-    def session(self) -> Session:
-        """The session that the backend has opened."""
-        return self._session
-
-    @property
     def closed(self) -> bool:
         """Return whether close() has been called."""
         return not self._open
@@ -301,6 +304,15 @@ class RoundState:
         self._open, self._forked, self.flight.closed = False, True, True
         if self._close.detach() is not None:
             self._what = "Buffer, opened before this process was forked,"
+
+
+def not_traced(function: Callable[..., Any]) -> None:
+    """Mark a function at which torch.compile breaks the graph, with a reason that names moecomm.ops.
+
+    torch.compiler.disable sets these attributes on a wrapper, whose time every call would pay.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = NOT_TRACED  # type: ignore[attr-defined]
 
 
 def collective(rounds: int = 1) -> Callable[[_Call], _Call]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moecomm.base.experts import owners_of
-from moecomm.base.integers import check_integer
+from moecomm.base.validation import check_integer
 from moecomm.errors import BadInput
 from moecomm.routing.recorded import Recorded
 

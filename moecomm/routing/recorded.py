@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import MOST_SIZE
+from moecomm.base.validation import MOST_SIZE, check_integer
 from moecomm.errors import BadInput
 from moecomm.routing import tensors_file
 from moecomm.routing.tensors_file import refuse

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm.base.arrays import as_tensor, check_tensor
-from moecomm.base.integers import check_integer
 from moecomm.base.layers import is_compiled
-from moecomm.base.validation import MOST_SIZE, check_flag
+from moecomm.base.validation import MOST_SIZE, check_flag, check_integer
 from moecomm.buffer import Buffer
 from moecomm.dispatch import observers
 from moecomm.errors import BadInput

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import moecomm
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import check_name, check_real
+from moecomm.base.validation import check_integer, check_name, check_real
 from moecomm.router import MODELS
 from moecomm.routing.recorded import SYNTHETIC, Recorded, id_dtype
 

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from moecomm import config
-from moecomm.base.integers import check_integer
 from moecomm.base.protocol import MAX_RANKS
-from moecomm.base.validation import check_real
+from moecomm.base.validation import check_integer, check_real
 from moecomm.errors import BadInput, MoecommError, RoundFailed
 
 _CHILD = """

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import typer
 
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import check_real
+from moecomm.base.validation import check_integer, check_real
 from moecomm.errors import BadInput
 
 MOST = 1 << 20  # of a size; larger than in any model

@@ -13,12 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm import _native, backends, config
-from moecomm.base import forks
+from moecomm.base import bound
 from moecomm.base.arrays import as_tensor, check_memory
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import check_dense, check_shape
+from moecomm.base.validation import check_dense, check_integer, check_shape
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
 from moecomm.ranks import last_calls
 from moecomm.ranks.collective import all_or_none
@@ -108,7 +107,7 @@ class Window(Bound):
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
         self._in_barrier = threading.Lock()
-        self._close: weakref.finalize[..., Any] = forks.closer(self, self._opened)
+        self._close: weakref.finalize[..., Any] = bound.closer(self, self._opened)
 
     @property
     def local(self) -> torch.Tensor:

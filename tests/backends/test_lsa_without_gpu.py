@@ -17,7 +17,7 @@ import torch
 
 import moecomm
 from moecomm import _native, backends, tuning
-from moecomm.backends import gpu_masks, leave, lsa, lsa_kernels
+from moecomm.backends import between_rounds, gpu_counters, gpu_masks, lsa, lsa_kernels
 from moecomm.backends.gpu_peers import GpuPeers
 from moecomm.errors import Unsupported
 from moecomm.gpu import cuda_driver
@@ -146,7 +146,7 @@ def shape_of(ranks: int, **sizes: int) -> _native.Shape:
 def test_mail_is_as_long_as_in_the_window() -> None:
     # 2 * 64 pieces of mail are a multiple of the 256 bytes that parts of a window are aligned to: no padding hides.
     window = _native.window_layout(shape_of(64))
-    tagged_words = leave.tagged_words(3, window.num_tagged_words)
+    tagged_words = between_rounds.tagged_words(3, window.num_tagged_words)
     assert window.arrived - window.tagged_words == 2 * 64 * len(tagged_words)
     assert _native.leave_offset(window, 64, 3, 5) == window.tagged_words + 5 * len(tagged_words)
     assert _native.leave_offset(window, 64, 4, 63) == window.arrived - len(tagged_words)
@@ -164,7 +164,7 @@ def test_leaving_ends_a_peers_round(last_round: int, op: str) -> None:
         context = buffer.rounds.session.context
         window = context.window
         ctypes.c_uint32.from_address(context.peers[1] + window.state).value = last_round
-        tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
+        tagged_words = between_rounds.tagged_words(last_round, window.num_tagged_words)
         ctypes.memmove(
             context.peers[1] + _native.leave_offset(window, 2, last_round, 0), tagged_words, len(tagged_words)
         )
@@ -183,9 +183,11 @@ def test_leaving_ends_a_round_in_another_domain(last_round: int) -> None:
         context = buffer.rounds.session.context
         window, base = context.window, context.peers[1]
         ctypes.c_uint32.from_address(base + window.state).value = last_round
-        tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
+        tagged_words = between_rounds.tagged_words(last_round, window.num_tagged_words)
         ctypes.memmove(base + _native.leave_offset(window, 2, last_round, 0), tagged_words, len(tagged_words))
-        ctypes.memmove(base + leave.signal_offset(window, 0), _native.leave_signal(last_round), leave.WORD)
+        ctypes.memmove(
+            base + between_rounds.signal_offset(window, 0), _native.leave_signal(last_round), between_rounds.WORD
+        )
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(torch.ones(2, 8).bfloat16(), torch.tensor([[0], [1]]))
         assert (caught.value.peer, caught.value.round) == (0, (last_round + 1) & 0x7FFFFFFF)
@@ -225,7 +227,7 @@ def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -
     at = ctypes.addressof(window)
 
     def come(rank: int, number: int) -> None:
-        tagged_words = leave.tagged_words(number, layout.num_tagged_words)
+        tagged_words = between_rounds.tagged_words(number, layout.num_tagged_words)
         ctypes.memmove(at + _native.leave_offset(layout, 4, last_round, rank), tagged_words, len(tagged_words))
 
     for rank in range(4):
@@ -237,6 +239,7 @@ def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -
         _window=SimpleNamespace(address=at, peers=[0] * 4),
         _control=Pinned(),
         _copies=copies,
+        _masks=SimpleNamespace(masked=()),
     )
     begin = time.monotonic()
     session._linger(last_round)
@@ -246,7 +249,7 @@ def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -
     begin = time.monotonic()
     session._linger(last_round)
     assert 0.2 <= time.monotonic() - begin < ROOM_S
-    session.reach.linger_s, session._masked = FAR_S, {1}
+    session.reach.linger_s, session._masks.masked = FAR_S, {1}
     session._linger(last_round)
     assert time.monotonic() - begin < ROOM_S
 
@@ -254,19 +257,18 @@ def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -
 def test_a_loss_that_ends_the_wait_for_puts_names_only_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     dead: dict[int, str] = {}
     told: list[int] = []
-    session = session_of(
+    context: Any = SimpleNamespace(shape=shape_of(6, domain_ranks=2), window=_native.window_layout(shape_of(6)))
+    window: Any = SimpleNamespace(address=0)
+    peers: Any = SimpleNamespace(
         device=torch.device("cuda", 0),
-        context=SimpleNamespace(shape=shape_of(6, domain_ranks=2), window=_native.window_layout(shape_of(6))),
-        _window=SimpleNamespace(address=0),
-        _write=lambda *about: None,
-        _peers=SimpleNamespace(
-            ignore=lambda *about: None,
-            abort=lambda cause, rank: told.append(rank),
-            dead_peers=lambda: dead,
-            reach=SimpleNamespace(puts=True, shim="gin"),
-            control=None,
-        ),
+        ignore=lambda *about: None,
+        abort=lambda cause, rank: told.append(rank),
+        dead_peers=lambda: dead,
+        reach=SimpleNamespace(puts=True, shim="gin"),
+        control=None,
     )
+    masks = gpu_masks.GpuMasks(peers, context, window)
+    monkeypatch.setattr(masks, "_write", lambda *about: None)
     monkeypatch.setattr(gpu_masks, "_native", Mock())
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     reports: list[tuple[set[int], dict[int, str]]] = [
@@ -281,16 +283,16 @@ def test_a_loss_that_ends_the_wait_for_puts_names_only_the_lost(monkeypatch: pyt
         dead.update(found)
         return missing
 
-    monkeypatch.setattr(gpu_masks.quiesce, "wait", wait)
+    monkeypatch.setattr(between_rounds, "quiesce", wait)
     found = []
     while reports:
         dead.clear()
-        found.append(session.resume(7, {5}, 2))
+        found.append(masks.resume(7, {5}, 2))
         reports.pop(0)
     assert found == [set(), {2, 3}, {1}, {1, 4}]
     dead.clear()
     dead.update({3: "its process has ended", 5: "masked"})
-    assert session.resume(7, {5}, 4) == {3} and told == [3]
+    assert masks.resume(7, {5}, 4) == {3} and told == [3]
 
 
 def session_of(**attributes: object) -> lsa.LsaSession:
@@ -539,13 +541,14 @@ def test_the_last_round_is_read_beside_kernels_and_not_in_a_capture(cuda: Cuda) 
     session = session_of(_window=SimpleNamespace(address=1000), _peers=peers, context=context)
     assert [session.round_begun() for _ in range(3)] == [7, None, 7]
     assert asked == [1000 + context.window.state] * 3 and cuda.entered == ["cuda:0"] * 3
-    session._closed, session._counters_at = False, 512
+    session._counters = gpu_counters.GpuCounters(peers, 1000, context.window, 512)
     words = session.read_counters()
     assert words is not None and len(words) == context.window.staging - context.window.counters
     assert asked.pop() == 1000 + context.window.counters
     cuda.captures = True
     assert session.round_begun() is None and session.read_counters() is None and len(asked) == 3
-    cuda.captures, session._closed = False, True
+    cuda.captures = False
+    assert session._counters.close() and not session._counters.close()
     assert session.read_counters() is None and len(asked) == 3
 
 
@@ -599,7 +602,7 @@ def test_nobody_is_told_of_losses_after_the_end(session: lsa.LsaSession, monkeyp
     """The abort word goes with the session, also when Ctrl-C has ended the wait for its rounds."""
     watched: list[int] = []
     for end in (KeyboardInterrupt, None):
-        session._closed, session._window = False, None
+        session._window, session._counters, session._masks = None, Mock(), Mock()
         session.reach = SimpleNamespace(watch=watched.append, linger_s=0.0)  # type: ignore[assignment]
         session._peers = GpuPeers.__new__(GpuPeers)
         session._peers.reach, session._peers.presence = session.reach, None

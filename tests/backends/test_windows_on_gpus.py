@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm import _native
-from moecomm.backends import leave, lsa
+from moecomm.backends import between_rounds, lsa
 from moecomm.backends.windows import nccl
 from moecomm.errors import Unsupported
 from moecomm.gpu import cuda_driver
@@ -63,7 +63,7 @@ def exercise(group: Rendezvous, device: int) -> str:
         if leaving < group.rank:
             copies.to_host(pinned.address, own + _native.leave_offset(layout, group.ranks, 0, leaving), 64)
             copies.wait()
-            tagged_words = leave.tagged_words(0, layout.num_tagged_words)
+            tagged_words = between_rounds.tagged_words(0, layout.num_tagged_words)
             assert pinned.read(0, 64) == tagged_words[:64], "the peer learns that this rank has left"
         group.all_gather(b"\0")
     del capsule, block

@@ -124,10 +124,18 @@ class Board:
         self._run.store(key, value)
 
     def read(self, keys: list[str]) -> list[bytes] | None:
-        if keys[0].endswith(("members", "outcome")):  # a turn of the loop begins
-            self._run.begin_to_look()
         found = [self._run.load(key) for key in keys]
         return None if None in found else found
+
+    def read_or(self, keys: list[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
+        self._run.begin_to_look()  # a turn of the loop begins
+        found = self.read(keys)
+        return found, None if found is not None else self._run.load(other)
+
+    def look(self, keys: list[str]) -> list[bytes | None]:
+        if keys[0].endswith("members"):  # likewise
+            self._run.begin_to_look()
+        return [self._run.load(key) for key in keys]
 
     def decide(self, key: str, value: bytes) -> bytes:
         return self._run.replace(key, None, value) or value

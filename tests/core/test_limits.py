@@ -13,7 +13,7 @@ import torch
 import moecomm
 from moecomm import _native, backends, elastic
 from moecomm.base import protocol
-from moecomm.base.integers import check_alignment
+from moecomm.base.validation import check_alignment
 from moecomm.compat.deep_ep.pool import check_experts
 from moecomm.fused import grouped_gemm, kernels, layer, quantize_weights
 from moecomm.fused.operands import unfit

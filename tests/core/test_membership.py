@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -55,6 +57,35 @@ def failure_of(call: Callable[[], Any]) -> moecomm.RoundFailed:
             call()
     except moecomm.RoundFailed as error:
         return error.with_traceback(None)
+
+
+def test_shrink_takes_few_python_calls() -> None:
+    """Of two threads.  The fewest of several: a rank that waits for the other one looks again."""
+    folder = str(Path(moecomm.__file__).parent)
+    start = threading.Barrier(2)
+
+    def shrink(buffer: moecomm.Buffer) -> int:
+        count = 0
+
+        def profile(frame: FrameType, event: str, _: object) -> None:
+            nonlocal count
+            count += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+        start.wait(ROOM_S)
+        sys.setprofile(profile)
+        try:
+            assert buffer.shrink().ranks == (0, 1)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    def rank(group: Any) -> list[int]:
+        with moecomm.Buffer(group, **SIZES) as buffer:
+            return [shrink(buffer) for _ in range(5)]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(rank, moecomm.local_ranks(2)))
+    assert min(map(min, found)) <= 270, found
 
 
 def die_in_a_round(buffer: moecomm.Buffer, lost: tuple[int, ...] = ()) -> None:

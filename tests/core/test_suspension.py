@@ -15,7 +15,6 @@ import moecomm
 from moecomm import _native
 from moecomm.backends import windows
 from moecomm.backends.windows.nccl import NcclWindow
-from moecomm.membership import suspension
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 from ..backends.conftest import run_ranks
@@ -338,4 +337,4 @@ def test_windows_of_libraries_are_refused_by_name() -> None:
 
 def test_members_name_a_buffer() -> None:
     with moecomm.Buffer("self", **HOST) as buffer:
-        assert isinstance(buffer._members, suspension.Members) and buffer._members.number == 0
+        assert buffer.rounds.members.number == 0

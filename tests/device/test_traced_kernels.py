@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecomm.fused import compute, publish, reduce, schedules
+from moecomm.fused import compute, kernels, schedules
 from moecomm.gpu import jit, loader, span_ring
 from moecomm.gpu.cubin import executable_sections, lacks_descriptor
 from moecomm.gpu.plain_kernel import PlainKernel
@@ -26,10 +26,10 @@ KERNELS: dict[str, Kernel] = {
         for name in ("dispatch", "dispatch few tokens", "dispatch of row descriptors", "dispatch ends")
     },
     **{name: SPECS[name] for name in ("combine", "combine few tokens", "combine in place", "combine across domains")},
-    "publish": publish.publish_kernel(BF16, FP8, 7168),
+    "publish": kernels.publish_kernel(BF16, FP8, 7168),
     "layer": compute.layer_kernel(BF16, True, schedules.schedule_of_both(BF16, 256, 2048), 7168),
     "FP8 layer": compute.layer_kernel(FP8, True, schedules.schedule_of_both(FP8, 256, 2048), 7168, BF16),
-    "sum": reduce.reduce_kernel(BF16, 7168, 8),
+    "sum": kernels.reduce_kernel(BF16, 7168, 8),
 }
 
 

@@ -31,8 +31,8 @@ from moecomm.fused import (
     structs,
     tensor_maps,
 )
+from moecomm.fused.kernels import row_pitch
 from moecomm.fused.operands import check_operands
-from moecomm.fused.publish import row_pitch
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.routed import Routed
 from moecomm.testing import LayerCase, LocalBuffers, random_layer

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moecomm import _native
-from moecomm.backends import emulated_nic, quiesce
+from moecomm.backends import between_rounds, emulated_nic
 from moecomm.testing import LocalBuffers
 
 from .machine import LIMIT, Launch, Machine, offsets
@@ -58,7 +58,10 @@ class Job:
             context.timeout_ns = TIMEOUT_NS
         self.windows = [context.peers[rank] for rank, context in enumerate(self.contexts)]
         self.links = emulated_nic.link(None, self.windows, torch.device("cpu"))
-        self.reports = [ctypes.create_string_buffer(b"?" * quiesce.NBYTES, quiesce.NBYTES) for _ in self.contexts]
+        self.reports = [
+            ctypes.create_string_buffer(b"?" * between_rounds.REPORT_BYTES, between_rounds.REPORT_BYTES)
+            for _ in self.contexts
+        ]
         self.agreement = self.seed = 0
         for rank in range(RANKS):
             self.rows(rank, rank, -1).fill_(rank + 1)
@@ -81,7 +84,7 @@ class Job:
         launches, kept = (Launch * len(ranks))(), []
         for nth, rank in enumerate(ranks):
             context, report = self.contexts[rank], ctypes.addressof(self.reports[rank])
-            args = quiesce.arguments(context, masked, self.agreement, last_round, report)
+            args = between_rounds.quiesce_arguments(context, masked, self.agreement, last_round, report)
             link = ctypes.c_uint64.from_buffer(args, offsets()[2])  # that of kernels is another than that of CPU ranks
             assert link.value == context.link
             link.value = self.links.data_ptr()
@@ -97,7 +100,7 @@ class Job:
         self.agreement += 2
         here = [rank for rank in range(RANKS) if rank not in {*masked, *absent}]
         self.run(self.kernels.quiet, here, masked, last_round)
-        return {rank: quiesce.ranks_of(self.reports[rank].raw) for rank in here}
+        return {rank: between_rounds.reported(self.reports[rank].raw) for rank in here}
 
 
 @pytest.fixture

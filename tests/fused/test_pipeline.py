@@ -12,10 +12,8 @@ import torch
 
 from moecomm.fused import kernels as fused_kernels
 from moecomm.fused import layer, pipeline
-from moecomm.fused.kernels import FP8
+from moecomm.fused.kernels import FP8, publish_kernel, reduce_kernel, row_config, row_pitch
 from moecomm.fused.plan import layer_plan
-from moecomm.fused.publish import publish_kernel, row_config, row_pitch
-from moecomm.fused.reduce import reduce_kernel
 from moecomm.gpu import loader, plain_kernel
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe

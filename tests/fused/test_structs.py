@@ -9,7 +9,7 @@ import re
 import pytest
 
 from moecomm import _native
-from moecomm.backends import leave, quiesce
+from moecomm.backends import between_rounds
 from moecomm.base.protocol import DESCRIPTOR_BYTES
 from moecomm.fused import structs
 from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, routing_map, used_rows
@@ -32,8 +32,12 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
         "ExpertTableArgs": expert_table._Args,
         "TidyArgs": tidy._Args,
     }
-    found |= {"SwigluArgs": swiglu._Args, "GradientArgs": combine_gradients._Args, "LeaveArgs": leave.LeaveArgs}
-    found |= {"QuiesceArgs": quiesce.QuiesceArgs}
+    found |= {
+        "SwigluArgs": swiglu._Args,
+        "GradientArgs": combine_gradients._Args,
+        "LeaveArgs": between_rounds.LeaveArgs,
+    }
+    found |= {"QuiesceArgs": between_rounds.QuiesceArgs}
     found |= {"Window": gpu_calls.WindowStruct, "WindowCallArgs": gpu_calls.CallArgs}
     of_operators = inspect.getmembers(kernels, inspect.isclass)
     found |= {name: one for name, one in of_operators if one.__module__ == kernels.__name__}

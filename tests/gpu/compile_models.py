@@ -24,9 +24,7 @@ from moecomm.buffer import Buffer
 from moecomm.dispatch import PublishedOffsets
 from moecomm.fused import schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
-from moecomm.fused.kernels import FP8, gemm_kernel
-from moecomm.fused.publish import publish_kernel
-from moecomm.fused.reduce import reduce_kernel
+from moecomm.fused.kernels import FP8, gemm_kernel, publish_kernel, reduce_kernel
 from moecomm.gpu import jit, plain_kernel
 from moecomm.router import MODELS, Model
 from moecomm.testing import LocalBuffers

@@ -12,8 +12,7 @@ import moecomm
 from moecomm.base.experts import most_experts
 from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
-from moecomm.fused.kernels import FP8, gemm_kernel
-from moecomm.fused.publish import publish_kernel
+from moecomm.fused.kernels import FP8, gemm_kernel, publish_kernel
 from moecomm.gpu import plain_kernel
 from moecomm.testing import random_layer
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moecomm import shims
-from moecomm.backends import leave, quiesce
+from moecomm.backends import between_rounds
 from moecomm.errors import Unsupported
 from moecomm.gpu import jit, linking
 from moecomm_bench import kernels
@@ -86,7 +86,8 @@ def test_a_kernel_over_all_that_a_transport_offers(transport: str, directory: Pa
 
 @pytest.mark.parametrize("transport", ["gin_proxy", "nvshmem"])
 def test_the_benchmark_and_who_leaves_put_through_it(transport: str, directory: Path) -> None:
-    for kernel in (*kernels.putting(transport).values(), leave.putter(transport), quiesce.kernel(transport)):
+    between = between_rounds.leave_kernel(transport), between_rounds.quiesce_kernel(transport)
+    for kernel in (*kernels.putting(transport).values(), *between):
         found, _ = link(kernel.source, transport)
         assert found.undefined <= {"vprintf"} and "moecomm_plain" in found.text
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from moecomm.buffer import Buffer
 from moecomm.errors import Excluded, Mismatch, Unsupported
-from moecomm.ranks.board import Board, Part
+from moecomm.ranks.board import Board
 from moecomm.ranks.group import Group
 from moecomm.ranks.rendezvous import LocalRank, ProcessGroup
 
@@ -91,7 +91,7 @@ class Presence:
         return _ProcessGroup(self._ranks.process_group, rank)
 
     def _board(self, limit_s: float) -> Board:
-        board = Part(self._ranks.board(), f"deep_ep/{self._number}/")
+        board = self._ranks.board(f"deep_ep/{self._number}/")
         board.limit_s = limit_s
         return board
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from moecomm.base.arrays import has_memory
-from moecomm.base.integers import check_integer
 from moecomm.base.protocol import MAX_RANKS
-from moecomm.base.validation import check_flag, check_sizes
+from moecomm.base.validation import check_flag, check_integer, check_sizes
 from moecomm.compat.deep_ep import layout, normal
 from moecomm.compat.deep_ep.config import Config, check_even_sms
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for

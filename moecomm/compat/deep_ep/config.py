@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moecomm.base.integers import check_integer, is_integer
+from moecomm.base.validation import check_integer, is_integer
 from moecomm.errors import BadInput
 
 _METADATA = 128 * (8 + 4 + 4) + 8  # bytes beside a row, as deep_ep plans: 128 ids, weights and scales, and its source

@@ -10,8 +10,7 @@ import torch
 from moecomm import combine as combining
 from moecomm import dispatch
 from moecomm.base.choices import ScaleLayout, Wire
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import check_flag, check_flags, check_real
+from moecomm.base.validation import check_flag, check_flags, check_integer, check_real
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for

@@ -9,9 +9,8 @@ import torch
 
 from moecomm import combine as combining
 from moecomm.base.arrays import check_tensor
-from moecomm.base.integers import check_integer
 from moecomm.base.protocol import MAX_TOPK
-from moecomm.base.validation import MOST_SIZE, check_flag, check_sizes
+from moecomm.base.validation import MOST_SIZE, check_flag, check_integer, check_sizes
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map

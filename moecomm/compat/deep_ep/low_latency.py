@@ -9,8 +9,7 @@ import torch
 
 from moecomm import combine as combining
 from moecomm.base.arrays import as_tensor, check_tensor
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import check_flags
+from moecomm.base.validation import check_flags, check_integer
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
@@ -22,7 +21,7 @@ from moecomm.compat.deep_ep.waits import WaitCost
 from moecomm.dispatch import Options, dispatch, dispatch_begin
 from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput, RoundFailed
-from moecomm.masking import require_repeats
+from moecomm.membership.masking import require_repeats
 from moecomm.routed import Handle, Routed
 
 # Options of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.

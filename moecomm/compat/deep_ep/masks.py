@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from moecomm.base.arrays import has_memory
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import check_flag, check_same_device
+from moecomm.base.validation import check_flag, check_integer, check_same_device
 from moecomm.compat.deep_ep.pool import OverPool, check_dimensions
 from moecomm.errors import BadInput, Unsupported
-from moecomm.masking import is_masked
+from moecomm.membership.masking import is_masked
 
 
 class MaskBuffer(OverPool):
@@ -29,7 +28,7 @@ class MaskBuffer(OverPool):
         if mask and not opened:
             raise Unsupported("low_latency_update_mask_buffer(mask=True) before the first low-latency call")
         for buffer in opened:
-            if mask != is_masked(buffer, rank_to_mask):
+            if mask != is_masked(buffer.rounds, rank_to_mask):
                 change = buffer.mask if mask else buffer.unmask
                 change([rank_to_mask])
 
@@ -41,7 +40,8 @@ class MaskBuffer(OverPool):
     def low_latency_clean_mask_buffer(self) -> None:
         """Take all masked ranks in again.  All ranks make this call."""
         for buffer in self._pool.low_latency():
-            own = {buffer.rank} if is_masked(buffer, buffer.rank) else set()  # a rank's own list lacks the rank itself
+            # A rank's own list lacks the rank itself.
+            own = {buffer.rank} if is_masked(buffer.rounds, buffer.rank) else set()
             if joining := own.union(buffer.masked):
                 buffer.unmask(joining)
 

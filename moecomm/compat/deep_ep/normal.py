@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from moecomm import combine as combining
-from moecomm.base.integers import check_integer
-from moecomm.base.validation import check_dense, check_same_device
+from moecomm.base.validation import check_dense, check_integer, check_same_device
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described

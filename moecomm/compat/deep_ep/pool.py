@@ -16,8 +16,7 @@ import torch
 from moecomm.base.arrays import check_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.choices import Layout, OnTimeout
-from moecomm.base.integers import check_alignment, check_integer, is_integer
-from moecomm.base.validation import MOST_SIZE
+from moecomm.base.validation import MOST_SIZE, check_alignment, check_integer, is_integer
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.absent import Presence
 from moecomm.compat.deep_ep.calls import Calls

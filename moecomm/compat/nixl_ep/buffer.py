@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from moecomm.base.bound import Bound
-from moecomm.base.integers import check_integer, is_integer
 from moecomm.base.protocol import MAX_HOST_RANKS
-from moecomm.base.validation import check_flag
+from moecomm.base.validation import check_flag, check_integer, is_integer
 from moecomm.buffer import Buffer as NativeBuffer
 from moecomm.compat.deep_ep.buffer import Buffer as DeepEP
 from moecomm.compat.deep_ep.config import check_even_sms
@@ -20,7 +19,7 @@ from moecomm.compat.deep_ep.masks import write_mask
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here
 from moecomm.compat.nixl_ep.meeting import meet
 from moecomm.errors import BadInput, Closed, Unsupported
-from moecomm.masking import is_masked
+from moecomm.membership.masking import is_masked
 
 DEFAULT_TIMEOUT_MS = 30_000
 _MEETING_S = 300.0  # a rank that is added may only be starting
@@ -59,7 +58,7 @@ class _Ranks(LowLatency):
         """Collective among the ranks that stay."""
         numbers = {self.ranks.index(rank) for rank in ranks}
         for buffer in self.buffers():
-            if change := sorted(number for number in numbers if is_masked(buffer, number) != mask):
+            if change := sorted(number for number in numbers if is_masked(buffer.rounds, number) != mask):
                 (buffer.mask if mask else buffer.unmask)(change)
 
     def ids(self, topk_idx: torch.Tensor, experts_per_rank: int) -> torch.Tensor:

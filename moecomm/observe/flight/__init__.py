@@ -6,7 +6,7 @@ recorder, `files` writes that, and `explain` compares the files of all ranks.
 
 from __future__ import annotations
 
-from moecomm.observe.flight.files import left, prepare, watch
-from moecomm.observe.flight.recorded import Recorded
+from moecomm.observe.flight.files import prepare
+from moecomm.observe.flight.recorded import Recorder
 
-__all__ = ["Recorded", "left", "prepare", "watch"]
+__all__ = ["Recorder", "prepare"]

@@ -1,4 +1,4 @@
-"""The part of a Buffer that returns and writes its flight record."""
+"""The recorder of a Buffer: its flight record and its trace."""
 
 from __future__ import annotations
 
@@ -7,36 +7,39 @@ from pathlib import Path
 from typing import Any
 
 from moecomm.errors import BadInput
+from moecomm.observe import tracing
 from moecomm.observe.flight import files
 from moecomm.observe.flight.record import flight_record
 from moecomm.rounds.rounds import Rounds
 
 
-class Recorded:
-    """Calls of a Buffer about its flight record."""
+class Recorder:
+    """Writes what the rounds of a Buffer do, where somebody wants it.
 
-    rounds: Rounds
+    Args:
+        rounds: of a Buffer that has just been opened.
+        before: of the same Buffer, before shrink() or grow().
+    """
 
-    def flight_record(self) -> dict[str, Any]:
-        """Return the last 256 calls of this rank and the failures that it knows of.
+    def __init__(self, rounds: Rounds, before: Rounds | None) -> None:
+        self._rounds = rounds
+        files.watch(rounds, before)
+        tracing.watch(rounds, before)
 
-        Waits for nothing, and works from any thread, during a call of another one, and after close().  The format is
-        that of torch's flight recorder, with more names: see "Observing" in the documentation.
-        """
-        return flight_record(self.rounds)
+    def record(self) -> dict[str, Any]:
+        """See Buffer.flight_record."""
+        return flight_record(self._rounds)
 
-    def dump_flight_record(self, path: str | os.PathLike[str]) -> None:
-        """Write flight_record() to a file as JSON, mode 0600.  `moecomm explain` compares those of all ranks.
-
-        Args:
-            path: of the file, which is replaced if it is there.  Its folder is made if it is missing.
-
-        Raises:
-            BadInput: no path, or a file that can't be written.
-        """
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """See Buffer.dump_flight_record."""
         if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
             raise BadInput("path", repr(path), "a path")
         try:
-            files.dump(self.rounds, Path(path))
+            files.dump(self._rounds, Path(path))
         except (OSError, ValueError) as error:  # ValueError: a null character
             raise BadInput("path", repr(str(path)), f"a file that can be written ({error})") from error
+
+    def left(self, error: BaseException) -> None:
+        """Take note of the exception that closes the Buffer, here and for ranks that wait for this one."""
+        files.left(self._rounds, error)
+        self._rounds.leave_error(error)

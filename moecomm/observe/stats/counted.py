@@ -1,14 +1,13 @@
-"""The part of a Buffer that returns its counters."""
+"""The counters of a Buffer: those of this rank, or of all ranks."""
 
 from __future__ import annotations
 
 import struct
-from typing import Literal, overload
 
 from moecomm.base.experts import experts_of
 from moecomm.base.validation import check_flag
 from moecomm.errors import Closed, Timeout
-from moecomm.membership.suspension import Members, agreement, refuse_capture
+from moecomm.membership.suspension import agreement, refuse_capture
 from moecomm.observe.stats.counters import Beside, JobStats, Stats
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective
@@ -16,43 +15,21 @@ from moecomm.rounds.state import collective
 _BESIDE = struct.Struct("<qq")
 
 
-class Counted:
-    """Calls of a Buffer about its counters."""
+class Counters:
+    """The counters of a Buffer's rounds."""
 
-    rounds: Rounds
-    _members: Members
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
 
-    @overload
-    def stats(self, *, gather: Literal[False] = False, reset: bool = False) -> Stats: ...
-    @overload
-    def stats(self, *, gather: Literal[True], reset: bool = False) -> JobStats: ...
-    def stats(self, *, gather: bool = False, reset: bool = False) -> Stats | JobStats:
-        """Return the counters of this rank: rounds, rows, bytes, rows of each expert, and waits for each peer.
-
-        Rounds count always, on the device, also when a captured graph replays.  This call waits for the rounds so far,
-        on this rank.  After a failed round it still works.
-
-        Args:
-            gather: True: those of all ranks.  Collective then, over the sockets of the group, not in rounds.
-            reset: True: count from 0 again, after reading.
-
-        Raises:
-            Closed, ConcurrentCall: as everywhere.
-            BadInput: a call during a capture.
-            Timeout: the device does not answer.
-            Timeout, PeerLost, Aborted: of `gather`: not all ranks came.
-        """
+    def read(self, gather: bool, reset: bool) -> Stats | JobStats:
+        """See Buffer.stats."""
         check_flag("gather", gather)
         check_flag("reset", reset)
-        return _gathered(self.rounds, self._members, reset) if gather else _own(self.rounds, reset)
+        return _gathered(self._rounds, reset) if gather else _own(self._rounds, reset)
 
-    def reset_stats(self) -> None:
-        """Count from 0 again on this rank, after the rounds so far.
-
-        Raises:
-            As stats().
-        """
-        _own(self.rounds, True)
+    def reset(self) -> None:
+        """See Buffer.reset_stats."""
+        _own(self._rounds, True)
 
 
 @collective(rounds=0)
@@ -62,10 +39,10 @@ def _own(rounds: Rounds, reset: bool) -> Stats:
 
 
 @collective(rounds=0)
-def _gathered(rounds: Rounds, members: Members, reset: bool) -> JobStats:
+def _gathered(rounds: Rounds, reset: bool) -> JobStats:
     refuse_capture(rounds, "stats")
     words, beside = _read(rounds, reset)
-    with agreement(rounds, members, "stats") as ranks:
+    with agreement(rounds, "stats") as ranks:
         everybody = ranks.all_gather(_BESIDE.pack(*beside) + words)
         ranks.settle()
     return JobStats.of_ranks(

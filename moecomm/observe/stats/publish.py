@@ -51,6 +51,7 @@ class Publisher:
         """Write one file for each Buffer, and remove those of Buffers that are closed.  Raises OSError."""
         there = set()
         for rounds in opened:
+            rounds.session.relax_captures()
             if (stats := own_stats(rounds)) is None:
                 continue
             name = f"moecomm-top-{rounds.identity}-rank{rounds.rank}.json"
@@ -91,14 +92,9 @@ def publish() -> None:
 
 
 def _run(publisher: Publisher) -> None:
-    warned = relaxed = False
+    warned = False
     while True:
         opened = names.opened()
-        if not relaxed and not all(rounds.on_cpu for rounds in opened):
-            from moecomm.gpu import cuda_driver  # not where no GPU is used
-
-            cuda_driver.relax_captures()
-            relaxed = True
         try:
             publisher.publish(opened)
         except OSError as error:
