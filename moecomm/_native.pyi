@@ -412,7 +412,7 @@ class HostWindow:
 
 class Link:
     """
-    Route of a rank to ranks of other domains (csrc/host/scaleout/link.h).
+    Route of a rank to ranks of other domains (csrc/host/scaleout_link.h).
 
     `windows`: by rank, addresses of the windows that loads and stores do not reach, 0 for the others.
     """

@@ -1,8 +1,9 @@
-"""The modules of moecomm import each other in one direction, imports for type checkers included."""
+"""Modules of moecomm, and folders of csrc, import each other in one direction, imports for type checkers included."""
 
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -44,3 +45,26 @@ def test_core_knows_no_round() -> None:
     above = ("buffer", "routed", "dispatch", "combine", "fused", "ops", "nn", "backends", "jit")
     named = {name: [room for room in above if f"from moecomm.{room}" in lines] for name, lines in text.items()}
     assert {name: rooms for name, rooms in named.items() if rooms} == {}
+
+
+def folder_includes() -> dict[str, set[str]]:
+    """The folders of csrc that each folder includes from.  A folder in another is one of its own."""
+    csrc = ROOT / "csrc"
+    found: dict[str, set[str]] = {}
+    for path in (path for path in csrc.rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")):
+        room = found.setdefault(path.parent.relative_to(csrc).as_posix(), set())
+        for included in re.findall(r'^\s*#\s*include "([^"]+)"', path.read_text(), re.MULTILINE):
+            target = (path.parent / included).resolve()
+            assert target.is_file(), f"{path} includes {included}, which is not relative to its folder"
+            if target.parent != path.parent:
+                room.add(target.parent.relative_to(csrc).as_posix())
+    return found
+
+
+def test_no_folder_of_csrc_includes_itself_by_way_of_others() -> None:
+    found = folder_includes()
+    assert found["combine"] == {"device", "transport"} and found["protocol"] == set()
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

@@ -6,8 +6,8 @@
 
 #include "executor.h"
 #include "receive.h"
-#include "scaleout/forward.h"
-#include "scaleout/shared_rings.h"
+#include "scaleout_forward.h"
+#include "scaleout_shared_rings.h"
 #include "seal.h"
 #include "send.h"
 #include "team.h"

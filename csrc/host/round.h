@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../protocol/stand_ins.h"
-#include "scaleout/link.h"
+#include "scaleout_link.h"
 #include "wait.h"
 #include "window.h"
 

@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
 }
 YOUNGER = ("puts", "NIC")  # parts that older results lack: bench/launches.json has them by commit
-# Parts of one domain leave out folders named `scaleout`. Kernels of one domain use nothing there but constants of
+# Parts of one domain leave out files named `scaleout_*`. Kernels of one domain use nothing there but constants of
 # ScaleoutSums, which say that rows of a token begin at lane 0.
 _ONE_DOMAIN = ("dispatch", "combine")
 _INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -58,7 +58,7 @@ def digests(csrc: Path | None = None) -> dict[str, str]:
     """
     root = csrc or loader.headers()
     return {
-        part: _digest(files, root, "scaleout" if part in _ONE_DOMAIN else "")
+        part: _digest(files, root, "scaleout_" if part in _ONE_DOMAIN else None)
         for part, files in PARTS.items()
         if all((root / f).is_file() for f in files)
     }
@@ -80,13 +80,13 @@ def commit() -> str:
     return found.stdout.strip() + "-dirty" * (changed.returncode == 1)
 
 
-def _digest(files: Iterable[str], root: Path, without: str) -> str:
-    """Return the digest of files and of what they include, without folders of the name `without`."""
+def _digest(files: Iterable[str], root: Path, without: str | None) -> str:
+    """Return the digest of files and of what they include, without files whose names begin with `without`."""
     found: dict[str, str] = {}
     waiting = list(files)
     while waiting:
         name = waiting.pop()
-        if name in found or without in name.split("/")[:-1]:
+        if name in found or (without is not None and posixpath.basename(name).startswith(without)):
             continue
         text = (root / name).read_text()
         found[name] = "".join(_COMMENT.sub("", text).split())

@@ -10,7 +10,7 @@ from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.jit import KernelSpec, block_fields, linking, packets_of
 
-MAX_DOMAIN_RANKS = 32  # of several domains: a lane of a warp for each; csrc/transport/domains.cuh asserts it
+MAX_DOMAIN_RANKS = 32  # of several domains: a lane of a warp for each; csrc/transport/forwarders.cuh asserts it
 
 
 def check(settings: Settings) -> None:

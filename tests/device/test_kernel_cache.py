@@ -59,7 +59,7 @@ def test_arch_and_shape_have_entries_of_their_own(directory: Path, built: list[j
     assert len(built) == len(entries(directory)) == 2
 
 
-@pytest.mark.parametrize("header", ["protocol/slots.h", "transport/transport.cuh", "dispatch/scaleout/put.cuh"])
+@pytest.mark.parametrize("header", ["protocol/slots.h", "transport/transport.cuh", "dispatch/scaleout_put.cuh"])
 def test_a_changed_header_is_a_miss(
     header: str, directory: Path, built: list[jit.KernelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 // tokens by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json at b156cddd, and
 // today's).
 #pragma once
-#include "../gather.cuh"
+#include "gather.cuh"
 
 namespace moecomm {
 

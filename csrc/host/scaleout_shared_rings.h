@@ -1,7 +1,7 @@
 // Rounds whose rings are divided among the source ranks of masked forwarders (protocol/stand_ins.h).
 #pragma once
-#include "../../protocol/stand_ins.h"
-#include "../window.h"
+#include "../protocol/stand_ins.h"
+#include "window.h"
 
 namespace moecomm::host {
 

@@ -5,7 +5,7 @@
 // Puts of the round before may still read their sources, so these have places of their own (csrc/protocol/domains.h). A domain has as many
 // as it has ranks; with more other domains than these, rows leave after the agreement.
 #pragma once
-#include "../send.cuh"
+#include "send.cuh"
 
 namespace moecomm {
 

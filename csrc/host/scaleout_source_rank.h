@@ -1,7 +1,7 @@
 // Final reduction at the source rank: one reduced row (or, in place, the experts' rows) from every rank of this domain, and from every
 // other domain the sum over its ranks (or, direct, one reduced row from each of its ranks).
 #pragma once
-#include "../pull.h"
+#include "pull.h"
 
 namespace moecomm::host {
 

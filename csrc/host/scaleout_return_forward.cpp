@@ -1,4 +1,4 @@
-#include "return_forward.h"
+#include "scaleout_return_forward.h"
 
 namespace moecomm::host {
 

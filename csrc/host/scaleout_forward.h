@@ -2,7 +2,7 @@
 #pragma once
 #include <vector>
 
-#include "../deliver.h"
+#include "deliver.h"
 
 namespace moecomm::host {
 

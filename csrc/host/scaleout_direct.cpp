@@ -1,8 +1,8 @@
-#include "direct.h"
+#include "scaleout_direct.h"
 
 #include <algorithm>
 
-#include "../deliver.h"
+#include "deliver.h"
 
 namespace moecomm::host {
 

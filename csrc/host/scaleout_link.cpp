@@ -1,4 +1,4 @@
-#include "link.h"
+#include "scaleout_link.h"
 
 #include <unistd.h>
 
@@ -6,8 +6,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "../../protocol/order.h"
-#include "../../runtime/background_thread.h"
+#include "../protocol/order.h"
+#include "background_thread.h"
 
 namespace moecomm::host {
 
@@ -27,7 +27,7 @@ Link::Link(const Shape& shape, std::vector<u64> windows, u64 disorder)
     : owner_(getpid()), layout_(window_layout(shape)), windows_(std::move(windows)), disorder_(disorder), signal_values_(windows_.size()) {
     for (size_t p = 0; p < windows_.size(); ++p)
         if (windows_[p] != 0) signal_values_[p].assign(signals(shape), 0);
-    thread_ = runtime::background_thread([this] { serve(); });
+    thread_ = background_thread([this] { serve(); });
 }
 
 void Link::close() {

@@ -1,8 +1,8 @@
 // The forwarder: tokens of other domains arrive in the receive buffer, and forward warps store them at the ranks of this domain. A forward
 // warp waits only for arrivals and for room in the transport, never for credits, which rules out circular waits (csrc/protocol/layout.h).
 #pragma once
-#include "../metadata.cuh"
-#include "../place.cuh"
+#include "metadata.cuh"
+#include "place.cuh"
 
 namespace moecomm {
 

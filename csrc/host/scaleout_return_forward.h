@@ -1,6 +1,6 @@
 // Return-forwarding: this rank sums its domain's rows of another domain's tokens and puts one sum per token to the source rank.
 #pragma once
-#include "../pull.h"
+#include "pull.h"
 
 namespace moecomm::host {
 

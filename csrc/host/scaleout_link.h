@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../protocol/domains.h"
+#include "../protocol/domains.h"
 
 namespace moecomm::host {
 

@@ -1,11 +1,11 @@
 // Direct rows: rows for a source rank of another domain that has few tokens are put there without a forwarder (csrc/protocol/domains.h).
 #pragma once
-#include "../call.cuh"
+#include "call.cuh"
 
 namespace moecomm {
 
 // Called by all lanes of a warp once source ranks have been looked up. True if direct rows leave before the headers of other ranks have
-// come, as in a dispatch (csrc/dispatch/scaleout/early.cuh), from places of their own; two domains have enough. Not if weights come with
+// come, as in a dispatch (csrc/dispatch/scaleout_early.cuh), from places of their own; two domains have enough. Not if weights come with
 // the headers, or if a chunk of any source rank has to wait for a place among staged rows: that rank gives it when its pull warps have the
 // headers, which may wait for return-forward warps.
 template <class Call>

@@ -1,4 +1,4 @@
-#include "forward.h"
+#include "scaleout_forward.h"
 
 #include <algorithm>
 

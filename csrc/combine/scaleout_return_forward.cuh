@@ -1,8 +1,8 @@
 // Return-forward: for each token of another domain, adds up the rows of this domain and puts one sum to the source rank.
 #pragma once
-#include "../pull.cuh"
-#include "direct.cuh"
-#include "gather_rows.cuh"
+#include "pull.cuh"
+#include "scaleout_direct.cuh"
+#include "scaleout_gather_rows.cuh"
 
 namespace moecomm {
 

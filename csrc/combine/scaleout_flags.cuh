@@ -3,8 +3,8 @@
 // flat combine of 4096 tokens, rows in the window, by 32 blocks of 4 H200s, two a domain, took 875 us, and 600 us with a ring for all
 // tokens, which needs no credits; then it took 705 us (bench/results: domains-h200-4.json at cea8c2a7 and at b156cddd, rings-h200-4.json).
 #pragma once
-#include "../pull.cuh"
-#include "../work_list.cuh"
+#include "pull.cuh"
+#include "work_list.cuh"
 
 namespace moecomm {
 

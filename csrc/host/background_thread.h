@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-namespace moecomm::runtime {
+namespace moecomm::host {
 
 template <class Run>
 std::thread background_thread(Run run) {
@@ -20,4 +20,4 @@ std::thread background_thread(Run run) {
     return std::thread(std::move(run));
 }
 
-}  // namespace moecomm::runtime
+}  // namespace moecomm::host

@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../protocol/domains.h"
+#include "../protocol/domains.h"
 
 namespace moecomm::host {
 

@@ -1,7 +1,7 @@
 // Tokens for other domains. Each token has one send slot for each domain that wants it, in this rank's window: send warps write the row and
 // its scales, the metadata warp writes the head, and put warps put the slot to the forwarder there.
 #pragma once
-#include "../call.cuh"
+#include "call.cuh"
 
 namespace moecomm {
 

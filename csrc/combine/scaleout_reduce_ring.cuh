@@ -1,9 +1,9 @@
 // Step 2 with several domains: as reduce.cuh, but pieces of rows pass through a ring of bulk copies. Loads into registers keep only 4 KB
 // of a warp in flight, and other roles leave too few warps for that: a row of 14 KiB took a warp 6.6 us, and reduce was the slowest role.
 #pragma once
-#include "../reduce_rows.cuh"
-#include "direct.cuh"
-#include "gather_rows.cuh"
+#include "reduce_rows.cuh"
+#include "scaleout_direct.cuh"
+#include "scaleout_gather_rows.cuh"
 
 namespace moecomm {
 

@@ -1,4 +1,4 @@
-#include "source_rank.h"
+#include "scaleout_source_rank.h"
 
 namespace moecomm::host {
 

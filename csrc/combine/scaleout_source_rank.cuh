@@ -1,8 +1,8 @@
 // The source rank's part of a combine across domains: adds the sum of each other domain, which its forwarder put into
 // WindowLayout::returned, to the sum of this domain.
 #pragma once
-#include "../call.cuh"
-#include "../row_hash.cuh"
+#include "call.cuh"
+#include "row_hash.cuh"
 
 namespace moecomm {
 
