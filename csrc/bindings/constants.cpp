@@ -4,7 +4,7 @@
 #include <map>
 #include <string>
 
-#include "../elementwise/pass_threads.h"
+#include "../elementwise/args.h"
 #include "../fused/layer_args.h"
 #include "../overlap/args.h"
 #include "../protocol/domains.h"

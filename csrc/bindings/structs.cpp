@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "../device/between_rounds_args.h"
-#include "../elementwise/copy_rows_args.h"
+#include "../elementwise/args.h"
 #include "../fused/layer_args.h"
 #include "../overlap/args.h"
 #include "../protocol/stand_ins.h"
@@ -182,12 +182,7 @@ void bind_arguments(py::module_& m) {
     bind_fields(record, false);
 }
 
-// Argument structs of kernels, and the structs in them, which moecomm.jit.structs makes ctypes structs of.
-#define KERNEL_STRUCTS(X)                                                                                                                \
-    X(TensorMap)                                                                                                                         \
-    X(Grouping) X(GemmArgs) X(LayerArgs) X(ExpertLayerArgs) X(PaddingArgs) X(CopyRowsArgs) X(MapArgs) X(BudgetArgs) X(ExpertTableArgs)   \
-        X(TidyArgs) X(SwigluArgs) X(GradientArgs) X(LeaveArgs) X(QuiesceArgs) X(Window) X(WindowCallArgs) X(Overlap) X(GatherMatmulArgs) \
-            X(SendMatmulArgs) X(GemvArgs) X(AllReduceArgs) X(EmbeddingArgs)
+// KERNEL_STRUCTS: argument structs of kernels, and the structs in them, which moecomm.jit.structs makes ctypes structs of.
 #define CHECK(Struct) CHECK_FIELDS(Struct);
 KERNEL_STRUCTS(CHECK)
 
@@ -209,9 +204,12 @@ using Structs = py::typing::Dict<py::str, py::typing::Tuple<py::int_, py::typing
 
 Structs structs() {
     Structs found;
-#define ROW(name) \
-    rows.append(  \
-        py::make_tuple(#name, type_name<decltype(S::name)>(), offsetof(S, name), sizeof(S::name), std::extent_v<decltype(S::name)>));
+#define ROW(name)                                                                            \
+    {                                                                                        \
+        constexpr const char* type = type_name<decltype(S::name)>();                         \
+        constexpr size_t count = std::extent_v<decltype(S::name)>;                           \
+        rows.append(py::make_tuple(#name, type, offsetof(S, name), sizeof(S::name), count)); \
+    }
 #define STRUCT(Struct)                                                         \
     {                                                                          \
         using S = Struct;                                                      \

@@ -2,7 +2,6 @@
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
-#include "../device/copy.cuh"
 #include "../device/lanes.cuh"
 #include "../device/launch.cuh"
 #include "../device/step_counters.cuh"

@@ -6,7 +6,6 @@
 
 #include "executor.h"
 #include "scaleout_return_forward.h"
-#include "scaleout_shared_rings.h"
 #include "scaleout_source_rank.h"
 #include "seal.h"
 #include "stage.h"

@@ -7,7 +7,6 @@
 #include "executor.h"
 #include "receive.h"
 #include "scaleout_forward.h"
-#include "scaleout_shared_rings.h"
 #include "seal.h"
 #include "send.h"
 #include "team.h"

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "../protocol/order.h"
-#include "background_thread.h"
+#include "during_waits.h"
 
 namespace moecomm::host {
 

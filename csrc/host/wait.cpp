@@ -1,6 +1,6 @@
 #include "wait.h"
 
-#include "../protocol/leave_record.h"
+#include "../protocol/record.h"
 #include "scaleout_link.h"
 #include "window.h"
 

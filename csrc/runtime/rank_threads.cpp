@@ -6,7 +6,6 @@
 #include <mutex>
 #include <thread>
 
-#include "../host/background_thread.h"
 #include "../host/during_waits.h"
 
 namespace moecomm::runtime {

@@ -10,7 +10,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "../host/background_thread.h"
+#include "../host/during_waits.h"
 #include "../protocol/order.h"
 #include "../protocol/record.h"
 #include "error.h"

@@ -1,7 +1,7 @@
 // Domains, and the forwarders between them: ranks that stand in for masked ones, and the rings that they then share
 // (csrc/protocol/stand_ins.h).
 #pragma once
-#include "../device/copy.cuh"
+#include "../device/lanes.cuh"
 #include "../device/wait.cuh"
 #include "../protocol/stand_ins.h"
 

@@ -50,7 +50,7 @@ class LeaveArgs(ctypes.Structure):
 def putter(transport: str) -> plain_kernel.PlainKernel:
     """Return the kernel that puts the words to other domains."""
     return plain_kernel.PlainKernel(
-        "device/leave", f"leave<{linking.TRANSPORTS[transport]}>", "LeaveArgs", 32, transport
+        "device/between_rounds", f"leave<{linking.TRANSPORTS[transport]}>", "LeaveArgs", 32, transport
     )
 
 

@@ -1,4 +1,4 @@
-"""Quiesce a transport that puts, before ranks go on without others: csrc/device/quiesce.cuh."""
+"""Quiesce a transport that puts, before ranks go on without others: csrc/device/between_rounds.cuh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class QuiesceArgs(ctypes.Structure):
 def kernel(transport: str) -> plain_kernel.PlainKernel:
     """Return the kernel of a transport."""
     entry = f"quiesce<{linking.TRANSPORTS[transport]}>"
-    return plain_kernel.PlainKernel("device/quiesce", entry, "QuiesceArgs", _THREADS, transport)
+    return plain_kernel.PlainKernel("device/between_rounds", entry, "QuiesceArgs", _THREADS, transport)
 
 
 def arguments(

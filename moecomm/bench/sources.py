@@ -23,12 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "combine between domains": ("combine/combine.cuh",),
     "GEMM": ("gemm/gemm.cuh",),
     "fused layer": ("fused/publish.cuh", "fused/expert_layer.cuh", "fused/reduce.cuh"),
-    "passes": (
-        "elementwise/padding.cuh",
-        "elementwise/routing_map.cuh",
-        "elementwise/swiglu_gradients.cuh",
-        "elementwise/tidy.cuh",
-    ),
+    "passes": ("elementwise/used_rows.cuh", "elementwise/routing.cuh", "elementwise/gradients.cuh"),
     "overlap": tuple(
         f"overlap/{kernel}.cuh"
         for kernel in ("all_gather_matmul", "matmul_send", "gemv_all_reduce", "all_reduce", "embedding_all_to_all")

@@ -79,7 +79,7 @@ def test_headers_of_a_source_are_all_that_it_includes() -> None:
     root = loader.headers().resolve()
     layer = {str(path.relative_to(root)) for path in loader.included('#include "fused/expert_layer.cuh"\n')}
     assert {"fused/expert_layer.cuh", "fused/fetch.cuh", "gemm/tiles.h", "device/bulk.cuh", "protocol/args.h"} < layer
-    assert "elementwise/padding.cuh" not in layer and "dispatch/dispatch.cuh" not in layer
+    assert "elementwise/used_rows.cuh" not in layer and "dispatch/dispatch.cuh" not in layer
 
 
 @pytest.mark.filterwarnings("ignore:compiled kernels are not read")

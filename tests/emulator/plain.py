@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, str]] = {
             ("barrier_init_done", "bulk_commit", "bulk_wait_read", "bulk_wait", "fence_async", "fence_async_shared"), ""
         ),
     },
-    "device/copy.cuh": {
+    "device/lanes.cuh": {
         "load_fresh": "return *const_cast<const volatile i32*>(from);",
         "lanes_below": "return (1u << threadIdx.x % 32) - 1;",
     },
