@@ -39,8 +39,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
 }
 YOUNGER = ("puts", "NIC")  # parts that older results lack: bench/launches.json has them by commit
-# Parts of one domain leave out files named `scaleout_*`. Kernels of one domain use nothing there but constants of
-# ScaleoutSums, which say that rows of a token begin at lane 0.
+# Parts of one domain leave out files named `scaleout_*`. Kernels of one domain use nothing there but hooks that
+# are empty for them, and constants of ScaleoutSums, which say that rows of a token begin at lane 0.
 _ONE_DOMAIN = ("dispatch", "combine")
 _INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
