@@ -3,6 +3,7 @@
 #include "pull.cuh"
 #include "scaleout_direct.cuh"
 #include "scaleout_gather_rows.cuh"
+#include "weights.cuh"
 
 namespace moecomm {
 
