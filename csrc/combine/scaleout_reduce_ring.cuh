@@ -22,7 +22,7 @@ struct ReduceRing : RowsToReduce<Call> {
     static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.reduce_bytes);
 
-    float factor = 0.0f;  // see gather_rows.cuh
+    float factor = 0.0f;  // see scaleout_gather_rows.cuh
 
     MOECOMM_FN explicit ReduceRing(const Call& call) : Rows(call) { pass(now.step - 1); }
 

@@ -6,7 +6,7 @@
 namespace moecomm {
 
 // Offset and address of the send slot of a token for a domain: ReceivedHead, entries, flat rows, row, scales, as they will be stored at the
-// receiver. `early`: a token that leaves before the ranks agree (early.cuh).
+// receiver. `early`: a token that leaves before the ranks agree (scaleout_early.cuh).
 template <bool early, class Call>
 MOECOMM_FN u64 send_slot_offset(const Call& c, i32 domain, i32 token) {
     if constexpr (early) return direct_at(c.window(), c.shape(), c.round.tag, c.domains().first() + c.domains().nth(domain), token);
