@@ -38,12 +38,13 @@ struct ScaleoutSums {
 
     // Loads this lane's slots of a token that will be opened, so that look_up does not wait for memory.
     MOECOMM_FN void look_ahead(i32 token) {
-        if constexpr (kOthers == 0) return;
+        if constexpr (kOthers > 0) {
 #pragma unroll
-        for (i32 i = 0; i < kLooks; ++i) {
-            const i32 rank = i * kWarp + lane_id();
-            const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
-            ahead[i] = token < c.a.num_tokens && rank < cfg.ranks ? slots[rank] : -1;
+            for (i32 i = 0; i < kLooks; ++i) {
+                const i32 rank = i * kWarp + lane_id();
+                const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
+                ahead[i] = token < c.a.num_tokens && rank < cfg.ranks ? slots[rank] : -1;
+            }
         }
     }
     MOECOMM_FN void look_up() {
@@ -81,15 +82,16 @@ struct ScaleoutSums {
     }
     // Verified rounds: copies what forwarders tell of the token being opened. Another lane acquired the signal; __syncwarp passes it on.
     MOECOMM_FN void take_told(i32 token) const {
-        if constexpr (kOthers == 0 || !cfg.verifies) return;
-        __syncwarp();
-        if (direct) return;
-        for (i32 domain = 0; domain < cfg.domains(); ++domain) {
-            if (domain == c.domains().own() || !comes_from(domain, owners)) continue;
-            const auto* told = c.transport.template local<const u64>(c.returned_sum_at(domain, token) + c.told_at());
-            for (i32 i = lane_id(); i < Call::kToldWords; i += kWarp)
-                *c.added_hash(token, i == 0 ? cfg.ranks + cfg.domains() + domain : domain * cfg.scaleup_ranks() + i - 1) =
-                    load_relaxed(told + i);
+        if constexpr (kOthers > 0 && cfg.verifies) {
+            __syncwarp();
+            if (direct) return;
+            for (i32 domain = 0; domain < cfg.domains(); ++domain) {
+                if (domain == c.domains().own() || !comes_from(domain, owners)) continue;
+                const auto* told = c.transport.template local<const u64>(c.returned_sum_at(domain, token) + c.told_at());
+                for (i32 i = lane_id(); i < Call::kToldWords; i += kWarp)
+                    *c.added_hash(token, i == 0 ? cfg.ranks + cfg.domains() + domain : domain * cfg.scaleup_ranks() + i - 1) =
+                        load_relaxed(told + i);
+            }
         }
     }
 
@@ -102,9 +104,10 @@ struct ScaleoutSums {
             if constexpr (kInRing) {
                 const i32 domain = domain_of_lane();
                 return domain < 0 || await_domain(domain, chunk, may_wait);
+            } else {
+                for (i32 n = lane_id(); n < kOthers; n += kWarp)
+                    if (!await_domain(c.domains().other(n), chunk, may_wait)) return false;
             }
-            for (i32 n = lane_id(); n < kOthers; n += kWarp)
-                if (!await_domain(c.domains().other(n), chunk, may_wait)) return false;
         }
         return true;
     }
