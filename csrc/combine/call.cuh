@@ -127,7 +127,10 @@ struct CombineCall {
     MOECOMM_FN i32 posters() const { return blocks_of_channel(transport) * max(2 * cfg.return_forward_warps, cfg.pull_warps); }
     MOECOMM_FN auto& scaleout() const { return scaleout_shared<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
-    MOECOMM_FN const Shape& shape() const { return shared.forwarders.shape_of(a.ctx); }
+    MOECOMM_FN const Shape& shape() const {
+        if constexpr (cfg.domains() > 1) return shared.forwarders.shape;
+        return a.ctx.shape;
+    }
     MOECOMM_FN i64 grads_at() const { return shape().staged_row_bytes - cfg.grads_bytes(); }  // in a staged row
     MOECOMM_FN u8* staged_row(i32 rank, i32 source_rank, i32 token) const {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), source_rank, token));

@@ -43,7 +43,16 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
 // Called by all threads before the block's first __syncthreads, while arguments load. Initializes mbarriers and shared counters.
 template <class Transport, CombineConfig cfg>
 MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
-    prepare_scaleout<Transport>(shared);
+    if constexpr (cfg.domains() > 1) {
+        for (i32 i = threadIdx.x; i < cfg.return_forward_warps * cfg.pull_slots; i += cfg.threads())
+            barrier_init(&scaleout_shared(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
+        if constexpr (!cfg.in_place) {
+            for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
+                barrier_init(&scaleout_shared(shared).reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
+        }
+        for (i32 i = threadIdx.x; i < cfg.return_forward_warps; i += cfg.threads()) Transport::prepare(put_rings<Transport>(shared)[i]);
+        if (threadIdx.x == 0) scaleout_shared(shared).headers_seen = 0;
+    }
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.pull_warps * cfg.pull_slots; i += cfg.threads())
         barrier_init(&shared.pull[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
@@ -157,11 +166,12 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<CombineShared<cfg>*>(memory);
     const CombineArgs& a = shared.args;
-    const u64 masked = read_masked(shared.forwarders, args.ctx);  // arrives while arguments load
+    u64 masked = 0;
+    if constexpr (cfg.domains() > 1) masked = read_masked(args.ctx);  // arrives while arguments load
     copy_args(shared.args, args, cfg.threads());
     prepare_block<Transport>(shared);
     await_earlier_kernels();
-    find_forwarders(shared.forwarders, args.ctx, masked, cfg.threads());
+    if constexpr (cfg.domains() > 1) find_forwarders(shared.forwarders, args.ctx, masked, cfg.threads());
     const auto fence_rows_before_header = [&] {  // orders rows that earlier kernels wrote before the round header
         if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kHeaderWords) fence_system();
     };
@@ -181,7 +191,14 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     if constexpr (cfg.own_weights) {
         if (shared.mine.status == static_cast<u32>(Argument::none)) post_weights(c);
     }
-    announce_to_domains(c);
+    if constexpr (cfg.domains() > 1) {
+        if constexpr (cfg.own_weights) {
+            send_tagged_words(c, kHeaderWords, [&](i32 peer) { return put_weights(c, peer); });
+        } else {
+            send_tagged_words(c, kHeaderWords);
+        }
+    }
+    if constexpr (cfg.domains() > 1) c.leaves_early = leaves_early(c);
     if (__syncthreads_or(!reduce_or_pull(c))) return;
     finish(c);
 }

@@ -174,7 +174,7 @@ struct Pull {
     }
     MOECOMM_FN void look_ahead() {
         ahead = slot_of(token(), nth_rank());
-        scaleout_sums.look_ahead(token());
+        if constexpr (cfg.domains() > 1) scaleout_sums.look_ahead(token());
         if constexpr (kSingles) {
             const bool has = token() < c.a.num_tokens && lane_id() < cfg.topk;
             owner = has ? reinterpret_cast<const i32*>(c.a.route.token_owner)[static_cast<i64>(token()) * cfg.topk + lane_id()] : -1;
@@ -200,7 +200,8 @@ struct Pull {
 
     // Returns the slot of the rank that this lane serves, -1 if none. At most topk ranks hold a token, so 32 lanes are enough.
     MOECOMM_FN i32 slot_of_lane(i32& rank) const {
-        rank = c.domains().first() + nth_rank();
+        rank = nth_rank();
+        if constexpr (cfg.domains() > 1) rank += c.domains().first();
         if constexpr (cfg.scaleup_ranks() <= kWarp) return ahead;
         u64 wanted = __ballot_sync(kAllLanes, ahead >= 0);
         wanted |= static_cast<u64>(__ballot_sync(kAllLanes, slot_of(token(), kWarp + lane_id()) >= 0)) << kWarp;
@@ -239,7 +240,7 @@ struct Pull {
         i32 rank;
         const i32 slot = slot_of_lane(rank);
         bool missing = slot >= 0 && !await_row(rank, may_wait);
-        missing = !scaleout_sums.await(chunk(), may_wait) || missing;
+        if constexpr (cfg.domains() > 1) missing = !scaleout_sums.await(chunk(), may_wait) || missing;
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
             return may_wait ? Next::none : Next::later;
@@ -257,7 +258,9 @@ struct Pull {
             if constexpr (kHashes) hash = c.added_hash(token(), scaleout_sums.hash_word_of_lane());
         }
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
-        if (column == 0) scaleout_sums.take_told(token());
+        if constexpr (kHashes && cfg.domains() > 1) {
+            if (column == 0) scaleout_sums.take_told(token());
+        }
         out = {0, column, token(), 0, -1, 0};
         advance();
         return Next::item;

@@ -3,7 +3,6 @@
 #include "pull.cuh"
 #include "scaleout_direct.cuh"
 #include "scaleout_gather_rows.cuh"
-#include "weights.cuh"
 
 namespace moecomm {
 
@@ -263,36 +262,6 @@ MOECOMM_FN bool return_forward_chunk(const Call& c, i32 warp) {
     ReturnForward<Call> role(c, warp);
     GatherRows<typename ScaleoutShared<Call::cfg>::ReturnRing, ReturnForward<Call>>(c.scaleout().rings[warp], role).run();
     return !role.failed;
-}
-
-// Hooks of combine.cuh that do nothing in one domain.
-
-// Part of prepare_block.
-template <class Transport, CombineConfig cfg>
-MOECOMM_FN void prepare_scaleout(CombineShared<cfg>& shared) {
-    if constexpr (cfg.domains() > 1) {
-        for (i32 i = threadIdx.x; i < cfg.return_forward_warps * cfg.pull_slots; i += cfg.threads())
-            barrier_init(&scaleout_shared(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
-        if constexpr (!cfg.in_place) {
-            for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
-                barrier_init(&scaleout_shared(shared).reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
-        }
-        for (i32 i = threadIdx.x; i < cfg.return_forward_warps; i += cfg.threads()) Transport::prepare(put_rings<Transport>(shared)[i]);
-        if (threadIdx.x == 0) scaleout_shared(shared).headers_seen = 0;
-    }
-}
-
-// Called by all threads of all blocks: send_tagged_words, behind the weights that this rank gives, and decide whether rows leave early.
-template <class Call>
-MOECOMM_FN void announce_to_domains(Call& c) {
-    if constexpr (Call::cfg.domains() > 1) {
-        if constexpr (Call::cfg.own_weights) {
-            send_tagged_words(c, kHeaderWords, [&](i32 peer) { return put_weights(c, peer); });
-        } else {
-            send_tagged_words(c, kHeaderWords);
-        }
-        c.leaves_early = leaves_early(c);
-    }
 }
 
 }  // namespace moecomm

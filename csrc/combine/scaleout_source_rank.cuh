@@ -13,8 +13,8 @@ MOECOMM_FN ulonglong2 load_vector(const u8* from) {
     return words;
 }
 
-// State of one pull warp, empty with one domain. All lanes call all methods together; a method that waits returns false in a lane whose
-// wait failed or would block.
+// State of one pull warp. All lanes call all methods together; a method that waits returns false in a lane whose wait failed or would
+// block.
 template <class Call>
 struct ScaleoutSums {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -38,13 +38,11 @@ struct ScaleoutSums {
 
     // Loads this lane's slots of a token that will be opened, so that look_up does not wait for memory.
     MOECOMM_FN void look_ahead(i32 token) {
-        if constexpr (kOthers > 0) {
 #pragma unroll
-            for (i32 i = 0; i < kLooks; ++i) {
-                const i32 rank = i * kWarp + lane_id();
-                const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
-                ahead[i] = token < c.a.num_tokens && rank < cfg.ranks ? slots[rank] : -1;
-            }
+        for (i32 i = 0; i < kLooks; ++i) {
+            const i32 rank = i * kWarp + lane_id();
+            const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
+            ahead[i] = token < c.a.num_tokens && rank < cfg.ranks ? slots[rank] : -1;
         }
     }
     MOECOMM_FN void look_up() {
@@ -82,34 +80,30 @@ struct ScaleoutSums {
     }
     // Verified rounds: copies what forwarders tell of the token being opened. Another lane acquired the signal; __syncwarp passes it on.
     MOECOMM_FN void take_told(i32 token) const {
-        if constexpr (kOthers > 0 && cfg.verifies) {
-            __syncwarp();
-            if (direct) return;
-            for (i32 domain = 0; domain < cfg.domains(); ++domain) {
-                if (domain == c.domains().own() || !comes_from(domain, owners)) continue;
-                const auto* told = c.transport.template local<const u64>(c.returned_sum_at(domain, token) + c.told_at());
-                for (i32 i = lane_id(); i < Call::kToldWords; i += kWarp)
-                    *c.added_hash(token, i == 0 ? cfg.ranks + cfg.domains() + domain : domain * cfg.scaleup_ranks() + i - 1) =
-                        load_relaxed(told + i);
-            }
+        __syncwarp();
+        if (direct) return;
+        for (i32 domain = 0; domain < cfg.domains(); ++domain) {
+            if (domain == c.domains().own() || !comes_from(domain, owners)) continue;
+            const auto* told = c.transport.template local<const u64>(c.returned_sum_at(domain, token) + c.told_at());
+            for (i32 i = lane_id(); i < Call::kToldWords; i += kWarp)
+                *c.added_hash(token, i == 0 ? cfg.ranks + cfg.domains() + domain : domain * cfg.scaleup_ranks() + i - 1) =
+                    load_relaxed(told + i);
         }
     }
 
     // Returns whether other domains' sums of the token have arrived; each lane checks some domains. A forwarder signals only the chunks of
     // which its domain has rows.
     MOECOMM_FN bool await(i32 chunk, bool may_wait) {
-        if constexpr (kOthers > 0) {
-            look_up();
-            if (direct) return await_owners(may_wait);
-            if constexpr (kInRing) {
-                const i32 domain = domain_of_lane();
-                return domain < 0 || await_domain(domain, chunk, may_wait);
-            } else {
-                for (i32 n = lane_id(); n < kOthers; n += kWarp)
-                    if (!await_domain(c.domains().other(n), chunk, may_wait)) return false;
-            }
+        look_up();
+        if (direct) return await_owners(may_wait);
+        if constexpr (kInRing) {
+            const i32 domain = domain_of_lane();
+            return domain < 0 || await_domain(domain, chunk, may_wait);
+        } else {
+            for (i32 n = lane_id(); n < kOthers; n += kWarp)
+                if (!await_domain(c.domains().other(n), chunk, may_wait)) return false;
+            return true;
         }
-        return true;
     }
     MOECOMM_FN bool await_domain(i32 domain, i32 chunk, bool may_wait) {
         if (!comes_from(domain, owners) || seen == chunk) return true;

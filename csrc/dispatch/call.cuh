@@ -171,7 +171,10 @@ struct DispatchCall {
         return token + (turn_of(chunk) - chunk) * a.chunk_tokens;
     }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
-    MOECOMM_FN const Shape& shape() const { return shared.forwarders.shape_of(a.ctx); }
+    MOECOMM_FN const Shape& shape() const {
+        if constexpr (cfg.domains() > 1) return shared.forwarders.shape;
+        return a.ctx.shape;
+    }
     MOECOMM_FN i32 chunk_end(i32 chunk) const { return min((chunk + 1) * a.chunk_tokens, a.num_tokens); }
 
     // Counters by column of a warp that counts: first its own entries, then those of earlier warps, then the next row.

@@ -28,7 +28,11 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < (cfg.replicates() ? cfg.receive_warps * cfg.replicate_slots : 0); i += cfg.threads())
         barrier_init(&shared.replicate[i / cfg.replicate_slots].full[i % cfg.replicate_slots], 1);
-    prepare_scaleout(c);
+    if constexpr (cfg.domains() > 1) {
+        for (i32 i = threadIdx.x; i < cfg.forward_warps * cfg.forward_slots; i += cfg.threads())
+            barrier_init(&c.forward_rings()[i / cfg.forward_slots].full[i % cfg.forward_slots], 1);
+        for (i32 i = threadIdx.x; i < cfg.put_warps; i += cfg.threads()) c.transport.prepare(c.put_rings()[i]);
+    }
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < kOpenSteps; i += cfg.threads()) shared.chunk_steps.done[i] = 0;
     if (threadIdx.x == 0) {
@@ -46,9 +50,11 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 first_receive_warp = cfg.send_warps, first_metadata_warp = first_receive_warp + cfg.receive_warps,
                   first_flag_warp = first_metadata_warp + cfg.metadata_warps;
-    constexpr i32 first_forward_warp = first_flag_warp + cfg.flag_warps;
+    constexpr i32 first_forward_warp = first_flag_warp + cfg.flag_warps, first_put_warp = first_forward_warp + cfg.forward_warps;
     if (c.in_team()) finalize_share(c);
-    save_headers(c);
+    if constexpr (cfg.domains() > 1 && cfg.part == Part::begin) {
+        if (blockIdx.x == 0) save_headers(c);
+    }
     if (warp_id() < first_receive_warp) {
         MOECOMM_SPAN(send, c.round, threadIdx.x == 0);
         send(c, sender);
@@ -64,8 +70,10 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     } else if (cfg.domains() == 1 || warp_id() < first_forward_warp) {
         MOECOMM_SPAN(flags, c.round, threadIdx.x == first_flag_warp * kWarp);
         raise_flags(c);
-    } else {
-        move_between_domains<first_forward_warp>(c);
+    } else if constexpr (cfg.domains() > 1) {
+        MOECOMM_SPAN(put, c.round, threadIdx.x == first_put_warp * kWarp && !c.leaves_early());
+        MOECOMM_SPAN(forward, c.round, threadIdx.x == first_forward_warp * kWarp);
+        warp_id() < first_put_warp ? forwarder(c, warp_id() - first_forward_warp) : put_send_slots(c, warp_id() - first_put_warp);
     }
     if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) {
         MOECOMM_SPAN(receive, c.round, threadIdx.x == 0);
@@ -98,9 +106,11 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
         if (!c.counts_all && !sum_blocks(c, [&] { sender.cast_ahead(1); })) return;
     }
     if (c.in_team()) announce(c);
-    send_tagged_words(c, kHeaderWords + (cfg.repeat ? 0 : cfg.columns()));
+    if constexpr (cfg.domains() > 1) send_tagged_words(c, kHeaderWords + (cfg.repeat ? 0 : cfg.columns()));
     place_share(c);
-    leave_early(c, sender);
+    if constexpr (cfg.domains() > 1 && cfg.part == Part::whole && cfg.send_warps > 0) {
+        if (c.leaves_early()) leave_early(c, sender);
+    }
     if (!c.leaves_early()) sender.cast_ahead(sender.kPieces);
     if (!agree_in_team(c)) return;
     if (!is_valid_round(c)) {
@@ -194,14 +204,15 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
     const DispatchArgs& a = shared.args;
-    const u64 masked = read_masked(shared.forwarders, args.ctx);  // arrives while arguments load
+    u64 masked = 0;
+    if constexpr (cfg.domains() > 1) masked = read_masked(args.ctx);  // arrives while arguments load
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
     // DescriptorSender needs no wait: the previous kernel waited for all kernels before it, and writes nothing that is read here
     // (fused/publish.cuh).
     if constexpr (!cfg.descriptors) await_earlier_kernels();
-    find_forwarders(shared.forwarders, args.ctx, masked, cfg.threads());
+    if constexpr (cfg.domains() > 1) find_forwarders(shared.forwarders, args.ctx, masked, cfg.threads());
     __syncthreads();
     return c;
 }
@@ -265,7 +276,10 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
         read_round(a.ctx, shared.begin);
         shared.begin.tag = load_relaxed(&own_state(a.ctx)->last_dispatch);
     }
-    load_headers(c);
+    if constexpr (cfg.domains() > 1) {
+        load_headers(c);
+        __syncthreads();
+    }
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) {
         const auto* sent = reinterpret_cast<const SourceTokens*>(a.route.sent) + p;
         // 1 block: the order of arrival in a domain does not matter any more

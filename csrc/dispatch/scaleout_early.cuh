@@ -21,31 +21,28 @@ MOECOMM_FN void send_far(const Call& c, Sender<Call>& sender) {
     for (i32 i = 0; i < Call::cfg.slots_ahead(); ++i) sender.load_next();
 }
 
-// Called by all threads of all blocks, of one domain, too, once the warps that count have placed their tokens. Send warps and the metadata
-// warp write send slots, put warps put them; no other warp waits for either. If there is no room for a put, the failure record is filled,
-// and later waits fail.
+// Called by all threads of all blocks once the warps that count have placed their tokens. Send warps and the metadata warp write send
+// slots, put warps put them; no other warp waits for either. If there is no room for a put, the failure record is filled, and later waits
+// fail.
 template <class Call>
 MOECOMM_FN void leave_early(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
-    if constexpr (cfg.domains() > 1 && cfg.part == Part::whole && cfg.send_warps > 0) {
-        if (!c.leaves_early()) return;
-        constexpr i32 metadata_warp = cfg.send_warps + cfg.receive_warps, put_warp = cfg.warps() - cfg.put_warps;
-        constexpr i32 writers = (cfg.send_warps + 1) * kWarp;
-        if (warp_id() < cfg.send_warps || warp_id() == metadata_warp) {
-            fence_async_shared();  // bulk loads overwrite the counters
-            barrier_sync(2, writers);
-            if (warp_id() < cfg.send_warps) {
-                send_far(c, sender);
-            } else {
-                for (i32 first = c.share.first; first < c.share.end; first += kWarp)
-                    write_heads<true>(c, first, min(first + kWarp, c.share.end));
-            }
-            barrier_arrive(3, writers + cfg.put_warps * kWarp);
-        } else if (warp_id() >= put_warp) {
-            barrier_sync(3, writers + cfg.put_warps * kWarp);
-            MOECOMM_SPAN(put, c.round, threadIdx.x == put_warp * kWarp);
-            put_all_direct(c, warp_id() - put_warp);
+    constexpr i32 metadata_warp = cfg.send_warps + cfg.receive_warps, put_warp = cfg.warps() - cfg.put_warps;
+    constexpr i32 writers = (cfg.send_warps + 1) * kWarp;
+    if (warp_id() < cfg.send_warps || warp_id() == metadata_warp) {
+        fence_async_shared();  // bulk loads overwrite the counters
+        barrier_sync(2, writers);
+        if (warp_id() < cfg.send_warps) {
+            send_far(c, sender);
+        } else {
+            for (i32 first = c.share.first; first < c.share.end; first += kWarp)
+                write_heads<true>(c, first, min(first + kWarp, c.share.end));
         }
+        barrier_arrive(3, writers + cfg.put_warps * kWarp);
+    } else if (warp_id() >= put_warp) {
+        barrier_sync(3, writers + cfg.put_warps * kWarp);
+        MOECOMM_SPAN(put, c.round, threadIdx.x == put_warp * kWarp);
+        put_all_direct(c, warp_id() - put_warp);
     }
 }
 

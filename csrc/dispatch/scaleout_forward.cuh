@@ -273,47 +273,19 @@ MOECOMM_FN void forwarder(const Call& c, i32 warp) {
     }
 }
 
-// Hooks of dispatch.cuh that do nothing in one domain.
-
-// Part of prepare_block.
-template <class Call>
-MOECOMM_FN void prepare_scaleout(const Call& c) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    if constexpr (cfg.domains() > 1) {
-        for (i32 i = threadIdx.x; i < cfg.forward_warps * cfg.forward_slots; i += cfg.threads())
-            barrier_init(&c.forward_rings()[i / cfg.forward_slots].full[i % cfg.forward_slots], 1);
-        for (i32 i = threadIdx.x; i < cfg.put_warps; i += cfg.threads()) c.transport.prepare(c.put_rings()[i]);
-    }
-}
-
-// Called by the forward and put warps, which follow `first`: the roles of move_rows.
-template <i32 first, class Call>
-MOECOMM_FN void move_between_domains(const Call& c) {
-    if constexpr (Call::cfg.domains() > 1) {
-        constexpr i32 first_put_warp = first + Call::cfg.forward_warps;
-        MOECOMM_SPAN(put, c.round, threadIdx.x == first_put_warp * kWarp && !c.leaves_early());
-        MOECOMM_SPAN(forward, c.round, threadIdx.x == first * kWarp);
-        warp_id() < first_put_warp ? forwarder(c, warp_id() - first) : put_send_slots(c, warp_id() - first_put_warp);
-    }
-}
-
-// Called by all threads. The first kernel of a split dispatch saves the round headers for the second, which loads them and ends in a
-// __syncthreads: by then, the tagged words may belong to later rounds. Cannot fail.
+// Called by all threads of a block in the first kernel of a split dispatch. Saves the round headers for the second kernel (load_headers):
+// by then, the tagged words may belong to later rounds. Cannot fail.
 template <class Call>
 MOECOMM_FN void save_headers(const Call& c) {
-    if constexpr (Call::cfg.domains() == 1 || Call::cfg.part != Part::begin) return;
-    if (blockIdx.x != 0) return;
     auto* kept = c.transport.template local<u32>(c.window().split_headers);
     const auto* words = reinterpret_cast<const u32*>(&c.shared.headers[0]);
     for (i32 i = threadIdx.x; i < Call::cfg.ranks * kHeaderWords; i += Call::cfg.threads()) kept[i] = words[i];
 }
 template <class Call>
 MOECOMM_FN void load_headers(const Call& c) {
-    if constexpr (Call::cfg.domains() == 1) return;
     const auto* kept = c.transport.template local<const u32>(c.window().split_headers);
     auto* words = reinterpret_cast<u32*>(&c.shared.headers[0]);
     for (i32 i = threadIdx.x; i < Call::cfg.ranks * kHeaderWords; i += Call::cfg.threads()) words[i] = kept[i];
-    __syncthreads();
 }
 
 }  // namespace moecomm

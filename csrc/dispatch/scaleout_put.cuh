@@ -195,16 +195,4 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     if (direct && c.share.first_chunk + warp < c.share.end_chunk) signal_owners(c, channel, warp);
 }
 
-// Hook of write_metadata, empty in one domain. Writes the heads of the send slots of the tokens [first, end), unless these have left early;
-// `chunk` is the last of these tokens'. Returns false in all lanes if a wait for send slots failed.
-template <class Call>
-MOECOMM_FN bool write_heads_in_slots(const Call& c, i32 chunk, i32 first, i32 end) {
-    if constexpr (Call::cfg.domains() > 1) {
-        if (c.leaves_early()) return true;
-        if (!await_send_slots(c, chunk)) return false;
-        write_heads<false>(c, first, end);
-    }
-    return true;
-}
-
 }  // namespace moecomm

@@ -41,7 +41,10 @@ struct Sender {
     MOECOMM_FN explicit Sender(const Call& call) : c(call) {}
 
     // The n-th token of this warp, and the number of its tokens before token `end` of the block.
-    MOECOMM_FN i32 token_of(i32 n) const { return c.share.first + warp_id() + (n - early) * cfg.send_warps; }
+    MOECOMM_FN i32 token_of(i32 n) const {
+        if constexpr (cfg.domains() > 1) return c.share.first + warp_id() + (n - early) * cfg.send_warps;
+        return c.share.first + warp_id() + n * cfg.send_warps;
+    }
     MOECOMM_FN static i32 tokens_before(i32 end) { return end > warp_id() ? ceil_div(end - warp_id(), cfg.send_warps) : 0; }
     MOECOMM_FN bool has(i32 n) const { return token_of(n) < c.share.end; }
 
@@ -159,7 +162,7 @@ struct Sender {
     MOECOMM_FN void finish_chunks() {
         while (flagged < c.steps()) {
             const i32 end = min((flagged + 1) * c.a.chunk_tokens, c.share.end - c.share.first);
-            if (!all && tokens_before(end) + open > done - early) return;
+            if (!all && tokens_before(end) + open > done - (cfg.domains() > 1 ? early : 0)) return;
             bulk_wait<open * kGroups>();
             __syncwarp();  // all lanes' stores come before lane 0's release
             if (lane_id() == 0) c.shared.chunk_steps.arrive(c.round, flagged);
@@ -178,7 +181,12 @@ MOECOMM_FN void write_metadata(const Call& c) {
         next = together ? c.share.end_chunk : chunk + 1;
         const i32 first = chunk * c.a.chunk_tokens, end = c.chunk_end(next - 1);
         if constexpr (!Call::cfg.repeat) write_metadata_of(c, first, end);
-        if (!write_heads_in_slots(c, next - 1, first, end)) return;
+        if constexpr (Call::cfg.domains() > 1) {
+            if (!c.leaves_early()) {
+                if (!await_send_slots(c, next - 1)) return;
+                write_heads<false>(c, first, end);
+            }
+        }
         for (i32 done = chunk; done < next; ++done)
             if (lane_id() == 0 && (Call::cfg.signals_early() || done + 1 == c.share.end_chunk))
                 c.shared.chunk_steps.arrive(c.round, c.step_of_chunk(done - c.share.first_chunk));
@@ -266,7 +274,7 @@ MOECOMM_FN void send_row(const Call& c, Sender<Call>& sender, const Token<Call>&
 template <class Call>
 MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
     const auto load = [&](i32 n) { return load_token(c, sender.token_of(n)); };
-    const i32 first = sender.early;
+    const i32 first = Call::cfg.domains() > 1 ? sender.early : 0;
     const bool far = !c.leaves_early();
     Token<Call> next{};  // loaded while the current row travels
     if (sender.has(first)) next = load(first);

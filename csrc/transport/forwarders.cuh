@@ -54,8 +54,6 @@ struct Forwarders {
     }
     // The rank of this domain that exchanges data with `rank`: `rank` itself, or its forwarder.
     MOECOMM_FN i32 local(Domain d, i32 rank) const { return d.reaches(rank) ? rank : by[d.local(rank)]; }
-    // The shape, with the length of rings of this round.
-    MOECOMM_FN const Shape& shape_of(const Context&) const { return shape; }
 
     // Columns of this rank's rings in which it forwards: the n-th other domain of each share, 0 <= n < count(). Some have no source rank.
     MOECOMM_FN i32 count() const { return kOthers << share_bits; }
@@ -68,23 +66,14 @@ struct Forwarders {
     }
 };
 
-// One domain: nobody forwards.
+// One domain.
 template <i32 ranks>
 struct Forwarders<ranks, ranks> {
     MOECOMM_FN static i32 local(Domains<ranks, ranks>, i32 rank) { return rank; }
-    MOECOMM_FN static const Shape& shape_of(const Context& ctx) { return ctx.shape; }
 };
 
-// The ranks that take no part, as find_forwarders wants to know them. Called by any thread, even before earlier kernels have ended: only
-// the host writes them.
-template <i32 ranks, i32 scaleup_ranks>
-MOECOMM_FN u64 read_masked(const Forwarders<ranks, scaleup_ranks>&, const Context& ctx) {
-    return load_relaxed(&own_mask(ctx).ranks[0]);
-}
-template <i32 ranks>
-MOECOMM_FN u64 read_masked(const Forwarders<ranks, ranks>&, const Context&) {
-    return 0;
-}
+// The ranks that take no part. Called by any thread, even before earlier kernels have ended: only the host writes them.
+MOECOMM_FN u64 read_masked(const Context& ctx) { return load_relaxed(&own_mask(ctx).ranks[0]); }
 
 // find_forwarders where ranks are masked. Not inlined, so that rounds without a mask need no registers for it.
 template <i32 ranks, i32 scaleup_ranks>
@@ -118,7 +107,5 @@ MOECOMM_FN void find_forwarders(Forwarders<ranks, scaleup_ranks>& f, const Conte
     f.as[0] = static_cast<short>(ctx.rank);
     f.share_bits = 0;
 }
-template <i32 ranks>
-MOECOMM_FN void find_forwarders(Forwarders<ranks, ranks>&, const Context&, u64, i32) {}
 
 }  // namespace moecomm

@@ -190,7 +190,7 @@ MOECOMM_FN void send_tagged_words(const Call& c, i32 words, PutAhead put_ahead) 
 }
 template <class Call>
 MOECOMM_FN void send_tagged_words(const Call& c, i32 words) {
-    if constexpr (Call::cfg.domains() > 1) send_tagged_words(c, words, [](i32) { return true; });
+    send_tagged_words(c, words, [](i32) { return true; });
 }
 
 // Wait for the tagged words of all ranks of other domains. Called by threads [thread, thread + stride, ...) of a block, before a barrier of

@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 YOUNGER = ("puts", "NIC")  # parts that older results lack: bench/launches.json has them by commit
 # Parts of one domain leave out files named `scaleout_*` (once `scaleout/*`). Kernels of one domain use nothing there
-# but hooks that are empty for them, and constants of ScaleoutSums, which say that rows of a token begin at lane 0.
+# but constants of ScaleoutSums, which say that rows of a token begin at lane 0.
 _ONE_DOMAIN = ("dispatch", "combine")
 _SCALEOUT = re.compile(r"/scaleout[/_]")
 _INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
