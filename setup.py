@@ -26,13 +26,15 @@ HEADERS = [
 ]
 
 
+SHIMS = "moecomm/shims/build.py"
+
 # It takes bytes from other processes.  The interpreter's own flags may set another level of FORTIFY_SOURCE.
 HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack"]
 
 
 def sources(*patterns: str) -> list[str]:
-    """Translation units in csrc/, relative to the root as setuptools wants them."""
+    """Sources in csrc/, relative to the root as setuptools wants them."""
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
 
 
@@ -53,7 +55,7 @@ native = Pybind11Extension(
     ],
     extra_link_args=["-pthread", "-ldl", *HARDENED_LINK],
     # This file as well: its flags are part of what is built.
-    depends=["setup.py", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))],
+    depends=["setup.py", "csrc/bindings/fields.py", *sources("**/*.h")],
 )
 
 
@@ -73,12 +75,15 @@ class Build(build_ext):
                 "Debian, Ubuntu: apt install g++ python3-dev.  Fedora, RHEL: dnf install gcc-c++ python3-devel.\n"
                 "A compiler of another name: set CC and CXX."
             )
+        generated = Path(self.build_temp, "generated")
+        script("csrc/bindings/fields.py").write(ROOT / "csrc", generated / "moecomm_fields.h")
+        native.include_dirs.append(str(generated))
         super().build_extensions()
 
 
-def shims() -> ModuleType:
-    """moecomm/shims/build.py, without moecomm, which wants torch."""
-    spec = importlib.util.spec_from_file_location("shims", ROOT / "moecomm" / "shims" / "build.py")
+def script(path: str) -> ModuleType:
+    """A module of this tree, without moecomm, which wants torch."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -108,7 +113,7 @@ class BuildShims(Command):
         homes = {
             name: os.environ[f"{name}_HOME"] for name in ("CUDA", "NCCL", "NVSHMEM") if f"{name}_HOME" in os.environ
         }
-        for shim, why in shims().build(self._into(), ROOT / "csrc", homes).items():
+        for shim, why in script(SHIMS).build(self._into(), ROOT / "csrc", homes).items():
             self.announce(f"the {shim} shim is not built: {why}", level=4)
 
     def get_source_files(self) -> list[str]:
@@ -117,7 +122,8 @@ class BuildShims(Command):
 
     def get_outputs(self) -> list[str]:
         """Return the files that may be made."""
-        return [str(self._into() / name) for name in ("built.json", *(f"{shim}.fatbin" for shim in shims().SHIMS))]
+        names = ("built.json", *(f"{shim}.fatbin" for shim in script(SHIMS).SHIMS))
+        return [str(self._into() / name) for name in names]
 
     def get_output_mapping(self) -> dict[str, str]:
         """Nothing of it is a copy of a source."""

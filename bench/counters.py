@@ -47,7 +47,11 @@ COUNTING = (
         "    timed_wait(r.ctx, r.tag, peer, own<const u64>(r.ctx, tagged_word(r, peer, 0)), Counter::wait_header);\n",
         "",
     ),
-    ("dispatch/counters.cuh", "    constexpr DispatchConfig cfg = Call::cfg;\n", "    return;\n"),
+    (
+        "dispatch/outputs.cuh",
+        "    const u64 bytes = static_cast<u64>(",
+        "    return;\n    const u64 bytes = static_cast<u64>(",
+    ),
     ("combine/collect.cuh", "            if (counts_waits()) c.shared.wait_begun = now_ns();\n", ""),
     (
         "combine/collect.cuh",

@@ -98,7 +98,9 @@ def compare(commit: str, of: str = "rounds") -> dict[str, list[str]]:
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
     differ = differing(before, now, SETS[of])
-    note({part: digests[source_of(part)] for part, names in differ.items() if not names})
+    # Of older trees, parts whose files have other names today have no digest.
+    found = {part: digests.get(source_of(part), "") for part, names in differ.items() if not names}
+    note({part: digest for part, digest in found.items() if digest})
     return differ
 
 

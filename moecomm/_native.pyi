@@ -113,51 +113,31 @@ class Shape:
 
 class WindowLayout:
     """Byte offsets in a window: WindowLayout of csrc/protocol/layout.h."""
-    @property
-    def abort(self) -> int: ...
-    @property
-    def arrived(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def columns(self) -> int: ...
-    @property
-    def counters(self) -> int: ...
-    @property
-    def counting(self) -> int: ...
-    @property
-    def credits(self) -> int: ...
-    @property
-    def drained(self) -> int: ...
-    @property
-    def heap(self) -> int: ...
-    @property
-    def num_tagged_words(self) -> int: ...
-    @property
-    def packets(self) -> int: ...
-    @property
-    def ranges(self) -> int: ...
-    @property
-    def receive_buffer(self) -> int: ...
-    @property
-    def reduced(self) -> int: ...
+
+    abort: typing.Final[int]
+    arrived: typing.Final[int]
+    bytes: typing.Final[int]
+    columns: typing.Final[int]
+    counters: typing.Final[int]
+    counting: typing.Final[int]
+    credits: typing.Final[int]
+    drained: typing.Final[int]
+    heap: typing.Final[int]
+    num_tagged_words: typing.Final[int]
+    packets: typing.Final[int]
+    ranges: typing.Final[int]
+    receive_buffer: typing.Final[int]
+    reduced: typing.Final[int]
     @property
     def rejected(self) -> int:
         """Offset of State::rejected."""
-    @property
-    def returned(self) -> int: ...
-    @property
-    def signals(self) -> int: ...
-    @property
-    def split_headers(self) -> int: ...
-    @property
-    def staging(self) -> int: ...
-    @property
-    def state(self) -> int: ...
-    @property
-    def summed(self) -> int: ...
-    @property
-    def tagged_words(self) -> int: ...
+    returned: typing.Final[int]
+    signals: typing.Final[int]
+    split_headers: typing.Final[int]
+    staging: typing.Final[int]
+    state: typing.Final[int]
+    summed: typing.Final[int]
+    tagged_words: typing.Final[int]
 
 class Context:
     """Context of csrc/protocol/args.h.  Starts as zeros; copy.copy() copies it."""
@@ -172,15 +152,10 @@ class Context:
     def set_shape(self, shape: Shape) -> None:
         """Set `shape`, and `window` to its layout."""
     abort_host: int
-    @property
-    def address(self) -> int: ...
+    address: typing.Final[int]
     all_peers: int
-    """
-        Address of an address for each rank, for host rounds of more than 64; 0: none.
-        """
     link: int
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: typing.Final[int]
     peers: list[int]
     """
         64 addresses, or those at `all_peers`.  A copy: assign a list (shorter ones are filled up with zeros).
@@ -194,13 +169,11 @@ class Route:
     def __copy__(self) -> Route: ...
     def __deepcopy__(self, arg0: dict[int, typing.Any]) -> Route: ...
     def __init__(self) -> None: ...
-    @property
-    def address(self) -> int: ...
+    address: typing.Final[int]
     forwarded: int
     key: int
     max_rows: int
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: typing.Final[int]
     ranges: int
     row_weights: int
     rows: int
@@ -222,8 +195,7 @@ class DispatchArgs:
     def __copy__(self) -> DispatchArgs: ...
     def __deepcopy__(self, arg0: dict[int, typing.Any]) -> DispatchArgs: ...
     def __init__(self) -> None: ...
-    @property
-    def address(self) -> int: ...
+    address: typing.Final[int]
     alignment: int
     call: int
     check_weights: int
@@ -237,8 +209,7 @@ class DispatchArgs:
     in_type: int
     layout: int
     max_rows: int
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: typing.Final[int]
     num_rows: int
     num_tokens: int
     out_rows: int
@@ -273,8 +244,7 @@ class CombineArgs:
     def __deepcopy__(self, arg0: dict[int, typing.Any]) -> CombineArgs: ...
     def __init__(self) -> None: ...
     added_hashes: int
-    @property
-    def address(self) -> int: ...
+    address: typing.Final[int]
     bias: int
     bias_first: int
     bias_stride: int
@@ -283,8 +253,7 @@ class CombineArgs:
     chunk_tokens: int
     hidden: int
     layout: int
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: typing.Final[int]
     num_tokens: int
     out: int
     out_stride: int
@@ -300,6 +269,20 @@ class CombineArgs:
     workers: int
     y: int
     y_stride: int
+
+class FailureRecordView:
+    """FailureRecord of csrc/protocol/record.h, as it was when it was read."""
+
+    argument: typing.Final[int]
+    code: typing.Final[int]
+    expected: typing.Final[int]
+    op: typing.Final[int]
+    peer: typing.Final[int]
+    phase: typing.Final[int]
+    rank: typing.Final[int]
+    round: typing.Final[int]
+    seen: typing.Final[int]
+    waited_ns: typing.Final[int]
 
 class Block:
     """A range of an Arena.  It goes back when the object and everything made by tensor() are gone."""
@@ -342,10 +325,8 @@ class Block:
     @property
     def end(self) -> int:
         """`offset + nbytes`."""
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
+    nbytes: typing.Final[int]
+    offset: typing.Final[int]
 
 class Arena:
     """Allocator of ranges of [offset, offset + nbytes): 256-byte aligned, from any thread."""
@@ -358,8 +339,7 @@ class Arena:
     @property
     def end(self) -> int:
         """The offset behind the last byte."""
-    @property
-    def largest_free(self) -> int: ...
+    largest_free: typing.Final[int]
     @property
     def used(self) -> int:
         """Bytes allocated, in multiples of 256."""
@@ -377,10 +357,9 @@ class HeapParts:
 
 class HostMemory:
     """Zeroed memory at a multiple of 256, freed with the object."""
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+
+    address: typing.Final[int]
+    nbytes: typing.Final[int]
 
 class HostWindow:
     """
@@ -418,12 +397,11 @@ class HostWindow:
     @property
     def fd(self) -> int:
         """-1 once closed."""
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: typing.Final[int]
 
 class Link:
     """
-    Route of a rank to ranks of other domains (csrc/host/scaleout/link.h).
+    Route of a rank to ranks of other domains (csrc/host/scaleout_link.h).
 
     `windows`: by rank, addresses of the windows that loads and stores do not reach, 0 for the others.
     """
@@ -807,29 +785,6 @@ class GpuRunner(Runner):
         cluster: int,
     ) -> None: ...
 
-class FailureRecordView:
-    """FailureRecord of csrc/protocol/record.h, as it was when it was read."""
-    @property
-    def argument(self) -> int: ...
-    @property
-    def code(self) -> int: ...
-    @property
-    def expected(self) -> int: ...
-    @property
-    def op(self) -> int: ...
-    @property
-    def peer(self) -> int: ...
-    @property
-    def phase(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def round(self) -> int: ...
-    @property
-    def seen(self) -> int: ...
-    @property
-    def waited_ns(self) -> int: ...
-
 class WindowHandle:
     """
     Window of csrc/window/window.h: offsets for `nbytes` on each rank; addresses are set by the caller.
@@ -855,8 +810,7 @@ class WindowHandle:
 
         In the main thread, signal handlers run during the wait.  An exception of a handler aborts it and is raised.
         """
-    @property
-    def abort(self) -> int: ...
+    abort: typing.Final[int]
     abort_host: int
     @property
     def address(self) -> int:
@@ -865,23 +819,16 @@ class WindowHandle:
     def content(self) -> bytes:
         """The bytes of the struct."""
     control: int
-    @property
-    def left(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def num_signals(self) -> int: ...
+    left: typing.Final[int]
+    nbytes: typing.Final[int]
+    num_signals: typing.Final[int]
     peers: int
-    @property
-    def rank(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
+    rank: typing.Final[int]
+    ranks: typing.Final[int]
     record: int
-    @property
-    def signals(self) -> int: ...
+    signals: typing.Final[int]
     timeout_ns: int
-    @property
-    def total_bytes(self) -> int: ...
+    total_bytes: typing.Final[int]
 
 def clear_record(address: int) -> None:
     """Make the record that of no failure."""

@@ -68,7 +68,7 @@ class Decode:
 
 
 class _DelayArgs(ctypes.Structure):
-    """DelayArgs of csrc/bench/delay.cuh."""
+    """DelayArgs of csrc/bench/sleep.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("delays", "step")),

@@ -38,11 +38,11 @@ PING_PONG = {
     "TMA": BenchKernel("bench/ping_pong", "ping_pong<true>", "PingPongArgs", 128, rings=4),
 }
 # By cluster size: blocks with so much shared memory that no other block fits on their multiprocessor.
-HOLD = {size: BenchKernel("bench/hold", "hold", "HoldArgs", 192, rings=6, cluster=size) for size in (1, 2, 4)}
+HOLD = {size: BenchKernel("bench/sleep", "hold", "HoldArgs", 192, rings=6, cluster=size) for size in (1, 2, 4)}
 
 # The start of single calls: one thread works.
 START = {name: BenchKernel("bench/start", name, "StartArgs", 32) for name in ("start", "finish", "clock_step")}
-DELAY = BenchKernel("bench/delay", "delay", "DelayArgs", 32)
+DELAY = BenchKernel("bench/sleep", "delay", "DelayArgs", 32)
 
 
 @lru_cache(maxsize=4)

@@ -25,7 +25,7 @@ _COLUMNS, _TFLOPS = 4096, 400.0  # of the matmul between halves, and its approxi
 
 
 class _HoldArgs(ctypes.Structure):
-    """HoldArgs of csrc/bench/hold.cuh."""
+    """HoldArgs of csrc/bench/sleep.cuh."""
 
     _fields_ = (("ns", ctypes.c_uint64),)
 

@@ -23,12 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "combine between domains": ("combine/combine.cuh",),
     "GEMM": ("gemm/gemm.cuh",),
     "fused layer": ("fused/publish.cuh", "fused/expert_layer.cuh", "fused/reduce.cuh"),
-    "passes": (
-        "elementwise/padding.cuh",
-        "elementwise/routing_map.cuh",
-        "elementwise/swiglu_gradients.cuh",
-        "elementwise/tidy.cuh",
-    ),
+    "passes": ("elementwise/used_rows.cuh", "elementwise/routing.cuh", "elementwise/gradients.cuh"),
     "overlap": tuple(
         f"overlap/{kernel}.cuh"
         for kernel in ("all_gather_matmul", "matmul_send", "gemv_all_reduce", "all_reduce", "embedding_all_to_all")
@@ -44,9 +39,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
 }
 YOUNGER = ("puts", "NIC")  # parts that older results lack: bench/launches.json has them by commit
-# Parts of one domain leave out folders named `scaleout`. Kernels of one domain use nothing there but constants of
-# ScaleoutSums, which say that rows of a token begin at lane 0.
+# Parts of one domain leave out files named `scaleout_*` (once `scaleout/*`). Kernels of one domain use nothing there
+# but constants of ScaleoutSums, which say that rows of a token begin at lane 0.
 _ONE_DOMAIN = ("dispatch", "combine")
+_SCALEOUT = re.compile(r"/scaleout[/_]")
 _INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -58,7 +54,7 @@ def digests(csrc: Path | None = None) -> dict[str, str]:
     """
     root = csrc or loader.headers()
     return {
-        part: _digest(files, root, "scaleout" if part in _ONE_DOMAIN else "")
+        part: _digest(files, root, part in _ONE_DOMAIN)
         for part, files in PARTS.items()
         if all((root / f).is_file() for f in files)
     }
@@ -80,13 +76,13 @@ def commit() -> str:
     return found.stdout.strip() + "-dirty" * (changed.returncode == 1)
 
 
-def _digest(files: Iterable[str], root: Path, without: str) -> str:
-    """Return the digest of files and of what they include, without folders of the name `without`."""
+def _digest(files: Iterable[str], root: Path, one_domain: bool) -> str:
+    """Return the digest of files and of what they include; `one_domain`: without those of scale-out."""
     found: dict[str, str] = {}
     waiting = list(files)
     while waiting:
         name = waiting.pop()
-        if name in found or without in name.split("/")[:-1]:
+        if name in found or (one_domain and _SCALEOUT.search(name)):
             continue
         text = (root / name).read_text()
         found[name] = "".join(_COMMENT.sub("", text).split())

@@ -34,6 +34,8 @@ def generated() -> str:
     getter = r'    @property\n    def (\w+)\(self\) -> ([^\n]+):\n        (\.\.\.|"""(?:(?!""").)*""")\n'
     setter = r"    @\1\.setter\n    def \1\(self, [^\n]+\) -> None:\n        \.\.\.\n"
     text = re.sub(getter + setter, attribute, text, flags=re.DOTALL)
+    constant = r"    @property\n    def (\w+)\(self\) -> (\w+):\n        \.\.\.\n"
+    text = re.sub(constant, r"    \1: typing.Final[\2]\n", text)
     text = re.sub(r":\n +\.\.\.\n", ": ...\n", text)
     text = re.sub(r'(:\n +)"""\n +([^\n"]+)\n +"""', r'\1"""\2"""', text)  # docstrings of a line
     text = re.sub(r"(?:    @classmethod\n)?    def __(?:new|format)__\(\w+, [a-z_]+\): \.\.\.\n", "", text)  # of enums

@@ -1,4 +1,4 @@
-"""Imports go down only: among modules and among rooms, imports for type checkers included.
+"""Imports go down only: among modules, rooms and folders of csrc, imports for type checkers included.
 
 A room is a folder of moecomm, or a file beside them.  moecomm_bench is above all of them.
 """
@@ -6,6 +6,7 @@ A room is a folder of moecomm, or a file beside them.  moecomm_bench is above al
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -58,3 +59,26 @@ def test_nothing_of_moecomm_imports_what_measures_it() -> None:
         for name in names
         if not module.startswith("moecomm_bench")
     )
+
+
+def folder_includes() -> dict[str, set[str]]:
+    """The folders of csrc that each folder includes from.  A folder in another is one of its own."""
+    csrc = ROOT / "csrc"
+    found: dict[str, set[str]] = {}
+    for path in (path for path in csrc.rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")):
+        room = found.setdefault(path.parent.relative_to(csrc).as_posix(), set())
+        for included in re.findall(r'^\s*#\s*include "([^"]+)"', path.read_text(), re.MULTILINE):
+            target = (path.parent / included).resolve()
+            assert target.is_file(), f"{path} includes {included}, which is not relative to its folder"
+            if target.parent != path.parent:
+                room.add(target.parent.relative_to(csrc).as_posix())
+    return found
+
+
+def test_no_folder_of_csrc_includes_itself_by_way_of_others() -> None:
+    found = folder_includes()
+    assert found["combine"] == {"device", "transport"} and found["protocol"] == set()
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

@@ -1,11 +1,13 @@
 // Outputs: blocks of a window's heap, as tensors of any array library.
 #include <pybind11/stl.h>
 
+#include <cstdlib>
+#include <cstring>
+#include <new>
 #include <optional>
 
 #include "../runtime/arena.h"
 #include "../runtime/dlpack.h"
-#include "../runtime/memory.h"
 #include "module.h"
 #include "torch.h"
 
@@ -14,6 +16,29 @@ using namespace moecomm::runtime;
 
 namespace moecomm::bindings {
 namespace {
+
+// Zeroed memory of this process for data outside tensors: failure records, abort words, routes.
+class HostMemory {
+  public:
+    static constexpr u64 kAlignment = 256;
+
+    explicit HostMemory(u64 bytes) : bytes_(bytes) {
+        const u64 room = align_up<u64>(bytes > 0 ? bytes : 1, kAlignment);
+        at_ = bytes <= room ? std::aligned_alloc(kAlignment, room) : nullptr;
+        if (at_ == nullptr) throw std::bad_alloc();
+        std::memset(at_, 0, room);
+    }
+    HostMemory(const HostMemory&) = delete;
+    HostMemory& operator=(const HostMemory&) = delete;
+    ~HostMemory() { std::free(at_); }
+
+    u64 address() const { return reinterpret_cast<u64>(at_); }
+    u64 bytes() const { return bytes_; }
+
+  private:
+    void* at_;
+    u64 bytes_;
+};
 
 constexpr const char* kCapsule = "dltensor";  // a consumer renames the capsule and calls the deleter itself
 

@@ -1,11 +1,12 @@
-// Enumerations, constants and sizes of protocol/ that Python knows by these names and by no numbers of its own.
-#include <pybind11/native_enum.h>
+// Constants and sizes that Python knows by these names and by no numbers of its own.
 #include <pybind11/stl.h>
 
 #include <map>
 #include <string>
 
-#include "../elementwise/pass_threads.h"
+#include "../elementwise/args.h"
+#include "../fused/layer_args.h"
+#include "../overlap/args.h"
 #include "../protocol/domains.h"
 #include "../protocol/packets.h"
 #include "../protocol/round_header.h"
@@ -16,69 +17,7 @@
 namespace py = pybind11;
 
 namespace moecomm::bindings {
-namespace {
-
-void bind_enums(py::module_& m) {
-    py::native_enum<Layout>(m, "Layout", "enum.IntEnum", "Layout of csrc/protocol/args.h.")
-        .value("flat", Layout::flat)
-        .value("expert", Layout::expert)
-        .value("batched", Layout::batched)
-        .finalize();
-    py::native_enum<Type>(m, "Type", "enum.IntEnum", "Type of csrc/protocol/args.h.")
-        .value("bf16", Type::bf16)
-        .value("fp16", Type::fp16)
-        .value("fp32", Type::fp32)
-        .value("e4m3", Type::e4m3)
-        .finalize();
-    py::native_enum<Part>(m, "Part", "enum.IntEnum", "Part of csrc/protocol/args.h.")
-        .value("whole", Part::whole)
-        .value("begin", Part::begin)
-        .value("end", Part::end)
-        .finalize();
-    py::native_enum<ScaleFormat>(m, "ScaleFormat", "enum.IntEnum", "ScaleFormat of csrc/protocol/args.h.")
-        .value("fp32", ScaleFormat::fp32)
-        .value("ue8m0", ScaleFormat::ue8m0)
-        .finalize();
-    py::native_enum<Failure>(m, "Failure", "enum.IntEnum", "Failure of csrc/protocol/record.h.")
-        .value("none", Failure::none)
-        .value("timeout", Failure::timeout)
-        .value("peer_lost", Failure::peer_lost)
-        .value("aborted", Failure::aborted)
-        .value("bad_input", Failure::bad_input)
-        .value("mismatch", Failure::mismatch)
-        .value("excluded", Failure::excluded)
-        .finalize();
-    py::native_enum<Phase>(m, "Phase", "enum.IntEnum", "Phase of csrc/protocol/record.h.")
-        .value("header", Phase::header)
-        .value("payload", Phase::payload)
-        .value("reduced", Phase::reduced)
-        .value("drained", Phase::drained)
-        .value("grid", Phase::grid)
-        .value("signal", Phase::signal)
-        .value("barrier", Phase::barrier)
-        .finalize();
-    py::native_enum<Op>(m, "Op", "enum.IntEnum", "Op of csrc/protocol/record.h.")
-        .value("none", Op::none)
-        .value("dispatch", Op::dispatch)
-        .value("combine", Op::combine)
-        .value("leave", Op::leave)
-        .value("window", Op::window)
-        .finalize();
-    py::native_enum<moecomm::Argument>(m, "Argument", "enum.IntEnum", "Argument of csrc/protocol/record.h.")
-        .value("none", moecomm::Argument::none)
-        .value("topk_idx", moecomm::Argument::topk_idx)
-        .value("max_rows", moecomm::Argument::max_rows)
-        .value("batched", moecomm::Argument::batched)
-        .value("topk_weights", moecomm::Argument::topk_weights)
-        .value("handle", moecomm::Argument::handle)
-        .value("rejected", moecomm::Argument::rejected)
-        .finalize();
-}
-
-}  // namespace
-
 void bind_constants(py::module_& m) {
-    bind_enums(m);
     m.def(
         "constants",
         [] {
@@ -104,6 +43,41 @@ void bind_constants(py::module_& m) {
                                               {"round_header_bytes", sizeof(RoundHeader)}};
         },
         "Constants and sizes of csrc/protocol by name.");
+    m.def(
+        "fused_constants",
+        [] {
+            return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},
+                                              {"most_groups", kMostGroups},
+                                              {"slot_row_bytes", kSlotRowBytes},
+                                              {"least_counted", kLeastCounted},
+                                              {"publish_threads", kPublishThreads}};
+        },
+        "Constants of csrc/gemm and csrc/fused by name.");
+    m.def("gemm_shared_bytes", &gemm_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"),
+          "Dynamic shared memory of a block of the grouped GEMM.");
+    m.def("expert_layer_shared_bytes", &expert_layer_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"),
+          "Dynamic shared memory of a block of the fused layer.");
+    m.def("reduce_slot_bytes", &reduce_slot_bytes, py::arg("topk"), py::arg("piece_bytes"),
+          "Shared memory of a slot of the fused layer's reduction.");
+    m.def(
+        "overlap_constants",
+        [] {
+            return std::map<std::string, i32>{{"most_ranks", kOverlapRanks},
+                                              {"flags", kFlags},
+                                              {"state_bytes", static_cast<i32>(sizeof(OverlapState))},
+                                              {"slice_rows", kSliceRows},
+                                              {"gemv_rows", kGemvRows},
+                                              {"gemv_columns", kGemvColumns},
+                                              {"gemv_threads", kGemvThreads},
+                                              {"embedding_threads", kEmbeddingThreads},
+                                              {"all_reduce_threads", kAllReduceThreads},
+                                              {"all_reduce_words", kAllReduceWords},
+                                              {"all_reduce_bytes", kAllReduceBytes}};
+        },
+        "Constants of csrc/overlap by name.");
+    m.def("gemv_lines", &gemv_lines, py::arg("most_rows"), "Lines of a packet of the GEMV, for 8 or 16 rows.");
+    m.def("split_sums_bytes", &split_sums_bytes, py::arg("most_rows"), "Dynamic shared memory for the sums of a block of split products.");
+    m.def("gemv_shared_bytes", &gemv_shared_bytes, py::arg("most_rows"), "Dynamic shared memory of a block of the GEMV.");
 }
 
 }  // namespace moecomm::bindings

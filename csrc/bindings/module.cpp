@@ -24,12 +24,10 @@ PYBIND11_MODULE(_native, m) {
             raise_os_error(error);
         }
     });
+    moecomm::bindings::bind_structs(m);
     moecomm::bindings::bind_constants(m);
-    moecomm::bindings::bind_args(m);
     moecomm::bindings::bind_arena(m);
     moecomm::bindings::bind_bench(m);
-    moecomm::bindings::bind_fused(m);
-    moecomm::bindings::bind_overlap(m);
     moecomm::bindings::bind_peers(m);
     moecomm::bindings::bind_call_ring(m);
     moecomm::bindings::bind_plans(m);
@@ -38,7 +36,6 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_runner(m);
     moecomm::bindings::bind_rounds(m);
     moecomm::bindings::bind_steps(m);
-    moecomm::bindings::bind_structs(m);
     moecomm::bindings::bind_leave(m);
     moecomm::bindings::bind_window(m);
 }

@@ -4,14 +4,11 @@
 
 namespace moecomm::bindings {
 
-void bind_args(pybind11::module_& m);
 void bind_arena(pybind11::module_& m);
 void bind_call_ring(pybind11::module_& m);
 void bind_bench(pybind11::module_& m);
 void bind_constants(pybind11::module_& m);
-void bind_fused(pybind11::module_& m);
 void bind_known_calls(pybind11::module_& m);
-void bind_overlap(pybind11::module_& m);
 void bind_peers(pybind11::module_& m);
 void bind_plans(pybind11::module_& m);
 void bind_rounds(pybind11::module_& m);

@@ -6,7 +6,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "../host/scaleout/link.h"
+#include "../host/scaleout_link.h"
 #include "../runtime/exchange.h"
 #include "../runtime/watcher.h"
 #include "../runtime/window.h"
@@ -88,7 +88,7 @@ Raises:
     ValueError: no offset of the window, or it is closed.
     OSError: the kernel refuses.)")
         .def("close", &HostWindow::close, "Unmap.  No code of this process may still use the memory.  Dropping the object unmaps as well.");
-    py::class_<host::Link>(m, "Link", R"(Route of a rank to ranks of other domains (csrc/host/scaleout/link.h).
+    py::class_<host::Link>(m, "Link", R"(Route of a rank to ranks of other domains (csrc/host/scaleout_link.h).
 
 `windows`: by rank, addresses of the windows that loads and stores do not reach, 0 for the others.)")
         .def(py::init<const Shape&, std::vector<u64>, u64>(), py::arg("shape"), py::arg("windows"), py::arg("disorder") = 0)

@@ -161,17 +161,6 @@ void launch_packed(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stre
 }
 
 void bind_records(py::module_& m) {
-    py::class_<FailureRecord>(m, "FailureRecordView", "FailureRecord of csrc/protocol/record.h, as it was when it was read.")
-        .def_readonly("code", &FailureRecord::code)
-        .def_readonly("op", &FailureRecord::op)
-        .def_readonly("phase", &FailureRecord::phase)
-        .def_readonly("argument", &FailureRecord::argument)
-        .def_readonly("rank", &FailureRecord::rank)
-        .def_readonly("peer", &FailureRecord::peer)
-        .def_readonly("round", &FailureRecord::round)
-        .def_readonly("expected", &FailureRecord::expected)
-        .def_readonly("seen", &FailureRecord::seen)
-        .def_readonly("waited_ns", &FailureRecord::waited_ns);
     m.def("record", &record, py::arg("address"), "The record of a failed round; None while nothing has failed.");
     m.def(
         "clear_record", [](u64 address) { *at<FailureRecord>(address) = FailureRecord{}; }, py::arg("address"),

@@ -1,15 +1,23 @@
-// Argument structs of kernels, as tables that moecomm.gpu.structs makes ctypes structs from.
+// Python's classes and tables of structs and enumerations that C++ has as well. Their fields come from macros that fields.py writes from
+// the headers when the package is built.
+#include <moecomm_fields.h>
+#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
+#include <stdexcept>
+#include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "../device/between_rounds_args.h"
-#include "../elementwise/copy_rows_args.h"
+#include "../elementwise/args.h"
 #include "../fused/layer_args.h"
 #include "../overlap/args.h"
+#include "../protocol/stand_ins.h"
 #include "../window/call_args.h"
 #include "module.h"
 
@@ -20,27 +28,8 @@ namespace {
 
 struct Field {
     const char* name;
-    const char* type;  // a struct, or a scalar as Python's struct module writes it
     size_t offset, size, alignment;
-    size_t count;  // of an array, else 0
 };
-
-template <class T>
-constexpr const char* type_name() {
-    if constexpr (std::is_array_v<T>) return type_name<std::remove_extent_t<T>>();
-    if constexpr (std::is_same_v<T, u64>) return "Q";
-    if constexpr (std::is_same_v<T, i64>) return "q";
-    if constexpr (std::is_same_v<T, i32>) return "i";
-    if constexpr (std::is_same_v<T, TensorMap>) return "TensorMap";
-    if constexpr (std::is_same_v<T, Grouping>) return "Grouping";
-    if constexpr (std::is_same_v<T, GemmArgs>) return "GemmArgs";
-    if constexpr (std::is_same_v<T, LayerArgs>) return "LayerArgs";
-    if constexpr (std::is_same_v<T, Context>) return "Context";
-    if constexpr (std::is_same_v<T, PaddingArgs>) return "PaddingArgs";
-    if constexpr (std::is_same_v<T, Window>) return "Window";
-    if constexpr (std::is_same_v<T, Overlap>) return "Overlap";
-    return "";
-}
 
 // No field has been left out: each begins where the one before it ends, but for its alignment.
 template <size_t n>
@@ -48,76 +37,195 @@ constexpr bool covers(const std::array<Field, n>& fields, size_t size, size_t al
     size_t end = 0;
     for (const Field& field : fields) {
         end = (end + field.alignment - 1) / field.alignment * field.alignment;
-        if (field.offset != end || field.type[0] == '\0') return false;
+        if (field.offset != end) return false;
         end += field.size;
     }
     return (end + alignment - 1) / alignment * alignment == size;
 }
+#define FIELD(name) Field{#name, offsetof(S, name), sizeof(S::name), alignof(decltype(S::name))},
+#define CHECK_FIELDS(Struct)                                                          \
+    static_assert(                                                                    \
+        [] {                                                                          \
+            using S = Struct;                                                         \
+            return covers(std::array{FIELDS_##Struct(FIELD)}, sizeof(S), alignof(S)); \
+        }(),                                                                          \
+        "a field of " #Struct " is missing")
 
-#define FIELD(name)                                                                                            \
-    Field {                                                                                                    \
-        #name, type_name<decltype(S::name)>(), offsetof(S, name), sizeof(S::name), alignof(decltype(S::name)), \
-            std::extent_v<decltype(S::name)>                                                                   \
+// A field of a class, unless it is an array or padding.
+template <class Struct, class T>
+void bind_field(py::class_<Struct>& bound, const char* name, T Struct::* field, bool writable) {
+    if (std::string_view(name) == "pad" || std::string_view(name) == "reserved") return;
+    if constexpr (!std::is_array_v<T>) writable ? bound.def_readwrite(name, field) : bound.def_readonly(name, field);
+}
+#define BIND_FIELD(name) bind_field(bound, #name, &S::name, writable);
+// Define `bind_fields` for a class of a struct.
+#define FIELDS_OF(Struct)                                        \
+    CHECK_FIELDS(Struct);                                        \
+    void bind_fields(py::class_<Struct>& bound, bool writable) { \
+        using S = Struct;                                        \
+        FIELDS_##Struct(BIND_FIELD)                              \
+    }
+FIELDS_OF(Shape)
+FIELDS_OF(WindowLayout)
+FIELDS_OF(Context)
+FIELDS_OF(Route)
+FIELDS_OF(DispatchArgs)
+FIELDS_OF(CombineArgs)
+FIELDS_OF(FailureRecord)
+
+// A struct that starts as zeros, can be copied, and can be handed on by address.
+template <class Struct>
+py::class_<Struct> bind_struct(py::module_& m, const char* name, const char* doc) {
+    py::class_<Struct> bound(m, name, doc);
+    bound.def(py::init([] { return Struct{}; }))
+        .def("__copy__", [](const Struct& self) { return Struct(self); })
+        .def("__deepcopy__", [](const Struct& self, const py::typing::Dict<py::int_, py::object>&) { return Struct(self); })
+        .def_property_readonly("address", [](const Struct& self) { return reinterpret_cast<u64>(&self); })
+        .def_property_readonly("nbytes", [](const Struct&) { return sizeof(Struct); });
+    bind_fields(bound, true);
+    return bound;
+}
+
+#define VALUE(name) .value(#name, E::name)
+#define BIND_ENUM(Enum)                                                                                               \
+    {                                                                                                                 \
+        using E = moecomm::Enum;                                                                                      \
+        py::native_enum<E>(m, #Enum, "enum.IntEnum", #Enum " of " HEADER_##Enum ".") FIELDS_##Enum(VALUE).finalize(); \
     }
 
-// (size, fields) of a struct S by its name.
-#define STRUCT(Struct, ...)                                                                                   \
-    {                                                                                                         \
-        using S = Struct;                                                                                     \
-        constexpr std::array fields{__VA_ARGS__};                                                             \
-        static_assert(covers(fields, sizeof(S), alignof(S)), "a field of " #Struct " is missing");            \
-        py::list rows;                                                                                        \
-        for (const Field& f : fields) rows.append(py::make_tuple(f.name, f.type, f.offset, f.size, f.count)); \
-        found[#Struct] = py::make_tuple(sizeof(S), rows);                                                     \
+void bind_enums(py::module_& m){BIND_ENUM(Layout) BIND_ENUM(Type) BIND_ENUM(Part) BIND_ENUM(ScaleFormat) BIND_ENUM(Failure) BIND_ENUM(Phase)
+                                    BIND_ENUM(Op) BIND_ENUM(Argument)}
+
+Shape make_shape(i32 ranks, i32 experts, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes, i64 packet_bytes,
+                 i32 domain_ranks, i64 receive_bytes) {
+    if (ring_tokens < kMaxChunk || ring_tokens % kMaxChunk != 0)
+        throw std::invalid_argument("ring_tokens: want a multiple of " + std::to_string(kMaxChunk));
+    if (domain_ranks < 0 || (domain_ranks > 0 && ranks % domain_ranks != 0))
+        throw std::invalid_argument("domain_ranks: want 0 or a divisor of ranks");
+    return {ranks, experts, topk, max_tokens, ring_tokens, domain_ranks, packet_bytes, staged_row_bytes, heap_bytes, receive_bytes};
+}
+
+i32 stand_in_of(const Shape& shape, const std::vector<i32>& masked, i32 forwarder) {
+    const auto check = [&](i32 rank) {
+        if (rank < 0 || rank >= shape.ranks) throw std::invalid_argument("stand_in: no such rank: " + std::to_string(rank));
+    };
+    check(forwarder);
+    std::vector<u64> words(ceil_div(shape.ranks, 64));
+    for (const i32 rank : masked) {
+        check(rank);
+        words[rank / 64] |= u64{1} << rank % 64;
     }
+    return stand_in(shape, static_cast<const u64*>(words.data()), forwarder).rank;
+}
+
+void bind_layout(py::module_& m) {
+    py::class_<Shape> shape(m, "Shape", R"(Sizes that all ranks of a Buffer have alike: Shape of csrc/protocol/layout.h.
+
+ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `domain_ranks` is 0 or divides `ranks`.)");
+    shape.def(py::init(&make_shape), py::arg("ranks"), py::arg("experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("ring_tokens"),
+              py::arg("staged_row_bytes"), py::arg("heap_bytes"), py::arg("packet_bytes") = 0, py::arg("domain_ranks") = 0,
+              py::arg("receive_bytes") = 0);
+    bind_fields(shape, true);
+    py::class_<WindowLayout> layout(m, "WindowLayout", "Byte offsets in a window: WindowLayout of csrc/protocol/layout.h.");
+    bind_fields(layout, false);
+    layout.def_property_readonly(
+        "rejected", [](const WindowLayout& w) { return w.state + offsetof(State, rejected); }, "Offset of State::rejected.");
+    m.def("window_layout", &window_layout, py::arg("shape"), "The layout of a window of this shape.");
+    m.def("takes_weights", &takes_weights, py::arg("shape"),
+          "Return whether source ranks may give a combine routing weights of their own.");
+    m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"),
+          "Return whether rows of a rank with so many tokens reach other domains without a forwarder.");
+    m.def("most_chunk_tokens", &most_chunk_tokens, py::arg("shape"),
+          "Return the most tokens of a chunk, such that rings have room for one whoever is masked.");
+    m.def("stand_in", &stand_in_of, py::arg("shape"), py::arg("masked"), py::arg("forwarder"),
+          R"(Return who forwards in the place of a rank while these are masked: itself if it is not; -1: nobody is left.
+
+ValueError: no such rank.)");
+    m.def("received_token_bytes", &received_token_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"),
+          "Bytes of a token in the receive buffer of another domain.");
+}
+
+std::vector<u64> peers(const Context& ctx) {
+    if (ctx.all_peers == 0) return {ctx.peers, ctx.peers + kMaxRanks};
+    const u64* all = reinterpret_cast<const u64*>(ctx.all_peers);
+    return {all, all + ctx.shape.ranks};
+}
+
+void set_peers(Context& ctx, const std::vector<u64>& addresses) {
+    if (addresses.size() > kMaxRanks) throw std::invalid_argument("at most " + std::to_string(kMaxRanks) + " peers");
+    std::fill(std::copy(addresses.begin(), addresses.end(), ctx.peers), ctx.peers + kMaxRanks, 0);
+}
+
+void set_shape(Context& ctx, const Shape& shape) {
+    ctx.shape = shape;
+    ctx.window = window_layout(shape);
+}
+
+// Is the address in the heap of our own window?
+bool in_heap(const Context& ctx, u64 address) {
+    const u64 window = window_of(ctx, ctx.rank);
+    return address >= window + ctx.window.heap && address < window + ctx.window.bytes;
+}
+
+void bind_arguments(py::module_& m) {
+    bind_struct<Context>(m, "Context", "Context of csrc/protocol/args.h.  Starts as zeros; copy.copy() copies it.")
+        .def_property("peers", &peers, &set_peers,
+                      "64 addresses, or those at `all_peers`.  A copy: assign a list (shorter ones are filled up with zeros).")
+        .def("set_shape", &set_shape, py::arg("shape"), "Set `shape`, and `window` to its layout.")
+        .def("in_heap", &in_heap, py::arg("address"), "Return whether the address is in the heap of this rank's window.");
+    bind_struct<Route>(m, "Route", "Route of csrc/protocol/args.h.");
+    bind_struct<DispatchArgs>(m, "DispatchArgs", R"(DispatchArgs of csrc/protocol/args.h.
+
+`ctx` and `route` are parts of the struct, not copies: args.ctx.rank = 1 changes args; assigning copies.)");
+    bind_struct<CombineArgs>(m, "CombineArgs", "CombineArgs of csrc/protocol/args.h.");
+    py::class_<FailureRecord> record(m, "FailureRecordView", "FailureRecord of csrc/protocol/record.h, as it was when it was read.");
+    bind_fields(record, false);
+}
+
+// KERNEL_STRUCTS: argument structs of kernels, and the structs in them, which moecomm.gpu.structs makes ctypes structs of.
+#define CHECK(Struct) CHECK_FIELDS(Struct);
+KERNEL_STRUCTS(CHECK)
+
+// A struct, or a scalar as Python's struct module writes it.
+template <class T>
+constexpr const char* type_name() {
+    if constexpr (std::is_array_v<T>) return type_name<std::remove_extent_t<T>>();
+    if constexpr (std::is_same_v<T, u64>) return "Q";
+    if constexpr (std::is_same_v<T, i64>) return "q";
+    if constexpr (std::is_same_v<T, i32>) return "i";
+    if constexpr (std::is_same_v<T, Context>) return "Context";
+#define NAME(Struct) \
+    if constexpr (std::is_same_v<T, Struct>) return #Struct;
+    KERNEL_STRUCTS(NAME)
+}
 
 using Row = py::typing::Tuple<py::str, py::str, py::int_, py::int_, py::int_>;
 using Structs = py::typing::Dict<py::str, py::typing::Tuple<py::int_, py::typing::List<Row>>>;
 
 Structs structs() {
     Structs found;
-    STRUCT(TensorMap, FIELD(words))
-    STRUCT(Grouping, FIELD(groups), FIELD(alignment), FIELD(group_rows), FIELD(rows), FIELD(column_tiles), FIELD(band), FIELD(unit),
-           FIELD(most_rows))
-    STRUCT(GemmArgs, FIELD(w), FIELD(x), FIELD(out), FIELD(counts), FIELD(columns), FIELD(depth), FIELD(grouping), FIELD(x_scales),
-           FIELD(w_scales), FIELD(out_scales), FIELD(x_scale_row), FIELD(x_scale_column))
-    STRUCT(LayerArgs, FIELD(ctx), FIELD(x), FIELD(published), FIELD(received), FIELD(owners), FIELD(weights), FIELD(bias), FIELD(out),
-           FIELD(x_stride), FIELD(bias_stride), FIELD(out_stride), FIELD(descriptors), FIELD(num_rows), FIELD(rows), FIELD(destinations),
-           FIELD(fetched), FIELD(tile_done), FIELD(next_tile), FIELD(next_row), FIELD(failed), FIELD(num_tokens), FIELD(max_rows),
-           FIELD(row_tiles))
-    STRUCT(ExpertLayerArgs, FIELD(first), FIELD(second), FIELD(layer), FIELD(fetchers), FIELD(together), FIELD(lag),
-           FIELD(row_tiles_per_turn))
-    STRUCT(PaddingArgs, FIELD(rows), FIELD(src), FIELD(num_rows), FIELD(counts), FIELD(bytes), FIELD(count), FIELD(group))
-    STRUCT(CopyRowsArgs, FIELD(of), FIELD(to))
-    STRUCT(MapArgs, FIELD(map), FIELD(dense), FIELD(ids), FIELD(weights), FIELD(tokens), FIELD(experts), FIELD(topk), FIELD(pad))
-    STRUCT(BudgetArgs, FIELD(ids), FIELD(kept), FIELD(table), FIELD(parts), FIELD(to), FIELD(overflow), FIELD(needed), FIELD(entries),
-           FIELD(experts), FIELD(ranks), FIELD(rank), FIELD(alignment), FIELD(budget), FIELD(pitch), FIELD(segments))
-    STRUCT(ExpertTableArgs, FIELD(ids), FIELD(meant), FIELD(table), FIELD(absent), FIELD(entries), FIELD(experts), FIELD(id_bytes))
-    STRUCT(TidyArgs, FIELD(of), FIELD(weights), FIELD(ids), FIELD(src), FIELD(counts), FIELD(num_rows), FIELD(to_weights), FIELD(to_ids),
-           FIELD(to_src), FIELD(to_counts), FIELD(to_num_rows), FIELD(each), FIELD(experts))
-    STRUCT(SwigluArgs, FIELD(both), FIELD(inner), FIELD(weights), FIELD(to_both), FIELD(to_inner), FIELD(to_weights), FIELD(end),
-           FIELD(count), FIELD(columns), FIELD(width), FIELD(pad))
-    STRUCT(GradientArgs, FIELD(rows), FIELD(y), FIELD(weights), FIELD(to_y), FIELD(to_weights), FIELD(count), FIELD(hidden))
-    STRUCT(LeaveArgs, FIELD(ctx), FIELD(tagged_words), FIELD(bytes), FIELD(members))
-    STRUCT(QuiesceArgs, FIELD(ctx), FIELD(members), FIELD(agreement), FIELD(last_round), FIELD(missing))
-    STRUCT(Window, FIELD(peers), FIELD(control), FIELD(record), FIELD(abort_host), FIELD(timeout_ns), FIELD(nbytes), FIELD(abort),
-           FIELD(state), FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals),
-           FIELD(pad))
-    STRUCT(WindowCallArgs, FIELD(window), FIELD(value), FIELD(rank), FIELD(index))
-    STRUCT(Overlap, FIELD(window), FIELD(peers), FIELD(control), FIELD(state), FIELD(flags), FIELD(packets), FIELD(staging))
-    STRUCT(GatherMatmulArgs, FIELD(gemm), FIELD(gathered), FIELD(overlap), FIELD(x), FIELD(gathered_out), FIELD(gathered_scales_out),
-           FIELD(scales), FIELD(piece_rows), FIELD(pieces))
-    STRUCT(SendMatmulArgs, FIELD(gemm), FIELD(overlap), FIELD(results), FIELD(pitch_rows), FIELD(slices))
-    STRUCT(GemvArgs, FIELD(overlap), FIELD(x), FIELD(w), FIELD(out), FIELD(rows), FIELD(columns), FIELD(depth), FIELD(pad))
-    STRUCT(AllReduceArgs, FIELD(overlap), FIELD(x), FIELD(out), FIELD(words))
-    STRUCT(EmbeddingArgs, FIELD(overlap), FIELD(tables), FIELD(indices), FIELD(offsets), FIELD(out), FIELD(num_rows), FIELD(num_indices),
-           FIELD(num_tables), FIELD(batch), FIELD(pooling), FIELD(columns), FIELD(piece_bags), FIELD(pieces))
+#define ROW(name)                                                                            \
+    {                                                                                        \
+        constexpr const char* type = type_name<decltype(S::name)>();                         \
+        constexpr size_t count = std::extent_v<decltype(S::name)>;                           \
+        rows.append(py::make_tuple(#name, type, offsetof(S, name), sizeof(S::name), count)); \
+    }
+#define STRUCT(Struct)                                                         \
+    {                                                                          \
+        using S = Struct;                                                      \
+        py::list rows;                                                         \
+        FIELDS_##Struct(ROW) found[#Struct] = py::make_tuple(sizeof(S), rows); \
+    }
+    KERNEL_STRUCTS(STRUCT)
     return found;
 }
 
 }  // namespace
 
 void bind_structs(py::module_& m) {
+    bind_enums(m);
+    bind_layout(m);
+    bind_arguments(m);
     m.def("structs", &structs,
           R"(The argument structs of kernels: size, and name, type, offset, size and array length (0: none) of each field.
 

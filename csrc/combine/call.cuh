@@ -2,7 +2,7 @@
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
-#include "../device/copy.cuh"
+#include "../device/lanes.cuh"
 #include "../device/launch.cuh"
 #include "../device/step_counters.cuh"
 #include "../device/tagged_words.cuh"
@@ -10,7 +10,7 @@
 
 namespace moecomm {
 
-// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (scaleout/gather_rows.cuh).
+// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (scaleout_gather_rows.cuh).
 struct Item {
     i32 sources;      // rows that are added
     i32 column;       // first column of the first piece
@@ -113,7 +113,7 @@ struct CombineCall {
     Round round;
     CombineShared<config>& shared;
     bool all_in_packets;        // the rows of every source rank travel in packets
-    bool leaves_early = false;  // several domains: direct rows do (scaleout/direct.cuh)
+    bool leaves_early = false;  // several domains: direct rows do (scaleout_direct.cuh)
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }

@@ -8,9 +8,9 @@
 #include "pull.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
-#include "scaleout/flags.cuh"
-#include "scaleout/reduce_ring.cuh"
-#include "scaleout/return_forward.cuh"
+#include "scaleout_flags.cuh"
+#include "scaleout_reduce_ring.cuh"
+#include "scaleout_return_forward.cuh"
 
 namespace moecomm {
 

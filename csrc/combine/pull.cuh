@@ -6,8 +6,8 @@
 #pragma once
 #include "collect.cuh"
 #include "gather.cuh"
-#include "scaleout/gather_rows.cuh"
-#include "scaleout/source_rank.cuh"
+#include "scaleout_gather_rows.cuh"
+#include "scaleout_source_rank.cuh"
 
 namespace moecomm {
 
@@ -319,7 +319,7 @@ struct Pull {
     }
 
     // Arrives at the steps of the block's first `chunks` chunks, of which this warp has nothing left to read. The last warp to arrive gives
-    // the credits (release); with several domains, the flag warp does (scaleout/flags.cuh).
+    // the credits (release); with several domains, the flag warp does (scaleout_flags.cuh).
     MOECOMM_FN void signal_pulled(i32 chunks) {
         for (; signaled < chunks; ++signaled) {
             if constexpr (cfg.domains() > 1) {

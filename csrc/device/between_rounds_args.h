@@ -1,4 +1,4 @@
-// Arguments of the kernels in leave.cuh and quiesce.cuh, for their launches as well.
+// Arguments of the kernels in between_rounds.cuh, for their launches as well.
 #pragma once
 #include "../protocol/args.h"
 

@@ -1,8 +1,35 @@
-// Sums over the lanes of a warp. All lanes call them together.
+// Lanes and warps: their ids, sums over the lanes of a warp, and copies of small data by a warp through registers.
 #pragma once
-#include "copy.cuh"
+#include "config.cuh"
 
 namespace moecomm {
+
+// Load data that peers or other blocks write during this launch. Called by one thread; relaxed, so the caller has acquired a flag before.
+// Bypasses L1: a line there may have been filled before the flag was seen, because of a neighbor in the same line.
+MOECOMM_FN i32 load_fresh(const i32* from) {
+    i32 v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
+MOECOMM_FN u32 lanes_below() {
+    u32 mask;
+    asm("mov.u32 %0, %lanemask_lt;" : "=r"(mask));
+    return mask;
+}
+MOECOMM_FN i32 lane_id() { return threadIdx.x % kWarp; }
+MOECOMM_FN i32 warp_id() { return threadIdx.x / kWarp; }
+
+// Copy a row of scales, or a part of it: any number of bytes, by words if both ends are aligned. Called by all lanes of a warp; orders
+// nothing and cannot fail. Volatile, so that, like load_fresh, it bypasses L1; the source may be any memory.
+MOECOMM_FN void copy_small(u8* to, const volatile u8* from, i32 bytes) {
+    const bool words = (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | static_cast<u64>(bytes)) % 4 == 0;
+    if (words) {
+        for (i32 i = lane_id(); i < bytes / 4; i += kWarp) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const volatile u32*>(from)[i];
+    } else {
+        for (i32 i = lane_id(); i < bytes; i += kWarp) to[i] = from[i];
+    }
+}
 
 // The sum over all lanes, in every lane.
 template <class T>

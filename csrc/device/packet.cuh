@@ -2,7 +2,7 @@
 // words 2 * j and 2 * j + 1 of line i of the step; the last word of a line is its tag.
 #pragma once
 #include "../protocol/packets.h"
-#include "copy.cuh"
+#include "lanes.cuh"
 #include "wait.cuh"
 
 namespace moecomm {

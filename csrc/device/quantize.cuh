@@ -2,7 +2,7 @@
 // read; no function orders memory or can fail.
 #pragma once
 #include "cast.cuh"
-#include "copy.cuh"
+#include "lanes.cuh"
 
 namespace moecomm {
 

@@ -1,7 +1,7 @@
 // Tagged words (csrc/protocol/round_header.h) in kernels: one store writes 32 bits and the tag of the round, so that a word with the tag is
 // complete.
 #pragma once
-#include "copy.cuh"
+#include "lanes.cuh"
 #include "wait.cuh"
 
 namespace moecomm {

@@ -2,7 +2,7 @@
 #pragma once
 #include "../protocol/counters.h"
 #include "../protocol/deadline.h"
-#include "../transport/transport.cuh"
+#include "config.cuh"
 
 namespace moecomm {
 

@@ -2,7 +2,6 @@
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
-#include "../device/copy.cuh"
 #include "../device/lanes.cuh"
 #include "../device/launch.cuh"
 #include "../device/step_counters.cuh"
@@ -145,7 +144,7 @@ struct DispatchCall {
     MOECOMM_FN i32 posters() const { return blocks_of_channel(transport) * max(2 * cfg.put_warps, cfg.forward_warps); }
     // True if rows of this rank (direct_from: of a source rank in another domain) go to owners in other domains without a forwarder.
     MOECOMM_FN bool direct() const { return cfg.part == Part::whole && goes_direct(shape(), a.num_tokens); }
-    // True if these rows leave before the ranks agree (scaleout/early.cuh), else false and direct_late() is true.
+    // True if these rows leave before the ranks agree (scaleout_early.cuh), else false and direct_late() is true.
     static constexpr bool kCanLeaveEarly = cfg.domains() > 1 && cfg.domains() - 1 <= cfg.scaleup_ranks();
     MOECOMM_FN bool leaves_early() const { return kCanLeaveEarly && direct(); }
     MOECOMM_FN bool direct_late() const { return !kCanLeaveEarly && direct(); }

@@ -10,8 +10,8 @@
 #include "outputs.cuh"
 #include "place.cuh"
 #include "receive.cuh"
-#include "scaleout/early.cuh"
-#include "scaleout/forward.cuh"
+#include "scaleout_early.cuh"
+#include "scaleout_forward.cuh"
 #include "send.cuh"
 #include "unpack.cuh"
 

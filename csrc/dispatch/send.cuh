@@ -2,7 +2,7 @@
 #pragma once
 #include "../device/quantize.cuh"
 #include "metadata.cuh"
-#include "scaleout/put.cuh"
+#include "scaleout_put.cuh"
 #include "token.cuh"
 
 namespace moecomm {
@@ -36,7 +36,7 @@ struct Sender {
     const Call& c;
     i32 loaded = 0, used = 0;   // pieces of this warp
     i32 done = 0, flagged = 0;  // rows of this warp; chunks that this warp has finished
-    i32 early = 0;              // several domains: rows of a first pass over the tokens (scaleout/early.cuh)
+    i32 early = 0;              // several domains: rows of a first pass over the tokens (scaleout_early.cuh)
 
     MOECOMM_FN explicit Sender(const Call& call) : c(call) {}
 

@@ -4,7 +4,9 @@
 
 namespace moecomm {
 
-// padding.cuh
+constexpr i32 kPassThreads = 256;  // of a block
+
+// used_rows.cuh
 struct PaddingArgs {
     u64 rows;                   // contiguous, `bytes` each
     u64 src, num_rows, counts;  // as in Routed; 0: not given
@@ -12,7 +14,7 @@ struct PaddingArgs {
     i32 count, group;  // rows; rows of a group (each group has one of `counts`)
 };
 
-// routing_map.cuh
+// routing.cuh
 struct MapArgs {
     u64 map;           // bool [tokens][experts]
     u64 dense;         // float [tokens][experts]: weight of each expert; 0: no weights
@@ -31,7 +33,7 @@ struct BudgetArgs {
     i32 entries, experts, ranks, rank, alignment, budget, pitch, segments;
 };
 
-// expert_table.cuh
+// routing.cuh
 struct ExpertTableArgs {
     u64 ids, meant;  // [entries], of the same type
     u64 table;       // [experts], of that type: what each id means; -1: no expert
@@ -40,7 +42,11 @@ struct ExpertTableArgs {
     i32 experts, id_bytes;
 };
 
-// tidy.cuh
+struct CopyRowsArgs {
+    PaddingArgs of;  // which rows are empty, and the rows themselves
+    u64 to;          // as many rows, contiguous
+};
+
 struct TidyArgs {
     PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are unused
     u64 weights, ids, src, counts, num_rows;  // as in Routed; no ids: 0
@@ -48,7 +54,7 @@ struct TidyArgs {
     i32 each, experts;  // weights (and ids) of a row; length of `counts`
 };
 
-// swiglu_gradients.cuh
+// gradients.cuh
 struct SwigluArgs {
     u64 both;                           // [rows][2 I]: `width` gate columns, then `width` up columns, and so on
     u64 inner;                          // [rows][I]: gradient of silu(gate) * up, without the routing weight
@@ -58,7 +64,6 @@ struct SwigluArgs {
     i32 count, columns, width, pad;     // rows; I; see `both`
 };
 
-// combine_gradients.cuh
 struct GradientArgs {
     u64 rows, y;  // gradients of each row's token; y (0: no gradients of weights)
     u64 weights;  // float, one for each row

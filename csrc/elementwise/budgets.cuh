@@ -2,7 +2,6 @@
 // routing. The rows of a rank are in the order of its experts, padded, then of source ranks, then of tokens; a row at or behind the rank's
 // budget is dropped.
 #pragma once
-#include "../device/lanes.cuh"
 #include "args.h"
 #include "row_pass.cuh"
 

@@ -1,8 +1,8 @@
 // Helpers of stand-alone kernels that pass over rows once, with any number of blocks (moecomm/gpu/row_pass.py). These kernels order
 // nothing and cannot fail.
 #pragma once
-#include "../device/copy.cuh"
-#include "pass_threads.h"
+#include "../device/lanes.cuh"
+#include "args.h"
 
 namespace moecomm {
 

@@ -8,7 +8,7 @@
 // results of this round.  So every tile that waits for rows is computed eventually.
 #pragma once
 #include "../device/bulk.cuh"
-#include "../device/copy.cuh"
+#include "../device/lanes.cuh"
 #include "../gemm/policies.cuh"
 #include "../gemm/ring.cuh"
 #include "layer.cuh"

@@ -6,7 +6,7 @@
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
-#include "../device/copy.cuh"
+#include "../device/lanes.cuh"
 #include "../gemm/tensor.cuh"
 #include "layer.cuh"
 

@@ -1,4 +1,4 @@
-// Launch arguments and sizes of a grouped GEMM.  Plain C++: moecomm._native describes the structs to Python (bindings/fused.cpp).
+// Launch arguments and sizes of a grouped GEMM.  Plain C++: moecomm._native describes the structs to Python (bindings/structs.cpp).
 #pragma once
 #include "tiles.h"
 

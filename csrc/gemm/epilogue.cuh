@@ -5,8 +5,8 @@
 // store a row of 128 or 64 bytes.
 #pragma once
 #include "../device/cast.cuh"
-#include "../device/copy.cuh"
 #include "../device/grid.cuh"
+#include "../device/lanes.cuh"
 #include "policies.cuh"
 #include "ring.cuh"
 

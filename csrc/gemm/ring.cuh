@@ -1,6 +1,6 @@
 // The ring of slots between the loader thread and the warpgroups that multiply.  A slot holds 128 bytes of each row of the tile of w and x.
 #pragma once
-#include "../device/copy.cuh"
+#include "../device/lanes.cuh"
 #include "config.cuh"
 
 namespace moecomm {

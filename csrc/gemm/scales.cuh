@@ -4,7 +4,7 @@
 // holds the scales of its rows beside the operands.
 #pragma once
 #include "../device/bulk.cuh"
-#include "../device/copy.cuh"
+#include "../device/lanes.cuh"
 #include "ring.cuh"
 
 namespace moecomm {

@@ -5,9 +5,8 @@
 #include <memory>
 
 #include "executor.h"
-#include "scaleout/return_forward.h"
-#include "scaleout/shared_rings.h"
-#include "scaleout/source_rank.h"
+#include "scaleout_return_forward.h"
+#include "scaleout_source_rank.h"
 #include "seal.h"
 #include "stage.h"
 #include "team.h"

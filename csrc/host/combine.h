@@ -5,7 +5,7 @@
 #include "round.h"
 #include "row_checks.h"
 #include "rows.h"
-#include "scaleout/direct.h"
+#include "scaleout_direct.h"
 
 namespace moecomm::host {
 

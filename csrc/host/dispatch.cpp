@@ -6,8 +6,7 @@
 
 #include "executor.h"
 #include "receive.h"
-#include "scaleout/forward.h"
-#include "scaleout/shared_rings.h"
+#include "scaleout_forward.h"
 #include "seal.h"
 #include "send.h"
 #include "team.h"

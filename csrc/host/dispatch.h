@@ -3,7 +3,7 @@
 #include "../protocol/args.h"
 #include "plan.h"
 #include "rows.h"
-#include "scaleout/direct.h"
+#include "scaleout_direct.h"
 
 namespace moecomm::host {
 

@@ -1,9 +1,15 @@
-// Ranks that take no part in rounds: see Buffer.mask().
+// Ranks that take no part in rounds: those that left, and those of Buffer.mask(). And calls that failed before their rounds.
 #include "../protocol/resumed.h"
 #include "executor.h"
 #include "round.h"
 
 namespace moecomm::host {
+
+void count_rejected(const Context& ctx) { __atomic_fetch_add(&Round::state_of(ctx).rejected, 1, __ATOMIC_RELAXED); }
+
+// Sent as the round header of the next round, so that a peer that starts that round learns of it at once and not at its deadline.  The
+// counts are sent too, because this rank cannot know whether that round is a dispatch, which waits for them.
+void leave(const Context& ctx) { Round(ctx, Op::leave).announce({}, std::vector<i32>(ctx.window.columns).data()); }
 
 void exclude(const Context& ctx, i32 rank) {
     const u32 word = abort_word(Failure::excluded, rank);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../protocol/leave_record.h"
+#include "../protocol/record.h"
 #include "counters.h"
 
 namespace moecomm::host {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../protocol/stand_ins.h"
-#include "scaleout/link.h"
+#include "scaleout_link.h"
 #include "wait.h"
 #include "window.h"
 
@@ -93,5 +93,17 @@ class Round {
     u32 timed_ = 0;  // 1 once a thread waits for headers: it alone counts the time
     std::mutex reading_;
 };
+
+// Rings are divided among the source ranks of masked forwarders (protocol/stand_ins.h).
+// Call run(args), with rings of the length that the mask of this rank wants.
+template <class Args, class Run>
+void with_shared_rings(const Args& args, const Run& run) {
+    if (domains(args.ctx.shape) == 1) return run(args);
+    Args shared = args;
+    const Mask& mask = *at<const Mask>(args.ctx, args.ctx.rank, mask_at(args.ctx.window));
+    i32& ring = shared.ctx.shape.ring_tokens;
+    ring = shared_ring_tokens(ring, ring_shares(args.ctx.shape, mask.ranks));
+    run(shared);
+}
 
 }  // namespace moecomm::host

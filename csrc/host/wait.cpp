@@ -1,7 +1,7 @@
 #include "wait.h"
 
-#include "../protocol/leave_record.h"
-#include "scaleout/link.h"
+#include "../protocol/record.h"
+#include "scaleout_link.h"
 #include "window.h"
 
 namespace moecomm::host {

@@ -1,7 +1,7 @@
 // Begin and end of a round, and waits for flags.
 #pragma once
-#include "../device/copy.cuh"
 #include "../device/grid.cuh"
+#include "../device/lanes.cuh"
 #include "../device/launch.cuh"
 #include "../gemm/tensor.cuh"
 #include "args.h"

@@ -1,7 +1,7 @@
 // Vectors of 16 bytes that other ranks, or other blocks, write during this launch.
 #pragma once
 #include "../device/cast.cuh"
-#include "../device/copy.cuh"
+#include "../device/lanes.cuh"
 
 namespace moecomm {
 

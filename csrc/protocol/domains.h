@@ -82,7 +82,7 @@ MOECOMM_BOTH constexpr u64 return_credit(const Shape& s, i32 column, i32 chunk, 
 MOECOMM_BOTH constexpr u64 direct_signal(const Shape& s, u32 tag, i32 from) {
     return s.ranks + round_parity(tag) * static_cast<u64>(s.ranks) + from;
 }
-// By rank of another domain: the number of the last agreement (csrc/device/quiesce.cuh).
+// By rank of another domain: the number of the last agreement (csrc/device/between_rounds.cuh).
 MOECOMM_BOTH constexpr u64 agreement_signal(const Shape& s, i32 from) { return signals(s) + from; }
 MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return w.signals + which * sizeof(u64); }
 

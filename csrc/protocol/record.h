@@ -1,6 +1,6 @@
 // Failure record of a round: which rank waited for which peer, in which phase of which round. 64 bytes in host-readable memory.
 #pragma once
-#include "compiler.h"
+#include "order.h"
 
 namespace moecomm {
 
@@ -60,5 +60,22 @@ MOECOMM_BOTH constexpr u32 abort_word(Failure cause, i32 culprit) {
 }
 MOECOMM_BOTH constexpr Failure abort_cause(u32 word) { return static_cast<Failure>(word >> 16); }
 MOECOMM_BOTH constexpr i32 abort_culprit(u32 word) { return static_cast<i32>(word & 0xffffu) - 1; }
+
+// Write `record` at `out` unless an earlier one is still there. Called by one thread; cannot fail. `code` is stored last, with release: a
+// reader that acquires it sees the whole record.
+MOECOMM_FN void leave_record(FailureRecord* out, const FailureRecord& record) {
+    if (load_acquire(&out->code) != 0) return;
+    const u32 code = record.code;
+    out->op = record.op;
+    out->phase = record.phase;
+    out->argument = record.argument;
+    out->rank = record.rank;
+    out->peer = record.peer;
+    out->round = record.round;
+    out->expected = record.expected;
+    out->seen = record.seen;
+    out->waited_ns = record.waited_ns;
+    store_release(&out->code, code);
+}
 
 }  // namespace moecomm

@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "../host/during_waits.h"
-#include "background_thread.h"
 
 namespace moecomm::runtime {
 namespace {
@@ -41,7 +40,7 @@ void run_on_threads(const std::vector<std::function<void()>>& jobs) {
             std::lock_guard lock(mutex);
             ++running;
         }
-        threads.all.push_back(background_thread([&, i] {
+        threads.all.push_back(host::background_thread([&, i] {
             run(i);
             std::lock_guard lock(mutex);
             --running;

@@ -10,9 +10,9 @@
 #include <cstdio>
 #include <cstring>
 
+#include "../host/during_waits.h"
 #include "../protocol/order.h"
 #include "../protocol/record.h"
-#include "background_thread.h"
 #include "error.h"
 
 namespace moecomm::runtime {
@@ -70,7 +70,7 @@ Watcher::Watcher(const std::vector<int>& pids, int own_rank, std::vector<u64> ab
     if (peers_.empty()) return;
     wake_.reset(::eventfd(0, EFD_CLOEXEC));
     if (!wake_.open()) throw_errno("eventfd");
-    thread_ = background_thread([this] { watch(); });
+    thread_ = host::background_thread([this] { watch(); });
 }
 
 void Watcher::watch() {

@@ -58,7 +58,7 @@ struct Gin : Lsa {
 // GIN's proxy: a thread of the host posts every message, which takes it about 16 us, the time of 128 KiB (rma_plugin/README.md).
 struct GinProxy : Gin {
     static constexpr i64 worth_a_message = 128 * 1024;
-    struct Ring {  // for warps that share a chunk (combine/scaleout/return_forward.cuh); nothing is put through it
+    struct Ring {  // for warps that share a chunk (combine/scaleout_return_forward.cuh); nothing is put through it
         u32 done[kOpenSteps];
     };
     using Gin::Gin;

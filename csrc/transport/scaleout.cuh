@@ -2,6 +2,7 @@
 #pragma once
 #include "../device/tagged_words.cuh"
 #include "forwarders.cuh"
+#include "transport.cuh"
 
 namespace moecomm {
 

@@ -1,4 +1,4 @@
-// Clock and pace of CPU waits: for the host executor (host/clock.cpp), and for programs that include window/cpu.h.
+// Clock and pace of CPU waits: for the host executor (host/clock.cpp), and for programs that include moecomm/window.h.
 #pragma once
 #include <sched.h>
 #include <time.h>

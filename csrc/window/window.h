@@ -10,7 +10,7 @@
 // of all ranks, which end their waits too; from then on the Window can only be closed.
 #pragma once
 #include "../protocol/deadline.h"
-#include "../protocol/leave_record.h"
+#include "../protocol/record.h"
 
 #if MOECOMM_DEVICE
 #define MOECOMM_RARE static __device__ __noinline__

@@ -54,7 +54,7 @@ class LeaveArgs(ctypes.Structure):
 def leave_kernel(transport: str) -> plain_kernel.PlainKernel:
     """Return the kernel that puts the words to other domains."""
     return plain_kernel.PlainKernel(
-        "device/leave", f"leave<{linking.TRANSPORTS[transport]}>", "LeaveArgs", 32, transport
+        "device/between_rounds", f"leave<{linking.TRANSPORTS[transport]}>", "LeaveArgs", 32, transport
     )
 
 
@@ -78,7 +78,7 @@ class QuiesceArgs(ctypes.Structure):
 def quiesce_kernel(transport: str) -> plain_kernel.PlainKernel:
     """Return the kernel that quiesces a transport."""
     entry = f"quiesce<{linking.TRANSPORTS[transport]}>"
-    return plain_kernel.PlainKernel("device/quiesce", entry, "QuiesceArgs", _QUIESCE_THREADS, transport)
+    return plain_kernel.PlainKernel("device/between_rounds", entry, "QuiesceArgs", _QUIESCE_THREADS, transport)
 
 
 def quiesce_arguments(

@@ -1,6 +1,6 @@
 """The experts of each rank: consecutive ones.  The first E % R ranks have one more than the others.
 
-csrc/protocol/expert_ranges.h has the same for kernels and the host executor.
+ExpertRanges of csrc/protocol/slots.h has the same for kernels and the host executor.
 """
 
 from __future__ import annotations

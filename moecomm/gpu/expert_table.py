@@ -19,7 +19,7 @@ class _Args(ctypes.Structure):
 
 def kernel() -> plain_kernel.PlainKernel:
     """Return the kernel, for ids of both types."""
-    return row_pass.kernel("elementwise/expert_table", "look_up_experts", "ExpertTableArgs")
+    return row_pass.kernel("elementwise/routing", "look_up_experts", "ExpertTableArgs")
 
 
 def looked_up(ids: torch.Tensor, table: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:

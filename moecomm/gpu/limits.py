@@ -11,7 +11,7 @@ from moecomm.gpu import linking
 from moecomm.gpu.jit import KernelSpec, block_fields, packets_of
 from moecomm.ranks.settings import Settings
 
-MAX_DOMAIN_RANKS = 32  # of several domains: a lane of a warp for each; csrc/transport/domains.cuh asserts it
+MAX_DOMAIN_RANKS = 32  # of several domains: a lane of a warp for each; csrc/transport/forwarders.cuh asserts it
 
 
 def check(settings: Settings) -> None:

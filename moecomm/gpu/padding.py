@@ -20,7 +20,7 @@ class Args(ctypes.Structure):
 
 def kernel(word: str) -> plain_kernel.PlainKernel:
     """Return the kernel; `word`: the type in which rows are written, uint4 where they allow it."""
-    return row_pass.kernel("elementwise/padding", f"zero_padding<{word}>", "PaddingArgs")
+    return row_pass.kernel("elementwise/used_rows", f"zero_padding<{word}>", "PaddingArgs")
 
 
 def word_of(multiple: int) -> str:

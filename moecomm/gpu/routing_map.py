@@ -19,7 +19,7 @@ class _Args(ctypes.Structure):
 
 def kernel(entry: str) -> plain_kernel.PlainKernel:
     """Return the kernel `ids_of_map`, or `weights_at_experts<type of ids>`."""
-    return row_pass.kernel("elementwise/routing_map", entry, "MapArgs")
+    return row_pass.kernel("elementwise/routing", entry, "MapArgs")
 
 
 def ids_of(

@@ -11,14 +11,14 @@ from moecomm.gpu.structs import fields_of
 
 
 class _Args(ctypes.Structure):
-    """CopyRowsArgs of csrc/elementwise/copy_rows_args.h."""
+    """CopyRowsArgs of csrc/elementwise/args.h."""
 
     _fields_ = fields_of("CopyRowsArgs", PaddingArgs=padding.Args)
 
 
 def kernel(word: str) -> plain_kernel.PlainKernel:
     """Return the kernel; `word`: the type in which rows are copied, see padding.word_of()."""
-    return row_pass.kernel("elementwise/copy_rows", f"copy_rows<{word}>", "CopyRowsArgs")
+    return row_pass.kernel("elementwise/used_rows", f"copy_rows<{word}>", "CopyRowsArgs")
 
 
 def load(device: int, nbytes: int) -> None:

@@ -21,7 +21,7 @@ class _Args(ctypes.Structure):
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
     """Return the kernel for rows and y of `dtype`."""
     entry = f"combine_gradients<Type::{row_pass.TYPES[dtype]}>"
-    return row_pass.kernel("elementwise/combine_gradients", entry, "GradientArgs")
+    return row_pass.kernel("elementwise/gradients", entry, "GradientArgs")
 
 
 @torch.library.custom_op("moecomm::combine_gradients", mutates_args=())

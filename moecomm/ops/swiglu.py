@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
     """Return the kernel for rows of `dtype`."""
     entry = f"swiglu_gradients<Type::{row_pass.TYPES[dtype]}>"
-    return row_pass.kernel("elementwise/swiglu_gradients", entry, "SwigluArgs")
+    return row_pass.kernel("elementwise/gradients", entry, "SwigluArgs")
 
 
 def gradients(

@@ -29,7 +29,7 @@ class _Args(ctypes.Structure):
 
 def kernel(ids: str) -> plain_kernel.PlainKernel:
     """Return the kernel for ids of C++ type `ids`."""
-    return row_pass.kernel("elementwise/tidy", f"tidy<{ids}>", "TidyArgs")
+    return row_pass.kernel("elementwise/used_rows", f"tidy<{ids}>", "TidyArgs")
 
 
 def tidied(layout: str, found: About) -> About:

@@ -261,7 +261,7 @@ def crossing(
         wire_us=nic.us(slow_bytes, messages),
         latency_us=nic.latency_us,
         agreement_us=domain.agreement_us(operation, DomainLoad(tokens, 0, 0, words=words_of(operation, spread))),
-        # csrc/dispatch/call.cuh, kCanLeaveEarly; csrc/combine/scaleout/direct.cuh, leaves_early.
+        # csrc/dispatch/call.cuh, kCanLeaveEarly; csrc/combine/scaleout_direct.cuh, leaves_early.
         early=domains - 1 <= ranks if operation.what == "dispatch" else domains == 2,
         nvlink_bytes=inside,
         slow_bytes=slow_bytes,

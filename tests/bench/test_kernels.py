@@ -50,16 +50,16 @@ def test_a_ring_is_what_the_kernels_count_on() -> None:
 def test_structs_are_packed_as_the_kernels_read_them() -> None:
     """Sizes are those that the headers assert, and fields come in their order there."""
     structs = {
-        "bench/all_to_all": ceiling._CeilingArgs,
-        "bench/ping_pong": latency._PingPongArgs,
-        "bench/hold": overlap._HoldArgs,
-        "bench/start": start._StartArgs,
-        "bench/delay": decode._DelayArgs,
+        ("all_to_all", "AllToAllArgs"): ceiling._CeilingArgs,
+        ("ping_pong", "PingPongArgs"): latency._PingPongArgs,
+        ("sleep", "HoldArgs"): overlap._HoldArgs,
+        ("start", "StartArgs"): start._StartArgs,
+        ("sleep", "DelayArgs"): decode._DelayArgs,
     }
-    for header, packed in structs.items():
-        text = (loader.headers() / f"{header}.cuh").read_text()
-        body = re.search(r"struct \w+Args \{(.*?)\n\};", text, re.DOTALL)
-        asserted = re.search(r"static_assert\(sizeof\(\w+Args\) == (.*?),", text)
+    for (header, name), packed in structs.items():
+        text = (loader.headers() / "bench" / f"{header}.cuh").read_text()
+        body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)
+        asserted = re.search(rf"static_assert\(sizeof\({name}\) == (.*?),", text)
         assert body and asserted
         fields = re.sub(r"//.*|\[kMaxRanks\]", "", body[1])
         names = [name.strip() for line in re.findall(r"[ui]\d+ ([^;]+);", fields) for name in line.split(",")]

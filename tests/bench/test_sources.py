@@ -50,7 +50,7 @@ def test_every_part_has_its_source_here(tmp_path: Path) -> None:
 def test_a_kernel_of_one_domain_is_not_older_by_a_change_between_domains(part: str, tmp_path: Path) -> None:
     shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
     before = sources.digests(tmp_path)
-    for path in (tmp_path / part / "scaleout").iterdir():
+    for path in (tmp_path / part).glob("scaleout_*"):
         path.write_text(f"{path.read_text()}struct More {{}};\n")
         after = sources.digests(tmp_path)
         assert {name for name in before if before[name] != after[name]} == {f"{part} between domains"}

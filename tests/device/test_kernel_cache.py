@@ -58,7 +58,7 @@ def test_arch_and_shape_have_entries_of_their_own(directory: Path, built: list[j
     assert len(built) == len(entries(directory)) == 2
 
 
-@pytest.mark.parametrize("header", ["protocol/slots.h", "transport/transport.cuh", "dispatch/scaleout/put.cuh"])
+@pytest.mark.parametrize("header", ["protocol/slots.h", "transport/transport.cuh", "dispatch/scaleout_put.cuh"])
 def test_a_changed_header_is_a_miss(
     header: str, directory: Path, built: list[jit.KernelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +78,7 @@ def test_headers_of_a_source_are_all_that_it_includes() -> None:
     root = loader.headers().resolve()
     layer = {str(path.relative_to(root)) for path in loader.included('#include "fused/expert_layer.cuh"\n')}
     assert {"fused/expert_layer.cuh", "fused/fetch.cuh", "gemm/tiles.h", "device/bulk.cuh", "protocol/args.h"} < layer
-    assert "elementwise/padding.cuh" not in layer and "dispatch/dispatch.cuh" not in layer
+    assert "elementwise/used_rows.cuh" not in layer and "dispatch/dispatch.cuh" not in layer
 
 
 @pytest.mark.filterwarnings("ignore:compiled kernels are not read")

@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, str]] = {
             ("barrier_init_done", "bulk_commit", "bulk_wait_read", "bulk_wait", "fence_async", "fence_async_shared"), ""
         ),
     },
-    "device/copy.cuh": {
+    "device/lanes.cuh": {
         "load_fresh": "return *const_cast<const volatile i32*>(from);",
         "lanes_below": "return (1u << threadIdx.x % 32) - 1;",
     },
@@ -44,7 +44,7 @@ BODIES: dict[str, dict[str, str]] = {
         "store_line_words": "ulonglong2 mine = words; emulator::exchange_line(to, mine, true);",
         "load_line_words": "ulonglong2 words; emulator::exchange_line(from, words, false); return words;",
     },
-    "combine/scaleout/source_rank.cuh": {"load_vector": "ulonglong2 words; memcpy(&words, from, 16); return words;"},
+    "combine/scaleout_source_rank.cuh": {"load_vector": "ulonglong2 words; memcpy(&words, from, 16); return words;"},
     "device/cast.cuh": {
         "narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;",
         "near_reciprocal": "return 1.0f / amax;",
@@ -94,7 +94,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "combine/pull.cuh": [(r'asm volatile\("fence[^\n]*', "")],
-    "combine/scaleout/direct.cuh": [(r'asm volatile\("fence[^\n]*', "")],
+    "combine/scaleout_direct.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "dispatch/dispatch.cuh": [SHARED],
     # Those of some warps take longer.
     "dispatch/descriptors.cuh": [

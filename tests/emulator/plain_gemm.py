@@ -111,11 +111,9 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     ],
     "fused/fetch.cuh": [(r'asm volatile\("red\.relaxed.*?"memory"\);', "++*counter;")],
     "fused/expert_layer.cuh": [
+        (r'asm volatile\("st\.global\.v4.*?"memory"\);', "memcpy(reinterpret_cast<void*>(to), &values, 16);"),
         plain.SHARED,
         (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
-    ],
-    "fused/send.cuh": [
-        (r'asm volatile\("st\.global\.v4.*?"memory"\);', "memcpy(reinterpret_cast<void*>(to), &values, 16);")
     ],
 }
 

@@ -26,7 +26,7 @@ TIMEOUT_NS = 20_000_000  # of the machine's clock; ranks open by the clock of th
 ABANDONED = (
     f"""
 #include "cuda.h"
-#include "device/quiesce.cuh"
+#include "device/between_rounds.cuh"
 #include "transport/puts.cuh"
 using namespace moecomm;
 constexpr i32 kPuts = {PUTS}, kBytes = {BYTES};

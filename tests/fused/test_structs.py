@@ -52,7 +52,7 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
 
 def test_kernels_lay_them_out_so_too() -> None:
     core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    included = ("device/between_rounds_args.h", "elementwise/copy_rows_args.h", "window/call_args.h", "overlap/args.h")
+    included = ("device/between_rounds_args.h", "elementwise/args.h", "window/call_args.h", "overlap/args.h")
     checked = "".join(f'#include "{header}"\n' for header in included) + "using namespace moecomm;\n"
     checked += f"static_assert(sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
     for name, (size, fields) in TABLE.items():

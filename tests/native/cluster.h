@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "host/scaleout/link.h"
+#include "host/scaleout_link.h"
 #include "protocol/args.h"
 
 namespace moecomm::test {

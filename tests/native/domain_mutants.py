@@ -8,21 +8,21 @@ DOMAIN_MUTANTS = [
     # The link.
     Mutant(
         "signal overtakes what was put before it",
-        "host/scaleout/link.cpp",
+        "host/scaleout_link.cpp",
         "if (chosen->is_signal && std::any_of(",
         "if (left.empty() && std::any_of(",
         "domains plain",
     ),
     Mutant(
         "signal without release",
-        "host/scaleout/link.cpp",
+        "host/scaleout_link.cpp",
         "order.added, __ATOMIC_RELEASE",
         "order.added, __ATOMIC_RELAXED",
         "domains tsan",
     ),
     Mutant(
         "signal made what it lacks of nothing",
-        "host/scaleout/link.cpp",
+        "host/scaleout_link.cpp",
         "value - signaled}",
         "value}",
         "domains plain",
@@ -49,14 +49,14 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "a token of a chunk that lay there before",
-        "host/scaleout/forward.cpp",
+        "host/scaleout_forward.cpp",
         "head.tag == d_.r.tag && head.token == number;",
         "head.tag == d_.r.tag;",
         "domains plain",
     ),
     Mutant(
         "a token of an earlier round",
-        "host/scaleout/forward.cpp",
+        "host/scaleout_forward.cpp",
         "head.tag == d_.r.tag && head.token == number;",
         "head.token == number;",
         "domains plain",
@@ -70,7 +70,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "landing credit before the tokens are stored",
-        "host/scaleout/forward.cpp",
+        "host/scaleout_forward.cpp",
         "    Delivery delivery(d_, column.source, chunk);\n",
         "    if (chunk + ring(column) < chunks(column))\n"
         "        d_.r.link().signal(column.source, receive_credit(shape, d_.r.domain(), chunk, "
@@ -80,7 +80,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "forwarder raises its flags before it stores",
-        "host/scaleout/forward.cpp",
+        "host/scaleout_forward.cpp",
         "    Delivery delivery(d_, column.source, chunk);\n",
         "    Delivery delivery(d_, column.source, chunk);\n    delivery.raise_flags();\n",
         "domains plain",
@@ -103,7 +103,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "second half is forwarded from the start",
-        "host/scaleout/forward.cpp",
+        "host/scaleout_forward.cpp",
         "while (column.next < chunks(column) && forwarded()) column.next += stride_;",
         "if (column.next < chunks(column) && forwarded()) column.next += stride_;",
         "domains plain",
@@ -118,14 +118,14 @@ DOMAIN_MUTANTS = [
     # Combine.
     Mutant(
         "route of a token that did not land left",
-        "host/scaleout/forward.cpp",
+        "host/scaleout_forward.cpp",
         "if (arrived == nullptr) return static_cast<void>(std::fill_n(kept, forwarded_words(shape), -1));",
         "if (arrived == nullptr) return;",
         "domains plain",
     ),
     Mutant(
         "domains summed from the last",
-        "host/scaleout/source_rank.cpp",
+        "host/scaleout_source_rank.cpp",
         "    for (i32 domain = 0; domain < c_.r.domains(); ++domain) {\n"
         "        if (!comes_from(domain, token)) continue;",
         "    for (i32 domain = c_.r.domains() - 1; domain >= 0; --domain) {\n"
@@ -134,7 +134,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "sums of other domains not awaited",
-        "host/scaleout/source_rank.cpp",
+        "host/scaleout_source_rank.cpp",
         "if (comes_from(domain, token)) return c_.r.forwarder(domain);",
         "if (comes_from(domain, token)) return -1;",
         "domains plain",
@@ -148,14 +148,14 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "credit for what was returned ignored",
-        "host/scaleout/return_forward.cpp",
+        "host/scaleout_return_forward.cpp",
         "if (chunk < ring_ || !any_ours(chunk)) return true;",
         "if (chunk < (1 << 30)) return true;",
         "domains plain",
     ),
     Mutant(
         "gradients of another domain lost",
-        "host/scaleout/return_forward.cpp",
+        "host/scaleout_return_forward.cpp",
         "owner >= 0 && c_.r.reaches(owner) ?",
         "owner >= 0 && owner == c_.r.me ?",
         "domains plain",
@@ -163,14 +163,14 @@ DOMAIN_MUTANTS = [
     # Straight.
     Mutant(
         "straight rows told before they are put",
-        "host/scaleout/direct.cpp",
+        "host/scaleout_direct.cpp",
         "if (__atomic_sub_fetch(&left_[rank], 1, __ATOMIC_ACQ_REL) != 0 || ",
         "if (__atomic_sub_fetch(&left_[rank], 1, __ATOMIC_ACQ_REL) < 0 || ",
         "domains plain",
     ),
     Mutant(
         "a straight token of an earlier round",
-        "host/scaleout/direct.cpp",
+        "host/scaleout_direct.cpp",
         "if (head.tag != d_.r.tag || head.token != number) continue;",
         "if (head.token != number) continue;",
         "domains plain",
@@ -184,14 +184,14 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "straight rows read before their signal",
-        "host/scaleout/source_rank.cpp",
+        "host/scaleout_source_rank.cpp",
         "load_acquire(direct_from(rank)) == tag_signal(c_.r.tag)) continue;",
         "load_acquire(direct_from(rank)) == tag_signal(c_.r.tag)) continue;\n        return -1;",
         "domains plain",
     ),
     Mutant(
         "straight rows raise the flags of neighbours",
-        "host/scaleout/direct.cpp",
+        "host/scaleout_direct.cpp",
         "Delivery here(d_, source, chunk, true);",
         "Delivery here(d_, source, chunk, false);",
         "domains plain",
@@ -216,7 +216,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "straight rows not added by domain",
-        "host/scaleout/source_rank.cpp",
+        "host/scaleout_source_rank.cpp",
         "    add_row(sum, rounded, c_.scaleout_type, 1.0f, n);\n}",
         "    for (i32 i = 0; i < rows.count; ++i)\n"
         "        add_row(sum, rows.row[i] + column * bytes_of(rows.type[i]), rows.type[i], 1.0f, n);\n}",

@@ -338,7 +338,7 @@ MUTANTS = [
     ),
     Mutant(
         "a leaving rank writes its notice alone",
-        "host/leave.cpp",
+        "host/membership.cpp",
         "announce({}, std::vector<i32>(ctx.window.columns).data());",
         "announce({}, nullptr);",
         "failures",
@@ -429,7 +429,7 @@ MUTANTS = [
     ),
     Mutant(
         "later record overwrites the first",
-        "protocol/leave_record.h",
+        "protocol/record.h",
         "    if (load_acquire(&out->code) != 0) return;\n",
         "",
         "failures",
