@@ -111,14 +111,6 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--routing",): ROUTING,
         ("--json", "--plot"): FILES,
     },
-    "simulate dlrm": {
-        ("--domains", "--ranks", "--tables", "--columns", "--pooling", "--samples", "--bottom", "--top"): SIZES,
-        ("--projection",): SIZES[1:],
-        ("--dtype",): NAMES,
-        ("--nic-gbs", "--nic-latency-us", "--nic-mega-messages", "--hbm-gbs", "--gemm-tflops"): REALS,
-        ("--parameters",): ("{folder}", "{plain}", "{json}", "/none"),
-        ("--json",): FILES,
-    },
     "simulate check {json}": {
         ("--nic-gbs", "--nic-latency-us", "--nic-mega-messages"): REALS,
         ("--parameters",): ("{folder}", "{plain}", "/none"),
