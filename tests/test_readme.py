@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -33,28 +32,6 @@ def test_the_first_two_commands_install_and_run_then_test() -> None:
     setup_and_run, test = blocks("bash")
     assert setup_and_run.splitlines()[-1] == "pip install . && moecomm demo"
     assert test == 'pip install ".[test]" && pytest\n'
-
-
-def test_ci_runs_the_test_command_of_the_readme() -> None:
-    """CI takes it from the README, by the sed expression that is tried here, and runs it half by half."""
-    ci = (ROOT / ".ci" / "run").read_text()
-    taken = re.search(r"^command=\$\((sed .*) README\.md\)$", ci, re.MULTILINE)
-    halves = [ci.index(f"eval {half}") for half in ('"${command% && *}"', '"${command##* && }"')]
-    assert taken and halves == sorted(halves)
-    found = subprocess.run(
-        ["bash", "-c", f"{taken[1]} README.md"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert found == blocks("bash")[1]
-
-
-def test_ci_installs_what_compiles_kernels_as_the_extra_does() -> None:
-    extra = re.search(r"^cu13 = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
-    line = re.search(r'^pip install --quiet ("cuda-core.*)$', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert extra and line
-    installed = set(re.findall(r'"([^"]+)"', line[1]))
-    assert {re.split(r"[><=]", name)[0] for name in installed} >= {"cuda-core", "nvidia-cuda-nvrtc", "nvidia-nvjitlink"}
-    oldest = {"nvidia-cuda-nvrtc==13.0.*": "nvidia-cuda-nvrtc==13.*"}  # the first of those that the extra takes
-    assert {oldest.get(name, name) for name in installed} <= set(re.findall(r'"([^"]+)"', extra[1]))
 
 
 def test_links_lead_somewhere() -> None:

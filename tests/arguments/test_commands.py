@@ -103,6 +103,8 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     "simulate": {
         ("--domains", "--ranks", "--topk", "--experts", "--hidden", "--intermediate"): SIZES,
         ("--chunk-tokens", "--parts"): SIZES,
+        ("--num-sms",): SIZES[1:],
+        ("--nic-efficiency",): ("1.5", *REALS),
         ("--tokens",): SIZES[1:],
         ("--model", "--layout", "--payload", "--wire", "--algorithm"): NAMES,
         ("--skew", "--nic-gbs", "--nic-latency-us", "--nic-mega-messages", "--nvlink-gbs"): REALS,

@@ -276,12 +276,6 @@ def test_a_slower_nvlink_counts_and_a_faster_one_does_not(domain: Domain) -> Non
     assert times[0] > times[1] > times[2] == cost(DISPATCH, routed, 4096, ROWS, Machine(domain, Nic())).us
 
 
-@pytest.mark.parametrize("nic", [Nic(gbs=0), Nic(gbs=float("nan")), Nic(latency_us=-1), Nic(mega_messages=0)])
-def test_no_such_nic(domain: Domain, nic: Nic) -> None:
-    with pytest.raises(BadInput):
-        cost(DISPATCH, spread(GATE, 2, 8), 1, ROWS, Machine(domain, nic))
-
-
 def test_operations_that_were_not_measured_are_refused() -> None:
     lines = {(DISPATCH, regime): Line(1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for regime in ("few", "many")}
     with pytest.raises(BadInput, match="dispatch flat"):
