@@ -1,4 +1,4 @@
-"""docs/dlrm.md: a training iteration of a recommendation model on 2 to 128 nodes, beside a published prediction.
+"""docs/maintainers/dlrm.md: training a recommendation model on 2 to 128 nodes, beside a published prediction.
 
 `bench/refit.py` fits the model to measured operators, and writes the result and the page.
 """
@@ -22,7 +22,7 @@ from moecomm_bench.simulate.routing import Array
 from moecomm_bench.simulate.solve import solve
 
 ROOT = Path(__file__).parent.parent
-RESULT, PAGE = ROOT / "bench" / "results" / "dlrm.json", ROOT / "docs" / "dlrm.md"
+RESULT, PAGE = ROOT / "bench" / "results" / "dlrm.json", ROOT / "docs" / "maintainers" / "dlrm.md"
 NODES = [2, 4, 8, 16, 32, 64, 128]
 # Punniyamurthy, Hamidouche, Beckmann: arXiv:2305.06942.  Savings: of an iteration on 128 simulated nodes, and of the
 # operator between nodes: on average, and at most (version 1).

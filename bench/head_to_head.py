@@ -1,18 +1,16 @@
-"""The table and the plot of moecomm beside other libraries in the same run, at the top of the main README.
+"""moecomm beside other libraries in the same run: the picture and short table of README, and the whole table.
 
-It is made of the result that has such rows with calls alone, `peers-*`: of the most GPUs, the latest.
+They are made of the result that has such rows with calls alone, `peers-*`: of the most GPUs, the latest.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from readme import WINDOW, WINDOW_IS, line, load, names, round_parts, source, table, time_of, window_in
-from times import gpu
+from tables import OLDER, WINDOW, gpu, line, load, names, round_parts, source, table, time_of, window_in
 
 from moecomm_bench import beside
 
-_OURS = 4  # the column of moecomm
 _WORDS = {"pair": "dispatch and combine"}
 _PPLX = (
     "- pplx-kernels runs with its defaults, too, and has one time, because its calls must alternate. Its published "
@@ -29,19 +27,44 @@ def found() -> str:
 
 
 def front() -> list[str]:
-    """Return paragraphs of the main README; none without a result."""
+    """Return paragraphs of the main README: picture, short table, sources."""
     used = found()
-    if not used:
-        return []
+    result = load(used)
+    others = [name for name in beside.libraries(result) if name not in ("moecomm", "pplx-kernels")]
+    lines = []
+    for one in beside.operations(result):
+        if one.payload == "bf16" or not {*others} & {*one.best} or (one.tokens, one.layout) == (128, "expert"):
+            continue
+        times = [time_of(one.best[name].us) if name in one.best else "" for name in ("moecomm", *others)]
+        cells = (str(one.tokens), beside.words(one), *times)
+        lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=(2,)))
+    shown = table(" | ".join(("tokens a GPU", "operation", "moecomm", *others)), lines)
+    case = result["case"]
     head = (
-        "DeepSeek-V3 (hidden 7168, top-8 of 256 experts), all libraries in one run. A time is the period of many calls "
-        "in a captured graph; in parentheses, the time of one call alone with caches flushed. Both are medians of the "
-        "slowest rank. The ratio divides the graph time of the fastest other library by moecomm's: below 1, that "
-        f"library is faster. {WINDOW_IS} {_sms_of_deep_ep(load(used))} NCCL EP "
-        "and FlashInfer run with their defaults; NCCL EP's high-throughput kernels use 16 SMs. UCCL-EP was not "
-        "measured: the benchmark has no adapter for it, and its CPU proxies need a network, which these machines "
-        "lack. torch's all-to-all over symmetric memory was not measured either: torch 2.11 takes at most 15 experts "
-        "a rank there, and a rank has more here:"
+        f"{case['ranks']} {gpu(result)}, DeepSeek-V3's sizes (hidden {case['hidden']}, top-{case['topk']} of "
+        f"{case['experts']} experts), all libraries in one run: time of the slowest GPU, in a CUDA graph. Left of 1, "
+        "the other library is faster. NCCL EP and FlashInfer read registered memory, DeepEP any tensor."
+    )
+    about = f"Source: {source(used, 'bench/results')}."
+    if OLDER in shown:
+        about += f" {OLDER}: moecomm's kernel has changed since the run, so its time today may be another."
+    picture = f"![Time of other libraries over that of moecomm](bench/results/{used}.svg)"
+    more = "[Measurements](docs/measurements.md) has all sizes and layouts, the conditions, and the marks in full."
+    return [picture, head, shown, f"{about} {more}"]
+
+
+def others() -> str:
+    """Return the table of all operations that moecomm and another library have, with notes and versions."""
+    used = found()
+    result = load(used)
+    head = (
+        "All libraries in one run. A time is the period of many calls in a captured graph; in parentheses, the time of "
+        "one call alone with caches flushed. Both are medians of the slowest rank. The ratio divides the graph time of "
+        "the fastest other library by moecomm's: below 1, that library is faster. "
+        f"{_sms_of_deep_ep(result)} NCCL EP and FlashInfer run with their defaults; NCCL EP's high-throughput "
+        "kernels use 16 SMs. UCCL-EP was not measured: the benchmark has no adapter for it, and its CPU proxies need "
+        "a network, which these machines lack. torch's all-to-all over symmetric memory was not measured either: "
+        "torch 2.11 takes at most 15 experts a rank there, and a rank has more here:"
     )
     notes = (
         "- `y in the window`: experts wrote `y` to memory from `buffer.empty()`, so combine does not copy it. `y "
@@ -53,19 +76,17 @@ def front() -> list[str]:
         "- `batched` has the low-latency kernels of DeepEP V1 and NCCL EP (expert-major); `flat` and `expert` have "
         "their high-throughput kernels, with 128 tokens, too. The low-latency kernels return one bf16 row for each "
         "(token, expert), so they round no partial sum; moecomm returns one rounded sum for each (token, rank) by "
-        "default. `wire='exact'`, which rounds once, is in the next table.\n"
+        "default. `wire='exact'`, which rounds once, is in [Calls and "
+        "steps](maintainers/measured_calls.md).\n"
         "- A dispatch includes its routing plan: `get_dispatch_layout` of DeepEP V1, `ncclEpUpdateHandle` of NCCL EP "
         "high throughput.\n"
         "- FlashInfer has one time for dispatch and combine, because its calls must alternate."
     )
-    picture = f"![Dispatch and combine of moecomm and other libraries](bench/results/{used}.svg)"
-    result = load(used)
-    others = [name for name in beside.libraries(result) if name != "moecomm"]
-    columns = ("GPUs", "tokens a rank", "layout", "operation", "moecomm", *others, "fastest of these over moecomm")
-    if "pplx-kernels" in others:
+    whos = [name for name in beside.libraries(result) if name != "moecomm"]
+    if "pplx-kernels" in whos:
         notes += f"\n{_PPLX}"
-    shown = table(" | ".join(columns) + WINDOW, _rows(result, others))
-    return [picture, head, shown, notes, f"{_versions(result)} {source([used])}"]
+    columns = ("GPUs", "tokens a rank", "layout", "operation", "moecomm", *whos, "fastest of these over moecomm")
+    return "\n\n".join([head, table(" | ".join(columns) + WINDOW, _rows(result, whos)), notes, _versions(result)])
 
 
 def _sms_of_deep_ep(result: dict[str, Any]) -> str:
@@ -94,7 +115,7 @@ def _rows(result: dict[str, Any], others: list[str]) -> list[str]:
         where = f"{result['case']['ranks']} {gpu(result)}"
         cells = (where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}")
         cells = (*cells, window_in(result, one.tokens, one.layout))
-        lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=(_OURS,)))
+        lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=(4,)))
     return lines
 
 

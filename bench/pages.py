@@ -1,4 +1,4 @@
-"""Generated pages of measurements: bench/README.md, and pages of docs/ for secondary results."""
+"""Generated pages of measurements: docs/measurements.md, and two pages of secondary results for maintainers."""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from readme import LEGEND, ROOT, load
-from topics import CHECKS, TOPICS, Topic, of_times
+import checks
+import times
+import topics
+from tables import LEGEND, ROOT, Topic, load
 
-README, CALLS, CHECKED = (
-    ROOT / page for page in ("bench/README.md", "docs/measured_calls.md", "docs/measured_checks.md")
-)
+MEASUREMENTS = ROOT / "docs" / "measurements.md"
+CALLS, CHECKED = (ROOT / "docs" / "maintainers" / f"measured_{what}.md" for what in ("calls", "checks"))
 
 HEAD = f"""# Measurements
 
-Written by `python bench/readme.py` from [`results`](results).  Times are medians of whole operations as a caller sees
-them, of the slowest rank: counts, layout, casts and waits included.  In parentheses: the time that the bytes alone take
-at the fastest all-to-all of the same run, over the measured time; that is a reference and no ceiling, for some
-operations are faster.  Weights and activations are bfloat16 unless FP8 is named, sums travel as the table says, and
-DeepSeek-V3 is hidden 7168, top-8 of 256 experts.
+How fast moecomm is, measured on H100s and H200s, beside other libraries where they were there.  To measure your own
+machine:
 
-[Calls and steps](../docs/measured_calls.md) and [checks](../docs/measured_checks.md) have pages of their own.
+```bash
+moecomm bench dispatch-combine --json mine.json
+moecomm bench show mine.json
+moecomm bench plot mine.json --out mine.svg
+```
 
-Below each table are the hosts, backend, model, mode, date and commit of its results, and a command for long tables.
-`python -m moecomm_bench plot bench/results/NAME.json --out PICTURE.svg` draws the pictures, also of your own results.
+Times are medians of whole operations as a caller sees them, of the slowest rank: counts, layout, casts and waits
+included.  In parentheses, where the text says nothing else: the time that the bytes alone take at the fastest
+all-to-all of the same run, over the measured time; that is a reference and no ceiling, for some operations are faster.
+Weights and activations are bfloat16 unless FP8 is named, sums travel as the table says, and DeepSeek-V3 is hidden 7168,
+top-8 of 256 experts.  Below each table are the hosts, backend, model, mode, date and commit of its results, and a
+command for long tables.  Figures move from machine to machine: compare ratios within one run.
+
 {LEGEND}
-Each result keeps its commit and a digest of the source of each kernel, with what it includes and without comments.
-A time is marked if its kernels have other digests today, unless [`equal_kernels.py`](equal_kernels.py) has found both
-sources to compile to the same machine code, or if the host launches them otherwise ([`launches.py`](launches.py)).
-`tests/test_readme.py` fails if the marks or figures of this page or the main README are not those of the generator."""
+
+[Performance](performance.md) says how things are timed.  [Calls and steps](maintainers/measured_calls.md) and
+[checks](maintainers/measured_checks.md) have pages of their own, and [bench](../bench/README.md) says how these pages
+are written by `python bench/readme.py`."""
 
 CALLS_HEAD = f"""# Measured calls and steps
 
-Written by `python bench/readme.py`.  Single calls of moecomm at other sizes or on other GPUs than those
-of the main [README](../README.md), calls of NCCL, and steps of many layers.  [How things are timed](performance.md).
-{LEGEND}  [Measurements](../bench/README.md) says which times are marked.
+Written by `python bench/readme.py`.  Single calls of moecomm, of NCCL and of torch, and steps of many layers.
+[How things are timed](../performance.md).
+{LEGEND}  [bench](../../bench/README.md) says which times are marked.
 
 `torch-symm-mem`, torch's own all-to-all over symmetric memory, was measured with Mixtral 8x7B alone: torch 2.11 takes
 at most 15 experts a rank, and with these numbers of ranks a rank of DeepSeek-V3 has more.  UCCL-EP was not measured:
@@ -45,22 +52,16 @@ CHECKED_HEAD = f"""# Measured checks
 
 Written by `python bench/readme.py`.  Runs that compare every value with a reference, and the time that checks inside
 kernels take.  {LEGEND}
-[Measurements](../bench/README.md) says which times are marked."""
+[bench](../../bench/README.md) says which times are marked."""
 
 
 def pages() -> dict[Path, str]:
     """Return the content of each page."""
     return {
-        README: _page(README, HEAD, TOPICS),
-        CALLS: _page(CALLS, CALLS_HEAD, of_times()),
-        CHECKED: _page(CHECKED, CHECKED_HEAD, CHECKS),
+        MEASUREMENTS: _page(MEASUREMENTS, HEAD, topics.TOPICS),
+        CALLS: _page(CALLS, CALLS_HEAD, times.topics()),
+        CHECKED: _page(CHECKED, CHECKED_HEAD, checks.TOPICS),
     }
-
-
-def write_pages() -> None:
-    """Write each page."""
-    for path, content in pages().items():
-        path.write_text(content)
 
 
 def _page(path: Path, head: str, topics: Iterable[Topic]) -> str:

@@ -3,8 +3,8 @@
     python bench/refit.py
 
 Writes moecomm_bench/simulate/h200.json; simulate-check.json, simulate.json, wide-ep.json and dlrm.json in
-bench/results; docs/wide_ep.md, the tables of docs/dlrm.md and the pages of bench/pages.py. A new result only has to
-lie in bench/results.
+bench/results; wide_ep.md and the tables of dlrm.md in docs/maintainers, and the pages of bench/readme.py. A new result
+only has to lie in bench/results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 import dlrm_page
-import pages
+import readme
 import wide_ep
 from wide_ep import ROOT
 
@@ -48,7 +48,7 @@ def refit(results: list[Path]) -> None:
     wide_ep.PAGE.write_text(wide_ep.page(json.loads(wide_ep.RESULT.read_text())))
     write(dlrm_page.RESULT, dlrm_page.measure(dlrm_page.fit(results), nic))
     dlrm_page.PAGE.write_text(dlrm_page.page(json.loads(dlrm_page.RESULT.read_text()), dlrm_page.PAGE.read_text()))
-    pages.write_pages()
+    readme.write_pages()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Figures of docs/all_gather_matmul_study.md: the study's variants, and the fused operator at other sizes."""
+"""Figures of all_gather_matmul_study.md: the study's variants, and the fused operator at other sizes."""
 
 from __future__ import annotations
 
-from readme import LEGEND, OVERLAP, ROOT, line, load, names, table
+from tables import LEGEND, OVERLAP, ROOT, line, load, names, source, table
 
 from moecomm_bench.gather_study import VARIANTS
 from moecomm_bench.gather_table import cells
 
-PAGE = ROOT / "docs" / "all_gather_matmul_study.md"
+PAGE = ROOT / "docs" / "maintainers" / "all_gather_matmul_study.md"
 RESULT = "all-gather-study-h100-2"
+RESULTS = "../../bench/results"  # from the page
 COMMAND = "moecomm bench all-gather-study"
-GATHERS = OVERLAP[0]
 
 
 def figures() -> str:
@@ -26,7 +26,7 @@ def variants() -> list[str]:
         ours = f"`{COMMAND}` measures ours; no result of it is kept yet."
     else:
         heads += f" | {found['ranks']} {_gpu(found)}s, ours: ms | TFLOP/s | of 1"
-        ours = f"Ours: {_source(RESULT)}, by `{COMMAND}`."
+        ours = f"Ours: {source(RESULT, RESULTS)}, by `{COMMAND}`."
     rows = []
     for number, variant in VARIANTS.items():
         named = variant.name + (f" (`{variant.source}`)" if variant.source else "")
@@ -42,7 +42,7 @@ def variants() -> list[str]:
 
 def sizes() -> list[str]:
     """Return TFLOP/s of squares by type and library."""
-    found = load(GATHERS)
+    found = load(OVERLAP[0])
     of_cases: dict[tuple[str, str], dict[str, float]] = {}
     for row in found["rows"]:
         if "^3" in row["case"] and "us" in row:
@@ -51,13 +51,8 @@ def sizes() -> list[str]:
     whos = ("moecomm", "nccl", "torch", "alone")
     rows = [line(found, ("overlap",), *case, *(f"{of[who]:.1f}" for who in whos)) for case, of in of_cases.items()]
     heads = "type | M = N = K | 8: one kernel, TFLOP/s | 1: NCCL, cuBLAS | torch's fused operator | the product alone"
-    return [table(heads, rows), f"{found['ranks']} {_gpu(found)}s: {_source(GATHERS)}. {LEGEND}"]
+    return [table(heads, rows), f"{found['ranks']} {_gpu(found)}s: {source(OVERLAP[0], RESULTS)}. {LEGEND}"]
 
 
 def _gpu(found: dict) -> str:
     return "H100" if "H100" in found["machine"]["gpus"][0] else "H200"
-
-
-def _source(name: str) -> str:
-    found = load(name)
-    return f"[`{name}.json`](../bench/results/{name}.json) ({found['date']}, {found['commit']})"

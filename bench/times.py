@@ -6,31 +6,13 @@ They are made of the results that have these times, whatever their machine: `tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from readme import (
-    WINDOW,
-    WINDOW_IS,
-    layer_parts,
-    line,
-    load,
-    names,
-    round_parts,
-    source,
-    table,
-    time_of,
-    window_in,
-    window_of,
-)
+from tables import WINDOW, Topic, gpu, layer_parts, line, load, names, round_parts, table, time_of, window_in, window_of
 
 OPERATIONS = ("times", "zipf", "recorded", "symm-mem")
-FRONT = ("h200-4", "h200-8")  # ends of names: machines of the main README, each with a table
-FRONT_TOKENS = (128, 4096)
-COLUMNS = "GPUs | tokens a rank | library, layout | operation | alone, {} | in a graph | eager | host | SMs | window"
-FEW_PARTS, PARTS = ("p50", "p99"), ("p50", "p90", "p99")  # of single calls, in the main README and elsewhere
 _LIBRARY = 2  # the column that names the library
-SKEWED, EVEN = "zipf-h200-4", "times-many-h200-4"
 _SLOW = 1.2  # eager over graph: above it, the host alone does not explain the time
 _TAIL = 1.5  # p99 over p50 of a decode step
 
@@ -38,59 +20,6 @@ _TAIL = 1.5  # p99 over p50 of a decode step
 def found(*kinds: str) -> list[str]:
     """Return the names of results of these kinds: KIND-..."""
     return [name for kind in kinds for name in names() if name.startswith(f"{kind}-")]
-
-
-def front() -> list[str]:
-    """Return the tables of the main README, of all layouts, as paragraphs; none without a result."""
-    tables = []
-    for machine in FRONT:
-        used = [name for name in found("times") if name.endswith(machine) and rows_of(name, front=True)]
-        if used:
-            rows = (row for name in used for row in rows_of(name, front=True))
-            heads = COLUMNS.format(" | ".join(FEW_PARTS))
-            tables += [table(heads, rows), *(note for name in used for note in no_room(name)), source(used)]
-    if not tables:
-        return []
-    head = (
-        "What one call costs, DeepSeek-V3: dispatch in bf16 and in FP8, combine of bf16 rows. *Alone*: "
-        "a single call with caches flushed; ranks start within a microsecond. *In a graph*: the period of many calls. "
-        "*Eager*: the period of calls that the host enqueues one by one. These are times of the slowest rank, medians "
-        "unless the column says p99. *Host*: the time until an eager call returns, of the median rank. *SMs*: blocks "
-        f"of the launch, one on each SM. {WINDOW_IS} In `expert` and `batched`, each rank "
-        "first adds up its rows of a token; the sum travels in bf16 by default, or in fp32 with `wire='exact'`. Rows "
-        "of `batched` take the time of `expert` within 2 %, in a graph and alone. Their eager times differ by more "
-        "with 128 tokens, and their host times at both sizes, in both directions. They are in [Calls and "
-        "steps](docs/measured_calls.md). JSON files also have p90:"
-    )
-    return [head, *tables, *skewed()]
-
-
-def skewed() -> list[str]:
-    """Return the paragraphs of skewed routing in the main README: a table and its sources; [] without results."""
-    if not {SKEWED, EVEN} <= {*names()}:
-        return []
-    zipf, even = load(SKEWED), load(EVEN)
-    keys = ("who", "tokens", "layout", "what", "payload", "variant", "sms_asked")
-    lines = []
-    for row in zipf["rows"]:
-        alike = {key: row[key] for key in keys}
-        other = next((one for one in even["rows"] if alike.items() <= one.items()), {})
-        if row["who"] != "moecomm" or row["what"] == "pair" or not ("us" in row and "us" in other):
-            continue
-        what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
-        us, even_us = row["us"]["p50"], other["us"]["p50"]
-        cells = (f"`{row['layout']}`", what, time_of(even_us), time_of(us), f"{us / even_us:.2f}")
-        cells = (*cells, window_in(zipf, row["tokens"], row["layout"]))
-        lines.append(line(zipf, round_parts(row["tokens"], row["what"]), *cells, beside=even))
-    exponent, size = zipf["case"]["routing"]["zipf"], zipf["case"]["tokens"][0]
-    head = (
-        f"Skewed routing, {zipf['case']['ranks']} {gpu(zipf)}, {size} tokens a rank, in a graph: experts are drawn by "
-        f"Zipf's law with exponent {exponent}. Times of even routing are from another run. The ratio divides skewed by "
-        "even; it includes the longer transfer to the busiest rank. *Window* is that of a Buffer for the skewed run. "
-        "[Calls and steps](docs/measured_calls.md) has "
-        "single and eager calls:"
-    )
-    return [head, table(f"layout | operation | even routing | skewed | ratio{WINDOW}", lines), source((SKEWED, EVEN))]
 
 
 def no_room(name: str) -> list[str]:
@@ -120,13 +49,17 @@ def no_room(name: str) -> list[str]:
 
 
 def operations() -> str:
-    """Return the table of the operations that have the three times, but those of the main README."""
-    heads = COLUMNS.format(" | ".join(PARTS))
-    return table(heads, (row for name in found(*OPERATIONS) for row in rows_of(name)))
+    """Return the table of the operations that have the three times, and notes on it."""
+    heads = (
+        "GPUs | tokens a rank | library, layout | operation | alone, p50 | p90 | p99 | in a graph | eager | host | SMs"
+    )
+    used = found(*OPERATIONS)
+    shown = table(heads + WINDOW, (row for name in used for row in rows_of(name)))
+    return "\n\n".join([shown, *(note for name in used for note in no_room(name))])
 
 
-def rows_of(name: str, *, front: bool = False) -> list[str]:
-    """Return the rows of one result; with `front` those of moecomm at the sizes of the main README."""
+def rows_of(name: str) -> list[str]:
+    """Return the rows of one result."""
     result, lines = load(name), []
     case = result["case"]
     for row in result["rows"]:
@@ -135,18 +68,13 @@ def rows_of(name: str, *, front: bool = False) -> list[str]:
         ours = row["who"] == "moecomm"
         if ours and row["what"] == "pair":
             continue
-        is_front = ours and name.startswith("times-") and name.endswith(FRONT) and row["tokens"] in FRONT_TOKENS
-        is_front &= row["layout"] != "batched"  # of which rows take the time of expert
-        if (is_front and case["model"] == "deepseek-v3") != front:
-            continue
         where = f"{case['ranks']} {gpu(result)}"
         parts = round_parts(row["tokens"], row["what"]) if ours else ()
-        cells = _cells(result, row, FEW_PARTS if front else PARTS)
-        lines.append(line(result, parts, where, *cells, at=(_LIBRARY,)))
+        lines.append(line(result, parts, where, *_cells(result, row), at=(_LIBRARY,)))
     return lines
 
 
-def _cells(result: dict[str, Any], row: dict[str, Any], parts: Iterable[str]) -> Iterable[str]:
+def _cells(result: dict[str, Any], row: dict[str, Any]) -> Iterable[str]:
     graph = result["case"]["mode"] == "graph"
     alone, eager = row["alone_us"], row.get("eager_us") if graph else row["us"]
     what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
@@ -156,7 +84,7 @@ def _cells(result: dict[str, Any], row: dict[str, Any], parts: Iterable[str]) ->
     yield str(row["tokens"])
     yield f"{row['who']}, `{row['layout']}`" + skew + other
     yield what
-    yield from (time_of(alone[part]) for part in parts)
+    yield from (time_of(alone[part]) for part in ("p50", "p90", "p99"))
     yield time_of(row["us"]["p50"]) if graph else ""
     yield time_of(eager["p50"]) if eager else ""
     yield "" if row["host_us"] is None else time_of(row["host_us"])
@@ -183,7 +111,7 @@ def layers() -> str:
         for row in result["rows"]:
             if row["what"] != "layer" or row["who"] != "moecomm":
                 continue
-            alone = [time_of(row["alone_us"][part]) for part in FEW_PARTS]
+            alone = [time_of(row["alone_us"][part]) for part in ("p50", "p99")]
             others = (row["us"]["p50"], row["sustained_us"], row["eager_us"]["p50"], row["host_us"])
             cells = (str(row["tokens"]), row["variant"], *alone, *map(time_of, others), window_of(row))
             lines.append(line(result, layer_parts(row["tokens"]), where, row["model"], *cells, at=(1,)))
@@ -243,7 +171,39 @@ def training() -> str:
     return table(heads, lines)
 
 
-def gpu(result: dict[str, Any]) -> str:
-    """Return the name of the machine's GPUs, short."""
-    gpus = result["machine"]["gpus"]
-    return next((word for word in gpus[0].split() if word[1:].isdigit()), gpus[0]) + "s" if gpus else "CPU ranks"
+def topics() -> list[Topic]:
+    """Return the topics that have results."""
+    kinds: tuple[tuple[str, str, list[str], Callable[[], str]], ...] = (
+        (
+            "What one call costs",
+            "Alone: a single call with caches flushed and ranks that start within a microsecond; nothing is "
+            "subtracted.  In a graph, and eager: the period of many in a row.  Host: until a call returns.  "
+            "Operations rotate among several inputs.",
+            found(*OPERATIONS),
+            operations,
+        ),
+        (
+            "Expert layers",
+            "`buffer.moe`: sequential is `fused=False`, which combines exactly; `bf16 wire` is the same with sums in "
+            "bf16; one launch is `fused=True`; default is `fused=None`.  FP8: of weights, and of the rows that travel "
+            "to them.  A graph has a few layers; sustained is the same for half a second.  Where the host takes longer "
+            "than the device, an eager layer takes the time of the host: `fused=None` does not look at it.",
+            whole_layers(),
+            layers,
+        ),
+        (
+            "Decode steps",
+            "Layers of dispatch, experts and combine in one graph, from a common start.  Out of step: each rank comes "
+            "late to each layer, at random; `waits` is what the latest of them add up to.",
+            found("decode"),
+            decode,
+        ),
+        (
+            "Training steps",
+            "Expert layers with residual connections through `moecomm.ops.moe`, eager.  `torch's`: all_to_all and "
+            "grouped GEMMs with their gradients, over it.",
+            found("training"),
+            training,
+        ),
+    )
+    return [Topic(title, about, " ".join(of), make) for title, about, of, make in kinds if of]

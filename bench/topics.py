@@ -1,48 +1,47 @@
-"""Topics of the generated pages: for each a short table."""
+"""Topics of docs/measurements.md: for each a short table."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-import times
-from readme import (
+import head_to_head
+import study
+from tables import (
     DOMAINS,
-    LAYER,
-    LAYER_COLUMNS,
     OPERATORS,
     OVERLAP,
     OVERLAP_H200,
-    PEERS,
-    README_LAYERS,
     ROUNDS,
     THROUGH,
     WINDOW,
+    Topic,
     figure,
-    has_rows_by_rank,
+    gpu,
     layer_parts,
-    layer_rows,
     line,
     load,
-    names,
-    peer_rows,
     round_parts,
     table,
     time_of,
     window_in,
     window_of,
 )
-from study import RESULT as STUDY
 
+from moecomm_bench.layers import BY_RANK
 
-class Topic(NamedTuple):
-    """A section of the page: heading, description, names of the results, and the function that makes the table."""
-
-    title: str
-    about: str
-    names: tuple[str, ...]
-    table: Callable[[], str]
+PEERS = "peers-alone-h200"
+DEEP_EP = "deep-ep-layer-h100-4 deep-ep-layer-eager-h100-4 deep-ep-layer-eager-h200-2"
+WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
+# Sizes of each result of complete layers on 4 GPUs.
+LAYER_SIZES = {
+    "moe-deepseek-v3-h100-4": (128, 1024, 4096),
+    "moe-qwen3-235b-h100-4": (128, 1024, 4096),
+    "moe-gpt-oss-120b-h200-4": (128, 4096),
+    "moe-mixtral-8x7b-h200-4": (128, 4096),
+    "moe-qwen3-30b-a3b-h200-4": (128, 8192),
+}
 
 
 def whole_operations() -> str:
@@ -59,13 +58,13 @@ def whole_operations() -> str:
         ("rounds-h100-2", "expert", (4096,)),
     )
     heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
-    picture = "![time and bandwidth over tokens](results/sweep-h200-4.svg)"
+    picture = "![time and bandwidth over tokens](../bench/results/sweep-h200-4.svg)"
     return f"{table(heads, (row for way in ways for row in _rounds(*way)))}\n\n{picture}"
 
 
 def few_tokens() -> str:
     """Dispatch and combine of few tokens."""
-    machines = ("h100-4", *times.FRONT)
+    machines = ("h100-4", "h200-4", "h200-8")
     ways = [(f"times-few-{machine}", layout) for machine in machines for layout in ("flat", "expert")]
     later = [("rounds-h100-2", layout) for layout in ("flat", "expert", "batched")]
     heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
@@ -147,21 +146,31 @@ def skew() -> str:
         share = f"{found['case']['skew']:.0%} of the tokens want one rank" if found["case"]["skew"] else "even"
         cells.append(line(found, round_parts(4096), share, *times, window_in(found, 4096, "flat")))
     heads = "routing | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside"
-    return table(heads + WINDOW, cells)
+    return f"{table(heads + WINDOW, cells)}\n\n{by_law()}"
 
 
-TWO = ("moe-gpt-oss-120b-h200-2", "moe-mixtral-8x7b-h200-2", "moe-qwen3-235b-h200-2")
+def by_law() -> str:
+    """Rounds whose experts are drawn by Zipf's law, beside even ones of another run."""
+    zipf, even = load("zipf-h200-4"), load("times-many-h200-4")
+    keys = ("who", "tokens", "layout", "what", "payload", "variant", "sms_asked")
+    lines = []
+    for row in zipf["rows"]:
+        alike = {key: row[key] for key in keys}
+        other = next((one for one in even["rows"] if alike.items() <= one.items()), {})
+        if row["who"] != "moecomm" or row["what"] == "pair" or not ("us" in row and "us" in other):
+            continue
+        what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
+        us, even_us = row["us"]["p50"], other["us"]["p50"]
+        cells = (f"`{row['layout']}`", what, time_of(even_us), time_of(us), f"{us / even_us:.2f}")
+        cells = (*cells, window_in(zipf, row["tokens"], row["layout"]))
+        lines.append(line(zipf, round_parts(row["tokens"], row["what"]), *cells, beside=even))
+    heads = f"layout | operation | even routing | Zipf {zipf['case']['routing']['zipf']} | ratio{WINDOW}"
+    return table(heads, lines)
 
 
-FOUR = tuple(
-    f"moe-{model}-h200-4" for model in ("deepseek-v3", "qwen3-235b", "gpt-oss-120b", "mixtral-8x7b", "qwen3-30b-a3b")
-)
-
-# Sizes of each result; of the main README's models, the one that is not there.
-LAYER_SIZES = {
-    **dict.fromkeys(README_LAYERS, (1024,)),
-    **dict(zip(FOUR[2:], ((128, 4096), (128, 4096), (128, 8192)), strict=True)),
-}
+def has_rows_by_rank(name: str) -> bool:
+    """Return True if torch's layer with a row for each (token, rank) was measured in a result."""
+    return any(row.get("variant") == BY_RANK for row in load(name)["rows"])
 
 
 def torchs_forms(used: Iterable[str]) -> str:
@@ -176,9 +185,26 @@ def torchs_forms(used: Iterable[str]) -> str:
     return "  ".join(f"{', '.join(names)}: {words[both]}." for both, names in kinds.items())
 
 
+def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
+    """Return rows of the layers in one result of `moecomm bench moe`, for these numbers of tokens or for all."""
+    found, lines = load(name), []
+    gpus = f"{len(found['machine']['gpus'])} {gpu(found)}"
+    rows = [row for row in found["rows"] if row["who"] == "moecomm" and row["what"] == "layer"]
+    for tokens in sizes or dict.fromkeys(row["tokens"] for row in rows):
+        apart, fused, fp8 = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
+        best = min(apart, fused, key=lambda row: row["us"]["p50"])
+        ratios = [f"{best[key]:.2f}" if best.get(key) else "" for key in ("of_gemms", "of_torch")]
+        window = window_of(apart, fused, fp8)
+        *both, eight = (time_of(row["us"]["p50"]) for row in (apart, fused, fp8))
+        cells = (gpus, best["model"], str(tokens), *both, *ratios, eight, window)
+        lines.append(line(found, layer_parts(tokens), *cells, at=(1,)))
+    return lines
+
+
 def expert_layers() -> str:
     """Complete layers on 4 ranks, and sustained layers."""
-    four = table(LAYER_COLUMNS, (row for name, sizes in LAYER_SIZES.items() for row in layer_rows(name, sizes)))
+    heads = "GPUs | model | tokens a rank | unfused | fused | over GEMMs alone | torch's over it | fused, FP8 weights"
+    four = table(heads + WINDOW, (row for name, sizes in LAYER_SIZES.items() for row in layer_rows(name, sizes)))
     rows = []
     for name in ("at-work-h100-4", "at-work-fp8-h100-4"):
         found = load(name)
@@ -214,8 +240,8 @@ def backends() -> str:
             for tokens in (128, 4096)
         ]
         nic = f", NIC of {found['case']['nic']}" if found["case"]["nic"] else ""
-        ranks, gpu = found["case"]["ranks"] // 2, times.gpu(found)
-        each = f"{ranks} {gpu}" if ranks > 1 else f"one {gpu[:-1]}"
+        ranks, kind = found["case"]["ranks"] // 2, gpu(found)
+        each = f"{ranks} {kind}" if ranks > 1 else f"one {kind[:-1]}"
         rows.append(
             line(
                 found,
@@ -241,7 +267,7 @@ def backends() -> str:
             ]
             domains = found["case"]["ranks"] // (ranks or found["case"]["ranks"])
             parts = ROUNDS if domains == 1 else (*DOMAINS, *THROUGH[backend])
-            where = f"{domains}, {found['case']['ranks'] // domains} {times.gpu(found)}{' each' * (domains > 1)}"
+            where = f"{domains}, {found['case']['ranks'] // domains} {gpu(found)}{' each' * (domains > 1)}"
             window = window_of(*(row for row in found["rows"] if of_way.items() <= row.items()))
             rows.append(line(found, parts, f"`{through}`", where, *cells, window))
     heads = f"through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096{WINDOW}"
@@ -285,11 +311,26 @@ def concurrent() -> str:
                 if who in of:
                     of_kinds.setdefault("FP8: " if dtype == "fp8" else "", []).append(of[who] / of["moecomm"])
             cells.append("; ".join(f"{kind}{min(over):.2f} to {max(over):.2f}" for kind, over in of_kinds.items()))
-    operators = (f"`{name.replace('-', '_')}`" for name in OPERATORS[: len(OVERLAP_H200)])
+    operators = (f"`{name.replace('-', '_')}`" for name in OPERATORS[:-1])
     found = load(OVERLAP_H200[0])
     rows = [line(found, ("overlap",), who, *cells) for who, cells in ratios.items()]
     heads = " | ".join(("2 H200s, time over that of our fused kernel", *operators))
     return f"{rounds}\n\n{table(heads, rows)}"
+
+
+def peer_rows(gpus: int, tokens: int) -> list[str]:
+    """Return rows of other libraries at one size: FP8 dispatches, or bf16 where there is no FP8."""
+    times: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    for row in load(PEERS)["rows"]:
+        if (row["gpus"], row["tokens"]) == (gpus, tokens):
+            of_kernels = "-".join(f"{us:g}" for us in row["us"])
+            epilogue = f" + {row['epilogue_us']:g}" if "epilogue_us" in row else ""
+            times.setdefault((row["who"], row["layout"]), {})[row["what"], row["dtype"]] = f"{of_kernels}{epilogue} us"
+    found = []
+    for (who, layout), of_way in times.items():
+        dispatch = of_way.get(("dispatch", "fp8")) or f"{of_way['dispatch', 'bf16']}, bf16"
+        found.append(f"| {gpus} | {tokens} | {who}, {layout} | {dispatch} | {of_way['combine', 'bf16']} |")
+    return found
 
 
 def peers() -> str:
@@ -312,13 +353,13 @@ def peers() -> str:
         (row for tokens in (128, 4096) for row in peer_rows(8, tokens)),
     )
     rows = []
-    for name in ("deep-ep-layer-h100-4", "deep-ep-layer-eager-h100-4", "deep-ep-layer-eager-h200-2"):
+    for name in DEEP_EP.split():
         found = load(name)
         ratios = sorted(row["of_native"] for row in found["rows"] if "us" in row)
         case = found["case"]
         cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
         cells += _more_on_the_host(found["rows"])
-        where = f"{case['ranks']} {times.gpu(found)}"
+        where = f"{case['ranks']} {gpu(found)}"
         rows.append(line(found, ROUNDS, where, *cells, window_of(*found["rows"])))
     heads = (
         "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
@@ -326,7 +367,8 @@ def peers() -> str:
     )
     passes = load("passes-h100")
     own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
-    return f"{nccl}\n\n{alone}\n\n{table(heads, rows)}\n\n{table('pass, one H100 | ours | torch operations', own)}"
+    first = f"{head_to_head.others()}\n\n{nccl}\n\n{alone}\n\n"
+    return f"{first}{table(heads, rows)}\n\n{table('pass, one H100 | ours | torch operations', own)}"
 
 
 def _more_on_the_host(rows: list[dict[str, Any]]) -> list[str]:
@@ -364,120 +406,6 @@ def cpu() -> str:
     return "\n\n".join((table("rows | by | dispatch | combine | both | gloo over it", rows), verified()))
 
 
-def checks() -> str:
-    """One rank without and with the checks."""
-    found, rows = load("checks-h200"), []
-    for tokens in (1, 128):
-        for layout in ("expert", "flat"):
-            cells = []
-            for what in ("dispatch", "dispatch and combine"):
-                row = next(r for r in found["rows"] if (r["tokens"], r["layout"], r["what"]) == (tokens, layout, what))
-                cells.append(f"{row['us_before']:.1f}, {row['us']:.1f} us ({row['us'] / row['us_before']:.2f})")
-            rows.append(line(found, round_parts(tokens), str(tokens), f"`{layout}`", *cells))
-    return table("tokens | layout | dispatch: before, with checks | dispatch and combine", rows)
-
-
-def recorder() -> str:
-    """Return the table of rounds with the flight recorder and without."""
-    found, rows = load("recorder-host-time-h100-4"), []
-    for row in found["rows"]:
-        cells = [f"{row[us][part]:.1f} us" for us in ("us", "us_off") for part in ("p50", "p99")]
-        rows.append(line(found, (), str(row["tokens"]), *cells, f"{row['a_call_us']:.1f} us"))
-    return table("tokens | recorded, p50 | p99 | without, p50 | p99 | a call takes more", rows)
-
-
-def counters() -> str:
-    """Return the table of pairs with counters, without, and of Buffers that mask ranks."""
-    found, rows = load("counters-h100-4"), []
-    for row in found["rows"]:
-        cells = [f"{row[which]['p50']:.1f} us" for which in ("off", "on", "mask")]
-        ratios = (f"{row[one]:.3f}" for one in ("on_by_off", "again_by_on", "mask_by_on"))
-        parts = round_parts(row["tokens"])
-        rows.append(line(found, parts, str(row["tokens"]), f"`{row['layout']}`", *cells, *ratios))
-    heads = "without counters | with | and a table of experts | with / without | with / with | table / with"
-    return table(f"tokens | layout | {heads}", rows)
-
-
-def instructions() -> str:
-    """Basic blocks of a round of one token, by number of ranks."""
-    found, rows = load("instructions-cpu"), []
-    ranks = sorted({row["ranks"] for row in found["rows"]})
-    for layout in ("flat", "expert"):
-        for what in ("dispatch", "combine"):
-            same = [r for r in found["rows"] if (r["layout"], r["what"], r["blocks"]) == (layout, what, 32)]
-            by_ranks = {row["ranks"]: row for row in same}
-            cells = [f"{by_ranks[n]['of_a_thread']:,}; {by_ranks[n]['of_a_block'] / 1e3:.0f}" for n in ranks]
-            rows.append(line(found, round_parts(1, what), f"{what}, `{layout}`", *cells))
-    return table(f"thread; block, thousands | {' | '.join(f'{n} ranks' for n in ranks)}", rows)
-
-
-def correctness() -> str:
-    """Random cases against the reference."""
-    rows = []
-    for name, parts, number in (
-        ("random-cases-h200-4", (*ROUNDS, *DOMAINS, "gin", "nvshmem"), "random_cases"),
-        ("random-cases-h200-2", (*ROUNDS, *DOMAINS, "gin", "nvshmem", "RMA plugin"), "random_cases"),
-        ("random-cases-uneven-h200-2", (*ROUNDS, *DOMAINS, "gin", "nvshmem", "RMA plugin"), "random_cases"),
-        ("random-layers-h200-4", LAYER, "random_layers"),
-        ("random-layers-h200-2", LAYER, "random_layers"),
-        ("random-rounds-cpu", ("host",), "random_cases"),
-        ("random-rounds-tsan-cpu", ("host",), "random_cases"),
-        ("random-cases-cpu", ("host",), "random_cases"),
-        ("random-arguments-cpu", ("host",), "random_cases"),
-        ("kill-plans-cpu", ("host",), "kills"),
-        ("kill-plans-counted-h100", ROUNDS, "kills"),
-        ("kill-plans-gpus-h200-4", ROUNDS, "kills"),
-        ("kill-plans-gpus-h200-8", ROUNDS, "kills"),
-        ("kill-plans-gpus-h100-2", ROUNDS, "kills"),
-        ("kill-plans-gpus-h100", ROUNDS, "kills"),
-        ("kill-plans-h100-4", ROUNDS, "kills"),
-        ("kill-plans-h100-2", ROUNDS, "kills"),
-        ("soak-cpu", ("host",), "rounds"),
-        ("repeated-failures-cpu", ("host",), "repeats"),
-        ("flips-cpu", ("host",), "flips"),
-        ("post-mortem-cpu", ("host",), "faults"),
-        ("random-operators-cpu", ("host", "overlap"), "random_cases"),
-        ("megatron-training-cpu", ("host",), "steps"),
-    ):
-        found = load(name)
-        kinds = list(dict.fromkeys(r.get("kind") or r.get("dtype", "domains of CPU ranks") for r in found["rows"]))
-        total = sum(row[number] for row in found["rows"])
-        cells = [number.replace("_", " "), f"{total:,}", "; ".join(kinds)]
-        rows.append(line(found, parts, f"`{name}`", *cells))
-    return table("result | what | number, none failed | kinds", rows)
-
-
-# Other work on the GPUs and cores of the timed ranks, for each row of a result.
-_SHARED = {
-    "kill-plans-h100-4": ("3 survivors, 4 GPUs to themselves",),
-    "kill-plans-h100-2": ("one survivor, GPUs to itself",),
-    "kill-plans-gpus-h100-2": ("one survivor, beside processes that start",),
-    "kill-plans-gpus-h100": (
-        "2 plans on one GPU, `CUDA_DEVICE_MAX_CONNECTIONS=32`",
-        "4 plans on one GPU",
-        *["8 plans on one GPU"] * 3,
-    ),
-    "kill-plans-counted-h100": ("2 plans on one GPU",),
-    "kill-plans-gpus-h200-4": ("3 plans on 4 GPUs",),
-    "kill-plans-gpus-h200-8": ("4 plans on 8 GPUs",),
-    "kill-plans-cpu": ("one plan on 2 cores",),
-}
-_STEPS = ("noticed", "mask", "first_round_after_mask", "shrink", "first_round_after_shrink", "grow", "join")
-
-
-def after_kills() -> str:
-    """Times until ranks notice a loss and go on, by what shares their GPUs and cores."""
-    rows = []
-    for name, shared in _SHARED.items():
-        found = load(name)
-        for row, beside in zip(found["rows"], shared, strict=True):
-            times = [row.get(f"{step}_ms") for step in _STEPS]
-            cells = ["" if ms is None else f"{ms['p50']:,.0f}; {ms['p99']:,.0f}" for ms in times]
-            rows.append(line(found, ("host",) if name.endswith("cpu") else ROUNDS, f"`{name}`", beside, *cells))
-    heads = "noticed | `mask()` | first round | `shrink()` | first round | `grow()` | joined"
-    return table(f"result | conditions | {heads}", rows)
-
-
 _ERRORS = {"median": ".1%", "signed": "+.1%", "worst": "+.1%"}
 
 
@@ -502,23 +430,25 @@ def predicted() -> str:
 
 TOPICS = (
     Topic(
+        "Other libraries",
+        "DeepSeek-V3 on 4 H200s.  `window`: peer-visible memory of a rank of moecomm, of a Buffer that a caller opens "
+        "for these sizes.  NCCL, in the second table: the same rows by all_to_all_single.  DeepEP on 8 H200s: times of "
+        "its kernels alone, in runs of its own; launches and gaps between kernels come on top.\n\n"
+        "![Time of other libraries over that of moecomm, 4 H200s](../bench/results/peers-h200-4.svg)\n"
+        "![the same on 2 H200s](../bench/results/peers-h200-2.svg)\n"
+        "![the same on 2 H100s](../bench/results/peers-h100-2.svg)",
+        f"peers-h200-4 peers-h200-2 peers-h100-2 {PEERS} {DEEP_EP} passes-h100",
+        peers,
+    ),
+    Topic(
         "Whole operations by layout",
         "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
         "in the type of `wire`.  `window`: memory of a rank's Buffer as a caller opens it for these sizes; runs had "
         "more open, for the outputs of several inputs.  Caches flushed: the time of the flush is subtracted.  "
         "The picture is a sweep over tokens of `flat`.",
         (
-            "times-many-h200-4",
-            "times-many-h200-8",
-            "ht-h200-4",
-            "layouts-h200-4",
-            "qwen3-h200-4",
-            "ht-h200-8",
-            "cold-h100-4",
-            "cold-h200-2",
-            "rounds-h100-2",
-            "sweep-h200-4",
-            "all-to-all-h200-4",
+            "times-many-h200-4 times-many-h200-8 ht-h200-4 layouts-h200-4 qwen3-h200-4 ht-h200-8 cold-h100-4 "
+            "cold-h200-2 rounds-h100-2 sweep-h200-4 all-to-all-h200-4"
         ),
         whole_operations,
     ),
@@ -526,17 +456,10 @@ TOPICS = (
         "Few tokens",
         "Rows go in packets, without waiting for counts.  `ll-h200-2` has `batched` as well; `ll-handles-h200-4` was "
         "measured after round headers had got the round of a handle.  The second table shows what agreement adds.  "
-        "![Times of few tokens, in a graph, alone and eager](results/ll-h200-4.svg)",
+        "![Times of few tokens, in a graph, alone and eager](../bench/results/ll-h200-4.svg)",
         (
-            "times-few-h100-4",
-            "times-few-h200-4",
-            "times-few-h200-8",
-            "ll-h200-4",
-            "ll-h200-8",
-            "ll-h200-2",
-            "ll-handles-h200-4",
-            "rounds-h100-2",
-            "virtual-ranks-h200",
+            "times-few-h100-4 times-few-h200-4 times-few-h200-8 ll-h200-4 ll-h200-8 ll-h200-2 ll-handles-h200-4 "
+            "rounds-h100-2 virtual-ranks-h200"
         ),
         few_tokens,
     ),
@@ -547,36 +470,40 @@ TOPICS = (
         "schedules is fitted to, and a later run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 "
         "times as long as the fastest.",
         (
-            *("gemm-fp8-h100", "gemm-h100", "gemm-fp8-h200", "gemm-h200", "gemm-fp8-rows-h200"),
-            "gemm-fp8-schedules-h200",
-            *("gemm-fp8-clusters-h200", "gemm-tune-h200"),
+            "gemm-fp8-h100 gemm-h100 gemm-fp8-h200 gemm-h200 gemm-fp8-rows-h200 gemm-fp8-schedules-h200 "
+            "gemm-fp8-clusters-h200 gemm-tune-h200"
         ),
         fp8,
     ),
     Topic(
         "Few SMs",
         "4096 tokens a rank, `flat`, with so many blocks, a multiprocessor each.",
-        ("few-sms-h200-4", "ht-h200-4"),
+        "few-sms-h200-4 ht-h200-4",
         few_sms,
     ),
-    Topic("Skew", "4096 tokens a rank, `flat`.", ("skew-h200-4", "ht-h200-4"), skew),
+    Topic(
+        "Skew",
+        "4096 tokens a rank on 4 H200s, in a graph.  First `flat`, with one rank that many tokens want.  Then experts "
+        "are drawn by Zipf's law, and times of even routing are from another run; the ratio divides skewed by even, "
+        "and includes the longer transfer to the busiest rank.",
+        "skew-h200-4 ht-h200-4 zipf-h200-4 times-many-h200-4",
+        skew,
+    ),
     Topic(
         "Expert layers",
-        "`of GEMMs`: the faster of the two over our GEMMs alone; `torch's`: all_to_all and grouped GEMMs over it.  "
-        f"{torchs_forms(LAYER_SIZES)}  "
+        "`buffer.moe`, bfloat16, in a captured graph.  Unfused: dispatch, experts and combine as separate launches.  "
+        "Fused: rows travel while the GEMMs run.  The first ratio divides the faster of these two layers by our two "
+        "grouped GEMMs alone, which are separate launches: a fused layer can take a little less.  The second divides "
+        "torch's layer (all_to_all and grouped GEMMs, same run) by the faster of ours.  `window`: of a Buffer with "
+        "room for any routing; a Buffer takes [less](memory.md) by default.  No fused layer of another library "
+        f"(DeepGEMM's Mega MoE, FlashInfer) was measured.  {torchs_forms(LAYER_SIZES)}  "
         "The second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` "
         "have 2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
         (
-            *README_LAYERS,
-            *FOUR,
-            *TWO,
-            "at-work-h100-4",
-            "at-work-fp8-h100-4",
-            "at-work-h200-4",
-            "at-work-fp8-h200-4",
-            "layers-h200-2",
-            "tune-layers-h200-2",
-            "one-launch-schedules-h200-4",
+            f"{' '.join(LAYER_SIZES)} "
+            "moe-deepseek-v3-h200-4 moe-qwen3-235b-h200-4 moe-gpt-oss-120b-h200-2 moe-mixtral-8x7b-h200-2 "
+            "moe-qwen3-235b-h200-2 at-work-h100-4 at-work-fp8-h100-4 at-work-h200-4 at-work-fp8-h200-4 "
+            "layers-h200-2 tune-layers-h200-2 one-launch-schedules-h200-4"
         ),
         expert_layers,
     ),
@@ -586,31 +513,14 @@ TOPICS = (
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
         "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest "
         "window of a rank, as a caller opens it; empty if the result lacks it.  "
-        "![Put + signal over bytes, by backend](results/latency-backends-h100-4.svg) "
-        "![Rounds between two domains over tokens, by backend](results/backends-domains-h100-4.svg) "
-        "![4096 tokens over the number of domains](results/domain-counts-h100-4.svg)",
+        "![Put + signal over bytes, by backend](../bench/results/latency-backends-h100-4.svg) "
+        "![Rounds between two domains over tokens, by backend](../bench/results/backends-domains-h100-4.svg) "
+        "![4096 tokens over the number of domains](../bench/results/domain-counts-h100-4.svg)",
         (
-            "backends-h100-4",
-            "backends-domains-h100-4",
-            "backends-h200-4",
-            "backends-domains-h200-4",
-            "domains-h200-4",
-            "domains-h100-4",
-            "domains-h200-2",
-            "domains-h100-2",
-            "domain-counts-h100-4",
-            "domains-nvshmem-h200-2",
-            "nic-h100-4",
-            "nic-h200-4",
-            "nic-h200-2",
-            "nic-h100-2",
-            "gin-domains-h200-2",
-            "rings-h200-4",
-            "rings-h100-2",
-            "latency-backends-h100-4",
-            "latency-backends-h200-4",
-            "latency-gin-tcp-h200-2",
-            "latency-gin-tcp-h100-2",
+            "backends-h100-4 backends-domains-h100-4 backends-h200-4 backends-domains-h200-4 domains-h200-4 "
+            "domains-h100-4 domains-h200-2 domains-h100-2 domain-counts-h100-4 domains-nvshmem-h200-2 nic-h100-4 "
+            "nic-h200-4 nic-h200-2 nic-h100-2 gin-domains-h200-2 rings-h200-4 rings-h100-2 latency-backends-h100-4 "
+            "latency-backends-h200-4 latency-gin-tcp-h200-2 latency-gin-tcp-h100-2"
         ),
         backends,
     ),
@@ -619,36 +529,17 @@ TOPICS = (
         "4096 tokens a rank, `flat`, 16 blocks: time alone; the share of its speed that a GEMM on another stream "
         "keeps, and the share it keeps beside 16 blocks that do nothing.  Then the operators of `moecomm.overlap`: "
         "more than 1 is slower than ours.  NCCL with cuBLAS (or torch's bags), torch's own fused operators; graphs.  "
-        "[Overlapped operators](../docs/overlap.md) has those of two H100s, and "
-        "[a study](../docs/all_gather_matmul_study.md) seven more ways to one of them.  All "
-        "sizes: ![time of fused operators, and over that with NCCL](results/overlap-h100-2.svg)",
-        ("beside-h200-4", "beside-h200-2", *OVERLAP, *OVERLAP_H200, *({STUDY} & {*names()})),
+        "[Overlapped operators](overlap.md) has those of two H100s, and [a "
+        "study](maintainers/all_gather_matmul_study.md) seven more ways to one of them.  All "
+        "sizes: ![time of fused operators, and over that with NCCL](../bench/results/overlap-h100-2.svg)",
+        " ".join(("beside-h200-4", "beside-h200-2", *OVERLAP, *OVERLAP_H200, study.RESULT)),
         concurrent,
-    ),
-    Topic(
-        "Against peers",
-        "NCCL: the same rows by all_to_all_single, in the same run.  `peers-h200-4`: table of the main README.  DeepEP "
-        "on 8 H200s: times of its kernels alone, in runs of its own; launches and gaps between kernels come on top.\n\n"
-        "![Dispatch and combine of moecomm and other libraries, 4 H200s](results/peers-h200-4.svg)\n"
-        "![the same on 2 H200s](results/peers-h200-2.svg)\n"
-        "![the same on 2 H100s](results/peers-h100-2.svg)",
-        (
-            "peers-h200-4",
-            "peers-h200-2",
-            "peers-h100-2",
-            PEERS,
-            "deep-ep-layer-h100-4",
-            "deep-ep-layer-eager-h100-4",
-            "deep-ep-layer-eager-h200-2",
-            "passes-h100",
-        ),
-        peers,
     ),
     Topic(
         "CPU ranks",
         "`y` lies in the window (`Buffer.empty`); gloo: all_to_all_single and the weighted sum, of rows as ours.  "
         "Verified: a dispatch and its combine of two ranks, 256 tokens each of Qwen3-30B-A3B; medians but for means.",
-        ("host_vs_gloo", "verified-cpu"),
+        "host_vs_gloo verified-cpu",
         cpu,
     ),
     Topic(
@@ -657,139 +548,10 @@ TOPICS = (
         "results, each library's published rows by a share of the NIC's rate fitted to the other libraries.  The rows "
         "below these three are the same ones by kind; the long table also has the kinds of measured rows.  Rows of "
         "kernels that are gone are excluded.  So are rows between domains without a NIC, except few tokens over "
-        "NVLink.  "
-        "`python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with "
-        "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more, and "
-        "[a page](../docs/dlrm.md) a training iteration of a recommendation model.",
-        ("simulate-check", "simulate", "wide-ep", "dlrm"),
+        "NVLink.  `python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a "
+        "GPU, with what most of the time goes to; [wide expert parallelism](maintainers/wide_ep.md) has more, and "
+        "[a page](maintainers/dlrm.md) a training iteration of a recommendation model.",
+        "simulate-check simulate wide-ep dlrm",
         predicted,
     ),
 )
-
-
-CHECKS = (
-    Topic(
-        "What checks take",
-        "One rank alone, so without links: before kernels knew of failed calls, seals of handles, tags that wrap and "
-        "ids that change, and with all of that.",
-        ("checks-h200",),
-        checks,
-    ),
-    Topic(
-        "What the flight recorder takes",
-        "Host time of an eager dispatch and its combine on 4 H100s, DeepSeek-V3, `flat`, over the rounds of all ranks; "
-        "rounds with and without the recorder alternate.  The last column is what the recorder adds to a "
-        "call: half of the median difference.",
-        ("recorder-host-time-h100-4",),
-        recorder,
-    ),
-    Topic(
-        "What the counters take",
-        "A dispatch and its combine in a captured graph on 4 H100s, DeepSeek-V3, bf16, y in the window, medians.  "
-        "Kernels without counters are of the same sources, with all taken out that counts.  The last Buffer is opened "
-        'with `on_timeout="mask"`, and looks each routing up in a table of experts, by a kernel of its own.  '
-        "Windows have 4 GiB.  They alternate in one run; with / with: two Buffers with the same kernels, so "
-        "this is noise.",
-        ("counters-h100-4",),
-        counters,
-    ),
-    Topic(
-        "Work of a block, by number of ranks",
-        "Basic blocks of code that the busiest thread runs, and all threads of a block, in a round of one token a rank "
-        "with 256 experts and 32 blocks a rank: emulated kernels, without polls in vain.  Ranks tell each other counts "
-        "by expert and by rank: up to 16 ranks every block reads all of them, beyond its share and the sums of the "
-        "others'.",
-        ("instructions-cpu",),
-        instructions,
-    ),
-    Topic(
-        "Correctness runs",
-        "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
-        "against their parts one after the other.  Killed ranks: the others shrink, and new ones join; all ranks make "
-        "exact rounds.  Wrong arguments end in a named error.  Trained steps have the losses of Megatron's own "
-        "dispatcher to the bit.  "
-        "In `kill-plans-gpus-h200-4` and `-8` three and four plans at a time share the GPUs, "
-        "in `kill-plans-gpus-h100` two to eight share one, in `kill-plans-counted-h100` two.",
-        (
-            "random-cases-h200-4",
-            "random-cases-h200-2",
-            "random-cases-uneven-h200-2",
-            "random-layers-h200-4",
-            "random-layers-h200-2",
-            "random-rounds-cpu",
-            "random-rounds-tsan-cpu",
-            "random-cases-cpu",
-            "random-arguments-cpu",
-            "random-operators-cpu",
-            "kill-plans-cpu",
-            "kill-plans-counted-h100",
-            "kill-plans-gpus-h200-4",
-            "kill-plans-gpus-h200-8",
-            "kill-plans-gpus-h100-2",
-            "kill-plans-gpus-h100",
-            "kill-plans-h100-4",
-            "kill-plans-h100-2",
-            "soak-cpu",
-            "repeated-failures-cpu",
-            "flips-cpu",
-            "post-mortem-cpu",
-            "megatron-training-cpu",
-        ),
-        correctness,
-    ),
-    Topic(
-        "How soon ranks go on after a kill",
-        "Milliseconds, p50; p99.  Noticed: from the kill to `PeerLost` on a survivor.  First round: the one after "
-        "`mask()` or `shrink()`.  Joined: opening of a Buffer by a rank that takes a lost one's place, counted "
-        "from the last that joins; in `kill-plans-gpus-h200-4` and `-8`, which are older, from the first.  A plan "
-        "has at most 4 ranks on GPUs, and 6 on CPUs.  `kill-plans-h100-4` has several survivors, GPUs to "
-        "themselves, and NVLink.  In `kill-plans-h100-2` and `kill-plans-gpus-h100-2` one rank is left, so it "
-        "agrees with nobody and maps no peer.  Plans that share GPUs also share the cores of the host and its "
-        "driver, which makes CUDA contexts one after the other.  Those runs show that ranks agree and that rounds "
-        "are exact; their times are not those of a job that has its GPUs alone.  Ranks notice the end of a "
-        "process when the driver has freed its memory, which takes longest with "
-        "`CUDA_DEVICE_MAX_CONNECTIONS=32`.  A first round after `shrink()` took seconds in one of six cases of "
-        "`kill-plans-h100-2`: it compiled the kernels for one rank, which `tests.gpu.kills` now compiles before "
-        "the kill.",
-        tuple(_SHARED),
-        after_kills,
-    ),
-)
-
-
-def of_times() -> list[Topic]:
-    """Return the topics of bench/times.py that have results."""
-    kinds: tuple[tuple[str, str, list[str], Callable[[], str]], ...] = (
-        (
-            "What one call costs",
-            "Alone: a single call with caches flushed and ranks that start within a microsecond; nothing is "
-            "subtracted.  In a graph, and eager: the period of many in a row.  Host: until a call returns.  "
-            "Operations rotate among several inputs.",
-            times.found(*times.OPERATIONS),
-            times.operations,
-        ),
-        (
-            "Expert layers",
-            "`buffer.moe`: sequential is `fused=False`, which combines exactly; `bf16 wire` is the same with sums in "
-            "bf16; one launch is `fused=True`; default is `fused=None`.  FP8: of weights, and of the rows that travel "
-            "to them.  A graph has a few layers; sustained is the same for half a second.  Where the host takes longer "
-            "than the device, an eager layer takes the time of the host: `fused=None` does not look at it.",
-            times.whole_layers(),
-            times.layers,
-        ),
-        (
-            "Decode steps",
-            "Layers of dispatch, experts and combine in one graph, from a common start.  Out of step: each rank comes "
-            "late to each layer, at random; `waits` is what the latest of them add up to.",
-            times.found("decode"),
-            times.decode,
-        ),
-        (
-            "Training steps",
-            "Expert layers with residual connections through `moecomm.ops.moe`, eager.  `torch's`: all_to_all and "
-            "grouped GEMMs with their gradients, over it.",
-            times.found("training"),
-            times.training,
-        ),
-    )
-    return [Topic(title, about, tuple(of), make) for title, about, of, make in kinds if of]

@@ -1,4 +1,4 @@
-"""docs/wide_ep.md: predictions for 8 to 320 GPUs, and the times that other libraries have published.
+"""docs/maintainers/wide_ep.md: predictions for 8 to 320 GPUs, and the times that other libraries have published.
 
 `bench/refit.py` writes the result and the page.
 """
@@ -22,7 +22,7 @@ from moecomm_bench.simulate.routing import Gate, spread
 from moecomm_bench.simulate.rows import bytes_of, head_bytes
 
 ROOT = Path(__file__).parent.parent
-RESULT, PAGE = ROOT / "bench" / "results" / "wide-ep.json", ROOT / "docs" / "wide_ep.md"
+RESULT, PAGE = ROOT / "bench" / "results" / "wide-ep.json", ROOT / "docs" / "maintainers" / "wide_ep.md"
 DOMAINS, RANKS = [1, 2, 4, 8, 16, 32, 40], 8
 TOKENS = {"decode": 128, "prefill": 4096}
 ONE_DOMAIN = 64  # GPUs
@@ -101,7 +101,7 @@ def page(found: dict[str, Any]) -> str:
                 _published(found["published"]),
                 _not_counted(found["published"]),
                 f"Source: `bench/results/{RESULT.name}` ({found['date']}, {found['commit']}), written with this page "
-                f"by `{found['command']}`. The errors on measured rows are in [Measurements](../bench/README.md).",
+                f"by `{found['command']}`. The errors on measured rows are in [Measurements](../measurements.md).",
             ]
         )
         + "\n"
@@ -109,7 +109,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 HEAD = """Predicted, not measured. No moecomm kernel has run through a NIC, and a Buffer opens on at most 64 GPUs today.
-This page says what the [model](performance.md#predictions) expects of today's protocol at larger sizes, and how
+This page says what the [model](../performance.md#predictions) expects of today's protocol at larger sizes, and how
 far the model is from times that other libraries have published.
 
 - Inside a domain: terms fitted to {domain}s, 8 of them or fewer.

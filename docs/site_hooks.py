@@ -11,17 +11,18 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 # Page on the site: the file of the repository that it shows.
-SHOWN = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "measurements.md": "bench/README.md"}
+SHOWN = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Add the shown files and the pictures that they refer to."""
+    """Add the shown files, and the pictures outside of docs/ that pages refer to."""
     for page, source in SHOWN.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-        for mark, _text, target in _LINK.findall((ROOT / source).read_text()):
-            if mark:
-                path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    for page in (ROOT / "docs").rglob("*.md"):
+        for mark, _text, target in _LINK.findall(page.read_text()):
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(str(page.relative_to(ROOT))), target))
+            if mark and not path.startswith("docs/") and files.get_file_from_path(path) is None:
                 files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
 

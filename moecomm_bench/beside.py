@@ -49,6 +49,15 @@ class Operation(NamedTuple):
         return min(best.us for name, best in self.best.items() if name != "moecomm") / self.best["moecomm"].us
 
 
+def words(one: Operation) -> str:
+    """Return an operation in words that need no glossary."""
+    what = "dispatch and combine" if one.what == "pair" else one.what
+    payload = f" in {one.payload.upper()}" if one.payload else ""
+    rows = {"flat": "", "expert": ", rows grouped by expert", "batched": ", a batch for each expert"}[one.layout]
+    place = {"y in the window": ", registered memory", "y outside": ", any tensor"}.get(one.variant, "")
+    return what + payload + rows + (place if one.what == "combine" else "")
+
+
 def ceiling_is(rows: list[dict[str, Any]]) -> str:
     """Return "reference" if an operation was faster than the fastest all-to-all, which then is no ceiling."""
     return "reference" if any((row.get("of_wire") or 0.0) > 1 for row in rows) else "ceiling"

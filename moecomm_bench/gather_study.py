@@ -1,7 +1,7 @@
 """A study of all-gather and matmul, variant by variant: NVIDIA/Fuser pull request 6002, repeated over a Window.
 
 C = A B in float16 with 1024 rows, columns and depth.  A is sharded by rows over the ranks, B is on all of them, and
-every rank computes all of C.  docs/all_gather_matmul_study.md tells what each variant shows.
+every rank computes all of C.  docs/maintainers/all_gather_matmul_study.md tells what each variant shows.
 """
 
 from __future__ import annotations

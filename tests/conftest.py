@@ -248,7 +248,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--race-cases", type=int, help="random cases on CPU ranks under ThreadSanitizer: 400 of long ones")
     parser.addoption("--gpu-cases", type=int, default=1000, help="random cases on GPUs")
     parser.addoption(
-        "--under-sanitizer", action="store_true", help="virtual ranks as compute-sanitizer needs them: docs/testing.md"
+        "--under-sanitizer",
+        action="store_true",
+        help="virtual ranks as compute-sanitizer needs them: docs/maintainers/testing.md",
     )
     parser.addoption(
         "--repeats", type=int, help="how often tests of failures repeat one: a few times, or more of long ones"

@@ -284,7 +284,7 @@ def test_windows_of_several_domains_in_the_documents() -> None:
         f"{ranks} ranks: {cells[ranks, few]} GiB in {few} domains, {cells[ranks, most]} in {most}"
         for ranks, few, most in ((8, 2, 4), (64, 8, 32))
     )
-    assert f"| {eight}. {many} (" in (docs / "decisions.md").read_text()
+    assert f"| {eight}. {many} (" in (docs / "maintainers" / "decisions.md").read_text()
 
 
 def adapter_bytes(adapter: str, ranks: int, factor: float | None) -> int:

@@ -34,7 +34,7 @@ CASES = 10  # of each set of sizes
 def test_random_cases_match_the_reference(
     count: int, domain_ranks: int, direct: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows go straight to ranks of other domains, those of some ranks do, or all by their relays."""
+    """Rows go direct to ranks of other domains, those of some ranks do, or all go through their forwarders."""
     room = host.direct_bytes
     if direct != "all":
         monkeypatch.setattr(host, "direct_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (direct == "some"))
@@ -97,7 +97,7 @@ def _until_a_peer_dies(rank: int, group: Any, victim: int, kind: str, died: Any)
 
 
 @pytest.mark.parametrize(("victim", "kind"), few(KILLED, (0, "between"), (3, "any time")))
-def test_a_killed_relay_is_named_by_all(ranks: Ranks, victim: int, kind: str) -> None:
+def test_a_killed_forwarder_is_named_by_all(ranks: Ranks, victim: int, kind: str) -> None:
     ranks.start(4, _until_a_peer_dies, victim, kind, ranks.died)
     if kind == "any time":
         time.sleep(1.5)
@@ -108,7 +108,7 @@ def test_a_killed_relay_is_named_by_all(ranks: Ranks, victim: int, kind: str) ->
 
 
 @pytest.mark.long
-def test_a_silent_relay_is_a_timeout_on_all(ranks: Ranks) -> None:
+def test_a_silent_forwarder_is_a_timeout_on_all(ranks: Ranks) -> None:
     ranks.start(4, _until_a_peer_dies, 1, "idle", ranks.died)
     for name, peer, seconds in ranks.results(3).values():
         assert (name, peer) == ("Timeout", 1)
@@ -192,7 +192,7 @@ def test_the_sum_over_domains_is_within_the_bound(wire: torch.dtype) -> None:
 def test_tokens_with_experts_in_one_domain_have_the_bits_of_one_domain(
     layout: str, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their own or another, straight or by relays; the sums of others differ somewhere."""
+    """Their own or another, direct or through forwarders; the sums of others differ somewhere."""
     if not direct:
         monkeypatch.setattr(host, "direct_bytes", lambda *sizes: 0)
     g = torch.Generator().manual_seed(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import moecomm
@@ -28,7 +26,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def test_the_first_two_commands_install_and_run_then_test() -> None:
+def test_the_page_is_short_and_begins_with_commands_that_install_run_and_test() -> None:
+    assert README.count("\n") <= 110 and README[: README.index("&& pytest")].count("\n") < 30
     setup_and_run, test = blocks("bash")
     assert setup_and_run.splitlines()[-1] == "pip install . && moecomm demo"
     assert test == 'pip install ".[test]" && pytest\n'
@@ -42,8 +41,8 @@ def test_links_lead_somewhere() -> None:
 
 def test_names_of_ours_on_the_pages_exist() -> None:
     """Modules are found without what they are for: Megatron-core and vLLM need not be installed."""
-    for page in (ROOT / "docs").glob("*.md"):
-        for name in set(re.findall(r"(?<!/)\b(moecomm(?:\.[a-z_]+)+)", page.read_text())):
+    for page in (ROOT / "docs").rglob("*.md"):
+        for name in set(re.findall(r"(?<!/)\b(moecomm(?:\.[a-z_0-9]+)+)", page.read_text())):
             path, rest = ROOT, name.split(".")
             while rest and (path / rest[0]).is_dir():
                 path, rest = path / rest[0], rest[1:]
@@ -52,18 +51,19 @@ def test_names_of_ours_on_the_pages_exist() -> None:
 
 
 def test_follow_one_token_goes_from_buffer_to_output() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "maintainers" / "architecture.md").read_text()
     walk = page.split("## The route of a token")[1].split("\n## ")[0]
     stations = ["moecomm/buffer.py", "moecomm/dispatch/__init__.py", "csrc/protocol/slots.h", "csrc/host/dispatch.cpp"]
     stations += ["moecomm/combine/__init__.py", "csrc/host/combine.cpp"]
-    places = [walk.index(f"(../{station})") for station in stations]
+    places = [walk.index(f"(../../{station})") for station in stations]
     assert places == sorted(places)
 
 
-def run_example(index: int) -> dict[str, Any]:
+def run_example() -> dict[str, Any]:
     """Names that the example leaves behind, run as it stands in a process of the default process group."""
     names: dict[str, Any] = {}
-    exec(compile(blocks("python")[index], "README.md", "exec"), names)
+    (program,) = blocks("python")
+    exec(compile(program, "README.md", "exec"), names)
     return names
 
 
@@ -89,7 +89,7 @@ def check_example(names: dict[str, Any]) -> None:
 
 def test_the_example_runs_and_computes_what_it_says(one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line]) <= 18
-    check_example(run_example(0))
+    check_example(run_example())
     assert not dist.is_initialized()
     said = re.fullmatch(r"rank 0: \d+ rows of all ranks came, the result is right to (.*)%\n", capsys.readouterr().out)
     assert said and float(said[1]) < 1
@@ -97,29 +97,13 @@ def test_the_example_runs_and_computes_what_it_says(one_rank: None, capsys: pyte
 
 def _example_on_a_rank(rank: int, group: Any) -> int:
     dist.init_process_group = lambda backend: None  # done, as torchrun has the ranks do it
-    names = run_example(0)
+    names = run_example()
     check_example(names)
     return int(names["buffer"].num_ranks)
 
 
 def test_the_example_runs_over_all_processes(ranks: Ranks) -> None:
     assert ranks.run(2, _example_on_a_rank) == [2, 2]
-
-
-def test_the_layer_in_a_model_is_compiled_and_learns(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As it stands, on one rank; the compiler's own backend would take a C++ compiler, and its time."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    names = run_example(1)
-    assert not dist.is_initialized()
-    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
-    assert len(losses) == 10 and losses[-1] < losses[0] / 2
-    layer, x = names["layer"], names["x"]
-    for grad in (x.grad, *(p.grad for p in layer.parameters())):
-        assert grad is not None and grad.abs().sum() > 0
-    weights = layer.gate(x.flatten(0, 1))[1].sum(dim=1, keepdim=True)
-    torch.testing.assert_close(names["out"], torch.tanh(x.flatten(0, 1)) * weights)
 
 
 def test_figures_are_what_the_results_say() -> None:
@@ -135,14 +119,20 @@ def test_figures_are_what_the_results_say() -> None:
     assert re.findall(FIGURE, rest) == []
 
 
+def test_the_table_of_the_readme_is_short() -> None:
+    measured = README.split("<!-- figures")[1].split("<!-- end")[0]
+    assert measured.count("\n|") <= 2 + 12 and measured.count("![") == 1
+
+
 def test_plots_are_drawn_from_the_results() -> None:
     """Each picture says of what: the digest of its results."""
     from readme import PICTURES, drawn
 
     from moecomm_bench.plot import digest
 
+    page = (ROOT / "docs" / "measurements.md").read_text()
     for picture, results in drawn().items():
-        assert f"({picture.relative_to(ROOT / 'bench')})" in (ROOT / "bench" / "README.md").read_text()
+        assert f"(../{picture.relative_to(ROOT)})" in page
         assert digest(results) in picture.read_text(), "run: python bench/readme.py"
     shown = {picture.stem for picture in drawn()}
     assert set(PICTURES) < shown
@@ -151,11 +141,13 @@ def test_plots_are_drawn_from_the_results() -> None:
 
 def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone() -> None:
     """Code and documents name results by file; readers of many name them by pattern."""
+    import checks
+    import times
     import topics
 
     folder = ROOT / "bench" / "results"
     there = {path.stem for path in folder.glob("*.json")}
-    shown = {name for topic in (*topics.of_times(), *topics.TOPICS, *topics.CHECKS) for name in topic.names}
+    shown = {name for topic in (*times.topics(), *topics.TOPICS, *checks.TOPICS) for name in topic.names}
     assert there == shown
     texts = [path for pattern in ("*.py", "*.md", "*.cuh", "*.h", "*.cpp") for path in ROOT.rglob(pattern)]
     named = re.compile(r"\bresults/([a-z][\w-]*)\.json|\b([a-z][a-z0-9-]*-h200-\d)\b|\b(gemm[a-z0-9-]*-h200)\b")
@@ -169,9 +161,9 @@ def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone
     assert gone == set()
 
 
-def test_the_page_is_short_enough_to_be_read() -> None:
-    lines = (ROOT / "bench" / "README.md").read_text().splitlines()
-    assert len(lines) <= 250 and sum(line.startswith("## ") for line in lines) == 11
+def test_the_page_of_measurements_is_short_enough_to_be_read() -> None:
+    lines = (ROOT / "docs" / "measurements.md").read_text().splitlines()
+    assert len(lines) <= 320 and sum(line.startswith("## ") for line in lines) == 11
 
 
 @pytest.fixture
@@ -185,56 +177,59 @@ def launched_today(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_figure_that_is_older_than_its_kernels_is_marked(
     launched_today: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import readme
+    import tables
 
     from moecomm_bench import sources
 
-    now = readme.digests()
+    now = tables.digests()
     assert set(now) == set(sources.PARTS), "the source of a part is missing"
     found = {"kernels": now}
-    assert readme.line(found, readme.ROUNDS, "4", "5 us") == "| 4 | 5 us |"
-    for part in readme.MANY:
-        monkeypatch.setattr(readme, "digests", lambda part=part: now | {part: "other"})
-        assert readme.line(found, readme.ROUNDS, "4", "5 us") == "| 4 † | 5 us |"
-        assert readme.line(found, ("GEMM",), "4", "5 us") == "| 4 | 5 us |", "of another part"
-    monkeypatch.setattr(readme, "digests", lambda: now)
-    assert readme.older({"kernels": {}}, ("host",)), "a part that was not there then"
-    monkeypatch.setattr(readme, "digests", lambda: now)
+    assert tables.line(found, tables.ROUNDS, "4", "5 us") == "| 4 | 5 us |"
+    for part in tables.MANY:
+        monkeypatch.setattr(tables, "digests", lambda part=part: now | {part: "other"})
+        assert tables.line(found, tables.ROUNDS, "4", "5 us") == "| 4 † | 5 us |"
+        assert tables.line(found, ("GEMM",), "4", "5 us") == "| 4 | 5 us |", "of another part"
+    monkeypatch.setattr(tables, "digests", lambda: now)
+    assert tables.older({"kernels": {}}, ("host",)), "a part that was not there then"
+    monkeypatch.setattr(tables, "digests", lambda: now)
     earlier = {"kernels": now | {"combine": "other"}}
-    assert readme.line(found, readme.ROUNDS, "4", "5 us", beside=earlier) == "| 4 † | 5 us |"
+    assert tables.line(found, tables.ROUNDS, "4", "5 us", beside=earlier) == "| 4 † | 5 us |"
     cells = ("4", "5 us", "6 us", "")
-    assert readme.line(earlier, readme.ROUNDS, *cells, at=(1, 3)) == "| 4 | 5 us † | 6 us |  |", (
+    assert tables.line(earlier, tables.ROUNDS, *cells, at=(1, 3)) == "| 4 | 5 us † | 6 us |  |", (
         "no mark without a time"
     )
 
 
 def test_times_of_other_libraries_are_never_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     import head_to_head
-    import readme
+    import tables
     import times
 
-    others = dict.fromkeys(readme.load(head_to_head.found())["kernels"], "other")
-    monkeypatch.setattr(readme, "digests", lambda: others)
-    rows = [line.split(" | ") for line in times.operations().splitlines()[2:]]
+    others = dict.fromkeys(tables.load(head_to_head.found())["kernels"], "other")
+    monkeypatch.setattr(tables, "digests", lambda: others)
+    rows = [line.split(" | ") for line in times.operations().splitlines()[2:] if line.startswith("|")]
     assert {("moecomm" in row[2], "†" in row[2]) for row in rows} == {(True, True), (False, False)}
     assert not any("†" in cell for row in rows for cell in (*row[:2], *row[3:]))
-    heads, _, *shown = head_to_head.front()[2].splitlines()
-    ours = heads.split(" | ").index("moecomm")
-    assert all([index for index, cell in enumerate(line.split(" | ")) if "†" in cell] == [ours] for line in shown)
+    for shown in (head_to_head.front()[2], head_to_head.others().split("\n\n")[1]):
+        heads, _, *rest = shown.splitlines()
+        ours = heads.split(" | ").index("moecomm")
+        assert all([index for index, cell in enumerate(line.split(" | ")) if "†" in cell] == [ours] for line in rest)
 
 
 def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(
     launched_today: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A result as if it were of today, and then another kernel."""
+    import checks
     import head_to_head
     import pages
     import readme
+    import tables
     import times
     import topics
 
-    now, load = readme.digests(), readme.load
-    for module in (readme, times, topics, pages, head_to_head):
+    now, load = tables.digests(), tables.load
+    for module in (tables, times, topics, checks, pages, head_to_head):
         monkeypatch.setattr(module, "load", lambda name: load(name) | {"kernels": now})
 
     def marked() -> tuple[bool, ...]:
@@ -243,101 +238,61 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(
     assert marked() == (False,) * 4
     for part, of_page, of_calls, of_headlines in (
         ("dispatch", True, True, True),
-        ("fused layer", True, True, True),
+        ("fused layer", True, True, False),
         ("dispatch between domains", True, False, False),
         ("host", True, False, False),
         ("gin", True, False, False),
     ):
-        monkeypatch.setattr(readme, "digests", lambda part=part: now | {part: "other"})
+        monkeypatch.setattr(tables, "digests", lambda part=part: now | {part: "other"})
         assert marked() == (of_page, of_calls, True, of_headlines), part
 
 
-def test_headlines_are_of_what_was_measured(
-    launched_today: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import readme
-
-    folder = tmp_path / "bench" / "results"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
-    machine = {"gpus": ["NVIDIA H200"] * 4}
-    about = {"date": "2026-01-02", "commit": "0123abcd", "kernels": readme.digests(), "machine": machine}
-    us = {"p50": 250.4, "p99": 260.0}
-    row = {"who": "moecomm", "tokens": 4096, "what": "dispatch", "payload": "fp8", "variant": "", "layout": "flat"}
-    row |= {"us": us, "alone_us": us, "eager_us": us, "host_us": 20.0, "sms": 64}
-    case = {"ranks": 4, "model": "deepseek-v3", "mode": "graph"}
-    name = "times-many-h200-4"
-    written = {**about, "case": case, "memory": [], "rows": [row, {**row, "tokens": 8192}, {**row, "payload": "bf16"}]}
-    (folder / f"{name}.json").write_text(json.dumps(written))
-    (folder / "times-many-h100-2.json").write_text(json.dumps({**written, "case": {**case, "ranks": 2}}))
-    lines = readme.headlines().splitlines()
-    alone = "250 us | 260 us | 250 us |"
-    assert lines[4].startswith(f"| 4 H200s | 4096 | moecomm, `flat` | dispatch, fp8 | {alone}")
-    assert lines[5].startswith(f"| 4 H200s | 4096 | moecomm, `flat` | dispatch, bf16 | {alone}")
-    assert lines[7:] == [f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."]
-
-    def layer(variant: str, us: float, tokens: int = 128) -> dict:
-        about = {"who": "moecomm", "what": "layer", "model": "m", "tokens": tokens, "variant": variant}
-        return {**about, "us": {"p50": us}, "of_gemms": us / 1000, "of_torch": 3000 / us}
-
-    times = {"sequential": 1500.0, "one launch": 1250.0, "fp8, one launch": 900.0}
-    found = [*(layer(*way) for way in times.items()), {"who": "moecomm", "what": "GEMMs"}]
-    name = "moe-qwen3-235b-h200-4"
-    (folder / f"{name}.json").write_text(json.dumps({**about, "kernels": {}, "rows": found}))
-    monkeypatch.setattr(readme, "README_LAYERS", {name: (128,)})
-    lines = readme.headlines().splitlines()
-    assert lines[13] == "| 4 H200s | m † | 128 | 1500 us | 1250 us | 1.25 | 2.40 | 900 us |"
-    source = f"Source: [`{name}.json`](bench/results/{name}.json) (2026-01-02, 0123abcd)."
-    assert lines[15:-1] == [source, ""]
-    assert lines[-1].startswith(f"{readme.LEGEND} [") and "(bench/README.md)" in lines[-1]
-
-
 def test_the_window_is_that_of_the_size_and_layout_and_missing_ones_are_empty() -> None:
-    import readme
+    import tables
 
     found = {"memory": [{"tokens": 8, "window": 3 << 29}, {"tokens": 16, "layout": "flat", "window": 1 << 30}]}
-    assert readme.window_in(found, 8, "expert") == "1.5 GiB", "older results have one for all layouts"
-    assert [readme.window_in(found, 16, layout) for layout in ("flat", "expert")] == ["1.0 GiB", ""]
-    assert readme.window_in({}, 16, "flat") == ""
-    assert readme.table("a | window", ["| 1 |  |"]) == "| a |\n| --- |\n| 1 |"
+    assert tables.window_in(found, 8, "expert") == "1.5 GiB", "older results have one for all layouts"
+    assert [tables.window_in(found, 16, layout) for layout in ("flat", "expert")] == ["1.0 GiB", ""]
+    assert tables.window_in({}, 16, "flat") == ""
+    assert tables.table("a | window", ["| 1 |  |"]) == "| a |\n| --- |\n| 1 |"
 
 
 def test_the_ratio_to_torch_says_which_rows_torch_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one older result, the text must not say that ratios are to the faster layer."""
-    import readme
+    import topics
 
     rows = {"older": [{"who": "torch", "variant": ""}], "later": [{"who": "torch", "variant": "rows by rank"}]}
-    monkeypatch.setattr(readme, "load", lambda name: {"rows": rows[name]})
-    assert "rank" in readme.torchs_rows(["later"])
-    assert "rank" not in readme.torchs_rows(["later", "older"])
+    monkeypatch.setattr(topics, "load", lambda name: {"rows": rows[name]})
+    assert topics.torchs_forms(["later"]).startswith("`later`: torch's faster form")
+    assert "`older`: torch's first form alone" in topics.torchs_forms(["later", "older"])
 
 
-def test_headlines_have_the_other_libraries_of_the_most_gpus() -> None:
+def test_the_readme_has_the_other_libraries_of_the_most_gpus() -> None:
     import head_to_head
-    import readme
+    import tables
 
     used = head_to_head.found()
-    ranks = [load["case"]["ranks"] for load in map(readme.load, readme.names()) if load.get("libraries")]
-    assert readme.load(used)["case"]["ranks"] == max(ranks)
+    ranks = [load["case"]["ranks"] for load in map(tables.load, tables.names()) if load.get("libraries")]
+    assert tables.load(used)["case"]["ranks"] == max(ranks)
     assert f"(bench/results/{used}.svg)" in head_to_head.front()[0]
 
 
-def test_headlines_have_a_column_for_each_library_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_a_column_for_each_library_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import head_to_head
 
     used, load, us = head_to_head.found(), head_to_head.load, {"p50": 50.0}
     about = {"who": "pplx", "what": "pair", "layout": "batched", "payload": "fp8", "variant": "", "tokens": 128}
     rows = [row for row in load(used)["rows"] if row["who"] != "pplx"]
 
-    def front(more: list[dict]) -> list[str]:
+    def others(more: list[dict]) -> list[str]:
         result = load(used) | {"rows": [*rows, *more]}
         monkeypatch.setattr(head_to_head, "found", lambda: used)
         monkeypatch.setattr(head_to_head, "load", lambda name: result)
-        return head_to_head.front()
+        return head_to_head.others().split("\n\n")
 
-    _, _, shown, notes, _ = front([])
+    _, shown, notes, _ = others([])
     assert "pplx" not in shown + notes
-    _, _, shown, notes, _ = front([{**about, "us": us, "alone_us": us}])
+    _, shown, notes, _ = others([{**about, "us": us, "alone_us": us}])
     assert "| FlashInfer | pplx-kernels | fastest" in shown.splitlines()[0]
     (line,) = [line for line in shown.splitlines() if "dispatch and combine, fp8, fp32 wire" in line]
     ours = next(
@@ -371,9 +326,9 @@ def test_failures_promised_are_errors_that_exist() -> None:
 
 
 def test_rows_of_other_libraries_have_their_epilogues_ranges_and_dtypes() -> None:
-    import readme
+    from topics import peer_rows
 
-    rows = readme.peer_rows(4, 128)
+    rows = peer_rows(4, 128)
     assert "| 4 | 128 | DeepEP V2, 64 SMs, flat | 20.7 + 4.6 us | 25.7 + 6.4 us |" in rows
     assert "| 4 | 128 | NCCL EP 0.1 low-latency, expert-major | 36.4 us, bf16 | 60.5 us |" in rows
-    assert readme.peer_rows(8, 128) == ["| 8 | 128 | DeepEP V1 low-latency, batched | 38.6-40.1 us | 64.8-68 us |"]
+    assert peer_rows(8, 128) == ["| 8 | 128 | DeepEP V1 low-latency, batched | 38.6-40.1 us | 64.8-68 us |"]

@@ -31,7 +31,7 @@ TEXT = [
     ROOT / "pyproject.toml",
     ROOT / "setup.py",
     *sorted((ROOT / "csrc").rglob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MOST_LINES = 700
 

@@ -1,7 +1,7 @@
 // C = A B in float16, as a program of its own would compute it over a moecomm.Window: A [ranks * rows, depth] lies at byte 0 of the
 // windows, `rows` of it on each rank; B [depth, columns] and C [ranks * rows, columns] are local, and every rank computes all of C.
-// docs/all_gather_matmul_study.md tells what the kernels show. moecomm_bench/gather_kernels.py compiles and launches them; arguments have
-// 64 bits.
+// docs/maintainers/all_gather_matmul_study.md tells what the kernels show. moecomm_bench/gather_kernels.py compiles and launches them;
+// arguments have 64 bits.
 #include <moecomm/window.cuh>
 
 namespace {

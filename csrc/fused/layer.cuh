@@ -1,4 +1,4 @@
-// Helpers shared by the kernels of an expert layer (docs/fused_kernels.md, "Fused layer").
+// Helpers shared by the kernels of an expert layer (docs/maintainers/fused_kernels.md, "Fused layer").
 #pragma once
 #include "../device/launch.cuh"
 #include "../gemm/config.cuh"

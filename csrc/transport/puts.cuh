@@ -8,7 +8,7 @@
 namespace moecomm {
 
 // Shared memory of one warp: pieces of a put on their way. With loads and stores of threads, 2.5 KB of a warp are in flight in place of 11,
-// and puts bound a dispatch (docs/decisions.md).
+// and puts bound a dispatch (docs/maintainers/decisions.md).
 struct PutRing {
     static constexpr i32 kSlots = 4, kAhead = 3, kBytes = 3712;  // a row of 7168 columns of 16 bits, with its head, in 4 pieces
     static_assert(kBytes % 128 == 0);

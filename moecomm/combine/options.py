@@ -1,4 +1,4 @@
-"""Options of a combine.  docs/adding_an_option.md lists what a new one takes."""
+"""Options of a combine.  docs/maintainers/adding_an_option.md lists what a new one takes."""
 
 from __future__ import annotations
 

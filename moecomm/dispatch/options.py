@@ -1,4 +1,4 @@
-"""Options of a dispatch.  docs/adding_an_option.md lists what a new one takes."""
+"""Options of a dispatch.  docs/maintainers/adding_an_option.md lists what a new one takes."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ bench/results, and tests/fused/test_schedules.py checks how well. The fit is mea
   store often, and a cluster cannot load ahead of its slower half), where all columns run at once, where one cluster in
   16 or fewer is half idle, and with many rows, where loads are not the bottleneck.
 - FP8: from 254 rows on, where units of 64 rows waste little, 128x4c1r was 9 to 46 % faster than 128x4c1; with 125 to
-  128 rows it was not. Clusters of two with tiles of 128 rows were faster in few cases, by little (docs/decisions.md),
-  and do not exist.
+  128 rows it was not. Clusters of two with tiles of 128 rows were faster in few cases, by little
+  (docs/maintainers/decisions.md), and do not exist.
 - Fused layers: if possible a group is one tile. Blocks take tiles from a counter, so two tiles with the same weights
   start at different times and load the weights from memory twice. Tiles of 256 rows were 5 to 18 % faster than tiles
   of 128 for groups of 128 and 256 rows.

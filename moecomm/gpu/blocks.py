@@ -164,7 +164,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         reduce_warps, pull_warps, return_forward_warps = _combine_roles_of_domains(spec)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
-    else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/decisions.md)
+    else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/maintainers/decisions.md)
         reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
         if spec.verifies:  # hashes take registers, and time
             reduce_warps = 7

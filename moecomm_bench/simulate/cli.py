@@ -112,9 +112,9 @@ def predict(
     show_predictions(result, console())
     _keep(result, json)
     if plot is not None:
-        from moecomm_bench.simulate.plot import draw
+        from moecomm_bench import plot as pictures
 
-        draw(result, plot)
+        pictures.save([result], plot, pictures.digest_of(result))
         console().print(str(plot), highlight=False)
 
 

@@ -64,10 +64,10 @@ def _crossing(rank: int, group: Any) -> list[tuple[float, float]]:
 
 
 def test_rows_inside_and_across_domains_are_what_counting_finds(ranks: Ranks) -> None:
-    direct, relayed = counted(70, direct=True), counted(70, direct=False)
-    assert relayed[1] < direct[1]
+    direct, forwarded = counted(70, direct=True), counted(70, direct=False)
+    assert forwarded[1] < direct[1]
     for found in ranks.run(RANKS, _crossing):
-        assert found == [direct, relayed, (sum(direct), 0.0)]
+        assert found == [direct, forwarded, (sum(direct), 0.0)]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="gin may run here")

@@ -86,7 +86,7 @@ def _pairs(rank: int, group: Any) -> list[Any]:
             used = compare(pair, used)
             assert layer.window_bytes > 1 << 16
             found.append(tuple(pair.about.values()))
-            if "combine" in pair.what:  # rows come home as they went: once a rank, or with their weights
+            if "combine" in pair.what:  # rows return as they went: once a rank, or with their weights
                 owners = torch.stack([(idx // 4 == owner).any(dim=1) for owner in range(2)]).sum(dim=0)
                 entries = (idx >= 0).sum(dim=1)
                 times = weights.sum(dim=1) if pair.what.startswith("low") else owners

@@ -16,21 +16,21 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 def test_a_noted_digest_is_as_good_as_todays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import equal_kernels
     import launches
-    import readme
+    import tables
 
-    now = readme.digests()
+    now = tables.digests()
     monkeypatch.setattr(launches, "noted", lambda commit: {"launches": launches.digests()})
     monkeypatch.setattr(equal_kernels, "NOTED", tmp_path / "noted.json")
-    assert readme.older({"kernels": now | {"combine": "before"}}, ["combine"])
+    assert tables.older({"kernels": now | {"combine": "before"}}, ["combine"])
     equal_kernels.note({"combine": "before"})
-    assert not readme.older({"kernels": now | {"combine": "before"}}, ["combine"])
-    assert readme.older({"kernels": now | {"combine": "another"}}, ["combine"])
-    assert readme.older({"kernels": now | {"dispatch": "before"}}, ["dispatch"]), "of another part"
-    assert readme.older({"kernels": now | {"combine": "before"}}, ["combine of few tokens"]), "a part of its own"
+    assert not tables.older({"kernels": now | {"combine": "before"}}, ["combine"])
+    assert tables.older({"kernels": now | {"combine": "another"}}, ["combine"])
+    assert tables.older({"kernels": now | {"dispatch": "before"}}, ["dispatch"]), "of another part"
+    assert tables.older({"kernels": now | {"combine": "before"}}, ["combine of few tokens"]), "a part of its own"
     equal_kernels.note({"combine of few tokens": "before"})
-    assert not readme.older({"kernels": now | {"combine": "before"}}, ["combine of few tokens"])
-    monkeypatch.setattr(readme, "digests", lambda: now | {"combine": "changed since"})
-    assert readme.older({"kernels": now | {"combine": "before"}}, ["combine"])
+    assert not tables.older({"kernels": now | {"combine": "before"}}, ["combine of few tokens"])
+    monkeypatch.setattr(tables, "digests", lambda: now | {"combine": "changed since"})
+    assert tables.older({"kernels": now | {"combine": "before"}}, ["combine"])
 
 
 def test_equality_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,28 +58,28 @@ def test_a_result_is_marked_if_the_host_launches_its_part_otherwise_or_nothing_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import launches
-    import readme
+    import tables
 
-    found, now = {"kernels": readme.digests(), "commit": "of today"}, launches.digests()
+    found, now = {"kernels": tables.digests(), "commit": "of today"}, launches.digests()
     monkeypatch.setattr(launches, "noted", lambda commit: {"launches": now} if commit == "of today" else {})
-    assert not readme.older(found, readme.ROUNDS)
-    assert readme.older({**found, "commit": "unknown"}, readme.ROUNDS)
-    assert readme.older({**found, "commit": ""}, readme.ROUNDS)
-    assert not readme.older({**found, "commit": "unknown"}, ("host",)), "a part of which nothing is chosen"
+    assert not tables.older(found, tables.ROUNDS)
+    assert tables.older({**found, "commit": "unknown"}, tables.ROUNDS)
+    assert tables.older({**found, "commit": ""}, tables.ROUNDS)
+    assert not tables.older({**found, "commit": "unknown"}, ("host",)), "a part of which nothing is chosen"
     monkeypatch.setattr(launches, "noted", lambda commit: {"launches": now | {"combine": "otherwise"}})
-    assert readme.older(found, ("combine",)) and not readme.older(found, ("dispatch",))
+    assert tables.older(found, ("combine",)) and not tables.older(found, ("dispatch",))
 
 
 def test_a_result_of_two_ranks_is_not_marked_by_a_choice_for_four(monkeypatch: pytest.MonkeyPatch) -> None:
     import launches
-    import readme
+    import tables
 
     now = launches.digests()
     then = now | {"combine between domains, 4 ranks": "otherwise"}
     monkeypatch.setattr(launches, "noted", lambda commit: {"launches": then})
-    found = {"kernels": readme.digests(), "commit": "of today"}
-    marked = {ranks: readme.older({**found, "case": {"ranks": ranks}}, readme.DOMAINS) for ranks in (2, 3, 4)}
-    assert marked == {2: False, 3: True, 4: True} and readme.older(found, readme.DOMAINS)
+    found = {"kernels": tables.digests(), "commit": "of today"}
+    marked = {ranks: tables.older({**found, "case": {"ranks": ranks}}, tables.DOMAINS) for ranks in (2, 3, 4)}
+    assert marked == {2: False, 3: True, 4: True} and tables.older(found, tables.DOMAINS)
 
 
 def test_every_commit_of_a_result_is_noted_and_no_other() -> None:
@@ -92,10 +92,10 @@ def test_every_commit_of_a_result_is_noted_and_no_other() -> None:
 
 def test_rounds_between_domains_are_marked_by_what_they_go_through() -> None:
     import launches
-    import readme
+    import tables
 
     from moecomm_bench import sources
 
-    for part in {part for parts in readme.THROUGH.values() for part in parts}:
+    for part in {part for parts in tables.THROUGH.values() for part in parts}:
         assert part in sources.PARTS or launches.keys(part, None), part
-    assert "puts" in readme.THROUGH["lsa"] and "NIC" in readme.THROUGH["emulated NIC"]
+    assert "puts" in tables.THROUGH["lsa"] and "NIC" in tables.THROUGH["emulated NIC"]

@@ -1,4 +1,4 @@
-"""NCCL EP: called so that rows arrive as ours do and come home summed, by a stand-in that reads the C structs."""
+"""NCCL EP: called so that rows arrive as ours do and return summed, by a stand-in that reads the C structs."""
 
 from __future__ import annotations
 

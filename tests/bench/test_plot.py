@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 
 from moecomm.errors import BadInput
-from moecomm_bench import (
-    plot,
-    plot_beside,
-    plot_domains,
-    plot_gemms,
-    plot_layers,
-    plot_links,
-    plot_looks,
-    plot_operators,
-    plot_times,
-)
+from moecomm_bench import plot, plot_panels, plot_results
 
 from ..few import few
 
@@ -45,25 +35,28 @@ def result() -> dict[str, Any]:
     }
 
 
-def test_a_line_is_one_way_over_tokens() -> None:
-    lines = plot.series(result())
-    assert list(lines) == [("dispatch", "moecomm flat dispatch fp8"), ("dispatch", "nccl flat dispatch fp8")]
-    for rows in lines.values():
-        assert [(row["tokens"], row["us"]["p50"]) for row in rows] == [(1, 2), (4, 8), (16, 32)]
+def panels(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """Panels of lines by title and y axis."""
+    rows = plot_results.rows_of(found)
+    return {(panel.title, panel.y): panel for row in rows for panel in row if isinstance(panel, plot_panels.Panel)}
 
 
-def test_the_lines_drawn_are_those() -> None:
-    from matplotlib.figure import Figure
+def lines(panel: Any) -> dict[str, list[tuple[float, float]]]:
+    return {line.label: list(line.points) for line in panel.lines}
 
-    axes = Figure().subplots(1, 2)
-    plot._draw_times(axes[0], result())
-    plot._draw_bandwidths(axes[1], result())
-    times = {line.get_label(): line.get_ydata() for line in axes[0].get_lines()}
-    assert list(times["moecomm flat dispatch fp8"]) == [2, 8, 32]
-    assert [list(line.get_ydata()) for line in axes[0].get_lines()][1] == [pytest.approx(1e6 / 300e3)] * 3  # the wire
-    speeds = {line.get_label(): list(line.get_ydata()) for line in axes[1].get_lines()}
-    assert speeds["nccl flat dispatch fp8"] == [10, 40, 160]
-    assert speeds["all-to-all ceiling (TMA write)"] == [300, 300]
+
+def test_a_panel_has_an_operation_by_library_and_what_the_wire_allows() -> None:
+    """The first of several numbers of SMs is drawn."""
+    found = panels(result())
+    assert list(found) == [("flat, dispatch, fp8", "us, a call"), ("flat, dispatch, fp8", "GB/s that leave a rank")]
+    times, speeds = map(lines, found.values())
+    assert times == {
+        "wire time": [(tokens, pytest.approx(1e6 / 300e3)) for tokens in (1, 4, 16)],
+        "moecomm": [(1, 2), (4, 8), (16, 32)],
+        "nccl": [(1, 2), (4, 8), (16, 32)],
+    }
+    assert speeds["nccl"] == [(1, 10), (4, 40), (16, 160)]
+    assert speeds["all-to-all ceiling"] == [(1, 300), (4, 300), (16, 300)]
 
 
 def test_an_svg_says_what_it_was_drawn_from_and_is_the_same_each_time(tmp_path: Path) -> None:
@@ -110,35 +103,32 @@ def layers() -> dict[str, Any]:
     return {"benchmark": "moe", "case": case, "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
 
 
-def test_other_libraries_have_a_bar_where_they_have_a_time() -> None:
-    """A library of pairs of few tokens leaves a panel empty."""
-    from matplotlib.figure import Figure
-
+def test_other_libraries_have_a_dot_where_they_have_a_time() -> None:
     us = {"p50": 40.0, "p99": 41.0}
     about = {"tokens": 128, "layout": "batched", "what": "pair", "payload": "fp8", "us": us, "alone_us": us}
     case = {**result()["case"], "tokens": [128, 4096], "layouts": ["batched"]}
-    rows = [{**about, "who": "pplx", "variant": ""}, {**about, "who": "moecomm", "variant": "fp32 wire"}]
-    axes = Figure().subplots(1, 2)
-    for panel, tokens in zip(axes, case["tokens"], strict=True):
-        plot_beside.draw(panel, {**result(), "case": case, "rows": rows}, tokens)
-    assert [line.get_label() for line in axes[0].get_lines()] == ["moecomm", "pplx-kernels"]
-    assert [bar.get_height() for bar in axes[0].patches] == [40, 40]
-    assert not axes[1].patches and not axes[1].get_lines()
+    slow = {"p50": 100.0}
+    rows = [{**about, "who": "pplx", "variant": "", "us": slow}, {**about, "who": "moecomm", "variant": "fp32 wire"}]
+    found = {**result(), "case": case, "rows": rows}
+    ((few,),) = plot_results.rows_of(found)
+    assert few.dots == {"pplx-kernels": {0: 2.5}}
+    assert few.cases == ["dispatch and combine in FP8, a batch for each expert (40.0 us)"]
+    (axes,) = plot.figure_of([found]).axes
+    assert [list(line.get_xdata()) for line in axes.get_lines()] == [[1, 1], [2.5]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["pplx-kernels", "moecomm"]
 
 
-def test_layers_are_drawn_by_model(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    assert plot_layers.models(layers()) == ["a", "b"]
-    axes = Figure().subplots(1, 2)
-    plot_layers.draw_times(axes[0], layers(), "b")
-    plot_layers.draw_ratios(axes[1], layers(), "b")
-    times = {line.get_label(): list(line.get_ydata()) for line in axes[0].get_lines()}
-    assert times == {"moecomm layer two launches": [80, 320], "moecomm GEMMs": [80, 320]}
-    assert list(axes[1].get_lines()[0].get_ydata()) == [1, 4] and len(axes[1].get_lines()) == 2
-    source = RESULTS / "moe-mixtral-8x7b-h200-2.json"
-    plot.draw([source], tmp_path / "a.svg")
-    assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
+def test_layers_are_drawn_by_model_and_type_of_weights() -> None:
+    found = panels(layers())
+    assert [title for title, _ in found] == ["a, bf16 weights"] * 2 + ["b, bf16 weights"] * 2
+    assert lines(found["b, bf16 weights", "us"]) == {
+        "GEMMs alone": [(4, 80), (16, 320)],
+        "moecomm two launches": [(4, 80), (16, 320)],
+    }
+    assert lines(found["b, bf16 weights", "time / GEMMs alone"]) == {
+        "GEMMs alone": [(4, 1), (16, 1)],
+        "moecomm two launches": [(4, 1), (16, 4)],
+    }
 
 
 def gemms() -> dict[str, Any]:
@@ -151,42 +141,24 @@ def gemms() -> dict[str, Any]:
     return {"benchmark": "gemm", "device": "cpu", "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
 
 
-def test_gemms_are_drawn_by_model_and_ranks(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    assert plot_gemms.parts(gemms()) == [("a", 4), ("b", 4)]
-    axes = Figure().subplots(1, 2)
-    plot_gemms.draw_times(axes[0], gemms(), ("b", 4))
-    plot_gemms.draw_speeds(axes[1], gemms(), ("b", 4))
-    times, speeds = ({line.get_label(): list(line.get_ydata()) for line in one.get_lines()} for one in axes)
-    assert times == {"moecomm GEMM 1 swiglu bf16": [80, 320], "torch GEMM 1 swiglu bf16": [160, 640]}
-    assert speeds == {"moecomm GEMM 1 swiglu bf16": [600, 600], "torch GEMM 1 swiglu bf16": [300, 300]}
-    source = RESULTS / "gemm-fp8-h200.json"
-    plot.draw([source], tmp_path / "a.svg")
-    assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
+def test_gemms_are_drawn_by_model_and_ranks_with_the_chosen_schedule() -> None:
+    found = panels(gemms())
+    assert [title for title, _ in found] == ["a, 4 ranks: GEMM 1, swiglu", "b, 4 ranks: GEMM 1, swiglu"]
+    for panel in found.values():
+        assert lines(panel) == {"moecomm": [(4, 600), (16, 600)], "torch": [(4, 300), (16, 300)]}
 
 
-def test_links_are_drawn_over_bytes_by_backend_and_method() -> None:
-    about = {"backend": "gin", "domain_ranks": 0}
+def test_links_are_drawn_over_bytes_by_method() -> None:
     rows = [
-        {**about, "bytes": size, "method": method, "us": {"p50": us}, "gbs": size / us / 1e3}
+        {"backend": "gin", "domain_ranks": 0, "bytes": size, "method": method, "us": {"p50": us}, "gbs": size / us}
         for method, us in (("put", 2.0), ("put, a warp", 1.0))
         for size in (64, 4)
     ]
     measured = {"benchmark": "latency", "machine": {"gpus": [], "cpu": "a CPU"}, "rows": [*rows, {"method": "put"}]}
-    found = plot_links.lines(measured)
-    assert {label: [row["bytes"] for row in line] for label, line in found.items()} == {
-        "put": [4, 64],
-        "put, a warp": [4, 64],
-    }
-    (row,) = plot.figure_of([measured]).subfigs
-    times, speeds = ({str(line.get_label()): list(line.get_ydata()) for line in axes.get_lines()} for axes in row.axes)
-    assert times == {"put": [2, 2], "put, a warp": [1, 1]}
-    assert speeds["put, a warp"] == [pytest.approx(4e-3), pytest.approx(64e-3)]
-    assert row.get_suptitle() == "puts, gin, a CPU"
-
-
-NCCL = "computation and NCCL, sequential"
+    found = {key: lines(panel) for key, panel in panels(measured).items()}
+    assert found["put + signal by a warp", "us"] == {"put, a warp": [(4, 1), (64, 1)]}
+    assert found["put + signal by other means", "GB/s"] == {"put": [(4, 2), (64, 32)]}
+    assert plot_results.about(measured) == "a CPU"
 
 
 def operators() -> dict[str, Any]:
@@ -203,29 +175,16 @@ def operators() -> dict[str, Any]:
     return {"benchmark": "overlap", "ranks": 2, "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
 
 
-def test_operators_are_drawn_by_case_and_over_nccl() -> None:
-    assert plot_operators.operators(operators()) == ["matmul_all_reduce", "embedding_all_to_all"]
-    products, bags = plot.figure_of([operators()]).subfigs
-    times, ratios = (
-        {
-            str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
-            for line in plot_looks.labelled([axes])
-        }
-        for axes in products.axes
-    )
+def test_operators_are_drawn_by_case_over_our_fused_kernel() -> None:
+    (products,), (bags,) = plot_results.rows_of(operators())
     cases = ["small, bf16", "large, bf16", "small, fp16", "large, fp16"]
-    assert [label.get_text() for label in products.axes[0].get_yticklabels()] == cases
-    places = [0, 1, 2, 3]
-    assert times == {
-        "moecomm, fused": ([10, 80, 10, 80], places),
-        "computation and NCCL, sequential": ([20, 160, 20, 160], places),
-        "computation alone": ([5, 40, 5, 40], places),
+    assert products.cases == [f"{case} ({'10.0' if 'small' in case else '80.0'} us)" for case in cases]
+    assert products.dots == {
+        "computation and NCCL": dict.fromkeys(range(4), 2.0),
+        "computation alone": dict.fromkeys(range(4), 0.5),
     }
-    assert ratios == {label: ([x / times[NCCL][0][n] for n, x in enumerate(at)], y) for label, (at, y) in times.items()}
-    assert [label.get_text() for label in bags.axes[0].get_yticklabels()] == ["small", "large"]
-    (ours,) = (line for line in bags.axes[1].get_lines() if line.get_label() == "moecomm, fused")
-    assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([0.5], [0]), "only the case that NCCL has, in its place"
-    assert products.get_suptitle() == "matmul_all_reduce, 2 ranks, a CPU"
+    assert bags.dots["computation and NCCL"] == {0: 2.0}, "only the case that NCCL has, in its place"
+    assert (products.title, plot_results.about(operators())) == ("matmul_all_reduce", "2 ranks, a CPU")
 
 
 def domains() -> dict[str, Any]:
@@ -240,42 +199,63 @@ def domains() -> dict[str, Any]:
     return {"benchmark": "backends", "case": case, "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
 
 
-def test_rounds_of_most_tokens_are_drawn_over_the_number_of_domains() -> None:
-    assert plot_domains.counts(domains()) == [1, 2, 4]
-    points = [(1, 100.0 * 4096, 0.0), (2, 400.0 * 4096, 20.0), (4, 300.0 * 4096, 10.0)]
-    assert plot_domains.lines(domains()) == {"lsa flat dispatch fp8": points}
-    assert len(plot.figure_of([domains()]).subfigs) == 2
+def test_rounds_are_drawn_over_tokens_or_where_there_is_one_size_over_domains() -> None:
+    over_tokens = panels(domains())["flat, dispatch, fp8", "us"]
+    assert lines(over_tokens) == {
+        f"{count} domains": [(128, us * 128), (4096, us * 4096)] for count, us in ((1, 100.0), (2, 400.0), (4, 300.0))
+    }
     one = domains()
-    one["rows"] = [row for row in one["rows"] if row["domain_ranks"] == 0]
-    assert len(plot.figure_of([one]).subfigs) == 1, "nothing to draw over domains"
+    one["rows"] = [row for row in one["rows"] if row["tokens"] == 4096]
+    found = panels(one)
+    times = [(1, 100.0 * 4096), (2, 400.0 * 4096), (4, 300.0 * 4096)]
+    assert lines(found["flat, dispatch, fp8", "us"]) == {"lsa": times}
+    assert lines(found["flat, dispatch, fp8", "GB/s between domains"]) == {"lsa": [(1, 0), (2, 20), (4, 10)]}
 
 
-def test_predictions_are_drawn_over_the_number_of_domains() -> None:
-    part = {"us": 10.0, "slow_bytes": 500e3}
-    rows = [{"domains": count, "tokens": 8, "dispatch": part, "combine": {**part, "us": 20.0}} for count in (2, 1)]
-    found = {"benchmark": "simulate", "case": {"ranks": 8, "model": ""}, "rows": rows}
-    lines = {"dispatch": [(1, 10.0, 50.0), (2, 10.0, 50.0)], "combine": [(1, 20.0, 25.0), (2, 20.0, 25.0)]}
-    assert plot_domains.lines(found) == lines
+def test_predictions_are_drawn_over_gpus_by_number_of_tokens() -> None:
+    part, layer = {"us": 10.0, "slow_bytes": 500e3}, {"serial_us": 40.0, "overlapped_us": 30.0, "gemm_us": 20.0}
+    about = {"tokens": 8, "layer": layer, "dispatch": part, "combine": {**part, "us": 20.0}}
+    rows = [{**about, "gpus": 8 * count} for count in (2, 1)]
+    case, inputs = {"ranks": 8, "model": ""}, {"nic": {"gbs": 50.0}}
+    found = {"benchmark": "simulate", "case": case, "inputs": inputs, "rows": rows}
+    drawn = {y: lines(panel) for (_, y), panel in panels(found).items()}
+    assert drawn == {
+        "us of a round": {"dispatch": [(8, 10), (16, 10)], "combine": [(8, 20), (16, 20)]},
+        "us of a layer": {
+            "unfused": [(8, 40), (16, 40)],
+            "overlapped": [(8, 30), (16, 30)],
+            "GEMMs alone": [(8, 20), (16, 20)],
+        },
+        "GB/s between domains": {"dispatch": [(8, 50), (16, 50)], "combine": [(8, 25), (16, 25)]},
+    }
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_times_alone_are_drawn_with_their_spread(mode: str) -> None:
     found = result()
     found["case"]["mode"] = mode
-    assert plot_times.lines(found, "alone_us") == {} and len(plot.figure_of([found]).subfigs) == 1
     for row in found["rows"][:-1]:
         row["us"]["p99"] = 99.0
         row["alone_us"] = {"p50": row["us"]["p50"] + 1, "p99": 50.0}
         row |= {"eager_us": {"p50": 7.0, "p99": 8.0}} if mode == "graph" else {}
-    names = ["moecomm flat dispatch fp8", "nccl flat dispatch fp8"]
-    assert plot_times.lines(found, "alone_us") == {name: [(1, 3, 50), (4, 9, 50), (16, 33, 50)] for name in names}
-    eager = [(1, 7, 8), (4, 7, 8), (16, 7, 8)] if mode == "graph" else [(1, 2, 99), (4, 8, 99), (16, 32, 99)]
-    assert plot_times.lines(found, "eager_us") == dict(zip(names, [eager] * 2, strict=True))
-    _, below = plot.figure_of([found]).subfigs
-    left, right = below.axes
-    assert [list(line.get_ydata()) for line in left.get_lines()] == [[3, 9, 33]] * 2
-    assert [line.get_label() for line in right.get_lines()] == names
-    assert [len(bars.get_segments()) for bars in left.collections] == [3, 3], "a bar to p99 for each"
+    found["rows"] = [{**row, "who": "another"} if row["who"] == "nccl" else row for row in found["rows"]]
+    _, alone, eager = panels(found).values()
+    names = ["moecomm", "another"]
+    assert lines(alone) == {name: [(1, 3), (4, 9), (16, 33)] for name in names}
+    assert [line.most for line in alone.lines] == [[50.0] * 3] * 2
+    times, most = ([7, 7, 7], [8.0] * 3) if mode == "graph" else ([2, 8, 32], [99.0] * 3)
+    assert lines(eager) == {name: list(zip((1, 4, 16), times, strict=True)) for name in names}
+    assert [line.most for line in eager.lines] == [most] * 2
+    axes = plot.figure_of([found]).axes
+    assert [len(bars.get_segments()) for bars in axes[1].collections] == [3, 3], "a bar to p99 for each"
+
+
+def test_more_than_four_lines_are_split_over_panels() -> None:
+    some = [plot_panels.Line(str(number), [(1, number)]) for number in range(7)]
+    keep = [plot_panels.Line("limit", [(1, 9)], plot_panels.REFERENCE)]
+    labels = [[line.label for line in part] for part in plot_panels.split(some, keep)]
+    assert labels == [["limit", "0", "1", "2"], ["limit", "3", "4", "5"], ["limit", "6"]]
+    assert plot_panels.split([]) == []
 
 
 BENCHMARKS = {path: json.loads(path.read_text()).get("benchmark") for path in sorted(RESULTS.glob("*.json"))}
@@ -290,20 +270,19 @@ ONE_OF_EACH = {BENCHMARKS[path]: path for path in DRAWN}.values()
 
 
 @pytest.mark.parametrize("path", few(DRAWN, *ONE_OF_EACH), ids=lambda path: path.stem)
-def test_lines_of_a_row_differ_in_color_or_marker_and_nothing_covers_them(path: Path) -> None:
+def test_lines_are_few_differ_in_looks_and_have_labels_that_do_not_touch(path: Path) -> None:
+    from matplotlib.text import Text
+
     figure = plot.figure_of([json.loads(path.read_text())])
     figure.draw_without_rendering()
-    for row in figure.subfigs:
-        looks: dict[tuple[Any, str], set[str]] = {}
-        lines = plot_looks.labelled(row.axes)
-        assert lines
-        for line in lines:
-            looks.setdefault((line.get_color(), str(line.get_marker())), set()).add(str(line.get_label()))
-        assert all(len(labels) == 1 for labels in looks.values()), looks
-        (legend,) = row.legends
-        box = legend.get_window_extent()
-        assert not any(box.overlaps(axes.get_tightbbox()) for axes in row.axes)
-        outer = row.bbox
-        assert outer.x0 <= box.x0 and box.x1 <= outer.x1 and outer.y0 <= box.y0, "the legend is cut"
-        assert (figure.get_figwidth(), figure.get_figheight()) == (7, 4.5 * len(figure.subfigs))
-        assert all(axes.get_window_extent().height > 0.4 * outer.height for axes in row.axes)
+    for row in plot_results.rows_of(json.loads(path.read_text())):
+        for panel in row:
+            if isinstance(panel, plot_panels.Panel):
+                looks = {(line.color, line.dashes) for line in panel.lines}
+                labels = {line.label for line in panel.lines}
+                assert 0 < len(panel.lines) == len(looks) == len(labels) <= plot_panels.MOST_LINES
+    for axes in figure.axes:
+        boxes = [Text.get_window_extent(text) for text in axes.texts if text.get_text()]  # without its line
+        assert not any(one.overlaps(other) for nth, one in enumerate(boxes) for other in boxes[:nth])
+        assert all(box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes), "a label is cut"
+        assert axes.get_window_extent().width > 0.25 * figure.bbox.width / 3

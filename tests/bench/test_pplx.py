@@ -1,4 +1,4 @@
-"""pplx-kernels: called so that rows arrive as ours do and come home weighted, by a stand-in that checks the turns."""
+"""pplx-kernels: called so that rows arrive as ours do and return weighted, by a stand-in that checks the turns."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class AllToAll:
         assert self.between and not self.closed, "a combine sends back the rows of a dispatch"
         assert weights.dtype == torch.float32 and expert_y.dtype == out_tokens.dtype == torch.bfloat16
         local, ids, total = len(expert_y), indices.tolist(), torch.zeros(out_tokens.shape)
-        home = expert_y.new_zeros(self.sizes["world_size"], len(ids), local, expert_y.shape[2])
+        returned = expert_y.new_zeros(self.sizes["world_size"], len(ids), local, expert_y.shape[2])
         for source, token, expert, slot in self.rows:
-            home[source, token, expert] = expert_y[expert, slot]
-        for rank, rows in enumerate(self._everybody(home)):
+            returned[source, token, expert] = expert_y[expert, slot]
+        for rank, rows in enumerate(self._everybody(returned)):
             mine = rows[self.sizes["rank"]]
             for token, row in enumerate(ids):
                 for choice, expert in enumerate(row):
@@ -122,7 +122,7 @@ def _installed(package: Any) -> Any:
 
 
 def _right(exchange: pplx.Exchange, ours: Ours, given: Input) -> list[bool]:
-    """Call a pair, and say whether rows arrive as those of our layout `expert`, and sums come home."""
+    """Call a pair, and say whether rows arrive as those of our layout `expert`, and sums return."""
     out, count = exchange.pair(given)(), exchange.counts.tolist()
     routed = ours.buffer.dispatch(given.x, given.topk_idx, given.topk_weights, layout="expert")
     want = routed.x[: int(routed.num_rows)]

@@ -1,4 +1,4 @@
-"""torch's all-to-all over symmetric memory: called so that rows reach their experts and come home, by a stand-in."""
+"""torch's all-to-all over symmetric memory: called so that rows reach their experts and return, by a stand-in."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_rows_arrive_as_ours_do_and_come_home_weighted(ranks: Ranks) -> None:
     for got, found in ranks.run(2, _round):
         assert got == about
         assert all(arrives for arrives, _ in found)
-        assert all(home for _, home in found)
+        assert all(returned for _, returned in found)
 
 
 def _absent(rank: int, group: Any) -> list[tuple[str, str]]:

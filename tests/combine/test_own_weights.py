@@ -1,4 +1,4 @@
-"""combine(topk_weights=): the home's own weights, in the place of those that the dispatch carried."""
+"""combine(topk_weights=): the source rank's own weights, in the place of those that the dispatch carried."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_the_bits_of_a_dispatch_that_carried_them_over_domains(
     direct: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sums of other ranks go straight home to all ranks, to some, or to none: then by relays, through several turns of
-    their rings.
+    """Sums go direct to all source ranks, to some, or to none: then through forwarders, several times around their
+    rings.
     """
     monkeypatch.setattr(host, "ring_tokens", lambda *_: 32)
     monkeypatch.setattr(host, "direct_bytes", lambda *_: 16 << 10)  # of TOKENS tokens, and of fewer than 150

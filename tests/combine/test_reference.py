@@ -35,7 +35,7 @@ def test_the_wire_rounds_each_ranks_sum() -> None:
     assert reference.combine(ys, here, wire=torch.bfloat16)[0][0] == rounded
 
 
-def test_gradients_of_weights_come_home() -> None:
+def test_gradients_of_weights_return() -> None:
     grads = [torch.tensor([1.0]), torch.tensor([2.0, 3.0, 4.0, 5.0])]
     out = reference.combine_weight_grads(grads, arrived("expert"))
     assert out[0].tolist() == [[3.0, 1.0], [4.0, 5.0]]

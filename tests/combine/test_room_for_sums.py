@@ -77,7 +77,7 @@ def test_none_where_rows_are_read_or_sent_as_they_are(pair: LocalBuffers) -> Non
 def test_none_where_rows_go_through_the_ring(pair: LocalBuffers) -> None:
     here, buffer = arrived(pair, "expert"), pair.buffers[0]
     given = prepare_combine(buffer, here.x, here.handle, topk_weights=torch.rand(TOKENS, TOPK))
-    assert given.args.reduced_rows == 0, "homes give the weights"
+    assert given.args.reduced_rows == 0, "source ranks give the weights"
     kept = []
     while (block := buffer.rounds.session.arena.allocate(here.x.nbytes)) is not None:
         kept.append(block)

@@ -1,4 +1,4 @@
-"""CombineArgs.sum_grads, and biases in float32: over one domain and several, straight and by relays."""
+"""CombineArgs.sum_grads, and biases in float32: over one domain and several, direct and through forwarders."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def check_sums(ranks: LocalBuffers, run_all: Callable[[list[Any]], None], monkey
         ]
     )
     for source, (out, got) in enumerate(found):
-        home, copies = torch.zeros(len(xs[source]), TOPK), torch.zeros(len(xs[source]), 1)
+        at_source, copies = torch.zeros(len(xs[source]), TOPK), torch.zeros(len(xs[source]), 1)
         for here, grad in zip(routed, grads, strict=True):
             rows = (here.src[:, 0] == source).nonzero().flatten()
-            home.index_add_(0, here.src[rows, 1].long(), grad[rows])
+            at_source.index_add_(0, here.src[rows, 1].long(), grad[rows])
             copies.index_add_(0, here.src[rows, 1].long(), torch.ones(len(rows), 1))
-        assert torch.equal(got, home)
+        assert torch.equal(got, at_source)
         assert torch.equal(out, (xs[source].float() * copies + biases[source]).bfloat16())
 
 

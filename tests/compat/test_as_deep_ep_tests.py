@@ -82,10 +82,10 @@ def test_normal_calls(fp8: bool, masked: bool) -> None:
         assert torch.equal(cast_back(*cached) if fp8 else cached, rows)
 
         fill = torch.where(recv_ids < 0, recv_weights.amax(dim=1, keepdim=True), recv_weights)
-        combined, home, _ = buffer.combine(rows, handle, topk_weights=fill, config=config)
+        combined, returned, _ = buffer.combine(rows, handle, topk_weights=fill, config=config)
         times = in_rank.sum(dim=1, keepdim=True)
         assert torch.equal(combined, (x.float() * times).bfloat16())
-        assert torch.equal(home, weights * times)
+        assert torch.equal(returned, weights * times)
 
     together(RANKS, body)
 
@@ -143,15 +143,17 @@ def test_second_interface(num_bias: int, allow_multiple_reduction: bool) -> None
             assert torch.equal(tokens, expanded_handle.recv_src_metadata[:, 0].long())
             y = values(tokens)
             y[cached_ids < 0] = 0
-            combined, home, _ = buffer.combine(ordered_sum(y).bfloat16(), handle, topk_weights=recv_weights, bias=bias)
+            combined, returned, _ = buffer.combine(
+                ordered_sum(y).bfloat16(), handle, topk_weights=recv_weights, bias=bias
+            )
             mine = values(rank * TOKENS + torch.arange(TOKENS))
             assert torch.equal(combined, combined_like(ids, mine, True, added))
-            assert torch.equal(home, weights)
+            assert torch.equal(returned, weights)
             spread = torch.zeros(len(expanded), HIDDEN, dtype=torch.bfloat16)
             spread[valid] = y[slots >= 0]
-            combined, home, _ = buffer.combine(spread, expanded_handle, topk_weights=expanded_weights, bias=bias)
+            combined, returned, _ = buffer.combine(spread, expanded_handle, topk_weights=expanded_weights, bias=bias)
             assert torch.equal(combined, combined_like(ids, mine, allow_multiple_reduction, added))
-            assert torch.equal(home, weights)
+            assert torch.equal(returned, weights)
 
     together(RANKS, body)
 

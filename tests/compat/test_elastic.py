@@ -90,13 +90,13 @@ def test_without_expanding(seed: int, synced: bool) -> None:
         _, _, cached_weights, _, _ = buffer.dispatch(x, topk_weights=case.topk_weights[rank] * 2, handle=handle)
         assert torch.equal(cached_weights[:rows], weights[:rows] * 2)
 
-        combined, home, _ = buffer.combine(recv_x, handle, topk_weights=weights)
+        combined, returned, _ = buffer.combine(recv_x, handle, topk_weights=weights)
         times = want.is_token_in_rank.sum(1, keepdim=True)
         assert torch.equal(combined, (times * x.float()).bfloat16())
-        assert torch.equal(home, torch.where(case.topk_idx[rank] >= 0, case.topk_weights[rank], 0.0))
+        assert torch.equal(returned, torch.where(case.topk_idx[rank] >= 0, case.topk_weights[rank], 0.0))
         bias = torch.ones_like(x)
-        combined, home, _ = buffer.combine(recv_x, handle, bias=(bias, bias))
-        assert home is None and torch.equal(combined, (times * x.float() + 2).bfloat16())
+        combined, returned, _ = buffer.combine(recv_x, handle, bias=(bias, bias))
+        assert returned is None and torch.equal(combined, (times * x.float() + 2).bfloat16())
         buffer.barrier()
         buffer.destroy()
 
@@ -162,9 +162,9 @@ def test_expanding(seed: int, synced: bool) -> None:
         check(again, cached_weights, 2)
 
         picked = (idx >= 0).sum(1, keepdim=True)
-        combined, home, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+        combined, returned, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
         torch.testing.assert_close(combined.float(), picked * x.float(), rtol=2**-7, atol=1e-5)
-        assert torch.equal(home, torch.where(idx >= 0, weights, 0.0))
+        assert torch.equal(returned, torch.where(idx >= 0, weights, 0.0))
 
     together(case.ranks, body)
 

@@ -98,12 +98,12 @@ def test_every_field(seed: int, blocking: bool, by_map: bool) -> None:
         assert nothing is None and same is handle and torch.equal(same_counts, counts)
         check(again, None, 2)
 
-        combined, home = buffer.combine_with_unpermute(hidden=hidden, handle=handle, pad_multiple=pad)
+        combined, returned = buffer.combine_with_unpermute(hidden=hidden, handle=handle, pad_multiple=pad)
         picked = (case.topk_idx[rank] >= 0).sum(1, keepdim=True)
-        assert home is None
+        assert returned is None
         torch.testing.assert_close(combined.float(), picked * x.float(), rtol=2**-7, atol=1e-5)
-        _, home = buffer.combine_with_unpermute(hidden=hidden, probs=weights, handle=handle, pad_multiple=pad)
-        assert torch.equal(home, probs[rank])
+        _, returned = buffer.combine_with_unpermute(hidden=hidden, probs=weights, handle=handle, pad_multiple=pad)
+        assert torch.equal(returned, probs[rank])
 
     together(case.ranks, body)
 
@@ -196,9 +196,9 @@ def there_and_back(buffer: HybridEPBuffer, rank: int, all_picks: list[list[int]]
     for row, (rows, prob) in enumerate(want):
         assert torch.equal(hidden[row], rows[0]) and weights is not None and weights[row] == prob
     assert len(hidden) == options.get("num_permuted_tokens", len(want))
-    combined, home = buffer.combine_with_unpermute(hidden=hidden, probs=weights, handle=handle)
+    combined, returned = buffer.combine_with_unpermute(hidden=hidden, probs=weights, handle=handle)
     close = (combined.float() - x.float() * map_.sum(dim=1, keepdim=True)).abs() <= 2.0**-7 * combined.float().abs()
-    assert close.all() and torch.equal(home, probs)
+    assert close.all() and torch.equal(returned, probs)
 
 
 # Picks of the tokens of two ranks, call by call: none at all at first; then more on one rank, the other, and both.

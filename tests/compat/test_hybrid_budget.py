@@ -87,8 +87,8 @@ def test_rows_behind_the_budget_are_dropped_and_flagged(seed: int, align: int, b
                 if source == rank:
                     survived[token, ids[token, k]] = weights[token, k]
                     assert int(ids[token, k]) // LOCAL == owner
-        combined, home = buffer.combine_with_unpermute(hidden=hidden, probs=row_probs, handle=handle)
-        assert torch.equal(combined, x * (survived > 0).sum(dim=1, keepdim=True)) and torch.equal(home, survived)
+        combined, returned = buffer.combine_with_unpermute(hidden=hidden, probs=row_probs, handle=handle)
+        assert torch.equal(combined, x * (survived > 0).sum(dim=1, keepdim=True)) and torch.equal(returned, survived)
         again, *_ = buffer.dispatch_with_permute(
             hidden=x * 2, handle=handle, pad_multiple=align, num_permuted_tokens=budgets[rank]
         )

@@ -69,14 +69,14 @@ def test_every_field(seed: int) -> None:
         assert torch.equal(again, recv_x * 2)
 
         y = recv_x * 0.5
-        combined, home, _ = buffer.combine(y, handle, topk_weights=weights)
+        combined, returned, _ = buffer.combine(y, handle, topk_weights=weights)
         times = want.is_token_in_rank.sum(1, keepdim=True)
         assert torch.equal(combined, (times * (x * 0.5).float()).bfloat16())
-        equal(home, torch.where(case.topk_idx[rank] >= 0, case.topk_weights[rank], 0.0), torch.float32)
+        equal(returned, torch.where(case.topk_idx[rank] >= 0, case.topk_weights[rank], 0.0), torch.float32)
         bias = torch.randn(x.shape, generator=torch.Generator().manual_seed(rank)).bfloat16()
         exact = times * (x * 0.5).float() + bias.float()
-        combined, home, _ = buffer.combine(y, handle, bias=bias)
-        assert home is None and torch.equal(combined, exact.bfloat16())
+        combined, returned, _ = buffer.combine(y, handle, bias=bias)
+        assert returned is None and torch.equal(combined, exact.bfloat16())
         combined, _, _ = buffer.combine(y, handle, bias=(bias, bias))
         assert torch.equal(combined, (exact + bias.float()).bfloat16())
         buffer.destroy()

@@ -79,10 +79,10 @@ def normal(buffer: Buffer, case: oracle.Case, rank: int, device: torch.device) -
         assert torch.equal(is_in_rank, want.is_token_in_rank) and torch.equal(send_head, want.send_head)
         again, *_ = buffer.dispatch(x * 2, handle=handle)
         assert torch.equal(again[:rows], recv_x[:rows] * 2)
-        combined, home, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights, bias=(x, x))
+        combined, returned, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights, bias=(x, x))
         times = want.is_token_in_rank.sum(1, keepdim=True) + 2
         torch.testing.assert_close(combined.cpu().float(), times * case.x[rank].float(), rtol=2**-7, atol=0)
-        assert torch.equal(home, torch.where(idx >= 0, weights, 0.0))
+        assert torch.equal(returned, torch.where(idx >= 0, weights, 0.0))
 
 
 def low_latency(buffer: Buffer, case: oracle.Case, rank: int, device: torch.device) -> None:
@@ -154,11 +154,11 @@ def elastic(buffer: ElasticBuffer, case: oracle.Case, rank: int, device: torch.d
                 again[: len(src)][[o is not None for o in src]].cpu(), oracle.rows(case, [o for o in src if o])
             )
             assert torch.equal(new_weights[: len(src)], recv_weights[: len(src)] * 2)
-            combined, home, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+            combined, returned, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
             times = (case.topk_idx[rank] >= 0) if expand else flat.is_token_in_rank
             exact = times.sum(1, keepdim=True) * case.x[rank].float()
             torch.testing.assert_close(combined.cpu().float(), exact, rtol=2**-7, atol=0)
-            assert torch.equal(home, torch.where(idx >= 0, weights, 0.0))
+            assert torch.equal(returned, torch.where(idx >= 0, weights, 0.0))
 
 
 def hybrid(buffer: HybridEPBuffer, case: oracle.Case, rank: int, device: torch.device) -> None:
@@ -175,10 +175,12 @@ def hybrid(buffer: HybridEPBuffer, case: oracle.Case, rank: int, device: torch.d
         assert counts.tolist() == [-(-n // 8) * 8 for n in want.counts]
         for row, origin in zip(hidden.cpu(), want.rows, strict=not fixed):
             assert torch.equal(row, case.x[origin[0]][origin[1]] if origin else torch.zeros_like(row))
-        combined, home = buffer.combine_with_unpermute(hidden=hidden, probs=recv_probs, handle=handle, pad_multiple=8)
+        combined, returned = buffer.combine_with_unpermute(
+            hidden=hidden, probs=recv_probs, handle=handle, pad_multiple=8
+        )
         exact = (case.topk_idx[rank] >= 0).sum(1, keepdim=True) * case.x[rank].float()
         torch.testing.assert_close(combined.cpu().float(), exact, rtol=2**-7, atol=0)
-        assert torch.equal(home, probs)
+        assert torch.equal(returned, probs)
 
 
 def masks(rank: int, group: Any, kind: str) -> str:

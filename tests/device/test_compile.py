@@ -61,8 +61,10 @@ SPECS = {
     "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
     "dispatch batched, 67 experts of 6 ranks": dispatch(layout=BATCHED, ranks=6, experts=67),
     "dispatch few tokens, 13 experts of 5 ranks": dispatch(packets=True, ranks=5, experts=13),
-    "dispatch of slips": dispatch(descriptors=True, row_bytes=16),
-    "dispatch of slips, 64 ranks, top-32": dispatch(descriptors=True, row_bytes=16, ranks=64, topk=32, experts=4096),
+    "dispatch of row descriptors": dispatch(descriptors=True, row_bytes=16),
+    "dispatch of row descriptors, 64 ranks, top-32": dispatch(
+        descriptors=True, row_bytes=16, ranks=64, topk=32, experts=4096
+    ),
     "dispatch few tokens": dispatch(packets=True),
     "dispatch few tokens, flat, casts": dispatch(packets=True, layout=FLAT, quantize=True),
     "dispatch few tokens, ue8m0 by column": dispatch(
@@ -91,11 +93,11 @@ SPECS = {
     "combine across domains, bf16 on the wire": combine(wire=BF16, **ACROSS),
     "combine across domains, flat": combine(layout=FLAT, **ACROSS),
     "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),
-    "combine across domains by weights of the homes": combine(own_weights=True, **ACROSS),
-    "combine across domains by weights of the homes, batched fp32, 64 ranks": combine(
+    "combine across domains by weights of the source ranks": combine(own_weights=True, **ACROSS),
+    "combine across domains by weights of the source ranks, batched fp32, 64 ranks": combine(
         own_weights=True, layout=BATCHED, type=FP32, ranks=64, domain_ranks=8, transport="puts"
     ),
-    "combine across domains by weights of the homes, fp16 on the wire": combine(
+    "combine across domains by weights of the source ranks, fp16 on the wire": combine(
         own_weights=True, type=FP16, wire=FP16, **ACROSS
     ),
     "combine across domains verifies, bf16 on the wire": combine(wire=BF16, verifies=True, **ACROSS),
@@ -122,11 +124,13 @@ SPECS = {
     "combine fp16 top-32, 24 columns": combine(ranks=2, experts=64, topk=32, hidden=24, type=FP16, wire=FP16),
     "combine few tokens": combine(packets=True),
     "combine few tokens, flat": combine(packets=True, layout=FLAT),
-    "combine by weights of the homes": combine(own_weights=True),
-    "combine fp32 by weights of the homes, 16384 columns": combine(own_weights=True, type=FP32, hidden=16384, ranks=8),
-    "combine few tokens by weights of the homes": combine(packets=True, own_weights=True),
-    "combine few tokens, fp32, by weights of the homes": combine(packets=True, own_weights=True, type=FP32),
-    "combine few tokens by weights of the homes, 64 ranks, bf16 on the wire": combine(
+    "combine by weights of the source ranks": combine(own_weights=True),
+    "combine fp32 by weights of the source ranks, 16384 columns": combine(
+        own_weights=True, type=FP32, hidden=16384, ranks=8
+    ),
+    "combine few tokens by weights of the source ranks": combine(packets=True, own_weights=True),
+    "combine few tokens, fp32, by weights of the source ranks": combine(packets=True, own_weights=True, type=FP32),
+    "combine few tokens by weights of the source ranks, 64 ranks, bf16 on the wire": combine(
         packets=True, own_weights=True, ranks=64, wire=BF16
     ),
     "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
@@ -143,8 +147,13 @@ SPECS = {
 
 
 PLAIN_RUN = (
-    *("dispatch flat, ue8m0 by column", "dispatch of slips", "dispatch few tokens", "dispatch across domains, flat"),
-    *("combine", "combine few tokens by weights of the homes"),
+    *(
+        "dispatch flat, ue8m0 by column",
+        "dispatch of row descriptors",
+        "dispatch few tokens",
+        "dispatch across domains, flat",
+    ),
+    *("combine", "combine few tokens by weights of the source ranks"),
 )
 
 

@@ -21,7 +21,10 @@ from .test_compile import SPECS
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 KERNELS: dict[str, Kernel] = {
-    **{name: SPECS[name] for name in ("dispatch", "dispatch few tokens", "dispatch of slips", "dispatch ends")},
+    **{
+        name: SPECS[name]
+        for name in ("dispatch", "dispatch few tokens", "dispatch of row descriptors", "dispatch ends")
+    },
     **{name: SPECS[name] for name in ("combine", "combine few tokens", "combine in place", "combine across domains")},
     "publish": publish.publish_kernel(BF16, FP8, 7168),
     "layer": compute.layer_kernel(BF16, True, schedules.schedule_of_both(BF16, 256, 2048), 7168),

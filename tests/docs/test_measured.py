@@ -15,7 +15,7 @@ from moecomm_bench.simulate.excluded import GONE, PROXY, RINGS, SINGLE, THREADS
 ROOT = Path(__file__).parent.parent.parent
 MOECOMM = {"who": "moecomm"}
 RESULTS = ROOT / "bench" / "results"
-DECISIONS = (ROOT / "docs" / "decisions.md").read_text()
+DECISIONS = (ROOT / "docs" / "maintainers" / "decisions.md").read_text()
 
 
 @cache

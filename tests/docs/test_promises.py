@@ -34,7 +34,7 @@ def sources_of(path: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("command", [*commands("failures.md"), *commands("reliability.md")])
+@pytest.mark.parametrize("command", [*commands("failures.md"), *commands("maintainers/reliability.md")])
 def test_what_a_command_runs_is_there(command: str) -> None:
     if module := re.match(r"python -m (\S+)", command):
         assert importlib.util.find_spec(module[1])
@@ -62,14 +62,16 @@ def runs_with(source: str, marker: str) -> bool:
     return not re.search(r"pytest\.mark\.(long|sanitized)\b", source)
 
 
-@pytest.mark.parametrize("page", ["failures.md", "reliability.md"])
+@pytest.mark.parametrize("page", ["failures.md", "maintainers/reliability.md"])
 def test_paths_of_a_page_are_there(page: str) -> None:
     named = re.findall(r"`((?:tests|moecomm|bench|csrc|docs)/[\w./-]+)", (DOCS / page).read_text())
     assert named and [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_every_rule_is_met_or_has_a_reason() -> None:
-    rows = [line.strip("| ").split(" | ") for line in (DOCS / "reliability.md").read_text().splitlines()]
+    rows = [
+        line.strip("| ").split(" | ") for line in (DOCS / "maintainers" / "reliability.md").read_text().splitlines()
+    ]
     rules = [row for row in rows if re.fullmatch(r"[RS]\d+", row[0])]
     assert [row[0] for row in rules] == RULES
     for _, rule, state, *rest in rules:

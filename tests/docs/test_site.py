@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -18,12 +19,15 @@ import moecomm
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-DECISIONS = DOCS / "decisions.md"
+DECISIONS = DOCS / "maintainers" / "decisions.md"
 FIGURES = sorted(DOCS.glob("figures/*.svg"))
 BASES = r"Bases: (.*?)</p>"
-GENERATED = ("wide_ep", "dlrm", "measured_calls", "measured_checks")
+GENERATED = (
+    "measurements",
+    *(f"maintainers/{name}" for name in ("wide_ep", "dlrm", "measured_calls", "measured_checks")),
+)
 # Written elsewhere: mkdocs shows files of the repository under these names.
-SHOWN = {"measurements.md", "contributing.md", "changelog.md"}
+SHOWN = {"contributing.md", "changelog.md"}
 PUBLIC = ["", "ops", "nn", "fused", "overlap", "compat", "compat.deep_ep", "metrics", "routing", "testing"]
 PUBLIC += [f"integrations.{framework}" for framework in ("megatron", "vllm", "sglang")]
 
@@ -149,16 +153,27 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     ids=lambda page: str(page.relative_to(DOCS)),
 )
 def test_figures_of_measurements_are_not_typed_into_pages(page: Path) -> None:
-    """They are in README.md, bench/README.md and the pages of GENERATED, which are written from JSON.  decisions.md
+    """They are in README.md and the pages of GENERATED, which are written from JSON.  decisions.md
     keeps those of experiments that are over, and that no JSON has any more.
     """
     figures = r"\d+(?:\.\d+)? ?(?:[mnuµ]s|GB/s|TFLOP/s|times|x as fast)\b"
     assert re.findall(figures, page.read_text()) == []
 
 
-def test_no_section_of_the_navigation_is_a_long_list() -> None:
-    """Those of frameworks and of the reference have an entry for each framework and package."""
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    sizes = {name: len(entries) for section in nav for name, entries in section.items() if isinstance(entries, list)}
-    lists = {"Frameworks", "Reference", "Project"}
-    assert set(sizes) > lists and {name: size for name, size in sizes.items() if size > 6 and name not in lists} == {}
+def sections(nav: list[dict[str, Any]], above: str = "") -> dict[str, list[str]]:
+    """Return the pages of each section, by its path; a page beside sections counts to their own."""
+    found: dict[str, list[str]] = {}
+    for entry in nav:
+        for name, content in entry.items():
+            if isinstance(content, list):
+                found |= sections(content, f"{above}/{name}")
+            else:
+                found.setdefault(above, []).append(content)
+    return found
+
+
+def test_records_for_maintainers_are_apart_from_pages_for_users() -> None:
+    found = sections(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    for name, pages in found.items():
+        apart = [page.startswith("maintainers/") or page == "contributing.md" for page in pages]
+        assert apart == [name.startswith("/For maintainers/")] * len(pages), name

@@ -21,7 +21,7 @@ from moecomm.tools.cli import app
 from ..conftest import Ranks
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # A block, and what the comment ahead of it says that it needs: CUDA, or a framework.
 BLOCK = re.compile(r"^(?:<!-- needs (\w+) -->\n)?```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = ("README.md", "bench/README.md", *(f"docs/{name}.md" for name in ("measured_calls", "measured_checks")))
-PAGES += ("docs/all_gather_matmul_study.md", "docs/wide_ep.md", "docs/dlrm.md")
+STUDY = "docs/maintainers/all_gather_matmul_study.md"
+PAGES = ("README.md", "docs/measurements.md", STUDY)
+PAGES += tuple(f"docs/maintainers/{name}.md" for name in ("measured_calls", "measured_checks", "wide_ep", "dlrm"))
 GENERATED = re.compile(r"<!-- figures: .*?-->(.*?)<!-- end of figures -->", re.DOTALL)
 UNITS = {"us": 1.0, "ms": 1e3, "GiB": 2.0**30, "%": 0.01}
 NUMBER = re.compile(r"(?<![\w.])([+-]?)(\d+(?:,\d{3})*(?:\.\d+)?)(?: ?(us|ms|GiB|%))?(?![\w.]*[A-Za-z_])")
@@ -59,7 +60,7 @@ def result(name: str) -> Result:
 
 def tables(page: str) -> list[Table]:
     text = (ROOT / page).read_text()
-    if page in ("README.md", "docs/all_gather_matmul_study.md"):
+    if page in ("README.md", STUDY):
         (text,) = GENERATED.findall(text)
     found = []
     for run in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -125,7 +126,7 @@ def test_every_number_of_a_table_is_that_of_a_result(page: str) -> None:
 
 def test_no_page_of_results_is_left_out() -> None:
     """Generated pages and blocks say so."""
-    written = re.compile(r"written by bench/|Written by `python bench/|written with this page")
+    written = re.compile(r"written by bench/|[Ww]ritten by `python bench/|written with this page")
     pages = [ROOT / "README.md", *ROOT.glob("bench/*.md"), *ROOT.glob("docs/**/*.md")]
     assert {str(page.relative_to(ROOT)) for page in pages if written.search(page.read_text())} == set(PAGES)
 
@@ -207,6 +208,32 @@ def beside(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         yield expected | {"window": windows(found, tokens, layout)}
 
 
+# Words of the main README: layout, and variant of moecomm.
+IN_WORDS = {
+    "": ("flat", "y in the window"),
+    "registered memory": ("flat", "y in the window"),
+    "any tensor": ("flat", "y outside"),
+    "rows grouped by expert": ("expert", "bf16 wire"),
+    "a batch for each expert": ("batched", "bf16 wire"),
+}
+
+
+@derives("tokens a GPU | operation | moecomm", "tokens a GPU | operation")
+def in_words(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    operation, _, words = cells["operation"].partition(", ")
+    what, _, payload = operation.partition(" in ")
+    layout, variant = IN_WORDS[words]
+    what = "pair" if what == "dispatch and combine" else what
+    same = {"tokens": int(cells["tokens a GPU"]), "layout": layout, "what": what, "payload": payload.lower()}
+    for found in table.results:
+        (ours,) = rows(found, who="moecomm", **same, variant="" if what == "dispatch" else variant)
+        expected = {"moecomm": [ours["us"]["p50"]]}
+        for library in table.heads[3:]:
+            times = [row["us"]["p50"] for row in rows(found, **same) if row["who"] in WHO[library]]
+            expected[library] = [min(times)] if times else []
+        yield expected
+
+
 @derives(
     "GPUs | tokens a rank | library, layout | operation | alone, p50",
     "GPUs | tokens a rank | library, layout | operation",
@@ -240,14 +267,14 @@ def calls(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
 
 @derives("layout | operation | even routing", "layout | operation")
 def skewed(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
-    zipf, even = table.results
+    zipf, even = (found for found in table.results if found["name"].startswith(("zipf-", "times-")))
     named = {"who": "moecomm", "layout": cells["layout"].strip("`"), **operation(cells["operation"])}
     (tokens,) = zipf["case"]["tokens"]
     for one, other in product(rows(zipf, **named, tokens=tokens), rows(even, **named, tokens=tokens)):
         times = [row["us"]["p50"] for row in (other, one)]
         yield {
             "even routing": times[:1],
-            "skewed": times[1:],
+            f"Zipf {zipf['case']['routing']['zipf']}": times[1:],
             "ratio": [times[1] / times[0]],
             "window": windows(zipf, tokens, named["layout"]),
         }
@@ -275,7 +302,7 @@ def layers(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         }
 
 
-# Topics of bench/README.md.
+# Topics of docs/measurements.md.
 
 ROUNDS = ("model | GPUs | layout | tokens a rank", "model | GPUs | layout | tokens a rank")
 
@@ -574,7 +601,7 @@ def predicted(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
             yield {what: [row[what]["us"]] for what in ("dispatch", "combine")} | layer
 
 
-# docs/measured_calls.md.
+# docs/maintainers/measured_calls.md.
 
 
 @derives("GPUs | model | tokens a rank | layer", "GPUs | model | tokens a rank | layer")
@@ -630,7 +657,7 @@ def training(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
             }
 
 
-# docs/measured_checks.md.
+# docs/maintainers/measured_checks.md.
 
 
 @derives("tokens | layout | dispatch: before", "tokens | layout")
@@ -692,7 +719,7 @@ def after_kills(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         yield {head: [ms["p50"], ms["p99"]] if ms else [] for head, ms in times.items()}
 
 
-# docs/all_gather_matmul_study.md.
+# docs/maintainers/all_gather_matmul_study.md.
 
 
 @derives("# | variant", "# | variant (name in the source) | class")
@@ -727,7 +754,7 @@ def squares(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     yield {head: [of[who]] for head, who in (heads | {"the product alone": "alone"}).items()}
 
 
-# docs/wide_ep.md and docs/dlrm.md.
+# docs/maintainers/wide_ep.md and docs/maintainers/dlrm.md.
 
 
 @derives("GPUs | tokens a rank | mean ranks per token", "GPUs | tokens a rank")

@@ -106,27 +106,27 @@ MUTANTS = [
         "if (v * kWarp + lane_id() >= vectors - 1) continue;",
         "rows",
     ),
-    # Rows that forwarders relay between domains.
+    # Rows that forwarders pass between domains.
     Mutant(
         "one rank reads the first piece of a row again",
         "combine/scaleout/gather_rows.cuh",
         "if (order >= 0) source += Ring::kBytes;",
         "if (order > 0) source += Ring::kBytes;",
-        "relays",
+        "forwarders",
     ),
     Mutant(
         "a pair is added where one row is left",
         "combine/scaleout/gather_rows.cuh",
         "added + 1 < item.sources",
         "added < item.sources",
-        "relays",
+        "forwarders",
     ),
     Mutant(
         "sums are put before their places are free",
         "combine/scaleout/return_forward.cuh",
         "place_free = tokens_left == 0 || chunk_of(nth) < ring_of(nth);",
         "place_free = true;",
-        "relays",
+        "forwarders",
     ),
     Mutant(
         "each warp puts the chunk that it shares",
@@ -147,28 +147,28 @@ MUTANTS = [
         "combine/scaleout/source_rank.cuh",
         "|| seen == chunk) return true;",
         "|| seen >= 0) return true;",
-        "relays",
+        "forwarders",
     ),
     Mutant(
         "a credit is missing",
         "combine/scaleout/flags.cuh",
         "chunk + ring < c.chunks()",
         "chunk + ring < c.chunks() - 1",
-        "relays",
+        "forwarders",
     ),
     Mutant(
         "a forwarder takes a head of an earlier round",
         "dispatch/scaleout/forward.cuh",
         "t.comes = load_fresh(head) == static_cast<i32>(c.round.tag) && load_fresh(head + 1) == number;",
         "t.comes = true;",
-        "relays",
+        "forwarders",
     ),
     Mutant(
         "a forwarder does not wait",
         "dispatch/scaleout/forward.cuh",
         "if (lane_id() == 0) arrived = await_signal(",
         "if (lane_id() == kWarp) arrived = await_signal(",
-        "relays",
+        "forwarders",
     ),
     # Rows that go straight to ranks of other domains.
     Mutant(

@@ -221,7 +221,9 @@ def test_layers_whose_rows_have_no_room(fp8: bool, machine: Machine, monkeypatch
 
 @pytest.mark.long
 def test_rows_that_are_here_already_are_copied_from_here(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token has several experts on a rank; no ids are told, so that slips name its first row (slips.cuh)."""
+    """Every token has several experts on a rank.  No ids are published, so row descriptors name the token's first row
+    (descriptors.cuh).
+    """
     emulated = Emulated(machine, monkeypatch)
     sizes = {"ranks": 2, "hidden": 1024, "intermediate": 32, "num_experts": 8, "topk": 6, "max_tokens": 60}
     of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"} | {"max_tokens": 700}

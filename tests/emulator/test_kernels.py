@@ -225,17 +225,17 @@ def test_a_handle_that_is_none(sizes: dict[str, int], machine: Machine, monkeypa
             machine.forget()
 
 
-@pytest.mark.parametrize("way", ["packets", "direct", "relays"])
+@pytest.mark.parametrize("way", ["packets", "direct", "forwarders"])
 @pytest.mark.parametrize("wire", few([torch.float32, torch.bfloat16], torch.bfloat16))
 @pytest.mark.parametrize("layout", few(["expert", "batched"], "expert"))
-def test_weights_of_the_homes(
+def test_weights_of_the_source_ranks(
     layout: str, wire: torch.dtype, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Combines one after the other, each with other weights, and now and then those of the dispatch.  Ranks are rounds
-    apart.  Of few tokens in one domain, and over several, straight or by relays.
+    apart.  Of few tokens in one domain, and over several, direct or through forwarders.
     """
     monkeypatch.setattr(host, "packet_bytes", packets.room)
-    if way == "relays":
+    if way == "forwarders":
         monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     sizes = {"ranks": 4} if way == "packets" else DOMAINS
     with (
@@ -279,9 +279,11 @@ def test_weights_of_the_homes(
                 assert torch.equal(out, right)
 
 
-@pytest.mark.parametrize("way", few(["ring", "sums in the heap", "direct", "relays"], "sums in the heap", "relays"))
+@pytest.mark.parametrize(
+    "way", few(["ring", "sums in the heap", "direct", "forwarders"], "sums in the heap", "forwarders")
+)
 def test_gradients_of_every_rank_are_added(way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "relays":
+    if way == "forwarders":
         monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     sizes = {"ranks": 4} if way in ("ring", "sums in the heap") else DOMAINS
     with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:

@@ -17,7 +17,7 @@ from moecomm.testing import ranks as local
 from ..few import few
 from ..masks import LAYOUTS, Twins
 from ..wrap import rounds_since_wrap, wrap_after
-from . import test_row_descriptors as slips
+from . import test_row_descriptors as descriptors
 from .machine import Machine
 from .test_kernels import pytestmark as pytestmark
 
@@ -73,18 +73,18 @@ def test_masks(layout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -
         machine.forget()
 
 
-@pytest.mark.parametrize("most", few([slips.FEW, slips.MANY], slips.FEW))
-def test_slips(most: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", few([descriptors.FEW, descriptors.MANY], descriptors.FEW))
+def test_row_descriptors(most: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
-    monkeypatch.setattr(slips, "RANKS", 18)
-    monkeypatch.setattr(slips, "EXPERTS", 31)
-    of_buffer = {"hidden": slips.HIDDEN, "num_experts": 31, "topk": slips.TOPK, "max_tokens": most}
+    monkeypatch.setattr(descriptors, "RANKS", 18)
+    monkeypatch.setattr(descriptors, "EXPERTS", 31)
+    of_buffer = {"hidden": descriptors.HIDDEN, "num_experts": 31, "topk": descriptors.TOPK, "max_tokens": most}
     with LocalBuffers(18, **of_buffer, backend="host", timeout_s=20) as buffers:
         for first in (7, most // 8):
-            ids = [slips.routing(first if rank == 0 else rank, rank, torch.int64) for rank in range(18)]
-            arrived = slips.dispatch(buffers, ids)
+            ids = [descriptors.routing(first if rank == 0 else rank, rank, torch.int64) for rank in range(18)]
+            arrived = descriptors.dispatch(buffers, ids)
             buffers.check()
-            slips.check(buffers, ids, arrived)
+            descriptors.check(buffers, ids, arrived)
         machine.forget()
 
 

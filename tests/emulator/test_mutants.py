@@ -45,7 +45,7 @@ PLAIN: dict[str, Any] = {
 WAYS: dict[str, dict[str, Any]] = {
     "packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20},
     "rows": {"ranks": 4, "packet_bytes": lambda *_: 0},
-    "relays": {**DOMAINS, "direct_bytes": lambda *_: 0},
+    "forwarders": {**DOMAINS, "direct_bytes": lambda *_: 0},
     "shared chunks": {**DOMAINS, "direct_bytes": lambda *_: 0, "chunk_tokens": 16},
     "straight": {**DOMAINS, "max_tokens": 20},
 }

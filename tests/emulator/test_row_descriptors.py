@@ -1,4 +1,4 @@
-"""A dispatch of slips (csrc/dispatch/descriptors.cuh) on CPUs: one for every entry, among the rows of its expert."""
+"""A dispatch of row descriptors (csrc/dispatch/descriptors.cuh) on CPUs: one an entry, among the rows of its expert."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 RANKS, HIDDEN, EXPERTS, TOPK, MANY, FEW = 3, 64, 13, 3, 1500, 900  # tokens of a Buffer; of few ids are told
-HOME, SAME, UNIT = 48, 36, 16  # of RowDescriptor (csrc/protocol/row_descriptor.h)
+SOURCE, SAME, UNIT = 48, 36, 16  # of RowDescriptor (csrc/protocol/row_descriptor.h)
 
 
 @pytest.fixture(params=[FEW, MANY], ids=["few", "many"])
@@ -74,19 +74,19 @@ def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -
         args, end = routed.handle.args, 0
         window = buffer.rounds.session.context.peers[rank]
         rows = at(window + args.out_x, (args.max_rows, DESCRIPTOR_BYTES // 8), torch.int64)
-        first: dict[tuple[int, int], int] = {}  # row of a token, by its home
+        first: dict[tuple[int, int], int] = {}  # row of a token, by its source rank
         for nth, expert in enumerate(experts_of(rank, EXPERTS, RANKS)):
             wanted = set()
-            for home, (of, descriptors) in enumerate((of, told(home)) for home, of in enumerate(ids)):
+            for source, (of, descriptors) in enumerate((of, told(source)) for source, of in enumerate(ids)):
                 for token, k in (of == expert).nonzero().tolist():
                     result_rows = descriptors.result_rows + (token * TOPK + k) * 2 * HIDDEN
-                    wanted.add((descriptors.rows + token * descriptors.pitch, home << HOME | result_rows))
+                    wanted.add((descriptors.rows + token * descriptors.pitch, source << SOURCE | result_rows))
             begin, end = end, end + int(routed.tokens_per_expert[nth])
             assert end - begin == len(wanted)
             found = [(word % (1 << SAME) * UNIT, where, (word >> SAME) - 1) for word, where in rows[begin:end].tolist()]
             assert {row[:2] for row in found} == wanted, (rank, expert)
             for row, (offset, where, same) in enumerate(found, begin):
-                earlier = first.setdefault((where >> HOME, offset), row)
+                earlier = first.setdefault((where >> SOURCE, offset), row)
                 assert same == (earlier if earlier < row and not ids_are_published else -1), (rank, expert)
         assert int(at(args.num_rows, (1,), torch.int32)) == end
         owners = at(args.route.token_owner, (len(ids[rank]), TOPK), torch.int32)
@@ -95,7 +95,9 @@ def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_a_slip_for_every_entry(all_of_them: bool, dtype: torch.dtype, most: int, ranks: LocalBuffers) -> None:
+def test_a_row_descriptor_for_every_entry(
+    all_of_them: bool, dtype: torch.dtype, most: int, ranks: LocalBuffers
+) -> None:
     """Each block counts all of few tokens, and its own of many."""
     tokens = (most, 1, most - 100) if all_of_them else (20, 0, 7)
     for _ in range(2):
@@ -121,8 +123,8 @@ def test_a_bad_id_is_told_and_the_next_round_is_right(all_of_them: bool, most: i
     check(ranks, ids, dispatch(ranks, ids))
 
 
-def test_slips_are_there_when_their_dispatch_ends(machine: Machine, ranks: LocalBuffers) -> None:
-    """A rank that is through with it dispatches, to itself, all that lies where they are to be, as rows of 8 slips."""
+def test_row_descriptors_are_there_when_their_dispatch_ends(machine: Machine, ranks: LocalBuffers) -> None:
+    """A rank whose dispatch has ended sends the place of its row descriptors to itself, in rows of 8 descriptors."""
     tokens = 24
     for turn in range(20):
         ids = [routing(5 + 7 * ((rank + turn) % RANKS), rank, torch.int64) for rank in range(RANKS)]

@@ -71,7 +71,7 @@ class Streams:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("most", [30, 1400], ids=["ids are told", "slips are"])
+@pytest.mark.parametrize("most", [30, 1400], ids=["ids are told", "row descriptors are"])
 @pytest.mark.long
 def test_layers_whose_kernels_begin_early(
     most: int, fp8: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch

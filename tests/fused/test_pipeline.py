@@ -66,14 +66,14 @@ def test_row_descriptors_are_enough_and_the_bits_are_those_of_dispatch_and_combi
             for routed, call in zip(arrived, calls, strict=True):
                 src, places = routed.src, routed.row_weights.view(torch.int32).long()
                 rows = torch.empty(len(src), hidden, dtype=dtype)
-                for row, (home, token) in enumerate(src.tolist()):  # fetch.cuh
-                    rows[row] = at(peers[home] + blocks[home][0].offset + token * 2 * hidden, (hidden,), dtype)
+                for row, (source, token) in enumerate(src.tolist()):  # fetch.cuh
+                    rows[row] = at(peers[source] + blocks[source][0].offset + token * 2 * hidden, (hidden,), dtype)
                 y = layer.apply_experts(
                     rows, call["w13"], call["w2"], routed.tokens_per_expert, interleaved=call["interleaved"]
                 )
-                for row, (home, token) in enumerate(src.tolist()):
+                for row, (source, token) in enumerate(src.tolist()):
                     assert int(places[row]) // topk == token
-                    receive_buffer = peers[home] + blocks[home][1].offset + int(places[row]) * 2 * hidden
+                    receive_buffer = peers[source] + blocks[source][1].offset + int(places[row]) * 2 * hidden
                     at(receive_buffer, (hidden,), dtype).copy_(y[row])
             for rank, (routed, call) in enumerate(zip(arrived, calls, strict=True)):  # reduce.cuh
                 tokens = len(call["x"])

@@ -1,6 +1,6 @@
 """Parsers of bytes from other processes under a coverage-guided fuzzer, with AddressSanitizer and UBSan.
 
-docs/testing.md says how to run it for long, and how the corpus grows.
+docs/maintainers/testing.md says how to run it for long, and how the corpus grows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
 FAILS, ALL = ("--error-exitcode", "9"), "R4"
 # Tests compare the rows that are in use, but copy complete outputs; so do kernels of torch.
 OURS = ("--kernel-name", "kernel_substring=moecomm", "--check-api-memory-access", "no")
-# Options of a tool, and the tests that it runs.  What some of them find all the same: docs/testing.md.
+# Options of a tool, and the tests that it runs.  What some of them find all the same: docs/maintainers/testing.md.
 TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "memcheck": (FAILS, ALL),
     "racecheck": ((), ALL),

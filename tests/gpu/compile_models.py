@@ -55,7 +55,7 @@ def of_layers(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
 
 
 def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
-    """Dispatches of rows, of rows that are cast, and of slips; the combine."""
+    """Dispatches of rows, of rows that are cast, and of row descriptors; the combine."""
     with opened(model, ranks, tokens) as buffer:
         ids, weights = torch.full((tokens, model.topk), -1), torch.zeros(tokens, model.topk)
         x = torch.zeros(tokens, model.hidden, dtype=BF16)

@@ -1,7 +1,7 @@
 """Rounds of all sizes back to back between GPUs, in graphs and eager, interleaved and on several streams: all exact.
 
 Weights are powers of two and rows are small integers, so that sums are exact in any order: whatever the routing, a
-token comes home as itself times the sum of its weights.  Rows tell their tokens apart, so one at a wrong place shows.
+token returns as itself times the sum of its weights.  Rows tell their tokens apart, so one at a wrong place shows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYOUTS = ("flat", "expert", "flat", "expert", "flat", "expert", "batched")
 
 
 class Round:
-    """Inputs of one dispatch, changed in place, and what must come home."""
+    """Inputs of one dispatch, changed in place, and what must return."""
 
     def __init__(self, tokens: int, layout: str, seed: int) -> None:
         self.layout, self.tokens = layout, tokens

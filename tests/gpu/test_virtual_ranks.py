@@ -202,7 +202,7 @@ def test_staging_goes_around_a_small_ring(monkeypatch: pytest.MonkeyPatch, reque
 def test_random_cases_across_domains(
     sizes: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of some ranks go straight to those of other domains, of others by their relays."""
+    """Rows of some ranks go direct to those of other domains, of others through their forwarders."""
     monkeypatch.setattr(lsa, "direct_bytes", direct_bytes)
     cases, seed = request.config.getoption("--gpu-cases"), request.config.getoption("--seed") * 1_000_000
     check_cases(sizes, range(seed, seed + cases // len(DOMAINS)), request.config)
@@ -400,8 +400,8 @@ def test_combines_one_after_the_other_with_a_rank_that_wants_nothing(pair: Local
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_weights_of_the_homes(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other weights in every combine, and those of the dispatch; then a home that does not come."""
+def test_weights_of_the_source_ranks(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights in every combine, and those of the dispatch; then a source rank that does not come."""
     if not few:
         monkeypatch.setattr(packets, "room", lambda ranks, max_tokens, row: 0)
     with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=2) as ranks:

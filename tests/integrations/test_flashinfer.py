@@ -170,7 +170,7 @@ def on_ranks(body: Callable[[Rank], Any], moe_ep: Any, **options: Any) -> list[A
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
-def test_tokens_come_home(moe_ep: Any, ids_dtype: torch.dtype) -> None:
+def test_tokens_return(moe_ep: Any, ids_dtype: torch.dtype) -> None:
     def body(rank: Rank) -> bool:
         got = rank.comm.dispatch(rank.x, rank.ids.to(ids_dtype), rank.weights)
         assert got.tokens_per_rank == MOST and len(got.hidden_states) == len(got.topk_ids) == RANKS * MOST
@@ -192,7 +192,7 @@ def test_a_window_has_room_for_the_shapes_of_the_contract(moe_ep: Any, monkeypat
     """Results have as many rows as there can be: the window does not follow what is expected."""
     monkeypatch.setattr(settings, "CAPACITY_FACTOR", 0.01)
     monkeypatch.setattr(settings, "_ROOM", 1)
-    test_tokens_come_home(moe_ep, torch.int64)
+    test_tokens_return(moe_ep, torch.int64)
 
 
 def test_fp8_rows_travel_with_scales(moe_ep: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.integrations import versions
 from tests.integrations.versions import FRAMEWORKS, Framework
 
-PAGE = (versions.ROOT / "docs" / "testing.md").read_text()
+PAGE = (versions.ROOT / "docs" / "maintainers" / "testing.md").read_text()
 FAKE = Framework("moecomm-fake", "1.0", "1.5", "", tests=("given",))
 
 
@@ -42,7 +42,7 @@ def test_the_oldest_and_the_newest_of_an_index_are_installed_and_checked(
     monkeypatch.setattr(versions.Place, "run", run)
     assert versions.check_all(FAKE, newest_only=False)
     assert seen == ["1.0", "2.0"]
-    assert "the newest is 2.0 here, and 1.5 in docs/testing.md" in capsys.readouterr().out
+    assert "the newest is 2.0 here, and 1.5 in docs/maintainers/testing.md" in capsys.readouterr().out
 
 
 def test_a_version_that_the_index_lacks_is_left_out(

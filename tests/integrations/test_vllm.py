@@ -1,4 +1,4 @@
-"""Prepare and finalize as vLLM calls them, over CPU ranks: what arrives, and what comes home, against formulas."""
+"""Prepare and finalize as vLLM calls them, over CPU ranks: what arrives, and what returns, against formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from tests.integrations import vllm_stub as stub
-from tests.integrations.vllm_ranks import EXPERTS, HIDDEN, MOST, TOPK, Rank, everybody, home, on_ranks
+from tests.integrations.vllm_ranks import EXPERTS, HIDDEN, MOST, TOPK, Rank, everybody, finalized, on_ranks
 from tests.little_room import little_room
 
 
@@ -21,7 +21,7 @@ def test_tokens_come_home_weighted_and_added(batches: Any, kind: str, dtype: tor
         for _ in range(2):
             prepared = getattr(rank, kind).prepare(**rank.arguments())
             assert prepared[0].dtype is dtype and prepared[1] is None
-            found = home(rank, kind, prepared)
+            found = finalized(rank, kind, prepared)
         # Integers below 2^8, and so exact in all three; sums are rounded once more than once in 16 bits.
         unit = {torch.float32: 0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
         return bool(
@@ -94,7 +94,7 @@ def test_standard_rows_that_have_no_room_go_in_several_rounds(batches: Any, test
 def test_one_expert_a_token_may_be_weighted_before(batches: Any, kind: str) -> None:
     def body(rank: Rank) -> tuple[bool, str]:
         prepared = getattr(rank, kind).prepare(**rank.arguments(apply_router_weight_on_input=True))
-        same = torch.equal(home(rank, kind, prepared, apply=True), rank.wanted())
+        same = torch.equal(finalized(rank, kind, prepared, apply=True), rank.wanted())
         twice = {"topk_weights": rank.weights.repeat(1, 2), "topk_ids": rank.ids.repeat(1, 2)}
         with pytest.raises(moecomm.Unsupported, match="apply_router_weight_on_input"):
             getattr(rank, kind).prepare(**rank.arguments(apply_router_weight_on_input=True, **twice))
@@ -109,9 +109,9 @@ def test_no_tokens_and_no_experts_anywhere(batches: Any, kind: str) -> None:
         rank.ids = torch.full_like(rank.ids, -1)
         prepared = getattr(rank, kind).prepare(**rank.arguments())
         assert int(prepared[2].expert_num_tokens.sum()) == 0 and (kind == "batched" or prepared[0].shape == (0, HIDDEN))
-        assert torch.equal(home(rank, kind, prepared), torch.zeros_like(rank.x))
+        assert torch.equal(finalized(rank, kind, prepared), torch.zeros_like(rank.x))
         rank.x, rank.ids, rank.weights = rank.x[:0], rank.ids[:0], rank.weights[:0]
-        assert home(rank, kind, getattr(rank, kind).prepare(**rank.arguments())).shape == (0, HIDDEN)
+        assert finalized(rank, kind, getattr(rank, kind).prepare(**rank.arguments())).shape == (0, HIDDEN)
 
     on_ranks(body)
 
@@ -144,12 +144,12 @@ def test_a_prepare_that_fails_on_one_rank_ends_the_next_one_on_all(batches: Any,
         prepare = getattr(rank, kind).prepare
         try:
             for _ in range(before):
-                assert torch.equal(home(rank, kind, prepare(**rank.arguments())), rank.wanted())
+                assert torch.equal(finalized(rank, kind, prepare(**rank.arguments())), rank.wanted())
             if rank.rank == 1:
                 with pytest.raises(moecomm.Unsupported, match="apply_router_weight_on_input"):
                     prepare(**rank.arguments(apply_router_weight_on_input=True))
             with pytest.raises(moecomm.OutOfStep):
-                home(rank, kind, prepare(**rank.arguments()))
+                finalized(rank, kind, prepare(**rank.arguments()))
         finally:
             done.wait(30)
 
@@ -173,7 +173,7 @@ def test_a_finalize_that_fails_on_one_rank_ends_the_next_one_on_all(batches: Any
                 with pytest.raises(moecomm.Unsupported):
                     getattr(rank, kind).finalize(out, y, rank.weights, rank.ids, False, wrong)
             with pytest.raises(moecomm.OutOfStep):
-                home(rank, kind, prepared)
+                finalized(rank, kind, prepared)
         finally:
             done.wait(30)
 
@@ -186,7 +186,9 @@ def test_standard_takes_more_tokens_than_before(batches: Any) -> None:
         for times in (1, 40):  # the second Buffer is larger: the least one has room for 128 tokens
             if rank.rank == 2:
                 rank.x, rank.ids, rank.weights = (t.repeat(times, 1) for t in (rank.x, rank.ids, rank.weights))
-            same.append(torch.equal(home(rank, "standard", rank.standard.prepare(**rank.arguments())), rank.wanted()))
+            same.append(
+                torch.equal(finalized(rank, "standard", rank.standard.prepare(**rank.arguments())), rank.wanted())
+            )
         return all(same)
 
     assert on_ranks(body) == [True] * 4
@@ -278,7 +280,7 @@ def test_batched_rows_are_cast_on_the_way(batches: Any, packed: bool) -> None:
         assert scales.stride(-2) == 1, "a column is contiguous"
         if packed:
             scales = torch.ldexp(torch.tensor(1.0), (scales & 255) - 127)
-        found = home(rank, "batched", (_dequantized(x, scales), None, meta, None, None))
+        found = finalized(rank, "batched", (_dequantized(x, scales), None, meta, None, None))
         # FP8 has 4 bits: half a unit of the largest value of a row, 8, and then its products.
         return bool(((found - rank.wanted()).abs() <= 0.5 * (rank.weights * (rank.ids + 1)).sum(1, keepdim=True)).all())
 
@@ -342,7 +344,7 @@ def test_experts_may_write_reduced_rows_where_peers_read_them(batches: Any) -> N
 def test_finalize_before_prepare_and_closed_managers_are_named(batches: Any) -> None:
     rank = Rank(moecomm.local_ranks(1)[0])
     with pytest.raises(moecomm.BadInput, match="prepare first"):
-        home(rank, "standard", (rank.x, None, None, rank.ids, rank.weights))
+        finalized(rank, "standard", (rank.x, None, None, rank.ids, rank.weights))
     for manager in rank.managers:
         manager.set_num_sms(10**6)
         assert manager.get_handle({}).num_sms is None and manager.max_sms_used() is None
@@ -360,7 +362,7 @@ def test_finalize_before_prepare_and_closed_managers_are_named(batches: Any) -> 
 def test_ranks_with_different_numbers_of_experts_are_refused_by_name(batches: Any, kind: str) -> None:
     def body(rank: Rank) -> str:
         with pytest.raises(moecomm.BadInput) as caught:
-            home(rank, kind, getattr(rank, kind).prepare(**rank.arguments(num_experts=10)))
+            finalized(rank, kind, getattr(rank, kind).prepare(**rank.arguments(num_experts=10)))
         return caught.value.argument
 
     assert on_ranks(body) == ["num_experts"] * 4

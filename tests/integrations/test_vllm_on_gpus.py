@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integrations import vllm_stub as stub
-from tests.integrations.vllm_ranks import Rank, home
+from tests.integrations.vllm_ranks import Rank, finalized
 
 
 def run(gpu_ranks: Any, body: Any) -> dict[int, Any]:
@@ -42,13 +42,13 @@ def _beside(rank: int, group: Any) -> list[bool]:
         wanted = mine.wanted()
         close = (out.float() - wanted.float()).abs() <= 2.0**-7 * (wanted.float().abs() + 1)
         same += [bool(close.all()), torch.equal(shared, mine.x.float())]
-        same.append(torch.equal(home(mine, kind, both.prepare(**mine.arguments())), out))
+        same.append(torch.equal(finalized(mine, kind, both.prepare(**mine.arguments())), out))
     mine.close()
     return same
 
 
 @pytest.mark.gpu2
-def test_shared_experts_run_beside_the_way_home(gpu_ranks: Any) -> None:
+def test_shared_experts_run_beside_the_combine(gpu_ranks: Any) -> None:
     for same in run(gpu_ranks, _beside).values():
         assert same == [True] * 18
 

@@ -4,7 +4,7 @@
 
 --newest leaves the oldest versions out.  Each version is installed into a virtual environment of its own over this one,
 which is deleted afterwards.  Most frameworks come without dependencies: tests read their sources, and import nothing of
-them.  docs/testing.md has the list.
+them.  docs/maintainers/testing.md has the list.
 """
 
 from __future__ import annotations
@@ -217,7 +217,9 @@ def check_all(framework: Framework, newest_only: bool) -> bool:
         print(f"{framework.package}: {error}", flush=True)
         return False
     if there[0] != framework.newest:
-        print(f"{framework.package}: the newest is {there[0]} here, and {framework.newest} in docs/testing.md")
+        print(
+            f"{framework.package}: the newest is {there[0]} here, and {framework.newest} in docs/maintainers/testing.md"
+        )
     for version in dict.fromkeys((there[0],) if newest_only else (framework.oldest, there[0])):
         if version not in there:
             print(f"{framework.package} {version}: not on the index, left out", flush=True)

@@ -106,7 +106,9 @@ def everybody(seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Ten
     return found
 
 
-def home(rank: Rank, kind: str, prepared: tuple[Any, ...], reduce: Any = None, apply: bool = False) -> torch.Tensor:
+def finalized(
+    rank: Rank, kind: str, prepared: tuple[Any, ...], reduce: Any = None, apply: bool = False
+) -> torch.Tensor:
     """Experts and finalize."""
     x, _, meta, ids, weights = prepared
     out = torch.full_like(rank.x, torch.nan)

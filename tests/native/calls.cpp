@@ -134,7 +134,7 @@ CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
     a.route = route_of(cluster, l, rank);
     a.y = part.y_at != 0 ? reinterpret_cast<u64>(cluster.base(rank)) + part.y_at : address(part.y);
     a.bias = c.bias ? address(part.bias) : 0;
-    a.weight_grads = !c.grads ? 0 : part.grads.empty() ? 16 : address(part.grads);  // who has no rows relays those of others
+    a.weight_grads = !c.grads ? 0 : part.grads.empty() ? 16 : address(part.grads);  // a rank without rows forwards those of others
     a.topk_weights = !c.own_weights ? 0 : part.weights.empty() ? 16 : address(part.weights);
     a.y_stride = part.y_stride;
     a.bias_stride = part.bias_stride;

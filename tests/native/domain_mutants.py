@@ -79,14 +79,14 @@ DOMAIN_MUTANTS = [
         "domains tsan",
     ),
     Mutant(
-        "relay raises its flags before it stores",
+        "forwarder raises its flags before it stores",
         "host/scaleout/forward.cpp",
         "    Delivery delivery(d_, column.source, chunk);\n",
         "    Delivery delivery(d_, column.source, chunk);\n    delivery.raise_flags();\n",
         "domains plain",
     ),
     Mutant(
-        "nothing relayed while a place is missing",
+        "nothing forwarded while a place is missing",
         "host/dispatch.cpp",
         "        forwarder.forward_arrived();\n        if (inbox != nullptr) inbox->take_arrived();\n"
         "        const auto go_on = [&] { return sender.has_place() || forwarder.any_arrived() || ",
@@ -102,7 +102,7 @@ DOMAIN_MUTANTS = [
         "domains plain",
     ),
     Mutant(
-        "second half relays from the start",
+        "second half is forwarded from the start",
         "host/scaleout/forward.cpp",
         "while (column.next < chunks(column) && forwarded()) column.next += stride_;",
         "if (column.next < chunks(column) && forwarded()) column.next += stride_;",
@@ -222,7 +222,7 @@ DOMAIN_MUTANTS = [
         "        add_row(sum, rows.row[i] + column * bytes_of(rows.type[i]), rows.type[i], 1.0f, n);\n}",
         "domains plain",
     ),
-    # Weights that homes give.
+    # Weights that source ranks give.
     Mutant(
         "weights put after the mail",
         "host/combine.cpp",
@@ -245,7 +245,7 @@ DOMAIN_MUTANTS = [
         "domains plain",
     ),
     Mutant(
-        "a relay weighs by what the dispatch carried",
+        "a forwarder weighs by what the dispatch carried",
         "host/combine.h",
         "if (own_weights) return own_weight(",
         "if (own_weights && source_rank == r.me) return own_weight(",

@@ -199,7 +199,7 @@ i64 heap_needed(const Shape& s, const Scenario& scenario) {
     return bytes;
 }
 
-// Weights that the homes of a combine give, in every other that may have them.  What else is drawn does not depend on it.
+// Weights that the source ranks of a combine give, in every other that may have them.  What else is drawn does not depend on it.
 void draw_weights(const Shape& s, Combined& c, u64 seed) {
     Random random(seed);
     c.own_weights = takes_weights(s) && c.routed->layout != Layout::flat && c.weighted && !c.grads && random.once_in(2);

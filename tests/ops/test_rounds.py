@@ -238,7 +238,7 @@ def test_a_gradient_of_either_input_alone() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradcheck(layout: str, ranks: int) -> None:
     """Take whole numbers: differences have no rounding.  Ranks take each step together, since every round needs all of
-    them; what comes home to one depends on its own tokens alone.
+    them; what returns to one depends on its own tokens alone.
     """
     topk_idx = torch.tensor([[0, 1], [3, -1], [2, 0]])
 

@@ -220,23 +220,23 @@ def test_a_combine_is_filled_in() -> None:
 @pytest.mark.parametrize("layout", [FLAT, EXPERT, BATCHED])
 def test_everything_a_combine_takes(layout: int) -> None:
     rows = (3, 3) if layout == BATCHED else (9,)
-    y, out, home = torch.zeros(*rows, HIDDEN), torch.zeros(5, HIDDEN), torch.zeros(5, TOPK)
+    y, out, returned = torch.zeros(*rows, HIDDEN), torch.zeros(5, HIDDEN), torch.zeros(5, TOPK)
     grads = torch.zeros(*rows, TOPK) if layout == FLAT else torch.zeros(rows)
     row, matrix = torch.zeros(HIDDEN), torch.zeros(5, HIDDEN)
     plan = combine_plan(layout, bias=row, grads=grads)
     for bias, stride in ((row, 0), (matrix, 256)):
-        args = plan.bind(dispatched(layout), y, out, bias, grads, home)
+        args = plan.bind(dispatched(layout), y, out, bias, grads, returned)
         assert args is not None
         assert (args.bias, args.bias_stride, args.y_stride) == (bias.data_ptr(), stride, 256)
-        assert (args.weight_grads, args.out_weight_grads) == (grads.data_ptr(), home.data_ptr())
+        assert (args.weight_grads, args.out_weight_grads) == (grads.data_ptr(), returned.data_ptr())
     wrong: dict[str, list[Any]] = {
         "y": [y[:-1], y.double(), y[..., : HIDDEN // 2], y.to("meta"), None],
         "out": [out[:-1], out.double(), out.t().contiguous().t()],
         "bias": [None, row[1:], matrix[1:], row.double(), torch.zeros(HIDDEN + 1)[1:]],
         "weight_grads": [None, grads[1:], grads.double(), grads.unsqueeze(0)],
-        "out_weight_grads": [None, home[1:], torch.zeros(TOPK, 5).t()],
+        "out_weight_grads": [None, returned[1:], torch.zeros(TOPK, 5).t()],
     }
-    good = {"y": y, "out": out, "bias": row, "weight_grads": grads, "out_weight_grads": home}
+    good = {"y": y, "out": out, "bias": row, "weight_grads": grads, "out_weight_grads": returned}
     for name, values in wrong.items():
         for value in values:
             assert plan.bind(dispatched(layout), **{**good, name: value}) is None, (name, value)
@@ -247,8 +247,8 @@ def test_everything_a_combine_takes(layout: int) -> None:
 def test_gradients_of_no_rows_still_travel() -> None:
     grads = torch.zeros(0)
     plan = combine_plan(grads=grads)
-    y, out, home = torch.zeros(0, HIDDEN), torch.zeros(5, HIDDEN), torch.zeros(5, TOPK)
-    args = plan.bind(dispatched(EXPERT, rows=0), y, out, None, grads, home)
+    y, out, returned = torch.zeros(0, HIDDEN), torch.zeros(5, HIDDEN), torch.zeros(5, TOPK)
+    args = plan.bind(dispatched(EXPERT, rows=0), y, out, None, grads, returned)
     assert args is not None and args.weight_grads != 0
 
 

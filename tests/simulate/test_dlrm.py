@@ -1,4 +1,4 @@
-"""docs/dlrm.md: its tables are those of its result, the result is what the model says, and the model is measured."""
+"""docs/maintainers/dlrm.md: its tables are those of its result, the result is what the model says, and the model is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/wide_ep.md is what its result says, and the result is what the model predicts."""
+"""docs/maintainers/wide_ep.md is what its result says, and the result is what the model predicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def kept() -> dict[str, Any]:
 def test_the_page_is_that_of_its_result(kept: dict[str, Any]) -> None:
     import wide_ep
 
-    assert (ROOT / "docs" / "wide_ep.md").read_text() == wide_ep.page(kept), "run: python bench/refit.py"
+    assert (ROOT / "docs" / "maintainers" / "wide_ep.md").read_text() == wide_ep.page(kept), (
+        "run: python bench/refit.py"
+    )
 
 
 def test_the_result_is_what_the_model_says(kept: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def kept(ranks: int) -> list[list[dict[str, Any]]]:
 
 # Where the shipped bounds differ from what the rule derives.  On 4 ranks, 16 tokens of GPT-OSS, 64 rows a rank, gain
 # 3.3 %, and those of Mixtral, 32 rows a rank, 2.5 %.  In earlier versions of the results as few tokens of DeepSeek-V3
-# and Qwen3-235B gained nothing (docs/decisions.md), so the table keeps the 256 rows from which on all layers gain.
+# and Qwen3-235B gained nothing (docs/maintainers/decisions.md), so the table keeps the 256 rows from which on all gain.
 DERIVED = {("bf16", 4): Bounds("bf16", 4, 2, 32)}
 
 

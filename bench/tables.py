@@ -1,0 +1,185 @@
+"""Results of bench/results, and rows of tables made from them: times, windows, and marks of times that are too old."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equal_kernels
+import launches
+
+from moecomm_bench import sources
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+OLDER = "†"
+WINDOW = " | window"  # the end of the heads of a table
+LEGEND = (
+    f"{OLDER}: moecomm's kernels behind this time, or the blocks, chunks or schedules that the host chooses for them, "
+    "have changed since the run, or are not shown to be the same. Today's time may be shorter or longer. Times of "
+    "other libraries are not affected. Marks do not cover the Python that a call runs, on which eager times and host "
+    "times depend."
+)
+MANY = ("dispatch", "combine")  # of one domain
+FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
+ROUNDS = (*MANY, *FEW)
+DOMAINS = ("dispatch between domains", "combine between domains")
+# Further parts of rounds between domains, by what they put through.
+THROUGH = {
+    "lsa": ("puts",),
+    "emulated NIC": ("puts", "NIC", "rounds by NIC"),
+    "gin": ("gin", "RMA plugin", "rounds by gin"),
+    "nvshmem": ("nvshmem", "rounds by nvshmem"),
+}
+LAYER = (*ROUNDS, "GEMM", "fused layer")
+# Overlapped operators, and their results.
+OPERATORS = (
+    "all-gather-matmul",
+    "matmul-reduce-scatter",
+    "matmul-all-reduce",
+    "matmul-all-to-all",
+    "embedding-all-to-all",
+)
+OVERLAP = tuple(f"overlap-{name}-h100-2" for name in OPERATORS)
+OVERLAP_H200 = tuple(f"overlap-{name}-h200-2" for name in OPERATORS[:-1])
+
+
+class Topic(NamedTuple):
+    """A section of a page: heading, description, names of the results, and the function that makes the table."""
+
+    title: str
+    about: str
+    results: str  # names, blanks between them
+    table: Callable[[], str]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the results."""
+        return self.results.split()
+
+
+def load(name: str) -> dict[str, Any]:
+    """Load one result of bench/results."""
+    return dict(json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()))
+
+
+def names() -> list[str]:
+    """Return the names of all results."""
+    return sorted(path.stem for path in (ROOT / "bench" / "results").glob("*.json"))
+
+
+def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
+    """Return True if any of these parts (moecomm_bench.sources, bench/launches.py) has changed since the measurement.
+
+    A part has changed if its source has, unless bench/equal_kernels.py has found the machine code to be the same, or if
+    the host launches it otherwise.
+    """
+    now, launched, ranks = digests(), launches.digests(), found.get("case", {}).get("ranks")
+    then = launches.noted(found.get("commit", ""))
+    kernels, chosen = then.get("kernels", {}) | found["kernels"], then.get("launches", {})
+
+    def changed(part: str) -> bool:
+        source, choices = equal_kernels.source_of(part), launches.keys(part, ranks)
+        if any(chosen.get(key) != launched[key] for key in choices):
+            return True
+        if source not in now:
+            assert choices, f"no part: {part}"
+            return False
+        return kernels.get(source) not in (now[source], *equal_kernels.equal(part, now[source]))
+
+    return any(map(changed, parts))
+
+
+def round_parts(tokens: int, what: str = "pair") -> tuple[str, ...]:
+    """Return the parts behind dispatches, combines or pairs of so many tokens a rank.
+
+    128 tokens of 16-bit rows always go in packets (moecomm/base/packets.py), more than 512 never.
+    """
+    parts = FEW if tokens <= 128 else MANY if tokens > 512 else ROUNDS
+    return parts if what == "pair" else tuple(part for part in parts if part.startswith(what))
+
+
+def layer_parts(tokens: int) -> tuple[str, ...]:
+    """Return the parts behind expert layers of so many tokens a rank.  Fused ones make row descriptors, no packets."""
+    return (*(MANY if tokens > 512 else ROUNDS), "GEMM", "fused layer")
+
+
+@lru_cache(maxsize=1)
+def digests() -> dict[str, str]:
+    """Return the digests of the current kernels."""
+    return sources.digests(CSRC)
+
+
+def line(
+    found: dict[str, Any],
+    parts: Iterable[str],
+    *cells: str,
+    beside: dict[str, Any] | None = None,
+    at: Iterable[int] = (0,),
+) -> str:
+    """Return one row of a table, marked if its figures are older than the kernels they measure.
+
+    Args:
+        found: the result with the figures.
+        parts: the parts of the kernels that it measures: see `older`.
+        cells: the cells of the row.
+        beside: a second result with figures in the row.
+        at: the cells to mark; in rows with other libraries, the cells of moecomm.
+    """
+    if any(older(one, parts) for one in (found, beside) if one):
+        cells = tuple(f"{cell} {OLDER}" if index in at and cell else cell for index, cell in enumerate(cells))
+    return f"| {' | '.join(cells)} |"
+
+
+def table(heads: str, rows: Iterable[str]) -> str:
+    """Return a table of lines; `heads` has | between columns. Leave out a last column `window` that no row fills."""
+    rows, unfilled = list(rows), "|  |"
+    if heads.endswith(WINDOW) and all(row.endswith(unfilled) for row in rows):
+        heads, rows = heads.removesuffix(WINDOW), [f"{row.removesuffix(unfilled)}|" for row in rows]
+    return "\n".join([f"| {heads} |", "| --- |" + " --- |" * heads.count("|"), *rows])
+
+
+def window_of(*rows: dict[str, Any]) -> str:
+    """Format the largest window in these rows or entries of `memory`; empty if none has it."""
+    sizes = [row[key] for row in rows for key in ("window_bytes", "window") if key in row]
+    return f"{max(sizes) / 2**30:.1f} GiB" if sizes else ""
+
+
+def window_in(found: dict[str, Any], tokens: int, layout: str) -> str:
+    """Format the window of a rank in `memory` of a result, at one size in one layout; empty if the result lacks it."""
+    of_size = (memory for memory in found.get("memory", ()) if memory["tokens"] == tokens)
+    return window_of(*(memory for memory in of_size if memory.get("layout", layout) == layout))
+
+
+def time_of(us: float) -> str:
+    """Format a time."""
+    return f"{us / 1e3:.2f} ms" if us >= 1e4 else f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
+
+
+def figure(found: dict[str, Any], **wanted: Any) -> str:
+    """Return the time of the row with these values, and the fraction of the wire that it reaches; empty if there is
+    none.
+
+    Rows are by default moecomm's, of flat layout, with the blocks of the tuning table.
+    """
+    wanted = {"who": "moecomm", "layout": "flat", "sms_asked": 0, "payload": "", "variant": "", **wanted}
+    for row in found["rows"]:
+        if "us" in row and all(row.get(key, value) == value for key, value in wanted.items()):
+            wire = "" if row.get("of_wire") is None else f" ({row['of_wire']:.2f})"
+            return time_of(row["us"]["p50"]) + wire
+    return ""
+
+
+def gpu(found: dict[str, Any]) -> str:
+    """Return the name of the machine's GPUs, short."""
+    gpus = found["machine"]["gpus"]
+    return next((word for word in gpus[0].split() if word[1:].isdigit()), gpus[0]) + "s" if gpus else "CPU ranks"
+
+
+def source(name: str, results: str) -> str:
+    """Return a link to a result, with its date and commit; `results` is the folder of results from the page."""
+    found = load(name)
+    return f"[`{name}.json`]({results}/{name}.json) ({found['date']}, {found['commit']})"
