@@ -1,4 +1,4 @@
-"""docs/maintainers/dlrm.md: its tables are those of its result, the result is what the model says, and the model is measured."""
+"""docs/maintainers/dlrm.md: tables of its result, a result of the model, and a model that measured rows bear out."""
 
 from __future__ import annotations
 
