@@ -142,7 +142,6 @@ setup(
     package_data={
         "moecomm": ["py.typed", "*.pyi"],
         "moecomm_bench.simulate": ["*.json"],
-        "moecomm_bench.simulate.dlrm": ["*.json"],
         "moecomm.tuning": ["*.json"],
         **{package: ["*.h", "*.cuh", "*.cu"] for package in HEADERS},  # shims may be compiled later
     },

@@ -1,23 +1,25 @@
 """docs/maintainers/dlrm.md: training a recommendation model on 2 to 128 nodes, beside a published prediction.
 
-`bench/refit.py` writes the result and the page.
+`bench/refit.py` fits the model to measured operators, and writes the result and the page.
 """
 
 from __future__ import annotations
 
-import json
+import re
+import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import ceil, log2
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from moecomm_bench.simulate.dlrm.cluster import Cluster
-from moecomm_bench.simulate.dlrm.gpu import parse
-from moecomm_bench.simulate.dlrm.iteration import BOTH, FORMS, FUSED, TORCH, UNFUSED, iteration
-from moecomm_bench.simulate.dlrm.predict import predict
-from moecomm_bench.simulate.dlrm.shape import Dlrm
-from moecomm_bench.simulate.dlrm.table import ITERATION, phases
+import numpy as np
+
+from moecomm_bench import schema
 from moecomm_bench.simulate.nic import ModelNic
+from moecomm_bench.simulate.routing import Array
+from moecomm_bench.simulate.solve import solve
 
 ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "bench" / "results" / "dlrm.json", ROOT / "docs" / "maintainers" / "dlrm.md"
@@ -25,324 +27,374 @@ NODES = [2, 4, 8, 16, 32, 64, 128]
 # Punniyamurthy, Hamidouche, Beckmann: arXiv:2305.06942.  Savings: of an iteration on 128 simulated nodes, and of the
 # operator between nodes: on average, and at most (version 1).
 PAPER = {"iteration": 0.21, "operator": 0.31, "most": 0.58}
-MI210_GBS, MI210_TFLOPS = 1600.0, 181.0  # AMD's figures
+GPU, RANKS = "NVIDIA H100 80GB HBM3", 2  # of the measured rows
+H100, MI210 = (3350.0, 989.0), (1600.0, 181.0)  # data sheets: GB/s of memory, dense 16-bit TFLOP/s
 OLD_NIC_GBS = 25.0  # assumed
-SMALL_BOTTOM, SMALL_TOP = (13, 512, 512, 512, 128), (512, 512, 512)
-OVER_TORCH = "over torch's bags and NCCL"
-POOLINGS, NICS = [1, 16, 32, 64, 100, 200], [12.5, 25.0, 50.0, 100.0, 200.0]
+PIECES = 2 * 132 * 32  # of a fused lookup: two for each warp of the grid (moecomm/overlap/gpu.py); a put each
+TORCH, UNFUSED, FUSED, BOTH = FORMS = ("torch", "unfused", "fused", "fused both ways")
+
+Terms = dict[str, dict[str, float]]  # of a GPU, by part
+
+
+class Lookups(NamedTuple):
+    """Lookups of the busiest rank: `tables` tables for a `batch` of all ranks, in bags of `pooling` rows."""
+
+    tables: int
+    batch: int
+    pooling: int
+    columns: int
+    item_bytes: int = 4
+
+    @property
+    def sums(self) -> int:
+        """Numbers in all sums of bags."""
+        return self.tables * self.batch * self.columns
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of all sums."""
+        return self.sums * self.item_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the rows and of their 64-bit indices."""
+        return self.pooling * (self.out_bytes + 8 * self.tables * self.batch)
+
+
+class Product(NamedTuple):
+    """`experts` products of [rows, depth] and [depth, columns] matrices in 16 bits."""
+
+    rows: int
+    columns: int
+    depth: int
+    experts: int = 1
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of the results."""
+        return 2 * self.experts * self.rows * self.columns
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """A model on 128 GPUs, what is fused, and what that is compared with."""
+class Dlrm:
+    """Tables of all ranks, samples of one, and widths of the MLPs: the bottom one's with its input."""
+
+    tables: int = 128
+    columns: int = 128
+    pooling: int = 100
+    samples: int = 1024
+    bottom: tuple[int, ...] = (2000, 1024, 1024, 128)
+    top: tuple[int, ...] = (4096, 4096, 4096, 1)
+    projection: int = 30
+    dtype: str = "fp32"
+
+    def forward(self) -> list[list[Product]]:
+        """Return the products of the bottom and of the top MLP."""
+        above = (self.columns + (self.tables + 1) * self.projection, *self.top)
+        return [[Product(self.samples, n, k) for k, n in pairwise(widths)] for widths in (self.bottom, above)]
+
+
+SMALL = Dlrm(bottom=(13, 512, 512, 512, 128), top=(512, 512, 512))  # ASTRA-Sim's MLPs
+
+
+def together(*parts: float) -> float:
+    """Return the time of parts that run concurrently: a little more than the longest."""
+    return float(sum(part**4 for part in parts) ** (1 / 4))
+
+
+def work_us(gpu: Terms, flops: float, moved: float) -> float:
+    """Return the time of a kernel of cuBLAS, which is slower when it has run for `burst_us`."""
+    of = gpu["products"]
+    compute_us = flops / of["tflops"] / 1e6
+    compute_us += max(0.0, compute_us - of["burst_us"]) * (1 / of["sustained"] - 1)
+    return of["fixed_us"] + together(compute_us, moved / of["hbm_gbs"] / 1e3)
+
+
+def product_us(gpu: Terms, product: Product) -> float:
+    """Return the time of a product."""
+    n, m, k, experts = product
+    return work_us(gpu, 2 * experts * n * m * k, 2 * experts * (n * m + m * k + n * k))
+
+
+def bags_us(gpu: Terms, work: Lookups, moved: float, *wires_us: float) -> float:
+    """Return the time of a kernel that reads all rows, moves so many bytes in memory, and sends for `wires_us`."""
+    of = gpu["bags"]
+    rows_us = work.tables * work.batch * work.pooling * of["row_ns"] / 1e3
+    return of["fixed_us"] + together((work.read_bytes + moved) / of["hbm_gbs"] / 1e3 + rows_us, *wires_us)
+
+
+def torch_us(gpu: Terms, work: Lookups) -> float:
+    """Return the time of embedding_bag, a call a table: calls, sums written, and the slower of bytes and additions."""
+    of = gpu["torch_bags"]
+    added_us = work.sums * work.pooling * of["element_ps"] / 1e6
+    calls_us = work.tables * of["table_us"] + work.sums * of["output_ps"] / 1e6
+    return calls_us + together(work.read_bytes / of["hbm_gbs"] / 1e3, added_us)
+
+
+def copy_us(gpu: Terms, moved: float) -> float:
+    """Return the time of torch's copy before an all-to-all."""
+    return 2 * moved / gpu["all_to_all"]["copy_gbs"] / 1e3
+
+
+# How one GPU and NVLink are fitted.
+
+
+class Measured(NamedTuple):
+    """The times of one case by each way ("moecomm", "nccl", "alone"), and its work on one rank."""
+
+    operator: str
+    us: dict[str, float]
+    work: Any
+
+    def us_of(self, part: str) -> float | None:
+        """Return the measured time that a part of the terms predicts; None if it does not predict this case."""
+        exchanges = self.operator == "matmul_all_to_all" and self.work.experts == 1
+        large = self.operator == "matmul_all_reduce" and self.work.out_bytes >= 2 << 20  # smaller ones are faster
+        nccl_us = self.us["nccl"] - self.us["alone"]
+        if isinstance(self.work, Lookups):
+            return {"bags": self.us["moecomm"], "torch_bags": self.us["alone"], "all_to_all": nccl_us}.get(part)
+        known = {"products": True, "all_to_all": exchanges, "all_reduce": large}.get(part, False)
+        return (self.us["alone"] if part == "products" else nccl_us) if known else None
+
+    def predicted_us(self, part: str, gpu: Terms) -> float:
+        """Return the time by the terms of a part, on two ranks over NVLink."""
+        sent: float = self.work.out_bytes
+        if part == "bags":  # sums pass through memory in the peer's staging, there and back, and in the result
+            return bags_us(gpu, self.work, 2 * sent, sent / 2 / gpu[part]["wire_gbs"] / 1e3)
+        if part in ("torch_bags", "products"):
+            return torch_us(gpu, self.work) if part == "torch_bags" else product_us(gpu, self.work)
+        if part == "all_reduce":
+            return gpu[part]["fixed_us"] + sent / gpu[part]["gbs"] / 1e3
+        copied_us = copy_us(gpu, sent) if isinstance(self.work, Lookups) else 0.0
+        return gpu[part]["fixed_us"] + sent / 2 / gpu[part]["gbs"] / 1e3 + copied_us
+
+
+# Expected values and the standard deviations of their logarithms: data sheets, and a few microseconds for a launch.
+EXPECTED = {
+    "bags": {"fixed_us": (15.0, 0.7), "hbm_gbs": (2600.0, 0.3), "row_ns": (0.01, 1.5), "wire_gbs": (260.0, 0.3)},
+    "torch_bags": {"table_us": (10.0, 0.7), "output_ps": (5.0, 0.7), "hbm_gbs": (2700.0, 0.3)}
+    | {"element_ps": (1.4, 0.7)},
+    "products": {"fixed_us": (3.0, 0.7), "tflops": (760.0, 0.3), "hbm_gbs": (2900.0, 0.3)}
+    | {"sustained": (0.9, 0.1), "burst_us": (1000.0, 0.7)},
+    "all_to_all": {"fixed_us": (25.0, 0.7), "gbs": (290.0, 0.3), "copy_gbs": (3000.0, 0.3)},
+    "all_reduce": {"fixed_us": (25.0, 0.7), "gbs": (290.0, 0.3)},
+}
+
+
+def fit(paths: Iterable[Path]) -> dict[str, Any]:
+    """Return {gpu, ranks, fitted_to, terms, errors}, from those results that are of moecomm.overlap on two H100s."""
+    found: list[Measured] = []
+    origins = []
+    for path in paths:
+        result = schema.read(path)
+        if result.get("benchmark") == "overlap" and (result["machine"]["gpus"][0], result["ranks"]) == (GPU, RANKS):
+            found += _measured(result)
+            origins.append({"file": path.name, "date": result["date"], "commit": result["commit"]})
+    terms = {part: _fitted(part, found) for part in EXPECTED}
+    errors = {}
+    for part in EXPECTED:
+        of = [abs(row.predicted_us(part, terms) / us - 1) for row in found if (us := row.us_of(part)) is not None]
+        errors[part] = {"rows": len(of), "median": round(statistics.median(of), 4), "worst": round(max(of), 4)}
+    terms = {part: {name: round(value, 5) for name, value in of.items()} for part, of in terms.items()}
+    return {"gpu": GPU, "ranks": RANKS, "fitted_to": origins, "terms": terms, "errors": errors}
+
+
+def _measured(result: dict[str, Any]) -> Iterable[Measured]:
+    """Yield the cases of a result, without products in FP8 and without those of fewer rows than training has."""
+    by_case: dict[tuple[str, ...], tuple[Any, dict[str, float]]] = {}
+    for row in result["rows"]:
+        if "us" in row and row["dtype"] != "fp8":
+            key = row["operator"], row["case"], row["dtype"]
+            by_case.setdefault(key, (row["shapes"], {}))[1][row["who"]] = row["us"]["p50"]
+    for (operator, _, dtype), ((x, w), us) in by_case.items():
+        work: Any = Product(x[0] * (RANKS if operator == "all_gather_matmul" else 1), *w)
+        if operator == "embedding_all_to_all":
+            work = Lookups(x[0], w[1], w[2], x[2], 4 if dtype == "fp32" else 2)
+        elif operator == "matmul_all_to_all":
+            work = Product(x[1] * x[2], w[1], w[2], x[0])
+        if isinstance(work, Lookups) or work.rows >= 128:
+            yield Measured(operator, us, work)
+
+
+def _fitted(part: str, found: list[Measured]) -> dict[str, float]:
+    points = [(row, us) for row in found if (us := row.us_of(part)) is not None]
+
+    def errors(values: Array) -> Array:
+        gpu = {part: dict(zip(EXPECTED[part], map(float, values), strict=True))}
+        return np.asarray([np.log(row.predicted_us(part, gpu) / us) / 0.03 for row, us in points])  # noise of a row
+
+    values = solve(errors, *np.array(list(EXPECTED[part].values())).T)
+    return dict(zip(EXPECTED[part], map(float, values), strict=True))
+
+
+# An iteration as a chain of operators on two streams: the GPU's, and the network's.
+
+
+class Phase(NamedTuple):
+    """An operator: its microseconds on the GPU and on the network, and the phases that it waits for."""
+
+    name: str
+    gpu_us: float
+    net_us: float = 0.0
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on nodes of one GPU: what is fused, and what that is compared with."""
 
     model: Dlrm
     nic: ModelNic
     mi210: bool = False
     form: str = FUSED
     base: str = UNFUSED
-    ranks: int = 1  # of a domain
+
+
+def iteration(terms: Terms, setting: Setting, nodes: int, form: str) -> tuple[float, dict[str, float]]:
+    """Return the microseconds of an iteration, and of each of its phases.
+
+    A phase starts when its streams are free and what it waits for is done. UNFUSED looks up with the gather of the
+    fused kernel, and then calls NCCL. TORCH calls embedding_bag for each table, and copies. FUSED is one kernel. BOTH
+    fuses the update of the tables with the all-to-all of gradients as well.
+    """
+    gpu = mi210(terms) if setting.mi210 else terms
+    free, ends, found = [0.0, 0.0], dict[str, float](), dict[str, float]()
+    for name, *on_us, after in phases(gpu, setting.model, setting.nic, nodes, form):
+        used = [stream for stream in (0, 1) if on_us[stream]]
+        start = max([free[stream] for stream in used] + [ends[one] for one in after])
+        found[name] = max(on_us)
+        ends[name] = start + found[name]
+        for stream in used:
+            free[stream] = start + on_us[stream]
+    return max(ends.values()), found
+
+
+def mi210(gpu: Terms) -> Terms:
+    """Return the terms of a GPU that reaches the same shares of another data sheet."""
+    memory, arithmetic = (other / measured for other, measured in zip(MI210, H100, strict=True))
+    by = {"hbm_gbs": memory, "copy_gbs": memory, "row_ns": 1 / memory, "tflops": arithmetic, "burst_us": 1 / arithmetic}
+    return {part: {name: value * by.get(name, 1.0) for name, value in of.items()} for part, of in gpu.items()}
+
+
+def phases(gpu: Terms, model: Dlrm, nic: ModelNic, nodes: int, form: str) -> list[Phase]:
+    """Return the phases of the busiest node in the order in which they are called."""
+    work = Lookups(ceil(model.tables / nodes), model.samples * nodes, model.pooling, model.columns)
+    sent = work.out_bytes
+    far = sent * (nodes - 1) / nodes
+    updated = work.pooling * sent + sent  # rows written, and gradients of bags
+    wire_us, exchange_us = nic.us(far, PIECES * far / sent), nic.us(far, nodes - 1) + nic.latency_us
+    exchange_us += gpu["all_to_all"]["fixed_us"]
+
+    def fused(name: str, moved: float) -> Phase:  # its warps wait for arrivals, so that it has the GPU to its end
+        us = bags_us(gpu, work, moved + 4 * far, wire_us) + nic.latency_us  # bytes that are sent pass memory 5 times
+        return Phase(name, us, min(us, wire_us))
+
+    bottom, top = model.forward()
+    weights = sum(layer.columns * layer.depth for layer in (*bottom, *top))
+    dots = model.samples * (model.tables + 1) * model.projection
+    read, written = 4 * model.samples * (model.tables + 1) * model.columns, 4 * dots
+    dots_us = 2 * work_us(gpu, 2 * dots * model.columns, read + written / 2)
+    bottom_us, top_us = (sum(product_us(gpu, one) for one in layers) for layers in (bottom, top))
+    back_us = [
+        sum(product_us(gpu, Product(one.columns, one.depth, one.rows)) for one in layers)
+        + sum(product_us(gpu, Product(one.rows, one.depth, one.columns)) for one in needed)
+        for layers, needed in ((bottom, bottom[1:]), (top, top))  # the input of the bottom MLP has no gradient
+    ]
+    first = [Phase("bottom MLP", bottom_us)]
+    if form in (FUSED, BOTH):
+        first.append(fused("lookups + all-to-all", sent))
+    else:  # the bottom MLP runs while sums travel, as in facebookresearch/dlrm
+        gather_us = torch_us(gpu, work) + copy_us(gpu, sent) if form == TORCH else bags_us(gpu, work, sent)
+        first[:0] = [Phase("lookups", gather_us), Phase("all-to-all", 0.0, exchange_us, ("lookups",))]
+    back = Phase("bottom MLP, backward", back_us[0])
+    last = [back, fused("all-to-all of gradients + update", updated)]
+    if form != BOTH:
+        gradients = Phase("all-to-all of gradients", 0.0, exchange_us, ("interactions, backward",))
+        last = [gradients, back, Phase("update of tables", bags_us(gpu, work, updated), 0.0, (gradients.name,))]
+    reduce_us = gpu["all_reduce"]["fixed_us"] + nic.us(2 * (nodes - 1) / nodes * 4 * weights, 0)
+    reduce_us += 2 * ceil(log2(nodes)) * nic.latency_us
+    return [
+        *first,
+        Phase("interactions", dots_us, 0.0, tuple(one.name for one in first)),
+        Phase("top MLP", top_us),
+        Phase("top MLP, backward", back_us[1]),
+        Phase("interactions, backward", 2 * dots_us),
+        *last,
+        Phase("all-reduce of MLP gradients", 0.0, reduce_us, ("top MLP, backward", back.name)),
+        # A weight is read and written, and its gradient read, in fp32.
+        Phase("update of MLPs", work_us(gpu, 0, 12 * weights), 0.0, ("all-reduce of MLP gradients",)),
+    ]
+
+
+# The result and the page.
 
 
 def measure(fitted: dict[str, Any], nic: ModelNic) -> dict[str, Any]:
-    """Return the content of the result: predictions, steps from MI210s to ours, single changes, a grid."""
-    model = Dlrm()
-    ours = _Setting(model, nic)
-    small = replace(model, bottom=SMALL_BOTTOM, top=SMALL_TOP)
-    old_nic = replace(nic, gbs=OLD_NIC_GBS)
-    first = _Setting(small, old_nic, mi210=True, form=BOTH)
-    forward = replace(first, form=FUSED)
-    steps = [
-        ("MI210s, NICs of 25 GB/s, ASTRA-Sim's MLPs; both all-to-alls fused", first),
-        ("only the forward all-to-all is fused", forward),
-        ("MLPs of the distributed DLRM", replace(forward, model=model)),
-        ("H100s", replace(forward, model=model, mi210=False)),
-        ("NICs of 50 GB/s: the prediction above", ours),
-    ]
-    changes = [
-        ("ASTRA-Sim's MLPs", replace(ours, model=small)),
-        (f"ASTRA-Sim's MLPs, {OVER_TORCH}", replace(ours, model=small, base=TORCH)),
-        ("ASTRA-Sim's MLPs, both all-to-alls fused", replace(ours, model=small, form=BOTH)),
-        (OVER_TORCH, replace(ours, base=TORCH)),
-        ("both all-to-alls fused", replace(ours, form=BOTH)),
-        ("64 lookups a bag", replace(ours, model=replace(model, pooling=64))),
-        ("bf16", replace(ours, model=replace(model, dtype="bf16"))),
-        ("MI210s", replace(ours, mi210=True)),
-        ("NICs of 25 GB/s", replace(ours, nic=old_nic)),
-        ("8 GPUs a domain", replace(ours, ranks=8)),
-    ]
+    """Return the content of the result: predictions, and steps from the paper's setting to ours on 128 nodes."""
+    ours = Setting(Dlrm(), nic)
+    first = replace(ours, model=SMALL, nic=replace(nic, gbs=OLD_NIC_GBS), mi210=True, form=BOTH)
+    steps = {
+        "MI210s, NICs of 25 GB/s, ASTRA-Sim's MLPs; both all-to-alls fused": first,
+        "only the forward all-to-all is fused": replace(first, form=FUSED),
+        "MLPs of the distributed DLRM": replace(first, form=FUSED, model=ours.model),
+        "H100s": replace(ours, nic=first.nic),
+        "NICs of 50 GB/s: the prediction above": ours,
+    }
     return {
-        **predict(model, parse(fitted), nic, NODES),
+        "prediction": "by a model, not measured",
+        "case": asdict(ours.model),
+        "inputs": {"nic": asdict(nic)},
+        "rows": [_row(fitted["terms"], ours, nodes) for nodes in NODES],
         "fit": fitted,
         "paper": PAPER,
-        "steps": [_setting(fitted, *one) for one in steps],
-        "changes": [_setting(fitted, *one) for one in changes],
-        "grid": [
-            {
-                "pooling": pooling,
-                "nic_gbs": gbs,
-                **{form: one["saving"] for form, one in _grid(fitted, small, replace(nic, gbs=gbs), pooling)},
-            }
-            for pooling in POOLINGS
-            for gbs in NICS
-        ],
+        "steps": [_step(fitted["terms"], *one) for one in steps.items()],
+        "changes": [_step(fitted["terms"], "the same, over torch's bags and NCCL", replace(ours, base=TORCH))],
     }
 
 
-def _grid(fitted: dict[str, Any], model: Dlrm, nic: ModelNic, pooling: int) -> Iterable[tuple[str, dict[str, Any]]]:
-    setting = _Setting(replace(model, pooling=pooling), nic)
-    for form, base in ((FUSED, UNFUSED), (BOTH, UNFUSED), (FUSED, TORCH)):
-        name = f"{form} over torch" if base == TORCH else form
-        yield name, _setting(fitted, "", replace(setting, form=form, base=base))
+def _row(terms: Terms, setting: Setting, nodes: int) -> dict[str, Any]:
+    forms = {}
+    for form in FORMS[:3]:
+        us, by_phase = iteration(terms, setting, nodes, form)
+        listed = [{"name": name, "us": round(took, 3)} for name, took in by_phase.items()]
+        forms[form] = {"us": round(us, 3), "phases": listed}
+    torch, unfused, fused = (form["us"] for form in forms.values())
+    savings = {"saving": round(1 - fused / unfused, 4), "saving_over_torch": round(1 - fused / torch, 4)}
+    return {"gpus": nodes, **savings, "forms": forms}
 
 
-def _setting(fitted: dict[str, Any], name: str, setting: _Setting) -> dict[str, Any]:
+def _step(terms: Terms, name: str, setting: Setting) -> dict[str, Any]:
     """Return the iteration of a setting: {name, us, fused_us, saving, share, operator_saving}.
 
     `share` is the part of the unfused iteration that the fused operators replace, and `operator_saving` the part of
     that which they save.
     """
-    gpu = parse(fitted)
-    if setting.mi210:
-        gpu = gpu.scaled(MI210_GBS, MI210_TFLOPS)
-    cluster = Cluster(gpu, setting.nic, NODES[-1] // setting.ranks, setting.ranks)
-    base, fused = (iteration(setting.model, cluster, form) for form in (setting.base, setting.form))
-    gone, made = ({one.name: one.us for one in timeline.phases} for timeline in (base, fused))
-    replaced = sum(us for phase, us in gone.items() if phase not in made)
-    by = sum(us for phase, us in made.items() if phase not in gone)
-    return {
-        "name": name,
-        "case": asdict(setting.model),
-        "us": round(base.us, 3),
-        "fused_us": round(fused.us, 3),
-        "saving": round(1 - fused.us / base.us, 4),
-        "share": round(replaced / base.us, 4),
-        "operator_saving": round(1 - by / replaced, 4),
-    }
+    (us, gone), (fused_us, made) = (iteration(terms, setting, NODES[-1], form) for form in (setting.base, setting.form))
+    replaced = sum(took for phase, took in gone.items() if phase not in made)
+    by = sum(took for phase, took in made.items() if phase not in gone)
+    found = {"us": round(us, 3), "fused_us": round(fused_us, 3), "saving": round(1 - fused_us / us, 4)}
+    return {"name": name, **found, "share": round(replaced / us, 4), "operator_saving": round(1 - by / replaced, 4)}
 
 
-def page(found: dict[str, Any]) -> str:
-    """Return the page of a result."""
-    case, nic, last = found["case"], found["inputs"]["nic"], found["rows"][-1]
-    ours = found["steps"][-1]
-    (over,) = (one for one in found["changes"] if one["name"] == OVER_TORCH)
-    us = dict(phases(last))
-    paper = found["paper"]
-    forward = [one[FUSED] for one in found["grid"]]
-    torch = [one[f"{FUSED} over torch"] for one in found["grid"]]
-    both = [one[BOTH] for one in found["grid"]]
-    parts = [
-        "# Training a recommendation model",
-        HEAD.format(
-            gpu=found["inputs"]["gpu"]["name"].removesuffix(" 80GB HBM3"),
-            saving=last["saving"],
-            torch=last["saving_over_torch"],
-            paper=paper["iteration"],
-            gbs=nic["gbs"],
-            latency=nic["latency_us"],
-            share=nic["efficiency"],
-        ),
-        "## An iteration",
-        CASE.format(**case | {"bottom": _widths(case["bottom"]), "top": _widths(case["top"])}),
-        _savings(found["rows"]),
-        f"The phases on {last['gpus']} nodes, in microseconds. Phases on the GPU and on the network overlap, so that\n"
-        "an iteration is shorter than their sum.",
-        _phases(last),
-        f"## Beside the paper's {paper['iteration']:.0%}",
-        PAPER_TEXT.format(
-            ours=ours["operator_saving"],
-            theirs=paper["operator"],
-            share=ours["share"],
-            needed=paper["iteration"] / paper["operator"],
-            reduce=us["all-reduce of MLP gradients"][UNFUSED],
-            update=us["update of tables"][UNFUSED],
-            iteration=us[ITERATION][UNFUSED],
-            saved=us[ITERATION][UNFUSED] - us[ITERATION][FUSED],
-            most=paper["most"],
-            over=over["operator_saving"],
-            torch=over["saving"],
-        ),
-        BOUND.format(best=max(forward), both=max(both), torch=max(torch)),
-        "### From MI210s to H100s",
-        STEPS,
-        _settings(found["steps"]),
-        _reading(found),
-        "### One change at a time",
-        "The prediction above, with one change each:",
-        _settings(found["changes"]),
-        "### Lookups and NICs",
-        GRID,
-        _grid_table(found["grid"]),
-        "## Fit",
-        FIT.format(left_out=found["fit"]["left_out"]),
-        _fit_table(found["fit"]),
-        "`held out`: each row by a fit without its case. `moecomm simulate dlrm --check` prints all rows.",
-        "## Assumptions",
-        "\n".join(f"- {one}" for one in [*found["assumptions"], *NOT_FOUND]),
-        f"Source: `bench/results/{RESULT.name}` ({found['date']}, {found['commit']}), written with this page by "
-        f"`{found['command']}`.",
+def page(found: dict[str, Any], text: str) -> str:
+    """Return the text of the page with the tables of a result."""
+    savings = [
+        [str(row["gpus"]), *(f"{us:.0f} us" for us in times), *(f"{1 - times[2] / us:.1%}" for us in times[1::-1])]
+        for row in found["rows"]
+        for times in [[row["forms"][form]["us"] for form in FORMS[:3]]]
     ]
-    return "\n\n".join(parts) + "\n"
-
-
-HEAD = """Predicted, not measured. `embedding_all_to_all` runs inside one NVLink domain; no kernel of
-`moecomm.overlap` has run through a NIC. This page says what a model expects of it in a training iteration of a
-recommendation model (DLRM) on 2 to 128 nodes of one GPU: **{saving:.1%} less time on 128 nodes**, where a
-published simulation has {paper:.0%}.
-
-- On a GPU and over NVLink: terms fitted to two {gpu}s.
-- Between nodes: a NIC for each GPU, {gbs:g} GB/s, {latency:g} us, of which {share:.1%} is reached: the share that
-  [wide expert parallelism](wide_ep.md) uses.
-- Fused: lookups and their all-to-all in one kernel. Unfused: the same lookups in a kernel of their own, then NCCL.
-- torch: a call of `embedding_bag` for each table, a copy, then NCCL. Fused saves {torch:.1%} of it on 128 nodes."""
-
-CASE = """{tables} tables of {columns} columns in {dtype}, {pooling} lookups a bag, {samples} samples a rank;
-bottom MLP {bottom}, top MLP {top} above {projection} projected features. Lookups, layers and projection are those
-of the example of the [distributed DLRM](https://github.com/facebookresearch/dlrm/pull/127). Its 64 tables would
-leave half of 128 GPUs without one, and its 2048 samples would be 16 a GPU, so tables are 128 and samples 1024 a
-rank. Tables stay 128 at every size, so that a GPU looks up as much on 2 nodes as on 128.
-
-```bash
-moecomm simulate dlrm
-moecomm simulate dlrm --domains 16 --ranks 8 --nic-gbs 100 --dtype bf16
-```"""
-
-PAPER_TEXT = """"Optimizing Distributed ML Communication with Fused Computation-Collective Operations"
-([arXiv:2305.06942](https://arxiv.org/abs/2305.06942)) fuses the same two operators on AMD GPUs, and simulates an
-iteration on 128 nodes with ASTRA-Sim.
-
-**The operator is not the difference.** Here the fused kernel takes {ours:.0%} less than lookups and all-to-all
-one after the other. The paper has {theirs:.0%} on average between nodes.
-
-**Its share of an iteration is.** Here the two operators are {share:.0%} of the unfused iteration. A saving of 21%
-by an operator that saves {theirs:.0%} needs a share of {needed:.0%}; in this chain, with its backward pass, the
-share of the two stays below 50%. The rest of our {iteration:.0f} us goes mostly to the all-reduce of the MLPs'
-gradients ({reduce:.0f} us), beside which the tables are updated ({update:.0f} us). Fusing saves {saved:.0f} us,
-whatever follows.
-
-**The unfused form counts, too.** Hiding can't save more than half of two operators, and the paper's first version
-has up to {most:.0%}: its unfused form had further costs, or slower lookups. Ours has neither: it is the fused
-kernel's own gather, then NCCL. Over torch's bags and NCCL the operator saves {over:.0%} here, and the iteration
-{torch:.1%}."""
-
-BOUND = """**A fused forward pass alone can't save as much in this chain.** Let lookups take G and an all-to-all W.
-The forward pass takes G + W, and fusing hides at most the shorter of the two (and NCCL's fixed time). The backward
-pass takes W for gradients and about 2 G for the update, which reads and writes each row. So the saving is at most
-min(G, W) / (3 G + 2 W): 20%, at G = W, without any MLP. With the overlap that was measured, the best entry of the
-grid below has {best:.1%}. Two things exceed 21% there: fusing both all-to-alls (up to {both:.0%}), and torch's bags
-as the unfused form (up to {torch:.1%}). An update as short as the lookups, G, would move the limit to 25%."""
-
-STEPS = """The first row is the nearest to the paper's setting that we could find. Each later row keeps the
-changes before it. `share`: of the operators that are fused, in the unfused iteration. `operator`: what they save
-of their own time.
-
-- MI210: AMD's memory bandwidth and 16-bit arithmetic (1.6 TB/s, 181 TFLOP/s), of which the shares are reached that
-  the H100s reach of theirs.
-- NICs of 25 GB/s (200 Gb/s): assumed.
-- ASTRA-Sim's MLPs: those of the [workload](https://github.com/astra-sim/astra-sim) `DLRM_HybridParallel` that comes
-  with the simulator, read from its gradients' bytes as 16-bit: 13-512-512-512 below and 512-512-512 above. The
-  last layer below has the columns of our tables.
-- Both all-to-alls fused: the update of tables overlaps the arrival of gradients. moecomm has no such kernel."""
-
-READING = """The paper's {paper:.0%} lies between the first two rows. The last row saves {all:.1f} points less than
-the first: {backward:.1f} are the backward pass, and {mlps:.1f} the MLPs. GPUs and NICs together change
-{machines:+.1f} points: memory and NICs are both about twice as fast, so that lookups and wire stay comparable."""
-
-GRID = """ASTRA-Sim's MLPs, 128 nodes: saving with the forward all-to-all fused / with both / forward, over
-torch's bags and NCCL. A bag of few lookups leaves nothing to hide the wire behind; a fast NIC leaves nothing to
-hide."""
-
-FIT = """Terms of each group, fitted to `bench/results/overlap-*-h100-2.json` (two H100s, NVLink, cases of 128
-rows or more). `bags`: the fused kernel, by a fixed time, memory bandwidth, a time for each row, and the wire.
-Memory and wire work at the same time, for the fourth root of the sum of the fourth powers of their times.
-`torch_bags`: `embedding_bag`. `products`: cuBLAS; after `burst_us` of arithmetic a kernel goes on at the share
-`sustained` of its speed, because the GPU is at its limit of power. `all_to_all`, `all_reduce`: what NCCL adds to
-them, and torch's copy before an all-to-all. Not used: {left_out}."""
-
-NOT_FOUND = (
-    "Of the paper we know the GPUs (MI210), the simulator (ASTRA-Sim), 128 nodes of one GPU, and the savings. We could "
-    "not find its model, batch, NICs, topology, or which passes it fuses. The rows of MI210s are not a reproduction.",
-)
-
-
-def _savings(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| nodes | torch | unfused | fused | saving | saving over torch |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    last = found["rows"][-1]["forms"]
+    us = [{one["name"]: one["us"] for one in form["phases"]} | {"iteration": form["us"]} for form in last.values()]
+    names = list(us[1])
+    names[2:2] = [name for name in us[2] if name not in names]  # lookups and their all-to-all first
+    times = [[name, *(f"{of[name]:.0f}" if name in of else "" for of in us)] for name in names]
+    steps = [
+        [one["name"], f"{one['us']:.0f} us", f"{one['fused_us']:.0f} us", *(f"{part:.0%}" for part in parts), saving]
+        for one in (*found["steps"], *found["changes"])
+        for parts, saving in [((one["share"], one["operator_saving"]), f"{1 - one['fused_us'] / one['us']:.1%}")]
     ]
-    for row in rows:
-        times = [f"{row['forms'][form]['us']:.0f} us" for form in FORMS[:3]]
-        torch, unfused, fused = (row["forms"][form]["us"] for form in FORMS[:3])
-        savings = [f"{1 - fused / us:.1%}" for us in (unfused, torch)]  # the row's own are rounded
-        lines.append(f"| {' | '.join([str(row['gpus']), *times, *savings])} |")
-    return "\n".join(lines)
-
-
-def _phases(row: dict[str, Any]) -> str:
-    lines = ["| phase | torch | unfused | fused |", "| --- | ---: | ---: | ---: |"]
-    for name, us in phases(row):
-        cells = [f"{us[form]:.0f}" if form in us else "" for form in FORMS[:3]]
-        lines.append(f"| {' | '.join([name, *cells])} |")
-    return "\n".join(lines)
-
-
-def _settings(some: list[dict[str, Any]]) -> str:
-    lines = [
-        "| setting | unfused | fused | share | operator | saving |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for one in some:
-        times = [f"{one[name]:.0f} us" for name in ("us", "fused_us")]
-        parts = [f"{one[name]:.0%}" for name in ("share", "operator_saving")]
-        saving = 1 - one["fused_us"] / one["us"]  # its own is rounded
-        lines.append(f"| {' | '.join([one['name'], *times, *parts])} | {saving:.1%} |")
-    return "\n".join(lines)
-
-
-def _reading(found: dict[str, Any]) -> str:
-    """Return the paper's figure between two of the steps, and the largest step."""
-    steps, paper = found["steps"], found["paper"]["iteration"]
-    (both, forward, example) = (steps[number]["saving"] for number in range(3))
-    assert forward < paper < both
-    moved = {
-        "all": both - steps[-1]["saving"],
-        "backward": both - forward,
-        "mlps": forward - example,
-        "machines": steps[-1]["saving"] - example,
-    }
-    return READING.format(paper=paper, **{name: 100 * part for name, part in moved.items()})
-
-
-def _grid_table(some: list[dict[str, Any]]) -> str:
-    lines = [
-        "| lookups a bag | " + " | ".join(f"{gbs:g} GB/s" for gbs in NICS) + " |",
-        "| ---: |" + " --- |" * len(NICS),
-    ]
-    for pooling in POOLINGS:
-        cells = [
-            " / ".join(f"{one[name]:.0%}" for name in (FUSED, BOTH, f"{FUSED} over torch"))
-            for one in some
-            if one["pooling"] == pooling
-        ]
-        lines.append(f"| {pooling} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _fit_table(fitted: dict[str, Any]) -> str:
-    lines = [
-        "| terms | fitted | rows | median error | worst | held out | worst |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for one in fitted["errors"]:
-        terms = ", ".join(f"{name} {value:.4g}" for name, value in fitted["terms"][one["terms"]].items())
-        errors = [f"{one[kind][name]:.1%}" for kind in ("error", "held_out_error") for name in ("median", "worst")]
-        lines.append(f"| `{one['terms']}` | {terms} | {one['rows']} | {' | '.join(errors)} |")
-    return "\n".join(lines)
-
-
-def _widths(widths: list[int]) -> str:
-    return "-".join(map(str, widths))
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(json.loads(RESULT.read_text())))
+    for head, rows in (("nodes", savings), ("phase", times), ("setting", steps)):
+        lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        text, written = re.subn(rf"(?<=\n)(\| {head} \|.*\n.*\n)(?:\|.*\n)*", rf"\g<1>{lines}", text)
+        assert written == 1, f"{PAGE} has no table of {head}"
+    return text

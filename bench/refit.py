@@ -2,9 +2,9 @@
 
     python bench/refit.py
 
-Writes h200.json and dlrm/h100.json in moecomm_bench/simulate; simulate-check.json, simulate.json, wide-ep.json and
-dlrm.json in bench/results; the pages wide_ep.md and dlrm.md of docs/maintainers, and those of bench/readme.py. A new
-result only has to lie in bench/results.
+Writes moecomm_bench/simulate/h200.json; simulate-check.json, simulate.json, wide-ep.json and dlrm.json in
+bench/results; wide_ep.md and the tables of dlrm.md in docs/maintainers, and the pages of bench/readme.py. A new result
+only has to lie in bench/results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from wide_ep import ROOT
 from moecomm.router import MODELS
 from moecomm_bench.results import write
 from moecomm_bench.simulate.check import check
-from moecomm_bench.simulate.dlrm import fit as dlrm_fit
 from moecomm_bench.simulate.domain import parse
 from moecomm_bench.simulate.fit import fit_all
 from moecomm_bench.simulate.fit import write as write_fit
@@ -31,7 +30,6 @@ from moecomm_bench.simulate.routing import DrawnGate
 
 RESULTS = ROOT / "bench" / "results"
 PARAMETERS = ROOT / "moecomm_bench" / "simulate" / "h200.json"
-DLRM_PARAMETERS = ROOT / "moecomm_bench" / "simulate" / "dlrm" / "h100.json"
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]  # domains of simulate.json
 
 
@@ -48,10 +46,8 @@ def refit(results: list[Path]) -> None:
     write(RESULTS / "simulate.json", predict(asked, Machine(domain, nic)))
     write(wide_ep.RESULT, wide_ep.measure(domain, nic, fitted["nic"], checked["measured"]))
     wide_ep.PAGE.write_text(wide_ep.page(json.loads(wide_ep.RESULT.read_text())))
-    measured = dlrm_fit.fit(results)
-    dlrm_fit.write(DLRM_PARAMETERS, measured)
-    write(dlrm_page.RESULT, dlrm_page.measure(measured, nic))
-    dlrm_page.PAGE.write_text(dlrm_page.page(json.loads(dlrm_page.RESULT.read_text())))
+    write(dlrm_page.RESULT, dlrm_page.measure(dlrm_page.fit(results), nic))
+    dlrm_page.PAGE.write_text(dlrm_page.page(json.loads(dlrm_page.RESULT.read_text()), dlrm_page.PAGE.read_text()))
     readme.write_pages()
 
 

@@ -530,55 +530,6 @@ class _CheckJson(Origin):
     errors: list[_Error]
 
 
-class _Tables(TypedDict):
-    tables: Count
-    columns: Count
-    pooling: Count
-    samples: Count
-    bottom: list[Count]
-    top: list[Count]
-    dtype: Name
-
-
-class _Named(TypedDict):
-    name: Name
-
-
-class _DlrmInputs(TypedDict):
-    gpu: _Named
-    nic: _NicJson
-
-
-class _DlrmJson(_RowsJson):
-    case: _Tables
-    inputs: _DlrmInputs
-
-
-class _PhaseJson(TypedDict):
-    name: Name
-    us: Number
-
-
-class _Form(TypedDict):
-    us: Number
-    phases: list[_PhaseJson]
-
-
-class _Forms(TypedDict):
-    torch: _Form
-    unfused: _Form
-    fused: _Form
-
-
-class _Iteration(TypedDict):
-    domains: Many
-    ranks: Ranks
-    gpus: Many
-    saving: Number
-    saving_over_torch: Number
-    forms: _Forms
-
-
 class VirtualRow(TypedDict):
     """A row of bench/virtual_ranks.py."""
 
@@ -614,7 +565,6 @@ _KINDS = {
     "deep-ep-layer": _ResultTypes(_DeepEp, _Interface, _InterfaceAbout),
     "simulate": _ResultTypes(_Simulate, _Predicted),
     "simulate-check": _ResultTypes(_CheckJson),
-    "simulate-dlrm": _ResultTypes(_DlrmJson, _Iteration),
 }
 RESULT: Document[dict[str, Any]] = Document("results", "JSON that a benchmark has written", dict[str, Any])
 
@@ -652,8 +602,6 @@ def _check(found: dict[str, Any]) -> None:
         raise ValueError("case: a routing_file without routing")
     if found["benchmark"] == "backends" and (case or any("us" in row for row in found["rows"])):
         _convert("case", case, _SizesJson)
-    if found["benchmark"] == "simulate-dlrm" and not found["rows"]:
-        raise ValueError("rows: none")
 
 
 def _agrees(where: str, row: Mapping[str, Any], found: dict[str, Any]) -> None:

@@ -295,8 +295,9 @@ def window_mib(row: dict[str, Any]) -> str:
 
 
 def show_rows(rows: list[dict[str, Any]], out: Console) -> None:
-    """Print rows that have no table of their own, with a column for each key."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    """Print rows that have no table of their own, with a column for each key but those of nested values."""
+    nested = {key for row in rows for key, of in row.items() if isinstance(of, dict) and dict in map(type, of.values())}
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in nested]
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         figures = all(isinstance(row.get(column, 0), (int, float)) for row in rows)

@@ -18,19 +18,19 @@ import moecomm
 from moecomm.errors import BadInput, MoecommError
 from moecomm.observe.stats.publish import FORMAT
 from moecomm.tools import cli
-from moecomm_bench.simulate import dlrm
+from moecomm_bench import simulate
 
 from .flight.records import FakeRank
 from .routing.test_file import SMALL
 from .tracing import traces
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
-SIMULATE = Path(dlrm.__file__).parents[1]
+PARAMETERS = Path(simulate.__file__).parent / "h200.json"
 # One result of each table, plot and fit.
 SHOWN = (
     *("cold-h200-2", "backends-h200-4", "latency-gin-tcp-h200-2", "latency-backends-h200-4", "all-to-all-h200-4"),
     *("gemm-h100", "moe-mixtral-8x7b-h200-2", "overlap-matmul-all-to-all-h100-2", "all-gather-study-h100-2"),
-    *("decode-h100-2", "training-h100-2", "deep-ep-layer-h100-4", "simulate", "simulate-check", "dlrm"),
+    *("decode-h100-2", "training-h100-2", "deep-ep-layer-h100-4", "simulate", "simulate-check"),
     *("beside-h200-4", "host_vs_gloo", "virtual-ranks-h200", "peers-alone-h200"),
 )
 PLOTTED = (
@@ -40,7 +40,7 @@ PLOTTED = (
 CHECKED = ("cold-h200-2", "beside-h200-2", "backends-domains-h200-4", "latency-backends-h200-4", "virtual-ranks-h200")
 MOECOMM = get_command(cli.app)
 _ROWS = 4  # of a result: a change hits each part of it often
-_UNREAD = ("kernels", "versions", "conditions", "fit", "grid", "steps", "changes", "one_domain")
+_UNREAD = ("kernels", "versions", "conditions", "fit", "one_domain")
 
 
 def kept(name: str) -> dict[str, Any]:
@@ -125,9 +125,9 @@ MERGE, SUMMARY = (
 )
 SHOW, PLOT = Command("bench show {file}"), Command("bench plot {file} --out {out}")
 CHECK = Command("simulate check {file}")
-PREDICT, DLRM = (Command(f"simulate{words} --parameters {{file}}") for words in ("", " dlrm"))
+PREDICT = Command("simulate --parameters {file}")
 ROUTING = Command("routing show {file}")
-COMMANDS = (EXPLAIN, TOP, MERGE, SUMMARY, SHOW, PLOT, CHECK, PREDICT, DLRM, ROUTING)
+COMMANDS = (EXPLAIN, TOP, MERGE, SUMMARY, SHOW, PLOT, CHECK, PREDICT, ROUTING)
 every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 
 
@@ -212,8 +212,7 @@ def test_no_document_ends_a_command_in_a_foreign_error(command: Command, times: 
         documents = [header]
         command = Command(command.words, command.name, lambda found: _sized(as_json(found)))
     else:
-        files = {PREDICT: SIMULATE / "h200.json", DLRM: Path(dlrm.__file__).parent / "h100.json"}
-        documents = [json.loads(files[command].read_text())]
+        documents = [json.loads(PARAMETERS.read_text())]
     examples = {PLOT: 6, CHECK: 12, PREDICT: 12}.get(command, 40)
     endures(command, documents, tmp_path, examples * times, after)
 

@@ -55,7 +55,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository as a checkout has it: nothing built, with tests."""
     tree = tmp_path_factory.mktemp("packaging") / "tree"
     ignored = shutil.ignore_patterns("*.so", "*.fatbin", "built.json", "__pycache__")
-    for folder in ("bench", "csrc", "docs", "examples", "moecomm", "tests"):
+    for folder in ("bench", "csrc", "docs", "examples", "moecomm", "moecomm_bench", "rma_plugin", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
     for name in FILES:
         shutil.copy(ROOT / name, tree)
@@ -104,7 +104,7 @@ def test_the_sdist_holds_what_is_built_from_and_no_tests(built: tuple[Path, Path
     with tarfile.open(built[0]) as archive:
         held = {PurePosixPath(*PurePosixPath(entry.name).parts[1:]) for entry in archive if entry.isfile()}
     folders = {path.parts[0] for path in held if len(path.parts) > 1}
-    assert folders == {"csrc", "docs", "examples", "moecomm", "moecomm.egg-info"}
+    assert folders == {"csrc", "docs", "examples", "moecomm", "moecomm.egg-info", "moecomm_bench", "rma_plugin"}
     native = {path.relative_to(tree) for path in (tree / "csrc").rglob("*") if path.suffix in NATIVE}
     assert {Path(path) for path in held if path.parts[0] == "csrc" and path.suffix in NATIVE} == native
     assert {Path(name) for name in FILES} <= {Path(path) for path in held}
@@ -114,10 +114,11 @@ def test_the_wheel_holds_the_package_and_the_headers_of_its_kernels(built: tuple
     with zipfile.ZipFile(built[1]) as archive:
         held = {name: archive.read(name).decode() for name in archive.namelist() if Path(name).suffix in KERNELS}
         names = set(archive.namelist())
-    assert {name.split("/")[0] for name in names} == {"moecomm", f"moecomm-{moecomm.__version__}.dist-info"}
+    about = f"moecomm-{moecomm.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"moecomm", "moecomm_bench", about}
     assert {name for name in names if re.search(r"(^|/)(tests|results)/|\.cpp$", name)} == set()
-    python = {str(path.relative_to(tree)) for path in (tree / "moecomm").rglob("*") if path.suffix in (".py", ".json")}
-    assert python - names == set()
+    packages = [path for package in ("moecomm", "moecomm_bench") for path in (tree / package).rglob("*")]
+    assert {str(path.relative_to(tree)) for path in packages if path.suffix in (".py", ".json")} - names == set()
     assert {"moecomm/py.typed", "moecomm/_native.pyi"} <= names  # type checkers then use the package's types
     # Every kernel there is, and every header that a kernel includes, to the last.
     kernels = {f"moecomm/{path.relative_to(tree)}" for path in (tree / "csrc").rglob("*.cu*")}
@@ -143,6 +144,7 @@ def test_what_is_installed_runs_the_demo(built: tuple[Path, Path], which: int, t
     assert run(command, "--version", cwd=tmp_path).stdout == f"moecomm {moecomm.__version__}\n"
     said = run(command, "demo", "--tokens", "16", "--ranks", "2", "--backend", "host", cwd=tmp_path).stdout
     assert "Every output equals the single-rank layer" in said
+    assert "not measured" in run(command, "simulate", "--domains", "1", "--tokens", "1", cwd=tmp_path).stdout
 
 
 def test_without_a_compiler_the_build_says_what_to_install(tree: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -34,28 +33,6 @@ def test_the_page_is_short_and_begins_with_commands_that_install_run_and_test() 
     assert test == 'pip install ".[test]" && pytest\n'
 
 
-def test_ci_runs_the_test_command_of_the_readme() -> None:
-    """CI takes it from the README, by the sed expression that is tried here, and runs it half by half."""
-    ci = (ROOT / ".ci" / "run").read_text()
-    taken = re.search(r"^command=\$\((sed .*) README\.md\)$", ci, re.MULTILINE)
-    halves = [ci.index(f"eval {half}") for half in ('"${command% && *}"', '"${command##* && }"')]
-    assert taken and halves == sorted(halves)
-    found = subprocess.run(
-        ["bash", "-c", f"{taken[1]} README.md"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert found == blocks("bash")[1]
-
-
-def test_ci_installs_what_compiles_kernels_as_the_extra_does() -> None:
-    extra = re.search(r"^cu13 = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
-    line = re.search(r'^pip install --quiet ("cuda-core.*)$', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert extra and line
-    installed = set(re.findall(r'"([^"]+)"', line[1]))
-    assert {re.split(r"[><=]", name)[0] for name in installed} >= {"cuda-core", "nvidia-cuda-nvrtc", "nvidia-nvjitlink"}
-    oldest = {"nvidia-cuda-nvrtc==13.0.*": "nvidia-cuda-nvrtc==13.*"}  # the first of those that the extra takes
-    assert {oldest.get(name, name) for name in installed} <= set(re.findall(r'"([^"]+)"', extra[1]))
-
-
 def test_links_lead_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", README) if not link.startswith("http")]
     assert len(links) > 10
@@ -71,15 +48,6 @@ def test_names_of_ours_on_the_pages_exist() -> None:
                 path, rest = path / rest[0], rest[1:]
             text = (path / "__init__.py").read_text()
             assert not rest or any(path.glob(f"{rest[0]}.py*")) or re.search(rf"\b{rest[0]}\b", text), name
-
-
-def test_follow_one_token_goes_from_buffer_to_output() -> None:
-    page = (ROOT / "docs" / "maintainers" / "architecture.md").read_text()
-    walk = page.split("## The route of a token")[1].split("\n## ")[0]
-    stations = ["moecomm/buffer.py", "moecomm/dispatch/__init__.py", "csrc/protocol/slots.h", "csrc/host/dispatch.cpp"]
-    stations += ["moecomm/combine/__init__.py", "csrc/host/combine.cpp"]
-    places = [walk.index(f"(../../{station})") for station in stations]
-    assert places == sorted(places)
 
 
 def run_example() -> dict[str, Any]:
@@ -184,11 +152,6 @@ def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone
     assert gone == set()
 
 
-def test_the_page_of_measurements_is_short_enough_to_be_read() -> None:
-    lines = (ROOT / "docs" / "measurements.md").read_text().splitlines()
-    assert len(lines) <= 320 and sum(line.startswith("## ") for line in lines) == 11
-
-
 @pytest.fixture
 def launched_today(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every result is of a commit at which the host launched what it launches today."""
@@ -270,16 +233,6 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(
         assert marked() == (of_page, of_calls, True, of_headlines), part
 
 
-def test_the_window_is_that_of_the_size_and_layout_and_missing_ones_are_empty() -> None:
-    import tables
-
-    found = {"memory": [{"tokens": 8, "window": 3 << 29}, {"tokens": 16, "layout": "flat", "window": 1 << 30}]}
-    assert tables.window_in(found, 8, "expert") == "1.5 GiB", "older results have one for all layouts"
-    assert [tables.window_in(found, 16, layout) for layout in ("flat", "expert")] == ["1.0 GiB", ""]
-    assert tables.window_in({}, 16, "flat") == ""
-    assert tables.table("a | window", ["| 1 |  |"]) == "| a |\n| --- |\n| 1 |"
-
-
 def test_the_ratio_to_torch_says_which_rows_torch_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one older result, the text must not say that ratios are to the faster layer."""
     import topics
@@ -298,31 +251,6 @@ def test_the_readme_has_the_other_libraries_of_the_most_gpus() -> None:
     ranks = [load["case"]["ranks"] for load in map(tables.load, tables.names()) if load.get("libraries")]
     assert tables.load(used)["case"]["ranks"] == max(ranks)
     assert f"(bench/results/{used}.svg)" in head_to_head.front()[0]
-
-
-def test_the_table_has_a_column_for_each_library_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    import head_to_head
-
-    used, load, us = head_to_head.found(), head_to_head.load, {"p50": 50.0}
-    about = {"who": "pplx", "what": "pair", "layout": "batched", "payload": "fp8", "variant": "", "tokens": 128}
-    rows = [row for row in load(used)["rows"] if row["who"] != "pplx"]
-
-    def others(more: list[dict]) -> list[str]:
-        result = load(used) | {"rows": [*rows, *more]}
-        monkeypatch.setattr(head_to_head, "found", lambda: used)
-        monkeypatch.setattr(head_to_head, "load", lambda name: result)
-        return head_to_head.others().split("\n\n")
-
-    _, shown, notes, _ = others([])
-    assert "pplx" not in shown + notes
-    _, shown, notes, _ = others([{**about, "us": us, "alone_us": us}])
-    assert "| FlashInfer | pplx-kernels | fastest" in shown.splitlines()[0]
-    (line,) = [line for line in shown.splitlines() if "dispatch and combine, fp8, fp32 wire" in line]
-    ours = next(
-        row["us"]["p50"] for row in rows if {**about, "who": "moecomm", "variant": "fp32 wire"}.items() <= row.items()
-    )
-    assert line.endswith(f"|  |  |  |  | 50.0 us (50.0 us) | {50 / ours:.2f} | 0.9 GiB |")
-    assert notes.splitlines()[-1].startswith("- pplx-kernels")
 
 
 def test_failures_promised_are_errors_that_exist() -> None:
@@ -346,12 +274,3 @@ def test_failures_promised_are_errors_that_exist() -> None:
     assert all(issubclass(getattr(moecomm, name), moecomm.MoecommError) for name in promised)
     named = re.search(r"^\[Failures\]\(.*$", README, re.MULTILINE)
     assert named and {"PeerLost", "Timeout"} == set(re.findall(r"`(\w+)`", named[0])) <= promised
-
-
-def test_rows_of_other_libraries_have_their_epilogues_ranges_and_dtypes() -> None:
-    from topics import peer_rows
-
-    rows = peer_rows(4, 128)
-    assert "| 4 | 128 | DeepEP V2, 64 SMs, flat | 20.7 + 4.6 us | 25.7 + 6.4 us |" in rows
-    assert "| 4 | 128 | NCCL EP 0.1 low-latency, expert-major | 36.4 us, bf16 | 60.5 us |" in rows
-    assert peer_rows(8, 128) == ["| 8 | 128 | DeepEP V1 low-latency, batched | 38.6-40.1 us | 64.8-68 us |"]

@@ -1,9 +1,9 @@
-"""House rules that a program can check."""
+"""Rules of security and of waiting that a program can check in the source, and where results come from."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
@@ -48,11 +48,6 @@ def those_with(pattern: str, paths: list[Path]) -> list[str]:
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(pattern, line)
     ]
-
-
-def test_there_is_something_to_check() -> None:
-    assert {"moecomm/buffer.py", "moecomm/config.py"} <= set(names(PACKAGE))
-    assert {"csrc/protocol/slots.h", "csrc/host/dispatch.cpp"} <= set(names(NATIVE))
 
 
 def test_files_are_short() -> None:
@@ -173,68 +168,6 @@ def test_text_speaks_of_moecomm_alone() -> None:
     assert those_with(r"(?<![\w./<>*-])/(?!(proc|dev|sys|usr|lib)/)[a-z]+/[a-z]", [*mine, *results]) == []
 
 
-def test_module_names_say_what_is_in_them() -> None:
-    assert [
-        n
-        for n, p in zip(names(PYTHON + NATIVE), PYTHON + NATIVE, strict=True)
-        if re.match(r"(utils?|helpers?|misc|common)\b", p.stem)
-    ] == []
-
-
-def test_every_module_says_what_it_is() -> None:
-    mine = [path for path in PYTHON if not path.is_relative_to(ROOT / "tests") and path.read_text().strip()]
-    assert [n for n, p in zip(names(mine), mine, strict=True) if not ast.get_docstring(ast.parse(p.read_text()))] == []
-
-
-def test_public_functions_and_classes_are_documented() -> None:
-    """Those of a module, and the methods of what `import moecomm` offers.  Properties may speak for themselves."""
-
-    def undocumented(body: list[ast.stmt]) -> list[str]:
-        public = [n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
-        return [n.name for n in public if not ast.get_docstring(n) and not decorated(n, "overload")]
-
-    def decorated(node: ast.FunctionDef | ast.ClassDef, by: str) -> bool:
-        return any(isinstance(name, ast.Name) and name.id == by for name in node.decorator_list)
-
-    found = {}
-    for name, path in zip(names(PACKAGE), PACKAGE, strict=True):
-        body = ast.parse(path.read_text()).body
-        found[name] = undocumented(body)
-        for offered in (n for n in body if isinstance(n, ast.ClassDef) and n.name in moecomm.__all__):
-            methods = [n for n in offered.body if not (isinstance(n, ast.FunctionDef) and decorated(n, "property"))]
-            found[name] += undocumented(methods)
-    assert {name: silent for name, silent in found.items() if silent} == {}
-
-
-def test_docstrings_open_with_an_imperative_or_a_noun() -> None:
-    riddle = re.compile(r"(What|Of|Who|Whose|Whether|How|Which|The same|See the class|That|Those|These)\b")
-    relative = re.compile(r"(What|Of|Who|Whose|Whether)\b")  # in tests
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    files = [*PYTHON, ROOT / "moecomm" / "_native.pyi", ROOT / "setup.py", *(ROOT / "docs").rglob("*.py")]
-    found = {
-        f"{name}: {doc.splitlines()[0]}"
-        for name, path in zip(names(files), files, strict=True)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, documented)
-        and (relative if path.is_relative_to(ROOT / "tests") else riddle).match(doc := ast.get_docstring(node) or "")
-    }
-    assert found == set()
-
-
-def test_comments_open_with_an_imperative_or_a_noun() -> None:
-    """The first of the lines of a comment, where it stands alone."""
-    opening = re.compile(r"(?:\A|^(?!\s*(?:#|//)).*\n)\s*(?:#|//) ((?:What|Of|Who|Whose|Whether)\b.*)", re.MULTILINE)
-    kinds = (".h", ".cpp", ".cuh", ".cu")
-    files = [*PYTHON, *NATIVE, ROOT / "pyproject.toml", ROOT / "setup.py", ROOT / ".ci" / "run"]
-    files += sorted(path for path in (ROOT / "tests").rglob("*") if path.suffix in kinds)
-    found = {
-        f"{name}: {comment}"
-        for name, path in zip(names(files), files, strict=True)
-        for comment in opening.findall(path.read_text())
-    }
-    assert found == set()
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda p: p.name)
 def test_a_result_says_where_it_comes_from(path: Path) -> None:
     found = json.loads(path.read_text())
@@ -270,6 +203,16 @@ def test_ci_runs_what_a_plain_run_leaves_out() -> None:
     ci, contributing = (ROOT / ".ci" / "run").read_text(), (ROOT / "CONTRIBUTING.md").read_text()
     assert set(re.findall(r"^ *(?:nice )?pytest -m (\w+)", ci, re.MULTILINE)) == set(names)
     assert re.findall(r"^\| `pytest -m (\w+)`", contributing, re.MULTILINE) == names
+
+
+def test_what_is_offered_is_documented() -> None:
+    """All that `import moecomm` offers, and the methods of its classes.  Properties may speak for themselves."""
+    offered = {name: getattr(moecomm, name) for name in moecomm.__all__}
+    for name, kind in list(offered.items()):
+        if isinstance(kind, type):
+            own = {f"{name}.{method}": of for method, of in vars(kind).items() if not method.startswith("_")}
+            offered |= {method: of for method, of in own.items() if inspect.isfunction(of)}
+    assert [name for name, of in offered.items() if callable(of) and not inspect.getdoc(of)] == []
 
 
 def test_importing_is_quick(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:

@@ -10,9 +10,3 @@ def test_a_short_soak_leaves_nothing_behind() -> None:
     soak.check_same(samples)
     assert not row["shm_files_left"]
     assert len(samples) > 2 and row["events"]["grow"] and row["events"]["shrink"]
-
-
-def test_a_line_through_samples_ignores_one_that_is_off() -> None:
-    samples = [{"second": float(at), "value": 2.0 * at} for at in range(9)]
-    samples[4]["value"] = 100.0
-    assert soak.line(samples, lambda one: one["value"]) == (0.0, 16.0)

@@ -9,7 +9,6 @@ import typer
 
 from moecomm.tools.options import real, whole, written
 from moecomm_bench.options import Experts, Hidden, Intermediate, Json, Routing, Topk
-from moecomm_bench.simulate.dlrm.command import dlrm
 from moecomm_bench.simulate.options import NIC, NicEfficiency, NicGbs, NicLatency, NicMessages
 
 if TYPE_CHECKING:
@@ -169,9 +168,6 @@ def fit(
     fitted.write(out, found)
     show_fit(found, console())
     console().print(str(out), highlight=False)
-
-
-app.command()(dlrm)
 
 
 def _model(

@@ -103,6 +103,8 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     "simulate": {
         ("--domains", "--ranks", "--topk", "--experts", "--hidden", "--intermediate"): SIZES,
         ("--chunk-tokens", "--parts"): SIZES,
+        ("--num-sms",): SIZES[1:],
+        ("--nic-efficiency",): ("1.5", *REALS),
         ("--tokens",): SIZES[1:],
         ("--model", "--layout", "--payload", "--wire", "--algorithm"): NAMES,
         ("--skew", "--nic-gbs", "--nic-latency-us", "--nic-mega-messages", "--nvlink-gbs"): REALS,
@@ -110,14 +112,6 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--parameters",): ("{folder}", "{plain}", "/none"),
         ("--routing",): ROUTING,
         ("--json", "--plot"): FILES,
-    },
-    "simulate dlrm": {
-        ("--domains", "--ranks", "--tables", "--columns", "--pooling", "--samples", "--bottom", "--top"): SIZES,
-        ("--projection",): SIZES[1:],
-        ("--dtype",): NAMES,
-        ("--nic-gbs", "--nic-latency-us", "--nic-mega-messages", "--hbm-gbs", "--gemm-tflops"): REALS,
-        ("--parameters",): ("{folder}", "{plain}", "{json}", "/none"),
-        ("--json",): FILES,
     },
     "simulate check {json}": {
         ("--nic-gbs", "--nic-latency-us", "--nic-mega-messages"): REALS,

@@ -327,46 +327,6 @@ def test_why_no_matmul_was_timed_beside_operations_is_said_once(tmp_path: Path) 
     assert said.count("no matmul beside operations: on GPUs only") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["dispatch-combine", *SIZES, "--layout", "rows"],
-            "BadInput: layout: got rows; want some of flat, expert, batched",
-        ),
-        (
-            ["sweep", *SIZES, "--tokens", "many"],
-            "BadInput: tokens: got 'many'; want a number, or several with commas between",
-        ),
-        (["dispatch-combine", *SIZES, "--ranks", "3"], "BadInput: ranks: got 3; want a divisor of 8 experts"),
-        (["sweep", *SIZES, "--mode", "graph"], "BadInput: mode: got graph; want eager on CPUs; graph or eager on GPUs"),
-        (["all-to-all", "--backend", "host", "--ranks", "0"], "BadInput: ranks: got 0; want 1 to 64"),
-        (
-            ["all-to-all", "--backend", "host", "--part-bytes", "-1"],
-            "BadInput: part_bytes: got -1; want a whole number, 0 to 17179869184",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(
-    words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moecomm.tools.cli import run
-    from moecomm_bench.cli import app
-
-    monkeypatch.setattr(sys, "argv", ["moecomm_bench", *words])
-    with pytest.raises(SystemExit) as ended:
-        run(app)
-    assert ended.value.code == 2
-    assert capfd.readouterr().err.strip() == said
-
-
-def test_a_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    from moecomm_bench.cli import app
-
-    told = CliRunner().invoke(app, ["latency", "--backend", "host", "--json", str(tmp_path)])
-    assert told.exit_code == 2 and "--json" in told.output, told.output
-
-
 @pytest.mark.long
 def test_latency_and_all_to_all_write_their_rows(tmp_path: Path) -> None:
     said, found = bench(tmp_path, "latency", "--backend", "host", "--most-bytes", "5000", "--replays", "2")

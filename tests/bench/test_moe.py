@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 import moecomm
-from moecomm.errors import BadInput
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model
 from moecomm.testing import random_layer
@@ -234,22 +233,3 @@ def test_fp8_compares_with_gemms_in_fp8() -> None:
     found = moe.merge(case, [{"backend": "host", "rows": rows}] * 2)["rows"]
     assert [row.get("of_gemms") for row in found] == [None, None, 1.5, 1.25, 2.5]
     assert all("of_torch" not in row for row in found)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"tokens": []}, "tokens"),
-        ({"ranks": 3}, "ranks"),
-        ({"mode": "graph"}, "mode"),
-        ({"replays": 0}, "replays"),
-        ({"room": -1}, "room"),
-        ({"inputs": 0}, "inputs"),
-        ({"singles": -1}, "singles"),
-        ({"sustained_s": -0.5}, "sustained_s"),
-    ],
-)
-def test_what_can_not_be_measured_is_named(change: dict[str, Any], why: str) -> None:
-    good = {"models": [MODELS["mixtral-8x7b"]], "tokens": [4], "ranks": 2, "backend": "host", "mode": "eager"}
-    with pytest.raises(BadInput, match=why):
-        moe.ModelsCase(**(good | change)).check()

@@ -81,14 +81,6 @@ def test_a_benchmark_without_a_plot_is_named(tmp_path: Path, kind: str) -> None:
         plot.draw([source], tmp_path / "out.png")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmark": "simulate"}', '{"benchmark": "gemm", "rows": [{}]}'])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
-    source = tmp_path / "other.json"
-    source.write_text(text)
-    with pytest.raises(BadInput, match=r"other\.json"):
-        plot.draw([source], tmp_path / "a.svg")
-
-
 def layers() -> dict[str, Any]:
     rows = []
     for model, us in (("a", 10.0), ("b", 20.0)):

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from moecomm.errors import BadInput
-from moecomm.router import MODELS, Model
+from moecomm.router import Model
 from moecomm.routing import Recorded, synthesize
 from moecomm_bench import cli, moe, replay, table
 from moecomm_bench.case import RoundsCase, Traffic
@@ -135,15 +135,6 @@ def test_layers_replay_a_file(file: Path, ranks: Ranks) -> None:
         assert found == [[dealt(file, 20, rank), dealt(file, 20, 2 + rank)], mean, most]
 
 
-def test_results_of_layers_say_which(file: Path, tmp_path: Path) -> None:
-    case = moe.ModelsCase([SMALL], [20], 2, "host", "eager", routing_file=str(file))
-    found = moe.merge(case, [{"backend": "host", "rows": []}] * 2)
-    assert found["case"]["routing_file"] == "run.routing" and found["case"]["routing"]["tokens"] == TOKENS
-    out = Console(record=True, width=250, file=(tmp_path / "said").open("w"))
-    table.show_moe(found, out)
-    assert "as fast; routing of run.routing (recorded of mine, 30 tokens, layers: 2)" in out.export_text()
-
-
 def test_older_results_and_random_routing_say_nothing(file: Path) -> None:
     plain = dataclasses.replace(case_of(file), routing_file="")
     assert replay.shown(plain) == dataclasses.asdict(plain)
@@ -211,10 +202,3 @@ def test_the_model_of_times_is_not_fitted_to_replayed_routing(tmp_path: Path) ->
     result["case"] |= {"routing_file": "run.routing", "routing": about}
     (tmp_path / "replayed.json").write_text(json.dumps(result))
     assert measured.read(tmp_path / "replayed.json") == []
-
-
-def test_models_of_a_file_may_be_any_of_that_shape(file: Path) -> None:
-    found = synthesize("qwen3-235b", 8, zipf=0).save(file.parent / "q")
-    moe.ModelsCase(
-        [MODELS["qwen3-30b-a3b"], MODELS["qwen3-235b"]], [4], 2, "host", "eager", routing_file=str(found)
-    ).check()

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moecomm.errors import BadInput
 from moecomm_bench import decode, steps_table, training
 from moecomm_bench.cli import app
 from moecomm_bench.decode import Decode, DecodeStep
@@ -183,11 +182,3 @@ def test_words_of_the_commands_become_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert (first.layers, first.expert_us, first.delay_us, first.steps, first.intermediate) == (7, 9.0, 0.0, 5, 1536)
     assert (first.case.tokens, first.case.layouts, first.case.hidden) == ([3, 4], ["batched"], 4096)
     assert (second.layers, second.intermediate, second.case.peers) == (2, 16, False), "fewer columns on CPU ranks"
-
-
-@pytest.mark.parametrize("wrong", [{"layers": 0}, {"steps": 0}, {"expert_us": -1.0}, {"intermediate": -1}])
-def test_what_cannot_be_decoded_is_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match="expert_us"):
-        replace(DECODE, **wrong).check()
-    with pytest.raises(BadInput, match="intermediate"):
-        Training(CASE, intermediate=7).check()

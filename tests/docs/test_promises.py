@@ -85,11 +85,3 @@ def test_every_fault_has_a_test_or_says_why_not() -> None:
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 30
     assert [row[0] for row in rows[1:] if not (COMMAND.search(row[-1]) or row[-1].startswith("none: "))] == []
-
-
-def test_the_files_that_name_an_option_are_those_of_the_page() -> None:
-    listed = re.findall(r"^\| `([^`]+)` \|", (DOCS / "maintainers" / "adding_an_option.md").read_text(), re.MULTILINE)
-    kinds = ("*.py", "*.pyi", "*.h", "*.cpp", "*.cuh")
-    files = [file for folder in ("moecomm", "csrc") for kind in kinds for file in (ROOT / folder).rglob(kind)]
-    naming = {str(file.relative_to(ROOT)) for file in files if re.search(r"\bcheck_weights\b", file.read_text())}
-    assert set(listed) == naming

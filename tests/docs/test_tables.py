@@ -830,30 +830,3 @@ def settings(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
                 "operator": [one["operator_saving"]],
                 "saving": [saving],
             }
-
-
-@derives("lookups a bag", "lookups a bag")
-def grid(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
-    (found,) = table.results
-    of = [one for one in found["grid"] if str(one["pooling"]) == cells["lookups a bag"]]
-    forms = ("fused", "fused both ways", "fused over torch")
-    yield {f"{one['nic_gbs']:g} GB/s": [one[form] for form in forms] for one in of}
-
-
-@derives("terms | fitted", "terms")
-def fit(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
-    (found,) = table.results
-    name = cells["terms"].strip("`")
-    terms = found["fit"]["terms"][name]
-    assert re.findall(r"[a-z]\w+", cells["fitted"]) == [*terms]
-    errors = [
-        [abs(row[key]) for row in found["fit"]["rows"] if row["terms"] == name] for key in ("error", "held_out_error")
-    ]
-    yield {
-        "fitted": [*terms.values()],
-        "rows": [len(errors[0])],
-        "median error": [statistics.median(errors[0])],
-        "worst": [max(errors[0])],
-        "held out": [statistics.median(errors[1])],
-        "worst#2": [max(errors[1])],
-    }

@@ -151,24 +151,6 @@ PIECES = (
     Piece("virtual-ranks", 200, "virtual_ranks.py", gpus=1),
 )
 
-_SEEN_BY_TESTS = "runs of the tests that compare values: tests/gpu/run has them"
-_ONCE = "an experiment that decided between kernels that are gone: docs/maintainers/decisions.md"
-_MORE_TIMES = "the same rows as those of times-few and times-many, with fewer times"
-_FITTED = "every schedule, which moecomm.fused.schedules is fitted to; gemm-fp8 and tune have the chosen ones"
-_ENVIRONMENT = "variables of NCCL and of the RMA plugin in the environment, as the command in the result has them"
-# Results of GPUs without a piece: beginning of the name, and the reason.
-LEFT_OUT = {
-    **dict.fromkeys(
-        ("random-cases", "random-cases-uneven", "random-layers", "kill-plans", "kill-plans-gpus", "kill-plans-counted"),
-        _SEEN_BY_TESTS,
-    ),
-    **dict.fromkeys(("ll-handles", "rings", "layers", "one-launch-schedules"), _ONCE),
-    **dict.fromkeys(("ll", "layouts", "rounds"), _MORE_TIMES),
-    **dict.fromkeys(("gemm", "gemm-fp8-clusters", "gemm-fp8-rows", "gemm-fp8-schedules"), _FITTED),
-    "latency-gin-tcp": _ENVIRONMENT,
-    "peers-alone": "times of other libraries alone, taken with their own programs",
-}
-
 _SMALL = "--hidden 64 --experts 8 --topk 2 --tokens 3 --ranks 2 --backend host"
 _INNER = f"{_SMALL} --intermediate 32"
 # Options that make a piece small, by its command; the later of two equal options counts. Commands that are not here

@@ -93,17 +93,6 @@ def refused(path: Path, why: str) -> None:
     assert caught.value.argument == "routing" and str(path) in str(caught.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "empty").touch()
-    (tmp_path / "text").write_text("step,layer,expert\n0,1,2\n")
-    refused(tmp_path, "directory|regular")
-    refused(tmp_path / "none", "No such file")
-    refused(tmp_path / "fifo", "not a regular file")
-    refused(tmp_path / "empty", "0 bytes do not hold the header")
-    refused(tmp_path / "text", "do not hold the header")
-
-
 def test_every_truncated_file_is_refused(tmp_path: Path) -> None:
     data = SMALL.save(tmp_path / "x").read_bytes()
     for length in range(len(data)):

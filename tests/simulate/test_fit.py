@@ -103,13 +103,6 @@ def test_every_result_that_can_be_is_fitted_to() -> None:
     assert everything["fitted_to"] == SHIPPED["fitted_to"], "run: python bench/refit.py"
 
 
-def test_a_result_left_out_is_not_fitted_to() -> None:
-    paths = [RESULTS / f"{name}-h200-4.json" for name in ("ht", "ll", "sweep", "beside")]
-    found = fit(paths, without="sweep-h200-4.json")
-    assert "sweep-h200-4.json" not in {row["file"] for row in found["rows"]}
-    assert found == {**fit([path for path in paths if "sweep" not in path.name])}
-
-
 def test_every_row_has_its_error() -> None:
     cold = 8
     assert len(SHIPPED["rows"]) == sum(line["rows"] for line in SHIPPED["lines"]) > 200 - cold
@@ -175,10 +168,3 @@ def test_written_and_read_again(tmp_path: Path) -> None:
     write(tmp_path / "again.json", SHIPPED)
     assert json.loads((tmp_path / "again.json").read_text()) == SHIPPED
     assert load(tmp_path / "again.json") == load() == parse(SHIPPED)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"domain": "", "lines": [{}]}'])
-def test_other_files_are_no_parameters(tmp_path: Path, text: str) -> None:
-    (tmp_path / "other.json").write_text(text)
-    with pytest.raises(BadInput, match=r"other\.json"):
-        load(tmp_path / "other.json")

@@ -282,14 +282,6 @@ def test_a_slower_nvlink_counts_and_a_faster_one_does_not(domain: Domain) -> Non
     assert times[0] > times[1] > times[2] == cost(DISPATCH, routed, 4096, ROWS, Machine(domain, ModelNic())).us
 
 
-@pytest.mark.parametrize(
-    "nic", [ModelNic(gbs=0), ModelNic(gbs=float("nan")), ModelNic(latency_us=-1), ModelNic(mega_messages=0)]
-)
-def test_no_such_nic(domain: Domain, nic: ModelNic) -> None:
-    with pytest.raises(BadInput):
-        cost(DISPATCH, spread(GATE, 2, 8), 1, ROWS, Machine(domain, nic))
-
-
 def test_operations_that_were_not_measured_are_refused() -> None:
     lines = {(DISPATCH, regime): Line(1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for regime in ("few", "many")}
     with pytest.raises(BadInput, match="dispatch flat"):

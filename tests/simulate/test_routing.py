@@ -197,13 +197,3 @@ def test_an_even_recording_is_the_gate_that_draws_it() -> None:
     found, gate = recorded_spread(synthesize("qwen3-30b-a3b", 50_000, zipf=0), 2, 4), spread(DrawnGate(128, 8), 2, 4)
     for name in ("ranks", "domains", "entries", "once"):
         assert getattr(found, name) == pytest.approx(getattr(gate, name), rel=0.02)
-
-
-def test_sums_of_one_row_are_as_many_as_the_page_of_decisions_says() -> None:
-    """Domains in the place of ranks: exact sums over domains are float32 whatever the number of their rows."""
-    page = (Path(__file__).parents[2] / "docs" / "maintainers" / "decisions.md").read_text()
-    shares = [spread(DrawnGate(256, 8), 1, domains).single for domains in (2, 4, 8)]
-    binomial = [8 / n * (1 - 1 / n) ** 7 / (1 - (1 - 1 / n) ** 8) for n in (2, 4, 8)]
-    assert shares == pytest.approx(binomial, abs=0.005)
-    assert "{:.2f}, {:.2f} and {:.2f} for 2, 4 and 8 domains".format(*shares) in page
-    assert "{:.0f}, {:.0f} and {:.0f} %.".format(*(50 * share for share in shares)) in page

@@ -45,12 +45,3 @@ def test_the_result_is_what_the_model_says(kept: dict[str, Any]) -> None:
     for mine, theirs in zip(found["published"], kept["published"], strict=True):
         assert mine["measured_us"] == theirs["measured_us"], again
         assert mine["error"] == pytest.approx(theirs["error"], abs=1e-2), again
-
-
-def test_all_sizes_and_libraries_are_there(kept: dict[str, Any]) -> None:
-    sizes = [(row["gpus"], row["tokens"]) for row in kept["rows"]]
-    assert sizes == [(gpus, tokens) for gpus in (8, 16, 32, 64, 128, 256, 320) for tokens in (128, 4096)]
-    assert {row["library"] for row in kept["published"]} == {"DeepEP V1", "DeepEP V2", "NCCL EP", "UCCL-EP"}
-    assert {"command", "date", "commit", "machine"} <= set(kept)
-    page = (ROOT / "docs" / "maintainers" / "wide_ep.md").read_text()
-    assert "Predicted, not measured" in page and "at most 64 GPUs" in page and kept["inputs"]["routing"] in page

@@ -20,7 +20,7 @@ from moecomm_bench.simulate import cli as simulate
     [
         ([], ["demo", "doctor", "explain", "tune", "bench", "simulate", "trace", "record", "routing"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
-        (["simulate"], ["check", "fit", "dlrm"]),
+        (["simulate"], ["check", "fit"]),
         (["routing"], ["show", "join", "synthesize"]),
     ],
 )

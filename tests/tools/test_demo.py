@@ -138,16 +138,6 @@ def test_bad_input_names_the_argument(argument: str, given: dict) -> None:
     assert caught.value.argument == argument
 
 
-def test_bad_input_is_one_line_and_exit_code_2(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["moecomm", "demo", "--backend", "host", "--ranks", "65"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert capfd.readouterr().err.strip() == "BadInput: ranks: got 65; want 1 to 64"
-
-
 def test_a_table_fits_eighty_columns() -> None:
     case = demo.Case("deepseek-v3", 4, 4096, 64, "host")
     layouts = [

@@ -42,13 +42,6 @@ def test_the_shipped_table_has_every_kind_of_round() -> None:
     assert json.loads((Path(tuning.__file__).parent / "h200.json").read_text())["gpu"] == H200
 
 
-def test_what_is_tuned_is_what_looks_the_entry_up() -> None:
-    """Flat rows in the window; those outside, which are copied, take the entry of rows that are added up."""
-    case = RoundsCase("", 128, 2, 8, 2, "host", [4], ["flat", "expert"], ["bf16"], [4], "eager")
-    variants = {(op.what, op.layout): op.variant for op in tune.operations(case)}
-    assert variants["combine", "flat"] == "y in the window" and variants["combine", "expert"] == "bf16 wire"
-
-
 def test_an_entry_holds_up_to_its_tokens_and_the_last_for_all_others() -> None:
     table = Table((Entry("combine", "flat", 4, 100, 8, 4), Entry("combine", "flat", 4, 16, 2, 1)))
     with tuning.use(table):
@@ -156,11 +149,6 @@ def test_the_table_that_counts_is_named() -> None:
 def test_a_table_without_the_newer_lists_is_read() -> None:
     older = tuning.parse(line())
     assert (len(older.entries), older.gemms, older.fused_gemms, older.layers) == (1, (), (), ())
-
-
-def test_a_round_of_no_kind_has_no_choice() -> None:
-    with pytest.raises(ValueError, match="'moe'"):
-        tuning.choose(H200, 4, "moe", "flat", 5)
 
 
 CASE = RoundsCase(

@@ -141,19 +141,6 @@ def test_a_file_that_ends_in_a_line_is_read_so_far(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [b"", b"{}\n", b"nonsense\n", b'{"format": 2}\n', b"[1]\n", b"[" * 100_000 + b"\n"],
-)
-def test_what_is_no_file_of_spans_is_bad_input(damage: bytes, tmp_path: Path) -> None:
-    with moecomm.trace(tmp_path), moecomm.Buffer("self", **traces.SIZES):
-        pass
-    (path,) = tmp_path.glob("*.spans")
-    path.write_bytes(damage)
-    with pytest.raises(moecomm.BadInput, match="FILE"):
-        reading.read([tmp_path])
-
-
-@pytest.mark.parametrize(
     "line",
     [
         "[]",
