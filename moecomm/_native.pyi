@@ -490,19 +490,14 @@ class CallKind:
     `row_bytes`: bytes of a token on this rank, scales included.
     """
     def __init__(self, op: str, call: int, dtype: typing.Any, row_bytes: int) -> None: ...
-    @property
-    def begins_round(self) -> bool: ...
-    @property
-    def call(self) -> int: ...
+    begins_round: typing.Final[bool]
+    call: typing.Final[int]
     calls: int
-    @property
-    def dispatches(self) -> bool: ...
+    dispatches: typing.Final[bool]
     @property
     def dtype(self) -> typing.Any: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def row_bytes(self) -> int: ...
+    op: typing.Final[str]
+    row_bytes: typing.Final[int]
     tokens: int
 
 class CallRing:

@@ -21,9 +21,9 @@ MOECOMM_FN bool puts_to(const Context& ctx, u64 ranks, i32 peer) {
     return domain_of(ctx.shape, peer) != domain_of(ctx.shape, ctx.rank) && is_in(ranks, peer);
 }
 
-// Put the last tagged words of a rank that closes its Buffer (moecomm/backends/between_rounds.py) to each rank of other domains, which the host
-// cannot reach. Called by one warp. Best effort: words still unsent at the deadline are dropped; their receivers have deadlines of their
-// own. The signal follows the put in the transport's order.
+// Put the last tagged words of a rank that closes its Buffer (moecomm/backends/between_rounds.py) to each rank of other domains, which the
+// host cannot reach. Called by one warp. Best effort: words still unsent at the deadline are dropped; their receivers have deadlines of
+// their own. The signal follows the put in the transport's order.
 template <class Transport>
 MOECOMM_FN void leave(const LeaveArgs& a) {
     const bool is_leader = threadIdx.x == 0;

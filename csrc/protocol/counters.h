@@ -1,5 +1,6 @@
 // Counters of a rank: rounds, rows and bytes, and time spent waiting, by peer. They are u64 words in the rank's own window, which only this
-// rank writes, with relaxed atomic adds; moecomm/observe/stats reads them. They never decrease, except that Buffer.reset_stats() makes them 0.
+// rank writes, with relaxed atomic adds; moecomm/observe/stats reads them. They never decrease, except that Buffer.reset_stats() makes them
+// 0.
 #pragma once
 #include "layout.h"
 

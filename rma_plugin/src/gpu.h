@@ -4,8 +4,8 @@
 #pragma once
 #include <memory>
 
-#include "runtime/descriptor.h"
 #include "driver.h"
+#include "runtime/descriptor.h"
 
 namespace moecomm::rma {
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "runtime/fd_socket.h"
 #include "failure.h"
 #include "log.h"
+#include "runtime/fd_socket.h"
 
 namespace moecomm::rma {
 namespace {

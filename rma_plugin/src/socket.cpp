@@ -14,8 +14,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include "runtime/fd_socket.h"
 #include "failure.h"
+#include "runtime/fd_socket.h"
 
 namespace moecomm::rma {
 namespace {

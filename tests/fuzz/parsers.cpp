@@ -10,9 +10,9 @@
 #include <optional>
 #include <thread>
 
-#include "input.h"
 #include "crc32c.h"
 #include "exchange.h"
+#include "input.h"
 #include "link.h"
 #include "runtime/error.h"
 #include "runtime/exchange.h"

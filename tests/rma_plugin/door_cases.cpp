@@ -10,10 +10,10 @@
 #include <cstring>
 #include <ctime>
 
-#include "open.h"
 #include "address.h"
 #include "failure.h"
 #include "handshake.h"
+#include "open.h"
 #include "scenarios.h"
 
 using namespace moecomm::rma;

@@ -6,12 +6,12 @@
 #include <cstring>
 #include <map>
 
-#include "proxy.h"
 #include "crc32c.h"
 #include "exchange.h"
 #include "frame.h"
-#include "settings.h"
+#include "proxy.h"
 #include "scenarios.h"
+#include "settings.h"
 
 using namespace moecomm::rma;
 

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "times.h"
 #include "table.h"
+#include "times.h"
 #include "world.h"
 
 struct Operation {

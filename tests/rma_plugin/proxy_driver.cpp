@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "crc32c.h"
-#include "sha256.h"
 #include "scenarios.h"
+#include "sha256.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Calls that might wait, and must not hold up NCCL's thread; and signals that wait for longer than their memory is registered.
-#include "open.h"
 #include "copies.h"
+#include "open.h"
 #include "scenarios.h"
 
 // A GPU that ends no copy for a while.  NCCL's thread gives it as many as there is room for, and has all that it needs for them.
