@@ -24,7 +24,7 @@ from moecomm.errors import (
     TooManyRows,
     Unsupported,
 )
-from moecomm.membership.membership import Shrunk
+from moecomm.membership.meeting import Shrunk
 from moecomm.observe.tracing import trace
 from moecomm.ranks.rendezvous import local_ranks
 from moecomm.routed import Handle, Routed

@@ -18,7 +18,7 @@ from moecomm.errors import RoundFailed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
 from moecomm.membership import masking
-from moecomm.membership.membership import Shrunk
+from moecomm.membership.meeting import Shrunk
 from moecomm.membership.suspension import Suspension
 from moecomm.observe import flight, stats, tracing
 from moecomm.observe.stats import JobStats, Stats

@@ -1,4 +1,4 @@
-"""Elastic ranks: a Buffer is opened again among fewer ranks, or more, in the same processes."""
+"""Opening of a Buffer's rounds; and its membership: it is opened again among fewer ranks, or more."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from moecomm.base.validation import check_flag, check_integer
 from moecomm.errors import MoecommError, RoundFailed
 from moecomm.fused import forms
 from moecomm.gpu import limits
-from moecomm.membership import membership
-from moecomm.membership.membership import Meeting, Shrunk, counts_of, ids_of, members_of, require_idle
+from moecomm.membership.meeting import Meeting, Shrunk, counts_of, domain_ranks, ids_of, members_of, require_idle
 from moecomm.membership.suspension import interruption
 from moecomm.ranks import last_calls
 from moecomm.ranks.group import Group, Members
@@ -110,7 +109,7 @@ class Membership:
                 old.settings,
                 ranks=len(everybody),
                 num_experts=_experts_of_callers(old) if ids is None else len(ids.kept),
-                domain_ranks=membership.domain_ranks(shrunk.ranks, old),
+                domain_ranks=domain_ranks(shrunk.ranks, old),
             )
             rounds = open_rounds(ranks, settings, old.chosen_because, old.device, timeout_s, ids)
         rounds.members = members_of(group, old, rounds, ranks.number, timeout_s)

@@ -1,4 +1,4 @@
-// Adds up rows with several domains: as ../gather.cuh, but an item is a row of pieces. What an item takes is then done once, not for each
+// Adds up rows with several domains: as gather.cuh, but an item is a row of pieces. What an item takes is then done once, not for each
 // of its pieces, and loads are issued some at a time. With few blocks a warp spent most of its time on that: an `expert` combine of 4096
 // tokens by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json at b156cddd, and
 // today's).
@@ -9,7 +9,7 @@ namespace moecomm {
 
 // Called by all lanes of a warp together. run() ends when the role has no further item or a wait of the role has failed.
 //
-// Role: as in ../gather.cuh, but open() opens the first of its pieces, whose number is pieces(); close() is called after the last. Also:
+// Role: as in gather.cuh, but open() opens the first of its pieces, whose number is pieces(); close() is called after the last. Also:
 //       u32 inner_lanes()            kNests: the lanes whose sources are added to each other before they are added to those of lower lanes.
 //       void keep_owners(i32 place)  kAddsDomains: stores, for the item just opened, what add_domains needs. An open item keeps its place.
 //       void add_domains(i32 place, target, i32 column, float (&)[n])  kAddsDomains: adds sums of other domains to this lane's n columns.

@@ -83,7 +83,7 @@ struct WindowLayout {
                          // several domains
     u64 returned;        // [2][domains][ring_tokens] rows of staged_row_bytes, by the reducing domain and this rank's token % ring_tokens;
                          // the second half holds the send slots of kernels, by the source rank's domain; several domains
-    u64 heap;            // outputs, allocated by runtime/arena
+    u64 heap;            // outputs, allocated by runtime/arena.cpp
     u64 bytes;
     i32 columns;  // experts + ranks
     i32 num_tagged_words;

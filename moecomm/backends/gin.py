@@ -236,7 +236,7 @@ _NO_GIN = (
 def open(  # noqa: A001
     ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
 ) -> lsa.LsaSession:
-    """Collective: see moecomm.backends.Backend."""
+    """Collective: see moecomm.ranks.session.Backend."""
     return lsa.open_session(ranks, shape, device, timeout_s, GinReach, missing())
 
 

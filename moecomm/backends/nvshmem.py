@@ -78,7 +78,7 @@ class NvshmemReach(Reach):
 def open(  # noqa: A001
     ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
 ) -> lsa.LsaSession:
-    """Collective: see moecomm.backends.Backend."""
+    """Collective: see moecomm.ranks.session.Backend."""
     return lsa.open_session(ranks, shape, device, timeout_s, NvshmemReach, missing())
 
 

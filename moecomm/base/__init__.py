@@ -1,1 +1,1 @@
-"""Foundations of every room: checks, arrays of other libraries, constants of the protocol, documents, processes."""
+"""Foundations of all other packages: checks, arrays of other libraries, constants of the protocol, processes."""

@@ -1,4 +1,4 @@
-"""Expert kernels of moecomm: the grouped GEMM, its weights and its schedules."""
+"""Expert layers: layer.py is Buffer.moe, pipeline.py its steps; the grouped GEMM, its weights and its schedules."""
 
 from moecomm.fused.fp8 import Fp8, quantize_weights
 from moecomm.fused.gemm import grouped_gemm

@@ -1,8 +1,9 @@
-"""The compute step of a fused layer: one launch fetches rows, computes both GEMMs and sends the results.
+"""The compute kernel of a fused layer and its arguments: one launch fetches rows, computes both GEMMs, sends results.
 
-docs/maintainers/fused_kernels.md, "Fused layer", explains the kernel.  A variant with one launch for each GEMM was
-faster by more than noise (2 %) only in three measured layers, 16 and 4096 tokens of Mixtral, where the unfused layer
-was faster than both (bench/results/layers-h200-2.json, moe-mixtral-8x7b-h200-2.json, moe-mixtral-8x7b-h200-4.json).
+Fused.compute in moecomm/fused/pipeline.py launches it.  docs/maintainers/fused_kernels.md, "Fused layer", explains the
+kernel.  A variant with one launch for each GEMM was faster by more than noise (2 %) only in three measured layers, 16
+and 4096 tokens of Mixtral, where the unfused layer was faster than both (bench/results/layers-h200-2.json,
+moe-mixtral-8x7b-h200-2.json, moe-mixtral-8x7b-h200-4.json).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CUDA driver as the lsa backend uses it, through cuda.bindings (12.x or 13.x), imported when first called."""
+"""The CUDA driver as moecomm uses it, through cuda.bindings (12.x or 13.x), imported when first called."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from moecomm.errors import Unsupported
 from moecomm.gpu import cuda_driver
 from moecomm.shims.build import CannotBuild, dotted, recipe, version, wheels
 
-# The Transport of csrc/device that a kernel is a template over.
+# The Transport of csrc/transport that a kernel is a template over.
 TRANSPORTS = {
     "lsa": "Lsa",
     "puts": "Puts",

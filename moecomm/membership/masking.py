@@ -16,7 +16,7 @@ from functools import partial
 from moecomm.base.experts import experts_of
 from moecomm.base.validation import is_integer
 from moecomm.errors import BadInput, Excluded, MemoryReleased, MoecommError, PeerLost, RoundFailed, Timeout
-from moecomm.membership.membership import GRACE_S, Meeting
+from moecomm.membership.meeting import GRACE_S, Meeting
 from moecomm.ranks import last_calls, messages
 from moecomm.ranks.board import Board, Part
 from moecomm.ranks.messages import Agreed, Coming, Decision, Disagreement, Lost

@@ -10,7 +10,7 @@ import torch
 from moecomm.base.experts import experts_of
 from moecomm.base.validation import check_integer
 from moecomm.errors import BadInput, Unsupported
-from moecomm.membership.membership import Survivors
+from moecomm.membership.meeting import Survivors
 from moecomm.ranks.group import Group
 from moecomm.ranks.rendezvous import ProcessGroup, rendezvous
 

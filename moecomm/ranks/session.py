@@ -2,7 +2,8 @@
 
 A backend opens a Session: the window of every rank, mapped where this rank can load from it and store to it
 (`context.peers`, 0 where it can't); an arena that hands out blocks of this rank's window; and an executor for dispatch
-and combine.  No other module knows whether ranks are CPU threads, processes or GPUs.
+and combine.  Other modules ask no more than whether a round is over when its call
+returns (synchronous).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Session(Maskable, Protocol):
         """Return the function that runs (host) or enqueues (GPUs) dispatches like this one, of as many tokens.
 
         Addresses, room, chunks and workers may differ.  Compiles and loads the kernels.  A _native.Runner also runs
-        calls that Python does not look at: see KnownCalls in csrc/bindings.
+        calls that Python does not look at: see csrc/bindings/known_calls.cpp.
         """
         ...
 

@@ -69,7 +69,7 @@ class Rounds(RoundState, Bound):
         known = (self.plans.table, self.memory.parts, self.flight, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
-        self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.membership
+        self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.meeting
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
         self.absent = AbsentEntries(self.device)
         self.retries = 0  # rounds of dispatches that had no room for their rows in one

@@ -1,1 +1,1 @@
-"""The command line (demo, doctor, tune) and the launcher of local ranks."""
+"""The command line (demo, doctor, record, routing, trace; moecomm_bench adds commands) and the launcher of ranks."""

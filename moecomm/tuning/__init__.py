@@ -14,7 +14,8 @@ What a user's table lacks comes from the shipped one. Ranks may have different t
 
 - Tables do not decide which rounds use packets. All ranks must decide alike, so that choice depends only on the number
   of tokens and on room (moecomm/base/packets.py).
-- All ranks must run a layer in the same form. The table of rank 0 decides when a Buffer opens (moecomm/elastic.py).
+- All ranks must run a layer in the same form. The table of rank 0 decides when a Buffer opens
+  (moecomm/fused/forms.py).
 - No result depends on the schedule of a GEMM.
 """
 

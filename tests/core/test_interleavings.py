@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from moecomm.errors import Timeout
-from moecomm.membership import membership
-from moecomm.membership.membership import GRACE_S, Meeting
+from moecomm.membership import meeting
+from moecomm.membership.meeting import GRACE_S, Meeting
 from moecomm.ranks import opening, pages
 from moecomm.ranks.pages import PAGE_BYTES, Pages
 
@@ -220,7 +220,7 @@ def explore(programs: list[Any], ranks: int, check: Callable[[Run], None]) -> in
 @pytest.mark.parametrize("suspects", few([[{1}, set()], [set(), set()]], [{1}, set()]))
 def test_survivors_agree_wherever_a_rank_is_killed(monkeypatch: pytest.MonkeyPatch, suspects: list[set[int]]) -> None:
     killed, ranks, clocks = 1, len(suspects), Clocks()
-    monkeypatch.setattr(membership, "time", clocks)
+    monkeypatch.setattr(meeting, "time", clocks)
     agreeing = [partial(clocks.agree, rank=rank, ranks=ranks, suspects=suspects[rank]) for rank in range(ranks)]
     others = [partial(notice, rank=rank, gone=killed, program=killed) for rank in range(ranks) if rank != killed]
 
@@ -236,7 +236,7 @@ def test_survivors_agree_wherever_a_rank_is_killed(monkeypatch: pytest.MonkeyPat
 def test_two_survivors_agree_without_a_third(monkeypatch: pytest.MonkeyPatch, is_killed: bool) -> None:
     """Rank 1 has ended, which the others notice some time, and rank 2 may be killed anywhere, which rank 0 notices."""
     left, clocks = (0, 2), Clocks()
-    monkeypatch.setattr(membership, "time", clocks)
+    monkeypatch.setattr(meeting, "time", clocks)
     suspects: dict[int, set[int]] = {0: {1}, 2: set()}
     agreeing = [partial(clocks.agree, rank=rank, ranks=3, suspects=suspects[rank]) for rank in left]
 
@@ -254,7 +254,7 @@ def test_two_survivors_agree_without_a_third(monkeypatch: pytest.MonkeyPatch, is
 def test_ranks_agree_whenever_their_clocks_run_out(monkeypatch: pytest.MonkeyPatch, suspects: list[set[int]]) -> None:
     """A living rank may be left out; then all find so."""
     ranks, clocks = len(suspects), Clocks()
-    monkeypatch.setattr(membership, "time", clocks)
+    monkeypatch.setattr(meeting, "time", clocks)
     agreeing = [partial(clocks.agree, rank=rank, ranks=ranks, suspects=suspects[rank]) for rank in range(ranks)]
 
     def check(run: Run) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm import _native
-from moecomm.membership import membership
+from moecomm.membership import meeting
 from moecomm.ranks import messages
 from moecomm.ranks.pages import PAGE_BYTES, Pages
 from moecomm.rounds.expert_tables import AbsentEntries, ExpertIds
@@ -228,7 +228,7 @@ def test_threads_shrink_after_a_timeout() -> None:
         sums(buffer)
         return found
 
-    assert over_threads(call, timeout_s=1.5) == [membership.Shrunk((0, 2), (1,)), None, membership.Shrunk((0, 2), (1,))]
+    assert over_threads(call, timeout_s=1.5) == [meeting.Shrunk((0, 2), (1,)), None, meeting.Shrunk((0, 2), (1,))]
 
 
 def test_all_ranks_go_on_after_abort() -> None:

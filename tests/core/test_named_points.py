@@ -16,7 +16,7 @@ import moecomm
 from moecomm import backends
 from moecomm.backends.host import HostSession
 from moecomm.membership.masking import Masking
-from moecomm.membership.membership import Meeting
+from moecomm.membership.meeting import Meeting
 from moecomm.ranks.opening import Opening
 from moecomm.ranks.pages import Pages
 from moecomm.ranks.settings import Settings

@@ -26,7 +26,8 @@ def with_driver(directory: Path, code: str, *flags: str, load: str = LOAD) -> li
     subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", *flags, str(FAKE), "-o", str(library)], check=True)
     done = subprocess.run(
         [sys.executable, "-c", load + code],
-        env={**os.environ, "LD_LIBRARY_PATH": str(directory)},
+        env={**os.environ, "LD_LIBRARY_PATH": str(directory), "PYTHONPATH": str(Path(_native.__file__).parents[1])},
+        cwd=directory,  # a checkout may have a moecomm that is not built
         capture_output=True,
         text=True,
         timeout=60,

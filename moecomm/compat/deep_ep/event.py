@@ -35,7 +35,7 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event, what shall live until it is waited for, and what is to run then.
+    """An event with the objects to keep alive and the callbacks to run after it.
 
     `with overlap:` waits at the end of the block, so that the block's work runs beside what the event stands for.
     """

@@ -136,7 +136,7 @@ def _difference(one: Call, other: Call) -> str:
 
 
 def _trailing_rejection(records: Mapping[int, RankRecord]) -> Verdict | None:
-    """Look for a rank whose last call failed there, while others made one that it did not come to."""
+    """Find a rank whose last call failed while the others made the next."""
     for rank, record in sorted(records.items(), key=lambda pair: pair[1].last):
         others = [r.calls[record.last + 1] for r in records.values() if record.last + 1 in r.calls]
         if others and record.rejections and all(call.rejected < record.rejected for call in others):

@@ -163,7 +163,7 @@ class Meeting:
         return PeerLost(text, rank=place, peer=lost, phase="opening", op="shrink", round=0)
 
     def failed(self, error: MoecommError) -> None:
-        """Take note of an error that has ended an opening: those that it names are gone.  Raise any other error."""
+        """Mark the rank that a failed opening names as suspect.  Raise any other error."""
         if not self.ranks or not isinstance(error, (PeerLost, Timeout)) or error.peer < 0:
             raise error
         self._suspects.add(self.ranks[error.peer])
