@@ -1,4 +1,5 @@
-// The parts of moecomm._native.  Arguments in, errors out; what they do is in runtime/ and host/, except known_calls.cpp, the short way of a repeated call.
+// The parts of moecomm._native.  Arguments in, errors out; what they do is in runtime/ and host/, except known_calls.cpp, the short way of
+// a repeated call.
 #pragma once
 #include <pybind11/pybind11.h>
 
