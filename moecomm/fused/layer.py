@@ -17,9 +17,9 @@ from moecomm.base.choices import Overflow, Quantize
 from moecomm.base.validation import check_flags, check_name
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
+from moecomm.dispatch.chunks import in_parts
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Gradients, check_overflow
-from moecomm.dispatch.parts import in_parts
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
 from moecomm.fused.fp8 import Fp8, as_operand

@@ -10,8 +10,7 @@ import torch
 
 from moecomm.base.arrays import shown_tensors
 from moecomm.base.choices import Layout
-from moecomm.dispatch.chunks import group_of_rows, placed
-from moecomm.dispatch.parts import in_parts
+from moecomm.dispatch.chunks import group_of_rows, in_parts, placed
 from moecomm.ops import handles
 from moecomm.ops.handles import Handle
 from moecomm.rounds import names

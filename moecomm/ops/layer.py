@@ -16,8 +16,8 @@ import torch
 from moecomm.base import tangents
 from moecomm.base.choices import Activation, Overflow
 from moecomm.dispatch import observers
+from moecomm.dispatch.chunks import in_parts
 from moecomm.dispatch.options import Gradients
-from moecomm.dispatch.parts import in_parts
 from moecomm.errors import TooManyRows
 from moecomm.fused import layer
 from moecomm.fused.options import Options
