@@ -160,7 +160,8 @@ def _call(
         found = of_ranks(owner.num_ranks, *given.values(), *([None] if len(given) == 2 and "tables" in given else []))
         ready = [_plain_matrix(owner, argument, matrix) for argument, matrix in given.items()]
         *gather, fused = options
-        run, again = owner.executors.choose(found, fused, bool(gather and gather[0]))
+        with torch.inference_mode(False):  # a plan keeps tensors, for calls in either mode
+            run, again = owner.executors.choose(found, fused, bool(gather and gather[0]))
         result = run(*ready)
         if again:
             keep(owner, key_of(operator, options, tuple(given.values())), run)

@@ -128,7 +128,7 @@ def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> Ca
     tensors: list[torch.Tensor] = []
     has_gradient, is_enabled = False, torch.is_grad_enabled()
     for operand in operands:
-        parts = operand if isinstance(operand, tuple) else (operand,)
+        parts = operand if isinstance(operand, tuple) and len(operand) == 2 else (operand,)
         key.append(len(parts))
         for tensor in parts:
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:

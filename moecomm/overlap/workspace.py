@@ -67,7 +67,8 @@ class Workspace(Bound):
             options: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s}
             self.window = Window(group, nbytes, signals=_SIGNALS, **options)  # it checks them
         try:
-            self._executors: Executors | None = self._open()
+            with torch.inference_mode(False):  # executors keep tensors, for calls in either mode
+                self._executors: Executors | None = self._open()
         except BaseException:
             if self._owns:
                 self.window.close()

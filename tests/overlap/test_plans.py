@@ -138,6 +138,34 @@ def test_transforms_of_repeated_calls_are_refused() -> None:
             assert (overlap.matmul_all_reduce(x, x, workspace) == 3).all()
 
 
+@pytest.mark.parametrize("opened_in", [False, True])
+@pytest.mark.parametrize("first_in", [False, True])
+@pytest.mark.parametrize("operator", PRODUCTS)
+def test_a_plan_of_inference_mode_serves_other_calls(operator: str, first_in: bool, opened_in: bool) -> None:
+    shape = (1, 1, 8, 32) if operator == "matmul_all_to_all" else (8, 32)
+    x, w = torch.randn(shape).bfloat16(), torch.randn(*shape[:-3], 16, 32).bfloat16()
+    call = getattr(overlap, operator)
+    with torch.inference_mode(opened_in):
+        workspace = overlap.Workspace("self", 1 << 20)
+    with workspace:
+        found = []
+        for inference in (first_in, not first_in, first_in):
+            with torch.inference_mode(inference):
+                found.append(call(x, w, workspace))
+        assert all(torch.equal(one, found[0]) for one in found)
+        call(x.requires_grad_(), w, workspace).float().sum().backward()
+        assert x.grad is not None
+
+
+def test_a_tuple_of_one_tensor_is_refused_each_time() -> None:
+    x, w = torch.randn(8, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    with overlap.Workspace("self", 1 << 20) as workspace:
+        for _ in range(2):
+            with pytest.raises(moecomm.BadInput):
+                overlap.matmul_all_reduce((x,), (w,), workspace)  # type: ignore[arg-type]
+            overlap.matmul_all_reduce(x, w, workspace)
+
+
 def test_failures_of_repeated_calls_are_counted() -> None:
     """A call of CPU ranks that fails on one rank alone, in its plan, puts the ranks out of step."""
     case = with_values("embedding_all_to_all")
