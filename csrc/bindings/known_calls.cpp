@@ -71,7 +71,7 @@ class KnownCalls {
                     py::handle max_rows, py::object handle, py::handle sync, py::handle gradients, py::handle call, py::handle layer) {
         if (failed() || !(sync.is_none() || PyBool_Check(sync.ptr()))) return nothing_;
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
-        if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none())) return nothing_;
+        if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none() && max_rows.is_none())) return nothing_;
         const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(options, known_.layout);
         const py::object plans = plans_of(py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer));
         if (!plans) return nothing_;

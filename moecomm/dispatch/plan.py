@@ -70,14 +70,14 @@ class Plan(outputs.ByName):
         handle: Handle | None,
     ) -> Routed | None:
         """A dispatch that is ready to run, or None if the plan is not for these tensors, or one can't be used."""
+        if max_rows is not None and not (is_integer(max_rows) and 0 <= max_rows < 1 << 63):
+            return None
         if handle is not None:
             payload = self._memory.rows(self.native.payload_bytes(handle.args.max_rows))
             args = self.native.repeat(payload, handle.args, x, scales)
         else:
             rows = self._rows
             if max_rows is not None:
-                if not is_integer(max_rows) or not 0 <= max_rows < 1 << 63:
-                    return None
                 rows = min(max_rows * self._groups, self._worst_rows)
             sizes = self.native.kept_bytes(rows), self.native.payload_bytes(rows)
             if self._is_layer:  # a layer frees them before its call returns
