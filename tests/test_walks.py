@@ -265,13 +265,11 @@ def test_observers_see_known_calls() -> None:
 @pytest.mark.parametrize("max_rows", ["x", -1, 1.5])
 def test_a_number_of_rows_is_checked_along_a_handle_too(max_rows: Any) -> None:
     """Each time, not only in the first call of a kind; a good one changes nothing."""
-    buffer = moecomm.Buffer(
-        "self", hidden=32, num_experts=4, topk=2, max_tokens=16, dtype=torch.float32, backend="host"
-    )
-    x, ids = torch.randn(8, 32), torch.zeros(8, 2, dtype=torch.long)
-    handle = buffer.dispatch(x, ids).handle
-    for _ in range(2):
-        with pytest.raises(moecomm.BadInput, match="max_rows"):
-            buffer.dispatch(x, handle=handle, max_rows=max_rows)
-        assert torch.equal(buffer.dispatch(x, handle=handle, max_rows=16).x, buffer.dispatch(x, handle=handle).x)
-    buffer.close()
+    x, ids, weights = tensors()
+    with opened() as buffer:
+        handle = buffer.dispatch(x, ids, weights).handle
+        for _ in range(2):
+            with pytest.raises(moecomm.BadInput, match="max_rows"):
+                buffer.dispatch(x, handle=handle, max_rows=max_rows)
+            same = buffer.dispatch(x, handle=handle).x
+            assert torch.equal(buffer.dispatch(x, handle=handle, max_rows=TOKENS * TOPK).x, same)
