@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,12 @@ def save(results: Sequence[dict[str, Any]], out: Path, sources: str) -> None:
     # Names are no formulas.
     with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 8, "text.parse_math": False}):
         figure = figure_of(results)
+        # The layout settles, but for its last bits, which depend on addresses in memory.
+        figure.savefig(BytesIO(), format=out.suffix[1:], dpi=150)
+        figure.set_layout_engine("none")
+        for axes in figure.axes:
+            left, bottom, width, height = (round(part, 4) for part in axes.get_position().bounds)
+            axes.set_position((left, bottom, width, height))
         out.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None, "Description": sources} if out.suffix == ".svg" else {}
         figure.savefig(out, dpi=150, metadata=metadata)
