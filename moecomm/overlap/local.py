@@ -1,4 +1,4 @@
-"""What a rank computes by itself, in plain torch: products, sums over ranks, and bags of embedding rows.
+"""Computations of one rank in plain torch: products, sums over ranks, and bags of embedding rows.
 
 Sums are in float32, and rounded to the dtype once.
 """

@@ -23,7 +23,7 @@ _OPTIONS = (bool, type(None))
 
 
 class CallPlan(NamedTuple):
-    """What runs calls of one key.
+    """The run of calls of one key.
 
     Attributes:
         run: called with matrices or tensors that are contiguous and aligned to 16 bytes; see Operators.plan.

@@ -30,7 +30,7 @@ class _FailedElsewhere(Exception):
 
 
 class Passed:
-    """What ranks pass each other with their verdicts in all_or_none().
+    """Words that ranks pass each other with their verdicts in all_or_none().
 
     Attributes:
         word: of this rank, set in the block.

@@ -60,7 +60,7 @@ def failure_of(call: Callable[[], Any]) -> moecomm.RoundFailed:
 
 
 def test_shrink_takes_few_python_calls() -> None:
-    """Of two threads.  The fewest of several: a rank that waits for the other one looks again."""
+    """Count calls of two threads, the fewest of several: a rank that waits for the other one looks again."""
     folder = str(Path(moecomm.__file__).parent)
     start = threading.Barrier(2)
 
