@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from array import array
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from moecomm.ranks.session import Schedule
 from moecomm.rounds import failures
 
 _RING_BYTES = 64 << 20  # of a window, for the staging ring
+END_S = 1.0  # that others wait for a rank that they exclude to end its round
 
 
 def missing() -> str:
@@ -186,7 +188,20 @@ class HostSession:
         return word.to_bytes(4, "little") == _native.excluded_word(rank)
 
     def exclude(self, rank: int) -> None:
+        self._await_end_of_round(rank)
         _native.exclude(self.context, rank)
+
+    def _await_end_of_round(self, rank: int) -> None:
+        """Wait until a rank has ended the last round of this one, has failed, or is gone; END_S at most.
+
+        With fewer cores than ranks it may still be in that round: its rows are there, and it would find itself excluded.
+        """
+        window, layout = self._peers.addresses[rank], self.context.window
+        last, until = self.last_round(), time.monotonic() + END_S
+        while _native.read_word(window + layout.state) != last and _native.read_word(window + layout.abort) == 0:
+            if rank in self.dead_peers() or time.monotonic() >= until:
+                return
+            time.sleep(0.001)
 
     def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
         for rank in range(self.context.shape.ranks):

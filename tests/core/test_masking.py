@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -304,6 +305,36 @@ def test_up_to_all_other_ranks_are_masked(count: int) -> None:
         return buffer.masked
 
     assert over_threads(call, ranks=5) == [None] * count + [tuple(range(count))] * (5 - count)
+
+
+def test_a_rank_that_is_masked_ends_the_round_that_has_ended_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of rank 2 says for a while that it has not ended its last round, as where its thread gets no core."""
+    monkeypatch.setattr(host, "END_S", ROOM_S)
+    exclude, said = _native.exclude, list[int]()
+    idle = threading.Barrier(3)
+
+    def call(buffer: moecomm.Buffer) -> int:
+        rounds(buffer, 3)
+        context = buffer.rounds.session.context
+        word = ctypes.c_uint32.from_address(context.peers[2] + context.window.state)
+        last = word.value
+        if buffer.rank == 2:
+            word.value -= 1
+        idle.wait()
+        if buffer.rank == 2:
+            time.sleep(0.2)  # by then a rank that does not wait has excluded it
+            word.value = last
+        else:
+            buffer.mask([2])
+        return last
+
+    def noted(context: _native.Context, rank: int) -> None:
+        said.append(_native.read_word(context.peers[rank] + context.window.state))
+        exclude(context, rank)
+
+    monkeypatch.setattr(_native, "exclude", noted)
+    last = over_threads(call)
+    assert said == [last[2]] * 2
 
 
 def test_a_replica_takes_the_place_of_an_expert() -> None:
