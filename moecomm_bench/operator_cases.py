@@ -39,7 +39,7 @@ class OperatorCase:
 
     def empty(self) -> tuple[Matrix, Matrix]:
         """Return tensors of the two shapes on the CPU, with any values."""
-        return empty(*self.shapes, DTYPES[self.dtype])
+        return empty(self.operator, *self.shapes, DTYPES[self.dtype])
 
     def inputs(self, device: torch.device, rank: int) -> tuple[Matrix, Matrix]:
         """Return random tensors of the two shapes."""
@@ -56,8 +56,10 @@ class OperatorCase:
         return x, torch.empty(second, dtype=dtype, device=device).normal_(std=second[-1] ** -0.5, generator=g)
 
 
-def empty(x: tuple[int, ...], w: tuple[int, ...], dtype: torch.dtype) -> tuple[Matrix, Matrix]:
-    """Return matrices of these shapes on the CPU, with any values."""
+def empty(operator: str, x: tuple[int, ...], w: tuple[int, ...], dtype: torch.dtype) -> tuple[Matrix, Matrix]:
+    """Return what an operator takes, of these shapes, on the CPU, with any values."""
+    if operator == "embedding_all_to_all":
+        return torch.empty(x, dtype=dtype), torch.empty(w, dtype=torch.int64)
     if dtype != FP8:
         return torch.empty(x, dtype=dtype), torch.empty(w, dtype=dtype)
     of_x, of_w = (*x[:-1], x[-1] // GROUP), (*w[:-2], -(-w[-2] // GROUP), w[-1] // GROUP)

@@ -13,7 +13,7 @@ import pytest
 
 from .conftest import GPU_MARKS
 from .gpu import __main__ as steps
-from .gpu import test_nvlink
+from .gpu import compile_overlap, test_nvlink
 from .gpu.__main__ import PARTS, Step
 from .live import alive, wait_until
 
@@ -48,6 +48,10 @@ def collected(*chosen: tuple[str, ...]) -> list[int]:
     found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("COLLECTED")]
     assert [status for status, _ in found] == ["0"] * len(chosen), (done.stdout + done.stderr)[-2000:]
     return [int(items) for _, items in found]
+
+
+def test_kernels_of_overlapped_operators_are_found_without_a_gpu() -> None:
+    assert len(set(compile_overlap.kernels(2))) > 20
 
 
 @pytest.mark.long

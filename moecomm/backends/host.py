@@ -194,7 +194,7 @@ class HostSession:
     def _await_end_of_round(self, rank: int) -> None:
         """Wait until a rank has ended the last round of this one, has failed, or is gone; END_S at most.
 
-        With fewer cores than ranks it may still be in that round: its rows are there, and it would find itself excluded.
+        Where ranks outnumber cores it may still be in that round: all its rows are there, yet it would be excluded.
         """
         window, layout = self._peers.addresses[rank], self.context.window
         last, until = self.last_round(), time.monotonic() + END_S

@@ -27,7 +27,7 @@ class Case:
 
     def empty(self) -> tuple[Any, Any]:
         """Return tensors of these sizes on the CPU, with any values."""
-        return operator_cases.empty(self.first, self.second, self.dtype)
+        return operator_cases.empty(self.operator, self.first, self.second, self.dtype)
 
     def inputs(self, rank: int, turn: int, device: str) -> tuple[Any, Any]:
         """Small whole numbers, and powers of two: float32 sums are exact in any order, so bits are compared."""
