@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -153,6 +153,8 @@ class Buffer(Bound):
         topk_weights: Any = None,
         *,
         scales: Any = None,
+        extras: Sequence[Any] = (),
+        x_global_scale: Any = None,
         max_rows: int | None = None,
         handle: Handle | None = None,
         sync: bool | None = None,
@@ -195,10 +197,14 @@ class Buffer(Bound):
         given, rounds = dispatch_options.Options(**options) if options else _DISPATCH, self.rounds
         ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
         try:
-            return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync)
+            if len(extras) == 0 and x_global_scale is None:
+                return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync)
+            more = {"extras": extras, "global_scale": x_global_scale}
+            return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync, **more)
         except RoundFailed as error:
             masking.require_repeats(error, handle)
-        return self.dispatch(x, topk_idx, topk_weights, scales=scales, max_rows=max_rows, sync=sync, **options)
+        options.update(scales=scales, extras=extras, x_global_scale=x_global_scale, max_rows=max_rows, sync=sync)
+        return self.dispatch(x, topk_idx, topk_weights, **options)
 
     @overloads.typed(overloads.DispatchBegin, dispatch_options.Options)
     def dispatch_begin(
@@ -208,6 +214,8 @@ class Buffer(Bound):
         topk_weights: Any = None,
         *,
         scales: Any = None,
+        extras: Sequence[Any] = (),
+        x_global_scale: Any = None,
         max_rows: int | None = None,
         handle: Handle | None = None,
         **options: Any,
@@ -237,10 +245,13 @@ class Buffer(Bound):
         given = dispatch_options.Options(**options) if options else _DISPATCH
         ids = self.rounds.own_ids(topk_idx)
         try:
-            return dispatch.dispatch_begin(self.rounds, given, x, ids, topk_weights, scales, max_rows, handle)
+            tensors = (x, ids, topk_weights, scales, max_rows, handle)
+            more = {"extras": extras, "global_scale": x_global_scale}
+            return dispatch.dispatch_begin(self.rounds, given, *tensors, **more)
         except RoundFailed as error:
             masking.require_repeats(error, handle)
-        return self.dispatch_begin(x, topk_idx, topk_weights, scales=scales, max_rows=max_rows, **options)
+        options.update(scales=scales, extras=extras, x_global_scale=x_global_scale, max_rows=max_rows)
+        return self.dispatch_begin(x, topk_idx, topk_weights, **options)
 
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
         """Wait, on the current stream, for the rows of the dispatch that has begun.  Collective.

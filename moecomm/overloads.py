@@ -6,7 +6,7 @@ The methods of Buffer have the docstrings.  Tensors in mean tensors out; any oth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import torch
@@ -51,6 +51,8 @@ def typed(
 class BeginOptions(OptionsDict, total=False):
     """Options of dispatch_begin() on which the types of its result do not depend."""
 
+    extras: Sequence[Any]
+    x_global_scale: Any
     max_rows: int | None
 
 

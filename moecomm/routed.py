@@ -101,7 +101,7 @@ class Handle(Bound):
     @property
     def y_shape(self) -> tuple[int, ...]:
         """Shape of the `y` that combine takes."""
-        return (*self.plan.rows_shape(self.args), self.args.hidden)
+        return (*self.plan.rows_shape(self.args), self.rounds.hidden)
 
     def check_row_weights(self) -> None:
         """Raise BadInput if a caller has changed `row_weights` in a way of which combine does not know."""
@@ -112,6 +112,14 @@ class Handle(Bound):
         if weights is not None and weights.data_ptr() != address:  # by `.data =` or set_()
             want = "a change in place, which combine reads, or combine(topk_weights=)"
             raise BadInput("row_weights", "a tensor whose memory has been replaced", want)
+
+
+class Form(Protocol):
+    """moecomm.dispatch.payloads.Payload, as a Routed sees it."""
+
+    def tensor(self, name: str, routed: Any) -> Any:
+        """Return a tensor of Routed, by its name there; of "extras" a tuple."""
+        ...
 
 
 class Chunk(NamedTuple):
@@ -168,6 +176,7 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
             scales given; of `quantize="fp8"`: n = ceil(H / 128) of float32, or float8_e8m0fnu for "ue8m0".  With
             `scale_layout="column"` a column is contiguous, and the next begins `rows` rounded up to 4 later; "ue8m0" is
             then int32 of four exponents each, the first in the lowest byte: n = ceil(H / 512).
+        extras: the tensors given as `extras`, `[rows, ...]` each (batched `[E/R, rows, ...]`).
         tokens_per_expert: int32 `[E/R]`, without padding, on the device.
         rows_per_expert: int64 `[E/R]`: the same; expert: rounded up to `expert_alignment`.
         num_rows: int32 `[1]`, on the device: flat: rows in use; expert: the end of the last group, padding included;
@@ -195,6 +204,7 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
         "back",
         "check",
         "dropped",
+        "form",
         "handle",
         "inputs",
         "payload",
@@ -207,6 +217,7 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
         self.handle, self.plan, self.args, self.payload = handle, plan, args, payload
         self.sync = False
         self.dropped: torch.Tensor | None = None
+        self.form: Form | None = None  # of rows that arrive as bytes
         self.back: Callable[[torch.Tensor], Any] | None = None  # to the caller's kind of arrays; None: torch's
         self.inputs: Any = None  # kept until the executor has read them
         self.check: Any = None  # of a verified dispatch, until it has run
@@ -229,6 +240,11 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
     @property
     def scales(self) -> Scales_co:
         found: Scales_co = self._read("scales")
+        return found
+
+    @property
+    def extras(self) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = self._read("extras")
         return found
 
     @property
@@ -272,10 +288,12 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
                 raise BadInput(
                     "routed", "a dispatch that has only begun", "dispatch_end(routed) before its tensors are read"
                 )
-            tensor = self.plan.tensor(name, self)
+            tensor = self.form.tensor(name, self) if self.form is not None else self.plan.tensor(name, self)
             if name == "row_weights" and tensor is not None:
                 self.handle.weights_read = weakref.ref(tensor), tensor.data_ptr(), _version_of(tensor)
-            self._tensors[name] = tensor if tensor is None or self.back is None else self.back(tensor)
+            if tensor is not None and self.back is not None:
+                tensor = tuple(map(self.back, tensor)) if name == "extras" else self.back(tensor)
+            self._tensors[name] = tensor
         return self._tensors[name]
 
 

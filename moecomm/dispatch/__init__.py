@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +16,7 @@ from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Gradients, Key, Options, check_options, check_overflow
+from moecomm.dispatch.payloads import pack
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.rounds.rounds import Rounds
@@ -36,6 +37,9 @@ __all__ = [
     "run",
     "stages",
 ]
+
+
+_IN_FLIGHT = (None, "fp8")  # formats that executors make on the way, and none
 
 
 class PublishedOffsets(NamedTuple):
@@ -75,19 +79,27 @@ def dispatch(
     gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
+    extras: Sequence[Any] = (),
+    global_scale: Any = None,
 ) -> Routed:
-    """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare()."""
-    if isinstance(handle, ChunkedHandle):
-        return _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
-    routed: Routed | None
-    routed, is_over = None, False
+    """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare().  `global_scale`: x_global_scale."""
     asks_for_more = grow or chunk or options.overflow is not None or observers.active
-    if rounds.plain and rounds.begun is None and rounds.sampling is None and not asks_for_more:
+    packs = len(extras) > 0 or options.quantize not in _IN_FLIGHT or global_scale is not None
+    routed: Routed | None
+    routed, is_over, form = None, False, None
+    if isinstance(handle, ChunkedHandle):
+        x, scales, form = pack(rounds, options, x, scales, extras, global_scale)
+        routed = _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
+        routed.form = form
+        return routed
+    if rounds.plain and rounds.begun is None and rounds.sampling is None and not (asks_for_more or packs):
         tensors, how = (x, topk_idx, topk_weights, scales), (max_rows, handle, sync)
         routed, is_over = rounds.known_calls.dispatch(rounds, options, *tensors, *how, gradients, call, layer)
     if routed is None:
+        x, scales, form = pack(rounds, options, x, scales, extras, global_scale)
         about = (False, grow, None, chunk, gradients, call, layer)
         routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
+        routed.form = form
         if not chunk:  # the whole has been shown
             observers.show(rounds, topk_idx, topk_weights)
         run(routed)
@@ -106,7 +118,9 @@ def dispatch(
     except BaseException:
         _free(routed)
         raise
-    return _dispatch_in_chunks(rounds, options, x, topk_idx, topk_weights, scales)
+    routed = _dispatch_in_chunks(rounds, options, x, topk_idx, topk_weights, scales)
+    routed.form = form
+    return routed
 
 
 @collective()
@@ -120,9 +134,13 @@ def dispatch_begin(
     max_rows: int | None = None,
     handle: Handle | None = None,
     early: bool = False,
+    extras: Sequence[Any] = (),
+    global_scale: Any = None,
 ) -> Routed:
     """Buffer.dispatch_begin.  `early`: the tensors of its plan are made before dispatch_end()."""
+    x, scales, form = pack(rounds, options, x, scales, extras, global_scale)
     routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, begin=True)
+    routed.form = form
     observers.show(rounds, topk_idx, topk_weights)
     run(routed)
     rounds.made += 1
@@ -356,7 +374,7 @@ def _repeat_in_chunks(
         return _round(rounds, prepare(rounds, options, x, scales=scales, handle=handle, sync=sync))
 
     with SeveralRounds(rounds):
-        routed = chunks.repeat(given.x, given.scales, handle, options.scale_layout == "column", one)
+        routed = chunks.repeat(given.x, given.scales, handle, chunks.is_by_column(options, given.x.dtype), one)
     routed.back = given.back
     return routed
 

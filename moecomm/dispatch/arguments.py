@@ -48,7 +48,7 @@ def check(
     check_options(options)
     check_max_rows(max_rows)
     _check_rows(rounds, x)
-    if options.quantize is not None:
+    if options.quantize is not None and x.dtype is not torch.uint8:
         _check_quantize(rounds, x, scales)
     _check_scales(rounds, options, x, scales)
     if handle is None:
@@ -76,7 +76,7 @@ def check_max_rows(max_rows: int | None) -> None:
 
 def scale_dtype(options: Options, like: Tensors) -> torch.dtype | None:
     """The dtype of the scales that arrive; None without scales."""
-    if options.quantize is None:
+    if options.quantize is None or like.x.dtype is torch.uint8:
         return None if like.scales is None else like.scales.dtype
     if options.scale_format == "fp32":
         return torch.float32
@@ -93,7 +93,8 @@ def scale_columns(options: Options, like: Tensors) -> int:
 
 def _check_rows(rounds: Rounds, x: torch.Tensor) -> None:
     dtypes = (rounds.dtype, torch.float8_e4m3fn)
-    check_tensor("x", x, device=rounds.device, dtypes=dtypes, shape=(None, rounds.hidden))
+    if x.dtype is not torch.uint8:  # a payload as bytes: see payloads.py, which has checked it
+        check_tensor("x", x, device=rounds.device, dtypes=dtypes, shape=(None, rounds.hidden))
     if x.shape[0] > rounds.max_tokens:
         raise BadInput("x", f"{x.shape[0]} tokens", f"at most max_tokens = {rounds.max_tokens}")
     if x.shape[1] * x.element_size() % 16:
@@ -114,8 +115,8 @@ def _check_scales(rounds: Rounds, options: Options, x: torch.Tensor, scales: tor
     if scales is None:
         if x.dtype is torch.float8_e4m3fn:
             raise BadInput("scales", "None", "the scales of float8 rows")
-        if options.scale_layout == "column" and options.quantize is None:
-            raise BadInput("scale_layout", "'column'", "scales: given, or those of quantize='fp8'")
+        if options.scale_layout != "row" and options.quantize is None:
+            raise BadInput("scale_layout", repr(options.scale_layout), "scales: given, or those of quantize='fp8'")
         return
     check_tensor("scales", scales, device=rounds.device, dtypes=SCALE_TYPES, shape=(x.shape[0], None))
     if scales.shape[1] < 1 or scales.shape[1] * scales.element_size() >= 1 << 20:
@@ -124,10 +125,10 @@ def _check_scales(rounds: Rounds, options: Options, x: torch.Tensor, scales: tor
         raise BadInput("scales", f"strides {scales.stride()}", "contiguous rows")
     if rounds.domain_ranks != rounds.num_ranks:
         shape, bytes_of_scales = rounds.session.context.shape, scales.shape[1] * scales.element_size()
-        room = shape.receive_bytes - _native.received_token_bytes(shape, rounds.hidden * x.element_size(), 0)
+        room = shape.receive_bytes - _native.received_token_bytes(shape, x.shape[1] * x.element_size(), 0)
         if bytes_of_scales > room:
             raise BadInput("scales", f"rows of {bytes_of_scales} bytes", f"at most {room} between domains")
-    if options.scale_layout == "column" and scales.element_size() != 4:
+    if options.scale_layout == "column" and scales.element_size() != 4 and x.dtype is not torch.uint8:
         raise BadInput("scales", str(scales.dtype), "elements of 4 bytes for scale_layout='column'")
 
 

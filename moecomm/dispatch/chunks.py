@@ -237,7 +237,7 @@ def _whole(rounds: Rounds, options: Options, arrived: list[_Arrived], tokens: in
     sources = [chunk.src[:, 0].long() for chunk in arrived]
     groups = 1 if layout == "flat" else plan.local_experts
     where = placed(layout, [c.group for c in arrived], sources, groups, ranks, options.expert_alignment)
-    shape, by_column = where.shape, options.scale_layout == "column"
+    shape, by_column = where.shape, is_by_column(options, plan.x_dtype)
     tensors = {name: _room(name, shape, arrived[0].tensors[name], name == "scales" and by_column) for name in _BY_ROW}
     src = _room("src", shape, arrived[0].src)
     chunks, before = [], torch.zeros(ranks, dtype=torch.int32, device=plan.device)
@@ -274,6 +274,11 @@ def _put(output: torch.Tensor | None, places: torch.Tensor, rows: torch.Tensor |
 
 def _index(rows: torch.Tensor, tensor: torch.Tensor, dims: int) -> tuple[torch.Tensor, ...]:
     return (rows,) if dims == 1 else (rows // tensor.shape[1], rows % tensor.shape[1])
+
+
+def is_by_column(options: Options, x_dtype: torch.dtype) -> bool:
+    """Return whether scales arrive by column.  Beside rows of bytes they are laid out when they are read."""
+    return options.scale_layout == "column" and x_dtype is not torch.uint8
 
 
 def _room(name: str, shape: tuple[int, ...], like: torch.Tensor | None, by_column: bool = False) -> torch.Tensor | None:

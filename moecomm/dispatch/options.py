@@ -9,7 +9,7 @@ from moecomm.base.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleL
 from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS
 from moecomm.base.validation import check_alignment, check_flag, check_name, is_integer
 from moecomm.errors import BadInput
-from moecomm.rounds.signature import DISPATCHES
+from moecomm.rounds.signature import DISPATCHES, QUANTIZED
 
 SCALE_LAYOUTS = get_args(ScaleLayout)
 OVERFLOWS = get_args(Overflow)
@@ -73,9 +73,9 @@ def check_options(options: Options) -> None:
     check_alignment("expert_alignment", options.expert_alignment)
     check_name("scale_format", options.scale_format, SCALE_FORMATS)
     check_name("scale_layout", options.scale_layout, SCALE_LAYOUTS)
-    if options.quantize not in (None, "fp8"):
-        raise BadInput("quantize", repr(options.quantize), "None or 'fp8'")
-    if options.quantize is None and options.scale_format != "fp32":
+    if options.quantize is not None:
+        check_name("quantize", options.quantize, QUANTIZED[1:])
+    if options.quantize != "fp8" and options.scale_format != "fp32":
         raise BadInput("scale_format", repr(options.scale_format), "'fp32', or pass quantize='fp8'")
     check_flag("check_weights", options.check_weights)
     check_num_sms(options.num_sms)

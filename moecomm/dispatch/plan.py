@@ -35,10 +35,11 @@ class Plan(outputs.ByName):
         self._rows = rounds.settings.capacity_rows(*sizes, rank=rounds.rank)
         self._memory = rounds.memory
         self.kind = like.x.dtype
-        self.x_dtype = torch.float8_e4m3fn if key.options.quantize else like.x.dtype
+        raw = like.x.dtype is torch.uint8  # a payload as bytes, cast before if at all
+        self.x_dtype = torch.float8_e4m3fn if key.options.quantize and not raw else like.x.dtype
         self.scales_dtype = scale_dtype(key.options, like)
         args = _args(rounds, key, like)
-        by_column = key.options.scale_layout == "column"
+        by_column = key.options.scale_layout == "column" and not raw
         self.native = _native.DispatchPlan(args, by_column, like.x, like.scales, like.topk_idx, like.topk_weights)
         self._run_end: Callable[[_native.DispatchArgs], None] | None = None
         self._flight = flight = rounds.flight
@@ -154,13 +155,15 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     options = key.options
     args = _native.DispatchArgs()
     args.ctx = rounds.session.context
-    args.hidden, args.in_type = rounds.hidden, TYPES[like.x.dtype]
+    raw = like.x.dtype is torch.uint8
+    args.hidden = like.x.shape[1] if raw else rounds.hidden
+    args.in_type = TYPES[torch.float8_e4m3fn if raw else like.x.dtype]
     args.layout, args.alignment = LAYOUTS.index(key.layout), options.expert_alignment
+    args.quantize = int(options.quantize is not None and not raw)
     args.row_bytes = (
-        DESCRIPTOR_BYTES if key.descriptors else args.hidden * (1 if options.quantize else like.x.element_size())
+        DESCRIPTOR_BYTES if key.descriptors else args.hidden * (1 if args.quantize else like.x.element_size())
     )
     args.descriptors = int(key.descriptors)
-    args.quantize = int(options.quantize is not None)
     args.scale_format = SCALE_FORMATS.index(options.scale_format)
     args.check_weights, args.repeat = int(bool(options.check_weights)), int(key.repeat)
     args.part = BEGIN if key.begin else WHOLE
@@ -169,14 +172,16 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     if (dtype := scale_dtype(options, like)) is not None:
         args.scale_bytes = scale_columns(options, like) * dtype.itemsize
     args.call = signature.pack(
+        "bytes" if raw else "dispatch",
         layer=key.layer,
         call=key.described(),
         layout=args.layout,
         dtype=args.in_type,
         topk_idx_dtype=int(args.idx_bytes == 8),
-        quantize=args.quantize,
+        quantize=signature.QUANTIZED.index(options.quantize),
         scale_format=args.scale_format,
         scale_layout=SCALE_LAYOUTS.index(options.scale_layout),
+        row_bytes=args.row_bytes,
         scale_bytes=args.scale_bytes,
         expert_alignment=args.alignment,
         handle_given=args.repeat,

@@ -56,18 +56,18 @@ def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor,
 
 
 def by_column(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales [rows, n] as grouped GEMMs load them by TMA: columns are contiguous, `rows` rounded up to 4 apart.
+    """Return scales [..., rows, n] as grouped GEMMs load them by TMA: columns are contiguous, `rows` rounded up to 4 apart.
 
-    Scales of one byte become int32 [rows, ceil(n / 4)], four in each, the first in the lowest byte, 0 after the last.
+    Scales of one byte become int32 [..., rows, ceil(n / 4)], four in each, the first in the lowest byte, 0 after the last.
     """
-    rows, n = scales.shape
+    *groups, rows, n = scales.shape
     if scales.element_size() == 1:
-        packed = torch.zeros(rows, -(-n // 4) * 4, dtype=torch.uint8, device=scales.device)
-        packed[:, :n] = _bytes(scales)
+        packed = torch.zeros(*groups, rows, -(-n // 4) * 4, dtype=torch.uint8, device=scales.device)
+        packed[..., :n] = _bytes(scales)
         scales = packed.view(torch.int32)
-    columns = scales.new_zeros(scales.shape[1], -(-rows // 4) * 4)
-    columns[:, :rows] = scales.T
-    return columns.T[:rows]
+    columns = scales.new_zeros(*groups, scales.shape[-1], -(-rows // 4) * 4)
+    columns[..., :rows] = scales.transpose(-1, -2)
+    return columns.transpose(-1, -2)[..., :rows, :]
 
 
 def dispatch(

@@ -7,7 +7,9 @@ do, with the values that the callers passed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
+from moecomm.base.choices import Quantize, ScaleLayout
 from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS, TYPES
 
 GROW = "asks for a larger buffer"
@@ -36,22 +38,34 @@ _DTYPE: _Field = ("dtype", 3, _DTYPES)
 _LAYER: _Field = ("layer", LAYERS.bit_length(), ())  # 0: has no number
 _GRADIENTS: _Field = ("gradients wanted", 1, _NO_YES)  # of moecomm.ops: all ranks take part in a backward pass
 _WEIGHTS: _Field = ("weight_grads given", 1, _NO_YES)  # of a dispatch: by its backward pass
+QUANTIZED = (None, *get_args(Quantize))
 _DISPATCH: tuple[_Field, ...] = (
     ("call", 4, DISPATCHES),
     _LAYOUT,
     _DTYPE,
     ("topk_idx dtype", 1, ("int32", "int64")),
-    ("quantize", 4, (None, "fp8")),
-    ("scale_format", 3, SCALE_FORMATS),
-    ("scale_layout", 2, ("row", "column")),
+    ("quantize", 4, QUANTIZED),
+    ("scale_format", 2, SCALE_FORMATS),
+    ("scale_layout", 2, get_args(ScaleLayout)),
     ("handle given", 1, _NO_YES),
     _GRADIENTS,
 )
 _GROW: _Field = (GROW, 1, _NO_YES)
 _LONG = ("scale bytes", "expert_alignment")
-_FORM: _Field = ("", 1, ())  # which of the two forms of a dispatch follows
-_SHORT_FORM = (_FORM, _LAYER, *_DISPATCH, *((name, 12, ()) for name in _LONG), _GROW, _WEIGHTS)
-_LONG_FORM = (_FORM, *_DISPATCH, *((name, 20, ()) for name in _LONG), _GROW)
+# A dispatch has one of three forms.  Its lowest bits say which: 0, 1 and then 0, 1 and then 1.
+_SHORT_FORM = (("", 1, ()), _LAYER, *_DISPATCH, *((name, 12, ()) for name in _LONG), _GROW, _WEIGHTS)
+_LONG_FORM = (("", 2, ()), *_DISPATCH, *((name, 20, ()) for name in _LONG), _GROW)
+# Rows that travel as bytes.  Scales and extras beside them fill whole words.
+_ROW_BYTES: _Field = ("row bytes", 16, range(0, 1 << 20, 16))
+_BYTES_FORM: tuple[_Field, ...] = (
+    ("", 2, ()),
+    *(field for field in _DISPATCH if field[0] not in ("dtype", "scale_format")),
+    _ROW_BYTES,
+    ("scale bytes", 18, range(0, 1 << 20, 4)),
+    ("expert_alignment", 10, ()),
+    _GROW,
+)
+MOST_BYTES_ALIGNMENT = (1 << 10) - 1  # of rows that travel as bytes
 _COMBINE: tuple[_Field, ...] = (
     _LAYER,
     ("call", 2, COMBINES),
@@ -68,10 +82,15 @@ _COMBINE: tuple[_Field, ...] = (
 def pack(op: str = "dispatch", /, **fields: int) -> int:
     """Pack the fields of a call (names with underscores) into one integer.
 
-    A dispatch drops `layer` and `weight_grads given` beside rows of scales, or an alignment, of 4096 and more.
+    `op`: "combine", "dispatch", or "bytes": a dispatch whose rows travel as bytes.  A dispatch drops `layer` and
+    `weight_grads given` beside rows of scales, or an alignment, of 4096 and more, and of bytes.
     """
     if op == "combine":
         table = _COMBINE
+    elif op == "bytes":
+        table, fields[""] = _BYTES_FORM, 3
+        fields["row_bytes"] //= 16
+        fields["scale_bytes"] //= 4
     else:
         is_long = max(fields.get(name.replace(" ", "_"), 0) for name in _LONG) >= 1 << 12
         table = _LONG_FORM if is_long else _SHORT_FORM
@@ -92,7 +111,7 @@ def shown(word: int, op: str = "dispatch") -> dict[str, str]:
     """
     found = {}
     for name, (value, meaning) in _fields(word, op).items():
-        if value or name in ("layout", "dtype"):
+        if value or name in ("layout", "dtype", "row bytes"):
             found[name] = str(_meant(value, meaning)).removeprefix("torch.")
     return found
 
@@ -103,12 +122,17 @@ def difference(mine: int, theirs: int, op: str = "dispatch") -> tuple[str, objec
     for name, (value, meaning) in ours.items():
         if name in others and value != (their_value := others[name][0]):
             return name, _meant(value, meaning), _meant(their_value, meaning)
+    if "dtype" in ours or "dtype" in others:
+        return (
+            "x",
+            *("other bytes" if "dtype" not in fields else _meant(*fields["dtype"]) for fields in (ours, others)),
+        )
     return "call", mine, theirs
 
 
 def _fields(word: int, op: str) -> dict[str, tuple[int, Sequence[object]]]:
     """Return the fields of a call by name: value, and the meaning of each value."""
-    table = _COMBINE if op == "combine" else _LONG_FORM if word & 1 else _SHORT_FORM
+    table = _COMBINE if op == "combine" else (_SHORT_FORM, _LONG_FORM, _SHORT_FORM, _BYTES_FORM)[word & 3]
     found = {}
     for name, bits, meaning in table:
         if name:

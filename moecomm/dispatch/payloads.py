@@ -1,0 +1,181 @@
+"""Payloads: rows of any type and width, and tensors that travel beside them.
+
+A row on the wire is a multiple of 16 bytes, and beside it there is one row of bytes.  pack() gives the tensors of a
+dispatch this form, and a Payload reads them again where they arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm.base.arrays import as_tensor, check_tensor, refuse_gradients
+from moecomm.base.choices import ScaleLayout
+from moecomm.dispatch import reference
+from moecomm.dispatch.options import Options, check_options
+from moecomm.errors import BadInput
+from moecomm.rounds.rounds import Rounds
+from moecomm.routed import Routed
+
+RAW = torch.uint8  # rows of other types than those of TYPES, as bytes
+ROW_ALIGNMENT = 16  # bytes
+_WORD = 4  # bytes: packets carry whole words of scales
+_SIZES = (1, 2, 4)  # bytes of an element of rows and scales
+_MOST_BYTES = 1 << 20  # of a row, and of what travels beside it
+
+
+class Part(NamedTuple):
+    """A tensor of a payload: where its bytes are in a row of bytes."""
+
+    begin: int
+    shape: tuple[int, ...]  # without the rows
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Return the place behind it."""
+        return self.begin + math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the part of rows of bytes `[..., n]`: `[..., *shape]`."""
+        found = rows[..., self.begin : self.end].view(self.dtype)
+        return found.view(*found.shape[:-1], *self.shape)
+
+
+class Payload(NamedTuple):
+    """How the rows that arrive, and the bytes beside them, are read."""
+
+    x: Part
+    scales: Part | None
+    extras: tuple[Part, ...]
+    scale_layout: ScaleLayout
+
+    def tensor(self, name: str, routed: Routed[Any, Any, Any, Any]) -> Any:
+        """Return a tensor of Routed, by its name there; of "extras" a tuple."""
+        if name == "x":
+            return self.x.read(routed.plan.tensor("x", routed).view(RAW))  # type: ignore[union-attr]
+        if name == "extras":
+            beside = routed.plan.tensor("scales", routed)
+            return tuple(part.read(beside) for part in self.extras) if beside is not None else ()
+        if name == "scales" and self.scales is not None:
+            return self._laid_out(self.scales.read(routed.plan.tensor("scales", routed)))  # type: ignore[arg-type]
+        return None if name == "scales" else routed.plan.tensor(name, routed)
+
+    def _laid_out(self, scales: torch.Tensor) -> torch.Tensor:
+        if self.scale_layout == "row":
+            return scales
+        return reference.by_column(scales)
+
+
+def pack(
+    rounds: Rounds,
+    options: Options,
+    x: Any,
+    scales: Any,
+    extras: Sequence[Any],
+    global_scale: Any,
+) -> tuple[Any, Any, Payload | None]:
+    """Return rows and scales as the executor sends them, and how to read them; None: as they arrive.
+
+    Args:
+        rounds, options, x, scales, extras: of the dispatch.
+        global_scale: `x_global_scale`.
+
+    Raises:
+        BadInput: a tensor that can't travel.
+    """
+    if not isinstance(extras, (tuple, list)):
+        raise BadInput("extras", type(extras).__name__, "a tuple or list of tensors")
+    casts = options.quantize is not None and options.quantize != "fp8"
+    rows = as_tensor("x", x)[0]
+    if not (casts or extras or options.scale_layout == "swizzled" or _differs(rounds, rows)):
+        if global_scale is not None:
+            raise BadInput("x_global_scale", "given", "None, or quantize= of a format that takes one")
+        return x, scales, None
+    check_options(options)
+    refuse_gradients(x=rows, extras=tuple(extras))
+    beside = None if scales is None else as_tensor("scales", scales)[0]
+    if options.quantize is not None:
+        rows, beside = _cast(rounds, options, rows, beside, global_scale)
+    return _packed(rounds, options, rows, beside, extras)
+
+
+def _differs(rounds: Rounds, x: torch.Tensor) -> bool:
+    """Return whether rows are of another type or width than those that kernels know."""
+    known = x.dtype is rounds.dtype or x.dtype is torch.float8_e4m3fn
+    return x.ndim == 2 and (not known or x.shape[1] != rounds.hidden) and x.element_size() in _SIZES
+
+
+def _cast(
+    rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if scales is not None:
+        raise BadInput("quantize", "scales beside it", f"{rounds.dtype} rows alone")
+    check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
+    assert options.quantize is not None
+    return reference.quantize(x.detach(), options.scale_format)
+
+
+def _packed(
+    rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, extras: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor | None, Payload]:
+    tensors = []
+    if scales is not None:
+        _check("scales", rounds, scales, x.shape[0], 2, _SIZES)
+        tensors.append(scales)
+    for at, extra in enumerate(extras):
+        tensors.append(tensor := as_tensor(f"extras[{at}]", extra)[0])
+        _check(f"extras[{at}]", rounds, tensor, x.shape[0], None, (1, 2, 4, 8))
+    _check("x", rounds, x, None, 2, _SIZES)
+    most = rounds.hidden * rounds.dtype.itemsize
+    if (width := x.shape[1] * x.element_size()) > most or width == 0:
+        raise BadInput("x", f"rows of {width} bytes", f"1 to {most}, those of hidden = {rounds.hidden} {rounds.dtype}")
+    if options.scale_layout != "row" and scales is None:
+        raise BadInput("scale_layout", repr(options.scale_layout), "scales: given, or those of quantize=")
+    if options.scale_layout == "swizzled" and scales is not None and scales.element_size() != 1:
+        raise BadInput("scale_layout", f"'swizzled' of {scales.dtype}", "scales of 1 byte")
+    parts, at, unit = [], 0, ROW_ALIGNMENT if len(tensors) > 1 else _WORD
+    for tensor in tensors:
+        parts.append(part := Part(at, tuple(tensor.shape[1:]), tensor.dtype))
+        at = -(-part.end // unit) * unit
+    if at >= _MOST_BYTES:
+        raise BadInput("extras" if extras else "scales", f"{at} bytes of a token", f"less than {_MOST_BYTES}")
+    payload = Payload(
+        Part(0, (x.shape[1],), x.dtype),
+        parts[0] if scales is not None else None,
+        tuple(parts[1:] if scales is not None else parts),
+        options.scale_layout,
+    )
+    beside = _side_by_side(tensors, parts, at, 1) if tensors else None
+    wide = -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return _side_by_side([x], [payload.x], wide, ROW_ALIGNMENT), beside, payload
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor], parts: Sequence[Part], nbytes: int, alignment: int) -> torch.Tensor:
+    """Return tensors `[T, ...]` as rows of bytes, zeros between them; without a copy where one fills aligned rows."""
+    first = tensors[0]
+    if len(tensors) == 1 and parts[0].end == nbytes and first.ndim == 2 and _are_rows(first, alignment):
+        return first.detach().view(RAW)
+    rows = torch.zeros(len(first), nbytes, dtype=RAW, device=first.device)
+    for tensor, part in zip(tensors, parts, strict=True):
+        part.read(rows).copy_(tensor.detach())
+    return rows
+
+
+def _are_rows(rows: torch.Tensor, alignment: int) -> bool:
+    pitch = rows.stride(0) * rows.element_size()
+    return rows.stride(1) == 1 and rows.data_ptr() % alignment == 0 and pitch % alignment == 0
+
+
+def _check(
+    name: str, rounds: Rounds, tensor: torch.Tensor, tokens: int | None, ndim: int | None, sizes: tuple[int, ...]
+) -> None:
+    shape = (tokens, *[None] * ((max(1, tensor.ndim) if ndim is None else ndim) - 1))
+    check_tensor(name, tensor, device=rounds.device, dtypes=(tensor.dtype,), shape=shape)
+    if tensor.is_complex() or tensor.is_quantized or tensor.element_size() not in sizes:
+        raise BadInput(name, str(tensor.dtype), f"elements of {', '.join(map(str, sizes))} bytes")
+    if tensor.numel() == 0 and tensor.shape[0]:
+        raise BadInput(name, f"shape {tuple(tensor.shape)}", "at least one element a token")
