@@ -244,8 +244,7 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
 
     @property
     def extras(self) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = self._read("extras")
-        return found
+        return () if self.form is None else self._read("extras")
 
     @property
     def tokens_per_expert(self) -> X_co:

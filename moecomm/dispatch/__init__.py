@@ -82,7 +82,7 @@ def dispatch(
     extras: Sequence[Any] = (),
     global_scale: Any = None,
 ) -> Routed:
-    """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare().  `global_scale`: x_global_scale."""
+    """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare(); `global_scale`: pack()."""
     asks_for_more = grow or chunk or options.overflow is not None or observers.active
     packs = len(extras) > 0 or options.quantize not in _IN_FLIGHT or global_scale is not None
     routed: Routed | None

@@ -47,11 +47,6 @@ def scales(routed: Routed) -> torch.Tensor | None:
     return exact.copy_(by_row)
 
 
-def extras(routed: Routed) -> tuple[torch.Tensor, ...]:
-    """Nothing: a Payload reads them."""
-    return ()
-
-
 def tokens_per_expert(routed: Routed) -> torch.Tensor:
     """Rows of each expert here."""
     handle = routed.handle
@@ -103,7 +98,6 @@ def row_weights(routed: Routed) -> torch.Tensor | None:
 MAKE = {
     "x": x,
     "scales": scales,
-    "extras": extras,
     "tokens_per_expert": tokens_per_expert,
     "rows_per_expert": rows_per_expert,
     "num_rows": num_rows,

@@ -56,9 +56,9 @@ def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor,
 
 
 def by_column(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales [..., rows, n] as grouped GEMMs load them by TMA: columns are contiguous, `rows` rounded up to 4 apart.
+    """Return scales [..., rows, n] as grouped GEMMs load them by TMA: columns are contiguous, and ceil4(rows) apart.
 
-    Scales of one byte become int32 [..., rows, ceil(n / 4)], four in each, the first in the lowest byte, 0 after the last.
+    Scales of one byte become int32 [..., rows, ceil(n / 4)]: four in each, the first in the lowest byte, then 0.
     """
     *groups, rows, n = scales.shape
     if scales.element_size() == 1:

@@ -122,11 +122,9 @@ def difference(mine: int, theirs: int, op: str = "dispatch") -> tuple[str, objec
     for name, (value, meaning) in ours.items():
         if name in others and value != (their_value := others[name][0]):
             return name, _meant(value, meaning), _meant(their_value, meaning)
-    if "dtype" in ours or "dtype" in others:
-        return (
-            "x",
-            *("other bytes" if "dtype" not in fields else _meant(*fields["dtype"]) for fields in (ours, others)),
-        )
+    if ("dtype" in ours) != ("dtype" in others):
+        kinds = [_meant(*call["dtype"]) if "dtype" in call else "rows of another kind" for call in (ours, others)]
+        return "x", kinds[0], kinds[1]
     return "call", mine, theirs
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from moecomm.base.choices import Wire
+from moecomm.base.choices import Quantize, Wire
 from moecomm.base.experts import experts_of
 
+PAYLOADS = (torch.uint8, torch.int8, torch.float8_e5m2, torch.int16, torch.int32)  # of rows that travel as bytes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,7 +41,7 @@ class Case:
     x: list[torch.Tensor]
     topk_idx: list[torch.Tensor]
     topk_weights: list[torch.Tensor | None]
-    quantize: bool
+    quantize: Quantize | None
     scale_format: str
     scale_layout: str
     scales: list[torch.Tensor] | None
@@ -54,6 +55,7 @@ class Case:
     again: bool  # the dispatch is repeated with other rows, from its handle
     own_weights: list[torch.Tensor] | None  # weights for combine, on backends that take them
     max_rows: list[int] | None  # by rank; batched: rows of an expert; flat: without sync; None: the worst case
+    extras: list[tuple[torch.Tensor, ...]]
 
 
 def random_case(
@@ -118,7 +120,7 @@ def random_case(
         x=x,
         topk_idx=idx,
         topk_weights=[torch.rand(i.shape, generator=g) if rng.random() < 0.8 else None for i in idx],
-        quantize=quantize,
+        quantize="fp8" if quantize else None,
         scale_format=scale_format,
         scale_layout=scale_layout,
         scales=scales,
@@ -137,9 +139,13 @@ def random_case(
         again=False,
         own_weights=None,
         max_rows=None,
+        extras=[()] * ranks,
     )
     again = rng.random() < 0.25 and not (case.begin or case.in_window)
     case = replace(case, again=again and (payload == "plain" or not few_kernels))
+    more = random.Random(f"payload {seed}")
+    if payload == "plain" and more.random() < (0.2 if few_kernels else 0.4):
+        case = _with_payload(case, hidden * dtype.itemsize, more, g, few_kernels)
     if layout == "batched":
         case = replace(case, max_rows=_draw_rows(idx, num_experts, ranks * max_tokens, rng))
     elif layout == "flat" and not begin and rng.random() >= 0.5:
@@ -147,6 +153,35 @@ def random_case(
     if layout == "flat" or not weighted or case.weight_grads or rng.random() < 0.5:
         return case
     return replace(case, own_weights=[torch.randn(*i.shape, generator=g) for i in idx])
+
+
+def _with_payload(case: Case, most: int, rng: random.Random, g: torch.Generator, few_kernels: bool) -> Case:
+    """Replace the rows by others of up to `most` bytes, maybe with scales and extras beside them."""
+    kind = torch.uint8 if few_kernels else rng.choice(PAYLOADS)
+    width = most if few_kernels else rng.randint(1, most // kind.itemsize)
+    beside = "extras" if few_kernels else rng.choice(["nothing", "scales", "extras", "both"])
+    tokens = [len(ids) for ids in case.topk_idx]
+
+    def bytes_of(rows: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        drawn = torch.randint(0, 256, (rows, *shape[:-1], shape[-1] * dtype.itemsize), generator=g)
+        return drawn.to(torch.uint8).view(dtype)
+
+    scales = None
+    if beside in ("scales", "both"):
+        of_scales, columns = rng.choice(PAYLOADS), rng.choice([1, 2, 3, 4, 7])
+        scales = [bytes_of(t, columns, dtype=of_scales) for t in tokens]
+    extras: list[tuple[torch.Tensor, ...]] = [()] * len(tokens)
+    if beside in ("extras", "both"):
+        extras = [
+            (bytes_of(t, 2, dtype=torch.float32), bytes_of(t, 1, dtype=torch.int16)[:, 0]) for t in tokens
+        ]
+    return replace(
+        case,
+        x=[bytes_of(t, width, dtype=kind) for t in tokens],
+        scales=scales,
+        scale_layout="row" if scales is None else rng.choice(["row", "column"]),
+        extras=extras,
+    )
 
 
 def _draw_rows(idx: list[torch.Tensor], num_experts: int, worst: int, rng: random.Random) -> list[int] | None:

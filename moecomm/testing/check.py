@@ -97,10 +97,11 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
         "topk_weights": None if weights is None else weights.to(device),
         "layout": case.layout,
         "expert_alignment": case.alignment,
-        "quantize": "fp8" if case.quantize else None,
+        "quantize": case.quantize,
         "scale_format": case.scale_format,
         "scale_layout": case.scale_layout,
         "scales": None if case.scales is None else case.scales[rank].to(device),
+        "extras": tuple(extra.to(device) for extra in case.extras[rank]),
         "num_sms": case.workers,
         "max_rows": None if case.max_rows is None else case.max_rows[rank],
         **({"sync": False} if case.layout == "flat" and case.max_rows is not None else {}),
@@ -111,6 +112,7 @@ def again_call(call: dict[str, Any], routed: Routed) -> dict[str, Any]:
     """Return arguments of Buffer.dispatch that repeat `call` through its handle, with the rows in reverse order."""
     kept = ("layout", "expert_alignment", "quantize", "scale_format", "scale_layout", "num_sms")
     again = {name: call[name] for name in kept} | {"x": _flipped([call["x"]])[0], "handle": routed.handle}
+    again["extras"] = tuple(_flipped(list(call["extras"])))
     return again if call["scales"] is None else again | {"scales": _flipped([call["scales"]])[0]}
 
 
@@ -121,7 +123,7 @@ class Wanted:
         self.case, self.ranks, self.buffer = case, len(case.x), buffer
         self.arrived = self._arrived(case.x, case.scales)
         self.again = self._arrived(_flipped(case.x), case.scales and _flipped(case.scales)) if case.again else []
-        self.y = [_experts(here, 0.5 + rank).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
+        self.y = [_experts(here, 0.5 + rank, buffer.hidden).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
         self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
         self.own_weights = case.own_weights if takes_weights(buffer.rounds) else None
         self.out = combine_reference.combine(
@@ -209,10 +211,23 @@ class Wanted:
                 _same(f"{where}: {name}", _bytes(rows), _bytes(theirs))
             else:
                 _same(f"{where}: {name}", _bytes(rows)[valid], _bytes(theirs)[valid])
+        self._check_extras(where, got, want, valid)
         if layout == "flat" and self.case.max_rows is not None:
             all_rows: Any = dispatch_reference.unused(want, len(got.x))
             for name, rows in zip(("topk_idx", "topk_weights"), all_rows, strict=True):
                 _same(f"{where}: {name}, all rows", getattr(got, name), rows)
+
+    def _check_extras(
+        self, where: str, got: Routed, want: dispatch_reference.Arrived, valid: torch.Tensor | None
+    ) -> None:
+        flips = where.endswith("again")
+        for at, extra in enumerate(got.extras):
+            rows = (extra.flatten(0, 1) if self.case.layout == "batched" else extra)[: len(want.x)].cpu()
+            rows, src = (rows, want.src) if valid is None else (rows[valid], want.src[valid])
+            sent = [extras[at] for extras in self.case.extras]
+            sent = _flipped(sent) if flips else sent
+            theirs = [sent[rank][token] for rank, token in src.tolist()]
+            _same(f"{where}: extras[{at}]", _bytes(rows), _bytes(torch.stack(theirs)) if theirs else _bytes(rows))
 
     def check_combined(self, rank: int, result: Any) -> None:
         """Raise AssertionError unless `result` equals the reference of combine on rank `rank`."""
@@ -245,9 +260,12 @@ def _check_columns(where: str, scales: Any) -> None:
     assert scales.stride() == want, f"{where}: scales have strides {scales.stride()}, want {want}"
 
 
-def _experts(arrived: dispatch_reference.Arrived, scale: float) -> torch.Tensor:
+def _experts(arrived: dispatch_reference.Arrived, scale: float, hidden: int) -> torch.Tensor:
     """Return stand-ins for expert outputs: distinct rows, with NaN in padding, which combine must not read."""
-    y = arrived.x.float() * scale
+    if arrived.x.is_floating_point() and arrived.x.shape[1] == hidden:
+        y = arrived.x.float() * scale
+    else:  # bytes
+        y = torch.sin(torch.arange(len(arrived.x) * hidden).view(-1, hidden) * scale)
     y[arrived.src[:, 0] < 0] = torch.nan
     return y
 

@@ -6,15 +6,21 @@ from typing import Any
 
 from moecomm import combine, dispatch
 from moecomm.buffer import Buffer
+from moecomm.dispatch.payloads import pack
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
 from moecomm.fused.pipeline import Pipeline
 from moecomm.routed import Handle, Routed
 
 
-def prepare_dispatch(buffer: Buffer, *tensors: Any, **call: Any) -> Routed:
+def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Routed:
     """A dispatch with the arguments of Buffer.dispatch; `begin=True`: the first half of one."""
-    return dispatch.prepare(buffer.rounds, _options(dispatch.Options, call), *tensors, **call)
+    options = _options(dispatch.Options, call)
+    payload = call.pop("scales", None), call.pop("extras", ()), call.pop("x_global_scale", None)
+    x, scales, form = pack(buffer.rounds, options, x, *payload)
+    routed = dispatch.prepare(buffer.rounds, options, x, *tensors, scales=scales, **call)
+    routed.form, routed.inputs = form, (routed.inputs, x, scales)  # which nobody else may keep
+    return routed
 
 
 def prepare_combine(buffer: Buffer, y: Any, handle: Handle, **call: Any) -> combine.Combining:
