@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Case:
     again: bool  # the dispatch is repeated with other rows, from its handle
     own_weights: list[torch.Tensor] | None  # weights for combine, on backends that take them
     max_rows: list[int] | None  # by rank; batched: rows of an expert; flat: without sync; None: the worst case
-    extras: list[tuple[torch.Tensor, ...]]
+    extras: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # none: []
 
 
 def random_case(
@@ -139,7 +139,6 @@ def random_case(
         again=False,
         own_weights=None,
         max_rows=None,
-        extras=[()] * ranks,
     )
     again = rng.random() < 0.25 and not (case.begin or case.in_window)
     case = replace(case, again=again and (payload == "plain" or not few_kernels))
@@ -170,7 +169,7 @@ def _with_payload(case: Case, most: int, rng: random.Random, g: torch.Generator,
     if beside in ("scales", "both"):
         of_scales, columns = rng.choice(PAYLOADS), rng.choice([1, 2, 3, 4, 7])
         scales = [bytes_of(t, columns, dtype=of_scales) for t in tokens]
-    extras: list[tuple[torch.Tensor, ...]] = [()] * len(tokens)
+    extras: list[tuple[torch.Tensor, ...]] = []
     if beside in ("extras", "both"):
         extras = [
             (bytes_of(t, 2, dtype=torch.float32), bytes_of(t, 1, dtype=torch.int16)[:, 0]) for t in tokens

@@ -101,7 +101,7 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
         "scale_format": case.scale_format,
         "scale_layout": case.scale_layout,
         "scales": None if case.scales is None else case.scales[rank].to(device),
-        "extras": tuple(extra.to(device) for extra in case.extras[rank]),
+        "extras": tuple(extra.to(device) for extra in case.extras[rank]) if case.extras else (),
         "num_sms": case.workers,
         "max_rows": None if case.max_rows is None else case.max_rows[rank],
         **({"sync": False} if case.layout == "flat" and case.max_rows is not None else {}),

@@ -19,7 +19,8 @@ def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Rout
     payload = call.pop("scales", None), call.pop("extras", ()), call.pop("x_global_scale", None)
     x, scales, form = pack(buffer.rounds, options, x, *payload)
     routed = dispatch.prepare(buffer.rounds, options, x, *tensors, scales=scales, **call)
-    routed.form, routed.inputs = form, (routed.inputs, x, scales)  # which nobody else may keep
+    if form is not None:
+        routed.form, routed.inputs = form, (routed.inputs, x, scales)  # which nobody else may keep
     return routed
 
 

@@ -78,7 +78,7 @@ def test_rounds_that_replay_it_match_the_reference(layout: str, recorded: Record
                 x=[torch.randn(tokens, hidden, generator=generator).bfloat16() for _ in ids],
                 topk_idx=ids,
                 topk_weights=[torch.rand(tokens, recorded.topk, generator=generator) for _ in ids],
-                quantize=False,
+                quantize=None,
                 scale_format="fp32",
                 scale_layout="row",
                 scales=None,
