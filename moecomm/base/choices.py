@@ -9,7 +9,9 @@ import torch
 Layout: TypeAlias = Literal["flat", "expert", "batched"]  # by Layout in csrc/protocol/args.h
 ByExpert: TypeAlias = Literal["expert", "batched"]  # layouts with one row for each token and expert
 BackendName: TypeAlias = Literal["auto", "lsa", "gin", "nvshmem", "host"]
-Quantize: TypeAlias = Literal["fp8", "fp8_token", "fp8_tensor", "int8_token", "int8_group", "mxfp8", "nvfp4", "mxfp4"]
+Quantize: TypeAlias = Literal[  # by FORMATS in moecomm/base/formats.py
+    "fp8", "fp8_token", "fp8_tensor", "int8_token", "int8_group", "mxfp8", "nvfp4", "mxfp4"
+]
 ScaleFormat: TypeAlias = Literal["fp32", "ue8m0"]  # by ScaleFormat in csrc/protocol/args.h
 ScaleLayout: TypeAlias = Literal["row", "column", "swizzled"]
 OnTimeout: TypeAlias = Literal["raise", "mask"]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm.base import formats
 from moecomm.base.arrays import as_tensor, check_tensor, refuse_gradients
 from moecomm.base.choices import ScaleLayout
 from moecomm.dispatch import reference
@@ -67,7 +68,7 @@ class Payload(NamedTuple):
     def _laid_out(self, scales: torch.Tensor) -> torch.Tensor:
         if self.scale_layout == "row":
             return scales
-        return reference.by_column(scales)
+        return reference.by_column(scales) if self.scale_layout == "column" else formats.swizzle(scales)
 
 
 def pack(
@@ -116,7 +117,13 @@ def _cast(
         raise BadInput("quantize", "scales beside it", f"{rounds.dtype} rows alone")
     check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
     assert options.quantize is not None
-    return reference.quantize(x.detach(), options.scale_format)
+    try:
+        how = {"scale_format": options.scale_format, "global_scale": global_scale}
+        return formats.quantize(x.detach(), options.quantize, **how)
+    except BadInput as error:
+        if error.argument != "global_scale":
+            raise
+        raise BadInput("x_global_scale", error.got, error.want) from None
 
 
 def _packed(

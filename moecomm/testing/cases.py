@@ -171,9 +171,7 @@ def _with_payload(case: Case, most: int, rng: random.Random, g: torch.Generator,
         scales = [bytes_of(t, columns, dtype=of_scales) for t in tokens]
     extras: list[tuple[torch.Tensor, ...]] = []
     if beside in ("extras", "both"):
-        extras = [
-            (bytes_of(t, 2, dtype=torch.float32), bytes_of(t, 1, dtype=torch.int16)[:, 0]) for t in tokens
-        ]
+        extras = [(bytes_of(t, 2, dtype=torch.float32), bytes_of(t, 1, dtype=torch.int16)[:, 0]) for t in tokens]
     return replace(
         case,
         x=[bytes_of(t, width, dtype=kind) for t in tokens],

@@ -177,8 +177,8 @@ def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pyte
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
     sizes = {**SIZES, "hidden": 1032}
-    plain: dict[str, Any] = dict.fromkeys(("quantize", "begin", "weight_grads", "in_window", "again"), False)
-    plain |= dict.fromkeys(("scales", "wire", "own_weights", "max_rows"))
+    plain: dict[str, Any] = dict.fromkeys(("begin", "weight_grads", "in_window", "again"), False)
+    plain |= dict.fromkeys(("quantize", "scales", "wire", "own_weights", "max_rows"))
     with LocalBuffers(ranks=2, **sizes, backend="host") as ranks:
         for buffer in ranks.buffers:
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", True)

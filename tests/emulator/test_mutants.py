@@ -35,8 +35,8 @@ pytestmark = [*of_emulator, pytest.mark.long]
 # Rows have several pieces, and more tokens than there are places in a ring.
 SIZES: dict[str, Any] = {"hidden": 2568, "num_experts": 10, "topk": 3, "max_tokens": 80, "dtype": torch.bfloat16}
 PLAIN: dict[str, Any] = {
-    **dict.fromkeys(("quantize", "begin", "weight_grads", "in_window", "again"), False),
-    **dict.fromkeys(("scales", "wire", "own_weights", "max_rows")),
+    **dict.fromkeys(("begin", "weight_grads", "in_window", "again"), False),
+    **dict.fromkeys(("quantize", "scales", "wire", "own_weights", "max_rows")),
     "layout": "expert",
     "alignment": 1,
     "weighted": True,
