@@ -90,7 +90,7 @@ def pack(
     """
     if not isinstance(extras, (tuple, list)):
         raise BadInput("extras", type(extras).__name__, "a tuple or list of tensors")
-    casts = options.quantize is not None and options.quantize != "fp8"
+    casts = options.quantize is not None and (options.quantize != "fp8" or rounds.hidden % ROW_ALIGNMENT != 0)
     rows = as_tensor("x", x)[0]
     if not (casts or extras or options.scale_layout == "swizzled" or _differs(rounds, rows)):
         if global_scale is not None:

@@ -114,7 +114,7 @@ class DispatchCheck:
 
 def _as_they_travel(options: Options, x: torch.Tensor, scales: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the rows and scales of this rank as the executor sends them."""
-    if options.quantize is None:
+    if options.quantize is None or x.dtype is torch.uint8:  # cast before
         return x, None if scales is None else as_tensor("scales", scales)[0]
     rows, made = reference.quantize(x, options.scale_format)
     return rows, reference.by_column(made) if options.scale_layout == "column" else made

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from moecomm.base.choices import Quantize, Wire
+from moecomm.base import formats
+from moecomm.base.choices import Quantize, ScaleLayout, Wire
 from moecomm.base.experts import experts_of
 
 PAYLOADS = (torch.uint8, torch.int8, torch.float8_e5m2, torch.int16, torch.int32)  # of rows that travel as bytes
@@ -57,6 +58,11 @@ class Case:
     max_rows: list[int] | None  # by rank; batched: rows of an expert; flat: without sync; None: the worst case
     extras: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # none: []
 
+    @property
+    def global_scale(self) -> float | None:
+        """Return `x_global_scale` of the format that rows are cast to."""
+        return {"fp8_tensor": 0.02, "nvfp4": 300.0}.get(self.quantize or "")
+
 
 def random_case(
     seed: int,
@@ -68,12 +74,13 @@ def random_case(
     max_tokens: int,
     dtype: torch.dtype,
     few_kernels: bool = False,
+    payloads: bool = True,
 ) -> Case:
     """Draw the case of a seed, on the CPU.
 
     Cases have ragged token counts (zero too), -1 entries, duplicates, all-to-one skew, and every option. With
     `few_kernels` they have int64 ids, scales of one width and fewer combinations of options, so that a GPU compiles
-    about thirty kernels for a set of sizes.
+    about thirty kernels for a set of sizes.  Without `payloads`, no rows travel as bytes.
     """
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
@@ -143,7 +150,7 @@ def random_case(
     again = rng.random() < 0.25 and not (case.begin or case.in_window)
     case = replace(case, again=again and (payload == "plain" or not few_kernels))
     more = random.Random(f"payload {seed}")
-    if payload == "plain" and more.random() < (0.2 if few_kernels else 0.4):
+    if payloads and payload == "plain" and more.random() < (0.2 if few_kernels else 0.4):
         case = _with_payload(case, hidden * dtype.itemsize, more, g, few_kernels)
     if layout == "batched":
         case = replace(case, max_rows=_draw_rows(idx, num_experts, ranks * max_tokens, rng))
@@ -155,11 +162,17 @@ def random_case(
 
 
 def _with_payload(case: Case, most: int, rng: random.Random, g: torch.Generator, few_kernels: bool) -> Case:
-    """Replace the rows by others of up to `most` bytes, maybe with scales and extras beside them."""
+    """Replace the rows by others of up to `most` bytes, or cast them; maybe with scales and extras beside them."""
     kind = torch.uint8 if few_kernels else rng.choice(PAYLOADS)
     width = most if few_kernels else rng.randint(1, most // kind.itemsize)
     beside = "extras" if few_kernels else rng.choice(["nothing", "scales", "extras", "both"])
     tokens = [len(ids) for ids in case.topk_idx]
+    if not few_kernels and rng.random() < 0.5:
+        name: Quantize = rng.choice(get_args(Quantize))
+        layouts: list[ScaleLayout] = ["row", "row"]
+        if (of_scales := formats.FORMATS[name].scales) is not None:
+            layouts += ["column", "swizzled"] if of_scales.itemsize == 1 else ["column"]
+        return replace(case, quantize=name, scale_layout=rng.choice(layouts))
 
     def bytes_of(rows: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         drawn = torch.randint(0, 256, (rows, *shape[:-1], shape[-1] * dtype.itemsize), generator=g)
@@ -167,8 +180,8 @@ def _with_payload(case: Case, most: int, rng: random.Random, g: torch.Generator,
 
     scales = None
     if beside in ("scales", "both"):
-        of_scales, columns = rng.choice(PAYLOADS), rng.choice([1, 2, 3, 4, 7])
-        scales = [bytes_of(t, columns, dtype=of_scales) for t in tokens]
+        kind_of_scales, columns = rng.choice(PAYLOADS), rng.choice([1, 2, 3, 4, 7])
+        scales = [bytes_of(t, columns, dtype=kind_of_scales) for t in tokens]
     extras: list[tuple[torch.Tensor, ...]] = []
     if beside in ("extras", "both"):
         extras = [(bytes_of(t, 2, dtype=torch.float32), bytes_of(t, 1, dtype=torch.int16)[:, 0]) for t in tokens]

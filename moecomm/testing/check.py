@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moecomm import combine
+from moecomm.base import formats
 from moecomm.buffer import Buffer
 from moecomm.combine import reference as combine_reference
 from moecomm.combine.arguments import takes_weights
@@ -101,6 +102,7 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
         "scale_format": case.scale_format,
         "scale_layout": case.scale_layout,
         "scales": None if case.scales is None else case.scales[rank].to(device),
+        "x_global_scale": case.global_scale,
         "extras": tuple(extra.to(device) for extra in case.extras[rank]) if case.extras else (),
         "num_sms": case.workers,
         "max_rows": None if case.max_rows is None else case.max_rows[rank],
@@ -110,7 +112,7 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
 
 def again_call(call: dict[str, Any], routed: Routed) -> dict[str, Any]:
     """Return arguments of Buffer.dispatch that repeat `call` through its handle, with the rows in reverse order."""
-    kept = ("layout", "expert_alignment", "quantize", "scale_format", "scale_layout", "num_sms")
+    kept = ("x_global_scale", "layout", "expert_alignment", "quantize", "scale_format", "scale_layout", "num_sms")
     again = {name: call[name] for name in kept} | {"x": _flipped([call["x"]])[0], "handle": routed.handle}
     again["extras"] = tuple(_flipped(list(call["extras"])))
     return again if call["scales"] is None else again | {"scales": _flipped([call["scales"]])[0]}
@@ -142,8 +144,10 @@ class Wanted:
 
     def _arrived(self, x: list[torch.Tensor], scales: list[torch.Tensor] | None) -> list[dispatch_reference.Arrived]:
         if self.case.quantize:
-            quantized = (dispatch_reference.quantize(t, self.case.scale_format) for t in x)
-            x, scales = map(list, zip(*quantized, strict=True))
+            how: dict[str, Any] = {"scale_format": self.case.scale_format, "global_scale": self.case.global_scale}
+            quantized = [formats.quantize(t, self.case.quantize, **how) for t in x]
+            x, made = [rows for rows, _ in quantized], [beside for _, beside in quantized if beside is not None]
+            scales = made or None
         return dispatch_reference.dispatch(
             x,
             self.case.topk_idx,
@@ -203,6 +207,8 @@ class Wanted:
             assert (mine is None) == (theirs is None), f"{where}: {name} is {'missing' if mine is None else 'there'}"
             if mine is None or theirs is None:
                 continue
+            if name == "scales" and self.case.scale_layout == "swizzled":
+                mine = formats.unswizzle(mine, got.x.shape[-2], theirs.shape[1])
             rows = (mine.flatten(0, 1) if layout == "batched" else mine)[: len(want.x)].cpu()
             assert rows.dtype == theirs.dtype, f"{where}: {name} of {rows.dtype}, want {theirs.dtype}"
             if layout == "expert" and name in ("src", "row_weights"):  # defined in padding rows too

@@ -18,7 +18,8 @@ def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Rout
     options = _options(dispatch.Options, call)
     payload = call.pop("scales", None), call.pop("extras", ()), call.pop("x_global_scale", None)
     x, scales, form = pack(buffer.rounds, options, x, *payload)
-    routed = dispatch.prepare(buffer.rounds, options, x, *tensors, scales=scales, **call)
+    call["scales"] = scales
+    routed = dispatch.prepare(buffer.rounds, options, x, *tensors, **call)
     if form is not None:
         routed.form, routed.inputs = form, (routed.inputs, x, scales)  # which nobody else may keep
     return routed

@@ -157,7 +157,7 @@ def test_more_experts_than_lanes(
     monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
     sizes: dict[str, Any] = {**SIZES, "ranks": 2, "num_experts": 141}
     plain: dict[str, Any] = {"layout": layout, "alignment": alignment, "begin": False, "again": False, "max_rows": None}
-    plain |= {"quantize": False, "scale_format": "fp32", "scale_layout": "row", "scales": None}
+    plain |= {"quantize": None, "extras": [], "scale_format": "fp32", "scale_layout": "row", "scales": None}
     plain |= {"weight_grads": False, "own_weights": None}
     g = torch.Generator().manual_seed(1)
     x = [torch.randn(count, 64, generator=g).bfloat16() for count in (20, 13)]
@@ -184,7 +184,7 @@ def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pyte
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", True)
         try:
             for seed in range(6):
-                case = random_case(seed, ranks=2, **sizes, few_kernels=True)
+                case = random_case(seed, ranks=2, **sizes, few_kernels=True, payloads=False)
                 check_case(ranks, replace(case, layout=layout, alignment=1, weighted=True, **plain))
         finally:
             machine.forget()
