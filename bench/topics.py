@@ -455,11 +455,12 @@ TOPICS = (
     Topic(
         "Few tokens",
         "Rows go in packets, without waiting for counts.  `ll-h200-2` has `batched` as well; `ll-handles-h200-4` was "
-        "measured after round headers had got the round of a handle.  The second table shows what agreement adds.  "
+        "measured after round headers had got the round of a handle, and `eager-h200-2` has host times of eager calls.  "
+        "The second table shows what agreement adds.  "
         "![Times of few tokens, in a graph, alone and eager](../bench/results/ll-h200-4.svg)",
         (
             "times-few-h100-4 times-few-h200-4 times-few-h200-8 ll-h200-4 ll-h200-8 ll-h200-2 ll-handles-h200-4 "
-            "rounds-h100-2 virtual-ranks-h200"
+            "rounds-h100-2 virtual-ranks-h200 eager-h200-2"
         ),
         few_tokens,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moecomm.base import formats as formats
 from moecomm.base.layers import layer
 from moecomm.buffer import Buffer
 from moecomm.errors import (

@@ -163,10 +163,14 @@ class Buffer(Bound):
         """Move tokens to the ranks that own their experts.  Collective; on the current stream.
 
         Args:
-            x: `[T, H]`, T <= max_tokens, of the Buffer's dtype, or float8_e4m3fn with `scales`.
+            x: `[T, H]`, T <= max_tokens, of the Buffer's dtype, or float8_e4m3fn with `scales`; or `[T, B]` with
+                elements of 1, 2 or 4 bytes, in all at most as many bytes as H elements of the Buffer's dtype.
             topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none; the same id twice counts twice.
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, which travel with the rows.
+            extras: further tensors `[T, ...]` that travel with the rows; see `Routed.extras`.
+            x_global_scale: a number, or float32 `[1]` on the device; of "fp8_tensor" the scale, of "nvfp4" the factor
+                of all values, by default 1.
             max_rows: rows to make room for; batched: of each expert, at most R * max_tokens; default: by the Buffer's
                 `capacity_factor`.
             handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are
@@ -178,10 +182,12 @@ class Buffer(Bound):
                 picked an expert of this rank, ordered by (source rank, token).  "batched": `[E/R, max_rows, H]`, each
                 expert's rows first, in the order of "expert".
             expert_alignment: rows, 1 to 2^20 - 1.
-            quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns.
+            quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns; "fp8_token",
+                "fp8_tensor", "int8_token", "int8_group", "mxfp8", "nvfp4", "mxfp4": see moecomm.formats.
             scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the smallest power of two that is not below it.
             scale_layout: "row": a row of scales for each row of x; "column": column-major and padded as grouped GEMMs
-                load them by TMA, see Routed; scales that are given then have elements of 4 bytes.
+                load them by TMA, see Routed; scales that are given beside rows of the Buffer's dtype, or float8_e4m3fn,
+                then have elements of 4 bytes; "swizzled": formats.swizzle() of scales of one byte.
             num_sms: blocks (GPUs: one an SM) or threads (CPUs) to use; default: the table of the backend.
             check_weights: NaN in `topk_weights` is bad input.
             overflow: what becomes of rows that have no room.  "error": TooManyRows on every rank.  "chunks", which

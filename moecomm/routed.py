@@ -170,12 +170,13 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
     """The tokens that arrived at this rank's experts.  R ranks, K = topk, H = hidden, E = num_experts.
 
     Attributes:
-        x: rows of the payload's dtype: `[rows, H]` (flat, expert) or `[E/R, rows, H]` (batched).
+        x: rows of the payload's dtype: `[rows, H]` (flat, expert) or `[E/R, rows, H]` (batched); in the place of H the
+            columns that were given, or those of the format: see moecomm.formats.
         scales: a row of scales for each row of `x`, or None: `[rows, n]` (batched `[E/R, rows, n]`), of the dtype of
-            the
-            scales given; of `quantize="fp8"`: n = ceil(H / 128) of float32, or float8_e8m0fnu for "ue8m0".  With
-            `scale_layout="column"` a column is contiguous, and the next begins `rows` rounded up to 4 later; "ue8m0" is
-            then int32 of four exponents each, the first in the lowest byte: n = ceil(H / 512).
+            the scales given or of the format; of `quantize="fp8"`: n = ceil(H / 128) of float32, or float8_e8m0fnu for
+            "ue8m0".  With `scale_layout="column"` a column is contiguous, and the next begins `rows` rounded up to 4
+            later; scales of one byte are then four in an int32, the first in the lowest byte: n = ceil(H / 512) of
+            "ue8m0".  "swizzled": see formats.swizzle().
         extras: the tensors given as `extras`, `[rows, ...]` each (batched `[E/R, rows, ...]`).
         tokens_per_expert: int32 `[E/R]`, without padding, on the device.
         rows_per_expert: int64 `[E/R]`: the same; expert: rounded up to `expert_alignment`.

@@ -19,6 +19,7 @@ from moecomm.dispatch import reference
 from moecomm.dispatch.options import Options, check_options
 from moecomm.errors import BadInput
 from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.signature import MOST_BYTES_ALIGNMENT
 from moecomm.routed import Routed
 
 RAW = torch.uint8  # rows of other types than those of TYPES, as bytes
@@ -129,6 +130,8 @@ def _cast(
 def _packed(
     rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, extras: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None, Payload]:
+    if options.expert_alignment > MOST_BYTES_ALIGNMENT:
+        raise BadInput("expert_alignment", options.expert_alignment, f"at most {MOST_BYTES_ALIGNMENT} for such rows")
     tensors = []
     if scales is not None:
         _check("scales", rounds, scales, x.shape[0], 2, _SIZES)
