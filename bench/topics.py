@@ -455,7 +455,7 @@ TOPICS = (
     Topic(
         "Few tokens",
         "Rows go in packets, without waiting for counts.  `ll-h200-2` has `batched` as well; `ll-handles-h200-4` was "
-        "measured after round headers had got the round of a handle, and `eager-h200-2` has host times of eager calls.  "
+        "measured after round headers had got the round of a handle, `eager-h200-2` has host times of eager calls.  "
         "The second table shows what agreement adds.  "
         "![Times of few tokens, in a graph, alone and eager](../bench/results/ll-h200-4.svg)",
         (
