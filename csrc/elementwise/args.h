@@ -71,4 +71,13 @@ struct GradientArgs {
     i32 count, hidden;
 };
 
+// quantize_rows.cuh
+struct QuantizeArgs {
+    u64 x;               // [count][hidden], contiguous
+    u64 values, scales;  // as the format has them, contiguous; no scales: 0
+    u64 global_scale;    // float; 0: its bits are global_bits
+    i32 count, hidden;   // rows; columns of x
+    i32 global_bits, pad;
+};
+
 }  // namespace moecomm

@@ -1,9 +1,9 @@
 """Formats of payloads: the one table of them, and the specification of their casts in plain torch.
 
 Every operation below is one of float32, rounded to nearest even, with subnormal numbers kept; the order is the order of
-the code.  So torch on a CPU and on a GPU leaves the same bits.  A cast: amax = the largest magnitude of the
-columns that share a scale; the scale; each value scaled, rounded to nearest even in its dtype, and saturated.  A NaN of
-the result is 0x7f in e4m3 and 0x7fc00000 in float32, whatever its sign was.
+the code.  So torch on CPUs and on GPUs leaves the same bits, and so do the kernels of moecomm/gpu/quantize_rows.py.  A
+cast: amax = the largest magnitude of the columns that share a scale; the scale; each value scaled, rounded to nearest
+even in its dtype, and saturated.  A NaN of the result is 0x7f in e4m3 and 0x7fc00000 in float32, whatever its sign was.
 
 | format | scale | value, before it is rounded | the arithmetic of |
 | --- | --- | --- | --- |
@@ -102,12 +102,21 @@ if get_args(Quantize) != tuple(FORMATS):
 
 
 def check(
+    x: torch.Tensor, name: object, scale_format: object, global_scale: Any
+) -> tuple[Format, torch.Tensor | float | None]:
+    """Return the format, and its global scale if it takes one: a float, or float32 `[1]` on the device of x.
+
+    Raises BadInput, see quantize().  The value of a tensor is not looked at.
+    """
+    if x.dim() != 2:
+        raise BadInput("x", f"{x.dim()} dimensions", "[T, H]")
+    check_dtype("x", x.dtype, (torch.bfloat16, torch.float16, _FLOAT))
+    return _check(name, scale_format, global_scale, x.shape[1], x.device)
+
+
+def _check(
     name: object, scale_format: object, global_scale: Any, hidden: int, device: torch.device
 ) -> tuple[Format, torch.Tensor | float | None]:
-    """Return the format, and its global scale if it takes one: a float, or float32 `[1]` on the device.
-
-    Raises BadInput, by the names of the arguments of quantize().  The value of a tensor is not looked at.
-    """
     check_name("quantize", name, tuple(FORMATS))
     fmt = FORMATS[str(name)]
     check_name("scale_format", scale_format, get_args(ScaleFormat))
@@ -152,11 +161,8 @@ def quantize(
     Raises:
         BadInput: an argument is not as above.
     """
-    if x.dim() != 2:
-        raise BadInput("x", f"{x.dim()} dimensions", "[T, H]")
-    check_dtype("x", x.dtype, (torch.bfloat16, torch.float16, _FLOAT))
+    fmt, given = check(x, name, scale_format, global_scale)
     hidden = x.shape[1]
-    fmt, given = check(name, scale_format, global_scale, hidden, x.device)
     wide = x.float()
     if fmt.group == "tensor":
         assert given is not None
@@ -192,7 +198,7 @@ def dequantize(
     """
     check_name("quantize", name, tuple(FORMATS))
     hidden = rows.shape[1] * 8 // FORMATS[name].bits
-    fmt, given = check(name, "fp32", global_scale, hidden, rows.device)
+    fmt, given = _check(name, "fp32", global_scale, hidden, rows.device)
     values = _e2m1_values(rows) if fmt.bits == 4 else rows.float()
     if fmt.group == "tensor":
         assert given is not None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moecomm.base.protocol import DTYPES
-from moecomm.gpu import budgets, expert_table, padding, routing_map, used_rows
+from moecomm.gpu import budgets, expert_table, padding, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 
 from ..compiled import check_kernel
@@ -22,12 +23,19 @@ KERNELS = (
     | {entry: routing_map.kernel(entry) for entry in MAPS}
     | {entry: budgets.kernel(entry) for entry in BUDGETS}
     | {"table of experts": expert_table.kernel()}
+    | {
+        f"{name} of {dtype}, {'aligned' if aligned else 'any'}": quantize_rows.kernel(name, dtype, aligned)
+        for name in quantize_rows.NAMES
+        for dtype in DTYPES
+        for aligned in (True, False)
+    }
 )
+CASTS = [f"{name} of {torch.bfloat16}, aligned" for name in ("fp8_token", "nvfp4")]
 
 
 @pytest.mark.compiled(KERNELS)
 @pytest.mark.parametrize(
-    "name", few(KERNELS, "padding, u32", "copy, uint4", "tidy, i64", "ids_of_map", "keep_entries<i64>")
+    "name", few(KERNELS, "padding, u32", "copy, uint4", "tidy, i64", "ids_of_map", "keep_entries<i64>", *CASTS)
 )
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name])

@@ -96,6 +96,12 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     "combine/pull.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "combine/scaleout_direct.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "dispatch/dispatch.cuh": [SHARED],
+    "elementwise/quantize_rows.cuh": [
+        (
+            r"__shared__ u32 of_warps(\[.*?\]);",
+            r"auto& of_warps = *reinterpret_cast<u32(*)\1>(emulator::emulator_thread->of_block->shared);",
+        )
+    ],
     # Those of some warps take longer.
     "dispatch/descriptors.cuh": [
         (

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.base import formats
 from moecomm.base.protocol import DTYPES
-from moecomm.gpu import budgets, expert_table, padding, plain_kernel, routing_map, used_rows
+from moecomm.gpu import budgets, expert_table, padding, plain_kernel, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from tests.gpu import test_plain_kernels as cases
 
@@ -21,6 +22,9 @@ from .machine import LIMIT, Launch, Machine
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64, g++"
 )
+
+
+SHARED = 64  # bytes of static shared memory, at most
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +37,7 @@ def emulated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
         entry = f"{kernel.entry}(*static_cast<const {kernel.args}*>(args));"
         library = machine.library(f'#include "cuda.h"\n{head}extern "C" void kernel(const void* args) {{ {entry} }}\n')
         address = ctypes.cast(library.kernel, ctypes.c_void_p).value
-        launch = Launch(address, ctypes.addressof(args), blocks, kernel.threads, 0, -1)
+        launch = Launch(address, ctypes.addressof(args), blocks, kernel.threads, SHARED, -1)
         assert machine.scheduler.emulator_run(ctypes.addressof(launch), 1, LIMIT, len(launched)) == 0
         launched.append(kernel.entry)
 
@@ -128,3 +132,22 @@ def test_swiglu(dtype: torch.dtype) -> None:
     for both, grad, weights, width, end in cases.inside(dtype, most=20):
         got = swiglu.by_kernel(both, grad, weights, width, end)
         cases.check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))
+
+
+@pytest.mark.parametrize("name", quantize_rows.NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts(name: str, dtype: torch.dtype) -> None:
+    for x in cases.cast_rows(dtype, most=20):
+        for scale in cases.scales_of(name, "cpu"):
+            wanted = formats.quantize(x, name, global_scale=scale)
+            cases.check_cast(quantize_rows.by_kernel(x, name, global_scale=scale), wanted)
+
+
+@pytest.mark.parametrize("name", quantize_rows.NAMES)
+def test_casts_of_many_bf16(name: str) -> None:
+    """Every 257th value there is, zeros, subnormal numbers, infinities and NaNs; tests/gpu has all values."""
+    ends = torch.tensor([0, 1, 0x7F, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF])
+    for x in cases.each_bf16(torch.cat((torch.arange(0, 1 << 16, 257), ends, ends + 0x8000))):
+        scale = cases.scales_of(name, "cpu")[0]
+        wanted = formats.quantize(x, name, global_scale=scale)
+        cases.check_cast(quantize_rows.by_kernel(x, name, global_scale=scale), wanted)

@@ -12,7 +12,7 @@ from moecomm import _native
 from moecomm.backends import between_rounds
 from moecomm.base.protocol import DESCRIPTOR_BYTES
 from moecomm.fused import structs
-from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, routing_map, used_rows
+from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.overlap import kernels
 from moecomm.window import gpu_calls
@@ -30,6 +30,7 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
         "MapArgs": routing_map._Args,
         "BudgetArgs": budgets._Args,
         "ExpertTableArgs": expert_table._Args,
+        "QuantizeArgs": quantize_rows._Args,
         "TidyArgs": tidy._Args,
     }
     found |= {

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from moecomm.base import formats
 from moecomm.base.protocol import DTYPES
-from moecomm.gpu import budgets, expert_table, padding, routing_map, used_rows
+from moecomm.gpu import budgets, expert_table, padding, quantize_rows, routing_map, used_rows
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
@@ -134,6 +135,40 @@ def check_inside(got: swiglu.Gradients, wanted: swiglu.Gradients, end: int) -> N
         torch.testing.assert_close(mine[:end].cpu(), other[:end], rtol=max(ulp, 1e-5), atol=max(ulp, 1e-4))
 
 
+def each_bf16(bits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield values, each in a row of its own: alone in its group, and beside others."""
+    values = bits.to(torch.uint16).view(torch.bfloat16)
+    for column, others in ((0, [0.0]), (131, [1.7, -0.3]), (17, [1e30, -7e28]), (40, [1e-30, -1e-38, 0.0])):
+        x = torch.tensor(others).bfloat16().repeat(144 // len(others))[:144].repeat(len(values), 1)
+        x[:, column] = values
+        yield x
+
+
+def cast_rows(dtype: torch.dtype, most: int) -> Iterator[torch.Tensor]:
+    """Ordinary rows and any bits at all, aligned and not, with groups that are not full, longer than registers hold."""
+    g = torch.Generator().manual_seed(8)
+    for rows, hidden in ((0, 64), (1, 2), (most, 130), (3, 512), (7, 1040), (2, 9000), (1, 8208)):
+        yield (torch.randn(rows, hidden, generator=g) * torch.logspace(-4, 3, hidden)).to(dtype)
+        yield torch.randint(0, 256, (rows, hidden * dtype.itemsize), generator=g, dtype=torch.uint8).view(dtype)
+    yield torch.randn(3 * 64 + 1, generator=g).to(dtype)[1:].view(3, 64)  # begins in the middle of 16 bytes
+    yield torch.randn(64, 2 * most, generator=g).to(dtype).T  # with gaps
+
+
+def scales_of(name: str, device: str) -> list[float | torch.Tensor | None]:
+    """Global scales that a format takes."""
+    if name == "nvfp4":
+        return [None, 1234.5, torch.full((1,), 3e38, device=device)]
+    return [0.37, torch.full((1,), 1e-30, device=device)] if name == "fp8_tensor" else [None]
+
+
+def check_cast(got: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
+    for mine, other in zip(got, wanted, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            bits = torch.int32 if mine.dtype == torch.float32 else torch.uint8
+            assert mine.dtype == other.dtype and torch.equal(mine.cpu().view(bits), other.cpu().view(bits))
+
+
 def check_about(got: About, wanted: About) -> None:
     for mine, other in zip(got, wanted, strict=True):
         assert (mine is None) == (other is None)
@@ -222,3 +257,41 @@ def test_swiglu(dtype: torch.dtype) -> None:
     for both, grad, weights, width, end in inside(dtype, most=3000):
         got = swiglu.gradients(both.cuda(), grad.cuda(), weights.cuda(), width, end.cuda())
         check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("name", quantize_rows.NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts(name: str, dtype: torch.dtype) -> None:
+    for x in cast_rows(dtype, most=3000):
+        there = x.cuda()
+        for here, scale in zip(scales_of(name, "cpu"), scales_of(name, "cuda"), strict=True):
+            check_cast(
+                quantize_rows.cast(there, name, global_scale=scale), formats.quantize(x, name, global_scale=here)
+            )
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_casts_of_every_bf16(name: str) -> None:
+    """By kernels, and by torch on a GPU."""
+    for x in each_bf16(torch.arange(1 << 16)):
+        there = x.cuda()
+        for here, scale in zip(scales_of(name, "cpu"), scales_of(name, "cuda"), strict=True):
+            wanted = formats.quantize(x, name, global_scale=here)
+            check_cast(quantize_rows.cast(there, name, global_scale=scale), wanted)
+            check_cast(formats.quantize(there, name, global_scale=scale), wanted)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("name", quantize_rows.NAMES)
+def test_casts_in_a_graph(name: str) -> None:
+    x, scale = torch.zeros(100, 7168, dtype=torch.bfloat16, device="cuda"), scales_of(name, "cuda")[-1]
+    quantize_rows.load(x.get_device(), name, x.dtype, x.shape[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = quantize_rows.cast(x, name, global_scale=scale)
+    x.normal_()
+    graph.replay()
+    there = scale.cpu() if isinstance(scale, torch.Tensor) else scale
+    check_cast(made, formats.quantize(x.cpu(), name, global_scale=there))
