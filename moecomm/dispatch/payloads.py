@@ -18,6 +18,7 @@ from moecomm.base.choices import ScaleLayout
 from moecomm.dispatch import reference
 from moecomm.dispatch.options import Options, check_options
 from moecomm.errors import BadInput
+from moecomm.gpu import quantize_rows
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import MOST_BYTES_ALIGNMENT
 from moecomm.routed import Routed
@@ -120,7 +121,7 @@ def _cast(
     assert options.quantize is not None
     try:
         how = {"scale_format": options.scale_format, "global_scale": global_scale}
-        return formats.quantize(x.detach(), options.quantize, **how)
+        return quantize_rows.cast(x.detach(), options.quantize, **how)
     except BadInput as error:
         if error.argument != "global_scale":
             raise
