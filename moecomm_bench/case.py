@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm.backends import emulated_nic
+from moecomm.base import formats
 from moecomm.base.choices import BackendName
 from moecomm.base.experts import owners_of
 from moecomm.base.protocol import LAYOUTS
@@ -19,7 +20,14 @@ from moecomm.router import MODELS, random_routing
 from moecomm_bench import replay
 
 QUANT_GROUP = 128
-PAYLOADS = ("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column")  # fp8: the cast is part of dispatch
+GIVEN = "-given"  # ends the name of a payload that is cast before
+FORMATS = tuple(name for name in formats.FORMATS if name != "fp8")
+# The cast is part of dispatch, but for GIVEN.
+PAYLOADS = (
+    *("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column", f"fp8{GIVEN}"),
+    *FORMATS,
+    *(name + GIVEN for name in FORMATS),
+)
 MODES = ("graph", "eager")
 OTHERS = ("deep_ep", "torch-symm-mem", "nccl_ep", "flashinfer", "pplx")
 
@@ -121,6 +129,10 @@ class RoundsCase:
         """
         if payload == "bf16":
             return 2 * self.hidden
+        if (name := payload.removesuffix(GIVEN)) in FORMATS:
+            made = formats.FORMATS[name]
+            size = 0 if made.scales is None else made.scales.itemsize
+            return made.value_columns(self.hidden) * made.values.itemsize + made.scale_columns(self.hidden) * size
         scales = -(-self.hidden // QUANT_GROUP)
         if "ue8m0" not in payload:
             return self.hidden + 4 * scales

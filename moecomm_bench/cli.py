@@ -52,7 +52,12 @@ Model = Annotated[str, typer.Option(help="Model that sets the sizes (a name in m
 Models = Annotated[str, typer.Option(help="Models that set the sizes (names in moecomm.router.MODELS).")]
 Layouts = Annotated[str, typer.Option("--layout", help="flat, expert, batched; several: flat,expert.")]
 Payloads = Annotated[
-    str, typer.Option("--payload", help="Payload of dispatch: bf16, fp8, fp8-ue8m0; each fp8 also with -column.")
+    str,
+    typer.Option(
+        "--payload",
+        help="Payload of dispatch: bf16, fp8, fp8-ue8m0; each fp8 also with -column; or a name of moecomm.formats; "
+        "each with -given: cast before.",
+    ),
 ]
 Sms = Annotated[str, typer.Option(help="SMs (CPUs: threads), one or several; 0: from the tuning table.")]
 Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph on GPUs.")]

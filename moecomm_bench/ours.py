@@ -16,11 +16,12 @@ from moecomm import _native
 from moecomm.base.choices import Wire
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
+from moecomm.gpu import quantize_rows
 from moecomm.ranks.settings import Settings
 from moecomm.routed import Handle
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from moecomm_bench import overlap
-from moecomm_bench.case import RoundsCase, Traffic
+from moecomm_bench.case import FORMATS, GIVEN, RoundsCase, Traffic
 from moecomm_bench.clock import Call, Clock, Rotation
 from moecomm_bench.singles import Singles
 
@@ -32,7 +33,9 @@ _QUANTIZE: dict[str, dict[str, Any]] = {
     "fp8-column": {"quantize": "fp8", "scale_layout": "column"},
     "fp8-ue8m0": {"quantize": "fp8", "scale_format": "ue8m0"},
     "fp8-ue8m0-column": {"quantize": "fp8", "scale_format": "ue8m0", "scale_layout": "column"},
+    **{name: {"quantize": name} for name in FORMATS},
 }
+_OF_ALL = {"fp8_tensor": 0.01, "nvfp4": 400.0}  # x_global_scale
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ class Ours:
     def _pairs(self, op: TimedOperation, between: Call) -> list[Call]:
         options: dict[str, Any] = {"wire": _wire(op.variant), "num_sms": op.sms or None}
         dispatches = self.dispatches(op)
-        rows = self.rows(op) if "quantize" in dispatches[0] else [None] * len(dispatches)
+        rows = self.rows(op) if op.payload != "bf16" else [None] * len(dispatches)
 
         def pair(given: dict[str, Any], y: torch.Tensor | None) -> None:
             arrived = self.buffer.dispatch(**given)
@@ -219,11 +222,20 @@ class Ours:
 
     def dispatches(self, op: TimedOperation) -> list[dict[str, Any]]:
         """Return the arguments of dispatch for each input."""
-        options = {"layout": op.layout, "sync": False, "num_sms": op.sms or None, **_QUANTIZE[op.payload]}
-        return [
-            {"x": given.x, "topk_idx": given.topk_idx, "topk_weights": given.topk_weights, **options}
-            for given in self.inputs
-        ]
+        options: dict[str, Any] = {"layout": op.layout, "sync": False, "num_sms": op.sms or None}
+        name, of_all = op.payload.removesuffix(GIVEN), _OF_ALL.get(op.payload.removesuffix(GIVEN))
+        found = []
+        for given in self.inputs:
+            routing = {"topk_idx": given.topk_idx, "topk_weights": given.topk_weights}
+            if name == op.payload:
+                more = {} if of_all is None else {"x_global_scale": of_all}
+                found.append({"x": given.x, **routing, **options, **_QUANTIZE[name], **more})
+            else:
+                x, scales = quantize_rows.cast(given.x, name, global_scale=of_all)
+                found.append({"x": x, "scales": scales, **routing, **options})
+                if scales is None:
+                    found[-1]["x"] = x.view(torch.uint8)
+        return found
 
     def _combines(self, op: TimedOperation) -> list[dict[str, Any]]:
         """Return the arguments of combine for each input."""

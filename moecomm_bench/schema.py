@@ -168,7 +168,7 @@ class _OwnRound(TypedDict):
 
     what: Literal["dispatch", "combine", "pair"]
     layout: _Layout
-    payload: Literal["", "bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column"]
+    payload: str  # of PAYLOADS, or "" of a combine
 
 
 class _Ceiling(TypedDict):

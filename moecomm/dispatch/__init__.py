@@ -85,6 +85,7 @@ def dispatch(
     """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare(); `global_scale`: pack()."""
     asks_for_more = grow or chunk or options.overflow is not None or observers.active
     packs = len(extras) > 0 or options.quantize not in _IN_FLIGHT or global_scale is not None
+    packs = packs or options.scale_layout == "swizzled" or getattr(x, "dtype", None) is torch.uint8
     routed: Routed | None
     routed, is_over, form = None, False, None
     if isinstance(handle, ChunkedHandle):
@@ -92,11 +93,18 @@ def dispatch(
         routed = _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
         routed.form = form
         return routed
-    if rounds.plain and rounds.begun is None and rounds.sampling is None and not (asks_for_more or packs):
-        tensors, how = (x, topk_idx, topk_weights, scales), (max_rows, handle, sync)
-        routed, is_over = rounds.known_calls.dispatch(rounds, options, *tensors, *how, gradients, call, layer)
+    may_be_known = rounds.plain and rounds.begun is None and rounds.sampling is None and not asks_for_more
+    how = (max_rows, handle, sync, gradients, call, layer)
+    if may_be_known and not packs:
+        routed, is_over = rounds.known_calls.dispatch(rounds, options, x, topk_idx, topk_weights, scales, *how)
     if routed is None:
+        rounds.require_usable()
         x, scales, form = pack(rounds, options, x, scales, extras, global_scale)
+        if may_be_known and form is not None:
+            routed, is_over = rounds.known_calls.dispatch(rounds, options, x, topk_idx, topk_weights, scales, *how)
+            if routed is not None:
+                routed.form = form
+    if routed is None:
         about = (False, grow, None, chunk, gradients, call, layer)
         routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
         routed.form = form
