@@ -126,7 +126,7 @@ MOECOMM_FN ValueScale value_scale(float amax, float given) {
         float scale = __fdiv_rn(amax < least ? least : amax, largest);
         if (format == Format::fp8_token && scale < least_scale) scale = least_scale;
         const u32 bits = scale == scale ? __float_as_uint(scale) : kNanBits;
-        if constexpr (format == Format::int8_token) return {amax == 0.0f ? 0.0f : __fdiv_rn(largest, amax), bits};
+        if constexpr (format == Format::int8_token) return {__fdiv_rn(largest, amax), bits};  // zeros become NaN, and that 0
         return {scale, bits};
     }
 }
