@@ -126,7 +126,7 @@ MOECOMM_FN ValueScale value_scale(float amax, float given) {
         float scale = __fdiv_rn(amax < least ? least : amax, largest);
         if (format == Format::fp8_token && scale < least_scale) scale = least_scale;
         const u32 bits = scale == scale ? __float_as_uint(scale) : kNanBits;
-        if constexpr (format == Format::int8_token) return {amax == 0.0f ? 0.0f : __fdiv_rn(largest, amax), bits};
+        if constexpr (format == Format::int8_token) return {__fdiv_rn(largest, amax), bits};  // zeros become NaN, and that 0
         return {scale, bits};
     }
 }
@@ -145,16 +145,46 @@ MOECOMM_FN u32 narrow_e2m1(float value) {
     return min(size < (127u << 23) ? subnormal : normal, 7u) | (bits >> 28 & 8u);
 }
 
+// Divides values of 16 bits by a scale, rounded to nearest, with one division for all of them: a correction makes the product with the
+// rounded reciprocal the quotient, for every significand that there is (tests/gpu/test_casts.py). The scale is 2^-41 or more, or NaN;
+// quotients below 2^-11, which become zeros, are only near, with the right sign.
+struct Divisor {
+    float scale, reciprocal;
+
+    MOECOMM_FN explicit Divisor(float by) : scale(by < __uint_as_float(kInfinityBits) ? by : 0.0f), reciprocal(__fdiv_rn(1.0f, by)) {}
+    // By infinity the quotient is 0 or NaN, as the product is; the correction is then 0 or NaN, too.
+    MOECOMM_FN float divide(float value) const {
+        const float near = __fmul_rn(value, reciprocal);
+        const u32 quotient = __float_as_uint(__fmaf_rn(__fmaf_rn(-near, scale, value), reciprocal, near));
+        return __uint_as_float((quotient & 0x7fffffffu) | (__float_as_uint(value) & 0x80000000u));  // -0 would become 0
+    }
+};
+
+// Scale the values of a piece.
+template <Type type, Format format>
+MOECOMM_FN void scale_values(const Piece<type>& piece, float scale, float (&values)[kPieceColumns]) {
+    constexpr i32 each = 4 / bytes_of(type);
+#pragma unroll
+    for (i32 i = 0; i < kPieceColumns / each; ++i) widen_word<type>(piece.words[i], values + i * each);
+    if constexpr (format != Format::fp8_token && format != Format::int8_group) {
+#pragma unroll
+        for (float& value : values) value = __fmul_rn(value, scale);
+    } else if constexpr (type == Type::fp32) {
+#pragma unroll
+        for (float& value : values) value = __fdiv_rn(value, scale);
+    } else {
+        const Divisor divisor(scale);
+#pragma unroll
+        for (float& value : values) value = divisor.divide(value);
+    }
+}
+
 // Cast a piece and store it.
 template <Type type, Format format, bool aligned>
 MOECOMM_FN void cast_piece(const Piece<type>& piece, const ValueScale& scale, u8* row, i32 column, i32 columns) {
-    constexpr i32 each = 4 / bytes_of(type), words = kPieceColumns * bits_of(format) / 32, in_word = 32 / bits_of(format);
-    constexpr bool divides = format == Format::fp8_token || format == Format::int8_group;
+    constexpr i32 words = kPieceColumns * bits_of(format) / 32, in_word = 32 / bits_of(format);
     float values[kPieceColumns];
-#pragma unroll
-    for (i32 i = 0; i < kPieceColumns / each; ++i) widen_word<type>(piece.words[i], values + i * each);
-#pragma unroll
-    for (float& value : values) value = divides ? __fdiv_rn(value, scale.by) : __fmul_rn(value, scale.by);
+    scale_values<type, format>(piece, scale.by, values);
     u32 out[words];
 #pragma unroll
     for (i32 i = 0; i < words; ++i) {
@@ -169,7 +199,7 @@ MOECOMM_FN void cast_piece(const Piece<type>& piece, const ValueScale& scale, u8
             for (i32 k = 0; k < in_word; ++k) out[i] |= narrow_int8(of_word[k]) << 8 * k;
         } else {
             const u32 four = narrow_e4m3(of_word[0], of_word[1]) | narrow_e4m3(of_word[2], of_word[3]) << 16;
-            out[i] = four & ~((four & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u);  // NaN loses its sign
+            out[i] = four & ~(((four & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u);  // NaN loses its sign
         }
     }
     store_piece<format, aligned>(row, column, columns, out);

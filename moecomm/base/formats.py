@@ -10,7 +10,7 @@ even in its dtype, and saturated.  A NaN of the result is 0x7f in e4m3 and 0x7fc
 | fp8 | max(amax, 1e-4) / 448; ue8m0: the power of two above | x * (448 * (1 / amax)); x / scale | DeepEP, DeepGEMM |
 | fp8_token | max(amax / 448, 1 / (448 * 512)) | x / scale | vLLM, dynamic_per_token_scaled_fp8_quant |
 | fp8_tensor | given: `global_scale` | x * (1 / global_scale) | vLLM, static_scaled_fp8_quant |
-| int8_token | amax / 127 | x * (127 / amax), and 0 where amax is 0 | vLLM, dynamic_scaled_int8_quant |
+| int8_token | amax / 127 | x * (127 / amax), of NaN 0 | vLLM, dynamic_scaled_int8_quant |
 | int8_group | max(amax, 1e-10) / 127 | x / scale | vLLM, per_token_group_quant_int8, which truncates |
 | mxfp8 | the power of two above amax / 448 | x / scale | TransformerEngine; FlashInfer, mxfp8_quantize |
 | nvfp4 | e4m3(amax * (g * (1 / 6))) | x * min(1 / (scale * (1 / g)), largest float32) | TransformerEngine |
@@ -291,7 +291,7 @@ def _fp8_token(x: torch.Tensor, amax: torch.Tensor, fmt: Format, *_: Any) -> tup
 
 def _int8_token(x: torch.Tensor, amax: torch.Tensor, fmt: Format, *_: Any) -> tuple[torch.Tensor, ...]:
     largest = _full(amax, fmt.largest)
-    return x * torch.where(amax == 0, 0.0, largest / amax), _canonical(amax / largest)
+    return x * (largest / amax), _canonical(amax / largest)  # zeros become NaN, and _int8() makes that 0
 
 
 def _int8_group(x: torch.Tensor, amax: torch.Tensor, fmt: Format, *_: Any) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,24 +24,30 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+ENDS = torch.tensor([0, 1, 0x7F, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF])  # bits of bf16
 SHARED = 64  # bytes of static shared memory, at most
 
 
-@pytest.fixture(autouse=True)
-def emulated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Launches end before they return; the names of what has been launched."""
-    launched: list[str] = []
+def launcher(scheduler: ctypes.CDLL, library: Callable[[str], ctypes.CDLL], launched: list[str]) -> Callable[..., None]:
+    """Return what stands in for plain_kernel.launch_on: launches end before they return, and `launched` gets names."""
 
     def launch_on(device: torch.device, kernel: plain_kernel.PlainKernel, blocks: int, args: ctypes.Structure) -> None:
         head = kernel.source.split('extern "C"', 1)[0]
         entry = f"{kernel.entry}(*static_cast<const {kernel.args}*>(args));"
-        library = machine.library(f'#include "cuda.h"\n{head}extern "C" void kernel(const void* args) {{ {entry} }}\n')
-        address = ctypes.cast(library.kernel, ctypes.c_void_p).value
+        unit = library(f'#include "cuda.h"\n{head}extern "C" void kernel(const void* args) {{ {entry} }}\n')
+        address = ctypes.cast(unit.kernel, ctypes.c_void_p).value
         launch = Launch(address, ctypes.addressof(args), blocks, kernel.threads, SHARED, -1)
-        assert machine.scheduler.emulator_run(ctypes.addressof(launch), 1, LIMIT, len(launched)) == 0
+        assert scheduler.emulator_run(ctypes.addressof(launch), 1, LIMIT, len(launched)) == 0
         launched.append(kernel.entry)
 
-    monkeypatch.setattr(plain_kernel, "launch_on", launch_on)
+    return launch_on
+
+
+@pytest.fixture(autouse=True)
+def emulated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of what has been launched."""
+    launched: list[str] = []
+    monkeypatch.setattr(plain_kernel, "launch_on", launcher(machine.scheduler, machine.library, launched))
     yield launched
     assert launched
 
@@ -145,9 +151,8 @@ def test_casts(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", quantize_rows.NAMES)
 def test_casts_of_many_bf16(name: str) -> None:
-    """Every 257th value there is, zeros, subnormal numbers, infinities and NaNs; tests/gpu has all values."""
-    ends = torch.tensor([0, 1, 0x7F, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF])
-    for x in cases.each_bf16(torch.cat((torch.arange(0, 1 << 16, 257), ends, ends + 0x8000))):
+    """Every 509th value there is, zeros, subnormal numbers, infinities and NaNs; tests/gpu has all values."""
+    for x in cases.each_bf16(torch.cat((torch.arange(0, 1 << 16, 509), ENDS, ENDS + 0x8000))):
         scale = cases.scales_of(name, "cpu")[0]
         wanted = formats.quantize(x, name, global_scale=scale)
         cases.check_cast(quantize_rows.by_kernel(x, name, global_scale=scale), wanted)
