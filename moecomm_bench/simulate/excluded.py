@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moecomm_bench.case import FORMATS, GIVEN
 from moecomm_bench.ours import FP32_WIRE, OUTSIDE
 
 # Commits of results in bench/results.
@@ -12,6 +13,7 @@ _BEFORE_PACKETS = ("ca1808cf",)  # before 8 ranks had room for packets of 4-byte
 _BEFORE_COUNTS = ("ca1808cf",)  # before counts were read as they are today
 _BEFORE_RUNS = ("6504ee79",)  # before 0ecf2e7
 _BEFORE_EARLY = ("d41ef155", "273846ca", "fbe86778")  # before 23a546fc
+_NATIVE = ("c888219a",)  # eager calls
 
 # Kernels that are gone.
 COPIED = "y outside, of many tokens: the driver or an earlier kernel copied the rows (before d33eebb6)"
@@ -27,7 +29,16 @@ PROXY = "2 domains through a GIN proxy: a thread of the host posts each message"
 SINGLE = (
     "2 domains of one rank, few tokens: faster than domains of several, by steps that the model does not tell apart"
 )
+HOST = "eager: the host's time that the model has was measured before repeated calls were native"
+FORMAT = "another format than fp8: a pass casts ahead of the dispatch, or the rows are given"
 GONE = (COPIED, EXACT, COUNTS, PUTS, LATE)
+
+
+def not_modelled(commit: str, payload: str) -> str:
+    """Return why the model has no such rows of a result at a commit, or an empty text."""
+    if commit in _NATIVE:
+        return HOST
+    return FORMAT if payload.removesuffix(GIVEN) in FORMATS or payload.endswith(GIVEN) else ""
 
 
 def why_excluded(commit: str, domains: int, ranks: int, through: str, row: dict[str, Any], in_packets: bool) -> str:

@@ -15,7 +15,7 @@ from moecomm_bench import schema
 from moecomm_bench.ours import FP32_WIRE
 from moecomm_bench.simulate.blocks import blocks_of, direct_blocks_of
 from moecomm_bench.simulate.domain import DomainLoad, Operation
-from moecomm_bench.simulate.excluded import why_excluded
+from moecomm_bench.simulate.excluded import not_modelled, why_excluded
 from moecomm_bench.simulate.model import Rows, fan_out
 from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import DrawnGate, Spread, spread
@@ -212,7 +212,7 @@ def _rows(result: MeasuredResult) -> Iterator[Row]:
             continue
         about = {key: row[key] for key in ("what", "layout", "payload", "variant", "tokens", "sms_asked")}
         parts = tuple(_parts(row, result))
-        reason = why_excluded(
+        reason = not_modelled(result.found["commit"], row["payload"]) or why_excluded(
             result.found["commit"], result.domains, result.ranks, result.through, row, parts[-1].load.packets
         )
         single = row["what"] != "pair" and row["layout"] != "batched" and not reason
