@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import head_to_head
@@ -29,6 +30,7 @@ from tables import (
     window_of,
 )
 
+from moecomm.base import formats
 from moecomm_bench.layers import BY_RANK
 
 PEERS = "peers-alone-h200"
@@ -119,6 +121,29 @@ def fp8() -> str:
         ratios = [f"{bf16['of_torch']:.2f}", f"{times[0] / times[1]:.2f}"]
         rows.append(line(found, ("GEMM",), what, str(row["tokens"]), *cells, *ratios))
     return table("GEMM | tokens | bf16 | TFLOP/s | FP8 | TFLOP/s | torch's bf16 over bf16 | bf16 over FP8", rows)
+
+
+def payloads() -> str:
+    """Dispatches of each format beside bf16."""
+    found = load("formats-h200-2")
+    timed = {
+        (row["tokens"], row["layout"], row["payload"]): row["us"]["p50"]
+        for row in found["rows"]
+        if row["what"] == "dispatch" and row["who"] == "moecomm" and "us" in row
+    }
+    rows = []
+    for layout, payload in product(("flat", "expert"), ("bf16", *formats.FORMATS)):
+        cells = [payload, f"`{layout}`"]
+        for tokens in (128, 8192):
+            bf16, given = timed[tokens, layout, "bf16"], timed.get((tokens, layout, f"{payload}-given"))
+            cast = timed.get((tokens, layout, payload))
+            for us in (given, cast):
+                cells += [time_of(us), f"{us / bf16:.2f}"] if us else ["", ""]
+        if any(cells[2:]):
+            rows.append(line(found, round_parts(128, "dispatch"), *cells, at=(2, 4, 6, 8)))
+    given, cast = ("rows given | over bf16", "sent as bf16, cast | over bf16")
+    heads = [f"{head.replace(' |', f', {tokens} |')}" for tokens in (128, 8192) for head in (given, cast)]
+    return table(f"payload | layout | {' | '.join(heads)}", rows)
 
 
 def few_sms() -> str:
@@ -475,6 +500,13 @@ TOPICS = (
             "gemm-fp8-clusters-h200 gemm-tune-h200"
         ),
         fp8,
+    ),
+    Topic(
+        "Formats",
+        "Dispatches on 2 H200s, in a graph, 128 and 8192 tokens a rank.  `fp8` is cast by the kernel that sends, the "
+        "other formats by a pass ahead of the dispatch.",
+        "formats-h200-2",
+        payloads,
     ),
     Topic(
         "Few SMs",

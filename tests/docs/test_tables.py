@@ -377,6 +377,21 @@ ONE_SIZE = {"dispatch, bf16": ("dispatch", "bf16", ""), "dispatch, FP8": ("dispa
 ONE_SIZE |= {f"combine, {variant}": ("combine", "", variant) for variant in ("y in the window", "y outside")}
 
 
+@derives("payload | layout | rows given", "payload | layout")
+def formats_of_rows(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    (found,) = table.results
+    named, payload = {"layout": cells["layout"].strip("`"), "what": "dispatch"}, cells["payload"]
+    expected: Cells = {}
+    for number, tokens in enumerate((128, 8192), 1):
+        (base,) = rows(found, tokens=tokens, payload="bf16", **named)
+        for at, (head, suffix) in enumerate((("rows given", "-given"), ("sent as bf16, cast", "")), 2 * number - 1):
+            over = "over bf16" if at == 1 else f"over bf16#{at}"
+            for row in rows(found, tokens=tokens, payload=payload + suffix, **named):
+                p50 = row["us"]["p50"]
+                expected |= {f"{head}, {tokens}": [p50], over: [p50 / base["us"]["p50"]]}
+    yield expected
+
+
 @derives("blocks | dispatch, bf16", "blocks")
 def few_blocks(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     sms = 0 if cells["blocks"] == "default" else int(cells["blocks"])
