@@ -1065,6 +1065,9 @@ def shares_tables(dispatch: DispatchArgs, tensor: typing.Any) -> bool:
 def split_sums_bytes(most_rows: int) -> int:
     """Dynamic shared memory for the sums of a block of split products."""
 
+def staged_bytes(kind: int, hidden: int) -> int:
+    """Bytes of a row of a Type that combine stages, with its scales."""
+
 def stand_in(shape: Shape, masked: collections.abc.Sequence[int], forwarder: int) -> int:
     """
     Return who forwards in the place of a rank while these are masked: itself if it is not; -1: nobody is left.

@@ -67,7 +67,7 @@ class Buffer(Bound):
         window_bytes: room for the outputs of rounds, in bytes; default: two such rounds.  Of outputs that stay alive,
             those that find no room are copied out of it.
         wire: None: the sums that ranks return in combine travel in the dtype of `y`, each rounded once; "exact": in
-            float32.  See combine(), whose argument of that name is for one call.
+            float32; "fp8": in e4m3 with scales.  See combine(), whose argument of that name is for one call.
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
             reached by put and signal: a token crosses once a domain, or, of a rank with few (about 4 MB as float32),
             once for each of its ranks.  Default: all that can.
@@ -301,7 +301,11 @@ class Buffer(Bound):
             wire: of "expert" and "batched", where each rank adds up its rows of a token in float32.  The dtype of `y`:
                 this sum is rounded before it travels, as in DeepEP: an error of 2^-8 (bfloat16) or 2^-11 (float16)
                 relative to it.  "exact" (or torch.float32): nothing is rounded but the result; a sum of several
-                rows travels in float32, a single row as it is (one domain).  None: as the Buffer was opened; by default
+                rows travels in float32, a single row as it is (one domain).  "fp8" (or torch.float8_e4m3fn), of flat
+                rows as well: cast once to e4m3 with a float32 scale for 128 columns, as `quantize="fp8"` of dispatch
+                casts: an error of 2^-4 relative to a value, and of 2^-18 relative to the largest magnitude A of the
+                128, which counts as at least 1e-4 (moecomm/combine/reference.py has the bound).  An infinity or a NaN
+                makes its 128 columns NaN.  `hidden` is a multiple of 16.  None: as the Buffer was opened; by default
                 the dtype of `y`.
             num_sms: see dispatch().
 
@@ -312,7 +316,7 @@ class Buffer(Bound):
             ones too: moecomm/combine/reference.py bounds the difference from the order of one domain.
 
         Raises:
-            As dispatch(); Unsupported for `topk_weights` as above.
+            As dispatch(); Unsupported for `topk_weights` as above, and for `wire="fp8"` over several domains of GPUs.
         """
         given = combine_options.Options(**options) if options else _COMBINE
         return combine.combine(self.rounds, given, y, handle, out, bias, weight_grads, topk_weights)
@@ -320,7 +324,8 @@ class Buffer(Bound):
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
-        Combine reads such rows in place, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
+        Combine reads such rows in place, without a copy, unless they travel in FP8: flat on GPUs (without
+        `weight_grads`), all layouts on CPUs.
         If the window has no room for them beside other outputs, they are in ordinary memory.
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)

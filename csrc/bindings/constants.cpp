@@ -7,6 +7,7 @@
 #include "../elementwise/args.h"
 #include "../fused/layer_args.h"
 #include "../overlap/args.h"
+#include "../protocol/args.h"
 #include "../protocol/domains.h"
 #include "../protocol/packets.h"
 #include "../protocol/round_header.h"
@@ -43,6 +44,9 @@ void bind_constants(py::module_& m) {
                                               {"round_header_bytes", sizeof(RoundHeader)}};
         },
         "Constants and sizes of csrc/protocol by name.");
+    m.def(
+        "staged_bytes", [](i32 kind, i64 hidden) { return staged_bytes(static_cast<Type>(kind), hidden); }, py::arg("kind"),
+        py::arg("hidden"), "Bytes of a row of a Type that combine stages, with its scales.");
     m.def(
         "fused_constants",
         [] {

@@ -4,6 +4,8 @@
 #include "../device/cast.cuh"
 #include "../device/lanes.cuh"
 #include "../device/launch.cuh"
+#include "../device/packet.cuh"
+#include "../device/quantize.cuh"
 #include "../device/step_counters.cuh"
 #include "../device/tagged_words.cuh"
 #include "../transport/scaleout.cuh"
@@ -44,10 +46,10 @@ constexpr i32 kItemsOpen = 8;  // items of a warp whose sources are loading
 enum class Next { item, later, none };  // later: it would block
 
 // Shared memory of one warp: pieces in flight, and the items that they belong to.
-template <i32 slots, i32 bytes, bool has_weights = false, bool has_hashes = false>
+template <i32 slots, i32 bytes, bool has_weights = false, bool has_hashes = false, i32 scale_bytes = 0>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
-    alignas(128) u8 data[slots][bytes];
+    alignas(128) u8 data[slots][bytes + scale_bytes];       // of e4m3: the scales of the piece behind it
     alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, or of all that a reduce warp adds, in the first place
     u64 full[slots];
     u64* hashes[has_hashes ? slots : 1];  // verified rounds: to which the hash of a piece is added
@@ -66,9 +68,17 @@ struct ScaleoutShared {
     u32 headers_seen;                        // 1: the tagged words of all ranks have arrived
 };
 
+// By warp that pushes: the content of the packet that it casts.
+template <CombineConfig cfg, bool casts = cfg.casts()>
+struct CastShared {};
 template <CombineConfig cfg>
-struct CombineShared {
-    using PullRing = RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel(), cfg.verifies>;
+struct CastShared<cfg, true> {
+    alignas(16) u64 content[cfg.reduce_warps][align_up(cfg.packet_lines, kStepLines) * kLineWords + 1];
+};
+
+template <CombineConfig cfg>
+struct CombineShared : CastShared<cfg> {
+    using PullRing = RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel(), cfg.verifies, cfg.scale_bytes(cfg.pull_bytes)>;
     PullRing pull[cfg.pull_warps];
     StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // work items of this block
     StepCounters<cfg.pull_warps> pulled;                       // chunks of this block
@@ -193,10 +203,11 @@ struct CombineCall {
     MOECOMM_FN bool direct_to(i32 source_rank) const {
         return cfg.domains() > 1 && !domains().reaches(source_rank) && goes_direct(shape(), shared.sent[source_rank].num_tokens);
     }
-    // True if rows of this rank for its own tokens are not staged: flat rows travel unchanged, and the pull warps of this rank can read
-    // them from y. Gradients of weights lie behind a staged row.
+    // True if rows of this rank for its own tokens are not staged: flat rows that are not cast travel unchanged, and the pull warps of this
+    // rank can read them from y. Gradients of weights lie behind a staged row.
     MOECOMM_FN bool reads_y(i32 source_rank) const {
-        return cfg.domains() == 1 && cfg.layout == Layout::flat && !cfg.in_place && source_rank == me() && a.weight_grads == 0;
+        return cfg.domains() == 1 && cfg.layout == Layout::flat && !cfg.casts() && !cfg.in_place && source_rank == me() &&
+               a.weight_grads == 0;
     }
     // Number of chunks that are staged for a source rank.
     MOECOMM_FN i32 chunks_of(i32 source_rank) const {

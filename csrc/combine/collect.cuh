@@ -172,6 +172,12 @@ struct Collect {
             PacketWords words[kBatch];
             u32 single;
             if (!load_packets(now, singles, token, piece, words, single)) return false;
+            float scale[kBatch];
+            if constexpr (cfg.casts()) {
+#pragma unroll
+                for (i32 i = 0; i < kBatch; ++i)
+                    if (i < count) scale[i] = scale_of_lane(words[i]);
+            }
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) {
 #pragma unroll
@@ -179,6 +185,8 @@ struct Collect {
                     if (i >= count) continue;
                     if (kSingles && (single >> i & 1) != 0) {
                         add_single(words[i], step, sum[step]);
+                    } else if constexpr (cfg.casts()) {
+                        add_scaled(words[i].step[step], step, scale[i], sum[step]);
                     } else {
                         add(words[i].step[step], sum[step]);
                     }
@@ -203,6 +211,31 @@ struct Collect {
 #pragma unroll
                 for (i32 k = 0; k < P::kColumns; ++k) sum[i][k] = __fadd_rn(sum[i][k], __fmul_rn(weight, columns[k]));
             }
+        }
+    }
+
+    // Of e4m3: the scale of this lane's group of a packet: lane g has that of the g-th.
+    MOECOMM_FN static float scale_of_lane(const PacketWords& words) {
+        constexpr i32 first = cfg.packet_row_bytes / P::kWord, groups = cfg.packet_row_bytes / kQuantGroup;
+        constexpr i32 step = step_of(first);
+        static_assert(step == step_of(first + (groups - 1) / 2), "all scales are in one step");
+        const i32 group = min(lane_id(), groups - 1), word = first + group / 2, lane = lane_of(word);
+        const u64 x = __shfl_sync(kAllLanes, words.step[step].x, lane), y = __shfl_sync(kAllLanes, words.step[step].y, lane);
+        const u64 both = word % kLineWords % 2 != 0 ? y : x;
+        return __uint_as_float(static_cast<u32>(group % 2 != 0 ? both >> 32 : both));
+    }
+    // Of e4m3: adds this lane's words of a step; `scale`: of scale_of_lane.
+    MOECOMM_FN static void add_scaled(const ulonglong2& words, i32 step, float scale, float (&sum)[2][P::kColumns]) {
+        const u64 both[2] = {words.x, words.y};
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const i32 group = (packet_word(step) + i) * P::kColumns / kQuantGroup;
+            const float factor = __shfl_sync(kAllLanes, scale, min(group, kWarp - 1));
+            float columns[P::kColumns];
+            widen_word<kType>(static_cast<u32>(both[i]), columns);
+            widen_word<kType>(static_cast<u32>(both[i] >> 32), columns + P::kColumns / 2);
+#pragma unroll
+            for (i32 k = 0; k < P::kColumns; ++k) sum[i][k] = __fadd_rn(sum[i][k], __fmul_rn(columns[k], factor));
         }
     }
 

@@ -81,7 +81,7 @@ template <class Call>
 struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
-    static constexpr i32 kRowBytes = cfg.staged_bytes();
+    static constexpr i32 kRowBytes = cfg.value_bytes();
     static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false;
     static constexpr bool kHashes = cfg.verifies, kHashesSums = false, kStarts = cfg.bias_first;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
@@ -102,6 +102,7 @@ struct Pull {
     i32 ahead;                   // this lane's slot of the next piece's token
     i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
     const u8* weight = nullptr;  // see gather.cuh
+    const u8* scales = nullptr;  // likewise
     u64* hash = nullptr;         // likewise
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
     i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
@@ -251,6 +252,7 @@ struct Pull {
         if (slot >= 0) {
             const u8* const row = row_at(rank, slot);
             source = row + column * bytes_of(single ? cfg.type : kType);
+            if constexpr (cfg.casts()) scales = row + kRowBytes + column / kQuantGroup * 4;
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
             if constexpr (kHashes) hash = c.added_hash(token(), rank);
         } else if constexpr (kSumsInRing) {

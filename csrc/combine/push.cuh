@@ -16,7 +16,7 @@ struct Packing {
 
     // First column and number of words of a piece; the last piece may have fewer words.
     MOECOMM_FN static i32 column(i32 piece) { return piece * (cfg.packet_row_bytes / bytes_of(cfg.staged())); }
-    MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_row_bytes, cfg.staged_bytes() - piece * cfg.packet_row_bytes) / kWord; }
+    MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_row_bytes, cfg.value_bytes() - piece * cfg.packet_row_bytes) / kWord; }
     // A single row (CombineConfig::single_rows_travel) takes half as many steps. A lane holds in one of them what it would hold of the sum
     // in two: first in the first word, then in the second; the lane that ends a line, in the halves of its only word. Each line's tag
     // carries the weight.
@@ -60,11 +60,12 @@ template <class Call>
 struct Push {
     static constexpr CombineConfig cfg = Call::cfg;
     using P = Packing<cfg>;
-    static constexpr bool kFlat = cfg.layout == Layout::flat, kWeighted = cfg.weighted && !kFlat;
+    static constexpr bool kFlat = cfg.layout == Layout::flat, kCopies = kFlat && !cfg.casts(), kWeighted = cfg.weighted && !kFlat;
     static constexpr i32 kWarps = cfg.reduce_warps > 0 ? cfg.reduce_warps : cfg.pull_warps;
     static constexpr i32 kHeldBytes = P::kColumns * bytes_of(cfg.type);  // bytes of a row of y that become one word
     static constexpr i32 kHeldWords = kHeldBytes / 4;
-    static constexpr i32 kBatch = 16 / kHeldBytes;  // rows that are loaded at once, into 32 registers
+    // Rows that are loaded at once, into 32 registers; cast rows into 16 where most rows do not travel in packets.
+    static constexpr i32 kBatch = cfg.casts() && kHeldBytes == 16 && cfg.packets ? 2 : kHeldBytes > 16 ? 1 : 16 / kHeldBytes;
 
     // An item whose loads are in flight.
     struct PendingItem {
@@ -103,7 +104,7 @@ struct Push {
     }
 
     MOECOMM_FN void load(PendingItem& f) const {
-        if constexpr (kFlat) {
+        if constexpr (kCopies) {
             f.token = reinterpret_cast<const int2*>(c.a.route.src)[f.flat_row].y;
             const auto* row = reinterpret_cast<const u64*>(y_row(f.flat_row) + f.piece * cfg.packet_row_bytes);
             const i32 words = P::words(f.piece);
@@ -115,6 +116,8 @@ struct Push {
                     if (P::has(step, i, words)) held[i] = row[packet_word(step) + i];
                 f.words.step[step] = make_ulonglong2(held[0], held[1]);
             }
+        } else if constexpr (kFlat) {
+            f.entry = lane_id() == 0 ? f.flat_row : -1;
         } else {
             f.entry = -1;
             if (lane_id() < cfg.topk)
@@ -130,7 +133,9 @@ struct Push {
     // Stores the item's packet at the source rank; reduces its rows first unless the layout is flat. Returns false in all lanes if a weight
     // did not arrive; report() then fills the failure record.
     MOECOMM_FN bool finish(const PendingItem& f) {
-        if constexpr (kFlat) {
+        if constexpr (cfg.casts()) {
+            return reduce_and_cast(f);
+        } else if constexpr (kCopies) {
             u8* const to = packet(f, f.token);
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) store_step<cfg.packet_lines>(to, step, f.words.step[step], c.round.tag);
@@ -193,6 +198,81 @@ struct Push {
         for (i32 step = 0; step < P::kSteps; ++step)
             store_step<cfg.packet_lines>(to, step, make_ulonglong2(narrow(sum[step][0]), narrow(sum[step][1])), c.round.tag);
         return true;
+    }
+
+    // As reduce; casts the sums by groups of columns, through shared memory to the lanes that store them. A lane adds up every 32nd vector
+    // of 8 columns.
+    MOECOMM_FN bool reduce_and_cast(const PendingItem& f) {
+        constexpr i32 vectors = ceil_div(cfg.packet_row_bytes, 8 * kWarp);
+        u32 named = __ballot_sync(kAllLanes, f.entry >= 0);
+        const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, f.entry, __ffs(named) - 1)].y;
+        const i32 words = P::words(f.piece);  // of 8 columns, too
+        float weight = 0.0f;
+        u64 word = 0;
+        if constexpr (kWeighted && !cfg.own_weights) {
+            if (f.entry >= 0) weight = reinterpret_cast<const float*>(c.a.route.row_weights)[f.entry];
+        }
+        float sum[vectors][8] = {};
+        while (named != 0) {
+            u32 held[kBatch][vectors][kHeldWords];
+            u32 left = named;
+#pragma unroll
+            for (i32 i = 0; i < kBatch; ++i) {
+                if (left == 0) continue;
+                const u8* const piece = y_row(__shfl_sync(kAllLanes, f.entry, __ffs(left) - 1)) + P::column(f.piece) * bytes_of(cfg.type);
+                left &= left - 1;
+#pragma unroll
+                for (i32 v = 0; v < vectors; ++v) load_vector_of_8(piece, v * kWarp + lane_id(), words, held[i][v]);
+            }
+            if constexpr (cfg.own_weights) {
+                if (!await_weight(f, token, word)) return false;
+                weight = weight_in(word);
+            }
+#pragma unroll
+            for (i32 i = 0; i < kBatch; ++i) {
+                if (named == 0) continue;
+                const float factor = __shfl_sync(kAllLanes, weight, __ffs(named) - 1);
+                named &= named - 1;
+#pragma unroll
+                for (i32 v = 0; v < vectors; ++v) add_vector(held[i][v], factor, sum[v]);
+            }
+        }
+        u64* const content = c.shared.content[warp_id()];
+        auto* const scales = reinterpret_cast<u32*>(content + cfg.packet_row_bytes / P::kWord);
+        u32 cast[vectors][2], scale[vectors];
+        quantize_registers(sum, cast, scale);
+#pragma unroll
+        for (i32 v = 0; v < vectors; ++v) {
+            const i32 vector = v * kWarp + lane_id();
+            if (vector >= words) continue;
+            content[vector] = static_cast<u64>(cast[v][1]) << 32 | cast[v][0];
+            if (vector % (kQuantGroup / 8) == 0) scales[vector / (kQuantGroup / 8)] = scale[v];
+        }
+        __syncwarp();
+        u8* const to = packet(f, token);
+#pragma unroll
+        for (i32 step = 0; step < P::kSteps; ++step) {
+            const u64* const two = content + packet_word(step);
+            store_step<cfg.packet_lines>(to, step, make_ulonglong2(two[0], two[1]), c.round.tag);
+        }
+        __syncwarp();  // `content` may be overwritten
+        return true;
+    }
+    MOECOMM_FN static void load_vector_of_8(const u8* piece, i32 vector, i32 vectors, u32 (&held)[kHeldWords]) {
+#pragma unroll
+        for (i32 i = 0; i < kHeldWords; i += 4) {
+            uint4 words = make_uint4(0, 0, 0, 0);
+            if (vector < vectors) words = *reinterpret_cast<const uint4*>(piece + vector * kHeldBytes + i * 4);
+            held[i] = words.x, held[i + 1] = words.y, held[i + 2] = words.z, held[i + 3] = words.w;
+        }
+    }
+    MOECOMM_FN static void add_vector(const u32 (&held)[kHeldWords], float weight, float (&sum)[8]) {
+        float columns[8];
+#pragma unroll
+        for (i32 i = 0; i < kHeldWords; ++i) widen_word<cfg.type>(held[i], columns + i * (8 / kHeldWords));
+#pragma unroll
+        for (i32 i = 0; i < 8; ++i)  // a flat row keeps the sign of its zeros
+            sum[i] = kFlat ? columns[i] : __fadd_rn(sum[i], kWeighted ? __fmul_rn(weight, columns[i]) : columns[i]);
     }
 
     // Stores a piece of the only row that this rank has of the token; `lane` has its entry and weight.
@@ -265,7 +345,7 @@ struct Push {
         while (one.source_rank >= 0) {
             begin(other);
             if (!finish(one)) break;
-            if constexpr (kFlat) {
+            if constexpr (kCopies) {
                 if (other.source_rank < 0) return true;
                 begin(one);
                 finish(other);

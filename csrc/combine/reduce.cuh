@@ -23,6 +23,7 @@ struct Step {
     i32 through;  // the last work-list step that this warp completes with it; -1: none
     u64* hash;    // verified rounds: that of the row
     i32 column;   // verified rounds: this lane's first
+    i32 piece;    // if rows are cast
 };
 
 // The role of a reduce warp: reduces its rows piece by piece, with two steps in flight. The entries of a row are looked up during the row
@@ -58,6 +59,7 @@ struct Reduce : RowsToReduce<Call> {
         }
         s.single = kSingles && __popc(named) == 1;
         s.to = row + column() * bytes_of(s.single ? cfg.type : cfg.staged());
+        if constexpr (cfg.casts()) s.piece = piece;
         if constexpr (cfg.verifies) {
             s.column = column();
             s.hash = reinterpret_cast<u64*>(c.a.staged_hashes) + static_cast<i64>(work_list.source_rank(now.step)) * c.shape().max_tokens +
@@ -81,7 +83,8 @@ struct Reduce : RowsToReduce<Call> {
         row = nullptr;
         go_on();
     }
-    MOECOMM_FN i32 column() const { return piece * kPieceColumns + lane_id() * kColumns; }  // this lane's first
+    MOECOMM_FN i32 column() const { return column_of(piece); }  // this lane's first
+    MOECOMM_FN static i32 column_of(i32 nth) { return nth * kPieceColumns + lane_id() * kColumns; }
     // True if this lane has columns in a vector of the piece.
     MOECOMM_FN bool has(i32 v) const { return cfg.hidden % kPieceColumns == 0 || column() + v * kWarp * kColumns < cfg.hidden; }
     MOECOMM_FN void load_entry(Step& s, i32 i) {
@@ -107,7 +110,9 @@ struct Reduce : RowsToReduce<Call> {
         }
     }
     MOECOMM_FN void finish(const Step& s) {
-        if constexpr (Step::kEntries == 1) {
+        if constexpr (cfg.casts()) {
+            if (!cast(s)) return;
+        } else if constexpr (Step::kEntries == 1) {
             store(s, [&](i32 v) { *reinterpret_cast<uint4*>(s.to + v * kWarp * 16) = s.held[0][v]; });
         } else if (kSingles && s.single) {
             store(s, [&](i32 v) { *reinterpret_cast<uint4*>(s.to + v * kWarp * 16) = s.held[0][v]; });
@@ -118,8 +123,52 @@ struct Reduce : RowsToReduce<Call> {
             store(s, [&](i32 v) { store_columns<cfg.staged()>(s.to + v * kWarp * kColumns * bytes_of(cfg.staged()), sum[v]); });
             clear();
         }
-        if constexpr (cfg.verifies) add_hash(s);
+        if constexpr (cfg.verifies && !cfg.casts()) add_hash(s);
         pass(s.through);
+    }
+    // Adds the entries of a step and, if they are the last, casts the sum. Returns false if there are more.
+    MOECOMM_FN bool cast(const Step& s) {
+        if constexpr (Step::kEntries == 1) {  // a flat row keeps the sign of its zeros
+#pragma unroll
+            for (i32 v = 0; v < Step::kVectors; ++v) widen<cfg.type>(s.held[0][v], sum[v]);
+        } else {
+            add(s, 0);
+            if (s.both) add(s, 1);
+            if (!s.last) return false;
+        }
+        u32 words[Step::kVectors][kColumns / 4], scale[Step::kVectors];
+#pragma unroll
+        for (i32 v = 0; v < Step::kVectors; ++v)
+#pragma unroll
+            for (i32 k = 0; k < kColumns; ++k)
+                if ((s.has >> v & 1) == 0) sum[v][k] = 0.0f;  // what lies behind the row is undefined
+        quantize_registers(sum, words, scale);
+        const i32 column = column_of(s.piece);
+        auto* const scales = reinterpret_cast<u32*>(s.to - column + cfg.value_bytes());
+        u64 found = 0;
+#pragma unroll
+        for (i32 v = 0; v < Step::kVectors; ++v) {
+            if ((s.has >> v & 1) == 0) continue;
+            const i32 offset = v * kWarp * kColumns, group = (column + offset) / kQuantGroup;
+            const bool first = lane_id() % (kQuantGroup / kColumns) == 0;
+            store_words(s.to + offset, words[v]);
+            if (first) scales[group] = scale[v];
+            if constexpr (cfg.verifies) {
+#pragma unroll
+                for (i32 i = 0; i < kColumns / 4; ++i) found += hash_word(words[v][i], (column + offset) / 4 + i);
+                if (first) found += hash_word(scale[v], cfg.value_bytes() / 4 + group);
+            }
+        }
+        if constexpr (cfg.verifies) add_hash_of_lanes(s.hash, found);
+        clear();
+        return true;
+    }
+    MOECOMM_FN static void store_words(u8* to, const u32 (&words)[kColumns / 4]) {
+        if constexpr (kColumns == 8) {
+            *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+        } else {
+            *reinterpret_cast<u32*>(to) = words[0];
+        }
     }
     // Verified rounds: adds the hash of what this warp has stored, and with the first columns of a single row that of its weight.
     MOECOMM_FN void add_hash(const Step& s) const {

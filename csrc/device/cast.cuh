@@ -7,10 +7,20 @@ namespace moecomm {
 
 MOECOMM_BOTH constexpr i32 columns_in_16(Type type) { return 16 / bytes_of(type); }
 
+// Convert two columns of e4m3 to fp16. Exact.
+MOECOMM_FN u32 e4m3_to_fp16(u16 both) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(both));
+    return halves;
+}
+
 // Convert 4 bytes of a row to fp32; widen converts 16 bytes. Exact.
 template <Type type>
 MOECOMM_FN void widen_word(u32 word, float* out) {
-    if constexpr (type == Type::fp32) {
+    if constexpr (type == Type::e4m3) {
+        widen_word<Type::fp16>(e4m3_to_fp16(static_cast<u16>(word)), out);
+        widen_word<Type::fp16>(e4m3_to_fp16(static_cast<u16>(word >> 16)), out + 2);
+    } else if constexpr (type == Type::fp32) {
         out[0] = __uint_as_float(word);
     } else if constexpr (type == Type::bf16) {
         out[0] = __uint_as_float(word << 16);

@@ -115,15 +115,21 @@ struct CombineConfig {
     MOECOMM_BOTH constexpr i32 domains() const { return ranks / scaleup_ranks(); }
     MOECOMM_BOTH constexpr i32 warps() const { return reduce_warps + pull_warps + return_forward_warps + flag_warps; }
     MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
-    MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
+    // Rows are cast to e4m3 as they are staged, flat ones too. One domain only.
+    MOECOMM_BOTH constexpr bool casts() const { return wire == Type::e4m3; }
+    MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat && !casts() ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
-    MOECOMM_BOTH constexpr i32 staged_bytes() const { return hidden * bytes_of(staged()); }
+    MOECOMM_BOTH constexpr i32 value_bytes() const { return hidden * bytes_of(staged()); }  // of a staged row, without scales
+    MOECOMM_BOTH constexpr i32 staged_bytes() const { return static_cast<i32>(moecomm::staged_bytes(staged(), hidden)); }
+    MOECOMM_BOTH constexpr i32 scale_bytes(i32 columns) const {
+        return casts() ? align_up<i32>(ceil_div(columns, kQuantGroup) * 4, 16) : 0;
+    }  // of a piece, as a bulk copy moves them
     // With float32 on the wire and one domain, the only row that a rank has of a token travels as it is, in half the bytes, with its
     // weight. The source rank multiplies, so the bits are those of a float32 sum.
     MOECOMM_BOTH constexpr bool single_rows_travel() const {
         return layout != Layout::flat && domains() == 1 && wire == Type::fp32 && type != Type::fp32;
     }
-    MOECOMM_BOTH constexpr i32 packets_of_row() const { return ceil_div(staged_bytes(), packet_row_bytes); }
+    MOECOMM_BOTH constexpr i32 packets_of_row() const { return ceil_div(value_bytes(), packet_row_bytes); }
     MOECOMM_BOTH constexpr i32 grads_bytes() const { return align_up<i32>(topk * 4, 16); }
 };
 

@@ -10,6 +10,33 @@ constexpr i32 kQuad = 4;                                   // lanes that share a
 constexpr i32 kEights = kQuantGroup / 8 / kQuad;           // vectors of 8 columns of a group that a lane casts
 constexpr i32 kStepColumns = kWarp / kQuad * kQuantGroup;  // columns that a warp casts in a step
 
+// Cast this lane's n columns of several groups, each of which kQuantGroup / n neighboring lanes hold; a lane without columns of a group has
+// zeros. `bits`: the scales of its groups as they travel.
+template <i32 groups, i32 n>
+MOECOMM_FN void quantize_registers(const float (&columns)[groups][n], u32 (&out)[groups][n / 4], u32 (&bits)[groups]) {
+    float seen[groups];
+    GroupScale scale[groups];
+#pragma unroll
+    for (i32 g = 0; g < groups; ++g) {
+        u32 largest = 0;
+#pragma unroll
+        for (i32 i = 0; i < n; ++i) largest = max(largest, magnitudes<Type::fp32>(__float_as_uint(columns[g][i])));
+        seen[g] = largest_in_group<Type::fp32, kQuantGroup / n>(largest);
+    }
+    group_scales<ScaleFormat::fp32>(seen, scale);
+#pragma unroll
+    for (i32 g = 0; g < groups; ++g) {
+        const float up = scale[g].up;
+        bits[g] = scale[g].bits;
+#pragma unroll
+        for (i32 i = 0; i < n / 4; ++i) {
+            const float* four = columns[g] + 4 * i;
+            out[g][i] = narrow_e4m3(__fmul_rn(four[0], up), __fmul_rn(four[1], up)) |
+                        narrow_e4m3(__fmul_rn(four[2], up), __fmul_rn(four[3], up)) << 16;
+        }
+    }
+}
+
 // Cast `columns` columns (a multiple of 8) at `from` to e4m3 at `to`, and store one scale for each group at `scales`.
 //
 // Four lanes share a group, which needs fewer shuffles and divisions a column than more lanes would. Neighboring groups read their vectors

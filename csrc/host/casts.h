@@ -67,6 +67,12 @@ MOECOMM_INLINE u8 round_e4m3(float f) {
     return static_cast<u8>(narrow | ((bits >> 24) & 0x80u));
 }
 
+MOECOMM_INLINE float load_e4m3(u8 v) {
+    // The shifted bits are the value times 2^-120, subnormals included.
+    const float finite = float_of(static_cast<u32>(v & 0x7fu) << 20) * 0x1p120f;
+    return float_of((static_cast<u32>(v & 0x80u) << 24) | ((v & 0x7fu) == 0x7fu ? 0x7fffffffu : bits_of(finite)));
+}
+
 // ue8m0 is the exponent of fp32 alone.  Round a positive normal number up to a power of two.  Infinity and NaN give 255, which is NaN in
 // ue8m0 and which load_ue8m0() turns into infinity.
 MOECOMM_INLINE u8 round_up_ue8m0(float f) {

@@ -26,15 +26,16 @@ struct Combine {
     const i32 topk = shape.topk;
     const bool flat = a.layout == static_cast<i32>(Layout::flat);
     const Type type = static_cast<Type>(a.type);
-    const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // dtype of a staged row
-    const Type scaleout_type = static_cast<Type>(a.wire);              // dtype of a domain's sum on its way to another domain
+    const Type scaleout_type = static_cast<Type>(a.wire);  // dtype of a domain's sum on its way to another domain
+    const bool casts = scaleout_type == Type::e4m3;        // every row is cast as it is staged, flat ones too
+    const Type staged_type = flat && !casts ? type : scaleout_type;
     // With float32 on the wire and one domain, the only row that a rank has of a token travels as it is, in half the bytes, with its
     // weight, by which the source rank multiplies it. The bits are those of a float32 sum.
     const bool single_rows_travel = !flat && r.domains() == 1 && staged_type == Type::fp32 && type != Type::fp32;
     const bool own_weights = a.topk_weights != 0;  // combine's caller passes them; the dispatch's weights are not used
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     // The experts' rows are in this rank's window: peers read them there and nothing is staged.
-    const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < window_of(a.ctx, r.me) + a.ctx.window.bytes;
+    const bool in_place = !casts && a.weight_grads == 0 && a.y >= heap() && a.y < window_of(a.ctx, r.me) + a.ctx.window.bytes;
     const i64 grads_at =
         shape.staged_row_bytes - align_up<i64>(topk * sizeof(float), 16);  // offset of the weight gradients in a staged row
     const SourceTokens* const sent = memory<const SourceTokens>(a.route.sent);
@@ -74,7 +75,7 @@ struct Combine {
     }
     // Bytes of a staged row; `single`: of a row that travels as it is.
     i64 staged_bytes(bool single) const {
-        if (!single) return a.hidden * bytes_of(staged_type);
+        if (!single) return moecomm::staged_bytes(staged_type, a.hidden);
         return a.hidden * bytes_of(type) + static_cast<i64>(own_weights ? 0 : sizeof(float));
     }
     // True if all headers have arrived and the round is valid.  agreed() does not wait; await_agreement() waits for the headers.

@@ -29,7 +29,7 @@ Gather::Contribution Gather::contribution(i32 rank, i32 slot, i32 token) const {
     };
     const bool in_place = from.combine.rows != 0;
     u8* const staged = c_.staged(rank, tokens_.source_rank, token);
-    if (c_.flat) return {in_place ? published(slot) : staged, c_.type, 1.0f};
+    if (c_.flat) return {in_place ? published(slot) : staged, c_.staged_type, 1.0f};
     if (c_.single_rows_travel) {
         const i32 *owners = tokens_.owners_of(token), *end = owners + c_.topk, *first = std::find(owners, end, rank);
         const i32 k = static_cast<i32>(first - owners);
@@ -96,15 +96,15 @@ void Gather::add_up(float* sum, i32 token, i64 column, i64 n, const u8* bias) co
     const i32* slot = tokens_.slots_of(token);
     const Type bias_type = static_cast<Type>(c_.a.bias_type);
     Addends rows;
-    bool several = false;
+    bool one_by_one = false;
     if (bias != nullptr) rows.add(bias, bias_type, 1.0f);
-    for (i32 p = 0; p < c_.r.scaleup_ranks && !several; ++p) {
+    for (i32 p = 0; p < c_.r.scaleup_ranks && !one_by_one; ++p) {
         if (slot[p] < 0) continue;
         const Contribution part = contribution(c_.r.first + p, slot[p], token);
-        several = part.row == nullptr;
+        one_by_one = part.row == nullptr || part.type == Type::e4m3;
         rows.add(part.row, part.type, part.factor);
     }
-    if (!several) return sum_rows(sum, rows, column, n);
+    if (!one_by_one) return sum_rows(sum, rows, column, n);
     std::fill_n(sum, n, 0.0f);
     if (bias != nullptr) add_row(sum, bias + column * bytes_of(bias_type), bias_type, 1.0f, n);
     for (i32 p = 0; p < c_.r.scaleup_ranks; ++p) {
@@ -113,7 +113,7 @@ void Gather::add_up(float* sum, i32 token, i64 column, i64 n, const u8* bias) co
         if (part.row == nullptr) {
             add_in_place(sum, token, c_.r.first + p, column, n);
         } else {
-            add_row(sum, part.row + column * bytes_of(part.type), part.type, part.factor, n);
+            add_staged(sum, part.row, part.type, part.factor, c_.a.hidden, column, n);
         }
     }
 }

@@ -106,6 +106,10 @@ MOECOMM_CLONES void quantize_group(u8* __restrict out, u8* __restrict scale, Sca
     }
 }
 
+MOECOMM_CLONES void add_scaled(float* __restrict sum, const u8* __restrict row, float scale, i64 n) {
+    for (i64 i = 0; i < n; ++i) sum[i] = sum[i] + load_e4m3(row[i]) * scale;
+}
+
 }  // namespace
 
 void copy_row(u8* to, const u8* from, i64 bytes, bool past_cache) {
@@ -146,6 +150,27 @@ void round_row(u8* row, const float* sum, Type type, i64 n) {
     if (type == Type::bf16) return round_bf16(reinterpret_cast<u16*>(row), sum, n);
     if (type == Type::fp16) return round_fp16(reinterpret_cast<u16*>(row), sum, n);
     std::memcpy(row, sum, n * sizeof(float));
+}
+
+void stage_e4m3(u8* staged, const u8* columns, Type type, i64 hidden, i64 first, i64 n) {
+    u8* scales = staged + hidden + first / kQuantGroup * sizeof(float);
+    quantize_row(staged + first, scales, ScaleFormat::fp32, columns, type, n);
+    u8* const end = scales + ceil_div<i64>(n, kQuantGroup) * sizeof(float);
+    if (first + n == hidden) std::memset(end, 0, staged + staged_bytes(Type::e4m3, hidden) - end);
+}
+
+void stage_columns(u8* staged, const float* sum, Type type, i64 hidden, i64 first, i64 n) {
+    if (type != Type::e4m3) return round_row(staged + first * bytes_of(type), sum, type, n);
+    stage_e4m3(staged, reinterpret_cast<const u8*>(sum), Type::fp32, hidden, first, n);
+}
+
+void add_staged(float* sum, const u8* staged, Type type, float factor, i64 hidden, i64 first, i64 n) {
+    if (type != Type::e4m3) return add_row(sum, staged + first * bytes_of(type), type, factor, n);
+    for (i64 at = 0; at < n; at += kQuantGroup) {
+        float scale;
+        std::memcpy(&scale, staged + hidden + (first + at) / kQuantGroup * sizeof(scale), sizeof(scale));
+        add_scaled(sum + at, staged + first + at, scale, n - at < kQuantGroup ? n - at : kQuantGroup);
+    }
 }
 
 void quantize_row(u8* out, u8* scales, ScaleFormat format, const u8* row, Type type, i64 n) {

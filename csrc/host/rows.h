@@ -34,6 +34,12 @@ void sum_rows(float* sum, const Addends& rows, i64 first, i64 n);
 void add_row(float* sum, const u8* row, Type type, float factor, i64 n);
 // row[i] = sum[i] rounded to `type` (bf16, fp16, fp32).
 void round_row(u8* row, const float* sum, Type type, i64 n);
+// Round the columns [first, first + n) of a row of `hidden` to a staged row of `type` (staged_bytes); `sum` has them alone. `first` is a
+// multiple of kQuantGroup, and the last call of a row ends at `hidden`. stage_e4m3: to e4m3, columns of a row of any other type.
+void stage_e4m3(u8* staged, const u8* columns, Type type, i64 hidden, i64 first, i64 n);
+void stage_columns(u8* staged, const float* sum, Type type, i64 hidden, i64 first, i64 n);
+// sum[i] = sum[i] + factor * (column first + i of a staged row), for i < n; e4m3: the factor is 1, and a value is multiplied by its scale.
+void add_staged(float* sum, const u8* staged, Type type, float factor, i64 hidden, i64 first, i64 n);
 // Quantize each group of kQuantGroup values with its own scale, from amax = max(max |row[i]|, 1e-4) over the group:
 //   fp32:   scales[g] = amax / 448, out[i] = e4m3(row[i] * ((1 / amax) * 448))
 //   ue8m0:  scales[g] = exponent of p, the smallest power of two >= amax / 448, out[i] = e4m3(row[i] / p)

@@ -27,7 +27,7 @@ void ReturnForward::pull_token(i32 token) {
     for (i64 column = 0; column < a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, a.hidden - column);
         gather_.add_up(scratch_, token, column, n);
-        round_row(row_.data() + column * bytes_of(c_.scaleout_type), scratch_, c_.scaleout_type, n);
+        stage_columns(row_.data(), scratch_, c_.scaleout_type, a.hidden, column, n);
     }
     float* grads = reinterpret_cast<float*>(row_.data() + c_.grads_at);
     for (i32 k = 0; k < c_.topk && a.weight_grads != 0; ++k) {
@@ -40,10 +40,9 @@ void ReturnForward::pull_token(i32 token) {
         }
         grads[k] = owner >= 0 && c_.r.reaches(owner) ? gather_.grad(token, k, owner) : 0.0f;
     }
-    const u64 bytes = a.weight_grads != 0 ? row_.size() : static_cast<u64>(a.hidden * bytes_of(c_.scaleout_type));
-    if (c_.checks != nullptr)
-        c_.checks->sent(c_.r.tag, c_.checks->sums_of(tokens_.source_rank), token,
-                        c_.hash_of(row_.data(), a.hidden * bytes_of(c_.scaleout_type)));
+    const i64 sum_bytes = staged_bytes(c_.scaleout_type, a.hidden);
+    const u64 bytes = a.weight_grads != 0 ? row_.size() : static_cast<u64>(sum_bytes);
+    if (c_.checks != nullptr) c_.checks->sent(c_.r.tag, c_.checks->sums_of(tokens_.source_rank), token, c_.hash_of(row_.data(), sum_bytes));
     c_.r.link().put(tokens_.source_rank, returned_at(a.ctx.window, c_.shape, c_.r.domain(), token), row_.data(), bytes);
 }
 

@@ -35,7 +35,7 @@ Missing SourceReduce::scaleout_missing(i32 chunk) const {
 
 void SourceReduce::check_row(i32 rank, i32 entries, i32 token, const u8* row, Type type) const {
     const CorruptRow name{rank, c_.r.me, token};
-    const i64 bytes = c_.a.hidden * bytes_of(type);
+    const i64 bytes = staged_bytes(type, c_.a.hidden);
     c_.checks->flip_now(name, row, bytes);
     c_.checks->compare(c_.r.tag, entries, name, c_.hash_of(row, bytes));
 }
@@ -58,14 +58,12 @@ void SourceReduce::check_domains(i32 token) const {
 // Sum the direct rows of a domain's ranks and round as a return-forwarder would, so that both ways give the same bits.
 void SourceReduce::add_direct(float* sum, i32 domain, i32 token, i64 column, i64 n) const {
     const i32* slots = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
-    Addends rows;
+    Sums there{};
     for (i32 rank = domain * c_.r.scaleup_ranks; rank < (domain + 1) * c_.r.scaleup_ranks; ++rank)
-        if (slots[rank] >= 0) rows.add(c_.put_by(rank, token), c_.staged_type, 1.0f);
-    Sums there;
-    u8 rounded[sizeof there];
-    sum_rows(there.of, rows, column, n);
-    round_row(rounded, there.of, c_.scaleout_type, n);
-    add_row(sum, rounded, c_.scaleout_type, 1.0f, n);
+        if (slots[rank] >= 0) add_staged(there.of, c_.put_by(rank, token), c_.staged_type, 1.0f, c_.a.hidden, column, n);
+    u8 rounded[sizeof there];  // a staged row of n columns
+    stage_columns(rounded, there.of, c_.scaleout_type, n, 0, n);
+    add_staged(sum, rounded, c_.scaleout_type, 1.0f, n, 0, n);
 }
 
 // Sum over the domains, in their order.  protocol/domains.h bounds the difference from a sum within a single domain.
@@ -81,7 +79,7 @@ void SourceReduce::add_domains(float* sum, i32 token, i64 column, i64 n) const {
         } else if (direct_) {
             add_direct(sum, domain, token, column, n);
         } else {
-            add_row(sum, returned(domain, token) + column * bytes_of(c_.scaleout_type), c_.scaleout_type, 1.0f, n);
+            add_staged(sum, returned(domain, token), c_.scaleout_type, 1.0f, c_.a.hidden, column, n);
         }
     }
 }

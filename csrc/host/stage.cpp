@@ -57,7 +57,7 @@ void reduce_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* 
     for (i64 column = 0; column < c.a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, c.a.hidden - column);
         sum_rows(scratch, from, column, n);
-        round_row(staged + column * bytes_of(c.staged_type), scratch, c.staged_type, n);
+        stage_columns(staged, scratch, c.staged_type, c.a.hidden, column, n);
     }
 }
 
@@ -77,7 +77,9 @@ void stage_grads(const Combine& c, i32 slot, u8* staged) {
 
 // Write the complete staged row of flat row `slot`: the (reduced) row, and the weight gradients.
 void stage_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* scratch) {
-    if (c.flat) {
+    if (c.flat && c.casts) {
+        stage_e4m3(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.type, c.a.hidden, 0, c.a.hidden);
+    } else if (c.flat) {
         copy_row(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);
     } else {
         reduce_row(c, source_rank, slot, staged, scratch);
@@ -145,7 +147,7 @@ void stage_chunk(const Combine& c, i32 source_rank, i32 chunk, float* scratch) {
 void put_chunk(const Combine& c, DirectSends& sent, i32 source_rank, i32 chunk, float* scratch) {
     const u32 range = range_of(c, source_rank, chunk);
     std::vector<u8> row(c.shape.staged_row_bytes);
-    const u64 bytes = c.a.weight_grads != 0 ? row.size() : static_cast<u64>(c.a.hidden * bytes_of(c.staged_type));
+    const u64 bytes = c.a.weight_grads != 0 ? row.size() : static_cast<u64>(c.staged_bytes(false));
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
         stage_row(c, source_rank, slot, row.data(), scratch);
         check_staged(c, source_rank, slot, row.data());

@@ -9,6 +9,12 @@ enum class Type : i32 { bf16 = 0, fp16 = 1, fp32 = 2, e4m3 = 3 };
 
 constexpr i32 kQuantGroup = 128;  // columns that share a scale
 
+// Bytes of a row of this type that combine stages. e4m3: the values, then a float32 scale for each group of columns, padded.
+MOECOMM_BOTH constexpr i64 staged_bytes(Type type, i64 hidden) {
+    if (type == Type::e4m3) return align_up<i64>(hidden + ceil_div<i64>(hidden, kQuantGroup) * 4, 16);
+    return hidden * (type == Type::fp32 ? 4 : 2);
+}
+
 // This rank and how to reach its peers. Filled once, when the Buffer opens; only `timeout_ns` may change.
 struct Context {
     u64 peers[kMaxRanks];  // base address of every rank's window in this rank's address space; 0 where loads and stores do not reach
@@ -142,7 +148,7 @@ struct CombineArgs {
     i32 hidden;
     i32 type;       // Type of y and out
     i32 bias_type;  // `type` or Type::fp32
-    i32 wire;       // Type of a reduced row as it travels: fp32 is exact; flat rows always travel as they are
+    i32 wire;       // Type of a reduced row as it travels: fp32 is exact; e4m3: with scales; flat rows travel as they are, or in e4m3
     i32 layout;     // Layout of the dispatch
     i32 weighted;   // expert, batched: 1: multiply each row by its routing weight
     u64 call;

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.base import packets
 
 if TYPE_CHECKING:
     from moecomm.gpu import jit
 
-_FLAT, _EXPERT, _FP32 = 0, 1, 2
-_BYTES = (2, 2, 4)  # of a Type of csrc/protocol/args.h that is combined
+_FLAT, _EXPERT, _FP32, _E4M3 = 0, 1, 2, 3
 
 
 class Kernels:
@@ -39,7 +37,8 @@ class Kernels:
         from moecomm.gpu import jit, loader
 
         arch = loader.architecture(torch.cuda.get_device_capability(self._device))
-        specs = {self._here(asked.in_shape(shape)) for asked in self._asked}
+        lacks_fp8 = is_multi_domain(shape)  # such combines raise Unsupported there
+        specs = {self._here(a.in_shape(shape)) for a in self._asked if not (lacks_fp8 and a.wire == _E4M3)}
         for spec in specs:
             jit.compile(spec, arch)
         return len(specs)
@@ -108,7 +107,8 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     """Return the configuration of the combine kernel for these arguments.
 
-    Expert and batched rows are added up alike.  Flat rows have no weights and travel unchanged inside a domain.
+    Expert and batched rows are added up alike.  Flat rows have no weights and, unless they are cast, travel unchanged
+    inside a domain.
     """
     from moecomm.gpu import jit
 
@@ -147,8 +147,8 @@ def _domains(shape: _native.Shape) -> dict[str, Any]:
 
 
 def _wire(layout: int, wire: int, shape: _native.Shape) -> int:
-    """Return the wire of a combine kernel: flat rows travel unchanged inside a domain."""
-    return _FP32 if layout == _FLAT and not is_multi_domain(shape) else wire
+    """Return the wire of a combine kernel: flat rows that are not cast travel unchanged inside a domain."""
+    return _FP32 if layout == _FLAT and wire != _E4M3 and not is_multi_domain(shape) else wire
 
 
 def _fit_packets(spec: jit.KernelSpec, num_tokens: int, shape: _native.Shape) -> bool:
@@ -158,20 +158,17 @@ def _fit_packets(spec: jit.KernelSpec, num_tokens: int, shape: _native.Shape) ->
     """
     from moecomm.gpu import jit
 
-    if spec.op == "dispatch":
-        packet = jit.packets_of(spec)
-        return packet is not None and packet.carry(num_tokens, shape.topk, shape.packet_bytes)
-    staged = spec.type if spec.layout == _FLAT else spec.wire
-    room = 0 if is_multi_domain(shape) else shape.packet_bytes
-    return packets.fit_return_packets(spec.hidden * _BYTES[staged], num_tokens, shape.topk, room)
+    packet = jit.packets_of(spec)
+    return packet is not None and packet.carry(num_tokens, shape.topk, shape.packet_bytes)
 
 
 def reads_in_place(args: _native.CombineArgs) -> bool:
-    """Return whether peers with many tokens read y in place: flat rows in this rank's window, without gradients.
+    """Return whether peers with many tokens read y in place: flat rows in this rank's window, neither cast nor with
+    gradients.
 
     Rows of other layouts are added up first: over NVLink a row a (token, expert) is more bytes than a sum.
     """
-    return args.layout == _FLAT and args.weight_grads == 0 and args.ctx.in_heap(args.y)
+    return args.layout == _FLAT and args.wire != _E4M3 and args.weight_grads == 0 and args.ctx.in_heap(args.y)
 
 
 def scaleout_blocks(op: str, blocks: int, num_tokens: int, ring_tokens: int) -> int:

@@ -16,13 +16,16 @@ ScaleFormat: TypeAlias = Literal["fp32", "ue8m0"]  # by ScaleFormat in csrc/prot
 ScaleLayout: TypeAlias = Literal["row", "column", "swizzled"]
 OnTimeout: TypeAlias = Literal["raise", "mask"]
 ON_TIMEOUT: tuple[OnTimeout, ...] = ("raise", "mask")
-Wire: TypeAlias = Literal["exact"] | torch.dtype  # a dtype: that of y, or float32 for "exact"
+Wire: TypeAlias = Literal["exact", "fp8"] | torch.dtype  # a dtype: that of y, or that which a word stands for
 Overflow: TypeAlias = Literal["chunks", "drop", "error"]  # what becomes of rows that have no room
 Activation: TypeAlias = Literal["swiglu"]
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
 PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]
 
 
-def is_exact(wire: Any) -> bool:
-    """Return whether a caller's `wire` is the word "exact".  Arrays, which compare by element, are not."""
-    return isinstance(wire, str) and wire == "exact"
+WIRES = {"exact": torch.float32, "fp8": torch.float8_e4m3fn}  # the dtypes of the words
+
+
+def dtype_of_wire(wire: Any) -> Any:
+    """Return the dtype that a caller's word for `wire` stands for; anything else as it is."""
+    return WIRES.get(wire, wire) if isinstance(wire, str) else wire

@@ -9,6 +9,9 @@ from moecomm.base.protocol import LINE_BYTES, LINE_WORDS, PACKET_ENTRIES, PACKET
 
 _WORD = 8  # bytes
 _MOST_WORDS = LINE_WORDS * PACKET_LINES
+# Groups of an e4m3 row that returns, in 8 lines with their scales: as many columns as 16 lines of bf16 have, and their
+# sums take as many registers.
+_RETURNED_GROUPS = 7
 _ROOM = 4 << 20  # of a window, for one rank and one round: 128 tokens of 7168 fp32 columns
 _ROOM_OF_ALL = 256 << 20  # for all ranks and both parities: 128 tokens of 7168 16-bit columns from each of 64 ranks
 
@@ -56,17 +59,25 @@ def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int 
     return None
 
 
-def of_combine(staged_bytes: int) -> Packets:
-    """Cut a row that returns: its columns alone."""
-    count = -(-staged_bytes // (_MOST_WORDS * _WORD))
-    piece = _align(-(-staged_bytes // count), 16)
-    return Packets(piece, 0, -(-piece // _WORD // LINE_WORDS), -(-staged_bytes // piece))
+def of_combine(row_bytes: int, *, scaled: bool = False) -> Packets:
+    """Cut a row that returns: its columns and, if it is `scaled`, of e4m3, a float32 scale for QUANT_GROUP of them."""
+    if scaled:
+        groups = -(-row_bytes // QUANT_GROUP)
+        each = -(-groups // -(-groups // _RETURNED_GROUPS))
+        piece, scales = each * QUANT_GROUP, _align(4 * each, _WORD)
+        return Packets(piece, scales, -(-(piece + scales) // _WORD // LINE_WORDS), -(-groups // each))
+    count = -(-row_bytes // (_MOST_WORDS * _WORD))
+    piece = _align(-(-row_bytes // count), 16)
+    return Packets(piece, 0, -(-piece // _WORD // LINE_WORDS), -(-row_bytes // piece))
 
 
 @lru_cache(maxsize=256)  # a combine asks every time
-def fit_return_packets(staged_bytes: int, num_tokens: int, topk: int, room: int) -> bool:
-    """Return whether rows of so many tokens return in packets: `staged_bytes` each; `room` is Shape.packet_bytes."""
-    return of_combine(staged_bytes).carry(num_tokens, topk, room)
+def fit_return_packets(row_bytes: int, num_tokens: int, topk: int, room: int, *, scaled: bool = False) -> bool:
+    """Return whether rows of so many tokens return in packets.
+
+    `row_bytes`, `scaled`: of a row, see of_combine(); `room` is Shape.packet_bytes.
+    """
+    return of_combine(row_bytes, scaled=scaled).carry(num_tokens, topk, room)
 
 
 def room(ranks: int, max_tokens: int, staged_row_bytes: int, of_all: int = _ROOM_OF_ALL) -> int:

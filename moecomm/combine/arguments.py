@@ -11,7 +11,7 @@ import torch
 from moecomm import _native
 from moecomm.base.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.base.protocol import DTYPES, MOST_WEIGHTS
-from moecomm.combine.options import Options, check_options
+from moecomm.combine.options import Options, check_options, wire_dtype
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle
@@ -43,6 +43,7 @@ def check(
     y, back = as_tensor("y", y)
     _check_y(rounds, y, handle)
     check_options(options, y.dtype)
+    _check_fp8(rounds, options, y.dtype)
     shape = (handle.num_tokens, rounds.hidden)
     if out is not None:
         out = as_output_tensor("out", out, device=rounds.device, dtypes=(y.dtype,), shape=shape)
@@ -70,6 +71,23 @@ def check(
         if _native.shares_tables(handle.args, out):
             raise BadInput("out", "memory of the handle, which is read meanwhile", "memory of its own")
     return Tensors(y, out, bias, weight_grads, topk_weights, back)
+
+
+def _check_fp8(rounds: Rounds, options: Options, dtype: torch.dtype) -> None:
+    """Raise BadInput or Unsupported if rows are to travel in FP8 and can't."""
+    if wire_dtype(options.wire or rounds.settings.wire, dtype) is not torch.float8_e4m3fn:
+        return
+    if rounds.hidden % 16:
+        raise BadInput(
+            "wire", f"'fp8' with hidden = {rounds.hidden}", "a multiple of 16: rows of a multiple of 16 bytes"
+        )
+    if not takes_fp8(rounds):
+        raise Unsupported("combine(wire='fp8') does not support several domains of GPUs")
+
+
+def takes_fp8(rounds: Rounds) -> bool:
+    """Return whether ranks of this Buffer take combine(wire="fp8")."""
+    return rounds.on_cpu or not rounds.settings.is_multi_domain
 
 
 def takes_weights(rounds: Rounds) -> bool:

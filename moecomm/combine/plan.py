@@ -9,7 +9,7 @@ import torch
 from moecomm import _native
 from moecomm.base import packets
 from moecomm.base.arrays import window_tensor
-from moecomm.base.protocol import DTYPES, LAYOUTS
+from moecomm.base.protocol import DTYPES, LAYOUTS, TYPES
 from moecomm.combine.arguments import Tensors
 from moecomm.combine.options import Key, wire_dtype
 from moecomm.dispatch.tables import table
@@ -48,17 +48,22 @@ class Plan:
         self.kind = self.kind_of(handle, like.y, like.out, like.bias, like.weight_grads, like.topk_weights)
         in_window = like.weight_grads is None and self.kind[0]
         flat = key.layout == "flat"
-        self._stages_flat_rows = flat and not in_window
-        row = rounds.hidden * (key.dtype if flat else wire_of(rounds, key)).itemsize
-        self._staged_bytes = 0 if like.weight_grads is not None else row
+        wire = wire_of(rounds, key)
+        self._is_fp8 = wire is torch.float8_e4m3fn
+        staged = key.dtype if flat and not self._is_fp8 else wire
+        row = _native.staged_bytes(int(TYPES[staged]), rounds.hidden)
+        self._row_bytes = 0 if like.weight_grads is not None else rounds.hidden * staged.itemsize
+        in_place = flat and in_window and not self._is_fp8
+        self._stages_flat_rows = flat and not in_place
         self._room = rounds.packet_room
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
         in_ring = not rounds.session.reduced_rows_in_heap or like.topk_weights is not None
         grads = 0 if like.weight_grads is None else rounds.settings.grads_bytes
-        pitch = 0 if in_ring or (flat and in_window) else row + grads
+        pitch = 0 if in_ring or in_place else row + grads
         self._memory = rounds.memory
         args = _args(rounds, key, like)
-        self._peers_read_weights = rounds.on_cpu and args.weighted == 1 and not flat and like.topk_weights is None
+        self._peers_read_weights = rounds.on_cpu and args.weighted == 1 and not (flat or self._is_fp8)
+        self._peers_read_weights &= like.topk_weights is None
         self.native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = rounds.session
         self._flight = rounds.flight
@@ -80,8 +85,8 @@ class Plan:
     def schedule(self, num_tokens: int) -> None:
         """See core.plans.Plan."""
         key = self._key
-        few = self._staged_bytes > 0 and packets.fit_return_packets(
-            self._staged_bytes, num_tokens, self._topk, self._room
+        few = self._row_bytes > 0 and packets.fit_return_packets(
+            self._row_bytes, num_tokens, self._topk, self._room, scaled=self._is_fp8
         )
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else key.layout
@@ -152,7 +157,7 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     args.ctx = rounds.session.context
     args.hidden, args.type = rounds.hidden, DTYPES.index(key.dtype)
     args.bias_type = args.type if like.bias is None else DTYPES.index(like.bias.dtype)
-    args.wire = DTYPES.index(wire_of(rounds, key))
+    args.wire = int(TYPES[wire_of(rounds, key)])
     args.layout, args.weighted = LAYOUTS.index(key.layout), int(bool(options.weighted))
     args.sum_grads = int(key.sum_grads)
     one_domain = args.ctx.shape.domain_ranks in (0, rounds.num_ranks)

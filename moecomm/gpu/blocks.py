@@ -6,7 +6,7 @@ from moecomm import _native
 from moecomm.base import packets
 from moecomm.base.experts import most_experts
 from moecomm.base.protocol import MAX_BLOCKS, ROUND_HEADER_BYTES, TYPE_BYTES, WANTED_WORDS
-from moecomm.gpu.spec import KernelSpec, align, packets_of
+from moecomm.gpu.spec import KernelSpec, align, packets_of, staged_type
 
 _FLAT, _BEGIN, _END = _native.Layout.flat, _native.Part.begin, _native.Part.end
 # Room for DispatchArgs or CombineArgs, and for a RoundHeader, in shared memory.
@@ -16,6 +16,7 @@ assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
+_SCALES_OF_16 = 512  # columns of e4m3 whose scales have 16 bytes, the unit of bulk copies
 _FORWARD_SLOTS = 4  # pieces of a forward warp; rows have as many, or more
 _PULL_BLOCKS = 48  # see CombineConfig::pull_blocks
 # Warps of a block that makes row descriptors, and the most bytes of their counters.
@@ -169,34 +170,39 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         if spec.verifies:  # hashes take registers, and time
             reduce_warps = 7
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
-    summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
-    staged = spec.type if spec.layout == _FLAT else spec.wire
-    most_slots = _MOST_SLOTS
+    summed = {2: 3584, 4: 4096} if spec.in_place else {1: 1024, 2: 2048, 4: 3584}
+    staged, cast = staged_type(spec), spec.wire == _native.Type.e4m3
+    most_slots = _MOST_SLOTS * (2 if cast else 1)  # half as many bytes each
     if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
         several = spec.ranks > 2 * spec.domain_ranks
         summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 1536} if several else {2: 1536, 4: 2560}
         spills = several or spec.layout == _FLAT or spec.own_weights or spec.wire != spec.type
         if not (spec.in_place or spills):  # reduce warps, which have most to load, get what four slots leave
             summed[2], most_slots = 2048, 4
-    pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
-    beside = align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
+    unit = _LINE if not cast or spec.hidden <= summed[1] else _SCALES_OF_16  # else scales of a piece are not aligned
+    pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], unit)
+    places = max(most_slots, _MOST_SLOTS)
+    beside = align(8 * places + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
     rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
     if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks:
         beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add
-    beside += 8 * _MOST_SLOTS * spec.verifies  # where hashes go
+    beside += 8 * places * spec.verifies  # where hashes go
     fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16) + _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
+    packet = packets_of(spec) or packets.of_combine(spec.hidden * TYPE_BYTES[staged])
+    if cast:  # by warp that pushes
+        fixed += reduce_warps * (align(packet.lines, 4) * _LINE + 16)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16
-    pull_slots = 1 if spec.packets else min(most_slots, left // (rings * pull_bytes))
-    used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
+    slot_bytes = pull_bytes + cast * align(4 * -(-pull_bytes // 128), 16)
+    pull_slots = 1 if spec.packets else min(most_slots, left // (rings * slot_bytes))
+    used = pull_slots * (pull_warps + return_forward_warps) * slot_bytes
     reduce_bytes, reduce_slots = 16, 0
     if spec.domain_ranks and not spec.in_place:  # pieces of 32 fp32 columns a lane; the rings get what the others leave
         reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, _LINE)
         reduce_slots = min(_MOST_SLOTS, (left - used) // (reduce_warps * reduce_bytes))
         used += reduce_slots * reduce_warps * reduce_bytes
-    packet = packets.of_combine(spec.hidden * TYPE_BYTES[staged])
     return {
         "packet_row_bytes": packet.row_bytes,
         "packet_lines": packet.lines,

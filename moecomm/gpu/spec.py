@@ -9,7 +9,7 @@ from moecomm.base import packets
 from moecomm.base.protocol import MAX_RANKS, MAX_TOPK, TYPE_BYTES
 from moecomm.gpu import linking
 
-_FLAT = _native.Layout.flat
+_FLAT, _E4M3 = _native.Layout.flat, _native.Type.e4m3
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,20 @@ class KernelSpec:
                 not self.own_weights or (self.weighted and self.layout != _FLAT),
                 "own_weights: want weighted rows of experts",
             )
-            staged = self.hidden * TYPE_BYTES[self.type if self.layout == _FLAT else self.wire]
+            staged = _native.staged_bytes(staged_type(self), self.hidden)
+            cast = self.wire == _E4M3
+            _want(not cast or self.hidden % 16 == 0, f"hidden={self.hidden}: want a multiple of 16 columns of e4m3")
+            _want(not (cast and (self.in_place or self.domain_ranks)), "rows that are cast are staged, in one domain")
             _want(not self.verifies or not self.packets, "verified rows are pulled or put, not in packets")
-            _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")
+            _want(self.type < 3, "combine of e4m3: want bf16, fp16 or fp32")
             _want(
                 staged % 16 == 0, f"hidden={self.hidden}: reduced rows of {staged} bytes; want a multiple of 16 bytes"
             )
+
+
+def staged_type(spec: KernelSpec) -> int:
+    """Type of a row as a combine stages it: CombineConfig::staged."""
+    return spec.type if spec.layout == _FLAT and spec.wire != _E4M3 else spec.wire
 
 
 def packets_of(spec: KernelSpec) -> packets.Packets | None:
@@ -94,7 +102,8 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
     if spec.domain_ranks:
         return None
     if spec.op == "combine":
-        return packets.of_combine(spec.hidden * TYPE_BYTES[spec.type if spec.layout == _FLAT else spec.wire])
+        staged = staged_type(spec)
+        return packets.of_combine(spec.hidden * TYPE_BYTES[staged], scaled=staged == _E4M3)
     if spec.part != 0 or spec.repeat or spec.descriptors:
         return None
     scale_size = (4, 1)[spec.scale_format] if spec.quantize else 0

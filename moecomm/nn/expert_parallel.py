@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moecomm import backends, ops
-from moecomm.base.choices import BackendName, GateKind, Overflow, Wire, is_exact
+from moecomm.base.choices import BackendName, GateKind, Overflow, Wire, dtype_of_wire
 from moecomm.base.experts import experts_of
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import (
@@ -109,8 +109,8 @@ class ExpertParallel(torch.nn.Module):
         check_overflow(overflow, max_rows)
         check_drawn(seed, dtype, device)
         check_dtype("dtype" if payload is None else "payload", dtype if payload is None else payload, DTYPES)
-        if wire is not None and not is_exact(wire):
-            check_dtype("wire", wire, DTYPES)
+        if wire is not None:
+            check_dtype("wire", dtype_of_wire(wire), (*DTYPES, torch.float8_e4m3fn))
         check_name("backend", backend, ("auto", *backends.NAMES))
         place = _place(group, buffer)
         if num_experts < place.ranks:

@@ -30,7 +30,7 @@ import torch
 
 from moecomm.base import tangents
 from moecomm.base.arrays import as_tensor, shown_tensors
-from moecomm.base.choices import Activation, Layout, Overflow, Wire, is_exact
+from moecomm.base.choices import Activation, Layout, Overflow, Wire, dtype_of_wire
 from moecomm.base.protocol import LAYOUTS
 from moecomm.base.validation import (
     check_alignment,
@@ -430,11 +430,10 @@ def _routed(
 
 def _wire_of(wire: Wire | None, y: torch.Tensor) -> torch.dtype | None:
     """Return `wire` as operators take it.  Raises BadInput for no word or dtype; the round checks which dtype."""
-    if is_exact(wire):
-        return torch.float32
-    if wire is not None and not isinstance(wire, torch.dtype):
-        raise BadInput("wire", wire, f"None, 'exact' or the dtype of y, {y.dtype}")
-    return wire
+    found = dtype_of_wire(wire)
+    if found is not None and not isinstance(found, torch.dtype):
+        raise BadInput("wire", wire, f"None, 'exact', 'fp8' or the dtype of y, {y.dtype}")
+    return found
 
 
 def _check_handle(handle: Handle) -> None:

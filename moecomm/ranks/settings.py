@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.base.choices import ON_TIMEOUT, OnTimeout, Wire, is_exact
+from moecomm.base.choices import ON_TIMEOUT, WIRES, OnTimeout, Wire
 from moecomm.base.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.base.sampling import hash_words, told_bytes
 from moecomm.base.validation import check_dtype, is_integer
@@ -28,7 +28,7 @@ VERSION = 10  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
 _MAGIC = 0x6D6F65636F6D6D
-_WIRES = (None, "exact")
+_WIRES = (None, *WIRES)
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
 # between two H100s took 606 us and a combine 1279 (bench/results/rings-h100-2.json), with 2496 places 297 and 582
 # (domains-h100-2.json at commit c5dad89a).
@@ -159,7 +159,7 @@ class Settings:
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
-        others = (int(is_exact(self.wire)), self._factor_bits, self.verify_every, _index(ON_TIMEOUT, self.on_timeout))
+        others = (max(self._wire_index, 0), self._factor_bits, self.verify_every, _index(ON_TIMEOUT, self.on_timeout))
         mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, *others)
         numbers = dict(zip(self._NAMES, mine, strict=True))
         proposals = compare(group, numbers, self.backend, _shown, secrets.token_bytes(8))
@@ -168,8 +168,8 @@ class Settings:
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
         check_dtype("dtype", self.dtype, DTYPES)
-        if self.wire is not None and not is_exact(self.wire):
-            raise BadInput("wire", repr(self.wire), "None or 'exact'")
+        if self._wire_index < 0:
+            raise BadInput("wire", repr(self.wire), "None, 'exact' or 'fp8'")
         if _index(ON_TIMEOUT, self.on_timeout) < 0:
             raise BadInput("on_timeout", repr(self.on_timeout), " or ".join(map(repr, ON_TIMEOUT)))
         if self.capacity_factor is not None and self._factor_bits <= 0:
@@ -381,6 +381,12 @@ class Settings:
         """A row as it arrives, or in FP8 with its scales, and its source, weights and ids."""
         wide = self.hidden * self.dtype.itemsize
         return max(wide, self.hidden + self.hidden // 16) + 12 + 12 * self.topk
+
+    @property
+    def _wire_index(self) -> int:
+        """The wire as ranks compare it: -1 for no word.  Arrays compare by element."""
+        is_word = self.wire is None or isinstance(self.wire, str)
+        return _WIRES.index(self.wire) if is_word and self.wire in _WIRES else -1
 
     @property
     def _factor_bits(self) -> int:

@@ -48,7 +48,7 @@ class Case:
     scales: list[torch.Tensor] | None
     begin: bool  # dispatch_begin and dispatch_end, with a combine of another dispatch between them
     weighted: bool
-    wire: Wire | None
+    wire: Wire | None  # "fp8": on ranks that take it; else None
     bias: list[torch.Tensor | None]
     weight_grads: bool
     workers: int | None
@@ -80,7 +80,7 @@ def random_case(
 
     Cases have ragged token counts (zero too), -1 entries, duplicates, all-to-one skew, and every option. With
     `few_kernels` they have int64 ids, scales of one width and fewer combinations of options, so that a GPU compiles
-    about thirty kernels for a set of sizes.  Without `payloads`, no rows travel as bytes.
+    about forty kernels for a set of sizes.  Without `payloads`, no rows travel as bytes.
     """
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
@@ -119,6 +119,8 @@ def random_case(
         begin = (layout, payload) == ("expert", "plain") or (layout, scale_layout) == ("flat", "column")
         begin = begin and rng.random() < 0.7
         weighted, wire = (weighted, wire) if layout != "flat" else (True, None)  # flat ignores both
+    if hidden % 16 == 0 and random.Random(f"wire of {seed}").random() < 0.3:
+        wire = "fp8"
     bias_kind = rng.choice(["none", "none", "rows", "one"])
     case = Case(
         seed=seed,

@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {"ranks": 2, "hidden": HIDDEN, "num_experts": 8, "topk":
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffers]:
     """Ranks prepared as on GPUs, where so many tokens do not come in packets."""
-    monkeypatch.setattr(packets, "fit_return_packets", lambda bytes_of_row, tokens, topk, room: tokens < TOKENS)
+    monkeypatch.setattr(packets, "fit_return_packets", lambda bytes_of_row, tokens, topk, room, **_: tokens < TOKENS)
     with LocalBuffers(**SIZES, backend="host") as ranks:
         for buffer in ranks.buffers:
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", True)

@@ -91,7 +91,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "timeout_s text": ({"timeout_s": "soon"}, "BadInput", "timeout_s"),
     "window_bytes": ({"window_bytes": 1 << 70}, "BadInput", "window_bytes"),
     "wire": ({"wire": "exact"}, "Mismatch", "wire"),
-    "wire text": ({"wire": "fp8"}, "BadInput", "wire"),
+    "wire fp8": ({"wire": "fp8"}, "Mismatch", "wire"),
+    "wire text": ({"wire": "int4"}, "BadInput", "wire"),
     "unsupported": ({"backend": "lsa"}, "Unsupported", "backend 'lsa' can't run here"),
 }
 

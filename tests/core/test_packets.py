@@ -18,6 +18,8 @@ def test_what_a_row_of_deepseek_v3_is_cut_into() -> None:
     assert packets.of_dispatch(7168, 224, 8, scale_size=4) == packets.Packets(1792, 56, 16, 4)
     assert packets.of_dispatch(7168, 56, 8, scale_size=1) == packets.Packets(1024, 8, 10, 7)
     assert packets.of_combine(14336) == packets.Packets(1792, 0, 15, 8)
+    assert packets.of_combine(7168, scaled=True) == packets.Packets(896, 32, 8, 8)
+    assert packets.of_combine(16, scaled=True) == packets.Packets(128, 8, 2, 1), "a group has room for all its columns"
     assert [packets.room(ranks, 4096, 4 * 7168 + 32) >> 20 for ranks in (1, 4, 8, 32, 64, 128)] == [4, 4, 4, 4, 2, 1]
     assert packets.of_combine(4 * 7168).carry(128, 8, 4 << 20)
 

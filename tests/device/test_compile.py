@@ -142,6 +142,20 @@ SPECS = {
         packets=True, wire=BF16, wide_bias=True, bias_first=True
     ),
     "combine across domains, flat, sums of gradients": combine(layout=FLAT, sum_grads=True, **ACROSS),
+    "combine, e4m3 on the wire": combine(wire=E4M3),
+    "combine verifies, e4m3 on the wire": combine(wire=E4M3, verifies=True),
+    "combine flat, e4m3 on the wire": combine(wire=E4M3, layout=FLAT),
+    "combine fp32 by weights of the source ranks, 16384 columns, e4m3 on the wire": combine(
+        wire=E4M3, own_weights=True, type=FP32, hidden=16384, ranks=8
+    ),
+    "combine fp16 top-32, 176 columns, e4m3 on the wire": combine(
+        wire=E4M3, ranks=2, experts=64, topk=32, hidden=176, type=FP16, bias_first=True
+    ),
+    "combine few tokens, e4m3 on the wire": combine(wire=E4M3, packets=True),
+    "combine few tokens, flat, e4m3 on the wire": combine(wire=E4M3, packets=True, layout=FLAT),
+    "combine few tokens, fp32, by weights of the source ranks, 64 ranks, e4m3 on the wire": combine(
+        wire=E4M3, packets=True, own_weights=True, type=FP32, ranks=64, bias_first=True
+    ),
     "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
 }
 
@@ -154,6 +168,7 @@ PLAIN_RUN = (
         "dispatch across domains, flat",
     ),
     *("combine", "combine few tokens by weights of the source ranks"),
+    *("combine, e4m3 on the wire", "combine few tokens, e4m3 on the wire"),
 )
 
 

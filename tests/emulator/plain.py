@@ -46,6 +46,8 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "combine/scaleout_source_rank.cuh": {"load_vector": "ulonglong2 words; memcpy(&words, from, 16); return words;"},
     "device/cast.cuh": {
+        "e4m3_to_fp16": "u32 halves = host::Fp16::round(host::load_e4m3(both & 0xffu)); "
+        "return halves | host::Fp16::round(host::load_e4m3(both >> 8)) << 16;",
         "narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;",
         "near_reciprocal": "return 1.0f / amax;",
     },

@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOK
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # layout, hidden, and options of the combine
     "sums and single rows": ("expert", 1032, {"wire": "exact"}),
     "sums in bfloat16": ("batched", 200, {}),
+    "sums in fp8": ("expert", 1040, {"wire": "fp8"}),
+    "flat in fp8": ("flat", 208, {"wire": "fp8", "in_place": True}),
     "without weights": ("expert", 64, {"wire": "exact", "weighted": False}),
     "weights of the source ranks": ("expert", 64, {"topk_weights": None}),
     "flat": ("flat", 200, {}),

@@ -91,5 +91,6 @@ def back(buffer: Buffer, y: T, handle: Handle, grads: T) -> None:
     assert_type(buffer.combine(y, handle), T)
     assert_type(buffer.combine(y, handle, weight_grads=grads), tuple[T, T])
     assert_type(buffer.combine(y, handle, wire=torch.bfloat16, weighted=False), T)
+    assert_type(buffer.combine(y, handle, wire="fp8"), T)
     assert_type(buffer.moe(y, y, None, y, y, fused=True), T)
     assert_type(moecomm.ops.dispatch(buffer, y, y, layout="flat").x, T)
