@@ -30,7 +30,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[jit.KernelSpec]:
     return found
 
 
-def rounds(buffer: moecomm.Buffer, wires: tuple[Any, ...]) -> Iterator[tuple[_native.DispatchArgs, _native.CombineArgs]]:
+def rounds(
+    buffer: moecomm.Buffer, wires: tuple[Any, ...]
+) -> Iterator[tuple[_native.DispatchArgs, _native.CombineArgs]]:
     """Arguments of rounds with few tokens and with many, of all kinds in which a kernel depends on ranks."""
     for tokens, layout in itertools.product((8, 500, 600), ("flat", "expert")):
         ids = torch.zeros(tokens, 3, dtype=torch.int64)
