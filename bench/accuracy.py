@@ -1,9 +1,9 @@
 """What formats and wires cost in accuracy: python bench/accuracy.py [--steps 1500].
 
-Trains the byte model of bench/trained_routing.py, then reads held-out text with its layers over 4 ranks of this process.
-Rows travel in bfloat16, or cast to a format and dequantized where they arrive; sums return in each wire.  The logits are
-compared with those of rows in bfloat16 and the exact wire: the loss, the mean divergence of the predicted bytes
-(Kullback-Leibler, in nats), and the share of bytes of which another one is the most likely.
+Trains the byte model of bench/trained_routing.py, then reads held-out text with its layers over 4 ranks of this
+process.  Rows travel in bfloat16, or cast to a format and dequantized where they arrive; sums return in each wire.  The
+logits are compared with those of rows in bfloat16 and the exact wire: the loss, the mean divergence of the predicted
+bytes (Kullback-Leibler, in nats), and the share of bytes of which another one is the most likely.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def logits(model: Model, text: torch.Tensor, quantize: str | None, wire: str) ->
     sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "dtype": torch.bfloat16}
     found: list[torch.Tensor] = []
     with LocalBuffers(**sizes, ranks=RANKS, max_tokens=len(text) * LENGTH // RANKS, backend="host") as ranks:
+        forwards = [layer(ranks, moe, quantize, wire) for moe in model.moe]
         hooks = [
-            moe.register_forward_hook(lambda _, given, __, forward=layer(ranks, moe, quantize, wire): forward(given[0]))
-            for moe in model.moe
+            moe.register_forward_hook(lambda _, given, __, forward=forward: forward(given[0]))
+            for moe, forward in zip(model.moe, forwards, strict=True)
         ]
         hooks.append(model.head.register_forward_hook(lambda _, __, out: found.append(out.flatten(0, 1))))
         model(text)
