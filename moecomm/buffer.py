@@ -203,7 +203,7 @@ class Buffer(Bound):
         given, rounds = dispatch_options.Options(**options) if options else _DISPATCH, self.rounds
         ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
         try:
-            if len(extras) == 0 and x_global_scale is None:
+            if type(extras) is tuple and len(extras) == 0 and x_global_scale is None:
                 return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync)
             more = {"extras": extras, "global_scale": x_global_scale}
             return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync, **more)

@@ -20,6 +20,7 @@ from moecomm.dispatch.payloads import pack
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.signature import QUANTIZED
 from moecomm.rounds.state import SeveralRounds, collective
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 
-_IN_FLIGHT = (None, "fp8")  # formats that executors make on the way, and none
+_CAST_BEFORE = tuple(name for name in QUANTIZED[1:] if name != "fp8")  # cast ahead of the round
 
 
 class PublishedOffsets(NamedTuple):
@@ -84,8 +85,11 @@ def dispatch(
 ) -> Routed:
     """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare(); `global_scale`: pack()."""
     asks_for_more = grow or chunk or options.overflow is not None or observers.active
-    packs = len(extras) > 0 or options.quantize not in _IN_FLIGHT or global_scale is not None
-    packs = packs or options.scale_layout == "swizzled" or getattr(x, "dtype", None) is torch.uint8
+    packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None
+    packs = packs or getattr(x, "dtype", None) is torch.uint8
+    words: tuple[object, object] = options.quantize, options.scale_layout  # any other object is refused later
+    packs = packs or (isinstance(words[0], str) and words[0] in _CAST_BEFORE)
+    packs = packs or (isinstance(words[1], str) and words[1] == "swizzled")
     routed: Routed | None
     routed, is_over, form = None, False, None
     if isinstance(handle, ChunkedHandle):

@@ -90,15 +90,17 @@ def pack(
     Raises:
         BadInput: a tensor that can't travel.
     """
+    check_options(options)
     if not isinstance(extras, (tuple, list)):
         raise BadInput("extras", type(extras).__name__, "a tuple or list of tensors")
+    if global_scale is not None and options.quantize is None:
+        raise BadInput("x_global_scale", "a scale", "None, or quantize= of a format that takes one")
     casts = options.quantize is not None and (options.quantize != "fp8" or rounds.hidden % ROW_ALIGNMENT != 0)
     rows = as_tensor("x", x)[0]
     if not (casts or extras or options.scale_layout == "swizzled" or _differs(rounds, rows)):
         if global_scale is not None:
-            raise BadInput("x_global_scale", "given", "None, or quantize= of a format that takes one")
+            raise BadInput("x_global_scale", "a scale", f"None with quantize={options.quantize!r}")
         return x, scales, None
-    check_options(options)
     refuse_gradients(x=rows, extras=tuple(extras))
     beside = None if scales is None else as_tensor("scales", scales)[0]
     if options.quantize is not None:
@@ -133,6 +135,7 @@ def _packed(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Payload]:
     if options.expert_alignment > MOST_BYTES_ALIGNMENT:
         raise BadInput("expert_alignment", options.expert_alignment, f"at most {MOST_BYTES_ALIGNMENT} for such rows")
+    _check("x", rounds, x, None, 2, _SIZES)
     tensors = []
     if scales is not None:
         _check("scales", rounds, scales, x.shape[0], 2, _SIZES)
@@ -140,7 +143,6 @@ def _packed(
     for at, extra in enumerate(extras):
         tensors.append(tensor := as_tensor(f"extras[{at}]", extra)[0])
         _check(f"extras[{at}]", rounds, tensor, x.shape[0], None, (1, 2, 4, 8))
-    _check("x", rounds, x, None, 2, _SIZES)
     most = rounds.hidden * rounds.dtype.itemsize
     if (width := x.shape[1] * x.element_size()) > most or width == 0:
         raise BadInput("x", f"rows of {width} bytes", f"1 to {most}, those of hidden = {rounds.hidden} {rounds.dtype}")

@@ -19,6 +19,10 @@ def _of(call: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{call}({name})" for name in names)
 
 
+def _of_payloads(name: str) -> tuple[str, ...]:
+    return tuple(f"moecomm.Buffer.{call}({name})" for call in ("dispatch", "dispatch_begin"))
+
+
 _LAYOUT = "deep_ep.Buffer.get_dispatch_layout(topk_idx)"
 _LOW = "deep_ep.Buffer.low_latency_combine"
 _TENSORS = (
@@ -285,6 +289,15 @@ TABLE = (
     Row("converted", ("int8", "bool"), ("router.Router(bias)", "router.Gating.__call__(bias)")),
     Row("bool is what it is", ("bool",), ("is_token_in_rank", "routing_map")),
     Row("bytes are bytes: a row beside scales", ("int8", "bool"), ("deep_ep.ElasticBuffer.dispatch(x)",)),
+    Row("rows of any type and width", ("int8", "bool", "one column fewer", "with gaps"), _of_payloads("x")),
+    Row(
+        "tensors of any type, or none",
+        (
+            *("[]", "()", "an array", "double", "int8", "bool", "one column fewer", "with gaps", "by column"),
+            *("rows that are one", "negated", "a parameter"),
+        ),
+        _of_payloads("extras"),
+    ),
     Row("a row for all tokens, as `[H]` says", ("one dimension fewer",), ("bias",)),
     Row(
         "any number of rows",

@@ -234,6 +234,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         "scale_layout": "row",
         "max_rows": 16,
     }
+    beside = {"extras": (torch.rand(T, 2),), "x_global_scale": None}
     scaled = {"x": x, "topk_idx": idx, "scales": scales, "scale_layout": "row"}
     experts = {"topk_idx": idx, "topk_weights": weights, "w13": w13, "w2": w2, "activation": "swiglu"}
     how = {"interleaved": False, "max_rows": None, "wire": None, "num_sms": None, "check_weights": False}
@@ -314,11 +315,13 @@ def of_moecomm() -> dict[str, list[Call]]:
         ],
         "moecomm.Buffer.dispatch": [
             Call(made.dispatch, {**given, "sync": None}),
+            Call(made.dispatch, {"x": x, "topk_idx": idx, **beside}),
             Call(made.dispatch, {**scaled, "sync": True}),
             Call(made.dispatch, {"x": x, "handle": handle}),
         ],
         "moecomm.Buffer.dispatch_begin": [
             Call(made.dispatch_begin, given, made.dispatch_end),
+            Call(made.dispatch_begin, {"x": x, "topk_idx": idx, **beside}, made.dispatch_end),
             Call(made.dispatch_begin, scaled, made.dispatch_end),
             Call(made.dispatch_begin, {"x": x, "handle": handle}, made.dispatch_end),
         ],
