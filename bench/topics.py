@@ -146,6 +146,19 @@ def payloads() -> str:
     return table(f"payload | layout | {' | '.join(heads)}", rows)
 
 
+def accuracy() -> str:
+    """Logits with each format and wire."""
+    found = load("accuracy")
+    rows = [
+        line(found, (), row["format"], row["wire"], *(f"{row[name]:.{places}f}" for name, places in _ACCURACY.items()))
+        for row in found["rows"]
+    ]
+    return table("rows | wire | loss | divergence | another byte", rows)
+
+
+_ACCURACY = {"loss": 4, "divergence": 6, "other_byte": 4}  # places
+
+
 def few_sms() -> str:
     """Rounds by few blocks."""
     found, fast = load("few-sms-h200-4"), load("ht-h200-4")
@@ -507,6 +520,16 @@ TOPICS = (
         "other formats by a pass ahead of the dispatch.",
         "formats-h200-2",
         payloads,
+    ),
+    Topic(
+        "Accuracy",
+        "A small language model over bytes, trained in float32, with three layers of 128 experts, reads text that was "
+        "held out (`python bench/accuracy.py`).  Rows of its layers travel over 4 ranks: in bfloat16, or cast to a "
+        "format; sums return exact, or in another wire.  `loss`: nats a byte.  `divergence`: of the predicted "
+        "bytes from those of the first row, nats (Kullback-Leibler).  `another byte`: share of the bytes of which "
+        "another one is the most likely.",
+        "accuracy",
+        accuracy,
     ),
     Topic(
         "Few SMs",

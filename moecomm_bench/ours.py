@@ -27,6 +27,7 @@ from moecomm_bench.singles import Singles
 
 IN_WINDOW, OUTSIDE = "y in the window", "y outside"  # variants of combine with flat rows
 FP32_WIRE, BF16_WIRE = "fp32 wire", "bf16 wire"  # variants of combine in the other layouts
+FP8_WIRE = "fp8 wire"  # of every layout
 _QUANTIZE: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantize": "fp8"},
@@ -67,7 +68,8 @@ def operations(case: RoundsCase) -> list[TimedOperation]:
     """Return all operations of a case at one size, grouped by layout."""
     found = []
     for layout in case.layouts:
-        variants = (IN_WINDOW, OUTSIDE) if layout == "flat" else (FP32_WIRE, BF16_WIRE)
+        variants = [IN_WINDOW, OUTSIDE] if layout == "flat" else [FP32_WIRE, BF16_WIRE]
+        variants += [FP8_WIRE] * case.fp8_wire
         for sms in case.sms:
             found += [TimedOperation("dispatch", layout, payload, "", sms) for payload in case.payloads]
             found += [TimedOperation("combine", layout, "", variant, sms) for variant in variants]
@@ -320,4 +322,5 @@ def _nothing() -> None:
 
 
 def _wire(variant: str) -> Wire | None:
-    return torch.bfloat16 if variant == BF16_WIRE else "exact" if variant == FP32_WIRE else None
+    wires: dict[str, Wire] = {BF16_WIRE: torch.bfloat16, FP32_WIRE: "exact", FP8_WIRE: "fp8"}
+    return wires.get(variant)

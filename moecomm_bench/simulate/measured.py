@@ -212,7 +212,7 @@ def _rows(result: MeasuredResult) -> Iterator[Row]:
             continue
         about = {key: row[key] for key in ("what", "layout", "payload", "variant", "tokens", "sms_asked")}
         parts = tuple(_parts(row, result))
-        reason = not_modelled(result.found["commit"], row["payload"]) or why_excluded(
+        reason = not_modelled(result.found["commit"], row["payload"], row["variant"]) or why_excluded(
             result.found["commit"], result.domains, result.ranks, result.through, row, parts[-1].load.packets
         )
         single = row["what"] != "pair" and row["layout"] != "batched" and not reason

@@ -377,6 +377,13 @@ ONE_SIZE = {"dispatch, bf16": ("dispatch", "bf16", ""), "dispatch, FP8": ("dispa
 ONE_SIZE |= {f"combine, {variant}": ("combine", "", variant) for variant in ("y in the window", "y outside")}
 
 
+@derives("rows | wire | loss", "rows | wire")
+def accuracy(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    for row in table.results[0]["rows"]:
+        if [row["format"], row["wire"]] == [cells["rows"], cells["wire"]]:
+            yield {head: [row[head.replace("another byte", "other_byte")]] for head in table.heads[2:]}
+
+
 @derives("payload | layout | rows given", "payload | layout")
 def formats_of_rows(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     (found,) = table.results
