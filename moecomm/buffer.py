@@ -316,7 +316,7 @@ class Buffer(Bound):
             ones too: moecomm/combine/reference.py bounds the difference from the order of one domain.
 
         Raises:
-            As dispatch(); Unsupported for `topk_weights` as above, and for `wire="fp8"` over several domains of GPUs.
+            As dispatch(); Unsupported for `topk_weights` as above.
         """
         given = combine_options.Options(**options) if options else _COMBINE
         return combine.combine(self.rounds, given, y, handle, out, bias, weight_grads, topk_weights)

@@ -62,14 +62,14 @@ struct ScaleoutShared {
     static constexpr bool kReduces = cfg.reduce_slots > 0, kWeighted = cfg.weighted && cfg.layout != Layout::flat;
     using ReduceRowRing = RowRing<kReduces ? cfg.reduce_slots : 1, cfg.reduce_bytes, kWeighted>;
     ReduceRowRing reduce[kReduces ? cfg.reduce_warps : 1];
-    using ReturnRing = RowRing<cfg.pull_slots, cfg.pull_bytes, false, cfg.verifies>;
+    using ReturnRing = RowRing<cfg.pull_slots, cfg.pull_bytes, false, cfg.verifies, cfg.scale_bytes(cfg.pull_bytes)>;
     ReturnRing rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
     u64 owners[cfg.pull_warps][kItemsOpen];  // by open item: one bit for each rank that has a part of its token
     u32 headers_seen;                        // 1: the tagged words of all ranks have arrived
 };
 
 // By warp that pushes: the content of the packet that it casts.
-template <CombineConfig cfg, bool casts = cfg.casts()>
+template <CombineConfig cfg, bool casts = cfg.casts() && cfg.domains() == 1>
 struct CastShared {};
 template <CombineConfig cfg>
 struct CastShared<cfg, true> {
@@ -160,7 +160,7 @@ struct CombineCall {
     // agree on the wire and on whether there are gradients. A round that uses other sizes begins after all ranks have ended this one.
     MOECOMM_FN i64 sum_bytes() const {
         if (a.weight_grads != 0) return shape().staged_row_bytes;
-        return align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16) + kToldBytes;
+        return align_up<i64>(moecomm::staged_bytes(cfg.wire, cfg.hidden), 16) + kToldBytes;
     }
     // Place of the told words in a sum: before its gradients.
     MOECOMM_FN i64 told_at() const { return (a.weight_grads != 0 ? grads_at() : sum_bytes()) - kToldBytes; }

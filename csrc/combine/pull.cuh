@@ -82,7 +82,7 @@ struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.value_bytes();
-    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false;
+    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false, kCasts = false;
     static constexpr bool kHashes = cfg.verifies, kHashesSums = false, kStarts = cfg.bias_first;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
@@ -256,7 +256,10 @@ struct Pull {
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
             if constexpr (kHashes) hash = c.added_hash(token(), rank);
         } else if constexpr (kSumsInRing) {
-            if (const u8* const sum = scaleout_sums.row_of_lane(token())) source = sum + column * bytes_of(kType);
+            if (const u8* const sum = scaleout_sums.row_of_lane(token())) {
+                source = sum + column * bytes_of(kType);
+                if constexpr (cfg.casts()) scales = sum + kRowBytes + column / kQuantGroup * 4;
+            }
             if constexpr (kHashes) hash = c.added_hash(token(), scaleout_sums.hash_word_of_lane());
         }
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();

@@ -1,8 +1,9 @@
-// Step 2: reduces this rank's rows of each token to one, in float32 and in the order of k; a flat row is copied, because the caller has
-// already reduced it. The source rank pulls the reduced row from a place of its own (CombineArgs::reduced_rows) or from the staging ring.
+// Step 2: reduces this rank's rows of each token to one, in float32 and in the order of k; a flat row is copied or cast, because the caller
+// has already reduced it. The source rank pulls the reduced row from a place of its own (CombineArgs::reduced_rows) or from the staging
+// ring.
 #pragma once
+#include "cast_rows.cuh"
 #include "reduce_rows.cuh"
-#include "row_hash.cuh"
 
 namespace moecomm {
 
@@ -136,39 +137,11 @@ struct Reduce : RowsToReduce<Call> {
             if (s.both) add(s, 1);
             if (!s.last) return false;
         }
-        u32 words[Step::kVectors][kColumns / 4], scale[Step::kVectors];
-#pragma unroll
-        for (i32 v = 0; v < Step::kVectors; ++v)
-#pragma unroll
-            for (i32 k = 0; k < kColumns; ++k)
-                if ((s.has >> v & 1) == 0) sum[v][k] = 0.0f;  // what lies behind the row is undefined
-        quantize_registers(sum, words, scale);
         const i32 column = column_of(s.piece);
-        auto* const scales = reinterpret_cast<u32*>(s.to - column + cfg.value_bytes());
-        u64 found = 0;
-#pragma unroll
-        for (i32 v = 0; v < Step::kVectors; ++v) {
-            if ((s.has >> v & 1) == 0) continue;
-            const i32 offset = v * kWarp * kColumns, group = (column + offset) / kQuantGroup;
-            const bool first = lane_id() % (kQuantGroup / kColumns) == 0;
-            store_words(s.to + offset, words[v]);
-            if (first) scales[group] = scale[v];
-            if constexpr (cfg.verifies) {
-#pragma unroll
-                for (i32 i = 0; i < kColumns / 4; ++i) found += hash_word(words[v][i], (column + offset) / 4 + i);
-                if (first) found += hash_word(scale[v], cfg.value_bytes() / 4 + group);
-            }
-        }
+        const u64 found = store_cast<cfg.verifies>(s.to - column, cfg.hidden, column, sum, s.has);
         if constexpr (cfg.verifies) add_hash_of_lanes(s.hash, found);
         clear();
         return true;
-    }
-    MOECOMM_FN static void store_words(u8* to, const u32 (&words)[kColumns / 4]) {
-        if constexpr (kColumns == 8) {
-            *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-        } else {
-            *reinterpret_cast<u32*>(to) = words[0];
-        }
     }
     // Verified rounds: adds the hash of what this warp has stored, and with the first columns of a single row that of its weight.
     MOECOMM_FN void add_hash(const Step& s) const {

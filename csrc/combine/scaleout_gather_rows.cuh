@@ -14,12 +14,14 @@ namespace moecomm {
 //       void keep_owners(i32 place)  kAddsDomains: stores, for the item just opened, what add_domains needs. An open item keeps its place.
 //       void add_domains(i32 place, target, i32 column, float (&)[n])  kAddsDomains: adds sums of other domains to this lane's n columns.
 //       float factor                 kFactors: after open(), what this lane's source is multiplied by before it is added.
+//       kCasts                       Sums are cast: void cast(const Item&, target, sums, u32 has) stores a piece, and adds its hash; `has`:
+//                                    one bit for each vector in which this lane has columns.
 //       kCopies                      An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 //       void add_sum_hash(const Item&, i32 vectors)  kHashesSums: adds the hash of the stored piece to that of its row.
 template <class Ring, class Role>
 struct GatherRows : Gather<Ring, Role> {
     using Gather = moecomm::Gather<Ring, Role>;
-    using Gather::kType, Gather::kColumns, Gather::kVectors;
+    using Gather::kType, Gather::kColumns, Gather::kVectors, Gather::kScaled;
     using Gather::role, Gather::ring, Gather::issued, Gather::used, Gather::opened, Gather::closed;
     using Gather::source, Gather::left, Gather::order, Gather::bytes, Gather::bytes_from;
     using Sums = float[kVectors][kColumns];
@@ -49,6 +51,7 @@ struct GatherRows : Gather<Ring, Role> {
         left = sources, order = position;
         bytes = kEven ? Ring::kBytes : bytes_from(column);
         if (order >= 0) source += Ring::kBytes;
+        if constexpr (kScaled) Gather::scales += Ring::kBytes / kQuantGroup * 4;
         return true;
     }
     // Issues bulk loads until the ring is full or no item can be opened.
@@ -80,12 +83,14 @@ struct GatherRows : Gather<Ring, Role> {
     template <i32 count>
     MOECOMM_FN void add(Sums& sum, const Item& item, i32 vectors) {
         const uint4* held[count];
+        const float* scales[count];
         float factor[count];
 #pragma unroll
         for (i32 n = 0; n < count; ++n) {
             const i32 slot = await_piece(n);
             if constexpr (Role::kHashes) Gather::add_hash(item, slot, vectors, false);
             held[n] = reinterpret_cast<const uint4*>(ring.data[slot]) + lane_id();
+            if constexpr (kScaled) scales[n] = Gather::scales_of(slot);
             if constexpr (Role::kFactors) factor[n] = ring.weights[slot][0];
         }
 #pragma unroll
@@ -93,6 +98,10 @@ struct GatherRows : Gather<Ring, Role> {
             if ((v + 1) * kWarp * 16 > Ring::kBytes && !has(v, vectors)) continue;
 #pragma unroll
             for (i32 n = 0; n < count; ++n) {
+                if constexpr (kScaled) {
+                    Gather::add_scaled(sum[v], held[n][v * kWarp], scales[n][(v * kWarp + lane_id()) * kColumns / kQuantGroup]);
+                    continue;
+                }
                 float columns[kColumns];
                 widen<kType>(held[n][v * kWarp], columns);
 #pragma unroll
@@ -155,10 +164,21 @@ struct GatherRows : Gather<Ring, Role> {
     // together.
     template <class Target>
     MOECOMM_FN void store(const Item& item, const Target& target, Sums& sum, i32 vectors) {
+        if constexpr (Role::kCasts) {
+            u32 here = 0;
+#pragma unroll
+            for (i32 v = 0; v < kVectors; ++v) here |= static_cast<u32>(has(v, vectors)) << v;
+            role.cast(item, target, sum, here);
+            return;
+        }
         if constexpr (Role::kAddsDomains) {
 #pragma unroll
             for (i32 v = 0; v < kVectors; ++v) {
                 const i32 vector = v * kWarp + lane_id();
+                if constexpr (kScaled) {  // all lanes call it, to cast sums of direct rows
+                    role.add_domains(closed % kItemsOpen, target, has(v, vectors) ? item.column + vector * kColumns : -1, sum[v]);
+                    continue;
+                }
                 if (has(v, vectors)) role.add_domains(closed % kItemsOpen, target, item.column + vector * kColumns, sum[v]);
             }
         }

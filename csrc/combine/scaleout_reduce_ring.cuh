@@ -1,15 +1,16 @@
 // Step 2 with several domains: as reduce.cuh, but pieces of rows pass through a ring of bulk copies. Loads into registers keep only 4 KB
 // of a warp in flight, and other roles leave too few warps for that: a row of 14 KiB took a warp 6.6 us, and reduce was the slowest role.
 #pragma once
+#include "cast_rows.cuh"
 #include "reduce_rows.cuh"
 #include "scaleout_direct.cuh"
 #include "scaleout_gather_rows.cuh"
 
 namespace moecomm {
 
-// The role of a reduce warp. An item is a reduced row, its sources are the row's entries: lane k serves the k-th. A flat row is copied. The
-// entries of a row are loaded two rows ahead, and what depends on them one row ahead, because each of these loads waits for memory. All
-// lanes call all methods together.
+// The role of a reduce warp. An item is a reduced row, its sources are the row's entries: lane k serves the k-th. A flat row is copied or
+// cast. The entries of a row are loaded two rows ahead, and what depends on them one row ahead, because each of these loads waits for
+// memory. All lanes call all methods together.
 template <class Call>
 struct ReduceRing : RowsToReduce<Call> {
     using Rows = RowsToReduce<Call>;
@@ -18,7 +19,7 @@ struct ReduceRing : RowsToReduce<Call> {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.type;
     static constexpr i32 kRowBytes = cfg.row_bytes();
-    static constexpr bool kCopies = cfg.layout == Layout::flat, kFactors = Rows::kWeighted;
+    static constexpr bool kCopies = cfg.layout == Layout::flat && !cfg.casts(), kCasts = cfg.casts(), kFactors = Rows::kWeighted;
     static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.reduce_bytes);
 
@@ -52,6 +53,12 @@ struct ReduceRing : RowsToReduce<Call> {
     }
     MOECOMM_FN void store(u8* to, i32 column, const uint4& words) const {
         *reinterpret_cast<uint4*>(to + column * bytes_of(kType)) = words;
+    }
+
+    template <i32 vectors, i32 n>
+    MOECOMM_FN void cast(const Item& item, u8* to, float (&sum)[vectors][n], u32 has) const {
+        const u64 found = store_cast<cfg.verifies>(to, cfg.hidden, item.column + lane_id() * n, sum, has);
+        if constexpr (cfg.verifies) add_hash_of_lanes(reinterpret_cast<u64*>(c.a.staged_hashes) + item.ring_column, found);
     }
 
     MOECOMM_FN void add_sum_hash(const Item& item, i32 vectors) const {

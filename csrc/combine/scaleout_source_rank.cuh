@@ -1,6 +1,7 @@
 // The source rank's part of a combine across domains: adds the sum of each other domain, which its forwarder put into
 // WindowLayout::returned, to the sum of this domain.
 #pragma once
+#include "../device/quantize.cuh"
 #include "call.cuh"
 #include "row_hash.cuh"
 
@@ -50,9 +51,11 @@ struct ScaleoutSums {
 #pragma unroll
         for (i32 i = 0; i < kLooks; ++i) owners |= static_cast<u64>(__ballot_sync(kAllLanes, ahead[i] >= 0)) << i * kWarp;
     }
-    // kInRing: true if what other domains have of the token being opened passes through the ring.
+    // kInRing: true if what other domains have of the token being opened passes through the ring. A direct row of e4m3 does not, which a
+    // forwarder would cast again.
     MOECOMM_FN bool passes_ring() const {
         if (!direct) return true;
+        if constexpr (cfg.casts()) return false;
         const u64 there = owners >> c.domains().other(0) * cfg.scaleup_ranks() & kOfDomain;
         return !kOrdered && (there & (there - 1)) == 0;
     }
@@ -130,7 +133,8 @@ struct ScaleoutSums {
         if (lane_id() == 0) c.scaleout().owners[warp][place] = kInRing && passes_ring() ? 0 : owners;
     }
 
-    // Turns `sum`, of this domain and of the open item at `place`, into the sum of all domains, added in domain order.
+    // Turns `sum`, of this domain and of the open item at `place`, into the sum of all domains, added in domain order. Of e4m3 all lanes
+    // call it together, with column -1 where a lane has none.
     // csrc/protocol/domains.h bounds its distance from the sum that a single domain would compute.
     template <i32 n>
     MOECOMM_FN void add_to(i32 place, i32 token, i32 column, float (&sum)[n]) const {
@@ -161,6 +165,16 @@ struct ScaleoutSums {
     MOECOMM_FN void add_words(const u32* from, float (&sum)[n], i32 token, i32 hash_word_of, i32 column) const {
         constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
         u32 loaded[words];
+        float scale = 1.0f;
+        if constexpr (type == Type::e4m3) {
+            if (column < 0) return;
+            const i32 group = column / kQuantGroup;
+            const u32 bits = load_relaxed(reinterpret_cast<const u32*>(reinterpret_cast<const u8*>(from) - column + cfg.hidden) + group);
+            scale = __uint_as_float(bits);
+            if (cfg.verifies && column % kQuantGroup == 0)
+                atomicAdd(reinterpret_cast<unsigned long long*>(c.added_hash(token, hash_word_of)),
+                          static_cast<unsigned long long>(hash_word(bits, cfg.hidden / 4 + group)));
+        }
         if constexpr (words % 4 == 0) {
 #pragma unroll
             for (i32 i = 0; i < words; i += 4) {
@@ -183,7 +197,23 @@ struct ScaleoutSums {
             float part[each];
             widen_word<type>(loaded[i], part);
 #pragma unroll
-            for (i32 j = 0; j < each; ++j) sum[i * each + j] = __fadd_rn(sum[i * each + j], part[j]);
+            for (i32 j = 0; j < each; ++j) {
+                if constexpr (type == Type::e4m3) part[j] = __fmul_rn(part[j], scale);
+                sum[i * each + j] = __fadd_rn(sum[i * each + j], part[j]);
+            }
+        }
+    }
+    // Casts sums to e4m3 and back. All lanes call it together; a lane without columns has zeros.
+    template <i32 n>
+    MOECOMM_FN static void cast_again(float (&sum)[n]) {
+        auto& columns = reinterpret_cast<float (&)[1][n]>(sum);
+        u32 words[1][n / 4], bits[1];
+        quantize_registers(columns, words, bits);
+#pragma unroll
+        for (i32 i = 0; i < n / 4; ++i) {
+            widen_word<Type::e4m3>(words[0][i], sum + 4 * i);
+#pragma unroll
+            for (i32 k = 0; k < 4; ++k) sum[4 * i + k] = __fmul_rn(sum[4 * i + k], __uint_as_float(bits[0]));
         }
     }
     // Adds the direct rows of `owners` (one bit for each rank from `first` on) in rank order, then rounds to the wire as a forwarder would.
@@ -194,6 +224,7 @@ struct ScaleoutSums {
         for (; owners != 0; owners >>= 1, rows += c.shape().packet_bytes, ++first)
             if ((owners & 1) != 0)
                 add_words<cfg.staged()>(reinterpret_cast<const u32*>(rows + column * bytes_of(cfg.staged())), sum, token, first, column);
+        if constexpr (cfg.casts()) return cast_again(sum);
         constexpr i32 each = 4 / bytes_of(cfg.wire);
 #pragma unroll
         for (i32 i = 0; i < n / each; ++i) widen_word<cfg.wire>(narrow_word<cfg.wire>(sum + i * each), sum + i * each);

@@ -115,7 +115,7 @@ struct CombineConfig {
     MOECOMM_BOTH constexpr i32 domains() const { return ranks / scaleup_ranks(); }
     MOECOMM_BOTH constexpr i32 warps() const { return reduce_warps + pull_warps + return_forward_warps + flag_warps; }
     MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
-    // Rows are cast to e4m3 as they are staged, flat ones too. One domain only.
+    // Rows are cast to e4m3 as they are staged, flat ones too, and so are sums for other domains.
     MOECOMM_BOTH constexpr bool casts() const { return wire == Type::e4m3; }
     MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat && !casts() ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }

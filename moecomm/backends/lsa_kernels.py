@@ -37,8 +37,7 @@ class Kernels:
         from moecomm.gpu import jit, loader
 
         arch = loader.architecture(torch.cuda.get_device_capability(self._device))
-        lacks_fp8 = is_multi_domain(shape)  # such combines raise Unsupported there
-        specs = {self._here(a.in_shape(shape)) for a in self._asked if not (lacks_fp8 and a.wire == _E4M3)}
+        specs = {self._here(asked.in_shape(shape)) for asked in self._asked}
         for spec in specs:
             jit.compile(spec, arch)
         return len(specs)

@@ -74,20 +74,13 @@ def check(
 
 
 def _check_fp8(rounds: Rounds, options: Options, dtype: torch.dtype) -> None:
-    """Raise BadInput or Unsupported if rows are to travel in FP8 and can't."""
+    """Raise BadInput if rows are to travel in FP8 and can't."""
     if wire_dtype(options.wire or rounds.settings.wire, dtype) is not torch.float8_e4m3fn:
         return
     if rounds.hidden % 16:
         raise BadInput(
             "wire", f"'fp8' with hidden = {rounds.hidden}", "a multiple of 16: rows of a multiple of 16 bytes"
         )
-    if not takes_fp8(rounds):
-        raise Unsupported("combine(wire='fp8') does not support several domains of GPUs")
-
-
-def takes_fp8(rounds: Rounds) -> bool:
-    """Return whether ranks of this Buffer take combine(wire="fp8")."""
-    return rounds.on_cpu or not rounds.settings.is_multi_domain
 
 
 def takes_weights(rounds: Rounds) -> bool:

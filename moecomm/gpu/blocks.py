@@ -149,7 +149,10 @@ def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
     """
     if spec.in_place:
         return 0, 6, 5
-    if spec.verifies:  # 12 warps with the flag warp: hashes take registers, and time
+    cast = spec.wire == _native.Type.e4m3
+    if cast and spec.verifies and spec.ranks > 2 * spec.domain_ranks:  # 8 warps with the flag warp
+        return 3, 2, 2
+    if cast or spec.verifies:  # 12 warps with the flag warp: casts and hashes take registers, and time
         return 5, 3, 3
     if spec.ranks == 2 and spec.layout != _FLAT:
         return 8, 4, 3
@@ -167,15 +170,17 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/maintainers/decisions.md)
         reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
-        if spec.verifies:  # hashes take registers, and time
-            reduce_warps = 7
+        if spec.verifies:  # hashes take registers, and time; casts, too
+            reduce_warps, pull_warps = 7, min(pull_warps, 4) if spec.wire == _native.Type.e4m3 else pull_warps
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {1: 1024, 2: 2048, 4: 3584}
     staged, cast = staged_type(spec), spec.wire == _native.Type.e4m3
     most_slots = _MOST_SLOTS * (2 if cast else 1)  # half as many bytes each
     if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
         several = spec.ranks > 2 * spec.domain_ranks
-        summed = {2: 2048, 4: 4096} if spec.in_place else {2: 1024, 4: 1536} if several else {2: 1536, 4: 2560}
+        summed = {1: 512, 2: 1024, 4: 1536} if several else {1: 512, 2: 1536, 4: 2560}
+        if spec.in_place:
+            summed = {2: 2048, 4: 4096}
         spills = several or spec.layout == _FLAT or spec.own_weights or spec.wire != spec.type
         if not (spec.in_place or spills):  # reduce warps, which have most to load, get what four slots leave
             summed[2], most_slots = 2048, 4
@@ -190,7 +195,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16) + _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)
     packet = packets_of(spec) or packets.of_combine(spec.hidden * TYPE_BYTES[staged])
-    if cast:  # by warp that pushes
+    if cast and not spec.domain_ranks:  # by warp that pushes
         fixed += reduce_warps * (align(packet.lines, 4) * _LINE + 16)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
@@ -200,7 +205,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     used = pull_slots * (pull_warps + return_forward_warps) * slot_bytes
     reduce_bytes, reduce_slots = 16, 0
     if spec.domain_ranks and not spec.in_place:  # pieces of 32 fp32 columns a lane; the rings get what the others leave
-        reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, _LINE)
+        unit = 128 * TYPE_BYTES[spec.type] if cast else _LINE  # complete groups of columns
+        reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, unit)
         reduce_slots = min(_MOST_SLOTS, (left - used) // (reduce_warps * reduce_bytes))
         used += reduce_slots * reduce_warps * reduce_bytes
     return {

@@ -48,7 +48,7 @@ class Case:
     scales: list[torch.Tensor] | None
     begin: bool  # dispatch_begin and dispatch_end, with a combine of another dispatch between them
     weighted: bool
-    wire: Wire | None  # "fp8": on ranks that take it; else None
+    wire: Wire | None
     bias: list[torch.Tensor | None]
     weight_grads: bool
     workers: int | None

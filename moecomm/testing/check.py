@@ -10,7 +10,7 @@ from moecomm import combine
 from moecomm.base import formats
 from moecomm.buffer import Buffer
 from moecomm.combine import reference as combine_reference
-from moecomm.combine.arguments import takes_fp8, takes_weights
+from moecomm.combine.arguments import takes_weights
 from moecomm.dispatch import reference as dispatch_reference
 from moecomm.errors import BadInput
 from moecomm.routed import Routed
@@ -128,14 +128,13 @@ class Wanted:
         self.y = [_experts(here, 0.5 + rank, buffer.hidden).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
         self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
         self.own_weights = case.own_weights if takes_weights(buffer.rounds) else None
-        self.wire = None if case.wire == "fp8" and not takes_fp8(buffer.rounds) else case.wire
         self.out = combine_reference.combine(
             self.y,
             self.arrived,
             layout=case.layout,
             weighted=case.weighted,
             bias=case.bias,
-            wire=self.wire,
+            wire=case.wire,
             domain_ranks=buffer.domain_ranks,
             topk_weights=self.own_weights,
         )
@@ -168,7 +167,7 @@ class Wanted:
             "y": _padded(self.y[rank], shape).to(device),
             "handle": routed.handle,
             "weighted": case.weighted,
-            "wire": self.wire,
+            "wire": case.wire,
             "num_sms": case.workers,
         }
         if case.in_window:

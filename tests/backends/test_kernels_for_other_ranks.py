@@ -30,23 +30,21 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[jit.KernelSpec]:
     return found
 
 
-def rounds(
-    buffer: moecomm.Buffer, wires: tuple[Any, ...]
-) -> Iterator[tuple[_native.DispatchArgs, _native.CombineArgs]]:
+def rounds(buffer: moecomm.Buffer) -> Iterator[tuple[_native.DispatchArgs, _native.CombineArgs]]:
     """Arguments of rounds with few tokens and with many, of all kinds in which a kernel depends on ranks."""
     for tokens, layout in itertools.product((8, 500, 600), ("flat", "expert")):
         ids = torch.zeros(tokens, 3, dtype=torch.int64)
         routed = prepare_dispatch(buffer, torch.zeros(tokens, 64).bfloat16(), ids, max_rows=64, layout=layout)
         y = torch.empty(routed.handle.y_shape, dtype=torch.bfloat16)
-        for wire in wires:
+        for wire in (None, "exact", "fp8"):
             yield routed.args, prepare_combine(buffer, y, routed.handle, wire=wire).args
         grads = torch.empty(*y.shape[:-1], *((3,) if layout == "flat" else ()))
         yield routed.args, prepare_combine(buffer, y, routed.handle, weight_grads=grads).args
 
 
-def ask(kernels: Kernels, ranks: int, near: int, wires: tuple[Any, ...] = (None, "exact")) -> _native.Shape:
+def ask(kernels: Kernels, ranks: int, near: int) -> _native.Shape:
     with LocalBuffers(**SIZES, ranks=ranks, domain_ranks=near) as buffers:
-        for dispatch, combine in rounds(buffers.buffers[0], wires):
+        for dispatch, combine in rounds(buffers.buffers[0]):
             kernels.dispatch(dispatch)
             kernels.combine(combine)
         return buffers.buffers[0].rounds.session.context.shape
@@ -62,20 +60,6 @@ def test_kernels_of_other_ranks(used: list[jit.KernelSpec], ranks: tuple[int, in
     wanted = set(used)
     used.clear()
     assert kernels.compile_for(shape) == len(used) == len(set(used)) and set(used) == wanted
-
-
-def test_kernels_of_rows_in_fp8(used: list[jit.KernelSpec]) -> None:
-    kernels, newer = (Kernels(torch.device("cuda", 0)) for _ in range(2))
-    ask(kernels, 4, 4, ("fp8",))
-    used.clear()
-    fewer = ask(newer, 3, 3, ("fp8",))
-    wanted = set(used)
-    used.clear()
-    kernels.compile_for(fewer)
-    assert set(used) == wanted and any(spec.wire == _native.Type.e4m3 for spec in used)
-    used.clear()
-    assert kernels.compile_for(ask(newer, 4, 2)) > 0, "but none of those that several domains lack"
-    assert all(spec.wire != _native.Type.e4m3 for spec in used)
 
 
 def test_the_experts_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

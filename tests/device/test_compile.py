@@ -156,6 +156,17 @@ SPECS = {
     "combine few tokens, fp32, by weights of the source ranks, 64 ranks, e4m3 on the wire": combine(
         wire=E4M3, packets=True, own_weights=True, type=FP32, ranks=64, bias_first=True
     ),
+    "combine across domains, e4m3 on the wire": combine(wire=E4M3, **ACROSS),
+    "combine across domains, flat, sums of gradients, e4m3 on the wire": combine(
+        wire=E4M3, layout=FLAT, sum_grads=True, **ACROSS
+    ),
+    "combine across domains verifies, e4m3 on the wire": combine(wire=E4M3, verifies=True, **ACROSS),
+    "combine across domains by weights of the source ranks, fp32, 64 ranks, e4m3 on the wire": combine(
+        wire=E4M3, own_weights=True, layout=BATCHED, type=FP32, ranks=64, domain_ranks=8, transport="puts"
+    ),
+    "combine across domains, flat, 64 ranks of 2 domains, e4m3 on the wire": combine(
+        wire=E4M3, layout=FLAT, ranks=64, domain_ranks=32, transport="puts"
+    ),
     "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
 }
 

@@ -88,9 +88,7 @@ def kernels_of_rank(case: Case, rank: int, buffer: Buffer) -> set[jit.KernelSpec
     if case.weight_grads:
         grads = torch.empty(*handle.y_shape[:-1], *((buffer.topk,) if case.layout == "flat" else ()))
     given = case.own_weights[rank] if case.own_weights is not None and takes_weights(buffer.rounds) else None
-    lacks_wire = case.wire == "fp8" and buffer.rounds.settings.is_multi_domain  # takes_fp8, of a GPU
-    wire = None if lacks_wire else case.wire
-    options = {"weighted": case.weighted, "wire": wire, "weight_grads": grads, "topk_weights": given}
+    options = {"weighted": case.weighted, "wire": case.wire, "weight_grads": grads, "topk_weights": given}
     brought = prepare_combine(buffer, y, handle, **options)
     return specs | {combine_spec(brought.args)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from moecomm.backends import host
-from moecomm.testing import check
 
 from .machine import Machine
 
@@ -13,12 +12,6 @@ from .machine import Machine
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     return Machine()
-
-
-@pytest.fixture(autouse=True)
-def wires_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let random cases draw what kernels have."""
-    monkeypatch.setattr(check, "takes_fp8", lambda rounds: not rounds.settings.is_multi_domain)
 
 
 @pytest.fixture

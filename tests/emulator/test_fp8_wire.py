@@ -20,7 +20,16 @@ from ..few import few
 from .machine import Call, Machine
 from .test_kernels import pytestmark as pytestmark
 
-RANKS, EXPERTS, TOPK, TOKENS = 3, 6, 3, 20
+EXPERTS, TOPK, TOKENS = 6, 3, 20
+PLACES: dict[str, tuple[int, int]] = {  # ranks, and those of a domain
+    "heap": (3, 3),
+    "ring": (3, 3),
+    "packets": (3, 3),
+    "direct": (4, 2),
+    "forwarders": (4, 2),
+    "direct, three domains": (6, 2),
+    "forwarders, three domains": (6, 2),
+}
 SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS}
 # layout, hidden, dtype, options of the combine; None: of each rank's tokens.  1040 columns are two pieces, in the ring
 # and in packets; 896 fill a packet.
@@ -51,7 +60,7 @@ CASES: dict[str, Any] = {
 def tokens(rank: int, hidden: int, dtype: torch.dtype, layout: str) -> dict[str, Any]:
     """Make tokens of any magnitude, with a group of zeros, one that is subnormal in e4m3, a NaN and an infinity."""
     g = torch.Generator().manual_seed(rank)
-    count = TOKENS - 3 * rank
+    count = TOKENS - 2 * rank
     ids = torch.rand(count, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
     ids[0, 1:], ids[1] = -1, torch.tensor([4, 4, 5])
     x = torch.randn(count, hidden, generator=g) * 10.0 ** torch.randint(-4, 4, (count, 1), generator=g)
@@ -67,7 +76,7 @@ def tokens(rank: int, hidden: int, dtype: torch.dtype, layout: str) -> dict[str,
 def calls_of(ranks: LocalBuffers, case: Any) -> list[dict[str, Any]]:
     """Dispatch the tokens of a case, and return the arguments of its combine on each rank."""
     layout, hidden, dtype, how = case
-    given = [tokens(rank, hidden, dtype, layout) for rank in range(RANKS)]
+    given = [tokens(rank, hidden, dtype, layout) for rank in range(len(ranks.buffers))]
     found = []
     for buffer, call, here in zip(ranks.buffers, given, ranks.dispatch(given), strict=True):
         one, y = {"wire": "fp8", **how}, here.x.clone()
@@ -90,16 +99,18 @@ def equal(out: Any, want: Any) -> bool:
     return torch.equal(out.isnan(), want.isnan()) and torch.equal(out.nan_to_num(), want.nan_to_num())
 
 
-@pytest.mark.parametrize("place", ["heap", "ring", "packets"])
+@pytest.mark.parametrize("place", few(PLACES, "heap", "packets", "direct", "forwarders"))
 @pytest.mark.parametrize("name", few(CASES, "expert", "flat"))
 def test_rows_travel_in_fp8(name: str, place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[name]
-    sizes = {**SIZES, "hidden": case[1], "dtype": case[2], "backend": "host"}
-    with LocalBuffers(RANKS, **sizes) as ranks:
+    case, (count, near) = CASES[name], PLACES[place]
+    sizes = {**SIZES, "hidden": case[1], "dtype": case[2], "backend": "host", "domain_ranks": near}
+    if place.startswith("forwarders"):
+        monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
+    with LocalBuffers(count, **sizes) as ranks:
         want = ranks.combine(calls_of(ranks, case))
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     monkeypatch.setattr(host, "packet_bytes", packets.room if place == "packets" else lambda *_: 0)
-    with LocalBuffers(RANKS, **sizes) as ranks:
+    with LocalBuffers(count, **sizes) as ranks:
         for buffer in ranks.buffers:
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", place == "heap")
         calls = calls_of(ranks, case)
@@ -108,7 +119,7 @@ def test_rows_travel_in_fp8(name: str, place: str, machine: Machine, monkeypatch
             specs = [combine_spec(p.args) for p in pending]
             outs = [combine.finish(buffer.rounds, p) for buffer, p in zip(ranks.buffers, pending, strict=True)]
             try:
-                machine.run([Call(p.args, machine.sizes) for p in pending], RANKS)
+                machine.run([Call(p.args, machine.sizes) for p in pending], count)
             finally:
                 machine.forget()
             ranks.check()

@@ -29,7 +29,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {  # layout, hidden, o
     "forwarded, in place": ("flat", 200, {"in_place": True}, False),
     "forwarded, gradients beside": ("flat", 64, {"weight_grads": None}, False),
     "forwarded, a rank without tokens": ("expert", 64, {"idle": 1}, False),
+    "forwarded, fp8": ("expert", 1040, {"wire": "fp8"}, False),
+    "forwarded, flat, fp8": ("flat", 208, {"wire": "fp8", "in_place": True}, False),
     "direct": ("expert", 200, {}, True),
+    "direct, fp8": ("batched", 208, {"wire": "fp8"}, True),
     "direct, in place": ("flat", 64, {"in_place": True}, True),
 }
 
