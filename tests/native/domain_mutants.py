@@ -217,9 +217,10 @@ DOMAIN_MUTANTS = [
     Mutant(
         "straight rows not added by domain",
         "host/scaleout_source_rank.cpp",
-        "    add_row(sum, rounded, c_.scaleout_type, 1.0f, n);\n}",
-        "    for (i32 i = 0; i < rows.count; ++i)\n"
-        "        add_row(sum, rows.row[i] + column * bytes_of(rows.type[i]), rows.type[i], 1.0f, n);\n}",
+        "    add_staged(sum, rounded, c_.scaleout_type, 1.0f, n, 0, n);\n}",
+        "    for (i32 rank = domain * c_.r.scaleup_ranks; rank < (domain + 1) * c_.r.scaleup_ranks; ++rank)\n"
+        "        if (slots[rank] >= 0)\n"
+        "            add_staged(sum, c_.put_by(rank, token), c_.staged_type, 1.0f, c_.a.hidden, column, n);\n}",
         "domains plain",
     ),
     # Weights that source ranks give.

@@ -260,8 +260,8 @@ MUTANTS = [
     Mutant(
         "ranks summed from the last",
         "host/gather.cpp",
-        "for (i32 p = 0; p < c_.r.scaleup_ranks && !several; ++p) {",
-        "for (i32 p = c_.r.scaleup_ranks - 1; p >= 0 && !several; --p) {",
+        "for (i32 p = 0; p < c_.r.scaleup_ranks && !one_by_one; ++p) {",
+        "for (i32 p = c_.r.scaleup_ranks - 1; p >= 0 && !one_by_one; --p) {",
         "plain",
     ),
     Mutant(
