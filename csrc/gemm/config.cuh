@@ -9,18 +9,25 @@ namespace moecomm {
 constexpr i32 kWoven = 8;         // rows of an interleaved group: 8 gate rows, then their 8 up rows
 constexpr i32 kScaleGroup = 128;  // columns of x, or rows and columns of w, that share a scale
 
+// Activations of gated experts, named as in Python (moecomm/fused/activations.py).
+enum class Activation : i32 { swiglu, geglu, geglu_tanh, swigluoai };
+
 struct GemmConfig {
     Type type;      // of x and w; e4m3 has scales
     Type out;       // of the product; e4m3: the bf16 product, cast, with scales
-    bool swiglu;    // out = silu(gate) * up; gate and up rows of w are interleaved by kWoven in the ring
+    bool gated;     // out = activation(gate, up); gate and up rows of w are interleaved by kWoven in the ring
     bool apart;     // in memory, all gate rows of w come before all up rows
     i32 row_unit;   // tile heights are multiples of it; itself a multiple of 16
     i32 most_rows;  // largest tile height
     i32 stages;     // slots of the ring
     i32 cluster;    // blocks that multiply the same rows with neighboring columns; each loads its part of the rows for all
     bool swapped;   // w is operand A of wgmma (its rows are M) and x operand B; false (e4m3 only): x is A (scaled_rows.cuh)
+    Activation activation = Activation::swiglu;
+    bool bias = false;  // GemmArgs::bias may be given
 
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3; }
+    // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.
+    MOECOMM_BOTH constexpr bool finishes() const { return bias || (gated && activation != Activation::swiglu); }
     // Groups of kPartColumns rows of w that a warpgroup multiplies in sequence.  Two for e4m3, so that the 128 product columns that share
     // a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from moecomm import _native
+from moecomm.base.choices import Activation
 from moecomm.base.protocol import QUANT_GROUP
 from moecomm.fused.schedules import Schedule
 from moecomm.gpu.plain_kernel import PlainKernel
@@ -38,21 +40,49 @@ class SharedKernel(PlainKernel):
         return self.shared
 
 
+class Epilogue(NamedTuple):
+    """What follows the products of a gated GEMM, apart from rounding: fields of GemmConfig.
+
+    Attributes:
+        activation: of gated products.
+        bias: the product may have a bias.
+    """
+
+    activation: Activation = "swiglu"
+    bias: bool = False
+
+
+PLAIN = Epilogue()
+
+
 def gemm_config(
-    dtype: torch.dtype, swiglu: bool, apart: bool, schedule: Schedule, out: torch.dtype | None = None
+    dtype: torch.dtype,
+    gated: bool,
+    apart: bool,
+    schedule: Schedule,
+    out: torch.dtype | None = None,
+    epilogue: Epilogue = PLAIN,
 ) -> str:
     """Return a GemmConfig (csrc/gemm/config.cuh) as C++ source; `out`: dtype of the product, default `dtype`."""
-    fields = {"swiglu": swiglu, "apart": apart, **dataclasses.asdict(schedule)}
-    config = f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
-    return f"GemmConfig{{{config}{', '.join(f'.{name} = {str(value).lower()}' for name, value in fields.items())}}}"
+    switches = {"gated": gated, "apart": apart, **dataclasses.asdict(schedule), "bias": epilogue.bias}
+    fields = {name: str(value).lower() for name, value in switches.items()}
+    fields |= {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
+    fields |= {"activation": f"Activation::{epilogue.activation}"}
+    order = ("type", "out", *(name for name in switches if name != "bias"), "activation", "bias")
+    return f"GemmConfig{{{', '.join(f'.{name} = {fields[name]}' for name in order)}}}"
 
 
 @lru_cache(maxsize=64)
 def gemm_kernel(
-    dtype: torch.dtype, swiglu: bool, apart: bool, schedule: Schedule, out: torch.dtype | None = None
+    dtype: torch.dtype,
+    gated: bool,
+    apart: bool,
+    schedule: Schedule,
+    out: torch.dtype | None = None,
+    epilogue: Epilogue = PLAIN,
 ) -> SharedKernel:
     """Return the grouped GEMM kernel; `out`: dtype of the product, default `dtype`."""
-    entry = f"grouped_gemm<{gemm_config(dtype, swiglu, apart, schedule, out)}>"
+    entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue)}>"
     shared = _native.gemm_shared_bytes(dtype == FP8, schedule.most_rows, schedule.stages)
     return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu
 
 from moecomm.dispatch.reference import GROUP, quantize
+from moecomm.fused.activations import GatedActivation
 from moecomm.fused.fp8 import Fp8, Operand, widen
 from moecomm.fused.weights import deinterleave
 
@@ -30,11 +30,12 @@ def grouped_gemm(
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int,
-    activation: str | None,
+    activation: GatedActivation | None,
     interleaved: bool,
     out: torch.Tensor | Fp8,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """Compute moecomm.fused.grouped_gemm on CPUs: products, sums and activation in float32, one rounding at the end.
+    """Compute moecomm.fused.grouped_gemm on CPUs: everything in float32, with one rounding at the end.
 
     FP8 operands are widened to float32 first.  Autocast is disabled, because it would round the operands.
     """
@@ -47,9 +48,10 @@ def grouped_gemm(
             matrix = deinterleave(matrix)
         with torch.autocast(matrix.device.type, enabled=False):
             product = rows[begin_end].float() @ matrix.T
-        if activation == "swiglu":
-            gate, up = product.chunk(2, dim=-1)
-            product = silu(gate) * up
+        if bias is not None:
+            product = product + bias[group].float()
+        if activation is not None:
+            product = activation.apply(*product.chunk(2, dim=-1))
         if isinstance(out, Fp8):
             data, scales = quantize(product.bfloat16())
             results.view(torch.uint8)[begin_end] = data.view(torch.uint8)

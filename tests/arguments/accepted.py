@@ -23,7 +23,17 @@ _LAYOUT = "deep_ep.Buffer.get_dispatch_layout(topk_idx)"
 _LOW = "deep_ep.Buffer.low_latency_combine"
 _TENSORS = (
     *("x", "y", "out", "bias", "topk_idx", "topk_weights", "scales", "weight_grads", "w13", "w2", "w", "weight"),
-    *("tokens_per_expert", "handle", "hidden", "probs", "routing_map", "scaling_factor", "is_token_in_rank"),
+    *(
+        "w13_bias",
+        "w2_bias",
+        "tokens_per_expert",
+        "handle",
+        "hidden",
+        "probs",
+        "routing_map",
+        "scaling_factor",
+        "is_token_in_rank",
+    ),
     *("num_tokens_per_expert", "mask_status", "cumulative_local_expert_recv_stats"),
     *("dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"),
 )
@@ -72,6 +82,7 @@ TABLE = (
                 "wire",
             ),
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
+            *("activation_alpha", "activation_limit", "w13_bias", "w2_bias"),
             *("activation", "capacity_factor", "dropped", "offsets", "overflow", "nn.Experts(num_experts)"),
             *_of("routing.RoutingRecorder", "watch", "experts"),
             *_of("routing.RoutingRecorder.add", "rank", "ranks"),
@@ -193,6 +204,11 @@ TABLE = (
         ("2**31", "2**63", "2**70", "inf", "0.5", "2.0", "np.float64"),
         ("capacity_factor",),
     ),
+    Row(
+        "a positive number",
+        ("2**31", "2**63", "2**70", "0.5", "2.0", "True", "np.float64"),
+        ("activation_alpha", "activation_limit"),
+    ),
     Row("seconds, without an end", ("0", "False", "2**31", "2**63", "2**70", "inf"), ("limit_s",)),
     Row(
         "any finite factor",
@@ -240,7 +256,7 @@ TABLE = (
     Row(
         "copied first, or read by torch",
         ("by column", "with gaps", "an array"),
-        (*_SMALL, *_OF_TORCH, *_SCALES, "w13", "w2"),
+        (*_SMALL, *_OF_TORCH, *_SCALES, "w13", "w2", "w13_bias", "w2_bias"),
     ),
     Row(
         "zeros, for torch",

@@ -237,6 +237,8 @@ def of_moecomm() -> dict[str, list[Call]]:
     scaled = {"x": x, "topk_idx": idx, "scales": scales, "scale_layout": "row"}
     experts = {"topk_idx": idx, "topk_weights": weights, "w13": w13, "w2": w2, "activation": "swiglu"}
     how = {"interleaved": False, "max_rows": None, "wire": None, "num_sms": None, "check_weights": False}
+    gates: dict[str, Any] = {"activation": "swigluoai", "activation_limit": 7.0, "activation_alpha": 1.702}
+    gates |= {"w13_bias": torch.zeros(w13.shape[:2]), "w2_bias": torch.zeros(w2.shape[:2], dtype=BF16)}
     out, bias = torch.empty(T, H, dtype=BF16), torch.randn(T, H).to(BF16)
     dropping = {"overflow": "drop", "dropped": torch.zeros(1, dtype=torch.int32)}
 
@@ -357,6 +359,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         "moecomm.Buffer.moe": [
             Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None, "overflow": None}),
             Call(made.moe, {"x": x, **experts, **dropping}),
+            Call(made.moe, {"x": x, **experts, **gates}),
             Call(made.moe, {"x": x, **experts, "w13": fused.quantize_weights(w13), "w2": fused.quantize_weights(w2)}),
         ],
         **of_windows(),
@@ -412,6 +415,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         "ops.moe": [
             Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None, "overflow": None}),
             Call(ops.moe, {"buffer": made, "x": x, **experts, **dropping, "layer": 1}),
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **gates}),
             Call(
                 ops.moe,
                 {
@@ -503,6 +507,19 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "quantize": None,
                     "expected_rows": None,
                     "schedule": None,
+                },
+            ),
+            Call(
+                fused.grouped_gemm,
+                {
+                    "x": gemm_x,
+                    "w": gemm_w,
+                    "tokens_per_expert": counts,
+                    "activation": "swigluoai",
+                    "activation_limit": 7.0,
+                    "activation_alpha": 1.702,
+                    "bias": torch.zeros(gemm_w.shape[:2]),
+                    "out": torch.empty(6, 8, dtype=BF16),
                 },
             ),
             Call(

@@ -150,6 +150,25 @@ def test_fused_layers_have_the_bits_of_dispatch_and_combine(
 
 
 @pytest.mark.gpu1
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_biases_and_activations_in_both_forms(weights: str) -> None:
+    drawn = set()
+    with opened(ODD) as ranks:
+        for seed in range(16):
+            case = random_layer(seed, **ODD, dtype=torch.bfloat16, fp8=weights == "fp8", experts=True)
+            case.wire = None
+            drawn.add(case.activation.name)
+            calls = calls_of(case)
+            outs = ranks.moe(one_or_other(calls, fused=True))
+            ranks.check()
+            for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
+                case.check(rank, out)
+                assert same_bits(out, other), f"layer of seed {seed}, rank {rank}"
+    assert len(drawn) == 4
+
+
+@pytest.mark.gpu1
 @pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
 def test_the_tuning_table_decides_the_form(fused: bool) -> None:
     sizes = SIZES[3] | {"ranks": 2}
