@@ -340,13 +340,21 @@ class Buffer(Bound):
         Weights in FP8 make an FP8 layer: dispatch casts tokens to e4m3 (`quantize="fp8"`), both GEMMs multiply e4m3,
         the activated values are cast between them, and the experts' rows return in the Buffer's dtype.
 
+        Weights with a scale for each channel (fp8-dynamic checkpoints, INT8) make such a layer with a scale for each
+        row: tokens are cast by moecomm.fused.quantize_rows before the dispatch, and the activated values, rounded to
+        the Buffer's dtype, between the GEMMs.  A sum over all K is multiplied once by the scales of its row and its
+        channel.  Such layers run unfused.  Other GPUs than Hopper compute these GEMMs by torch, which rounds sums
+        before they are scaled, and INT8 is widened in every call; a warning says so once.
+
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
             topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none.
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert of this rank.
             w2: `[E/R, H, I]`: the down projections.  Both in FP8: pairs of float8_e4m3fn values and float32 scales, one
-                for 128 rows and 128 columns, as moecomm.fused.quantize_weights returns them.
+                for 128 rows and 128 columns, as moecomm.fused.quantize_weights returns them.  Or both pairs of
+                float8_e4m3fn or int8 values and float32 scales `[E/R, N]`, one for a channel (row of the matrix), as
+                moecomm.fused.quantize_channels returns them, or `[E/R]`, one for a matrix.
             out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
             w13_bias: `[E/R, 2 I]`, float32 or the Buffer's dtype: added to the first GEMM's sums in float32.  The gate
@@ -384,7 +392,8 @@ class Buffer(Bound):
         Raises:
             BadInput: at once for what does not fit; errors that only the device can see as in dispatch().
             Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
-                experts a rank, or where the Buffer's dtype is float32.
+                experts a rank, or where the Buffer's dtype is float32; scales of channels with H or I no multiple of
+                16, with more than 512 experts a rank, or where the Buffer's dtype is float32.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         number = options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe

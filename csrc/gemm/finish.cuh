@@ -1,4 +1,5 @@
-// Biases, and activations other than SwiGLU, in the accumulator registers of a tile, between its last product and its epilogue.
+// Scales of rows and channels, biases, and activations other than SwiGLU, in the accumulator registers of a tile, between its last product
+// and its epilogue.
 //
 // The arithmetic is written with intrinsics, so that no compiler contracts it in one kernel and not in another: the bits of a product do
 // not depend on the kernel that it is computed in.
@@ -29,6 +30,9 @@ MOECOMM_FN float activated(const GemmArgs& args, float gate, float up) {
     }
 }
 
+// Returns the row of w in memory, with all gate rows before all `half` up rows, of row `row` in the ring.
+MOECOMM_FN i32 apart_row(i32 row, i32 half) { return row / kWoven % 2 * half + min(row / (2 * kWoven) * kWoven + row % kWoven, half - 1); }
+
 // The biases of a group.
 template <GemmConfig c>
 struct Biases {
@@ -43,8 +47,7 @@ struct Biases {
     MOECOMM_FN float at(i32 row) const {
         if (!c.bias || of_group == nullptr) return -0.0f;  // which changes no bit of a sum
         if constexpr (!c.gated) return of_group[min(row, columns - 1)];
-        const i32 half = columns / 2, up = row / kWoven % 2, column = row / (2 * kWoven) * kWoven + row % kWoven;
-        return of_group[up * half + min(column, half - 1)];
+        return of_group[apart_row(row, columns / 2)];
     }
 };
 
@@ -62,10 +65,38 @@ MOECOMM_FN void finish_four(const GemmArgs& args, float* first, float* second, c
     }
 }
 
+// The scales of a tile with GemmConfig::channel_scales, for swapped operands.
+template <GemmConfig c>
+struct ChannelScales {
+    const float *of_group, *of_x;
+    i32 columns, last;
+    i64 step;
+
+    MOECOMM_FN ChannelScales(const GemmArgs& args, const Tile& tile)
+        : of_group(reinterpret_cast<const float*>(args.w_scales) + static_cast<i64>(tile.group) * args.columns),
+          of_x(reinterpret_cast<const float*>(args.x_scales) + tile.row * args.x_scale_row),
+          columns(args.columns),
+          last(tile.rows - 1),
+          step(args.x_scale_row) {}
+    // Returns the scale of row `row` of w as it lies in the ring; see Biases.
+    MOECOMM_FN float of_w(i32 row) const { return of_group[min(c.apart ? apart_row(row, columns / 2) : row, columns - 1)]; }
+    // Multiplies the accumulators of rows `row` and `row` + 1 of the tile and two rows of w with these scales.  Padding rows, which are not
+    // stored, take the last row's scale.
+    MOECOMM_FN void multiply(float* accum, i32 row, float of_first, float of_second) const {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const float of_row = of_x[min(row + i, last) * step];
+            accum[i] = __fmul_rn(accum[i], __fmul_rn(of_row, of_first));
+            accum[2 + i] = __fmul_rn(accum[2 + i], __fmul_rn(of_row, of_second));
+        }
+    }
+};
+
 // Finishes the accumulators that a math warpgroup holds of a tile in column block `block`.  Called by the whole warpgroup, for products
 // with GemmConfig::finishes().
 template <GemmConfig c, i32 size>
 MOECOMM_FN void finish(float (&accum)[c.parts()][size], const GemmArgs& args, const Tile& tile, i32 block, i32 math_group) {
+    static_assert(c.swapped || !c.channel_scales, "channel scales are for swapped operands");
     const Biases<c> biases(args, tile.group);
     const i32 lane = lane_id(), first = block * c.block_columns();
     if constexpr (c.swapped) {  // a lane has two rows of w, 8 from each other, and all rows of x
@@ -74,6 +105,13 @@ MOECOMM_FN void finish(float (&accum)[c.parts()][size], const GemmArgs& args, co
             const i32 row = first + (math_group * c.parts() + part) * kPartColumns + warp_id() % 4 * 16 + lane / 4;
             const float one = biases.at(row), other = biases.at(row + kWoven);
             const float ones[2] = {one, one}, others[2] = {other, other};
+            if constexpr (c.channel_scales) {
+                const ChannelScales<c> scales(args, tile);
+                const float of_first = scales.of_w(row), of_second = scales.of_w(row + kWoven);
+#pragma unroll
+                for (i32 j = 0; j < size / 4; ++j)
+                    if (8 * j < tile.rows) scales.multiply(accum[part] + 4 * j, 8 * j + lane % 4 * 2, of_first, of_second);
+            }
 #pragma unroll
             for (i32 j = 0; j < size / 4; ++j)
                 if (8 * j < tile.rows) finish_four<c>(args, accum[part] + 4 * j, accum[part] + 4 * j + 2, ones, others);

@@ -204,7 +204,7 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
         wgmma_begin();
         const u32 w_slot = w + place.slot * (c.weight_bytes() / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
 #pragma unroll
-        for (i32 k = 0; k < c.depth() / 16; ++k)
+        for (i32 k = 0; k < kSlotRowBytes / 32; ++k)
             wgmma<c.type, n>(accum, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
         wgmma_commit();
         if (step > 0) {

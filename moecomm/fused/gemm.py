@@ -90,14 +90,21 @@ def grouped_gemm(
     rounding of data * scale, and added in float32: the error is at most 2 (K + 2) * 2^-23 of the sum of all products'
     absolute values.
 
+    Scales of rows and channels (fp8-dynamic checkpoints, INT8): the sum over all K is multiplied once by the float32
+    product of the row's and the channel's scale.  On GPUs, tensor cores add all K columns of FP8 themselves: each of
+    their K / 32 additions drops what is below 2^-13 of its largest term, as in the "fast accumulation" of other
+    libraries.  On GPUs INT8 is widened to the product's dtype in every call, which is exact, and added in float32; on
+    CPUs it is added exactly.
+
     Args:
         x: `[rows, K]` (layout "expert") or `[E, rows of an expert, K]` (layout "batched"), bfloat16 or float16; or
             `moecomm.fused.Fp8` (or any pair): such rows in float8_e4m3fn and scales `[..., ceil(K / 128)]`, one for 128
             columns, contiguous, in layout "expert" also column-major: `Routed.x` and `Routed.scales` of a dispatch with
-            `quantize="fp8"`.
+            `quantize="fp8"`.  Beside weights with scales of channels, scales are `[..., 1]`, one for a row, or `[1]`.
         w: `[E, N, K]` of the same dtype.  With an activation N = 2 I: gate and up rows.  In FP8, an `Fp8` with scales
             `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
-            `moecomm.fused.quantize_weights`.
+            `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
+            matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -132,7 +139,7 @@ def grouped_gemm(
     if expected_rows is not None:
         check_integer("expected_rows", expected_rows, 0)
     if schedule is not None:
-        schedules.check_schedule(given.x.dtype, schedule)
+        schedules.check_schedule(_tiled_as(given.x.dtype, given.by_channel), schedule)
     product, scales = result(given, activation, out, out_dtype, quantize)
     returned = product if scales is None else Fp8(product, scales)
     if out is not None:
@@ -140,6 +147,8 @@ def grouped_gemm(
     if not product.is_cuda:
         check_counts(tokens_per_expert, given.x.shape[:-1], alignment)
         how: dict[str, Any] = {"alignment": alignment, "activation": gated, "interleaved": interleaved, "bias": bias}
+        if given.by_channel and given.x_scales is not None and given.w_scales is not None:  # of the usual shapes
+            x, w = (given.x, given.x_scales), (given.w, given.w_scales)
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
     _want_hopper(product.device.index)
@@ -161,6 +170,8 @@ def multiply(
     """Launch the kernel of grouped_gemm, with checked arguments, on the current stream."""
     if out.numel() == 0:
         return
+    if given.x.dtype is torch.int8:  # exact in either type; Hopper's tensor cores have INT8, these kernels have not
+        given = given._replace(x=given.x.to(out.dtype), w=given.w.to(out.dtype))
     device, dtype, apart = out.device.index, given.x.dtype, activation is not None and not interleaved
     if given.bias is not None:
         given = given._replace(bias=given.bias.float())
@@ -168,9 +179,12 @@ def multiply(
     units = kernels.multiprocessors(device)
     if schedule is None:
         groups, columns, depth = given.w.shape
-        schedule = schedules.schedule_of(dtype, expected_rows, groups, columns, depth, units, kernels.gpu_name(device))
+        tiled = _tiled_as(dtype, given.by_channel)
+        depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
+        schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, kernels.gpu_name(device))
     args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used)
-    blocks, epilogue = units // schedule.cluster * schedule.cluster, kernels.Epilogue(used.name, given.bias is not None)
+    blocks = units // schedule.cluster * schedule.cluster
+    epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
     kernel = kernels.gemm_kernel(dtype, activation is not None, apart, schedule, out.dtype, epilogue)
     call = (device, kernel, blocks, args)
     if torch.cuda.current_device() == device and _native.cuda_context() != 0:
@@ -202,7 +216,8 @@ def arguments(
     at = (x.data_ptr(), w.data_ptr(), given.counts.data_ptr(), out)
     strides = None if x.is_contiguous() else x.stride()
     bias = 0 if given.bias is None else given.bias.data_ptr()
-    return arguments_at(at, x.shape, strides, x.dtype, w.shape, scales, apart, schedule, alignment, bias, activation)
+    about = (bias, activation, given.by_channel)
+    return arguments_at(at, x.shape, strides, x.dtype, w.shape, scales, apart, schedule, alignment, *about)
 
 
 @lru_cache(maxsize=1024)
@@ -218,6 +233,7 @@ def arguments_at(
     alignment: int = 1,
     bias: int = 0,
     activation: GatedActivation = SWIGLU,
+    by_channel: bool = False,
 ) -> GemmArgs:
     """Return the arguments of a launch by addresses; see arguments().
 
@@ -232,11 +248,13 @@ def arguments_at(
         scales: in FP8 the addresses of those of x, w and the product (0: none), and the strides of those of x.
         apart, schedule, alignment, activation: see arguments().
         bias: address of the bias; 0: none.
+        by_channel: see Operands.
     """
     x, w, counts, out = at
     (groups, columns, depth), rows = w_shape, math.prod(x_shape[:-1])
+    tiled = _tiled_as(dtype, by_channel)
     args = GemmArgs(
-        w=_weight_map(w, w_shape, dtype, apart),
+        w=_weight_map(w, w_shape, dtype, apart, block_columns(tiled)),
         out=out,
         counts=counts,
         columns=columns,
@@ -244,7 +262,7 @@ def arguments_at(
         bias=bias,
         limit=activation.limit,
         alpha=activation.alpha,
-        grouping=grouping(dtype, schedule, groups, columns, rows, alignment, x_shape[1] if len(x_shape) == 3 else 0),
+        grouping=grouping(tiled, schedule, groups, columns, rows, alignment, x_shape[1] if len(x_shape) == 3 else 0),
     )
     step = kernels.SLOT_ROW_BYTES // dtype.itemsize
     box, index = schedule.row_unit // schedule.cluster, 0
@@ -278,22 +296,31 @@ def grouping(
     )
 
 
-def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool) -> Any:
+def _tiled_as(dtype: torch.dtype, by_channel: bool) -> torch.dtype:
+    """Return the dtype whose tiles and schedules a product has: without scales of blocks, FP8 has one accumulator."""
+    return torch.bfloat16 if by_channel else dtype
+
+
+def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool, columns: int) -> Any:
     if apart:
-        matrix, strides, boxes = split_map(shape, dtype)
+        matrix, strides, boxes = split_map(shape, dtype, columns)
         return tensor_maps.encode(w, matrix, dtype, boxes, strides)
-    box = (1, block_columns(dtype), kernels.SLOT_ROW_BYTES // dtype.itemsize)
+    box = (1, columns, kernels.SLOT_ROW_BYTES // dtype.itemsize)
     return tensor_maps.encode(w, tuple(shape), dtype, box)
 
 
-def split_map(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def split_map(
+    shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return shape, strides and box of w13 `[E, 2 I, H]` as groups of 8 gate rows and their 8 up rows.
 
-    A box then has the same layout in the ring as a box of the interleaved matrix.
+    A box then has the same layout in the ring as a box of the interleaved matrix.  `rows`: of a box; default: those of
+    a block for `dtype`.
     """
     groups, columns, depth = shape
+    rows = block_columns(dtype) if rows is None else rows
     half, pair = columns // 2 * depth, 2 * GRANULARITY
-    box = (1, block_columns(dtype) // pair, 2, GRANULARITY, kernels.SLOT_ROW_BYTES // dtype.itemsize)
+    box = (1, rows // pair, 2, GRANULARITY, kernels.SLOT_ROW_BYTES // dtype.itemsize)
     return (groups, columns // pair, 2, GRANULARITY, depth), (2 * half, GRANULARITY * depth, half, depth, 1), box
 
 

@@ -46,10 +46,12 @@ class Epilogue(NamedTuple):
     Attributes:
         activation: of gated products.
         bias: the product may have a bias.
+        channel_scales: sums are multiplied by a scale of their row and one of their channel.
     """
 
     activation: Activation = "swiglu"
     bias: bool = False
+    channel_scales: bool = False
 
 
 PLAIN = Epilogue()
@@ -64,12 +66,11 @@ def gemm_config(
     epilogue: Epilogue = PLAIN,
 ) -> str:
     """Return a GemmConfig (csrc/gemm/config.cuh) as C++ source; `out`: dtype of the product, default `dtype`."""
-    switches = {"gated": gated, "apart": apart, **dataclasses.asdict(schedule), "bias": epilogue.bias}
-    fields = {name: str(value).lower() for name, value in switches.items()}
-    fields |= {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
-    fields |= {"activation": f"Activation::{epilogue.activation}"}
-    order = ("type", "out", *(name for name in switches if name != "bias"), "activation", "bias")
-    return f"GemmConfig{{{', '.join(f'.{name} = {fields[name]}' for name in order)}}}"
+    fields: dict[str, str | bool | int] = {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
+    fields |= {"gated": gated, "apart": apart, **dataclasses.asdict(schedule)}
+    fields |= {**epilogue._asdict(), "activation": f"Activation::{epilogue.activation}"}
+    written = (f".{name} = {str(v).lower() if isinstance(v, bool) else v}" for name, v in fields.items())
+    return f"GemmConfig{{{', '.join(written)}}}"
 
 
 @lru_cache(maxsize=64)
@@ -83,7 +84,8 @@ def gemm_kernel(
 ) -> SharedKernel:
     """Return the grouped GEMM kernel; `out`: dtype of the product, default `dtype`."""
     entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue)}>"
-    shared = _native.gemm_shared_bytes(dtype == FP8, schedule.most_rows, schedule.stages)
+    scaled = dtype == FP8 and not epilogue.channel_scales
+    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages)
     return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)
 
 

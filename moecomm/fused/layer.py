@@ -24,12 +24,14 @@ from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
 from moecomm.fused.biases import Biases, add_bias, check_biases
-from moecomm.fused.fp8 import Fp8, as_operand
+from moecomm.fused.channel_experts import apply_channel_experts, check_channels, lacks_kernel
+from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
 from moecomm.fused.options import Options
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
+from moecomm.fused.quantized import ByChannel, as_weights, is_by_channel, quantize_rows
 from moecomm.fused.weights import deinterleave
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import SeveralRounds, collective
@@ -127,7 +129,7 @@ def prepare(
         number: of the layer among those of the Buffer, which round headers carry; 0: it has none.
     """
     rounds.require_usable()
-    (x, back), w13, w2 = as_tensor("x", x), as_operand("w13", w13), as_operand("w2", w2)
+    (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
     refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
     activation = check_activation(options.activation, options.activation_limit, options.activation_alpha)
     interleaved, max_rows = options.interleaved, options.max_rows
@@ -139,7 +141,13 @@ def prepare(
     rows = max(1, x.shape[0] * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if ranks are alike
     check_max_rows(max_rows)
     count = _check_overflow(rounds, options, dropped)
-    if isinstance(w13, Fp8) or isinstance(w2, Fp8):
+    by_channel: tuple[ByChannel, ByChannel] | None = None
+    if is_by_channel(w13) or is_by_channel(w2):
+        w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)
+        values, fp8 = w2.data, False
+        if why := lacks_kernel(rounds.device, values.dtype):
+            _say_once("torch computes a part of experts with scales of channels: %s", why)
+    elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(rounds, w13, w2, interleaved)
         values, fp8 = w2.data, True
     else:
@@ -149,7 +157,7 @@ def prepare(
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
-    why_not = partial(_why_unfused, rounds, x, values, back, options)
+    why_not = partial(_why_unfused, rounds, x, values, back, options, by_channel is not None)
     if _runs_fused(rounds, values, asked, why_not):
         note_written("out", out)
         return Fused(
@@ -174,15 +182,23 @@ def prepare(
         counts = routed.tokens_per_expert
         how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
         how |= {"activation": activation, "biases": biases}
+        if by_channel is not None:
+            assert routed.scales is not None
+            arrived = type(by_channel[0])(routed.x.view(values.dtype), routed.scales)
+            return apply_channel_experts(arrived, *by_channel, counts, rounds.dtype, **how)
         if routed.scales is None:
             return apply_experts(routed.x, w13, w2, counts, **how)
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
 
     quantize: Quantize | None = "fp8" if fp8 else None
+    room: dict[str, Any] = {"max_rows": max_rows}
+    if by_channel is not None:  # bytes are bytes: rows of int8 travel as rows of FP8
+        data, room["scales"] = quantize_rows(x, values.dtype)
+        x = data.view(kernels.FP8)
     dispatching = DispatchCall(
         dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
         (x, topk_idx, topk_weights),
-        {"max_rows": max_rows, "chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
+        {**room, "chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
     )
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)
@@ -212,10 +228,14 @@ def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfuse
     return not why_not
 
 
-def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options) -> str:
+def _why_unfused(
+    rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options, by_channel: bool
+) -> str:
     """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
         return f"{rounds.device} is no GPU"
+    if by_channel:
+        return "weights have scales of channels"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
     if options.wire is not None or options.check_weights or back is not None:

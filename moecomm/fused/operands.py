@@ -27,6 +27,11 @@ class Operands(NamedTuple):
     w_scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether the scales are of rows and channels: x_scales `[..., 1]`, w_scales `[E, N]`."""
+        return self.w_scales is not None and self.w_scales.dim() == 2
+
 
 def check_operands(
     x: Operand,
@@ -56,7 +61,11 @@ def check_operands(
     if not counts.is_contiguous():
         raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
     check_alignment("alignment", alignment)
-    _check_scales(x, x_scales, w, w_scales)
+    by_channel = w_scales is not None and w_scales.dim() < 3
+    if x_scales is not None and w_scales is not None and by_channel:
+        x_scales, w_scales = _channel_scales(x, x_scales, w, w_scales)
+    else:
+        _check_scales(x, x_scales, w, w_scales)
     if bias is not None:
         _check_bias(x, w, bias)
     read = {"x": (x, x_scales), "w": (w, w_scales), "tokens_per_expert": (counts,), "bias": (bias,)}
@@ -64,9 +73,10 @@ def check_operands(
         for tensor in tensors:
             if tensor is not None:
                 check_memory(argument, tensor)
-    if x.dtype not in (*kernels.TYPES, kernels.FP8):
+    if x.dtype not in (*kernels.TYPES, kernels.FP8) and not (x.dtype is torch.int8 and by_channel):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
-    if why := unfit(w.shape[1], w.shape[2], x.dtype == kernels.FP8, activation is not None, interleaved):
+    in_blocks = by_channel or interleaved  # gate and up rows share no scale
+    if why := unfit(w.shape[1], w.shape[2], x.dtype == kernels.FP8, activation is not None, in_blocks):
         raise Unsupported(f"w {tuple(w.shape)}: {why}")
     if w.shape[0] > kernels.MOST_GROUPS:
         raise Unsupported(f"{w.shape[0]} experts on one rank: want at most {kernels.MOST_GROUPS}")
@@ -93,13 +103,15 @@ def result(
 
     Raises BadInput or Unsupported.
     """
-    fp8 = given.x.dtype == kernels.FP8
+    fp8 = given.x_scales is not None
     if quantize is not None:
         check_name("quantize", quantize, ("fp8",))
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise BadInput("out_dtype", repr(out_dtype), "a dtype, or None")
-    if quantize is not None and (not fp8 or activation is None or out_dtype is not None):
-        raise Unsupported("quantize='fp8' of a grouped GEMM: want x and w in FP8, an activation, and no out_dtype")
+    if quantize is not None and (not fp8 or given.by_channel or activation is None or out_dtype is not None):
+        raise Unsupported(
+            "quantize='fp8' of a grouped GEMM: want x and w in FP8 with scales of blocks, an activation, no out_dtype"
+        )
     shape = (*given.x.shape[:-1], given.w.shape[1] // (1 if activation is None else 2))
     data, scales = (None, None) if out is None else _pair("out", out)
     _check_memory(given.x, out=data)
@@ -113,7 +125,7 @@ def result(
         out_dtype = given.x.dtype if not fp8 else torch.bfloat16 if data is None else data.dtype
     if out_dtype not in kernels.TYPES or (not fp8 and out_dtype != given.x.dtype):
         raise Unsupported(
-            f"a product of {given.x.dtype} in {out_dtype}: want the dtype of x, of FP8 bfloat16 or float16"
+            f"a product of {given.x.dtype} in {out_dtype}: want the dtype of x, of FP8 and INT8 bfloat16 or float16"
         )
     return _made("out", data, shape, out_dtype, given), None
 
@@ -172,6 +184,27 @@ def _check_scales(
             raise BadInput(argument, f"scales {what(scales)}", f"float32 {shape} on {x.device}")
         if not scales.is_contiguous() and (argument == "w" or scales.dim() == 3):
             raise BadInput(argument, "scales with gaps", "contiguous ones; of x [rows, K] also by column")
+
+
+def _channel_scales(
+    x: torch.Tensor, x_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check scales of rows and channels, or of whole tensors, and return them as `[..., 1]` and contiguous `[E, N]`."""
+    if x.dtype not in (kernels.FP8, torch.int8):
+        raise BadInput("x", str(x.dtype), "float8_e4m3fn or int8, beside scales of rows and channels")
+    of_rows, of_w = (*x.shape[:-1], 1), tuple(w.shape[:2])
+    for argument, scales in (("x", x_scales), ("w", w_scales)):
+        if scales.dtype != torch.float32 or scales.device != x.device:
+            raise BadInput(argument, f"scales {what(scales)}", f"float32 on {x.device}")
+    if x_scales.shape != of_rows and x_scales.shape not in ((), (1,)):
+        raise BadInput("x", f"scales {what(x_scales)}", f"{of_rows} beside scales of channels, or [1]")
+    if x_scales.dim() == 3 and not x_scales.is_contiguous():
+        raise BadInput("x", "scales with gaps", "contiguous ones")
+    if w_scales.shape not in (of_w, (of_w[0], 1), of_w[:1]):
+        raise BadInput("w", f"scales {what(w_scales)}", f"{of_w}, or {of_w[:1]}, or those of blocks")
+    if w_scales.shape != of_w:
+        w_scales = w_scales.reshape(-1, 1).expand(of_w)
+    return x_scales.expand(of_rows) if x_scales.shape != of_rows else x_scales, w_scales.contiguous()
 
 
 def _check_bias(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> None:

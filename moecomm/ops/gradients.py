@@ -108,7 +108,9 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         alpha,
     ) = inputs
     if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
-        raise Unsupported("gradients of a layer with weights in FP8: call it under torch.no_grad()")
+        raise Unsupported(
+            "gradients of a layer with weights in FP8, or otherwise quantized: call it under torch.no_grad()"
+        )
     ctx.one_bias = bias is not None and bias.ndim == 1
     ctx.activation = activation, limit, alpha
     ctx.save_for_backward(x, topk_idx, topk_weights, w13, w2, w13_bias, w2_bias)

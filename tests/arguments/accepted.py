@@ -48,7 +48,14 @@ _OF_TORCH = (  # operations of torch
     *("nn.Experts.forward(x)", "nn.Gate.forward(x)", "router.Gating.__call__(x)", "router.Router.__call__(x)"),
 )
 _SCALES = ("ops.combine(handle)", "fused.grouped_gemm(x)")  # row_weights, and scales by column
-_ROWS = (*_OF_TORCH[5:], "nn.ExpertParallel.forward(x)", "fused.quantize_weights(w)", "w13")
+_ROWS = (
+    *_OF_TORCH[5:],
+    "nn.ExpertParallel.forward(x)",
+    "fused.quantize_weights(w)",
+    "fused.quantize_channels(w)",
+    "fused.quantize_rows(x)",
+    "w13",
+)
 _HINTS = (
     *_of("deep_ep.ElasticBuffer", "num_max_tokens_per_rank", "hidden", "num_topk"),
     *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "num_max_tokens_per_rank", "hidden", "num_topk"),
@@ -312,7 +319,15 @@ TABLE = (
     Row(
         "any tensor of matrices, whose shape alone is known of some",
         ("meta", "fake", "one column fewer", "one dimension more", "one dimension fewer"),
-        ("fused.interleave(w13)", "fused.deinterleave(w13)", "fused.quantize_weights(w)"),
+        (
+            *("fused.interleave(w13)", "fused.deinterleave(w13)", "fused.quantize_weights(w)"),
+            *("fused.quantize_channels(w)", "fused.quantize_rows(x)"),
+        ),
+    ),
+    Row(
+        "rows, whose shape alone is known of some",
+        ("a tensor", "a meta tensor", "without memory", "with gaps", "by column"),
+        ("fused.quantize_rows(x)",),
     ),
     Row("any dtype", ("double", "int8", "bool", "complex"), ("fused.interleave(w13)", "fused.deinterleave(w13)")),
     Row("a FakeTensor of its own", ("fake",), ("router.Router(bias)",)),

@@ -55,6 +55,7 @@ NOT_CALLED = {
     "ops.ChunkedHandle",  # see tests/ops/test_overflow.py
     "nn.Gate.__call__",  # forward()
     "fused.Fp8",
+    "fused.Int8",
     "routing.Load",
     "routing.Recorded",
     "overlap.Workspace.call",  # of the operators
@@ -492,6 +493,8 @@ def of_moecomm() -> dict[str, list[Call]]:
         "fused.interleave": [Call(fused.interleave, {"w13": w13})],
         "fused.deinterleave": [Call(fused.deinterleave, {"w13": w13})],
         "fused.quantize_weights": [Call(fused.quantize_weights, {"w": w2})],
+        "fused.quantize_channels": [Call(fused.quantize_channels, {"w": w2, "dtype": torch.int8})],
+        "fused.quantize_rows": [Call(fused.quantize_rows, {"x": w2[0], "dtype": torch.int8})],
         "fused.grouped_gemm": [
             Call(
                 fused.grouped_gemm,
