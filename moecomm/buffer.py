@@ -346,6 +346,10 @@ class Buffer(Bound):
         channel.  Such layers run unfused.  Other GPUs than Hopper compute these GEMMs by torch, which rounds sums
         before they are scaled, and INT8 is widened in every call; a warning says so once.
 
+        Weights in MXFP4 (moecomm.fused.Mxfp4, in Buffers of bfloat16) stand for the bfloat16 weights that they are
+        exactly, with the bits of a layer with those.  They are widened in every call, on GPUs by torch, which a warning
+        says once.
+
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
             topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none.
@@ -354,7 +358,8 @@ class Buffer(Bound):
             w2: `[E/R, H, I]`: the down projections.  Both in FP8: pairs of float8_e4m3fn values and float32 scales, one
                 for 128 rows and 128 columns, as moecomm.fused.quantize_weights returns them.  Or both pairs of
                 float8_e4m3fn or int8 values and float32 scales `[E/R, N]`, one for a channel (row of the matrix), as
-                moecomm.fused.quantize_channels returns them, or `[E/R]`, one for a matrix.
+                moecomm.fused.quantize_channels returns them, or `[E/R]`, one for a matrix.  Or both in MXFP4: uint8
+                values `[E/R, N, K / 2]` and exponents `[E/R, N, K / 32]`.
             out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
             w13_bias: `[E/R, 2 I]`, float32 or the Buffer's dtype: added to the first GEMM's sums in float32.  The gate
@@ -393,7 +398,8 @@ class Buffer(Bound):
             BadInput: at once for what does not fit; errors that only the device can see as in dispatch().
             Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
                 experts a rank, or where the Buffer's dtype is float32; scales of channels with H or I no multiple of
-                16, with more than 512 experts a rank, or where the Buffer's dtype is float32.
+                16, with more than 512 experts a rank, or where the Buffer's dtype is float32; MXFP4 with H or I no
+                multiple of 32, or where the Buffer's dtype is not bfloat16.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         number = options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe

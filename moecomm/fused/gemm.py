@@ -17,6 +17,7 @@ from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
+from moecomm.fused.quantized import Mxfp4, check_mxfp4_values, dequantize
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.fused.weights import GRANULARITY
@@ -27,7 +28,7 @@ from moecomm.gpu.plain_kernel import enqueue
 @overload
 def grouped_gemm(
     x: Operand,
-    w: Operand,
+    w: Operand | Mxfp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
@@ -45,7 +46,7 @@ def grouped_gemm(
 @overload
 def grouped_gemm(
     x: Operand,
-    w: Operand,
+    w: Operand | Mxfp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
@@ -62,7 +63,7 @@ def grouped_gemm(
 ) -> Fp8: ...
 def grouped_gemm(
     x: Operand,
-    w: Operand,
+    w: Operand | Mxfp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
@@ -104,7 +105,8 @@ def grouped_gemm(
         w: `[E, N, K]` of the same dtype.  With an activation N = 2 I: gate and up rows.  In FP8, an `Fp8` with scales
             `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
             `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
-            matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.
+            matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4`, beside
+            bfloat16 rows: it is widened in every call, by torch.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -134,6 +136,9 @@ def grouped_gemm(
             16); FP8 with K not a multiple of 16 or, not interleaved, I not a multiple of 32; more than 512 experts;
             `quantize` without FP8 or an activation; a GPU that is not Hopper (compute capability 9.0).
     """
+    if isinstance(w, Mxfp4):
+        check_mxfp4_values("w", w)
+        w = dequantize(w)
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved, bias)
     gated = None if activation is None else check_activation(activation, activation_limit, activation_alpha)
     if expected_rows is not None:

@@ -31,7 +31,15 @@ from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
 from moecomm.fused.options import Options
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
-from moecomm.fused.quantized import ByChannel, as_weights, is_by_channel, quantize_rows
+from moecomm.fused.quantized import (
+    ByChannel,
+    Mxfp4,
+    as_weights,
+    check_mxfp4,
+    dequantize,
+    is_by_channel,
+    quantize_rows,
+)
 from moecomm.fused.weights import deinterleave
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import SeveralRounds, collective
@@ -141,6 +149,10 @@ def prepare(
     rows = max(1, x.shape[0] * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if ranks are alike
     check_max_rows(max_rows)
     count = _check_overflow(rounds, options, dropped)
+    if isinstance(w13, Mxfp4) or isinstance(w2, Mxfp4):
+        w13, w2 = map(dequantize, check_mxfp4(rounds, w13, w2))
+        if x.is_cuda:
+            _say_once("torch widens weights in every call: %s", "no kernel multiplies MXFP4")
     by_channel: tuple[ByChannel, ByChannel] | None = None
     if is_by_channel(w13) or is_by_channel(w2):
         w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)

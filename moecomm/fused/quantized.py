@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm.base.arrays import check_tensor
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import check_dense, check_dtype
 from moecomm.dispatch.reference import E4M3_MAX
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.fused.fp8 import Fp8, as_operand
+from moecomm.rounds.rounds import Rounds
 
 FP8 = torch.float8_e4m3fn
 _INT8_MAX, _LEAST_FP8_SCALE = 127.0, 1 / (E4M3_MAX * 512)
@@ -115,6 +117,38 @@ def quantize_channels(w: torch.Tensor, dtype: torch.dtype = FP8) -> ByChannel:
         raise BadInput("w", tuple(w.shape), "[..., N, K]")
     data, scales = quantize_rows(w, dtype)
     return Fp8(data, scales.squeeze(-1)) if dtype is FP8 else Int8(data, scales.squeeze(-1))
+
+
+def check_mxfp4_values(argument: str, w: Mxfp4) -> None:
+    """Raise BadInput unless values and exponents fit together."""
+    for tensor in w:
+        check_dense(argument, tensor)
+        if tensor.dtype is not torch.uint8 or tensor.dim() != 3 or tensor.device != w.data.device:
+            raise BadInput(argument, f"{tuple(tensor.shape)} of {tensor.dtype}", "uint8 of three dimensions")
+    experts, rows, half = w.data.shape
+    if 2 * half % MX_GROUP or w.scales.shape != (experts, rows, 2 * half // MX_GROUP):
+        got = f"values {tuple(w.data.shape)} and exponents {tuple(w.scales.shape)}"
+        raise BadInput(argument, got, "[experts, N, K / 2] and [experts, N, K / 32]")
+
+
+def check_mxfp4(rounds: Rounds, w13: Weights, w2: Weights) -> tuple[Mxfp4, Mxfp4]:
+    """Check MXFP4 weights of Buffer.moe before any rank sends a row.  Raises BadInput or Unsupported."""
+    for argument, w in (("w13", w13), ("w2", w2)):
+        if not isinstance(w, Mxfp4):
+            raise BadInput(argument, "another format", "MXFP4, as the other weights are")
+    assert isinstance(w13, Mxfp4) and isinstance(w2, Mxfp4)
+    if rounds.dtype is not torch.bfloat16:
+        raise Unsupported(f"experts in MXFP4: the Buffer's {rounds.dtype} is not bfloat16, which has its exponents")
+    local, hidden = len(rounds.local_experts), rounds.hidden
+    about: dict[str, Any] = {"device": rounds.device, "dtypes": (torch.uint8,)}
+    check_tensor("w2", w2.data, **about, shape=(local, hidden, None))
+    intermediate = 2 * w2.data.shape[2]
+    if hidden % MX_GROUP or intermediate == 0 or intermediate % MX_GROUP:
+        raise Unsupported(f"experts in MXFP4: H = {hidden} or I = {intermediate} is no multiple of {MX_GROUP}")
+    check_tensor("w13", w13.data, **about, shape=(local, 2 * intermediate, hidden // 2))
+    check_tensor("w13", w13.scales, **about, shape=(local, 2 * intermediate, hidden // MX_GROUP))
+    check_tensor("w2", w2.scales, **about, shape=(local, hidden, intermediate // MX_GROUP))
+    return w13, w2
 
 
 def dequantize(w: Mxfp4) -> torch.Tensor:

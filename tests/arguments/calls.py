@@ -56,6 +56,7 @@ NOT_CALLED = {
     "nn.Gate.__call__",  # forward()
     "fused.Fp8",
     "fused.Int8",
+    "fused.Mxfp4",
     "routing.Load",
     "routing.Recorded",
     "overlap.Workspace.call",  # of the operators

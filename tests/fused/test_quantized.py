@@ -14,7 +14,7 @@ from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import Fp8, Int8, grouped_gemm, interleave, quantize_channels, quantize_rows, quantize_weights
 from moecomm.fused.activations import SWIGLU
 from moecomm.fused.kernels import FP8
-from moecomm.fused.quantized import is_by_channel
+from moecomm.fused.quantized import Mxfp4, dequantize, is_by_channel
 from moecomm.testing import bounds
 
 EXPERTS, N, K = 3, 48, 272
@@ -184,3 +184,48 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], error: type[Exceptio
     with pytest.raises(error, match=why):
         grouped_gemm(given.pop("x"), given.pop("w"), given.pop("counts"), **given)
     assert math.isfinite(float(grouped_gemm(X, W, counts_of())[0, 0]))
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def test_every_mxfp4_value_is_exact_in_bfloat16() -> None:
+    """All 16 values with all 256 exponents, at even and odd columns."""
+    data = torch.arange(16, dtype=torch.uint8) | (15 - torch.arange(16, dtype=torch.uint8)) << 4  # low, high
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    found = dequantize(Mxfp4(data.expand(1, 256, 16).contiguous(), scales))
+    assert found.dtype is torch.bfloat16 and found.shape == (1, 256, 32)
+    signed = [sign * value for sign in (1, -1) for value in E2M1]
+    for scale, row in enumerate(found[0].double().tolist()):
+        for column, got in enumerate(row):
+            code = column // 2 if column % 2 == 0 else 15 - column // 2
+            want = signed[code] * 2.0 ** (scale - 127)
+            if scale == 255:
+                assert math.isnan(got)
+            elif abs(want) >= 2.0**128:
+                assert got == math.copysign(math.inf, want)
+            else:
+                assert got == want and math.copysign(1, got) == (1 if code < 8 else -1)
+
+
+def test_groups_of_32_columns_have_their_own_exponent() -> None:
+    g = torch.Generator().manual_seed(0)
+    w = Mxfp4(
+        *(torch.randint(0, n, shape, generator=g).to(torch.uint8) for n, shape in ((256, (3, 5, 48)), (200, (3, 5, 3))))
+    )
+    found = dequantize(w)
+    for expert, row, column in itertools.product(range(3), range(5), range(96)):
+        byte = int(w.data[expert, row, column // 2])
+        code = byte >> 4 if column % 2 else byte & 15
+        value = (-1 if code >= 8 else 1) * E2M1[code % 8] * 2.0 ** (int(w.scales[expert, row, column // 32]) - 127)
+        assert float(found[expert, row, column]) == value
+
+
+def test_a_grouped_gemm_widens_mxfp4() -> None:
+    g = torch.Generator().manual_seed(0)
+    data, scales = torch.randint(0, 256, (2, 16, 32), generator=g), torch.randint(120, 130, (2, 16, 2), generator=g)
+    w, x = Mxfp4(data.to(torch.uint8), scales.to(torch.uint8)), torch.randn(9, 64, generator=g).bfloat16()
+    assert torch.equal(grouped_gemm(x, w, counts_of((4, 5))), grouped_gemm(x, dequantize(w), counts_of((4, 5))))
+    for wrong in (Mxfp4(w.data, w.scales[:, :, :1]), Mxfp4(w.data.int(), w.scales), Mxfp4(w.data[0], w.scales[0])):
+        with pytest.raises(BadInput, match="w"):
+            grouped_gemm(x, wrong, counts_of((4, 5)))

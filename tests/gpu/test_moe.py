@@ -15,9 +15,10 @@ import torch
 import moecomm
 from moecomm import tuning
 from moecomm.base.experts import most_experts
-from moecomm.fused import SCHEDULES, choose, layer, quantize_channels, schedules
+from moecomm.fused import SCHEDULES, Mxfp4, choose, layer, quantize_channels, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import gemm_kernel
+from moecomm.fused.quantized import dequantize
 from moecomm.gpu import plain_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
@@ -187,6 +188,29 @@ def test_weights_with_scales_of_channels(kind: torch.dtype) -> None:
                 assert same_bits(out, same), f"layer of seed {seed}, rank {rank}"
                 off = (out.cpu().float() - want.float()).norm()
                 assert float(off) <= 0.02 * float(want.float().norm()) + 1e-6, f"layer of seed {seed}, rank {rank}"
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_mxfp4_weights_are_the_bf16_weights_that_they_stand_for(fused: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    case = random_layer(2, **ODD, dtype=torch.bfloat16, experts=True)
+    case.interleaved, case.wire = False, None
+    pairs = {}
+    for name, (experts, rows, columns) in (("w13", case.w13.shape), ("w2", case.w2.shape)):
+        data = torch.randint(0, 256, (experts, rows, columns // 2), generator=g).to(torch.uint8)
+        pairs[name] = Mxfp4(data, torch.randint(120, 125, (experts, rows, columns // 32), generator=g).to(torch.uint8))
+    case.w13, case.w2 = dequantize(pairs["w13"]), dequantize(pairs["w2"])
+    local = ODD["num_experts"] // ODD["ranks"]
+    with opened(ODD) as ranks:
+        calls = one_or_other(calls_of(case), fused)
+        given = []
+        for rank, call in enumerate(calls):
+            mine = slice(rank * local, (rank + 1) * local)
+            given.append(call | {name: Mxfp4(w.data[mine].cuda(), w.scales[mine].cuda()) for name, w in pairs.items()})
+        wanted = checked(ranks, case, calls)
+        for out, want in zip(ranks.moe(given), wanted, strict=True):
+            assert same_bits(out, want)
 
 
 def on_gpu(call: dict[str, Any]) -> dict[str, Any]:
