@@ -33,18 +33,20 @@ def _checked(rounds: Rounds, argument: str, given: Any, shape: tuple[int, int]) 
 
 
 def group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return int32 `[rows]`: the group of each row; of rows after the last group, the last.
+    """Return int32 `[rows]`: the group of each row; for rows after the last group, the number of groups.
 
     Args:
         ends: int32 `[groups]`: end of each group and begin of the next.
         rows: number of rows.
     """
     places = torch.arange(rows, dtype=torch.int32, device=ends.device)
-    return torch.searchsorted(ends, places, right=True, out_int32=True).clamp(max=len(ends) - 1)
+    return torch.searchsorted(ends, places, right=True, out_int32=True)
 
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor:
-    """Add the bias of each row's group, in float32, rounded once.
+    """Add the bias of each row's group, in float32, rounded once.  Rows after the last group keep their values.
+
+    Gradients: rows and bias.
 
     Args:
         rows: `[rows, N]`.
@@ -53,4 +55,5 @@ def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor) 
     """
     if bias is None:
         return rows
-    return (rows.float() + bias.float()[group_of_rows(ends, len(rows))]).to(rows.dtype)
+    biases = torch.cat((bias.float(), bias.new_zeros(1, bias.shape[1], dtype=torch.float32)))
+    return (rows.float() + biases[group_of_rows(ends, len(rows))]).to(rows.dtype)

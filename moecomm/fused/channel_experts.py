@@ -119,5 +119,6 @@ def _by_torch(
     if interleaved:
         matrices, channels = deinterleave(matrices), deinterleave(channels.unsqueeze(2)).squeeze(2)
     sums = grouped_mm(rows.data.to(dtype), matrices.transpose(1, 2), offs=ends).float()
-    total = add_bias(sums * (rows.scales * channels[group_of_rows(ends, len(sums))]), bias, ends)
+    groups = group_of_rows(ends, len(sums)).clamp(max=len(ends) - 1)
+    total = add_bias(sums * (rows.scales * channels[groups]), bias, ends)
     return (total if activation is None else activation.apply(*total.chunk(2, dim=-1))).to(dtype)

@@ -110,6 +110,8 @@ TABLE = (
                 "async_with_compute_stream",
                 "check_weights",
                 "corrected",
+                "nn.Experts(bias)",
+                "nn.ExpertParallel(bias)",
             ),
             "error_if_nonfinite",
             *(

@@ -292,6 +292,7 @@ def of_moecomm() -> dict[str, list[Call]]:
     gate_sizes = {"hidden": H, "num_experts": E, "topk": K}
     gate = {"gate": "softmax", "num_groups": 1, "topk_groups": 1, "scale": 1.0, "normalize": True}
     weights_of = {"seed": 0, "dtype": torch.float32, "device": "cpu"}
+    gated = {"activation": "swigluoai", "activation_limit": 7.0, "activation_alpha": 1.702}
     four = nn.Experts(range(E), H, I)
     elastic = moecomm.Buffer(**SIZES, backend="host")
     buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
@@ -447,9 +448,11 @@ def of_moecomm() -> dict[str, list[Call]]:
                 },
             ),
             Call(nn.ExpertParallel, {**layer_sizes, "buffer": buffer_32}),
+            Call(nn.ExpertParallel, {**layer_sizes, **gated, "bias": True}),
         ],
         "nn.ExpertParallel.forward": [Call(layer.forward, {"x": rows, "topk_idx": idx, "topk_weights": weights})],
         "nn.Experts": [
+            Call(nn.Experts, {"experts": range(2), "hidden": H, "intermediate": I, **gated, "bias": True}),
             Call(
                 nn.Experts,
                 {
@@ -460,7 +463,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "group": "self",
                     **weights_of,
                 },
-            )
+            ),
         ],
         "nn.Experts.forward": [
             Call(four.forward, {"x": rows, "tokens_per_expert": torch.ones(E, dtype=torch.int32)}),

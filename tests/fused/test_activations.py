@@ -90,10 +90,11 @@ def test_defaults_are_those_of_gpt_oss() -> None:
 
 def test_rows_find_their_group() -> None:
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-    assert group_of_rows(ends, 7).tolist() == [0, 0, 2, 2, 2, 2, 2]
+    assert group_of_rows(ends, 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
     rows, bias = drawn(7, 8).bfloat16(), drawn(3, 8)
     want = (rows[:2].float() + bias[0]).bfloat16()
-    assert torch.equal(add_bias(rows, bias, ends)[:2], want) and add_bias(rows, None, ends) is rows
+    got = add_bias(rows, bias, ends)
+    assert torch.equal(got[:2], want) and torch.equal(got[5:], rows[5:]) and add_bias(rows, None, ends) is rows
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
