@@ -64,6 +64,14 @@ struct SwigluArgs {
     i32 count, columns, width, pad;     // rows; I; see `both`
 };
 
+// quantize_rows.cuh
+struct QuantizeRowsArgs {
+    u64 rows;            // [count][columns], contiguous, 16-byte aligned
+    u64 to;              // [count][columns] bytes
+    u64 scales;          // f32[count]
+    i32 count, columns;  // a multiple of 8 columns
+};
+
 struct GradientArgs {
     u64 rows, y;  // gradients of each row's token; y (0: no gradients of weights)
     u64 weights;  // float, one for each row

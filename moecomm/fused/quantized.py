@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,21 @@ from moecomm.base.validation import check_dense, check_dtype
 from moecomm.dispatch.reference import E4M3_MAX
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused.fp8 import Fp8, as_operand
+from moecomm.gpu import plain_kernel, row_pass
+from moecomm.gpu.structs import fields_of
 from moecomm.rounds.rounds import Rounds
 
 FP8 = torch.float8_e4m3fn
 _INT8_MAX, _LEAST_FP8_SCALE = 127.0, 1 / (E4M3_MAX * 512)
+_CAST_COLUMNS = 8  # that a lane of the kernel casts at once
 MX_GROUP = 32  # values that share an exponent
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class _Args(ctypes.Structure):
+    """QuantizeRowsArgs of csrc/elementwise/args.h."""
+
+    _fields_ = fields_of("QuantizeRowsArgs")
 
 
 class Int8(NamedTuple):
@@ -88,6 +98,8 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> ByChannel:
     check_dtype("dtype", dtype, (FP8, torch.int8))
     if x.dim() < 1 or x.shape[-1] == 0 or x.dtype not in DTYPES:
         raise BadInput("x", f"{tuple(x.shape)} of {x.dtype}", f"[..., K] of {' or '.join(map(str, DTYPES))}")
+    if x.is_cuda and x.is_contiguous() and x.shape[-1] % _CAST_COLUMNS == 0 and x.data_ptr() % 16 == 0:
+        return by_kernel(x.detach(), dtype)
     wide = x.detach().float()
     amax = wide.abs().amax(dim=-1, keepdim=True)
     if dtype is FP8:  # divided by tensors: for a scalar, torch multiplies by its reciprocal on GPUs
@@ -97,6 +109,23 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> ByChannel:
     scales, up = amax / most, (most / amax).masked_fill(amax == 0, 0.0)
     data = (wide * up).round().nan_to_num(0.0).clamp(-_INT8_MAX, _INT8_MAX)
     return Int8(data.to(torch.int8), scales)
+
+
+def kernel(given: torch.dtype, dtype: torch.dtype) -> plain_kernel.PlainKernel:
+    """Return the kernel that casts rows of `given` to `dtype`."""
+    entry = f"quantize_rows<Type::{row_pass.TYPES[given]}, {str(dtype is torch.int8).lower()}>"
+    return row_pass.kernel("elementwise/quantize_rows", entry, "QuantizeRowsArgs")
+
+
+def by_kernel(x: torch.Tensor, dtype: torch.dtype) -> ByChannel:
+    """Compute quantize_rows with the kernel, on a GPU: contiguous rows of a multiple of 8 columns."""
+    data = torch.empty_like(x, dtype=dtype)
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    count, columns = scales.numel(), x.shape[-1]
+    if count > 0:
+        args = _Args(*map(row_pass.address, (x, data, scales)), count, columns)
+        row_pass.launch(kernel(x.dtype, dtype), x.device, count * row_pass.ROW, args)
+    return Fp8(data, scales) if dtype is FP8 else Int8(data, scales)
 
 
 def quantize_channels(w: torch.Tensor, dtype: torch.dtype = FP8) -> ByChannel:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moecomm.base.protocol import DTYPES
+from moecomm.fused import quantized
 from moecomm.gpu import budgets, expert_table, padding, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 
@@ -19,6 +21,7 @@ KERNELS = (
     | {f"tidy, {ids}": tidy.kernel(ids) for ids in ("i64", "i32")}
     | {f"gradients, {dtype}": combine_gradients.kernel(dtype) for dtype in DTYPES}
     | {f"SwiGLU, {dtype}": swiglu.kernel(dtype) for dtype in DTYPES}
+    | {f"rows, {one} to {to}": quantized.kernel(one, to) for one in DTYPES for to in (quantized.FP8, torch.int8)}
     | {entry: routing_map.kernel(entry) for entry in MAPS}
     | {entry: budgets.kernel(entry) for entry in BUDGETS}
     | {"table of experts": expert_table.kernel()}

@@ -12,6 +12,7 @@ import torch
 
 import moecomm
 from moecomm.base.protocol import DTYPES
+from moecomm.fused import quantized
 from moecomm.gpu import budgets, expert_table, padding, plain_kernel, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from tests.gpu import test_plain_kernels as cases
@@ -128,3 +129,10 @@ def test_swiglu(dtype: torch.dtype) -> None:
     for both, grad, weights, width, end in cases.inside(dtype, most=20):
         got = swiglu.by_kernel(both, grad, weights, width, end)
         cases.check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))
+
+
+@pytest.mark.parametrize("to", [quantized.FP8, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_a_scale_each(dtype: torch.dtype, to: torch.dtype) -> None:
+    for x in cases.rows_to_cast(dtype, most=20):
+        cases.check_cast(quantized.by_kernel(x, to), quantized.quantize_rows(x, to))

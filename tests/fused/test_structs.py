@@ -11,7 +11,7 @@ import pytest
 from moecomm import _native
 from moecomm.backends import between_rounds
 from moecomm.base.protocol import DESCRIPTOR_BYTES
-from moecomm.fused import structs
+from moecomm.fused import quantized, structs
 from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.overlap import kernels
@@ -34,6 +34,7 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
     }
     found |= {
         "SwigluArgs": swiglu._Args,
+        "QuantizeRowsArgs": quantized._Args,
         "GradientArgs": combine_gradients._Args,
         "LeaveArgs": between_rounds.LeaveArgs,
     }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moecomm.base.protocol import DTYPES
+from moecomm.fused import quantized
 from moecomm.gpu import budgets, expert_table, padding, routing_map, used_rows
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
@@ -134,6 +135,29 @@ def check_inside(got: swiglu.Gradients, wanted: swiglu.Gradients, end: int) -> N
         torch.testing.assert_close(mine[:end].cpu(), other[:end], rtol=max(ulp, 1e-5), atol=max(ulp, 1e-4))
 
 
+def rows_to_cast(dtype: torch.dtype, most: int) -> Iterator[torch.Tensor]:
+    """Rows of many magnitudes, of zeros, subnormal ones, and such with infinities and NaNs."""
+    g = torch.Generator().manual_seed(7)
+    for shape in ((1, 8), (most, 264), (2, 5, 1024), (0, 8)):
+        x = torch.randn(shape, generator=g) * torch.exp2(torch.randint(-30, 14, (*shape[:-1], 1), generator=g))
+        yield x.to(dtype)
+    x = torch.randn(12, 264, generator=g).to(dtype)
+    x[0], x[1], x[2] = 0, -0.0, torch.finfo(dtype).smallest_normal / 4
+    x[3, 5], x[4, 260], x[5, 7], x[6] = torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max
+    x[7, :] = torch.arange(264) - 132.0  # ties, and each way
+    yield x
+
+
+def check_cast(got: quantized.ByChannel, wanted: quantized.ByChannel) -> None:
+    """A NaN may have either sign."""
+    assert type(got) is type(wanted) and got.data.dtype is wanted.data.dtype
+    assert torch.equal(got.scales.nan_to_num(nan=-1.0).cpu(), wanted.scales.nan_to_num(nan=-1.0))
+    data, other = (pair.data.cpu().float() for pair in (got, wanted))
+    assert torch.equal(data.isnan(), other.isnan())
+    same = torch.signbit(data) == torch.signbit(other)
+    assert torch.equal(data.nan_to_num(), other.nan_to_num()) and bool((same | other.isnan()).all())
+
+
 def check_about(got: About, wanted: About) -> None:
     for mine, other in zip(got, wanted, strict=True):
         assert (mine is None) == (other is None)
@@ -222,3 +246,11 @@ def test_swiglu(dtype: torch.dtype) -> None:
     for both, grad, weights, width, end in inside(dtype, most=3000):
         got = swiglu.gradients(both.cuda(), grad.cuda(), weights.cuda(), width, end.cuda())
         check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("to", [quantized.FP8, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_a_scale_each(dtype: torch.dtype, to: torch.dtype) -> None:
+    for x in rows_to_cast(dtype, most=3000):
+        check_cast(quantized.quantize_rows(x.cuda(), to), quantized.quantize_rows(x, to))
