@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from moecomm import ops
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.fused import (
     Fp8,
     Int8,
@@ -147,6 +148,24 @@ def test_what_is_not_fused_is_said_once(caplog: pytest.LogCaptureFixture, monkey
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "this test says so" in said[0] and "runs unfused" in said[1]
     layer._say_once.cache_clear()
+
+
+@pytest.mark.parametrize("other", ["blocks", "INT8", "bf16"])
+def test_ranks_with_weights_of_other_formats_are_named(other: str) -> None:
+    sizes = SIZES | {"ranks": 2, "intermediate": 64}
+    case = random_layer(3, **sizes, dtype=torch.bfloat16)
+    calls = [call_of(case, rank, FP8) for rank in range(2)]
+    plain = case.call(1)
+    if other != "bf16":
+        cast = quantize_weights if other == "blocks" else lambda w: quantize_channels(w, torch.int8)
+        plain |= {name: cast(plain[name]) for name in ("w13", "w2")}
+    with opened(sizes) as ranks, ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(buffer.moe, **call) for buffer, call in zip(ranks.buffers, (calls[0], plain), strict=True)
+        ]
+        for future in futures:
+            with pytest.raises(Mismatch):
+                future.result()
 
 
 def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:

@@ -203,14 +203,16 @@ def prepare(
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
 
     quantize: Quantize | None = "fp8" if fp8 else None
-    room: dict[str, Any] = {"max_rows": max_rows}
+    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe"}
     if by_channel is not None:  # bytes are bytes: rows of int8 travel as rows of FP8
         data, room["scales"] = quantize_rows(x, values.dtype)
         x = data.view(kernels.FP8)
+        if data.dtype is torch.int8:
+            room["call"] = "moe in INT8"
     dispatching = DispatchCall(
         dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
         (x, topk_idx, topk_weights),
-        {**room, "chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
+        {**room, "chunk": chunk, "gradients": gradients, "layer": number},
     )
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)
