@@ -342,6 +342,8 @@ class Buffer(Bound):
         out: Any = None,
         bias: Any = None,
         dropped: Any = None,
+        w13_bias: Any = None,
+        w2_bias: Any = None,
         **options: Any,
     ) -> Any:
         """Run every token through its experts: dispatch, two GEMMs, combine.  Collective; on the current stream.
@@ -349,16 +351,26 @@ class Buffer(Bound):
         On GPUs nothing waits for the host, unless `overflow="chunks"`.  Counts stay on the device, and a captured graph
         replays with any routing.  The first call of a kind compiles its kernels, so it can't be captured.
 
-        Both GEMMs add in float32, in an order that depends on nothing but their sizes.  SwiGLU is computed on the
-        float32 sums.  Its result and each expert's row are rounded once to the Buffer's dtype.  Combine multiplies rows
-        by the routing weights in float32 as it adds them up.  The same inputs give the same bits.  There are no
-        gradients: moecomm.ops.moe has them.
+        Both GEMMs add in float32, in an order that depends on nothing but their sizes.  Biases are added to the float32
+        sums, and the activation is computed on these.  Its result and each expert's row are rounded once to the
+        Buffer's dtype.  Combine multiplies rows by the routing weights in float32 as it adds them up.  The same inputs
+        give the same bits.  There are no gradients: moecomm.ops.moe has them.
 
         On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm.  What that does not take (another GPU, float32, I that
         is no multiple of 8, more than 512 experts a rank) goes through torch's grouped GEMM; a warning says so once.
 
         Weights in FP8 make an FP8 layer: dispatch casts tokens to e4m3 (`quantize="fp8"`), both GEMMs multiply e4m3,
-        the result of SwiGLU is cast between them, and the experts' rows return in the Buffer's dtype.
+        the activated values are cast between them, and the experts' rows return in the Buffer's dtype.
+
+        Weights with a scale for each channel (fp8-dynamic checkpoints, INT8) make such a layer with a scale for each
+        row: tokens are cast by moecomm.fused.quantize_rows before the dispatch, and the activated values, rounded to
+        the Buffer's dtype, between the GEMMs.  A sum over all K is multiplied once by the scales of its row and its
+        channel.  Such layers run unfused.  Other GPUs than Hopper compute these GEMMs by torch, which rounds sums
+        before they are scaled, and INT8 is widened in every call; a warning says so once.
+
+        Weights in MXFP4 (moecomm.fused.Mxfp4, in Buffers of bfloat16) stand for the bfloat16 weights that they are
+        exactly, with the bits of a layer with those.  They are widened in every call, on GPUs by torch, which a warning
+        says once.
 
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
@@ -366,10 +378,22 @@ class Buffer(Bound):
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert of this rank.
             w2: `[E/R, H, I]`: the down projections.  Both in FP8: pairs of float8_e4m3fn values and float32 scales, one
-                for 128 rows and 128 columns, as moecomm.fused.quantize_weights returns them.
+                for 128 rows and 128 columns, as moecomm.fused.quantize_weights returns them.  Or both pairs of
+                float8_e4m3fn or int8 values and float32 scales `[E/R, N]`, one for a channel (row of the matrix), as
+                moecomm.fused.quantize_channels returns them, or `[E/R]`, one for a matrix.  Or both in MXFP4: uint8
+                values `[E/R, N, K / 2]` and exponents `[E/R, N, K / 32]`.
             out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
-            activation: "swiglu": silu(gate) * up.
+            w13_bias: `[E/R, 2 I]`, float32 or the Buffer's dtype: added to the first GEMM's sums in float32.  The gate
+                columns come before the up columns, whatever `interleaved` is.  On GPUs, float32 is read as it is, and
+                the Buffer's dtype is widened in every call.
+            w2_bias: `[E/R, H]`, of the second GEMM: added to each expert's row before that is rounded and weighted.
+            activation: of this rank's experts.  "swiglu": silu(gate) * up.  "geglu": gelu(gate) * up, with the error
+                function, as FlashInfer's Geglu and vLLM's "gelu".  "geglu_tanh": with the tanh approximation, as
+                FlashInfer's GegluTanh, vLLM's "gelu_tanh" and Gemma.  "swigluoai", as vLLM calls that of gpt-oss:
+                (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above to `activation_limit` and up to
+                +- `activation_limit`.
+            activation_limit, activation_alpha: of "swigluoai"; None: 7.0 and 1.702, those of gpt-oss.
             interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
             dropped: int32 `[1]` on the Buffer's device, written in place with `overflow="drop"`, and only given then:
                 how many entries of this rank's `topk_idx` found no room.
@@ -389,19 +413,22 @@ class Buffer(Bound):
                 "error".
 
         Returns:
-            `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token without an
-            expert.
+            `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias; zeros (plus bias)
+            for a token without an expert.
 
         Raises:
             BadInput: at once for what does not fit; errors that only the device can see as in dispatch().
             Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
-                experts a rank, or where the Buffer's dtype is float32.
+                experts a rank, or where the Buffer's dtype is float32; scales of channels with H or I no multiple of
+                16, with more than 512 experts a rank, or where the Buffer's dtype is float32; MXFP4 with H or I no
+                multiple of 32, or where the Buffer's dtype is not bfloat16.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         number = options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
         given = layer_options.Options(**options)
         ids = self.rounds.own_ids(topk_idx)
         outputs: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped}
+        outputs |= {"w13_bias": w13_bias, "w2_bias": w2_bias}
         try:
             return layer.moe(self.rounds, given, x, ids, topk_weights, w13, w2, **outputs, number=number)
         except RoundFailed as error:

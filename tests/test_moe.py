@@ -50,6 +50,19 @@ def test_random_layers_are_those_of_float64(sizes: dict[str, Any], dtype: torch.
                 case.check(rank, out)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}-K{s['topk']}")
+def test_biases_and_activations_are_those_of_float64(sizes: dict[str, Any], dtype: torch.dtype) -> None:
+    drawn = set()
+    with opened(sizes, dtype) as ranks:
+        for seed in range(CASES):
+            case = random_layer(seed, **sizes, dtype=dtype, experts=True)
+            drawn.add((case.activation.name, case.w13_bias is None, case.w2_bias is None))
+            for rank, out in enumerate(ranks.moe([case.call(rank) for rank in range(sizes["ranks"])])):
+                case.check(rank, out)
+    assert len(drawn) > 10
+
+
 def test_several_domains() -> None:
     with opened(SIZES[3], domain_ranks=2) as ranks:
         for seed in range(CASES):
@@ -95,6 +108,9 @@ def test_order_of_w13_and_room_for_rows_change_no_bit() -> None:
 
 
 MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "activation": lambda call: "geglu",
+    "w13_bias": lambda call: torch.full((4, 32), 0.1),
+    "w2_bias": lambda call: torch.full((4, 32), 0.1),
     "topk_weights": lambda call: call["topk_weights"] * 1.1,
     "topk_idx": lambda call: call["topk_idx"].flip(1),
     "w2": lambda call: call["w2"] * 1.1,
@@ -152,6 +168,15 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
     w13, w2, x = good[0]["w13"], good[0]["w2"], good[0]["x"]
     refused: list[dict[str, Any]] = [
         {"activation": "gelu"},
+        {"activation_limit": 7.0},
+        {"activation_alpha": 1.702, "activation": "geglu"},
+        {"activation_limit": -7.0, "activation": "swigluoai"},
+        {"activation_alpha": "1", "activation": "swigluoai"},
+        {"w13_bias": torch.zeros(2, 31)},
+        {"w13_bias": torch.zeros(2, 32, dtype=torch.float64)},
+        {"w13_bias": torch.zeros(32, 2).T},
+        {"w2_bias": torch.zeros(2, 16)},
+        {"w2_bias": "bias"},
         {"max_rows": 1.5},
         {"fused": "three launches"},
         {"w13": w13[:1]},

@@ -49,6 +49,15 @@ def test_several_domains() -> None:
                 case.check(rank, out)
 
 
+@pytest.mark.parametrize("sizes", SIZES[2:], ids=lambda s: f"R{s['ranks']}-H{s['hidden']}")
+def test_biases_and_activations_are_those_of_float64(sizes: dict[str, Any]) -> None:
+    with opened(sizes) as ranks:
+        for seed in range(2 * CASES):
+            case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=True, experts=True)
+            for rank, out in enumerate(ranks.moe([case.call(rank) for rank in range(sizes["ranks"])])):
+                case.check(rank, out)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_method_has_the_bits_of_its_parts(interleaved: bool) -> None:
     """An FP8 dispatch, the GEMMs, a combine; and experts token by token, from casts alone."""

@@ -193,6 +193,7 @@ constexpr const char* type_name() {
     if constexpr (std::is_same_v<T, u64>) return "Q";
     if constexpr (std::is_same_v<T, i64>) return "q";
     if constexpr (std::is_same_v<T, i32>) return "i";
+    if constexpr (std::is_same_v<T, float>) return "f";
     if constexpr (std::is_same_v<T, Context>) return "Context";
 #define NAME(Struct) \
     if constexpr (std::is_same_v<T, Struct>) return #Struct;

@@ -46,7 +46,7 @@ struct SendRows {
 
 // Configuration of the second GEMM of a layer whose first is `c`: only the epilogue and the row order of the weights differ.
 MOECOMM_BOTH constexpr GemmConfig second_of(GemmConfig c, Type out) {
-    c.swiglu = c.apart = false;
+    c.gated = c.apart = false;
     c.out = out;
     return c;
 }
@@ -209,6 +209,7 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
         multiply_padded<c>(s.gemm, place, math_group, ceil_div(depth, c.depth()), now.tile.padded, accum);
         const Tile tile = now.tile;  // a copy: the compiler would read shared memory again after every store
         if (now.product == QueuedTile::first) {
+            if constexpr (c.finishes()) finish<c>(accum, args.first, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
             store_accum<c>(accum, tile, math_group, args.second.depth, staging, turns, store_between<c>(args));
             // store_cast reads the staging of both warpgroups; the second product's epilogue overwrites each with a barrier of its own
             // warpgroup alone.
@@ -218,6 +219,8 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
             // Destinations are read through L1, too.  A cache line of them belongs to rows of one counter, all of which were fetched before
             // any of them was multiplied, so L1 holds no stale line.
             static_assert(r.counted * sizeof(u64) % 128 == 0, "whole lines");
+            if constexpr (product.finishes())
+                finish<product>(accum, args.second, tile, block_of<product>(tile, place_in_cluster<product>()), math_group);
             store_accum<product>(accum, tile, math_group, args.second.columns, staging, turns, SendRows{args.layer});
         }
         __syncwarp();

@@ -21,14 +21,17 @@ struct GemmArgs {
     TensorMap w;            // [groups][columns][depth], boxes of block_columns() rows; with GemmConfig::apart the map has five dimensions,
                             // [groups][columns / 16][gate, up][8][depth], and its strides interleave the rows as they are loaded
     TensorMap x[kRowMaps];  // [rows][depth], boxes of least_box() rows, twice as many, and so on
-    u64 out;                // [rows][columns], or half the columns with swiglu
+    u64 out;                // [rows][columns], or half the columns with GemmConfig::gated
     u64 counts;             // i32[groups]: rows of each group
     i32 columns, depth;
     Grouping grouping;
-    // e4m3 only.  x_scales: f32[rows][ceil(depth / 128)].  w_scales: f32[groups][ceil(columns / 128)][ceil(depth / 128)], in the row order
-    // of w in memory.  out_scales: f32[rows][ceil(columns / 2 / 128)], where the product is cast.
+    // Scaled e4m3.  x_scales: f32[rows][ceil(depth / 128)].  w_scales: f32[groups][ceil(columns / 128)][ceil(depth / 128)], in the row
+    // order of w in memory.  out_scales: f32[rows][ceil(columns / 2 / 128)], where the product is cast. With GemmConfig::channel_scales,
+    // x_scales: f32[rows], x_scale_row apart.  w_scales: f32[groups][columns], in the row order of w in memory.
     u64 x_scales, w_scales, out_scales;
     i64 x_scale_row, x_scale_column;  // strides of x_scales, in elements
+    u64 bias;                         // f32[groups][columns], of gated products gate columns before up columns; 0: none
+    float limit, alpha;               // of Activation::swigluoai
 };
 
 // Rows of w that a block multiplies (columns of the product).

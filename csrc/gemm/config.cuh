@@ -9,20 +9,29 @@ namespace moecomm {
 constexpr i32 kWoven = 8;         // rows of an interleaved group: 8 gate rows, then their 8 up rows
 constexpr i32 kScaleGroup = 128;  // columns of x, or rows and columns of w, that share a scale
 
+// Activations of gated experts, named as in Python (moecomm/fused/activations.py).
+enum class Activation : i32 { swiglu, geglu, geglu_tanh, swigluoai };
+
 struct GemmConfig {
-    Type type;      // of x and w; e4m3 has scales
+    Type type;      // of x and w; e4m3 has scales, bf16 and fp16 with channel_scales
     Type out;       // of the product; e4m3: the bf16 product, cast, with scales
-    bool swiglu;    // out = silu(gate) * up; gate and up rows of w are interleaved by kWoven in the ring
+    bool gated;     // out = activation(gate, up); gate and up rows of w are interleaved by kWoven in the ring
     bool apart;     // in memory, all gate rows of w come before all up rows
     i32 row_unit;   // tile heights are multiples of it; itself a multiple of 16
     i32 most_rows;  // largest tile height
     i32 stages;     // slots of the ring
     i32 cluster;    // blocks that multiply the same rows with neighboring columns; each loads its part of the rows for all
     bool swapped;   // w is operand A of wgmma (its rows are M) and x operand B; false (e4m3 only): x is A (scaled_rows.cuh)
+    Activation activation = Activation::swiglu;
+    bool bias = false;            // GemmArgs::bias may be given
+    bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
 
-    MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3; }
-    // Groups of kPartColumns rows of w that a warpgroup multiplies in sequence.  Two for e4m3, so that the 128 product columns that share
-    // a scale belong to one block, also after SwiGLU.
+    // A scale for 128 columns of x, and for 128 rows and columns of w.
+    MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
+    // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.
+    MOECOMM_BOTH constexpr bool finishes() const { return bias || channel_scales || (gated && activation != Activation::swiglu); }
+    // Groups of kPartColumns rows of w that a warpgroup multiplies in sequence.  Two for scaled e4m3, so that the 128 product columns that
+    // share a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }
     MOECOMM_BOTH constexpr i32 block_columns() const { return gemm_block_columns(scaled()); }    // rows of w
     MOECOMM_BOTH constexpr i32 depth() const { return kSlotRowBytes / bytes_of(type); }          // columns of x and w in a slot

@@ -14,7 +14,7 @@ namespace moecomm {
 
 template <GemmConfig c>
 struct Turned {
-    static constexpr i32 columns = c.swiglu ? 32 : 64;                                    // of the warpgroup, in a part
+    static constexpr i32 columns = c.gated ? 32 : 64;                                     // of the warpgroup, in a part
     static constexpr i32 together = c.out == Type::e4m3 ? c.parts() * columns : columns;  // columns in a staging buffer
     static constexpr i32 chunks = together / 8;                                           // chunks of 16 bytes in a row
     static constexpr i32 room = c.stage_bytes() / (together * 2), rows = room < c.most_rows ? room : c.most_rows;  // in a staging buffer
@@ -41,6 +41,15 @@ MOECOMM_FN u32 narrow_pair(float first, float second) {
     return narrow_word<type>(both);
 }
 MOECOMM_FN float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+// Returns the activated value of a gate and an up accumulator.  Other activations than SwiGLU lie in place of the gate (finish.cuh).
+template <GemmConfig c>
+MOECOMM_FN float gated(float gate, float up) {
+    if constexpr (c.activation == Activation::swiglu) {
+        return swiglu(gate, up);
+    } else {
+        return gate;
+    }
+}
 
 // Activates, rounds and transposes rows `from` to `from + Turned::rows` of a part into `staging`.  Called by a whole warpgroup; a barrier
 // must follow before the rows are loaded.
@@ -50,14 +59,14 @@ MOECOMM_FN void turn(const float (&accum)[size], u32 staging) {
     // Type of the product before a cast.
     constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
     const i32 lane = lane_id(), warp = warp_id() % 4;
-    if constexpr (c.swiglu) {
+    if constexpr (c.gated) {
 #pragma unroll
         for (i32 row = 0; row < T::rows; row += 32) {
             u32 m[4];
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
                 const i32 at = (from + row + 8 * i) / 2;
-                m[i] = narrow_pair<type>(swiglu(accum[at], accum[at + 2]), swiglu(accum[at + 1], accum[at + 3]));
+                m[i] = narrow_pair<type>(gated<c>(accum[at], accum[at + 2]), gated<c>(accum[at + 1], accum[at + 3]));
             }
             store_turned(staging + T::offset(row + lane, 4 * part + warp), m[0], m[1], m[2], m[3]);
         }

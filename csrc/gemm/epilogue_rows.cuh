@@ -44,9 +44,9 @@ MOECOMM_FN void for_staged(u32 staging, const Store& store) {
 template <GemmConfig c, i32 size>
 MOECOMM_FN u32 made_of(const float (&accum)[size], i32 eight, i32 second) {
     constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
-    if constexpr (c.swiglu) {
+    if constexpr (c.gated) {
         const float* const gate = accum + 8 * eight + 2 * second;
-        return narrow_pair<type>(swiglu(gate[0], gate[4]), swiglu(gate[1], gate[5]));
+        return narrow_pair<type>(gated<c>(gate[0], gate[4]), gated<c>(gate[1], gate[5]));
     } else {
         const float* const at = accum + 4 * eight + 2 * second;
         return narrow_pair<type>(at[0], at[1]);
@@ -61,7 +61,7 @@ struct Placed {
 // Stores a warp's share without a cast, 64 columns at a time.  A whole warp.
 template <GemmConfig c, i32 parts, i32 size, class Out>
 MOECOMM_FN void store_as_made(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, const Out& out) {
-    constexpr i32 each = (c.swiglu ? kRowsPart / 2 : kRowsPart) / 64;  // pieces, in a part
+    constexpr i32 each = (c.gated ? kRowsPart / 2 : kRowsPart) / 64;  // pieces, in a part
 #pragma unroll
     for (i32 piece = 0; piece < parts * each; ++piece) {
         u32 words[8][2];
@@ -94,7 +94,7 @@ MOECOMM_FN void share_largest(u32 (&largest)[2], u32 mine, u32 other) {
 // parts, all warps of both math warpgroups.  `other`: staging of the warp that holds the other columns of these rows, if there is one.
 template <GemmConfig c, i32 parts, i32 size, class Out>
 MOECOMM_FN void store_as_cast(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
-    static_assert(c.swiglu && c.parts() * size == kScaleGroup, "all parts are a group of columns");
+    static_assert(c.gated && c.parts() * size == kScaleGroup, "all parts are a group of columns");
     constexpr i32 of_part = size / 8, eights = parts * of_part;
     u32 values[eights][2], largest[2] = {};
 #pragma unroll
@@ -150,7 +150,7 @@ MOECOMM_FN void store_share(const float (&accum)[c.parts()][size], const Placed&
 template <GemmConfig c, i32 size, class Out>
 MOECOMM_FN void store_rows(const float (&accum)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
                            const Out& out) {
-    constexpr i32 room = kWarpRows * kStagedRowBytes, part_columns = c.swiglu ? kRowsPart / 2 : kRowsPart;
+    constexpr i32 room = kWarpRows * kStagedRowBytes, part_columns = c.gated ? kRowsPart / 2 : kRowsPart;
     static_assert(2 * c.stage_bytes() == 4 * room, "what a warp has of a warpgroup's");
     const Share<c> share(tile.rows, math_group);
     const i32 warp = warp_id() % 4, from = share.first_row + warp * kWarpRows;

@@ -12,6 +12,7 @@
 #include "epilogue.cuh"
 #include "epilogue_cast.cuh"
 #include "epilogue_rows.cuh"
+#include "finish.cuh"
 #include "scaled.cuh"
 
 namespace moecomm {
@@ -203,7 +204,7 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
         wgmma_begin();
         const u32 w_slot = w + place.slot * (c.weight_bytes() / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
 #pragma unroll
-        for (i32 k = 0; k < c.depth() / 16; ++k)
+        for (i32 k = 0; k < kSlotRowBytes / 32; ++k)
             wgmma<c.type, n>(accum, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
         wgmma_commit();
         if (step > 0) {
@@ -251,13 +252,14 @@ MOECOMM_FN void store_accum(const float (&accum)[product.parts()][size], const T
 template <GemmConfig c, class Out>
 MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
     const i32 math_group = threadIdx.x / kWarpgroup - 1;
-    const i32 steps = ceil_div(args.depth, c.depth()), columns = c.swiglu ? args.columns / 2 : args.columns;
+    const i32 steps = ceil_div(args.depth, c.depth()), columns = c.gated ? args.columns / 2 : args.columns;
     RingPlace<c> place;
     u32 turns = 0;
     float accum[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
+        if constexpr (c.finishes()) finish<c>(accum, args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
         store_accum<c>(accum, tile, math_group, columns, shared_address(s.staging), turns, out);
     }
 }
@@ -265,7 +267,7 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
 // The store policy of a product that stays on this rank.
 template <GemmConfig c>
 MOECOMM_FN auto store_here(const GemmArgs& args) {
-    const i32 columns = c.swiglu ? args.columns / 2 : args.columns;
+    const i32 columns = c.gated ? args.columns / 2 : args.columns;
     if constexpr (c.out == Type::e4m3) {
         return StoreCastRows{args.out, args.out_scales, columns, ceil_div(columns, kScaleGroup)};
     } else {

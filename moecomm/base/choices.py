@@ -18,7 +18,7 @@ OnTimeout: TypeAlias = Literal["raise", "mask"]
 ON_TIMEOUT: tuple[OnTimeout, ...] = ("raise", "mask")
 Wire: TypeAlias = Literal["exact", "fp8"] | torch.dtype  # a dtype: that of y, or that which a word stands for
 Overflow: TypeAlias = Literal["chunks", "drop", "error"]  # what becomes of rows that have no room
-Activation: TypeAlias = Literal["swiglu"]
+Activation: TypeAlias = Literal["swiglu", "geglu", "geglu_tanh", "swigluoai"]  # by Activation in csrc/gemm/config.cuh
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
 PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]
 

@@ -58,7 +58,7 @@ class Key(NamedTuple):
     grow: bool = False  # this rank asks for a larger Buffer, and has no tokens
     chunk: bool = False  # a part of a dispatch whose rows had no room: see chunks.py
     gradients: Gradients = Gradients.NONE
-    call: str = "dispatch"  # of the user: "dispatch", "moe", "backward of combine" or "backward of moe"
+    call: str = "dispatch"  # of the user: "dispatch", "moe", "moe in INT8", "backward of combine" or "backward of moe"
     layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
 
     def described(self) -> int:

@@ -13,7 +13,17 @@ from functools import lru_cache
 import torch
 
 from moecomm import _native
-from moecomm.fused.kernels import FP8, LEAST_COUNTED, NAMES, THREADS, SharedKernel, gemm_config, row_config
+from moecomm.fused.kernels import (
+    FP8,
+    LEAST_COUNTED,
+    NAMES,
+    PLAIN,
+    THREADS,
+    Epilogue,
+    SharedKernel,
+    gemm_config,
+    row_config,
+)
 from moecomm.fused.schedules import Schedule
 from moecomm.fused.structs import ExpertLayerArgs, GemmArgs, Grouping, LayerArgs
 
@@ -43,6 +53,7 @@ def layer_kernel(
     hidden: int,
     out: torch.dtype | None = None,
     counted: int = LEAST_COUNTED,
+    epilogue: Epilogue = PLAIN,
 ) -> SharedKernel:
     """Return the kernel of the launch.
 
@@ -53,8 +64,9 @@ def layer_kernel(
         hidden: columns of a row.
         out: dtype of the results that are sent; default: `dtype`.
         counted: fetched rows that share a counter.
+        epilogue: of both GEMMs.
     """
-    first = gemm_config(dtype, True, apart, schedule)
+    first = gemm_config(dtype, True, apart, schedule, epilogue=epilogue)
     entry = f"expert_layer<{first}, {row_config(dtype, hidden, counted)}, Type::{NAMES[out or dtype]}>"
     shared = _native.expert_layer_shared_bytes(dtype == FP8, schedule.most_rows, schedule.stages)
     return SharedKernel(

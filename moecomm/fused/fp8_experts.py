@@ -1,22 +1,21 @@
-"""SwiGLU experts with FP8 weights: the compute step of the unfused Buffer.moe, after a dispatch that casts."""
+"""Gated experts with FP8 weights: the compute step of the unfused Buffer.moe, after a dispatch that casts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moecomm.base.arrays import check_tensor
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
-from moecomm.fused import kernels
+from moecomm.fused import kernels, reference
+from moecomm.fused.activations import SWIGLU, GatedActivation
+from moecomm.fused.biases import Biases
 from moecomm.fused.fp8 import Fp8
-from moecomm.fused.gemm import grouped_gemm, multiply
+from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands, unfit
 from moecomm.rounds.rounds import Rounds
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_fp8(rounds: Rounds, w13: torch.Tensor | Fp8, w2: torch.Tensor | Fp8, interleaved: bool) -> tuple[Fp8, Fp8]:
@@ -48,20 +47,28 @@ def apply_fp8_experts(
     *,
     interleaved: bool = False,
     expected_rows: int | None = None,
+    activation: GatedActivation = SWIGLU,
+    biases: Biases = (None, None),
 ) -> torch.Tensor:
-    """Apply SwiGLU experts to dispatched e4m3 rows `[rows, H]`; return `[rows, H]` of `dtype`.
+    """Apply gated experts to dispatched e4m3 rows `[rows, H]`; return `[rows, H]` of `dtype`.
 
-    Rows and counts are as in moecomm.fused.layer.apply_experts.
+    Rows, counts, activation and biases are as in moecomm.fused.layer.apply_experts.
     """
     x, counts, intermediate = rows.data, tokens_per_expert, w2.data.shape[2]
     if not x.is_cuda:
-        how: dict[str, Any] = {"activation": "swiglu", "interleaved": interleaved}
-        return grouped_gemm(grouped_gemm(rows, w13, counts, **how, quantize="fp8"), w2, counts, out_dtype=dtype)
+        how: dict[str, Any] = {"alignment": 1, "interleaved": interleaved}
+        inner = Fp8(x.new_empty(len(x), intermediate), rows.scales.new_empty(len(x), -(-intermediate // GROUP)))
+        reference.grouped_gemm(rows, w13, counts, **how, activation=activation, out=inner, bias=biases[0])
+        y = torch.empty_like(x, dtype=dtype)
+        reference.grouped_gemm(inner, w2, counts, **how, activation=None, out=y, bias=biases[1])
+        return y
     expected = len(x) // len(w2.data) if expected_rows is None else expected_rows
     inner = Fp8(x.new_empty(len(x), intermediate), rows.scales.new_empty(len(x), -(-intermediate // GROUP)))
     y = torch.empty_like(x, dtype=dtype)
-    multiply(Operands(x, w13.data, counts, rows.scales, w13.scales), True, interleaved, *inner, expected)
-    multiply(Operands(inner.data, w2.data, counts, inner.scales, w2.scales), False, False, y, None, expected)
+    first = Operands(x, w13.data, counts, rows.scales, w13.scales, biases[0])
+    multiply(first, activation, interleaved, *inner, expected)
+    second = Operands(inner.data, w2.data, counts, inner.scales, w2.scales, biases[1])
+    multiply(second, None, False, y, None, expected)
     return y
 
 

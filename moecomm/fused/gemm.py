@@ -14,8 +14,10 @@ from moecomm.base.choices import Activation, Quantize
 from moecomm.base.validation import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
+from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
+from moecomm.fused.quantized import Mxfp4, check_mxfp4_values, dequantize
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.fused.weights import GRANULARITY
@@ -26,11 +28,14 @@ from moecomm.gpu.plain_kernel import enqueue
 @overload
 def grouped_gemm(
     x: Operand,
-    w: Operand,
+    w: Operand | Mxfp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
     activation: Activation | None = None,
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+    bias: torch.Tensor | None = None,
     interleaved: bool = True,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -41,11 +46,14 @@ def grouped_gemm(
 @overload
 def grouped_gemm(
     x: Operand,
-    w: Operand,
+    w: Operand | Mxfp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
     activation: Activation | None = None,
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+    bias: torch.Tensor | None = None,
     interleaved: bool = True,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
@@ -55,11 +63,14 @@ def grouped_gemm(
 ) -> Fp8: ...
 def grouped_gemm(
     x: Operand,
-    w: Operand,
+    w: Operand | Mxfp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
     activation: Activation | None = None,
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+    bias: torch.Tensor | None = None,
     interleaved: bool = True,
     out: Operand | None = None,
     out_dtype: torch.dtype | None = None,
@@ -67,7 +78,7 @@ def grouped_gemm(
     expected_rows: int | None = None,
     schedule: Schedule | None = None,
 ) -> torch.Tensor | Fp8:
-    """Compute `out[r] = x[r] @ w[e].T` for the rows r of each expert e, in the layouts of dispatch.
+    """Compute `out[r] = x[r] @ w[e].T + bias[e]` for the rows r of each expert e, in the layouts of dispatch.
 
     Accumulation is in float32, in an order that depends on K alone: a row has the same bits at any position.  Nothing
     waits for the host, and a captured graph replays with the counts that it finds then; make the first call of a kind
@@ -80,25 +91,38 @@ def grouped_gemm(
     rounding of data * scale, and added in float32: the error is at most 2 (K + 2) * 2^-23 of the sum of all products'
     absolute values.
 
+    Scales of rows and channels (fp8-dynamic checkpoints, INT8): the sum over all K is multiplied once by the float32
+    product of the row's and the channel's scale.  On GPUs, tensor cores add all K columns of FP8 themselves: each of
+    their K / 32 additions drops what is below 2^-13 of its largest term, as in the "fast accumulation" of other
+    libraries.  On GPUs INT8 is widened to the product's dtype in every call, which is exact, and added in float32; on
+    CPUs it is added exactly.
+
     Args:
         x: `[rows, K]` (layout "expert") or `[E, rows of an expert, K]` (layout "batched"), bfloat16 or float16; or
             `moecomm.fused.Fp8` (or any pair): such rows in float8_e4m3fn and scales `[..., ceil(K / 128)]`, one for 128
             columns, contiguous, in layout "expert" also column-major: `Routed.x` and `Routed.scales` of a dispatch with
-            `quantize="fp8"`.
-        w: `[E, N, K]` of the same dtype.  With "swiglu" N = 2 I: gate and up rows.  In FP8, an `Fp8` with scales
+            `quantize="fp8"`.  Beside weights with scales of channels, scales are `[..., 1]`, one for a row, or `[1]`.
+        w: `[E, N, K]` of the same dtype.  With an activation N = 2 I: gate and up rows.  In FP8, an `Fp8` with scales
             `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
-            `moecomm.fused.quantize_weights`.
+            `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
+            matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4`, beside
+            bfloat16 rows: it is widened in every call, by torch.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
-        activation: None, or "swiglu": out = silu(gate) * up, computed in float32 and rounded once.
-        interleaved: with "swiglu": w is `moecomm.fused.interleave(w13)`; False: w13 itself, all gate rows, then all up
-            rows.  The bits are the same (in FP8, for the same scales: scales follow the row order of w).
-        out: `[rows, N]`, with "swiglu" `[rows, N / 2]` (batched: one more dimension), of out_dtype; None: allocated.
-            Rows that belong to no expert are left unchanged.  With `quantize`, a pair, as it is returned.
+        activation: None, or one of Buffer.moe, for example "swiglu": out = silu(gate) * up.  Computed in float32 and
+            rounded once.
+        activation_limit, activation_alpha: see Buffer.moe.
+        bias: `[E, N]`, float32, bfloat16 or float16, added in float32 before the activation.  With an activation, the I
+            gate columns come before the I up columns, whatever `interleaved` is.  None: no bias.  On GPUs, float32 is
+            read as it is, and other dtypes are widened in every call.
+        interleaved: with an activation: w is `moecomm.fused.interleave(w13)`; False: w13 itself, all gate rows, then
+            all up rows.  The bits are the same (in FP8, for the same scales: scales follow the row order of w).
+        out: `[rows, N]`, with an activation `[rows, N / 2]` (batched: one more dimension), of out_dtype; None:
+            allocated.  Rows that belong to no expert are left unchanged.  With `quantize`, a pair, as it is returned.
         out_dtype: default: the dtype of x; for FP8, that of `out`, else bfloat16.  FP8: bfloat16 or float16.
-        quantize: "fp8", for FP8 with "swiglu": cast the result to float8_e4m3fn, with one scale for 128 columns of a
-            row, and return an Fp8 for a second GEMM: data `[rows, I]`, scales `[rows, ceil(I / 128)]`.  The bits are
+        quantize: "fp8", for FP8 with an activation: cast the result to float8_e4m3fn, with one scale for 128 columns of
+            a row, and return an Fp8 for a second GEMM: data `[rows, I]`, scales `[rows, ceil(I / 128)]`.  The bits are
             those of the dispatch's cast of the bfloat16 result.
         expected_rows: rows of an expert to optimize for; default: rows of x over E.  No result depends on it.
         schedule: tile sizes and pipeline depth, from moecomm.fused.SCHEDULES (FP8: FP8_SCHEDULES); default: by shape.
@@ -108,33 +132,39 @@ def grouped_gemm(
 
     Raises:
         BadInput: shapes, dtypes or devices that do not fit together; a schedule for other dtypes.
-        Unsupported: a dtype other than bfloat16, float16 and FP8; K or N not a multiple of 8 ("swiglu": N of 16); FP8
-            with K not a multiple of 16 or, not interleaved, I not a multiple of 32; more than 512 experts; `quantize`
-            without FP8 or "swiglu"; a GPU that is not Hopper (compute capability 9.0).
+        Unsupported: a dtype other than bfloat16, float16 and FP8; K or N not a multiple of 8 (with an activation, N of
+            16); FP8 with K not a multiple of 16 or, not interleaved, I not a multiple of 32; more than 512 experts;
+            `quantize` without FP8 or an activation; a GPU that is not Hopper (compute capability 9.0).
     """
-    given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved)
+    if isinstance(w, Mxfp4):
+        check_mxfp4_values("w", w)
+        w = dequantize(w)
+    given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved, bias)
+    gated = None if activation is None else check_activation(activation, activation_limit, activation_alpha)
     if expected_rows is not None:
         check_integer("expected_rows", expected_rows, 0)
     if schedule is not None:
-        schedules.check_schedule(given.x.dtype, schedule)
+        schedules.check_schedule(_tiled_as(given.x.dtype, given.by_channel), schedule)
     product, scales = result(given, activation, out, out_dtype, quantize)
     returned = product if scales is None else Fp8(product, scales)
     if out is not None:
         note_written("out", product, scales)
     if not product.is_cuda:
         check_counts(tokens_per_expert, given.x.shape[:-1], alignment)
-        how: dict[str, Any] = {"alignment": alignment, "activation": activation, "interleaved": interleaved}
+        how: dict[str, Any] = {"alignment": alignment, "activation": gated, "interleaved": interleaved, "bias": bias}
+        if given.by_channel and given.x_scales is not None and given.w_scales is not None:  # of the usual shapes
+            x, w = (given.x, given.x_scales), (given.w, given.w_scales)
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
     _want_hopper(product.device.index)
     rows = given.x.shape[:-1].numel() // len(given.w) if expected_rows is None else expected_rows
-    multiply(given, activation is not None, interleaved, product, scales, rows, alignment, schedule)
+    multiply(given, gated, interleaved, product, scales, rows, alignment, schedule)
     return returned
 
 
 def multiply(
     given: Operands,
-    swiglu: bool,
+    activation: GatedActivation | None,
     interleaved: bool,
     out: torch.Tensor,
     out_scales: torch.Tensor | None,
@@ -145,14 +175,23 @@ def multiply(
     """Launch the kernel of grouped_gemm, with checked arguments, on the current stream."""
     if out.numel() == 0:
         return
-    device, dtype, apart = out.device.index, given.x.dtype, swiglu and not interleaved
+    if given.x.dtype is torch.int8:  # exact in either type; Hopper's tensor cores have INT8, these kernels have not
+        given = given._replace(x=given.x.to(out.dtype), w=given.w.to(out.dtype))
+    device, dtype, apart = out.device.index, given.x.dtype, activation is not None and not interleaved
+    if given.bias is not None:
+        given = given._replace(bias=given.bias.float())
+    used = activation or SWIGLU
     units = kernels.multiprocessors(device)
     if schedule is None:
         groups, columns, depth = given.w.shape
-        schedule = schedules.schedule_of(dtype, expected_rows, groups, columns, depth, units, kernels.gpu_name(device))
-    args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment)
+        tiled = _tiled_as(dtype, given.by_channel)
+        depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
+        schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, kernels.gpu_name(device))
+    args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used)
     blocks = units // schedule.cluster * schedule.cluster
-    call = (device, kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=out.dtype), blocks, args)
+    epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
+    kernel = kernels.gemm_kernel(dtype, activation is not None, apart, schedule, out.dtype, epilogue)
+    call = (device, kernel, blocks, args)
     if torch.cuda.current_device() == device and _native.cuda_context() != 0:
         enqueue(*call)
     else:  # another GPU is current, or this thread has no CUDA context yet
@@ -162,9 +201,15 @@ def multiply(
 
 
 def arguments(
-    given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule, alignment: int = 1
+    given: Operands,
+    apart: bool,
+    out: int,
+    out_scales: torch.Tensor | None,
+    schedule: Schedule,
+    alignment: int = 1,
+    activation: GatedActivation = SWIGLU,
 ) -> GemmArgs:
-    """Return the arguments of a launch; `out`: an address.  Rows of x may have any stride.
+    """Return the arguments of a launch; `out`: an address.  Rows of x may have any stride; a bias is float32.
 
     The struct is cached and shared by launches with the same addresses: do not write to it.
     """
@@ -175,7 +220,9 @@ def arguments(
         scales = (x_scales.data_ptr(), w_scales.data_ptr(), made, *x_scales.stride()[-2:])
     at = (x.data_ptr(), w.data_ptr(), given.counts.data_ptr(), out)
     strides = None if x.is_contiguous() else x.stride()
-    return arguments_at(at, x.shape, strides, x.dtype, w.shape, scales, apart, schedule, alignment)
+    bias = 0 if given.bias is None else given.bias.data_ptr()
+    about = (bias, activation, given.by_channel)
+    return arguments_at(at, x.shape, strides, x.dtype, w.shape, scales, apart, schedule, alignment, *about)
 
 
 @lru_cache(maxsize=1024)
@@ -189,6 +236,9 @@ def arguments_at(
     apart: bool,
     schedule: Schedule,
     alignment: int = 1,
+    bias: int = 0,
+    activation: GatedActivation = SWIGLU,
+    by_channel: bool = False,
 ) -> GemmArgs:
     """Return the arguments of a launch by addresses; see arguments().
 
@@ -201,17 +251,23 @@ def arguments_at(
         dtype: of x and w.
         w_shape: sizes of w.
         scales: in FP8 the addresses of those of x, w and the product (0: none), and the strides of those of x.
-        apart, schedule, alignment: see arguments().
+        apart, schedule, alignment, activation: see arguments().
+        bias: address of the bias; 0: none.
+        by_channel: see Operands.
     """
     x, w, counts, out = at
     (groups, columns, depth), rows = w_shape, math.prod(x_shape[:-1])
+    tiled = _tiled_as(dtype, by_channel)
     args = GemmArgs(
-        w=_weight_map(w, w_shape, dtype, apart),
+        w=_weight_map(w, w_shape, dtype, apart, block_columns(tiled)),
         out=out,
         counts=counts,
         columns=columns,
         depth=depth,
-        grouping=grouping(dtype, schedule, groups, columns, rows, alignment, x_shape[1] if len(x_shape) == 3 else 0),
+        bias=bias,
+        limit=activation.limit,
+        alpha=activation.alpha,
+        grouping=grouping(tiled, schedule, groups, columns, rows, alignment, x_shape[1] if len(x_shape) == 3 else 0),
     )
     step = kernels.SLOT_ROW_BYTES // dtype.itemsize
     box, index = schedule.row_unit // schedule.cluster, 0
@@ -245,22 +301,31 @@ def grouping(
     )
 
 
-def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool) -> Any:
+def _tiled_as(dtype: torch.dtype, by_channel: bool) -> torch.dtype:
+    """Return the dtype whose tiles and schedules a product has: without scales of blocks, FP8 has one accumulator."""
+    return torch.bfloat16 if by_channel else dtype
+
+
+def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool, columns: int) -> Any:
     if apart:
-        matrix, strides, boxes = split_map(shape, dtype)
+        matrix, strides, boxes = split_map(shape, dtype, columns)
         return tensor_maps.encode(w, matrix, dtype, boxes, strides)
-    box = (1, block_columns(dtype), kernels.SLOT_ROW_BYTES // dtype.itemsize)
+    box = (1, columns, kernels.SLOT_ROW_BYTES // dtype.itemsize)
     return tensor_maps.encode(w, tuple(shape), dtype, box)
 
 
-def split_map(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def split_map(
+    shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return shape, strides and box of w13 `[E, 2 I, H]` as groups of 8 gate rows and their 8 up rows.
 
-    A box then has the same layout in the ring as a box of the interleaved matrix.
+    A box then has the same layout in the ring as a box of the interleaved matrix.  `rows`: of a box; default: those of
+    a block for `dtype`.
     """
     groups, columns, depth = shape
+    rows = block_columns(dtype) if rows is None else rows
     half, pair = columns // 2 * depth, 2 * GRANULARITY
-    box = (1, block_columns(dtype) // pair, 2, GRANULARITY, kernels.SLOT_ROW_BYTES // dtype.itemsize)
+    box = (1, rows // pair, 2, GRANULARITY, kernels.SLOT_ROW_BYTES // dtype.itemsize)
     return (groups, columns // pair, 2, GRANULARITY, depth), (2 * half, GRANULARITY * depth, half, depth, 1), box
 
 

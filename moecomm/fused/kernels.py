@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from moecomm import _native
+from moecomm.base.choices import Activation
 from moecomm.base.protocol import QUANT_GROUP
 from moecomm.fused.schedules import Schedule
 from moecomm.gpu.plain_kernel import PlainKernel
@@ -38,22 +40,52 @@ class SharedKernel(PlainKernel):
         return self.shared
 
 
+class Epilogue(NamedTuple):
+    """What follows the products of a gated GEMM, apart from rounding: fields of GemmConfig.
+
+    Attributes:
+        activation: of gated products.
+        bias: the product may have a bias.
+        channel_scales: sums are multiplied by a scale of their row and one of their channel.
+    """
+
+    activation: Activation = "swiglu"
+    bias: bool = False
+    channel_scales: bool = False
+
+
+PLAIN = Epilogue()
+
+
 def gemm_config(
-    dtype: torch.dtype, swiglu: bool, apart: bool, schedule: Schedule, out: torch.dtype | None = None
+    dtype: torch.dtype,
+    gated: bool,
+    apart: bool,
+    schedule: Schedule,
+    out: torch.dtype | None = None,
+    epilogue: Epilogue = PLAIN,
 ) -> str:
     """Return a GemmConfig (csrc/gemm/config.cuh) as C++ source; `out`: dtype of the product, default `dtype`."""
-    fields = {"swiglu": swiglu, "apart": apart, **dataclasses.asdict(schedule)}
-    config = f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
-    return f"GemmConfig{{{config}{', '.join(f'.{name} = {str(value).lower()}' for name, value in fields.items())}}}"
+    fields: dict[str, str | bool | int] = {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
+    fields |= {"gated": gated, "apart": apart, **dataclasses.asdict(schedule)}
+    fields |= {**epilogue._asdict(), "activation": f"Activation::{epilogue.activation}"}
+    written = (f".{name} = {str(v).lower() if isinstance(v, bool) else v}" for name, v in fields.items())
+    return f"GemmConfig{{{', '.join(written)}}}"
 
 
 @lru_cache(maxsize=64)
 def gemm_kernel(
-    dtype: torch.dtype, swiglu: bool, apart: bool, schedule: Schedule, out: torch.dtype | None = None
+    dtype: torch.dtype,
+    gated: bool,
+    apart: bool,
+    schedule: Schedule,
+    out: torch.dtype | None = None,
+    epilogue: Epilogue = PLAIN,
 ) -> SharedKernel:
     """Return the grouped GEMM kernel; `out`: dtype of the product, default `dtype`."""
-    entry = f"grouped_gemm<{gemm_config(dtype, swiglu, apart, schedule, out)}>"
-    shared = _native.gemm_shared_bytes(dtype == FP8, schedule.most_rows, schedule.stages)
+    entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue)}>"
+    scaled = dtype == FP8 and not epilogue.channel_scales
+    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages)
     return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)
 
 

@@ -9,12 +9,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.nn.functional import grouped_mm, pad, silu
+from torch.nn.functional import grouped_mm, pad
 
 from moecomm import combine, dispatch
 from moecomm.base.arrays import as_tensor, check_tensor, note_written, refuse_gradients
 from moecomm.base.choices import Overflow, Quantize
-from moecomm.base.validation import check_flags, check_name
+from moecomm.base.validation import check_flags
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.chunks import in_parts
@@ -22,12 +22,24 @@ from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Gradients, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
-from moecomm.fused.fp8 import Fp8, as_operand
+from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
+from moecomm.fused.biases import Biases, add_bias, check_biases
+from moecomm.fused.channel_experts import apply_channel_experts, check_channels, lacks_kernel
+from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
 from moecomm.fused.options import Options
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
+from moecomm.fused.quantized import (
+    ByChannel,
+    Mxfp4,
+    as_weights,
+    check_mxfp4,
+    dequantize,
+    is_by_channel,
+    quantize_rows,
+)
 from moecomm.fused.weights import deinterleave
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import SeveralRounds, collective
@@ -52,12 +64,14 @@ def moe(
     out: Any = None,
     bias: Any = None,
     dropped: Any = None,
+    w13_bias: Any = None,
+    w2_bias: Any = None,
     gradients: Gradients = Gradients.NONE,
     number: int = 0,
 ) -> Any:
     """Buffer.moe.  `gradients`, `number`: see prepare()."""
     outputs: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped}
-    of_layer: dict[str, Any] = {"gradients": gradients, "number": number}
+    of_layer: dict[str, Any] = {"w13_bias": w13_bias, "w2_bias": w2_bias, "gradients": gradients, "number": number}
     given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, **outputs, **of_layer)
     waits = goes_in_parts(rounds, options.overflow, options.max_rows)
     observers.show(rounds, topk_idx, topk_weights)
@@ -108,6 +122,8 @@ def prepare(
     out: Any = None,
     bias: Any = None,
     dropped: Any = None,
+    w13_bias: Any = None,
+    w2_bias: Any = None,
     chunk: bool = False,
     gradients: Gradients = Gradients.NONE,
     number: int = 0,
@@ -115,15 +131,15 @@ def prepare(
     """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
 
     Args:
-        rounds, options, x, topk_idx, topk_weights, w13, w2, out, bias, dropped: see Buffer.moe.
+        rounds, options, x, topk_idx, topk_weights, w13, w2, out, bias, dropped, w13_bias, w2_bias: see Buffer.moe.
         chunk: the arguments are those of some tokens of a call.
         gradients: see moecomm.dispatch.options.Key.
         number: of the layer among those of the Buffer, which round headers carry; 0: it has none.
     """
     rounds.require_usable()
-    (x, back), w13, w2 = as_tensor("x", x), as_operand("w13", w13), as_operand("w2", w2)
-    refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias)
-    check_name("activation", options.activation, ("swiglu",))
+    (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
+    refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
+    activation = check_activation(options.activation, options.activation_limit, options.activation_alpha)
     interleaved, max_rows = options.interleaved, options.max_rows
     check_flags(interleaved=interleaved, check_weights=options.check_weights)
     asked = fused_or_not(options.fused)
@@ -133,16 +149,27 @@ def prepare(
     rows = max(1, x.shape[0] * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if ranks are alike
     check_max_rows(max_rows)
     count = _check_overflow(rounds, options, dropped)
-    if isinstance(w13, Fp8) or isinstance(w2, Fp8):
+    if isinstance(w13, Mxfp4) or isinstance(w2, Mxfp4):
+        w13, w2 = map(dequantize, check_mxfp4(rounds, w13, w2))
+        if x.is_cuda:
+            _say_once("torch widens weights in every call: %s", "no kernel multiplies MXFP4")
+    by_channel: tuple[ByChannel, ByChannel] | None = None
+    if is_by_channel(w13) or is_by_channel(w2):
+        w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)
+        values, fp8 = w2.data, False
+        if why := lacks_kernel(rounds.device, values.dtype):
+            _say_once("torch computes a part of experts with scales of channels: %s", why)
+    elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(rounds, w13, w2, interleaved)
         values, fp8 = w2.data, True
     else:
         _check_experts(rounds, w13, w2, interleaved)
         values, fp8 = w2, False
+    biases = check_biases(rounds, w13_bias, w2_bias, values.shape[2])
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
-    why_not = partial(_why_unfused, rounds, x, values, back, options)
+    why_not = partial(_why_unfused, rounds, x, values, back, options, by_channel is not None)
     if _runs_fused(rounds, values, asked, why_not):
         note_written("out", out)
         return Fused(
@@ -153,6 +180,8 @@ def prepare(
             w13,
             w2,
             interleaved=interleaved,
+            activation=activation,
+            biases=biases,
             out=out,
             bias=bias,
             max_rows=max_rows,
@@ -164,15 +193,26 @@ def prepare(
     def experts(routed: Routed) -> torch.Tensor:
         counts = routed.tokens_per_expert
         how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
+        how |= {"activation": activation, "biases": biases}
+        if by_channel is not None:
+            assert routed.scales is not None
+            arrived = type(by_channel[0])(routed.x.view(values.dtype), routed.scales)
+            return apply_channel_experts(arrived, *by_channel, counts, rounds.dtype, **how)
         if routed.scales is None:
             return apply_experts(routed.x, w13, w2, counts, **how)
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
 
     quantize: Quantize | None = "fp8" if fp8 else None
+    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe"}
+    if by_channel is not None:  # bytes are bytes: rows of int8 travel as rows of FP8
+        data, room["scales"] = quantize_rows(x, values.dtype)
+        x = data.view(kernels.FP8)
+        if data.dtype is torch.int8:
+            room["call"] = "moe in INT8"
     dispatching = DispatchCall(
         dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
         (x, topk_idx, topk_weights),
-        {"max_rows": max_rows, "chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
+        {**room, "chunk": chunk, "gradients": gradients, "layer": number},
     )
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)
@@ -202,10 +242,14 @@ def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfuse
     return not why_not
 
 
-def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options) -> str:
+def _why_unfused(
+    rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options, by_channel: bool
+) -> str:
     """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
         return f"{rounds.device} is no GPU"
+    if by_channel:
+        return "weights have scales of channels"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
     if options.wire is not None or options.check_weights or back is not None:
@@ -221,8 +265,10 @@ def apply_experts(
     *,
     interleaved: bool = False,
     expected_rows: int | None = None,
+    activation: GatedActivation = SWIGLU,
+    biases: Biases = (None, None),
 ) -> torch.Tensor:
-    """Apply SwiGLU experts to rows `[rows, H]`, grouped by expert; return `[rows, H]`.
+    """Apply gated experts to rows `[rows, H]`, grouped by expert; return `[rows, H]`.
 
     Rows after the last group are undefined.
 
@@ -231,20 +277,22 @@ def apply_experts(
         w13, w2, interleaved: as in moe().
         tokens_per_expert: int32 `[E/R]`, rows of each expert.
         expected_rows: see grouped_gemm.
+        activation: between the GEMMs.
+        biases: of the first GEMM, added before the activation, and of the second; None: none.
     """
     if not x.is_cuda:
         how: dict[str, Any] = {"alignment": 1, "interleaved": interleaved}
-        inner = x.new_empty(len(x), w2.shape[2])
-        reference.grouped_gemm(x, w13, tokens_per_expert, **how, activation="swiglu", out=inner)
-        reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=(y := torch.empty_like(x)))
+        inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
+        reference.grouped_gemm(x, w13, tokens_per_expert, **how, activation=activation, out=inner, bias=biases[0])
+        reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=y, bias=biases[1])
         return y
     if why := ours_lacks(x.device.index, x.dtype, *w2.shape):
         _say_once("experts run in torch's grouped GEMM, not in moecomm's: %s", why)
-        return _by_torch(x, deinterleave(w13) if interleaved else w13, w2, tokens_per_expert)
+        return _by_torch(x, deinterleave(w13) if interleaved else w13, w2, tokens_per_expert, activation, biases)
     rows = len(x) // len(w2) if expected_rows is None else expected_rows
     inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
-    multiply(Operands(x, w13, tokens_per_expert), True, interleaved, inner, None, rows)
-    multiply(Operands(inner, w2, tokens_per_expert), False, False, y, None, rows)
+    multiply(Operands(x, w13, tokens_per_expert, bias=biases[0]), activation, interleaved, inner, None, rows)
+    multiply(Operands(inner, w2, tokens_per_expert, bias=biases[1]), None, False, y, None, rows)
     return y
 
 
@@ -267,13 +315,22 @@ def _say_once(what: str, why: str) -> None:
     log.warning(what, why)
 
 
-def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _by_torch(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    counts: torch.Tensor,
+    activation: GatedActivation = SWIGLU,
+    biases: Biases = (None, None),
+) -> torch.Tensor:
     if short := -w2.shape[2] % 8:  # torch needs rows of a multiple of 16 bytes; pad with zeros
         w13 = torch.cat([pad(half, (0, 0, 0, short)) for half in w13.chunk(2, dim=1)], dim=1)
         w2 = pad(w2, (0, short))
+        if biases[0] is not None:
+            biases = torch.cat([pad(half, (0, short)) for half in biases[0].chunk(2, dim=1)], dim=1), biases[1]
     ends = counts.cumsum(0, dtype=torch.int32)
-    gate, up = grouped_mm(x, w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    return grouped_mm(silu(gate) * up, w2.transpose(1, 2), offs=ends)
+    gate, up = add_bias(grouped_mm(x, w13.transpose(1, 2), offs=ends), biases[0], ends).chunk(2, dim=-1)
+    return add_bias(grouped_mm(activation.apply(gate, up), w2.transpose(1, 2), offs=ends), biases[1], ends)
 
 
 def _check_overflow(rounds: Rounds, options: Options, dropped: Any) -> torch.Tensor | None:

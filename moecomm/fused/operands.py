@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
 from moecomm.base.arrays import check_memory, check_no_overlap, has_memory
+from moecomm.base.choices import Activation
 from moecomm.base.validation import check_alignment, check_dense, check_flag, check_name, check_same_device
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
@@ -17,21 +18,33 @@ _MOST_ROWS = 1 << 30
 
 
 class Operands(NamedTuple):
-    """Tensors of a grouped GEMM; the scales are None unless x and w are FP8."""
+    """Tensors of a grouped GEMM; the scales are None unless x and w are FP8, the bias if there is none."""
 
     x: torch.Tensor
     w: torch.Tensor
     counts: torch.Tensor
     x_scales: torch.Tensor | None = None
     w_scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether the scales are of rows and channels: x_scales `[..., 1]`, w_scales `[E, N]`."""
+        return self.w_scales is not None and self.w_scales.dim() == 2
 
 
 def check_operands(
-    x: Operand, w: Operand, counts: torch.Tensor, alignment: int, activation: str | None, interleaved: bool
+    x: Operand,
+    w: Operand,
+    counts: torch.Tensor,
+    alignment: int,
+    activation: str | None,
+    interleaved: bool,
+    bias: torch.Tensor | None = None,
 ) -> Operands:
     """Check the arguments of moecomm.fused.grouped_gemm and return the tensors.  Raises BadInput or Unsupported."""
     if activation is not None:
-        check_name("activation", activation, ("swiglu",))
+        check_name("activation", activation, get_args(Activation))
     check_flag("interleaved", interleaved)
     (x, x_scales), (w, w_scales) = _pair("x", x), _pair("w", w)
     check_dense("tokens_per_expert", counts)
@@ -48,30 +61,37 @@ def check_operands(
     if not counts.is_contiguous():
         raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
     check_alignment("alignment", alignment)
-    _check_scales(x, x_scales, w, w_scales)
-    read = {"x": (x, x_scales), "w": (w, w_scales), "tokens_per_expert": (counts,)}
+    by_channel = w_scales is not None and w_scales.dim() < 3
+    if x_scales is not None and w_scales is not None and by_channel:
+        x_scales, w_scales = _channel_scales(x, x_scales, w, w_scales)
+    else:
+        _check_scales(x, x_scales, w, w_scales)
+    if bias is not None:
+        _check_bias(x, w, bias)
+    read = {"x": (x, x_scales), "w": (w, w_scales), "tokens_per_expert": (counts,), "bias": (bias,)}
     for argument, tensors in read.items():
         for tensor in tensors:
             if tensor is not None:
                 check_memory(argument, tensor)
-    if x.dtype not in (*kernels.TYPES, kernels.FP8):
+    if x.dtype not in (*kernels.TYPES, kernels.FP8) and not (x.dtype is torch.int8 and by_channel):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
-    if why := unfit(w.shape[1], w.shape[2], x.dtype == kernels.FP8, activation is not None, interleaved):
+    in_blocks = by_channel or interleaved  # gate and up rows share no scale
+    if why := unfit(w.shape[1], w.shape[2], x.dtype == kernels.FP8, activation is not None, in_blocks):
         raise Unsupported(f"w {tuple(w.shape)}: {why}")
     if w.shape[0] > kernels.MOST_GROUPS:
         raise Unsupported(f"{w.shape[0]} experts on one rank: want at most {kernels.MOST_GROUPS}")
     if x.is_cuda and (x.data_ptr() % 16 or w.data_ptr() % 16):
         raise BadInput("x, w", "an address that is no multiple of 16", "tensors that begin at one")
-    return Operands(x, w, counts, x_scales, w_scales)
+    return Operands(x, w, counts, x_scales, w_scales, bias)
 
 
-def unfit(columns: int, depth: int, fp8: bool, swiglu: bool, interleaved: bool) -> str:
+def unfit(columns: int, depth: int, fp8: bool, gated: bool, interleaved: bool) -> str:
     """Return why matrices `[columns, depth]` cannot be multiplied; empty if they can.
 
     TMA needs rows of a multiple of 16 bytes.  Interleaved groups are 8 gate and 8 up rows.  With FP8 and gate and up
     rows stored separately, 32 gate rows and their 32 up rows share a pair of scales.
     """
-    unit = 64 if fp8 and swiglu and not interleaved else 16 if swiglu else 8
+    unit = 64 if fp8 and gated and not interleaved else 16 if gated else 8
     step = 16 if fp8 else 8
     return f"want N a multiple of {unit} and K a multiple of {step}" if columns % unit or depth % step else ""
 
@@ -83,14 +103,14 @@ def result(
 
     Raises BadInput or Unsupported.
     """
-    fp8 = given.x.dtype == kernels.FP8
+    fp8 = given.x_scales is not None
     if quantize is not None:
         check_name("quantize", quantize, ("fp8",))
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise BadInput("out_dtype", repr(out_dtype), "a dtype, or None")
-    if quantize is not None and (not fp8 or activation is None or out_dtype is not None):
+    if quantize is not None and (not fp8 or given.by_channel or activation is None or out_dtype is not None):
         raise Unsupported(
-            "quantize='fp8' of a grouped GEMM: want x and w in FP8, activation='swiglu', and no out_dtype"
+            "quantize='fp8' of a grouped GEMM: want x and w in FP8 with scales of blocks, an activation, no out_dtype"
         )
     shape = (*given.x.shape[:-1], given.w.shape[1] // (1 if activation is None else 2))
     data, scales = (None, None) if out is None else _pair("out", out)
@@ -105,7 +125,7 @@ def result(
         out_dtype = given.x.dtype if not fp8 else torch.bfloat16 if data is None else data.dtype
     if out_dtype not in kernels.TYPES or (not fp8 and out_dtype != given.x.dtype):
         raise Unsupported(
-            f"a product of {given.x.dtype} in {out_dtype}: want the dtype of x, of FP8 bfloat16 or float16"
+            f"a product of {given.x.dtype} in {out_dtype}: want the dtype of x, of FP8 and INT8 bfloat16 or float16"
         )
     return _made("out", data, shape, out_dtype, given), None
 
@@ -164,6 +184,36 @@ def _check_scales(
             raise BadInput(argument, f"scales {what(scales)}", f"float32 {shape} on {x.device}")
         if not scales.is_contiguous() and (argument == "w" or scales.dim() == 3):
             raise BadInput(argument, "scales with gaps", "contiguous ones; of x [rows, K] also by column")
+
+
+def _channel_scales(
+    x: torch.Tensor, x_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check scales of rows and channels, or of whole tensors, and return them as `[..., 1]` and contiguous `[E, N]`."""
+    if x.dtype not in (kernels.FP8, torch.int8):
+        raise BadInput("x", str(x.dtype), "float8_e4m3fn or int8, beside scales of rows and channels")
+    of_rows, of_w = (*x.shape[:-1], 1), tuple(w.shape[:2])
+    for argument, scales in (("x", x_scales), ("w", w_scales)):
+        if scales.dtype != torch.float32 or scales.device != x.device:
+            raise BadInput(argument, f"scales {what(scales)}", f"float32 on {x.device}")
+    if x_scales.shape != of_rows and x_scales.shape not in ((), (1,)):
+        raise BadInput("x", f"scales {what(x_scales)}", f"{of_rows} beside scales of channels, or [1]")
+    if x_scales.dim() == 3 and not x_scales.is_contiguous():
+        raise BadInput("x", "scales with gaps", "contiguous ones")
+    if w_scales.shape not in (of_w, (of_w[0], 1), of_w[:1]):
+        raise BadInput("w", f"scales {what(w_scales)}", f"{of_w}, or {of_w[:1]}, or those of blocks")
+    if w_scales.shape != of_w:
+        w_scales = w_scales.reshape(-1, 1).expand(of_w)
+    return x_scales.expand(of_rows) if x_scales.shape != of_rows else x_scales, w_scales.contiguous()
+
+
+def _check_bias(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> None:
+    check_dense("bias", bias)
+    _check_memory(x, bias=bias)
+    dtypes = (torch.float32, *kernels.TYPES)
+    if bias.shape != w.shape[:2] or bias.dtype not in dtypes or bias.device != x.device or not bias.is_contiguous():
+        wanted = f"contiguous {tuple(w.shape[:2])} of {' or '.join(map(str, dtypes))} on {x.device}"
+        raise BadInput("bias", what(bias), wanted)
 
 
 def _made(

@@ -11,6 +11,8 @@ class Options(NamedTuple):
     """Options of Buffer.moe, which documents them, except tensors."""
 
     activation: Activation = "swiglu"
+    activation_limit: float | None = None
+    activation_alpha: float | None = None
     interleaved: bool = False
     max_rows: int | None = None
     wire: Wire | None = None
@@ -26,7 +28,11 @@ class OptionsDict(TypedDict, total=False):
     out: Any
     bias: Any
     dropped: Any
+    w13_bias: Any
+    w2_bias: Any
     activation: Activation
+    activation_limit: float | None
+    activation_alpha: float | None
     interleaved: bool
     max_rows: int | None
     wire: Wire | None

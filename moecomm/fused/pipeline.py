@@ -20,7 +20,10 @@ from moecomm.base.arrays import as_output_tensor, as_tensor, check_no_overlap, c
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.arguments import check_routing
 from moecomm.fused import compute, gemm
+from moecomm.fused.activations import GatedActivation
+from moecomm.fused.biases import Biases
 from moecomm.fused.fp8 import Fp8
+from moecomm.fused.kernels import Epilogue
 from moecomm.fused.plan import layer_plan
 from moecomm.fused.structs import GemmArgs, LayerArgs
 from moecomm.gpu.plain_kernel import PlainKernel, enqueue, load
@@ -196,6 +199,8 @@ class Fused:
         w2: torch.Tensor | Fp8,
         *,
         interleaved: bool,
+        activation: GatedActivation,
+        biases: Biases,
         out: Any,
         bias: Any,
         max_rows: int | None,
@@ -208,9 +213,10 @@ class Fused:
         self._w13: _Weights = w13 if isinstance(w13, Fp8) else (w13, None)
         self._w2: _Weights = w2 if isinstance(w2, Fp8) else (w2, None)
         dtype, (_, _, inner) = self._w2[0].dtype, self._w2[0].shape
-        self._plan = layer_plan(
-            rounds.settings, rounds.rank, rounds.device.index, dtype, inner, not interleaved, expected_rows, max_rows
-        )
+        self._activation, self._biases = activation, biases
+        epilogue = Epilogue(activation.name, any(bias is not None for bias in biases))
+        of_rank = rounds.settings, rounds.rank, rounds.device.index
+        self._plan = layer_plan(*of_rank, dtype, inner, not interleaved, expected_rows, max_rows, epilogue)
         args = self._args = LayerArgs(x=x.data_ptr(), x_stride=check_rows("x", x), num_tokens=tokens)
         args.max_rows, args.row_tiles = self._plan.max_rows, self._plan.row_tiles
         about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
@@ -265,13 +271,16 @@ class Fused:
         args.owners, args.num_rows = given.route.token_owner, given.num_rows
         args.descriptors = routed.plan.base + given.out_x
         self._kept.append(routed)
-        first, second = self._gemms(given.tokens_per_expert)
+        biases = [None if bias is None else bias.float() for bias in self._biases]
+        self._kept += biases
+        at_biases = (0 if bias is None else bias.data_ptr() for bias in biases)
+        first, second = self._gemms(given.tokens_per_expert, *at_biases)
         schedule, clusters, row_bytes = plan.schedule, plan.clusters, plan.inner * plan.dtype.itemsize
         whole = compute.layer_args(args, first, second, schedule, clusters, plan.together, row_bytes)
         self._launch(plan.experts, clusters * schedule.cluster, whole)
 
-    def _gemms(self, counts: int) -> tuple[GemmArgs, GemmArgs]:
-        """Return the arguments of the two GEMMs; `counts`: address of the number of rows of each expert."""
+    def _gemms(self, counts: int, *biases: int) -> tuple[GemmArgs, GemmArgs]:
+        """Return the arguments of the two GEMMs, by addresses of the rows of each expert and of biases."""
         plan, (w13, w13_scales), (w2, w2_scales) = self._plan, self._w13, self._w2
         dtype, schedule, pitch = plan.dtype, plan.schedule, plan.pitch
         rows, product = self._scratch + plan.scratch.rows, self._scratch + plan.scratch.product
@@ -282,10 +291,14 @@ class Fused:
             product_scales = (made, w2_scales.data_ptr(), 0, made_pitch // 4, 1)
         shape, strides, at = (plan.max_rows, plan.hidden), (pitch // dtype.itemsize, 1), (rows, w13.data_ptr())
         first = gemm.arguments_at(
-            (*at, counts, product), shape, strides, dtype, w13.shape, row_scales, plan.apart, schedule
+            *((*at, counts, product), shape, strides, dtype, w13.shape, row_scales, plan.apart, schedule),
+            bias=biases[0],
+            activation=self._activation,
         )
         shape, at = (plan.max_rows, plan.inner), (product, w2.data_ptr())
-        second = gemm.arguments_at((*at, counts, 0), shape, None, dtype, w2.shape, product_scales, False, schedule)
+        second = gemm.arguments_at(
+            *((*at, counts, 0), shape, None, dtype, w2.shape, product_scales, False, schedule), bias=biases[1]
+        )
         return first, second
 
     def prepare_reduce(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from moecomm import tuning
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import compute, gemm, kernels, schedules
-from moecomm.fused.kernels import publish_kernel, reduce_kernel, row_pitch
+from moecomm.fused.kernels import PLAIN, Epilogue, publish_kernel, reduce_kernel, row_pitch
 from moecomm.fused.schedules import Schedule
 from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.ranks.settings import Settings
@@ -83,6 +83,7 @@ def layer_plan(
     apart: bool,
     expected_rows: int,
     max_rows: int | None,
+    epilogue: Epilogue = PLAIN,
 ) -> LayerPlan:
     """Return the plan of a layer of this rank.
 
@@ -95,6 +96,7 @@ def layer_plan(
         apart: gate and up rows of w13 are not interleaved in memory.
         expected_rows: rows of an expert to optimize for.
         max_rows: see Buffer.moe.
+        epilogue: of both GEMMs.
     """
     hidden, local = settings.hidden, settings.local_experts(rank)
     schedule = schedules.schedule_of_both(dtype, expected_rows, inner, kernels.gpu_name(device))
@@ -120,7 +122,7 @@ def layer_plan(
         clusters,
         compute.rows_at_once(expected_rows, counted, tiles, schedule, clusters),
         publish_kernel(settings.dtype, dtype, hidden),
-        compute.layer_kernel(dtype, apart, schedule, hidden, settings.dtype, counted),
+        compute.layer_kernel(dtype, apart, schedule, hidden, settings.dtype, counted, epilogue),
         reduce_kernel(settings.dtype, hidden, settings.topk),
         _scratch(dtype, hidden, inner, rows, row_tiles),
     )

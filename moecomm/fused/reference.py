@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu
 
 from moecomm.dispatch.reference import GROUP, quantize
+from moecomm.fused.activations import GatedActivation
 from moecomm.fused.fp8 import Fp8, Operand, widen
 from moecomm.fused.weights import deinterleave
 
@@ -30,26 +30,37 @@ def grouped_gemm(
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int,
-    activation: str | None,
+    activation: GatedActivation | None,
     interleaved: bool,
     out: torch.Tensor | Fp8,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """Compute moecomm.fused.grouped_gemm on CPUs: products, sums and activation in float32, one rounding at the end.
+    """Compute moecomm.fused.grouped_gemm on CPUs: everything in float32, with one rounding at the end.
 
     FP8 operands are widened to float32 first.  Autocast is disabled, because it would round the operands.
     """
-    wide = x if isinstance(x, torch.Tensor) else widen(*x, 1)
+    by_channel = not isinstance(w, torch.Tensor) and w[1].dim() < 3
+    wide = x if isinstance(x, torch.Tensor) else x[0] if by_channel else widen(*x, 1)
     result = out if isinstance(out, torch.Tensor) else out.data
     rows, results = wide.flatten(0, -2), result.flatten(0, -2)
     for group, begin_end in enumerate(groups_of(wide, tokens_per_expert.tolist(), alignment)):
-        matrix = w[group].float() if isinstance(w, torch.Tensor) else widen(w[0][group], w[1][group], GROUP)
+        if by_channel:
+            matrix, channels = w[0][group], w[1][group]
+            matrix = matrix.double() if matrix.dtype is torch.int8 else matrix.float()  # sums of INT8 are exact
+        else:
+            matrix = w[group].float() if isinstance(w, torch.Tensor) else widen(w[0][group], w[1][group], GROUP)
         if activation and interleaved:
             matrix = deinterleave(matrix)
         with torch.autocast(matrix.device.type, enabled=False):
-            product = rows[begin_end].float() @ matrix.T
-        if activation == "swiglu":
-            gate, up = product.chunk(2, dim=-1)
-            product = silu(gate) * up
+            product = rows[begin_end].to(matrix.dtype) @ matrix.T
+        if by_channel:
+            if activation and interleaved:
+                channels = deinterleave(channels.unsqueeze(1)).squeeze(1)
+            product = product.float() * (x[1].flatten(0, -2)[begin_end] * channels)
+        if bias is not None:
+            product = product + bias[group].float()
+        if activation is not None:
+            product = activation.apply(*product.chunk(2, dim=-1))
         if isinstance(out, Fp8):
             data, scales = quantize(product.bfloat16())
             results.view(torch.uint8)[begin_end] = data.view(torch.uint8)

@@ -8,7 +8,7 @@ from typing import Any
 from moecomm import _native
 
 _TABLE = _native.structs()
-_SCALARS = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32}
+_SCALARS = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
 def fields_of(name: str, **structs: type[ctypes.Structure]) -> list[tuple[str, Any]]:

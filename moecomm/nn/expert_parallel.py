@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moecomm import backends, ops
-from moecomm.base.choices import BackendName, GateKind, Overflow, Wire, dtype_of_wire
+from moecomm.base.choices import Activation, BackendName, GateKind, Overflow, Wire, dtype_of_wire
 from moecomm.base.experts import experts_of
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import (
@@ -44,10 +44,11 @@ class ExpertParallel(torch.nn.Module):
     which those of a group (or over a given Buffer) are made, and Mismatch names the numbers where two ranks differ.
 
     Parameters: `gate.weight` [E, H] (and the buffer `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and
-    `experts.w2` [E/R, H, I].  state_dict() has experts as DTensors of all ranks, see Experts; gather_state makes plain
-    tensors of them.  Gradients of the gate are those of this rank's tokens: sum them over ranks like those of other
-    replicated parameters.  Gradients of the experts are those of all ranks' tokens.  A layer with a group or a given
-    Buffer is not pickled, which is BadInput: save its state_dict().
+    `experts.w2` [E/R, H, I]; with `bias`, `experts.w13_bias` [E/R, 2 I] and `experts.w2_bias` [E/R, H].  state_dict()
+    has experts as DTensors of all ranks, see Experts; gather_state makes plain tensors of them.  Gradients of the gate
+    are those of this rank's tokens: sum them over ranks like those of other replicated parameters.  Gradients of the
+    experts are those of all ranks' tokens.  A layer with a group or a given Buffer is not pickled, which is BadInput:
+    save its state_dict().
 
     Args:
         group: the ranks; see Buffer.
@@ -70,6 +71,8 @@ class ExpertParallel(torch.nn.Module):
         seed: of the weights; an expert's weights do not depend on the rank that owns it.
         dtype: of the weights.
         device: of the weights; default: torch's.
+        bias: the experts have biases.
+        activation, activation_limit, activation_alpha: of the experts; see Buffer.moe.
 
     Raises:
         BadInput: invalid sizes, or sizes that differ from those of `buffer`.
@@ -101,6 +104,10 @@ class ExpertParallel(torch.nn.Module):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        bias: bool = False,
+        activation: Activation = "swiglu",
+        activation_limit: float | None = None,
+        activation_alpha: float | None = None,
     ) -> None:
         super().__init__()
         check_sizes(hidden=hidden, intermediate=intermediate, num_experts=num_experts, topk=topk, max_tokens=max_tokens)
@@ -120,7 +127,8 @@ class ExpertParallel(torch.nn.Module):
             gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
             self.gate = Gate(gating, corrected=corrected, seed=seed, dtype=dtype, device=device)
         mine = experts_of(place.rank, num_experts, place.ranks)
-        owned: dict[str, Any] = {"num_experts": num_experts, "group": place}
+        owned: dict[str, Any] = {"num_experts": num_experts, "group": place, "bias": bias, "activation": activation}
+        owned |= {"activation_limit": activation_limit, "activation_alpha": activation_alpha}
         self.experts = Experts(mine, hidden, intermediate, **owned, seed=seed, dtype=dtype, device=device)
         self.payload, self.wire = dtype if payload is None else payload, wire
         self.max_rows, self.overflow = max_rows, overflow
@@ -181,7 +189,7 @@ class ExpertParallel(torch.nn.Module):
 
         Returns:
             Shape and dtype of x: sum over k of w_k * expert_k(x).  With gradients and autocast off, and experts in the
-            payload's dtype, the pass is Buffer.moe, which computes SwiGLU in float32 and rounds it once.
+            payload's dtype, the pass is Buffer.moe, which activates in float32 and rounds once.
 
         Raises:
             BadInput: arguments that do not fit; no open Buffer in a compiled layer.
@@ -205,6 +213,7 @@ class ExpertParallel(torch.nn.Module):
             weights = None if topk_weights is None else topk_weights.float()
             given = (rows, topk_idx, weights, self.experts.w13, self.experts.w2)
             room: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "dropped": self.dropped}
+            room |= self._about_experts()
             if torch.compiler.is_compiling():
                 out = ops.moe(self._buffer_name, *given, wire=self.wire, **room, layer=number)
             else:  # the same, without the overhead of torch's operator dispatch
@@ -231,6 +240,16 @@ class ExpertParallel(torch.nn.Module):
         experts = self.experts
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # hooks may gather weights or count calls
         return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload
+
+    def _about_experts(self) -> dict[str, Any]:
+        """Return the arguments of Buffer.moe beside the weights."""
+        experts, about = self.experts, self.experts.activation
+        found: dict[str, Any] = {"activation": about.name}
+        if about.name == "swigluoai":
+            found |= {"activation_limit": about.limit, "activation_alpha": about.alpha}
+        if experts.w13_bias is not None:
+            found |= {"w13_bias": experts.w13_bias, "w2_bias": experts.w2_bias}
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling, without a default Buffer: the copy opens its own."""

@@ -1,14 +1,16 @@
-"""SwiGLU experts of one rank."""
+"""Gated experts of one rank."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.nn.functional import silu
 
-from moecomm.base.validation import MOST_SIZE, check_dense, check_drawn, check_same_device, check_sizes
+from moecomm.base.choices import Activation
+from moecomm.base.validation import MOST_SIZE, check_dense, check_drawn, check_flag, check_same_device, check_sizes
 from moecomm.errors import BadInput
+from moecomm.fused.activations import check_activation
+from moecomm.fused.biases import add_bias
 from moecomm.fused.weights import expert_weights
 from moecomm.nn import training
 from moecomm.nn.shard import ExpertShard
@@ -18,10 +20,11 @@ EXTRA_STATE = "_extra_state"  # torch's name
 
 
 class Experts(torch.nn.Module):
-    """SwiGLU experts, w2 (silu(w1 x) * w3 x), for rows that are grouped by expert.
+    """Gated experts, w2 activation(w13 x), for rows that are grouped by expert; with biases w13_bias and w2_bias.
 
     `w13` [experts, 2 I, H] (gate and up projections) and `w2` [experts, H, I] are drawn from `seed` and the expert's
-    number, so they do not depend on the rank that owns it.
+    number, so they do not depend on the rank that owns it.  `w13_bias` [experts, 2 I] and `w2_bias` [experts, H] begin
+    as zeros.
 
     State: with a `group` of processes, state_dict() has DTensors `[E, ...]` that are sharded along the experts, as
     torch.distributed.checkpoint takes them; with `keep_vars=True` it has the parameters themselves.  Otherwise, unless
@@ -39,6 +42,8 @@ class Experts(torch.nn.Module):
         seed: of the weights.
         dtype: of the weights.
         device: of the weights; default: torch's.
+        bias: the experts have biases.
+        activation, activation_limit, activation_alpha: see Buffer.moe.
 
     Raises:
         BadInput: sizes that grouped GEMMs do not support; experts that are not those of this rank of the group; in
@@ -56,12 +61,18 @@ class Experts(torch.nn.Module):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        bias: bool = False,
+        activation: Activation = "swiglu",
+        activation_limit: float | None = None,
+        activation_alpha: float | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(experts, range) or len(experts) == 0 or len(experts) > MOST_SIZE:
             raise BadInput("experts", repr(experts), "a range of one or more")
         check_sizes(hidden=hidden, intermediate=intermediate)
         check_drawn(seed, dtype, device)
+        check_flag("bias", bias)
+        self.activation = check_activation(activation, activation_limit, activation_alpha)
         if intermediate * dtype.itemsize % 16:
             raise BadInput("intermediate", intermediate, f"rows of a multiple of 16 bytes, in {dtype}")
         self.shard = ExpertShard(experts, num_experts, group)
@@ -69,6 +80,10 @@ class Experts(torch.nn.Module):
         drawn = [expert_weights(e, hidden, intermediate, seed=seed, dtype=dtype) for e in experts]
         w13, w2 = (torch.stack(weights).to(device=device) for weights in zip(*drawn, strict=True))
         self.w13, self.w2 = torch.nn.Parameter(w13), torch.nn.Parameter(w2)
+        self.w13_bias: torch.nn.Parameter | None = None
+        self.w2_bias: torch.nn.Parameter | None = None
+        if bias:
+            self.w13_bias, self.w2_bias = (torch.nn.Parameter(w.new_zeros(w.shape[:2])) for w in (w13, w2))
         training.watch(self, self.shard)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -97,8 +112,9 @@ class Experts(torch.nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_linear(x.to(dtype), self.w13.to(dtype), ends).chunk(2, dim=-1)
-        return grouped_linear(silu(gate) * up, self.w2.to(dtype), ends)
+        both = add_bias(grouped_linear(x.to(dtype), self.w13.to(dtype), ends), self.w13_bias, ends)
+        inner = self.activation.apply(*both.chunk(2, dim=-1))
+        return add_bias(grouped_linear(inner, self.w2.to(dtype), ends), self.w2_bias, ends)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute.  fully_shard() would go past torch's hooks in a module without this method."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 EXTRA = f"experts.{EXTRA_STATE}"
-SHARDED = ("experts.w13", "experts.w2")  # suffixes of the names of tensors that are sharded along the experts
+# Suffixes of the names of tensors that are sharded along the experts.
+SHARDED = ("experts.w13", "experts.w2", "experts.w13_bias", "experts.w2_bias")
 
 
 def is_sharded(name: str) -> bool:

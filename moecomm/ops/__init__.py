@@ -44,6 +44,7 @@ from moecomm.buffer import Buffer
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import Gradients, check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows
+from moecomm.fused.activations import check_activation
 from moecomm.fused.fp8 import as_operand
 from moecomm.fused.layer import check_dropped, fused_or_not
 from moecomm.ops import chunks, gradients, rounds
@@ -294,7 +295,11 @@ def moe(
     w13: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     w2: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     *,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
     activation: Activation = "swiglu",
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
     interleaved: bool = False,
     bias: torch.Tensor | None = None,
     max_rows: int | None = None,
@@ -306,13 +311,15 @@ def moe(
     dropped: torch.Tensor | None = None,
     layer: int = 0,
 ) -> torch.Tensor:
-    """Run an expert layer like Buffer.moe, with the same bits.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
+    """Run an expert layer like Buffer.moe, with the same bits.  Collective.
+
+    Gradients: x, topk_weights, w13, w2, w13_bias, w2_bias, bias.
 
     The backward pass keeps the inputs only and recomputes the rest, in three rounds: it dispatches x and the gradient,
     and combines gradients of rows.  It uses torch's grouped GEMMs in the Buffer's dtype (on GPUs bfloat16, and other
-    dtypes that torch.nn.functional.grouped_mm supports) with SwiGLU in float32, makes room for `max_rows` rows, goes in
-    parts where the forward pass may, and ignores `wire`, `num_sms` and `fused`.  Gradients of w13 and w2 are those of
-    all ranks' tokens; that of a bias `[H]` is of this rank's.
+    dtypes that torch.nn.functional.grouped_mm supports) with the activation in float32, makes room for `max_rows` rows,
+    goes in parts where the forward pass may, and ignores `wire`, `num_sms` and `fused`.  Gradients of the experts'
+    weights and biases are those of all ranks' tokens; that of a bias `[H]` is of this rank's.
 
     Args:
         buffer: a Buffer, or its `name`.
@@ -321,7 +328,8 @@ def moe(
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
         w13: `[E/R, 2 I, H]` of the Buffer's dtype.
         w2: `[E/R, H, I]`.  In FP8, w13 and w2 are pairs of float8_e4m3fn data and float32 scales.
-        activation, interleaved, bias, max_rows, wire, num_sms, check_weights, fused, dropped: see Buffer.moe.
+        w13_bias, w2_bias, activation, activation_limit, activation_alpha, interleaved: see Buffer.moe.
+        bias, max_rows, wire, num_sms, check_weights, fused, dropped: see Buffer.moe.
         overflow: see Buffer.moe.  "chunks" waits in a graph of torch.compile, too, and in its backward pass.  Entries
             that "drop" drops have no gradients.
         layer: see dispatch().
@@ -334,7 +342,7 @@ def moe(
     """
     name = _name_of(buffer)
     x, topk_idx, topk_weights = _routed(x, topk_idx, topk_weights)
-    check_name("activation", activation, ("swiglu",))
+    check_activation(activation, activation_limit, activation_alpha)
     check_flags(interleaved=interleaved, check_weights=check_weights)
     check_max_rows(max_rows)
     wire = _wire_of(wire, x)
@@ -345,11 +353,13 @@ def moe(
         for weights in (as_operand("w13", w13), as_operand("w2", w2))
     )
     bias = None if bias is None else as_tensor("bias", bias)[0]
-    check_same_device(x=x, w13=w13, w2=w2, bias=bias)
+    w13_bias = None if w13_bias is None else as_tensor("w13_bias", w13_bias)[0]
+    w2_bias = None if w2_bias is None else as_tensor("w2_bias", w2_bias)[0]
+    check_same_device(x=x, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
     fp8 = w13_scales is not None or w2_scales is not None
     for argument, scales in (("w13", w13_scales), ("w2", w2_scales)):
         check_same_device(x=x, **{argument: scales})
-    tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias)
+    tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias, w13_bias, w2_bias)
     check_overflow(overflow, max_rows)
     if (count := check_dropped(overflow, dropped, x.device)) is not None:
         priorities = None if topk_weights is None else topk_weights.detach()
@@ -365,6 +375,8 @@ def moe(
         w2,
         w2_scales,
         bias,
+        w13_bias,
+        w2_bias,
         name,
         activation,
         bool(interleaved),
@@ -375,8 +387,10 @@ def moe(
         fused_or_not(fused),
         overflow,
         # Weights in FP8 have no backward pass.
-        not fp8 and rounds.wanted_gradients(x, topk_weights, w13, w2) is not Gradients.NONE,
+        not fp8 and rounds.wanted_gradients(x, topk_weights, w13, w2, w13_bias, w2_bias) is not Gradients.NONE,
         layer,
+        activation_limit,
+        activation_alpha,
     )
     return out
 

@@ -94,28 +94,37 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         w2,
         w2_scales,
         bias,
+        w13_bias,
+        w2_bias,
         ctx.buffer,
-        _,
+        activation,
         ctx.interleaved,
         ctx.max_rows,
         *_,
         ctx.overflow,
         _,
         ctx.layer,
+        limit,
+        alpha,
     ) = inputs
     if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
-        raise Unsupported("gradients of a layer with weights in FP8: call it under torch.no_grad()")
+        raise Unsupported(
+            "gradients of a layer with weights in FP8, or otherwise quantized: call it under torch.no_grad()"
+        )
     ctx.one_bias = bias is not None and bias.ndim == 1
-    ctx.save_for_backward(x, topk_idx, topk_weights, w13, w2)
+    ctx.activation = activation, limit, alpha
+    ctx.save_for_backward(x, topk_idx, topk_weights, w13, w2, w13_bias, w2_bias)
 
 
 def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    wants_x, _, wants_weights, wants_w13, _, wants_w2, _, wants_bias, *others = ctx.needs_input_grad
-    x = weights = w13 = w2 = bias = None
-    if wants_x or wants_weights or wants_w13 or wants_w2:
+    wants_x, _, wants_weights, wants_w13, _, wants_w2, _, wants_bias, *rest = ctx.needs_input_grad
+    wants_w13_bias, wants_w2_bias, *others = rest
+    x = weights = w13 = w2 = bias = w13_bias = w2_bias = None
+    if wants_x or wants_weights or wants_w13 or wants_w2 or wants_w13_bias or wants_w2_bias:
         about = ctx.buffer, ctx.interleaved, ctx.max_rows, ctx.overflow
         wants = wants_w13, wants_w2, ctx.layer
-        x, weights, w13, w2 = layer.moe_backward(grad, *ctx.saved_tensors, *about, *wants)
+        found = layer.moe_backward(grad, *ctx.saved_tensors, *about, *wants, *ctx.activation)
+        x, weights, w13, w2, w13_bias, w2_bias = found
     if wants_bias:
         bias = grad.sum(dim=0) if ctx.one_bias else grad
     return (
@@ -127,6 +136,8 @@ def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         w2 if wants_w2 else None,
         None,
         bias,
+        w13_bias if wants_w13_bias else None,
+        w2_bias if wants_w2_bias else None,
         *(None for _ in others),
     )
 

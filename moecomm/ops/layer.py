@@ -9,7 +9,7 @@ rounds, whichever gradients a rank needs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -20,8 +20,10 @@ from moecomm.dispatch.chunks import in_parts
 from moecomm.dispatch.options import Gradients
 from moecomm.errors import TooManyRows
 from moecomm.fused import layer
+from moecomm.fused.activations import GatedActivation, check_activation
+from moecomm.fused.biases import add_bias
 from moecomm.fused.options import Options
-from moecomm.fused.weights import GRANULARITY
+from moecomm.fused.weights import GRANULARITY, deinterleave, interleave
 from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 from moecomm.rounds import names
@@ -29,7 +31,9 @@ from moecomm.rounds.state import CollectiveCall, SeveralRounds
 
 _ROWS = ("expert", 1)  # layout, expert_alignment
 _BACKWARD = "backward of moe"
-_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of x, topk_weights, w13 and w2
+# Of x, topk_weights, w13, w2, w13_bias and w2_bias.
+_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_BIAS_COLUMNS = 8  # of the operand in place of a bias: grouped GEMMs want rows of 16 bytes
 
 
 @torch.library.custom_op("moecomm::moe", mutates_args=())
@@ -42,6 +46,8 @@ def moe(
     w2: torch.Tensor,
     w2_scales: torch.Tensor | None,
     bias: torch.Tensor | None,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
     buffer: str,
     activation: str,
     interleaved: bool,
@@ -53,6 +59,8 @@ def moe(
     overflow: str | None,
     gradients: bool = False,
     number: int = 0,
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
 ) -> torch.Tensor:
     """Operator of moecomm.ops.moe; scales only for FP8 weights.
 
@@ -60,9 +68,11 @@ def moe(
         gradients: this rank wants some.
         number: of the layer.
     """
-    tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
+    tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias, w13_bias, w2_bias)
     options = Options(
         activation=cast("Activation", activation),
+        activation_limit=activation_limit,
+        activation_alpha=activation_alpha,
         interleaved=interleaved,
         max_rows=max_rows,
         wire=wire,
@@ -81,6 +91,8 @@ def moe(
         w13 if w13_scales is None else (w13, w13_scales),
         w2 if w2_scales is None else (w2, w2_scales),
         bias=None if bias is None else rounds.rows_of(bias),
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
         gradients=Gradients.ROWS if gradients else Gradients.NONE,
         number=number,
     )
@@ -100,6 +112,8 @@ def moe_backward(
     topk_weights: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
     buffer: str,
     interleaved: bool,
     max_rows: int | None,
@@ -107,19 +121,27 @@ def moe_backward(
     wants_w13: bool,
     wants_w2: bool,
     number: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Map the gradient of the output to those of x [T, H], topk_weights [T, K], w13 and w2 ([0] if not wanted)."""
+    activation: str = "swiglu",
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Map the gradient of the output to those of x [T, H], topk_weights [T, K], weights and biases of experts.
+
+    Gradients of w13 and w2 that are not wanted, and of biases that there are not, are [0].
+    """
     owner = names.find(buffer)
     waits = layer.goes_in_parts(owner, cast("Overflow | None", overflow), max_rows)
     on_gpu = waits and not owner.on_cpu  # CPU ranks wait by themselves
-    how = (w13, w2, buffer, interleaved, max_rows, wants_w13, wants_w2, on_gpu, number)
+    gated = check_activation(activation, activation_limit, activation_alpha)
+    experts = _Experts(w13, w2, w13_bias, w2_bias, interleaved, gated)
+    how = (experts, buffer, max_rows, wants_w13, wants_w2, on_gpu, number)
 
     def part(tokens: slice) -> _Gradients:
         weights = None if topk_weights is None else topk_weights[tokens]
         return _backward(grad[tokens], x[tokens], topk_idx[tokens], weights, *how, True)
 
     with CollectiveCall(owner, 3), observers.muted():
-        tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2)
+        tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2, w13_bias, w2_bias)
         if on_gpu:
             owner.check()  # raises the error of an earlier round
         try:
@@ -144,8 +166,19 @@ def _joined(parts: Iterable[_Gradients]) -> _Gradients:
             continue
         for total, more in zip(sums, of_experts, strict=True):
             total.add_(more)
-    w13, w2 = (total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True))
-    return torch.cat(of_tokens[0]), torch.cat(of_tokens[1]), w13, w2
+    w13, w2, w13_bias, w2_bias = (total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True))
+    return torch.cat(of_tokens[0]), torch.cat(of_tokens[1]), w13, w2, w13_bias, w2_bias
+
+
+class _Experts(NamedTuple):
+    """The experts of this rank."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
+    interleaved: bool
+    activation: GatedActivation
 
 
 def _backward(
@@ -153,10 +186,8 @@ def _backward(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    experts: _Experts,
     buffer: str,
-    interleaved: bool,
     max_rows: int | None,
     wants_w13: bool,
     wants_w2: bool,
@@ -173,19 +204,41 @@ def _backward(
     back = (memory, buffer, _ROWS[0], len(rows))
     seen = rounds.run_again(grad, *back, False, None, number, _BACKWARD)
     ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+    w13, w2, w13_bias, w2_bias, interleaved, activation = experts
     width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
-    # Without the routing weight: the weight's gradient is the dot product of this with silu(gate) * up.
+    # Without the routing weight: the weight's gradient is the dot product of this with the activated values.
     grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends)
     # From here on, rows after the last group hold anything; no product reads them.
-    found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
-    grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
-    grad_x, grad_topk_weights = rounds.run_back(grad_rows, found.weights, *back, len(x), None, number, _BACKWARD)
+    as_w13 = w13_bias if w13_bias is None or not interleaved else interleave(w13_bias.unsqueeze(2)).squeeze(2)
+    both = add_bias(grouped_linear(rows, w13, ends), as_w13, ends)
+    found = swiglu.gradients(both, grad_inner, row_weights, width, ends[-1:], activation)
+    grad_rows, grad_weights = grouped_linear(found.both, w13.transpose(1, 2), ends), found.weights
+    if w2_bias is not None:
+        column = w2_bias.to(seen.dtype).unsqueeze(1).expand(-1, _BIAS_COLUMNS, -1).contiguous()
+        grad_weights = grad_weights + grouped_linear(seen, column, ends)[:, 0].float()
+    grad_x, grad_topk_weights = rounds.run_back(grad_rows, grad_weights, *back, len(x), None, number, _BACKWARD)
+    grad_w13_bias = _sums(found.both, torch.ones_like(row_weights), ends, w13_bias)
+    if interleaved and w13_bias is not None:
+        grad_w13_bias = deinterleave(grad_w13_bias.unsqueeze(2)).squeeze(2)
     return (
         grad_x,
         grad_topk_weights,
         grouped_outer(found.both, rows, ends) if wants_w13 else w13.new_empty(0),
         grouped_outer(seen, found.inner, ends) if wants_w2 else w2.new_empty(0),
+        grad_w13_bias,
+        _sums(seen, row_weights, ends, w2_bias),
     )
+
+
+def _sums(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the weighted sum of the rows of each group, of the dtype of `bias`: its gradient.  None: [0].
+
+    A grouped GEMM adds in an order of its own; atomic additions would give other bits every time.
+    """
+    if bias is None:
+        return rows.new_empty(0)
+    columns = weights.to(rows.dtype).unsqueeze(1).expand(-1, _BIAS_COLUMNS).contiguous()
+    return grouped_outer(rows, columns, ends)[:, :, 0].contiguous().to(bias.dtype)
 
 
 @moe_backward.register_fake
@@ -196,6 +249,8 @@ def _(
     topk_weights: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
     buffer: str,
     interleaved: bool,
     max_rows: int | None,
@@ -203,10 +258,15 @@ def _(
     wants_w13: bool,
     wants_w2: bool,
     number: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    activation: str = "swiglu",
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         x.new_empty(x.shape),
         x.new_empty(topk_idx.shape, dtype=torch.float32),
         w13.new_empty(w13.shape if wants_w13 else (0,)),
         w2.new_empty(w2.shape if wants_w2 else (0,)),
+        x.new_empty(0) if w13_bias is None else torch.empty_like(w13_bias),
+        x.new_empty(0) if w2_bias is None else torch.empty_like(w2_bias),
     )

@@ -1,4 +1,4 @@
-"""Elementwise gradients of SwiGLU experts, between the grouped GEMMs of the backward pass; on a GPU one pass."""
+"""Elementwise gradients of gated experts, between the backward pass's grouped GEMMs; on GPUs one pass for SwiGLU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from moecomm.fused.activations import SWIGLU, GatedActivation
 from moecomm.gpu import plain_kernel, row_pass
 from moecomm.gpu.structs import fields_of
 from moecomm.ops.rounds import rows_of
@@ -24,7 +25,7 @@ class Gradients(NamedTuple):
     Attributes:
         both: gradient of `both`, `[rows, 2 I]`.
         weights: gradient of the weights, float32 `[rows]`.
-        inner: weight * silu(gate) * up, `[rows, I]`, which the gradient of w2 needs.
+        inner: weight * activation(gate, up), `[rows, I]`, which the gradient of w2 needs.
     """
 
     both: torch.Tensor
@@ -39,34 +40,39 @@ def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
 
 
 def gradients(
-    both: torch.Tensor, grad_inner: torch.Tensor, weights: torch.Tensor, width: int, end: torch.Tensor
+    both: torch.Tensor,
+    grad_inner: torch.Tensor,
+    weights: torch.Tensor,
+    width: int,
+    end: torch.Tensor,
+    activation: GatedActivation = SWIGLU,
 ) -> Gradients:
-    """Compute gradients of out = sum of weight * w2 (silu(gate) * up), in float32 and rounded once.
+    """Compute gradients of out = sum of weight * w2 activation(gate, up), in float32 and rounded once.
 
     Args:
         both: `[rows, 2 I]`: `width` gate columns, then `width` up columns, and so on; I and width columns are multiples
             of 16 bytes.
-        grad_inner: `[rows, I]` of the same dtype: gradient of silu(gate) * up, not multiplied by the weight.
+        grad_inner: `[rows, I]` of the same dtype: gradient of activation(gate, up), not multiplied by the weight.
         weights: float32 `[rows]`.
         width: I, or the granularity of interleaved weights.
         end: int32 `[1]`: rows from this one on may hold anything, in inputs and outputs.
+        activation: of the experts.
     """
-    if both.is_cuda:
+    if both.is_cuda and activation == SWIGLU:
         return by_kernel(both, grad_inner, weights, width, end)
     gate, up = both.float().view(len(both), both.shape[1] // (2 * width), 2, width).unbind(2)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    inner, grad, scale = (silu * up).flatten(1), grad_inner.float(), weights.unsqueeze(1)
+    values, by_gate, by_up = activation.derivatives(gate, up)
+    inner, grad, scale = values.flatten(1), grad_inner.float(), weights.unsqueeze(1)
     grad_weights = (inner * grad).sum(dim=1)
     grad_h = (grad * scale).view(gate.shape)
-    grad_both = torch.stack((grad_h * up * (sigmoid + silu * (1 - sigmoid)), grad_h * silu), dim=2)
+    grad_both = torch.stack((grad_h * by_gate, grad_h * by_up), dim=2)
     return Gradients(grad_both.flatten(1).to(both.dtype), grad_weights, (inner * scale).to(both.dtype))
 
 
 def by_kernel(
     both: torch.Tensor, grad_inner: torch.Tensor, weights: torch.Tensor, width: int, end: torch.Tensor
 ) -> Gradients:
-    """Compute `gradients` with the kernel, on a GPU."""
+    """Compute `gradients` of SwiGLU with the kernel, on a GPU."""
     both, grad_inner, weights = rows_of(both), rows_of(grad_inner), weights.contiguous()
     made = Gradients(torch.empty_like(both), torch.empty_like(weights), torch.empty_like(grad_inner))
     count, columns = grad_inner.shape

@@ -27,6 +27,8 @@ DISPATCHES = (
     "backward of moe",
     "backward of moe in chunks",
     "verification",
+    "moe in INT8",  # whose rows look like those in FP8
+    "moe in INT8 in chunks",
 )
 COMBINES = ("combine", "moe", "backward of dispatch", "backward of moe")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
+from moecomm.fused.activations import SWIGLU, GatedActivation
+
 GROUP = 128  # columns of e4m3 that share a scale
 UNIT = 2.0**-23
 # Largest error of a sum of 128 products of e4m3 over the sum of their absolute values. Tensor cores add 32 products to
@@ -35,16 +37,29 @@ def product(rows: torch.Tensor, off: torch.Tensor, w: torch.Tensor, lost: float)
     return rows @ w.T, (off + lost * (rows.abs() + off)) @ w.abs().T
 
 
-def gated(both: torch.Tensor, off: torch.Tensor) -> Value:
-    """Return silu(gate) * up; `both` holds gate and up side by side.
+def gated(both: torch.Tensor, off: torch.Tensor, activation: GatedActivation = SWIGLU) -> Value:
+    """Return activation(gate, up); `both` holds gate and up side by side.
 
-    The slope of silu is at most 1.1. __expf has a relative error of up to 2^-16. __fdividef returns 0 for a divisor
-    beyond 2^126 = exp(87.3).
+    The slope of silu is at most 1.1, that of GELU at most 1.13. __expf has a relative error of up to 2^-16. __fdividef
+    returns 0 for a divisor beyond 2^126 = exp(87.3).  GELU adds 1 to a number near -1 where the gate is far below 0.
     """
     (gate, up), (gate_off, up_off) = both.chunk(2, -1), off.chunk(2, -1)
+    if activation.name != "swiglu":
+        factor = up.abs() + (1 if activation.name == "swigluoai" else 0)
+        value, (_, _, by_up) = activation.apply(gate, up), activation.derivatives(gate, torch.zeros_like(up))
+        slope = 1.13 * gate_off * (factor + up_off) + by_up.abs() * up_off
+        return value, slope + 2.0**-16 * value.abs() + 2.0**-21 * (gate.abs() + 1) * factor
     value = silu(gate) * up
     lost = 1.1 * gate_off * (up.abs() + up_off) + silu(gate).abs() * up_off
     return value, lost + torch.where(gate < -87, 1, 2.0**-16) * value.abs()
+
+
+def biased(value: torch.Tensor, off: torch.Tensor, bias: torch.Tensor | None) -> Value:
+    """Return value + bias, added in float32; None: the value as it is."""
+    if bias is None:
+        return value, off
+    total = value + bias.double()
+    return total, off + UNIT * (total.abs() + off)
 
 
 def rounded(value: torch.Tensor, off: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
+from moecomm.base.choices import Activation
 from moecomm.base.experts import experts_of
 from moecomm.dispatch.reference import quantize
 from moecomm.fused import Fp8, deinterleave, interleave, quantize_weights
+from moecomm.fused.activations import LIMIT, SWIGLU, GatedActivation
 from moecomm.testing import bounds
 from moecomm.testing.cases import draw_routing
 from moecomm.testing.fp8 import in_float64
@@ -33,6 +35,9 @@ class LayerCase:
     interleaved: bool
     wire: torch.dtype | None
     fp8: bool = False  # weights are cast to FP8 before Buffer.moe
+    activation: GatedActivation = SWIGLU
+    w13_bias: torch.Tensor | None = None  # [E, 2 I]: gate columns before up columns
+    w2_bias: torch.Tensor | None = None
 
     def call(self, rank: int, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Return the arguments of Buffer.moe on this rank."""
@@ -49,6 +54,14 @@ class LayerCase:
         weights: dict[str, Any] = {"w13": w13.to(device), "w2": self.w2[mine].contiguous().to(device)}
         if self.fp8:
             weights = {name: quantize_weights(w) for name, w in weights.items()}
+        for name, each in (("w13_bias", self.w13_bias), ("w2_bias", self.w2_bias)):
+            if each is not None:
+                weights[name] = each[mine].contiguous().to(device)
+        if self.activation != SWIGLU:
+            weights["activation"] = self.activation.name
+            if self.activation.name == "swigluoai":
+                about = {"activation_limit": self.activation.limit, "activation_alpha": self.activation.alpha}
+                weights.update(about)
         return {**moved, **weights, "interleaved": self.interleaved, "wire": self.wire}
 
     def matrices(self, expert: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,8 +95,12 @@ def random_layer(
     max_tokens: int,
     dtype: torch.dtype,
     fp8: bool = False,
+    experts: bool = False,
 ) -> LayerCase:
-    """Draw the layer of a seed, on the CPU: ragged token counts (zero too), every kind of routing, every option."""
+    """Draw the layer of a seed, on the CPU: ragged token counts (zero too), every kind of routing, every option.
+
+    `experts`: draw an activation and biases of experts, too.
+    """
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
     tokens = [rng.choice([0, 1, max_tokens, rng.randint(0, max_tokens)]) for _ in range(ranks)]
@@ -94,6 +111,17 @@ def random_layer(
     def drawn(*shape: int, scale: float = 1) -> torch.Tensor:
         return (torch.randn(*shape, generator=g) * scale).to(dtype)
 
+    drawing: dict[str, Any] = {}
+    if experts:
+        of_experts = random.Random(seed)
+        names: tuple[Activation, ...] = get_args(Activation)
+        limit = of_experts.choice([LIMIT, 0.5])  # one of few values, and one of many
+        drawing["activation"] = GatedActivation(of_experts.choice(names), limit)
+        more = torch.Generator().manual_seed(seed + 1)
+        for name, columns in (("w13_bias", 2 * intermediate), ("w2_bias", hidden)):
+            bias_type = of_experts.choice([None, dtype, torch.float32])
+            values = torch.randn(num_experts, columns, generator=more)
+            drawing[name] = None if bias_type is None else values.to(bias_type)
     return LayerCase(
         seed=seed,
         x=[drawn(t, hidden) for t in tokens],
@@ -105,6 +133,7 @@ def random_layer(
         interleaved=intermediate % 8 == 0 and rng.random() < 0.3,
         wire=rng.choice([None, None, dtype]),
         fp8=fp8,
+        **drawing,
     )
 
 
@@ -143,12 +172,14 @@ def expected(
         token, k = (ids == expert).nonzero(as_tuple=True)
         w13, w2 = case.matrices(expert, device)
         exact = torch.zeros_like(rows[token])
+        first, second = (None if each is None else each[expert].to(device) for each in (case.w13_bias, case.w2_bias))
         both = bounds.product(rows[token], exact, w13, bounds.lost_by_sums(w13.shape[1], fp8_on))
-        inner, inner_off = bounds.gated(*both)
+        inner, inner_off = bounds.gated(*bounds.biased(*both, first), case.activation)
         inner_off = bounds.rounded(inner, inner_off, torch.bfloat16 if case.fp8 else dtype)
         if case.fp8:
             inner_off = bounds.cast(inner, inner_off)
         y, y_off = bounds.product(inner, inner_off, w2, bounds.lost_by_sums(w2.shape[1], fp8_on))
+        y, y_off = bounds.biased(y, y_off, second)
         y_off = bounds.rounded(y, y_off, dtype)
         scale = weights[token, k].double().unsqueeze(1)
         out.index_add_(0, token, scale * y)

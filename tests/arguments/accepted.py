@@ -27,7 +27,17 @@ _LAYOUT = "deep_ep.Buffer.get_dispatch_layout(topk_idx)"
 _LOW = "deep_ep.Buffer.low_latency_combine"
 _TENSORS = (
     *("x", "y", "out", "bias", "topk_idx", "topk_weights", "scales", "weight_grads", "w13", "w2", "w", "weight"),
-    *("tokens_per_expert", "handle", "hidden", "probs", "routing_map", "scaling_factor", "is_token_in_rank"),
+    *(
+        "w13_bias",
+        "w2_bias",
+        "tokens_per_expert",
+        "handle",
+        "hidden",
+        "probs",
+        "routing_map",
+        "scaling_factor",
+        "is_token_in_rank",
+    ),
     *("num_tokens_per_expert", "mask_status", "cumulative_local_expert_recv_stats"),
     *("dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"),
 )
@@ -42,7 +52,14 @@ _OF_TORCH = (  # operations of torch
     *("nn.Experts.forward(x)", "nn.Gate.forward(x)", "router.Gating.__call__(x)", "router.Router.__call__(x)"),
 )
 _SCALES = ("ops.combine(handle)", "fused.grouped_gemm(x)")  # row_weights, and scales by column
-_ROWS = (*_OF_TORCH[5:], "nn.ExpertParallel.forward(x)", "fused.quantize_weights(w)", "w13")
+_ROWS = (
+    *_OF_TORCH[5:],
+    "nn.ExpertParallel.forward(x)",
+    "fused.quantize_weights(w)",
+    "fused.quantize_channels(w)",
+    "fused.quantize_rows(x)",
+    "w13",
+)
 _HINTS = (
     *_of("deep_ep.ElasticBuffer", "num_max_tokens_per_rank", "hidden", "num_topk"),
     *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "num_max_tokens_per_rank", "hidden", "num_topk"),
@@ -76,6 +93,7 @@ TABLE = (
                 "wire",
             ),
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
+            *("activation_alpha", "activation_limit", "w13_bias", "w2_bias"),
             *("activation", "capacity_factor", "dropped", "offsets", "overflow", "nn.Experts(num_experts)"),
             *_of("routing.RoutingRecorder", "watch", "experts"),
             *_of("routing.RoutingRecorder.add", "rank", "ranks"),
@@ -96,6 +114,8 @@ TABLE = (
                 "async_with_compute_stream",
                 "check_weights",
                 "corrected",
+                "nn.Experts(bias)",
+                "nn.ExpertParallel(bias)",
             ),
             "error_if_nonfinite",
             *(
@@ -197,6 +217,11 @@ TABLE = (
         ("2**31", "2**63", "2**70", "inf", "0.5", "2.0", "np.float64"),
         ("capacity_factor",),
     ),
+    Row(
+        "a positive number",
+        ("2**31", "2**63", "2**70", "0.5", "2.0", "True", "np.float64"),
+        ("activation_alpha", "activation_limit"),
+    ),
     Row("seconds, without an end", ("0", "False", "2**31", "2**63", "2**70", "inf"), ("limit_s",)),
     Row(
         "any finite factor",
@@ -244,7 +269,7 @@ TABLE = (
     Row(
         "copied first, or read by torch",
         ("by column", "with gaps", "an array"),
-        (*_SMALL, *_OF_TORCH, *_SCALES, "w13", "w2"),
+        (*_SMALL, *_OF_TORCH, *_SCALES, "w13", "w2", "w13_bias", "w2_bias"),
     ),
     Row(
         "zeros, for torch",
@@ -309,7 +334,15 @@ TABLE = (
     Row(
         "any tensor of matrices, whose shape alone is known of some",
         ("meta", "fake", "one column fewer", "one dimension more", "one dimension fewer"),
-        ("fused.interleave(w13)", "fused.deinterleave(w13)", "fused.quantize_weights(w)"),
+        (
+            *("fused.interleave(w13)", "fused.deinterleave(w13)", "fused.quantize_weights(w)"),
+            *("fused.quantize_channels(w)", "fused.quantize_rows(x)"),
+        ),
+    ),
+    Row(
+        "rows, whose shape alone is known of some",
+        ("a tensor", "a meta tensor", "without memory", "with gaps", "by column"),
+        ("fused.quantize_rows(x)",),
     ),
     Row("any dtype", ("double", "int8", "bool", "complex"), ("fused.interleave(w13)", "fused.deinterleave(w13)")),
     Row("a FakeTensor of its own", ("fake",), ("router.Router(bias)",)),

@@ -55,6 +55,8 @@ NOT_CALLED = {
     "ops.ChunkedHandle",  # see tests/ops/test_overflow.py
     "nn.Gate.__call__",  # forward()
     "fused.Fp8",
+    "fused.Int8",
+    "fused.Mxfp4",
     "routing.Load",
     "routing.Recorded",
     "overlap.Workspace.call",  # of the operators
@@ -238,6 +240,8 @@ def of_moecomm() -> dict[str, list[Call]]:
     scaled = {"x": x, "topk_idx": idx, "scales": scales, "scale_layout": "row"}
     experts = {"topk_idx": idx, "topk_weights": weights, "w13": w13, "w2": w2, "activation": "swiglu"}
     how = {"interleaved": False, "max_rows": None, "wire": None, "num_sms": None, "check_weights": False}
+    gates: dict[str, Any] = {"activation": "swigluoai", "activation_limit": 7.0, "activation_alpha": 1.702}
+    gates |= {"w13_bias": torch.zeros(w13.shape[:2]), "w2_bias": torch.zeros(w2.shape[:2], dtype=BF16)}
     out, bias = torch.empty(T, H, dtype=BF16), torch.randn(T, H).to(BF16)
     dropping = {"overflow": "drop", "dropped": torch.zeros(1, dtype=torch.int32)}
 
@@ -289,6 +293,7 @@ def of_moecomm() -> dict[str, list[Call]]:
     gate_sizes = {"hidden": H, "num_experts": E, "topk": K}
     gate = {"gate": "softmax", "num_groups": 1, "topk_groups": 1, "scale": 1.0, "normalize": True}
     weights_of = {"seed": 0, "dtype": torch.float32, "device": "cpu"}
+    gated = {"activation": "swigluoai", "activation_limit": 7.0, "activation_alpha": 1.702}
     four = nn.Experts(range(E), H, I)
     elastic = moecomm.Buffer(**SIZES, backend="host")
     buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
@@ -360,6 +365,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         "moecomm.Buffer.moe": [
             Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None, "overflow": None}),
             Call(made.moe, {"x": x, **experts, **dropping}),
+            Call(made.moe, {"x": x, **experts, **gates}),
             Call(made.moe, {"x": x, **experts, "w13": fused.quantize_weights(w13), "w2": fused.quantize_weights(w2)}),
         ],
         **of_windows(),
@@ -415,6 +421,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         "ops.moe": [
             Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None, "overflow": None}),
             Call(ops.moe, {"buffer": made, "x": x, **experts, **dropping, "layer": 1}),
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **gates}),
             Call(
                 ops.moe,
                 {
@@ -444,9 +451,11 @@ def of_moecomm() -> dict[str, list[Call]]:
                 },
             ),
             Call(nn.ExpertParallel, {**layer_sizes, "buffer": buffer_32}),
+            Call(nn.ExpertParallel, {**layer_sizes, **gated, "bias": True}),
         ],
         "nn.ExpertParallel.forward": [Call(layer.forward, {"x": rows, "topk_idx": idx, "topk_weights": weights})],
         "nn.Experts": [
+            Call(nn.Experts, {"experts": range(2), "hidden": H, "intermediate": I, **gated, "bias": True}),
             Call(
                 nn.Experts,
                 {
@@ -457,7 +466,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "group": "self",
                     **weights_of,
                 },
-            )
+            ),
         ],
         "nn.Experts.forward": [
             Call(four.forward, {"x": rows, "tokens_per_expert": torch.ones(E, dtype=torch.int32)}),
@@ -491,6 +500,8 @@ def of_moecomm() -> dict[str, list[Call]]:
         "fused.interleave": [Call(fused.interleave, {"w13": w13})],
         "fused.deinterleave": [Call(fused.deinterleave, {"w13": w13})],
         "fused.quantize_weights": [Call(fused.quantize_weights, {"w": w2})],
+        "fused.quantize_channels": [Call(fused.quantize_channels, {"w": w2, "dtype": torch.int8})],
+        "fused.quantize_rows": [Call(fused.quantize_rows, {"x": w2[0], "dtype": torch.int8})],
         "fused.grouped_gemm": [
             Call(
                 fused.grouped_gemm,
@@ -506,6 +517,19 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "quantize": None,
                     "expected_rows": None,
                     "schedule": None,
+                },
+            ),
+            Call(
+                fused.grouped_gemm,
+                {
+                    "x": gemm_x,
+                    "w": gemm_w,
+                    "tokens_per_expert": counts,
+                    "activation": "swigluoai",
+                    "activation_limit": 7.0,
+                    "activation_alpha": 1.702,
+                    "bias": torch.zeros(gemm_w.shape[:2]),
+                    "out": torch.empty(6, 8, dtype=BF16),
                 },
             ),
             Call(

@@ -35,7 +35,7 @@ GPUS: dict[str, Any] = {
 }
 MANY = {"topk": 32, "hidden": 16384}
 # Multiples of sizes of experts, in the order of the table; tests below try each.
-OF_EXPERTS = (8, 16, 32, 16, 8)
+OF_EXPERTS = (8, 16, 32, 16, 16, 32, 8)
 GEMM_ROWS, WINDOW_BYTES = 1 << 30, 1 << 46
 # By argument: sizes that open, and sizes that do not.
 BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -213,16 +213,16 @@ def test_a_grouped_gemm_has_as_many_rows_as_the_table_says() -> None:
     ("how", "columns", "depth"),
     [
         ({}, 8, 8),
-        ({"swiglu": True}, 16, 8),
+        ({"gated": True}, 16, 8),
         ({"fp8": True}, 8, 16),
-        ({"fp8": True, "swiglu": True}, 64, 16),
-        ({"fp8": True, "swiglu": True, "interleaved": True}, 16, 16),
+        ({"fp8": True, "gated": True}, 64, 16),
+        ({"fp8": True, "gated": True, "interleaved": True}, 16, 16),
     ],
 )
 def test_matrices_of_a_grouped_gemm_have_the_multiples_of_the_table(
     how: dict[str, bool], columns: int, depth: int
 ) -> None:
-    given = {"fp8": False, "swiglu": False, "interleaved": False, **how}
+    given = {"fp8": False, "gated": False, "interleaved": False, **how}
     assert unfit(3 * columns, 3 * depth, **given) == ""
     assert unfit(columns * 3 // 2, depth, **given) and unfit(columns, depth * 3 // 2, **given)
 

@@ -31,6 +31,7 @@ from moecomm.fused import (
     structs,
     tensor_maps,
 )
+from moecomm.fused.activations import SWIGLU
 from moecomm.fused.kernels import row_pitch
 from moecomm.fused.operands import check_operands
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
@@ -82,15 +83,26 @@ class Emulated:
         run(kernel, args, blocks, self._random.randrange(1 << 30))
 
     def _grouped_gemm(
-        self, x: Any, w: Any, counts: Any, *, alignment: int, activation: Any, interleaved: bool, out: Any
+        self,
+        x: Any,
+        w: Any,
+        counts: Any,
+        *,
+        alignment: int,
+        activation: Any,
+        interleaved: bool,
+        out: Any,
+        bias: Any = None,
     ) -> None:
-        given = check_operands(x, w, counts, alignment, activation, interleaved)
+        bias = None if bias is None else bias.float()
+        used = activation or SWIGLU
+        given = check_operands(x, w, counts, alignment, used.name if activation else None, interleaved, bias)
         product, scales = out if isinstance(out, Fp8) else (out, None)
-        dtype, swiglu = given.x.dtype, activation is not None
+        dtype, gated, epilogue = given.x.dtype, activation is not None, kernels.Epilogue(used.name, bias is not None)
         schedule = FP8_SCHEDULES["64x5c1"] if dtype == kernels.FP8 else SCHEDULES["64x8c1"]
-        apart = swiglu and not interleaved
-        args = gemm.arguments(given, apart, product.data_ptr(), scales, schedule, alignment)
-        self.launch(kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=product.dtype), 2, args)
+        apart = gated and not interleaved
+        args = gemm.arguments(given, apart, product.data_ptr(), scales, schedule, alignment, used)
+        self.launch(kernels.gemm_kernel(dtype, gated, apart, schedule, product.dtype, epilogue), 2, args)
 
     def fused(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
         ids = [b.rounds.own_ids(call["topk_idx"]) for b, call in zip(ranks.buffers, calls, strict=True)]
@@ -150,6 +162,22 @@ def test_bits_are_those_of_an_unfused_layer(
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
             case.wire = None
             emulated.check(ranks, case)
+
+
+@pytest.mark.parametrize("seed", few(range(8), 0, 1))
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_biases_and_activations_have_the_bits_of_an_unfused_layer(
+    fp8: bool, seed: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated = Emulated(machine, monkeypatch)
+    if fp8 and seed % 2:  # x as operand A, in the fused form alone
+        monkeypatch.setattr(schedules, "schedule_of_both", lambda *about: FP8_SCHEDULES["128x4c1r"])
+    sizes = SIZES[2] | {"hidden": 144, "intermediate": 96}  # columns of both parts of a block
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+        case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8, experts=True)
+        case.wire = None
+        emulated.check(ranks, case)
 
 
 @pytest.mark.long

@@ -9,9 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from moecomm.base.choices import Activation
 from moecomm.dispatch.reference import by_column, quantize
-from moecomm.fused import FP8_SCHEDULES, Fp8, gemm, grouped_gemm, quantize_weights, tensor_maps
-from moecomm.fused.kernels import FP8, gemm_kernel
+from moecomm.fused import (
+    FP8_SCHEDULES,
+    SCHEDULES,
+    Fp8,
+    gemm,
+    grouped_gemm,
+    quantize_channels,
+    quantize_rows,
+    quantize_weights,
+    tensor_maps,
+)
+from moecomm.fused.activations import GatedActivation
+from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
 from moecomm.fused.operands import check_operands
 from moecomm.testing.fp8 import expected_gemm
 
@@ -90,3 +102,42 @@ def test_the_kernel_computes_what_the_reference_does(name: str, monkeypatch: pyt
         assert not bool(wrong.any()), f"{int(wrong.sum())} of {wrong.numel()}: {wrong.nonzero()[:4].tolist()}"
     assert bool(out[rows.stop :].isnan().all())
     torch.testing.assert_close(out[rows], grouped_gemm(x, w, tokens, **how)[rows], rtol=2**-6, atol=1e-3)
+
+
+CHANNELS: dict[str, tuple[str, torch.dtype, Activation | None, bool, tuple[int, ...], int, int]] = {
+    "plain": ("64x8c1", FP8, None, True, (5, 0, 90), 328, 272),
+    "interleaved, a pair": ("64x8c2", FP8, "swiglu", True, (3, 70), 304, 144),
+    "apart": ("128x6c1", FP8, "swigluoai", False, (20, 0, 140), 160, 272),
+    "INT8 widened": ("64x8c1", torch.int8, "geglu", False, (40, 3), 160, 136),
+}
+
+
+@pytest.mark.parametrize("name", few(CHANNELS, "plain", "apart"))
+def test_the_kernel_multiplies_by_scales_of_rows_and_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_maps, "encode", encode)
+    schedule_name, dtype, activation, interleaved, counts, columns, depth = CHANNELS[name]
+    g = torch.Generator().manual_seed(columns)
+    rows, experts = sum(counts) + 9, len(counts)
+    x, w = torch.randn(rows, depth, generator=g), torch.randn(experts, columns, depth, generator=g) / depth**0.5
+    x *= torch.exp2(torch.randint(-4, 5, (rows, 1), generator=g))
+    w *= torch.exp2(torch.randint(-2, 3, (experts, columns, 1), generator=g))
+    bias = torch.randn(experts, columns, generator=g)
+    pair, weights = quantize_rows(x, dtype), quantize_channels(w, dtype)
+    how = {"activation": activation, "interleaved": interleaved, "bias": bias}
+    tokens = torch.tensor(counts, dtype=torch.int32)
+    given = check_operands(pair, weights, tokens, 1, **how)
+    assert given.by_channel
+    if dtype is torch.int8:
+        given = given._replace(x=given.x.bfloat16(), w=given.w.bfloat16())
+    apart, gated = activation is not None and not interleaved, GatedActivation(activation or "swiglu")
+    out = torch.full((rows, columns // (2 if activation else 1)), float("nan"), dtype=torch.bfloat16)
+    schedule = SCHEDULES[schedule_name]
+    args = gemm.arguments(given, apart, out.data_ptr(), None, schedule, 1, gated)
+    epilogue = Epilogue(gated.name, True, True)
+    kernel = gemm_kernel(given.x.dtype, activation is not None, apart, schedule, torch.bfloat16, epilogue)
+    run(kernel, args, blocks=2 * schedule.cluster, seed=len(name))
+    used = sum(counts)
+    assert bool(out[used:].isnan().all())
+    want = grouped_gemm(pair, weights, tokens, **how, out_dtype=torch.bfloat16)
+    torch.testing.assert_close(out[:used], want[:used], rtol=2**-7, atol=2**-10)  # sums in another order
+    assert float((out[:used] == want[:used]).float().mean()) > 0.9

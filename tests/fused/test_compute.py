@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from moecomm.base.choices import Activation
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES
 from moecomm.fused.compute import layer_kernel, row_tiles_per_turn
-from moecomm.fused.kernels import FP8
+from moecomm.fused.kernels import FP8, Epilogue
 from moecomm.fused.schedules import schedule_of_both
 from moecomm.gpu import loader
 from moecomm.router import MODELS
@@ -58,6 +61,14 @@ KERNELS = {
     name: layer_kernel(dtype, apart, (SCHEDULES | FP8_SCHEDULES)[name], hidden, out)
     for name, (dtype, apart, hidden, out) in KINDS.items()
 } | LACKED
+KERNELS |= {
+    f"{name}, {epilogue.activation}": layer_kernel(
+        dtype, apart, (SCHEDULES | FP8_SCHEDULES)[name], hidden, out, epilogue=epilogue
+    )
+    for (name, (dtype, apart, hidden, out)), epilogue in zip(
+        KINDS.items(), itertools.cycle(Epilogue(activation, True) for activation in get_args(Activation)), strict=False
+    )
+}
 
 
 @pytest.mark.compiled(KERNELS)

@@ -194,7 +194,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"w": (W.data, W.scales.transpose(1, 2).contiguous().transpose(1, 2))}, BadInput, "gaps"),
     ({"w": (W.data.float().bfloat16(), W.scales)}, BadInput, "w"),
     ({"quantize": "int8", "activation": "swiglu"}, BadInput, "quantize"),
-    ({"quantize": "fp8"}, Unsupported, "swiglu"),
+    ({"quantize": "fp8"}, Unsupported, "an activation"),
     ({"quantize": "fp8", "activation": "swiglu", "out_dtype": torch.float16}, Unsupported, "out_dtype"),
     ({"out_dtype": torch.float32}, Unsupported, "float32"),
     ({"out": (torch.empty(40, N, dtype=torch.bfloat16), torch.empty(40, 3))}, BadInput, "out"),

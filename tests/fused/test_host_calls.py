@@ -20,11 +20,13 @@ from moecomm.gpu import plain_kernel
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 256, 64, 8, 4, 32
 
 
-def experts_of_a_gpu(x: Any, w13: Any, w2: Any, counts: Any, *, interleaved: bool, expected_rows: int) -> Any:
+def experts_of_a_gpu(
+    x: Any, w13: Any, w2: Any, counts: Any, *, interleaved: bool, expected_rows: int, activation: Any, biases: Any
+) -> Any:
     """Launch what layer.apply_experts launches there."""
     inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
-    gemm.multiply(Operands(x, w13, counts), True, interleaved, inner, None, expected_rows)
-    gemm.multiply(Operands(inner, w2, counts), False, False, y, None, expected_rows)
+    gemm.multiply(Operands(x, w13, counts), activation, interleaved, inner, None, expected_rows)
+    gemm.multiply(Operands(inner, w2, counts), None, False, y, None, expected_rows)
     return y
 
 
@@ -38,7 +40,7 @@ class Gpu:
         for where, name, what in (
             (layer, "_why_unfused", lambda *about: ""),
             (layer, "apply_experts", experts_of_a_gpu),
-            (gemm, "arguments_at", lambda *about: gemm_args),  # as if the memory were that of the layer before
+            (gemm, "arguments_at", lambda *about, **more: gemm_args),  # as if the memory were that of the layer before
             (kernels, "multiprocessors", lambda device: 132),
             (plain_kernel, "load", lambda *about: 1),
             (pipeline, "load", lambda *about: 1),

@@ -13,7 +13,7 @@ import torch
 from moecomm import tuning
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
 from moecomm.fused.compute import layer_kernel
-from moecomm.fused.kernels import gemm_kernel
+from moecomm.fused.kernels import Epilogue, gemm_kernel
 from moecomm.fused.schedules import schedule_of, schedule_of_both
 from moecomm.fused.structs import GemmArgs
 from moecomm.tuning import Table
@@ -109,6 +109,22 @@ KERNELS = {name: gemm_kernel(*kind, SCHEDULES[name]) for name, kind in zip(SCHED
         ("128x4c1", False, False, torch.bfloat16),
         ("64x5c2", True, False, torch.float16),
         ("128x4c1r", True, True, kernels.FP8),
+    )
+}
+KERNELS |= {
+    f"channels, {name} of {dtype}": gemm_kernel(
+        dtype,
+        activation is not None,
+        apart,
+        SCHEDULES[name],
+        torch.bfloat16,
+        Epilogue(activation or "swiglu", bias, True),
+    )
+    for name, dtype, activation, apart, bias in (
+        ("64x8c1", kernels.FP8, "swiglu", True, False),
+        ("128x6c2", kernels.FP8, None, False, True),
+        ("256x4c2u16", kernels.FP8, "swigluoai", True, True),
+        ("256x4c1", torch.bfloat16, "geglu", False, True),
     )
 }
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.fused.activations import GatedActivation
 from moecomm.nn import ExpertParallel, gather_state, shard_state, shared_buffer
 from moecomm.nn.state import is_sharded
 from moecomm.router import Router, random_routing
@@ -83,6 +84,47 @@ def test_outputs_and_gradients_are_those_of_one_rank(ranks: int, routing: str) -
         assert_close(sum(g[4] for g in got), one.gate.weight.grad)
     else:
         assert not any(g[4].any() for g in got)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_with_biases_and_other_activations(ranks: int) -> None:
+    """gpt-oss' experts, in training and in inference, and their states."""
+    how: dict[str, Any] = {"bias": True, "activation": "swigluoai", "activation_limit": 0.5, "activation_alpha": 1.5}
+    activation = GatedActivation("swigluoai", 0.5, 1.5)
+    xs, seen = ([draw(TOKENS[rank], HIDDEN, seed=s + rank) for rank in range(ranks)] for s in (0, 10))
+    names = ("w13", "w2", "w13_bias", "w2_bias")
+    biases = {"w13_bias": draw(EXPERTS, 2 * INTERMEDIATE), "w2_bias": draw(EXPERTS, HIDDEN)}
+
+    def with_biases(layer: ExpertParallel) -> ExpertParallel:
+        whole = layer_of(None, **how).state_dict()
+        layer.load_state_dict({**whole, **{f"experts.{name}": value for name, value in biases.items()}})
+        return layer
+
+    def body(group: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        layer = with_biases(layer_of(group, **how))
+        out = layer(xs[group.rank])
+        (out * seen[group.rank]).sum().backward()
+        with torch.no_grad():
+            again = layer(xs[group.rank])
+        state = layer.state_dict()
+        layer.open().close()
+        return [out.detach(), again, *(getattr(layer.experts, name).grad for name in names)], state
+
+    found = on_threads(ranks, body)
+    one = with_biases(layer_of(None, **how)).double()
+    x = torch.cat(xs).double()
+    idx, weights = one.gate(x)
+    w13, w2, w13_bias, w2_bias = (getattr(one.experts, name) for name in names)
+    both = torch.einsum("th,eih->tei", x, w13) + w13_bias
+    y = torch.einsum("tei,ehi->teh", activation.apply(*both.chunk(2, dim=-1)), w2) + w2_bias
+    out = (y.gather(1, idx.unsqueeze(2).expand(-1, -1, HIDDEN)) * weights.double().unsqueeze(2)).sum(dim=1)
+    (out * torch.cat(seen)).sum().backward()
+    wanted = [out, out, w13.grad, w2.grad, w13_bias.grad, w2_bias.grad]
+    for i, want in enumerate(wanted):
+        assert_close(torch.cat([tensors[i] for tensors, _ in found]), want)
+    for name, value in biases.items():
+        assert is_sharded(f"experts.{name}")
+        assert torch.equal(torch.cat([state[f"experts.{name}"] for _, state in found]), value)
 
 
 def test_inference_is_one_call_and_experts_with_hooks_are_called() -> None:

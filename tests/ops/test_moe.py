@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm import ops
-from moecomm.fused import quantize_weights
+from moecomm.base.choices import Activation
+from moecomm.fused import interleave, quantize_weights
+from moecomm.fused.activations import GatedActivation
 from moecomm.testing import LayerCase, random_layer
 from tests.ops import plain
 from tests.ops.plain import grads_of, seen_by, wanting
@@ -84,6 +86,52 @@ def test_gradients_are_those_of_one_rank(ranks: int, domain_ranks: int, dtype: t
         case, *found = got
         for rank, want in enumerate(plain.gradients(case, seen_by(case))):
             plain.check(found[rank], want, f"layer of seed {case.seed}, rank {rank}")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", get_args(Activation))
+def test_gradients_of_activations_and_biases(name: Activation, interleaved: bool) -> None:
+    case = full_layer()
+    case.activation, case.interleaved, g = GatedActivation(name, 0.5), interleaved, torch.Generator().manual_seed(1)
+    experts, hidden, inner = SIZES["num_experts"], SIZES["hidden"], SIZES["intermediate"]
+    case.w13_bias = torch.randn(experts, 2 * inner, generator=g)
+    case.w2_bias = torch.randn(experts, hidden, generator=g)
+    seen, names = seen_by(case)[0], ("x", "topk_weights", "w13", "w2", "w13_bias", "w2_bias")
+    with opened(None) as buffer:
+        call = case.call(0)
+        leaves = {leaf: call[leaf].clone().requires_grad_() for leaf in names}
+        out = ops.moe(buffer, **{**call, **leaves})
+        case.check(0, out.detach())
+        got = dict(zip(names, torch.autograd.grad(out, list(leaves.values()), seen), strict=True))
+    given = (case.x[0], case.topk_weights[0], case.w13, case.w2, case.w13_bias, case.w2_bias)
+    x, weights, w13, w2, b13, b2 = (tensor.double().requires_grad_() for tensor in given)
+    both = torch.einsum("th,eih->tei", x, w13) + b13
+    y = torch.einsum("tei,ehi->teh", case.activation.apply(*both.chunk(2, dim=-1)), w2) + b2
+    ids = case.topk_idx[0].long()
+    chosen = y.gather(1, ids.clamp(min=0).unsqueeze(2).expand(-1, -1, hidden))
+    total = (chosen * torch.where(ids >= 0, weights, 0.0).unsqueeze(2)).sum(dim=1)
+    want = dict(zip(names, torch.autograd.grad(total, (x, weights, w13, w2, b13, b2), seen.double()), strict=True))
+    if interleaved:
+        want["w13"] = interleave(want["w13"])
+    for leaf in names:
+        assert got[leaf].dtype == given[names.index(leaf)].dtype
+        torch.testing.assert_close(got[leaf].double(), want[leaf], rtol=1e-4, atol=1e-4, msg=leaf)
+
+
+def test_a_bias_of_experts_alone_has_a_gradient() -> None:
+    case = full_layer()
+    case.w2_bias = torch.zeros(SIZES["num_experts"], SIZES["hidden"])
+    seen = seen_by(case)[0]
+    with opened(None) as buffer:
+        call = case.call(0)
+        call["w2_bias"].requires_grad_()
+        (got,) = torch.autograd.grad(ops.moe(buffer, **call), call["w2_bias"], seen)
+    want = torch.zeros_like(got)
+    for token, (ids, weights) in enumerate(zip(case.topk_idx[0].tolist(), case.topk_weights[0], strict=True)):
+        for expert, weight in zip(ids, weights, strict=True):
+            if expert >= 0:
+                want[expert] += weight * seen[token]
+    torch.testing.assert_close(got, want)
 
 
 MISTAKES: dict[str, Callable[[dict[str, torch.Tensor]], torch.Tensor]] = {
@@ -193,11 +241,18 @@ def test_torch_finds_nothing_wrong_with_the_operators() -> None:
     with opened(None) as buffer:
         how = (buffer.name, "swiglu", case.interleaved, None, None, None, False, None, None)
         moe, backward = torch.ops.moecomm.moe.default, torch.ops.moecomm.moe_backward.default
-        torch.library.opcheck(moe, (x, idx, weights, w13, None, w2, None, bias, *how))
-        torch.library.opcheck(moe, (x, idx, None, w13.detach(), None, w2, None, bias.detach()[0], *how))
+        torch.library.opcheck(moe, (x, idx, weights, w13, None, w2, None, bias, None, None, *how))
+        torch.library.opcheck(moe, (x, idx, None, w13.detach(), None, w2, None, bias.detach()[0], None, None, *how))
         grad, plain_tensors = torch.randn(x.shape), (x.detach(), idx, weights.detach(), w13.detach(), w2.detach())
         for wants in ((True, True), (False, True), (False, False)):
-            torch.library.opcheck(backward, (grad, *plain_tensors, buffer.name, case.interleaved, None, None, *wants))
+            torch.library.opcheck(
+                backward, (grad, *plain_tensors, None, None, buffer.name, case.interleaved, None, None, *wants)
+            )
+        biases = torch.ones(SIZES["num_experts"], 2 * SIZES["intermediate"]), torch.ones(w2.shape[:2])
+        given = (x, idx, weights, w13, None, w2, None, bias, *biases, buffer.name, "swigluoai", *how[2:])
+        torch.library.opcheck(moe, (*given, False, 0, 0.5, None))
+        about = (*biases, buffer.name, case.interleaved, None, None, True, True, 0, "swigluoai", 0.5, None)
+        torch.library.opcheck(backward, (grad, *plain_tensors, *about))
 
 
 def test_torch_finds_nothing_wrong_in_fp8() -> None:
@@ -205,7 +260,7 @@ def test_torch_finds_nothing_wrong_in_fp8() -> None:
     call = case.call(0)
     with opened(None, torch.bfloat16) as buffer:
         how = (buffer.name, "swiglu", case.interleaved, None, None, None, False, None, None)
-        given = (call["x"], call["topk_idx"], call["topk_weights"], *call["w13"], *call["w2"], call["bias"])
+        given = (call["x"], call["topk_idx"], call["topk_weights"], *call["w13"], *call["w2"], call["bias"], None, None)
         tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         # Not its schema: torch looks there for what an operator changes by sums, which it has not of e4m3.
         torch.library.opcheck(torch.ops.moecomm.moe.default, (*given, *how), test_utils=tests)

@@ -75,7 +75,7 @@ def test_signatures_have_the_arguments_of_the_methods(signature: type, options: 
     [
         (dispatch_options.Options, dispatch_options.OptionsDict, {"layout", "quantize"}),
         (combine_options.Options, combine_options.OptionsDict, {"out", "bias", "topk_weights"}),
-        (layer_options.Options, layer_options.OptionsDict, {"out", "bias", "dropped"}),
+        (layer_options.Options, layer_options.OptionsDict, {"out", "bias", "dropped", "w13_bias", "w2_bias"}),
     ],
 )
 def test_type_checkers_see_the_options_of_a_call(options: typing.Any, typed: type, apart: set[str]) -> None:
