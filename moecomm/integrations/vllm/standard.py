@@ -22,7 +22,7 @@ from vllm.v1.worker.ubatching import (
 )
 
 from moecomm import combine as combining
-from moecomm.compat.deep_ep.normal import route
+from moecomm.compat.deep_ep.normal import Given, route
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input
@@ -81,7 +81,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
             rows = rows.contiguous()
         dbo_yield_and_switch_from_compute_to_comm()
         with CountedCall(self._rounds.pool.calls):
-            routed = route(self._rounds.pool, rows, scales, ids, weights, num_experts, 0, self._rounds.num_sms)
+            routed = route(self._rounds.pool, Given(rows, scales), ids, weights, num_experts, 0, self._rounds.num_sms)
         self._slots.put(Sent(routed.handle, (rows, scales, ids, weights)))
         dbo_switch_to_compute_sync()
         return lambda: self._receive(routed, scales is not None, num_experts, quant_config, defer_input_quant)
