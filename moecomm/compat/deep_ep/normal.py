@@ -28,7 +28,7 @@ class Given(NamedTuple):
     rows: torch.Tensor
     scales: torch.Tensor | None
     extras: tuple[torch.Tensor, ...] = ()
-    hidden: int | None = None  # columns of a row that is combined; None: those of `rows`
+    combined: tuple[int, torch.dtype] | None = None  # columns and dtype of rows that return; None: those of `rows`
     dtype: torch.dtype | None = None  # of the caller's rows, where they travel in another
 
     def arrived(self, rows: Any, scales: Any, routed: Routed) -> Any:
@@ -148,7 +148,7 @@ def _unpack_all(x: Any) -> Given:
     if not rows.dtype is scales.dtype is torch.int32 or factors.dtype is not torch.float32:  # type: ignore[union-attr]
         got = ", ".join(described(tensor) for tensor in x)
         raise BadInput("x", got, "int32 [tokens, hidden / 8], int32 [tokens, hidden / 64], float32 [tokens, n]")
-    return Given(rows, scales, (factors,), rows.shape[1] * _PACKED)
+    return Given(rows, scales, (factors,), (rows.shape[1] * _PACKED, torch.bfloat16))
 
 
 def _read(routed: Routed) -> tuple[Any, Any, Any, Any]:
@@ -191,7 +191,7 @@ def route(
 ) -> Routed:
     """A flat dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
     rows = given.rows
-    buffer = pool.flat(rows, ids, num_experts, worst, hidden=given.hidden)
+    buffer = pool.flat(rows, ids, num_experts, worst, combined=given.combined)
     pool.calls.begin(buffer.rounds)
     options = _FLAT if num_sms is None else _limited(num_sms)
     more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
@@ -205,7 +205,7 @@ def route(
         except Mismatch as error:
             if not asks_to_grow(error):
                 raise
-    buffer = pool.flat(rows, ids, num_experts, worst, grow=True, hidden=given.hidden)
+    buffer = pool.flat(rows, ids, num_experts, worst, grow=True, combined=given.combined)
     return run_dispatch(buffer.rounds, options, rows, ids, weights, sync=True, **more)
 
 

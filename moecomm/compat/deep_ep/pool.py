@@ -117,17 +117,17 @@ class Pool:
         num_experts: int,
         worst: int,
         grow: bool = False,
-        hidden: int | None = None,
+        combined: tuple[int, torch.dtype] | None = None,
     ) -> Buffer:
         """Return the Buffer for normal rounds.
 
         `worst`: rows that the caller always receives into; 0: as many as arrive, for which the host waits.  `grow`: a
-        new Buffer, with room for the tokens that all ranks have now.  `hidden`: columns of a row; None: those of x.
+        new Buffer, with room for the tokens that all ranks have now.  `combined`: columns and dtype of the rows that
+        return; None: those of x, in bfloat16 for FP8.
         """
-        dtype = x.dtype
-        if dtype is torch.float8_e4m3fn or hidden is not None:
+        hidden, dtype = (x.shape[1], x.dtype) if combined is None else combined
+        if dtype is torch.float8_e4m3fn:
             dtype = torch.bfloat16
-        hidden = x.shape[1] if hidden is None else hidden
         try:
             key = (hidden, num_experts, topk_idx.shape[1], dtype, worst)
         except (AttributeError, IndexError):
