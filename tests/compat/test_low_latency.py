@@ -109,6 +109,16 @@ def nvfp4_round(group: Any, case: oracle.Case, hook: bool) -> None:
     buffer.destroy()
 
 
+def test_ranks_that_ask_for_different_formats_are_told() -> None:
+    def body(group: Any) -> None:
+        buffer, x, ids = Buffer(group), torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0], [1]])
+        options: dict[str, Any] = {"use_fp8": True} if group.rank else {"use_fp8": False, "use_nvfp4": True}
+        with pytest.raises(moecomm.Mismatch, match=r"nvfp4.*fp8|fp8.*nvfp4"):
+            buffer.low_latency_dispatch(x, ids, 4, 2, x_global_scale=torch.ones(1), **options)
+
+    together(2, body)
+
+
 def check_nvfp4_arrival(
     case: oracle.Case, rank: int, recv_x: Any, count: torch.Tensor, handle: Any, factor: torch.Tensor
 ) -> torch.Tensor:

@@ -295,6 +295,15 @@ def test_any_list_of_payloads(moe_ep: Any, first: str) -> None:
     assert on_ranks(body, moe_ep) == [True] * RANKS
 
 
+def test_ranks_with_different_payloads_are_told(moe_ep: Any) -> None:
+    def body(rank: Rank) -> None:
+        more = [rank.ids.int()] if rank.rank == 2 else []
+        with pytest.raises(moecomm.Mismatch):
+            rank.comm.dispatch_payloads(rank.ids, [rank.x.bfloat16(), rank.weights, *more], MOST)
+
+    on_ranks(body, moe_ep)
+
+
 def test_what_is_out_of_turn_or_unsupported_is_named(moe_ep: Any) -> None:
     rank = Rank(moecomm.local_ranks(1)[0], moe_ep)
     comm, given = rank.comm, (rank.x, rank.ids, rank.weights)
