@@ -227,8 +227,10 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
         `[ceil(rows / 128) * 128 * ceil(S / 4) * 4]`, of each of E experts.
     """
     rows, columns = _check_swizzled(scales, scales.shape[-2:], (2, 3))
-    padded = scales.new_zeros((*scales.shape[:-2], rows, columns), dtype=torch.uint8)
-    padded[..., : scales.shape[-2], : scales.shape[-1]] = scales.contiguous().view(torch.uint8)
+    padded = scales.contiguous().view(torch.uint8)
+    if scales.shape[-2:] != (rows, columns):
+        padded = scales.new_zeros((*scales.shape[:-2], rows, columns), dtype=torch.uint8)
+        padded[..., : scales.shape[-2], : scales.shape[-1]] = scales.contiguous().view(torch.uint8)
     blocks = padded.view(*scales.shape[:-2], rows // 128, 4, 32, columns // 4, 4)
     return blocks.transpose(-4, -2).flatten(-5).view(scales.dtype)
 

@@ -1,13 +1,14 @@
 """TransformerEngine's expert-parallel interface, `transformer_engine.pytorch.ep` of 2.19 and 2.20, over moecomm.
 
 Rows arrive by expert with their routing weights, and experts apply the weights.  Tokens are bfloat16, float16 or
-float32, on GPUs and on CPU ranks; all calls run on the current stream.  What that interface has and this has not raises
-Unsupported, by name:
+float32, on GPUs and on CPU ranks; all calls run on the current stream.  With MXFP8BlockScaling, rows travel as MXFP8
+with linear scales, and are a GroupedTensor of TransformerEngine where they arrive: values and scales of each expert,
+zeros in padding.  What that interface has and this has not raises Unsupported, by name:
 
 | not supported | instead |
 | --- | --- |
 | `ep_bootstrap(zero_copy=True)`, `symm_mem_alloc`, `is_symm_backed` | nothing |
-| `EpBuffer(dispatch_fwd_quant_recipe=)`, `(combine_bwd_quant_recipe=)` | rows in the dtype of tokens |
+| `dispatch_fwd_quant_recipe`, `combine_bwd_quant_recipe` of `EpBuffer`, but MXFP8BlockScaling | the dtype of tokens |
 | `ep_dispatch(recv_tokens=)`, `(recv_topk_weights=)`, `ep_combine(grad_out=)` | tensors that moecomm makes |
 """
 
@@ -45,6 +46,7 @@ __all__ = [
     "symm_mem_alloc",
 ]
 
+_MXFP8_COLUMNS, _MXFP8_ROWS = 128, 128  # in the blocks of a GEMM: what sizes of GroupedTensors are multiples of
 _TIMEOUT_S = 600.0  # ranks drift apart by whatever one of them does alone: writing a checkpoint, compiling
 
 
@@ -57,6 +59,29 @@ class _Settings(NamedTuple):
     rows: int | None
     num_sms: int
     drops: bool
+
+
+class _Rows(NamedTuple):
+    """Rows that have arrived; of MXFP8 as bytes, with their scales."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+
+    @classmethod
+    def of(cls, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, zeros: bool) -> _Rows:
+        """Take them from a dispatch.  `zeros`: write them to padding."""
+        rows = cls(x, None) if scales is None else cls(x.view(torch.uint8), scales.view(torch.uint8))
+        for tensor in rows if zeros else ():
+            if tensor is not None:
+                padding.zero(tensor, src=source(handle))
+        return rows
+
+    def of_length(self, length: int) -> _Rows:
+        return _Rows(_of_length(self.x, length), None if self.scales is None else _of_length(self.scales, length))
+
+    def given(self, counts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return them as callers have them; of MXFP8 for tensors of this dtype, grouped by int64 `[E/R]` counts."""
+        return self.x if self.scales is None else _grouped(self.x, self.scales, counts, dtype)
 
 
 class _Group:
@@ -73,8 +98,8 @@ class _Group:
 
     @counted_by_pool
     def dispatch(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, alignment: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Handle]:
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, alignment: int, mxfp8: bool
+    ) -> tuple[_Rows, torch.Tensor, torch.Tensor, torch.Tensor, Handle]:
         """Rows, their weights, padded int64 counts of experts, int64 `[1]` of all rows that came, handle."""
         pool, (experts, most, topk, rows, sms, drops) = self._pool, self.settings
         if len(x) > most:
@@ -86,11 +111,12 @@ class _Group:
         needed = None
         if rows is not None and drops:
             ids, _, needed = within_budgets(pool, ids, experts, rows, alignment)
-        options = Options("expert", alignment, num_sms=limit_of(x, sms))
+        options = Options("expert", alignment, "mxfp8" if mxfp8 else None, num_sms=limit_of(x, sms))
         routed = dispatch(buffer.rounds, options, x, ids, weights, max_rows=rows, sync=waits)
-        found, _, row_weights, counts = routed.plan.expert_tensors(routed, counted=True)
-        if alignment > 1 or not waits:
-            padding.zero(found, src=source(routed.handle))
+        x, scales, row_weights, counts = routed.plan.expert_tensors(routed, counted=True)
+        if mxfp8:
+            x, scales = routed.x, routed.scales
+        found = _Rows.of(x, scales, routed.handle, zeros=alignment > 1 or not waits)
         total = counts.sum(dim=0, keepdim=True) if needed is None else needed
         return found, row_weights, counts, total, routed.handle
 
@@ -166,8 +192,8 @@ class EpBuffer(Bound):
         total_recv_tokens: int64 `[1]`: rows that came to this rank, padding and dropped rows included.
 
     Raises:
-        BadInput: no ep_bootstrap() before it; sizes that differ from its own.
-        Unsupported: a recipe of quantization.
+        BadInput: no ep_bootstrap() before it; sizes that differ from its own, or that MXFP8 can't have.
+        Unsupported: another recipe than MXFP8BlockScaling.
     """
 
     def __init__(
@@ -184,8 +210,17 @@ class EpBuffer(Bound):
         combine_bwd_quant_recipe: Any = None,
     ) -> None:
         self.group = group = _bootstrapped("EpBuffer")
-        _refuse(dispatch_fwd_quant_recipe=dispatch_fwd_quant_recipe, combine_bwd_quant_recipe=combine_bwd_quant_recipe)
         check_alignment("alignment", alignment or 1)
+        self.dispatch_fwd_quant_recipe, self.combine_bwd_quant_recipe = (
+            dispatch_fwd_quant_recipe,
+            combine_bwd_quant_recipe,
+        )
+        self.quantizes = _is_mxfp8("dispatch_fwd_quant_recipe", dispatch_fwd_quant_recipe)
+        self.quantizes_grads = _is_mxfp8("combine_bwd_quant_recipe", combine_bwd_quant_recipe)
+        if self.quantizes or self.quantizes_grads:
+            for name, size, unit in (("hidden_dim", hidden_dim, _MXFP8_COLUMNS), ("alignment", alignment, _MXFP8_ROWS)):
+                if size < 1 or size % unit:
+                    raise BadInput(name, size, f"a multiple of {unit}, beside a recipe")
         for name, got, agreed in (
             ("num_local_experts", num_local_experts, group.local_experts),
             ("recv_capacity_per_rank", recv_capacity_per_rank, group.settings.rows),
@@ -278,14 +313,14 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group, alignment = buffer.group, buffer.alignment or 1
         given = (tokens.contiguous(), topk_idx.contiguous(), weights.contiguous())
-        rows, row_weights, counts, total, handle = group.dispatch(*given, alignment)
+        rows, row_weights, counts, total, handle = group.dispatch(*given, alignment, buffer.quantizes)
         buffer.tokens_per_expert, buffer.total_recv_tokens, buffer.handle = counts.long(), total.long(), handle
         ctx.handle, ctx.sms = handle, group.settings.num_sms
         most = buffer.recv_capacity_per_rank
         graph = tokens.new_empty(0)
-        if most is None:
-            return rows, row_weights, graph
-        return _of_length(rows, most), _of_length(row_weights, most), graph
+        if most is not None:
+            rows, row_weights = rows.of_length(most), _of_length(row_weights, most)
+        return rows.given(buffer.tokens_per_expert, tokens.dtype), row_weights, graph
 
     @staticmethod
     @once_differentiable
@@ -303,6 +338,7 @@ class _Combine(torch.autograd.Function):
         handle = buffer.handle
         assert handle is not None
         ctx.handle, ctx.sms, ctx.rows, ctx.dtype = handle, buffer.group.settings.num_sms, len(y), y.dtype
+        ctx.mxfp8, ctx.counts = buffer.quantizes_grads, buffer.tokens_per_expert
         out: torch.Tensor = _combined(handle, y[: handle.args.max_rows], ctx.sms)
         return out
 
@@ -312,10 +348,12 @@ class _Combine(torch.autograd.Function):
         handle = ctx.handle
         with CollectiveCall(handle.rounds):
             grad = grad.to(handle.rounds.dtype).contiguous()
-            options = Options(num_sms=limit_of(grad, ctx.sms))
-            rows = dispatch(handle.rounds, options, grad, handle=handle, sync=False).x
-        padding.zero(rows, src=source(handle))
-        return _of_length(rows, ctx.rows).to(ctx.dtype, copy=True), None, None
+            options = Options(quantize="mxfp8" if ctx.mxfp8 else None, num_sms=limit_of(grad, ctx.sms))
+            routed = dispatch(handle.rounds, options, grad, handle=handle, sync=False)
+        rows = _Rows.of(routed.x, routed.scales, handle, zeros=True).of_length(ctx.rows)
+        if ctx.mxfp8:
+            return rows.given(ctx.counts, ctx.dtype), None, None
+        return rows.x.to(ctx.dtype, copy=True), None, None
 
 
 def _combined(handle: Handle, rows: torch.Tensor, sms: int, **tensors: Any) -> Any:
@@ -323,6 +361,37 @@ def _combined(handle: Handle, rows: torch.Tensor, sms: int, **tensors: Any) -> A
     with CollectiveCall(handle.rounds):
         options = combining.Options(False, rows.dtype, limit_of(rows, sms))
         return combining.combine(handle.rounds, options, rows.contiguous(), handle, **tensors)
+
+
+def _is_mxfp8(name: str, recipe: Any) -> bool:
+    """Return whether there is a recipe; Unsupported if it is another one than MXFP8BlockScaling."""
+    if recipe is None:
+        return False
+    known: Any = getattr(sys.modules.get("transformer_engine.common.recipe"), "MXFP8BlockScaling", ())
+    if not isinstance(recipe, known):
+        raise Unsupported(f"{name}: {type(recipe).__name__}; see moecomm.compat.te_ep for what is not supported")
+    return True
+
+
+def _grouped(
+    values: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return TransformerEngine's tensor of MXFP8 rows by expert, which its grouped GEMMs take."""
+    assert counts is not None, "a dispatch has set them"
+    native: Any = importlib.import_module("transformer_engine_torch")
+    tensors = "transformer_engine.pytorch.tensor"
+    quantizer = importlib.import_module(f"{tensors}.mxfp8_tensor").MXFP8Quantizer
+    found: torch.Tensor = importlib.import_module(f"{tensors}.grouped_tensor").GroupedTensor(
+        shape=tuple(values.shape),
+        dtype=dtype,
+        num_tensors=counts.numel(),
+        quantizer=quantizer(native.DType.kFloat8E4M3, rowwise=True, columnwise=False),
+        data=values.flatten(),
+        scale_inv=scales.flatten(),
+        first_dims=counts,
+        tensor_offsets=native.splits_to_offsets(counts, values.shape[1]),
+    )
+    return found
 
 
 def _of_length(rows: torch.Tensor, length: int) -> torch.Tensor:

@@ -4,25 +4,27 @@
 
     comm = flashinfer.moe_ep.create_communication(bootstrap, params, "moecomm")
 
-or, in its layers, `SplitConfig(comm="moecomm")`.  Unquantized rows of `params.token_dtype`, and float8_e4m3fn rows with
-scales of any kind beside them; other quantized rows, and `eplb_local_stats`, are Unsupported.  Ranks are masked by
+or, in its layers, `SplitConfig(comm="moecomm")`.  Rows of any dtype, with or without scales; dispatch_payloads() takes
+any list of tensors.  Combines of low precision, and `eplb_local_stats`, are Unsupported.  Ranks are masked by
 `active_rank_mask`, as in its one-sided all-to-all, and by the calls of its Fleet (flashinfer_masks.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flashinfer
 import torch
 
 from moecomm.base.choices import BackendName, OnTimeout
+from moecomm.base.validation import check_flag
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Closed, Unsupported
 from moecomm.integrations.flashinfer_masks import MaskedRanks, active_ranks
 from moecomm.ops.counted import counted
-from moecomm.routed import Handle
+from moecomm.routed import Handle, Routed
 
 try:
     from flashinfer.moe_ep import MoEEpCommunication, MoEEpDispatchResult, register_communication
@@ -44,6 +46,7 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         bootstrap: BootstrapConfig; its `process_group`, or the default group, has the ranks.
         params: MoEEpCommParams.
         moecomm_backend, timeout_s, window_bytes, on_timeout: of the Buffer, whose `backend` is the first.
+        use_low_precision_combine: of NVLinkOneSidedConfig; True is Unsupported.
     """
 
     supports_cuda_graph: ClassVar[bool] = True
@@ -57,7 +60,11 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         timeout_s: float = _TIMEOUT_S,
         window_bytes: int | None = None,
         on_timeout: OnTimeout = "raise",
+        use_low_precision_combine: bool = False,
     ) -> None:
+        check_flag("use_low_precision_combine", use_low_precision_combine)
+        if use_low_precision_combine:
+            raise Unsupported("use_low_precision_combine: results travel in the dtype of expert_output")
         super().__init__(bootstrap, params)
         group = bootstrap.process_group
         if group is None:
@@ -97,6 +104,8 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
     ) -> Any:
         """Rows first, in the order of source ranks and their tokens; behind them, rows with no expert.  Collective.
 
+        `hidden_states` `[T, n]` and `hidden_states_scale` `[T, ...]` have any dtypes with elements of 1, 2 or 4 bytes:
+        a row of FP8, INT8 or packed FP4 as well as one of `params.token_dtype`, with at most as many bytes.
         `runtime_max_tokens_per_rank`: another name of `max_tokens_per_rank`.  `active_rank_mask`: uint64 `[1]` on the
         CPU, one bit for each rank that takes part, alike on all of these; a rank of which the bit is set again makes
         this call, too.  None: those of the call before.
@@ -104,44 +113,104 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         Raises:
             As Buffer.dispatch.
         """
-        buffer = self._open()
-        if self._handle is not None:
-            raise BadInput("dispatch", "a second one", "the combine of the first")
-        if eplb_local_stats is not None:
-            raise Unsupported("eplb_local_stats: statistics are not gathered")
-        if hidden_states.dtype not in (self.params.token_dtype, torch.float8_e4m3fn):
-            raise Unsupported(f"rows of {hidden_states.dtype}: {self.params.token_dtype}, or float8_e4m3fn with scales")
         if max_tokens_per_rank is None:
             max_tokens_per_rank = runtime_max_tokens_per_rank
         most = self.params.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
-        if not max(1, len(hidden_states)) <= most <= self.params.max_tokens_per_rank:
-            least, limit = max(1, len(hidden_states)), self.params.max_tokens_per_rank
-            raise BadInput("max_tokens_per_rank", most, f"{least} to {limit}")
-        if active_rank_mask is not None:
-            self.follow(active_ranks(active_rank_mask, self.ep_size))
         weights = None if topk_weights is None else topk_weights.float().contiguous()
+        routed = self._route(
+            hidden_states, topk_ids, weights, hidden_states_scale, (), most, eplb_local_stats, active_rank_mask
+        )
+        local, arrived, scales = routed.topk_idx, routed.topk_weights, routed.scales
+        assert local is not None and arrived is not None
+        if scales is not None and hidden_states_scale is not None:
+            scales = scales.reshape(len(scales), *hidden_states_scale.shape[1:])
+        here = _in_use(routed).unsqueeze(1) & (local >= 0)
+        ids = torch.where(here, local + self._open().local_experts.start, self.params.invalid_expert_id)
+        return MoEEpDispatchResult(
+            hidden_states=routed.x.view(hidden_states.dtype),
+            topk_ids=ids.to(topk_ids.dtype),
+            topk_weights=None if topk_weights is None else torch.where(here, arrived, 0.0).to(topk_weights.dtype),
+            tokens_per_rank=most,
+            hidden_states_scale=scales,
+        )
+
+    @counted("self", 0)
+    def dispatch_payloads(
+        self,
+        token_selected_experts: torch.Tensor,
+        input_payloads: Sequence[torch.Tensor],
+        runtime_max_tokens_per_rank: int,
+        invalid_token_expert_id: int | None = None,
+        expert_id_payload_index: int | None = None,
+        eplb_local_stats: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """MoeAlltoAll.dispatch: any tensors `[T, ...]` of 1-, 2-, 4- or 8-byte elements.  Collective.
+
+        A row of the first has at most as many bytes as one of `params.token_dtype`, and no elements of 8.  combine()
+        ends the round.
+
+        Returns:
+            `[ranks, runtime_max_tokens_per_rank, ...]` of each.  Taken as one dimension, the first two have the rows
+            that arrived first, in the order of dispatch(): ranks have no places of their own.  In the rows behind them
+            the payload of `expert_id_payload_index` is `invalid_token_expert_id`, where both are given.
+
+        Raises:
+            As Buffer.dispatch.
+        """
+        payloads = list(input_payloads)
+        if not payloads or any(not isinstance(payload, torch.Tensor) or payload.ndim == 0 for payload in payloads):
+            raise BadInput("input_payloads", f"{len(payloads)} items", "tensors [tokens, ...], one or more")
+        at, most, first = expert_id_payload_index, runtime_max_tokens_per_rank, payloads[0]
+        if invalid_token_expert_id is not None and at not in range(len(payloads)):
+            want = f"0 to {len(payloads) - 1}, the place of ids, beside invalid_token_expert_id"
+            raise BadInput("expert_id_payload_index", at, want)
+        others = tuple(payloads[1:])
+        routed = self._route(
+            _by_row(first), token_selected_experts, None, None, others, most, eplb_local_stats, active_rank_mask
+        )
+        x = routed.x.view(first.dtype)
+        found = [x.reshape(len(x), *first.shape[1:]), *routed.extras]
+        if invalid_token_expert_id is not None and at is not None:
+            in_use = _in_use(routed).view(-1, *[1] * (found[at].ndim - 1))
+            found[at] = torch.where(in_use, found[at], invalid_token_expert_id)
+        return [tensor.contiguous().unflatten(0, (self.ep_size, most)) for tensor in found]
+
+    def _route(
+        self,
+        rows: torch.Tensor,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        extras: tuple[torch.Tensor, ...],
+        most: int,
+        stats: torch.Tensor | None,
+        mask: torch.Tensor | None,
+    ) -> Routed:
+        buffer = self._open()
+        if self._handle is not None:
+            raise BadInput("dispatch", "a second one", "the combine of the first")
+        if stats is not None:
+            raise Unsupported("eplb_local_stats: statistics are not gathered")
+        if not max(1, len(rows)) <= most <= self.params.max_tokens_per_rank:
+            least, limit = max(1, len(rows)), self.params.max_tokens_per_rank
+            raise BadInput("max_tokens_per_rank", most, f"{least} to {limit}")
+        if mask is not None:
+            self.follow(active_ranks(mask, self.ep_size))
+        if scales is None and rows.dtype is torch.float8_e4m3fn:
+            rows = rows.view(torch.uint8)  # a scale of all rows does not travel
         routed = buffer.dispatch(
-            hidden_states.contiguous(),
+            rows.contiguous(),
             topk_ids.contiguous(),
             weights,
             layout="flat",
-            scales=None if hidden_states_scale is None else hidden_states_scale.contiguous(),
+            scales=None if scales is None else _by_row(scales).contiguous(),
+            extras=extras,
             max_rows=self.ep_size * most,
             sync=False,
         )
         self._handle = routed.handle
-        local, arrived = routed.topk_idx, routed.topk_weights
-        assert local is not None and arrived is not None
-        row = torch.arange(len(local), dtype=torch.int32, device=local.device)
-        here = (row < routed.num_rows).unsqueeze(1) & (local >= 0)
-        ids = torch.where(here, local + buffer.local_experts.start, self.params.invalid_expert_id)
-        return MoEEpDispatchResult(
-            hidden_states=routed.x,
-            topk_ids=ids.to(topk_ids.dtype),
-            topk_weights=None if topk_weights is None else torch.where(here, arrived, 0.0).to(topk_weights.dtype),
-            tokens_per_rank=most,
-            hidden_states_scale=routed.scales,
-        )
+        return routed
 
     @counted("self", 0)
     def combine(
@@ -183,3 +252,14 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         if self._buffer is None:
             raise Closed("communication")
         return self._buffer
+
+
+def _by_row(tensor: torch.Tensor) -> torch.Tensor:
+    """`[T, n]` of `[T, ...]`."""
+    return tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)
+
+
+def _in_use(routed: Routed) -> torch.Tensor:
+    """Return bool `[rows]`: a token has arrived there."""
+    rows = len(routed.topk_idx)  # type: ignore[arg-type]
+    return torch.arange(rows, dtype=torch.int32, device=routed.num_rows.device) < routed.num_rows

@@ -56,9 +56,7 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "combine_pcie": lambda b: b.combine_pcie(X, None),
     "get_local_buffer_tensor(size=)": lambda b: b.get_local_buffer_tensor(torch.int8, torch.Size([4])),
     "(offset=)": lambda b: b.get_local_buffer_tensor(torch.int8, offset=1),
-    "low_latency_dispatch(use_nvfp4=True)": lambda b: low_latency(b, use_nvfp4=True),
-    "(use_ue8m0_for_sf=True)": lambda b: low_latency(b, use_ue8m0_for_sf=True),
-    "(x_global_scale=)": lambda b: low_latency(b, x_global_scale=torch.ones(1)),
+    "low_latency_dispatch(use_ue8m0_for_sf=True)": lambda b: low_latency(b, use_ue8m0_for_sf=True),
     "low_latency_dispatch(num_sms=)": lambda b: low_latency(b, num_sms=8),
     "low_latency_combine(num_sms=)": lambda b: combine(b, num_sms=3),
     "low_latency_combine(overlap=True)": lambda b: combine(b, overlap=True),
@@ -108,6 +106,7 @@ def test_what_is_not_supported_says_so(buffer: Buffer, name: str) -> None:
 
 def test_what_newer_ones_have_may_be_given_as_nothing(buffer: Buffer) -> None:
     low_latency(buffer, use_nvfp4=False, x_global_scale=None, num_sms=0)
+    low_latency(buffer, use_nvfp4=False, x_global_scale=torch.ones(1))  # as deep_ep's own test does
     combined, _, _ = combine(buffer, overlap=False, src_signals=None, comp_signal=None, threshold=0, num_sms=None)
     assert combined.shape == X.shape
 
@@ -213,6 +212,13 @@ BAD: dict[str, Callable[[Buffer], Any]] = {
     "x on no device": lambda b: b.dispatch(X.to("meta"), num_tokens_per_expert=PER_EXPERT, topk_idx=IDX),
     "topk_weights": lambda b: b.low_latency_combine(X, IDX, None, low_latency(b, use_fp8=False)[2]),
     "use_ue8m0": lambda b: low_latency(b, use_ue8m0=True),
+    "use_nvfp4": lambda b: low_latency(b, use_nvfp4=True, x_global_scale=torch.ones(1)),
+    "use_nvfp4 in words": lambda b: low_latency(b, use_fp8=False, use_nvfp4="yes"),
+    "x_global_scale": lambda b: low_latency(b, use_fp8=False, use_nvfp4=True),
+    "x_global_scale of integers": lambda b: low_latency(
+        b, use_fp8=False, use_nvfp4=True, x_global_scale=torch.ones(1).int()
+    ),
+    "x_global_scale of nothing": lambda b: low_latency(b, use_fp8=False, use_nvfp4=True, x_global_scale=torch.ones(0)),
     "async_finish": lambda b: low_latency(b, async_finish=True, return_recv_hook=True),
     "topk_idx of another length": lambda b: b.low_latency_combine(
         X, IDX[:1], torch.ones(1, 2), low_latency(b, use_fp8=False)[2]

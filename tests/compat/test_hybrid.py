@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import formats
 from moecomm.compat.deep_ep import HybridEPBuffer
 from moecomm.ranks.rendezvous import Alone
 
@@ -151,6 +152,54 @@ def test_rows_in_bytes_are_rows_in_fp8() -> None:
             rows = int(counts.sum())
             assert got.dtype == again.dtype == torch.uint8 and sf.dtype == torch.float32
             assert torch.equal(got[:rows], want.view(torch.uint8)[:rows]) and torch.equal(again[:rows], got[:rows])
+
+    together(2, body)
+
+
+@pytest.mark.parametrize("as_floats", [False, True])
+@pytest.mark.parametrize("hidden", [256, 160])  # 160: scales that are no whole words
+def test_mxfp8_rows_travel_with_a_scale_for_32_columns(hidden: int, as_floats: bool) -> None:
+    """Linear on the way and after.  `as_floats`: four scales in a float32, as deep_ep's own signature has them."""
+    if as_floats and hidden % 128:
+        pytest.skip("no whole number of float32")
+    case = oracle.random_case(3, ranks=2, hidden=hidden, most=TOKENS, topk=1)
+    maps, _ = mapped(case)
+    sent = [formats.quantize(x, "mxfp8") for x in case.x]
+    wants = oracle.expanded(case, 32)
+
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, hidden, TOKENS, case.local_experts, use_fp8=True)
+        values, given = sent[buffer.rank]
+        assert given is not None
+        kinds = [torch.float32] if as_floats else [torch.float8_e8m0fnu, torch.uint8]
+        for dtype, rows_as in [(dtype, rows) for dtype in kinds for rows in (torch.uint8, torch.float8_e4m3fn)]:
+            scales = given.view(dtype)
+            for room in (None, 256):
+                x, _, sf, _, handle = buffer.dispatch_with_permute(
+                    hidden=values.view(rows_as),
+                    scaling_factor=scales,
+                    routing_map=maps[buffer.rank],
+                    pad_multiple=32,
+                    num_permuted_tokens=room,
+                )
+                again, _, sf_again, *_ = buffer.dispatch_with_permute(
+                    hidden=values.view(rows_as), scaling_factor=scales, handle=handle, pad_multiple=32
+                )
+                assert x.dtype is again.dtype is rows_as and sf.dtype is sf_again.dtype is dtype
+                for found, factors in ((x, sf), (again, sf_again)):
+                    for row, origin in enumerate(wants[buffer.rank].rows):
+                        want = [torch.zeros(hidden, dtype=torch.uint8), torch.zeros(hidden // 32, dtype=torch.uint8)]
+                        if origin is not None:
+                            want = [part[origin[1]].view(torch.uint8) for part in sent[origin[0]]]
+                        assert torch.equal(found[row].view(torch.uint8), want[0])
+                        assert torch.equal(factors[row].view(torch.uint8), want[1])
+                y = torch.zeros(len(x), hidden, dtype=torch.bfloat16)
+                for row, origin in enumerate(wants[buffer.rank].rows):
+                    if origin is not None:
+                        y[row] = case.x[origin[0]][origin[1]]
+                out, _ = buffer.combine_with_unpermute(hidden=y, handle=handle, pad_multiple=32)
+                picks = maps[buffer.rank].sum(dim=1, keepdim=True)
+                assert torch.equal(out, (case.x[buffer.rank].float() * picks).bfloat16())
 
     together(2, body)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import formats
 from moecomm.compat.deep_ep import Buffer, low_latency
 
 from . import oracle
@@ -67,6 +68,78 @@ def test_every_field(options: tuple[bool, bool, bool], hook: bool) -> None:
     for seed in range(3):
         case = oracle.random_case(seed, ranks=2 + seed, hidden=HIDDEN, most=TOKENS)
         together(case.ranks, lambda group, case=case, seed=seed: one_round(group, case, options, hook, seed % 2 == 1))
+
+
+def in_block(row: int, group: int, hidden: int) -> int:
+    """Where the branch's kernel stores the scale of a row and a group of 16 columns."""
+    return row // 128 * 512 * -(-hidden // 64) + group // 4 * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("hidden", [1024, 208])  # 208: blocks with columns that no row has, and rows padded on the way
+def test_nvfp4(hidden: int, hook: bool) -> None:
+    for seed in range(3):
+        case = oracle.random_case(seed, ranks=2 + seed, hidden=hidden, most=TOKENS + 40)
+        together(case.ranks, lambda group, case=case: nvfp4_round(group, case, hook))
+
+
+def nvfp4_round(group: Any, case: oracle.Case, hook: bool) -> None:
+    buffer, rank, most = Buffer(group, low_latency_mode=True), group.rank, TOKENS + 40
+    x, ids, weights = case.x[rank], case.topk_idx[rank], case.topk_weights[rank]
+    stats = torch.full((case.local_experts,), 7, dtype=torch.int32)
+    for factor in (torch.tensor(300.0), torch.full((case.local_experts,), 41.0)):  # as documented; as vLLM gives it
+        recv_x, count, handle, event, receive = buffer.low_latency_dispatch(
+            x,
+            ids,
+            most,
+            case.num_experts,
+            stats,
+            use_fp8=False,
+            use_nvfp4=True,
+            x_global_scale=factor,
+            async_finish=not hook,
+            return_recv_hook=hook,
+        )
+        receive() if hook else event.current_stream_wait()
+        y = check_nvfp4_arrival(case, rank, recv_x, count, handle, factor)
+        combined, *_ = buffer.low_latency_combine(y, ids, weights, handle)
+        total = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True) * x.float()
+        torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
+    assert torch.equal(stats, 7 + 2 * count)
+    buffer.destroy()
+
+
+def test_ranks_that_ask_for_different_formats_are_told() -> None:
+    def body(group: Any) -> None:
+        buffer, x, ids = Buffer(group), torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0], [1]])
+        options: dict[str, Any] = {"use_fp8": True} if group.rank else {"use_fp8": False, "use_nvfp4": True}
+        with pytest.raises(moecomm.Mismatch, match=r"nvfp4.*fp8|fp8.*nvfp4"):
+            buffer.low_latency_dispatch(x, ids, 4, 2, x_global_scale=torch.ones(1), **options)
+
+    together(2, body)
+
+
+def check_nvfp4_arrival(
+    case: oracle.Case, rank: int, recv_x: Any, count: torch.Tensor, handle: Any, factor: torch.Tensor
+) -> torch.Tensor:
+    """Return the bfloat16 rows that were sent, `[experts, rows, hidden]`."""
+    want, local, hidden, rows = oracle.low_latency(case)[rank], case.local_experts, handle[3], case.ranks * handle[2]
+    values, scales = recv_x
+    assert values.shape == (rows, hidden // 2, local) and values.dtype is torch.uint8
+    assert scales.shape == (32, 4, -(-rows // 128), 4, -(-hidden // 64), local)
+    assert scales.dtype is torch.float8_e4m3fn and scales.permute(5, 2, 4, 0, 1, 3).is_contiguous()
+    stored = scales.permute(5, 2, 4, 0, 1, 3).reshape(local, -1).view(torch.uint8)
+    y = torch.zeros(local, rows, hidden, dtype=torch.bfloat16)
+    for expert in range(local):
+        assert int(count[expert]) == want.count(expert)
+        for row in range(int(count[expert])):
+            source = next(r for r in reversed(range(case.ranks)) if int(handle[1][expert, r]) >> 32 <= row)
+            y[expert, row] = case.x[source][handle[0][expert, row]]
+            sent, factors = formats.quantize(y[expert, row : row + 1], "nvfp4", global_scale=factor.reshape(-1)[:1])
+            assert factors is not None and torch.equal(values[row, :, expert], sent[0])
+            places = [in_block(row, group, hidden) for group in range(hidden // 16)]
+            assert torch.equal(stored[expert, places], factors[0].view(torch.uint8))
+    return y
 
 
 def test_weights_go_ahead_of_a_combine_that_does_not_take_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import formats
 from moecomm.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
 
 from . import oracle
@@ -127,6 +128,60 @@ def test_fp8_rows_travel_with_their_scales(scale_dtype: torch.dtype) -> None:
         assert torch.equal(combined, (want.is_token_in_rank.sum(1, keepdim=True) * case.x[rank].float()).bfloat16())
 
     together(3, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e5m2, torch.float8_e4m3fn])
+def test_rows_of_bytes_travel_with_a_scale_each(dtype: torch.dtype) -> None:
+    case = oracle.random_case(3, ranks=3)
+    wants = oracle.normal(case, CHANNELS)
+    rows = [(10 * x).to(torch.int8).view(dtype) for x in case.x]
+    scales = [x[:, :1].float() for x in case.x]
+
+    def body(group: Any) -> None:
+        buffer = Buffer(group)
+        rank, want = buffer.rank, wants[buffer.rank]
+        x = rows[rank], scales[rank]
+        recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=case.topk_idx[rank], **layout_of(buffer, case))
+        for values, factors in (recv_x, buffer.dispatch(x, handle=handle)[0]):
+            assert values.dtype is dtype
+            sent = oracle.rows(case, want.src, [r.view(torch.uint8) for r in rows])
+            equal(values.view(torch.uint8), sent, torch.uint8)
+            equal(factors, oracle.rows(case, want.src, scales), torch.float32)
+        combined, _, _ = buffer.combine(oracle.rows(case, want.src), handle)
+        assert torch.equal(combined, (want.is_token_in_rank.sum(1, keepdim=True) * case.x[rank].float()).bfloat16())
+
+    together(3, body)
+
+
+@pytest.mark.parametrize("worst", [False, True])
+def test_nvfp4_rows_travel_in_three(worst: bool) -> None:
+    """As in the branch hybrid-ep; without `worst` the second round has more tokens than the first Buffer takes."""
+    then = 12 if worst else 900
+    cases = [oracle.random_case(seed, ranks=3, most=most, topk=2) for seed, most in ((3, 12), (6, then))]
+    for case in cases:
+        case.num_experts = 3
+        case.topk_idx = [ids.clamp(max=2) for ids in case.topk_idx]
+    together(3, lambda group: nvfp4_rounds(Buffer(group), cases, worst))
+
+
+def nvfp4_rounds(buffer: Buffer, cases: list[oracle.Case], worst: bool) -> None:
+    rank = buffer.rank
+    for case in cases:
+        want = oracle.normal(case, CHANNELS)[rank]
+        sent = [formats.quantize(x, "nvfp4", global_scale=300.0) for x in case.x]
+        values = [v.view(torch.int32) for v, _ in sent]
+        scales = [s.view(torch.int32) for _, s in sent if s is not None]
+        factors = [torch.full((len(x), 1), 300.0 + r) for r, x in enumerate(case.x)]
+        x, more = (values[rank], scales[rank], factors[rank]), {"num_worst_tokens": 3 * 12} if worst else {}
+        recv, idx, _, _, handle, _ = buffer.dispatch(x, topk_idx=case.topk_idx[rank], **layout_of(buffer, case), **more)
+        for found in (recv, buffer.dispatch(x, handle=handle)[0]):
+            for arrived, given in zip(found, (values, scales, factors), strict=True):
+                equal(arrived[: len(want.src)], oracle.rows(case, want.src, given), given[0].dtype)
+        assert idx is not None and idx[: len(want.src)].tolist() == want.recv_topk_idx
+        y = torch.zeros(len(idx), case.x[0].shape[1], dtype=torch.bfloat16)
+        y[: len(want.src)] = oracle.rows(case, want.src)
+        combined, _, _ = buffer.combine(y, handle)
+        assert torch.equal(combined, (want.is_token_in_rank.sum(1, keepdim=True) * case.x[rank].float()).bfloat16())
 
 
 def test_without_topk_a_layout_says_where_tokens_go() -> None:

@@ -13,7 +13,7 @@ from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer, HybridEPBuffer
 from tests.conftest import Ranks
 
 from . import oracle
-from .test_low_latency import FORMATS, HIDDEN, TOKENS, check_arrival
+from .test_low_latency import FORMATS, HIDDEN, TOKENS, check_arrival, check_nvfp4_arrival
 
 CHANNELS = 3
 
@@ -114,6 +114,19 @@ def low_latency(buffer: Buffer, case: oracle.Case, rank: int, device: torch.devi
                     for zero_copy in (False, True):
                         combined, _, _ = buffer.low_latency_combine(recv_x, idx, weights, handle, zero_copy=zero_copy)
                         torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
+
+    factor = torch.tensor(300.0)
+    for hook in (False, True):
+        how: dict[str, Any] = {"use_fp8": False, "use_nvfp4": True, "x_global_scale": factor.to(device)}
+        recv_x, count, handle, _, receive = buffer.low_latency_dispatch(
+            x, idx, TOKENS, case.num_experts, return_recv_hook=hook, **how
+        )
+        if receive is not None:
+            receive()
+        items = tuple(item.cpu() if isinstance(item, torch.Tensor) else item for item in handle)
+        y = check_nvfp4_arrival(case, rank, tuple(to_cpu(t) for t in recv_x), count.cpu(), items, factor)
+        combined, _, _ = buffer.low_latency_combine(y.to(device), idx, weights, handle)
+        torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
 
 
 def to_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import formats
 from moecomm.base.experts import experts_of
 from moecomm.compat import te_ep
 from tests.integrations.plain_moe import (
@@ -195,6 +197,159 @@ def test_what_is_not_supported_is_named(ranks: Any) -> None:
     ]
     for found in ranks.run(RANKS, _refused):
         assert [words[: len(name)] for words, name in zip(found, names, strict=True)] == names
+
+
+class _GroupedTensor(torch.Tensor):
+    """The arguments of TransformerEngine's, and a tensor of their shape."""
+
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def __new__(cls: Any, shape: tuple[int, ...], dtype: torch.dtype, **arguments: Any) -> Any:
+        made = torch.full(shape, torch.nan, dtype=dtype).as_subclass(cls)
+        made.arguments = arguments
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@contextmanager
+def _as_transformer_engine() -> Iterator[Any]:
+    """Stand in for its classes, in this process; gives the recipe of MXFP8."""
+    recipe = type("MXFP8BlockScaling", (), {})
+    quantizer = type("MXFP8Quantizer", (), {"__init__": lambda self, dtype, **how: vars(self).update(how, dtype=dtype)})
+    parts: dict[str, dict[str, Any]] = {
+        "transformer_engine.common.recipe": {"MXFP8BlockScaling": recipe},
+        "transformer_engine.pytorch.tensor.mxfp8_tensor": {"MXFP8Quantizer": quantizer},
+        "transformer_engine.pytorch.tensor.grouped_tensor": {"GroupedTensor": _GroupedTensor},
+        "transformer_engine_torch": {
+            "DType": type("DType", (), {"kFloat8E4M3": "e4m3"}),
+            "splits_to_offsets": lambda counts, columns: torch.nn.functional.pad(counts.cumsum(0) * columns, (1, 0)),
+        },
+    }
+    made: dict[str, ModuleType] = {}
+    for name, values in parts.items():
+        while name:
+            module = made.setdefault(name, ModuleType(name))
+            module.__path__ = []
+            vars(module).update(values)
+            name, values = name.rpartition(".")[0], {}
+    before = {name: sys.modules.get(name) for name in made}
+    sys.modules.update(made)
+    yield recipe()
+    for name, module in before.items():
+        if module is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+
+
+WIDE = 256  # columns
+
+
+def _wide(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, gradients of outputs, and ids of a rank."""
+    g = torch.Generator().manual_seed(rank + 50)
+    x, grad = (torch.randn(TOKENS, WIDE, generator=g).bfloat16() for _ in range(2))
+    return x, grad, Tokens(rank).ids
+
+
+def _by_expert(of: int, mine: range, alignment: int, length: int) -> list[torch.Tensor]:
+    """`_wide(...)[of]` by expert, cast, with zeros between and behind: values and scales, as bytes."""
+    sent = [(formats.quantize(_wide(rank)[of], "mxfp8"), _wide(rank)[2]) for rank in range(RANKS)]
+    parts: list[list[torch.Tensor]] = [[], []]
+    for expert in mine:
+        rows = 0
+        for cast, ids in sent:
+            picked = (ids == expert).any(dim=1)
+            rows += int(picked.sum())
+            for at, tensor in enumerate(cast):
+                assert tensor is not None
+                parts[at].append(tensor.view(torch.uint8)[picked])
+        for part in parts:
+            part.append(part[-1].new_zeros((-rows % alignment, part[-1].shape[1])))
+    return [torch.cat([*p, p[0].new_zeros((length - sum(map(len, p)), p[0].shape[1]))]) for p in parts]
+
+
+class _Grads(torch.autograd.Function):
+    """Experts that give what they are told, and their gradients as they come, as plain numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, y: torch.Tensor, seen: list[Any]) -> torch.Tensor:
+        ctx.seen = seen
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        ctx.seen.append(grad)
+        if not isinstance(grad, _GroupedTensor):
+            return grad, None, None
+        values = grad.arguments["data"].view(torch.float8_e4m3fn).view(-1, WIDE)
+        scales = grad.arguments["scale_inv"].view(torch.float8_e8m0fnu).view(-1, WIDE // 32)
+        return formats.dequantize(values, scales, "mxfp8", dtype=torch.bfloat16), None, None
+
+
+def _mxfp8(rank: int, group: Any, *how: Any) -> list[bool]:
+    with _as_transformer_engine() as recipe:
+        return _mxfp8_step(rank, group, recipe, *how)
+
+
+def _mxfp8_step(rank: int, group: Any, recipe: Any, rows: int | None, forward: bool, backward: bool) -> list[bool]:
+    te_ep.ep_finalize()
+    te_ep.ep_bootstrap(group, EXPERTS, TOKENS, WIDE, TOPK, rows)
+    sizes: dict[str, Any] = {"recv_capacity_per_rank": rows, "alignment": 128}
+    local = EXPERTS // RANKS
+    recipes = {"dispatch_fwd_quant_recipe": forward, "combine_bwd_quant_recipe": backward}
+    given = {name: recipe for name, wanted in recipes.items() if wanted}
+    for wrong in ({"hidden_dim": 96}, {"alignment": 64}):
+        with pytest.raises(moecomm.BadInput, match=next(iter(wrong))):
+            te_ep.EpBuffer(
+                **{"top_k": TOPK, "max_tokens_per_rank": TOKENS, "hidden_dim": WIDE, **sizes}
+                | {"num_local_experts": local, **given, **wrong}
+            )
+    buffer = te_ep.EpBuffer(TOPK, TOKENS, WIDE, local, **sizes, **given)
+    mine, (x, grad, ids) = experts_of(rank, EXPERTS, RANKS), _wide(rank)
+    x.requires_grad_()
+    got, _, counts = te_ep.ep_dispatch(buffer, x, ids, torch.ones(ids.shape))
+    length = int(counts.sum()) if rows is None else rows
+    same, seen = [], []
+
+    def is_grouped(found: Any, of: int) -> bool:
+        values, scales = _by_expert(of, mine, 128, length)
+        about = found.arguments
+        assert found.shape == (length, WIDE) and found.dtype is torch.bfloat16
+        assert about["num_tensors"] == local and torch.equal(about["first_dims"], counts)
+        assert about["tensor_offsets"].tolist() == [0, *(counts.cumsum(0) * WIDE).tolist()]
+        assert vars(about["quantizer"]) == {"dtype": "e4m3", "rowwise": True, "columnwise": False}
+        return torch.equal(about["data"], values.flatten()) and torch.equal(about["scale_inv"], scales.flatten())
+
+    assert isinstance(got, _GroupedTensor) == forward and len(got) == length
+    if forward:
+        same.append(is_grouped(got, 0))
+    values, scales = _by_expert(0, mine, 128, length)
+    whole = values.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
+    y = formats.dequantize(*whole, "mxfp8", dtype=torch.bfloat16)
+    out = te_ep.ep_combine(buffer, _Grads.apply(got, y, seen), num_local_tokens=TOKENS)
+    picks = (ids >= 0).sum(dim=1, keepdim=True)
+    sent = formats.dequantize(*formats.quantize(x.detach(), "mxfp8"), "mxfp8")
+    same.append(torch.equal(out.detach(), (picks * sent).bfloat16()))
+    out.backward(grad)
+    assert isinstance(seen[0], _GroupedTensor) == backward
+    if backward:
+        same.append(is_grouped(seen[0], 1))
+        back = formats.dequantize(*formats.quantize(grad, "mxfp8"), "mxfp8")
+        assert x.grad is not None
+        same.append(torch.equal(x.grad, (picks * back).bfloat16()))
+    te_ep.ep_finalize()
+    return same
+
+
+@pytest.mark.parametrize("rows", [None, EXPERTS // RANKS * 128 + 40])
+@pytest.mark.parametrize(("forward", "backward"), [(True, True), (True, False), (False, True)])
+def test_mxfp8_rows_are_grouped_tensors(ranks: Any, rows: int | None, forward: bool, backward: bool) -> None:
+    """With stand-ins for TransformerEngine's classes, which need a GPU."""
+    want = [True] * (1 + forward + 2 * backward)
+    assert ranks.run(RANKS, _mxfp8, rows, forward, backward) == [want] * RANKS
 
 
 # TransformerEngine 2.20.2, transformer_engine/pytorch/ep.py: the names, in their order.

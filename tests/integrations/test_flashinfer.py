@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import formats
 from moecomm.base.experts import experts_of
 from moecomm.ranks import settings
 from moecomm.router import random_routing
@@ -206,6 +207,103 @@ def test_fp8_rows_travel_with_scales(moe_ep: Any) -> None:
     assert on_ranks(body, moe_ep) == [True] * RANKS
 
 
+FORMATS = ["fp8", "fp8_token", "fp8_tensor", "int8_token", "mxfp8", "nvfp4", "mxfp4"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_rows_arrive_as_they_are(moe_ep: Any, name: str) -> None:
+    def body(rank: Rank) -> bool:
+        factor = None if name != "fp8_tensor" else 0.5
+        values, scales = formats.quantize(rank.x, name, global_scale=factor)
+        shapes: list[Any] = [None] if scales is None else [scales.shape, (*scales.shape, 1)]
+        if scales is not None and scales.shape[1] == 1:
+            shapes.append(scales.shape[:1])
+        for shape in shapes:
+            given = None if scales is None else scales.view(shape)
+            got = rank.comm.dispatch(values, rank.ids, rank.weights, hidden_states_scale=given)
+            here = (got.topk_ids < EXPERTS).any(dim=1)
+            rows = sent_rows(rank, lambda x, _: formats.quantize(x, name, global_scale=factor)[0])
+            assert got.hidden_states.dtype is values.dtype
+            assert bytes_of(got.hidden_states[here]) == bytes_of(rows)
+            assert (got.hidden_states_scale is None) == (given is None)
+            if given is not None:
+                rows = sent_rows(rank, lambda x, _: formats.quantize(x, name)[1])
+                found = got.hidden_states_scale
+                assert found.shape[1:] == given.shape[1:] and found.dtype is given.dtype
+                assert bytes_of(found[here]) == bytes_of(rows)
+            y = torch.zeros(len(here), HIDDEN)
+            y[here] = sent_rows(rank, lambda x, _: x)
+            out = rank.comm.combine(rank.experts(MoEEpDispatchResult(y, got.topk_ids, got.topk_weights, MOST)))
+            if not torch.equal(out, rank.wanted()):
+                return False
+        return True
+
+    assert on_ranks(body, moe_ep) == [True] * RANKS
+
+
+def sent_rows(rank: Rank, of: Callable[[torch.Tensor, torch.Tensor], Any]) -> torch.Tensor:
+    """`of` each rank's x and ids: the rows that arrive at this rank, in order."""
+    rows = []
+    for other in range(RANKS):
+        x, ids = inputs_of(other, rank.x.dtype)
+        made = of(x, ids)
+        rows.append(made[((ids >= rank.mine.start) & (ids < rank.mine.stop)).any(dim=1)])
+    return torch.cat(rows) if rows[0].ndim == 1 else torch.cat([r.view(torch.uint8) for r in rows]).view(rows[0].dtype)
+
+
+def bytes_of(tensor: torch.Tensor) -> list[int]:
+    found: list[int] = tensor.contiguous().flatten().view(torch.uint8).tolist()
+    return found
+
+
+def inputs_of(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    x = torch.randint(-8, 9, (TOKENS[rank], HIDDEN), generator=g).to(dtype)
+    return x, random_routing(len(x), EXPERTS, TOPK, drop=0.2, generator=g)[0]
+
+
+@pytest.mark.parametrize("first", ["x", "fp8", "ids", "three dimensions"])
+def test_any_list_of_payloads(moe_ep: Any, first: str) -> None:
+    """As MoeAlltoAll takes them: ids and weights are payloads, too."""
+
+    def payloads(x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+        rows = {
+            "x": x,
+            "fp8": x.to(torch.float8_e4m3fn),
+            "ids": ids.int(),
+            "three dimensions": x.unflatten(1, (4, -1)).to(torch.int8),
+        }[first]
+        more = [ids.int(), x[:, 0].double(), x[:, :6].view(len(x), 2, 3).bfloat16(), x[:, :5] > 0]
+        return [rows, *more]
+
+    def body(rank: Rank) -> bool:
+        given = payloads(rank.x, rank.ids)
+        got = rank.comm.dispatch_payloads(rank.ids.int(), given, 12, EXPERTS + 5, 1)
+        rows = len(sent_rows(rank, lambda x, _: x))
+        for at, (found, sent) in enumerate(zip(got, given, strict=True)):
+            assert found.shape == (RANKS, 12, *sent.shape[1:]) and found.is_contiguous() and found.dtype is sent.dtype
+            want = sent_rows(rank, lambda x, ids, at=at: payloads(x, ids)[at])
+            assert bytes_of(found.flatten(0, 1)[:rows]) == bytes_of(want)
+        ids = got[1].flatten(0, 1)
+        assert ids[rows:].eq(EXPERTS + 5).all()
+        here = (ids >= rank.mine.start) & (ids < rank.mine.stop)
+        y = torch.zeros(len(ids), HIDDEN)
+        y[:rows] = sent_rows(rank, lambda x, _: x) * here[:rows].sum(dim=1, keepdim=True)
+        out = rank.comm.combine(y.view(RANKS, 12, HIDDEN))
+        return torch.equal(out, rank.x * (rank.ids >= 0).sum(dim=1, keepdim=True))
+
+    assert on_ranks(body, moe_ep) == [True] * RANKS
+
+
+def test_ranks_with_different_payloads_are_told(moe_ep: Any) -> None:
+    def body(rank: Rank) -> None:
+        more = [rank.ids.int()] if rank.rank == 2 else []
+        with pytest.raises(moecomm.Mismatch):
+            rank.comm.dispatch_payloads(rank.ids, [rank.x.bfloat16(), rank.weights, *more], MOST)
+
+    on_ranks(body, moe_ep)
+
+
 def test_what_is_out_of_turn_or_unsupported_is_named(moe_ep: Any) -> None:
     rank = Rank(moecomm.local_ranks(1)[0], moe_ep)
     comm, given = rank.comm, (rank.x, rank.ids, rank.weights)
@@ -218,8 +316,18 @@ def test_what_is_out_of_turn_or_unsupported_is_named(moe_ep: Any) -> None:
             comm.dispatch(*given, max_tokens_per_rank=most)
     with pytest.raises(moecomm.Unsupported, match="eplb_local_stats"):
         comm.dispatch(*given, eplb_local_stats=torch.zeros(EXPERTS))
-    with pytest.raises(moecomm.Unsupported, match="uint8"):
-        comm.dispatch(torch.zeros(5, HIDDEN // 2, dtype=torch.uint8), *given[1:])
+    with pytest.raises(moecomm.Unsupported, match="use_low_precision_combine"):
+        Rank(moecomm.local_ranks(1)[0], moe_ep, use_low_precision_combine=True)
+    with pytest.raises(moecomm.BadInput, match="bytes"):
+        comm.dispatch(torch.zeros(5, 4 * HIDDEN + 16, dtype=torch.uint8), *given[1:])
+    with pytest.raises(moecomm.BadInput, match="float64"):
+        comm.dispatch(rank.x.double(), *given[1:])
+    for payloads in ([], [torch.tensor(1.0)], [rank.x[:3]], [rank.x, rank.x[:3]], [rank.x, 3]):
+        with pytest.raises(moecomm.BadInput):
+            comm.dispatch_payloads(rank.ids, payloads, MOST)
+    for at in (None, 1):
+        with pytest.raises(moecomm.BadInput, match="expert_id_payload_index"):
+            comm.dispatch_payloads(rank.ids, [rank.x], MOST, EXPERTS, at)
     with pytest.raises(moecomm.BadInput):
         comm.dispatch(rank.x, rank.ids + EXPERTS, rank.weights)
     comm.dispatch(rank.x, rank.ids)

@@ -7,11 +7,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from moecomm.compat import deep_ep
 from moecomm.integrations import sglang
+from tests.compat import oracle
+from tests.compat.test_low_latency import check_arrival, check_nvfp4_arrival
+from tests.compat.together import together
 
 INSTALLED = importlib.util.find_spec("sglang")
 
@@ -55,6 +60,47 @@ def test_a_dispatcher_that_was_first_is_told_of(caplog: pytest.LogCaptureFixture
     sys.modules["sglang.srt.layers.moe.token_dispatcher.deepep"] = ModuleType("deepep")
     sglang.register()
     assert "before plugins" in caplog.text and "deep_ep" not in sys.modules
+
+
+@pytest.mark.parametrize("output", ["bf16", "fp8", "ue8m0", "nvfp4"])
+@pytest.mark.parametrize("hook", [False, True])
+def test_low_latency_as_its_dispatcher_calls_it(output: str, hook: bool) -> None:
+    """The output dtypes that it asks for, as _DeepEPDispatcherImplLowLatency writes the calls."""
+    sglang.register()
+    from deep_ep import Buffer
+
+    case = oracle.random_case(2, ranks=3, hidden=1024, most=12)
+    factor = torch.tensor([37.0]).expand(case.local_experts)  # input_global_scale: the same for each local expert
+    packed = output == "ue8m0"
+    options: dict[str, Any] = {"use_fp8": output in ("fp8", "ue8m0")}
+    if options["use_fp8"]:
+        options |= {"round_scale": packed, "use_ue8m0": packed}
+    if output == "nvfp4":
+        options |= {"use_nvfp4": True, "x_global_scale": factor}
+
+    def body(group: Any) -> None:
+        buffer = Buffer(group, low_latency_mode=True)
+        rank = buffer.rank
+        ids, weights = case.topk_idx[rank], case.topk_weights[rank]
+        hidden, masked_m, handle, event, wait = buffer.low_latency_dispatch(
+            case.x[rank], ids, 12, case.num_experts, async_finish=not hook, return_recv_hook=hook, **options
+        )
+        wait() if hook else event.current_stream_wait()
+        if output == "nvfp4":
+            y = check_nvfp4_arrival(case, rank, hidden, masked_m, handle, factor)
+        else:
+            check_arrival(case, rank, hidden, masked_m, handle, (options["use_fp8"], packed, packed))
+            rows = (hidden[0] if options["use_fp8"] else hidden).float()
+            y = rows.bfloat16()
+        combined, event, wait = buffer.low_latency_combine(
+            x=y, topk_idx=ids, topk_weights=weights, handle=handle, async_finish=not hook, return_recv_hook=hook
+        )
+        wait() if hook else event.current_stream_wait()
+        if output in ("bf16", "nvfp4"):
+            total = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True) * case.x[rank].float()
+            torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
+
+    together(3, body)
 
 
 def test_sglang_finds_the_plugin() -> None:

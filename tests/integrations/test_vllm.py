@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from threading import Barrier
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import formats
 from tests.integrations import vllm_stub as stub
 from tests.integrations.vllm_ranks import EXPERTS, HIDDEN, MOST, TOPK, Rank, everybody, finalized, on_ranks
 from tests.little_room import little_room
@@ -81,8 +83,14 @@ def test_batched_rows_are_those_of_each_expert(batches: Any) -> None:
         lambda batches: test_two_micro_batches_are_on_the_way_at_a_time(batches, "standard"),
         lambda batches: test_standard_rows_in_blocks_of_fp8_travel_with_their_scales(batches),
         lambda batches: test_standard_takes_more_tokens_than_before(batches),
+        *(
+            lambda batches, name=name: test_standard_rows_that_are_cast_first_are_what_vllm_would_make_of_them_later(
+                batches, name
+            )
+            for name in ("INT8 by token", "NVFP4 in blocks")
+        ),
     ],
-    ids=["weighted", "rows", "micro-batches", "scales", "more tokens"],
+    ids=["weighted", "rows", "micro-batches", "scales", "more tokens", "INT8", "NVFP4"],
 )
 def test_standard_rows_that_have_no_room_go_in_several_rounds(batches: Any, test: Any) -> None:
     with little_room() as counted:
@@ -266,6 +274,122 @@ def test_standard_rows_with_one_scale_are_quantized_where_they_arrive(batches: A
         plain = rank.standard.prepare(**rank.arguments())[0]
         x, scales, *_ = rank.standard.prepare(**rank.arguments(quant_config=config))
         assert torch.equal(x.float() * 0.5, plain) and scales.tolist() == [0.5]
+
+    on_ranks(body)
+
+
+FACTOR = torch.tensor([3.0])
+CAST_FIRST: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # the dtype in which rows travel
+    "FP8 by token": (torch.float8_e4m3fn, {"quant_dtype": torch.float8_e4m3fn, "per_act_token_quant": True}),
+    "INT8 by token": (torch.float8_e4m3fn, {"quant_dtype": torch.int8, "per_act_token_quant": True}),  # as bytes
+    "INT8 in blocks": (torch.float8_e4m3fn, {"quant_dtype": torch.int8, "block_shape": [128, 128]}),
+    "FP8 in blocks": (torch.float8_e4m3fn, {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}),
+    "FP8 with one scale": (torch.uint8, {"quant_dtype": torch.float8_e4m3fn, "a1_scale": FACTOR}),
+    "INT8 with one scale": (torch.uint8, {"quant_dtype": torch.int8, "a1_scale": FACTOR}),
+    "MXFP8": (torch.float8_e4m3fn, {"quant_dtype": "mxfp8", "is_scale_swizzled": False}),
+    "MXFP8 in blocks": (torch.float8_e4m3fn, {"quant_dtype": "mxfp8"}),
+    "NVFP4": (torch.uint8, {"quant_dtype": "nvfp4", "a1_gscale": FACTOR, "is_scale_swizzled": False}),
+    "NVFP4 in blocks": (torch.uint8, {"quant_dtype": "nvfp4", "a1_gscale": FACTOR}),
+}
+
+
+def quantized(x: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's quantizer makes of rows that have arrived."""
+    scale = config.a1_gscale if config.quant_dtype == "nvfp4" else config.a1_scale
+    how = (config.quant_dtype, config.per_act_token_quant, config.block_shape, config.is_scale_swizzled)
+    values, scales = stub.quantized(x, scale, *how)
+    assert scales is not None
+    return values, scales
+
+
+def assert_bits(found: torch.Tensor, want: torch.Tensor) -> None:
+    assert found.shape == want.shape and found.dtype is want.dtype
+    assert torch.equal(found.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", CAST_FIRST)
+def test_standard_rows_that_are_cast_first_are_what_vllm_would_make_of_them_later(batches: Any, name: str) -> None:
+    travels, given = CAST_FIRST[name]
+    config = stub.quant_config(**given)
+
+    def body(rank: Rank) -> bool:
+        for times in (1, 40):  # the second round has more tokens than the first Buffer takes
+            if rank.rank == 2:
+                rank.x, rank.ids, rank.weights = (t.repeat(times, 1) for t in (rank.x, rank.ids, rank.weights))
+            plain = rank.standard.prepare(**rank.arguments())
+            x, scales, *_ = rank.standard.prepare(**rank.arguments(quant_config=config))
+            assert rank.standard._slots._sent[0].inputs[0].dtype is travels
+            values, want = quantized(plain[0], config)
+            assert_bits(x, values)
+            assert_bits(scales, want)
+            if not torch.equal(finalized(rank, "standard", plain), rank.wanted()):
+                return False
+        return True
+
+    assert on_ranks(body) == [True] * 4
+
+
+@pytest.mark.parametrize("name", [name for name in CAST_FIRST if "NVFP4" not in name])
+def test_batched_rows_that_are_cast_first_are_what_vllm_would_make_of_them_later(batches: Any, name: str) -> None:
+    travels, given = CAST_FIRST[name]
+    config = stub.quant_config(**given)
+
+    def body(rank: Rank) -> bool:
+        plain = rank.batched.prepare(**rank.arguments())
+        x, scales, meta, _, _ = rank.batched.prepare(**rank.arguments(quant_config=config))
+        assert rank.batched._slots._sent[0].inputs[0].dtype is travels
+        for expert, count in enumerate(meta.expert_num_tokens.tolist()):
+            linear = stub.quant_config(**{**given, "is_scale_swizzled": False})
+            values, want = quantized(plain[0][expert, :count], linear)
+            assert_bits(x[expert, :count], values)
+            found = scales[expert]
+            if name == "MXFP8 in blocks":
+                found = formats.unswizzle(found, x.shape[1], HIDDEN // 32)
+            assert_bits(found if "one scale" in name else found[:count], want.view(1, 1) if want.numel() == 1 else want)
+        return torch.equal(finalized(rank, "batched", plain), rank.wanted())
+
+    assert on_ranks(body) == [True] * 4
+
+
+@pytest.mark.parametrize("name", ["FP8 with one scale", "NVFP4", "NVFP4 in blocks"])
+def test_scales_that_ranks_have_for_themselves_are_applied_where_rows_arrive(batches: Any, name: str) -> None:
+    given = CAST_FIRST[name][1]
+    scale = "a1_scale" if "FP8" in name else "a1_gscale"
+
+    def body(rank: Rank) -> None:
+        config = stub.quant_config(**{**given, scale: FACTOR + rank.rank})
+        plain = rank.standard.prepare(**rank.arguments())[0]
+        for _ in range(2):
+            x, scales, *_ = rank.standard.prepare(**rank.arguments(quant_config=config))
+            assert rank.standard._slots._sent[0].inputs[0].dtype is torch.float32
+            values, want = quantized(plain, config)
+            assert_bits(x, values)
+            assert_bits(scales, want)
+
+    on_ranks(body)
+
+
+def test_batched_nvfp4_rows_travel_where_vllm_asks_for_it(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stub.quant_config(quant_dtype="nvfp4", a1_gscale=FACTOR.repeat(2))  # one an expert, all alike
+
+    def plain_rows(rank: Rank) -> Any:
+        x, scales, *_ = rank.batched.prepare(**rank.arguments(quant_config=config))
+        assert scales is None  # experts quantize by themselves
+        return x
+
+    plain = on_ranks(plain_rows)
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_DEEPEPLL_NVFP4_DISPATCH", True)
+
+    def body(rank: Rank) -> None:
+        x, scales, meta, _, _ = rank.batched.prepare(**rank.arguments(quant_config=config))
+        assert x.shape == (rank.local, 4 * MOST, HIDDEN // 2) and x.dtype is torch.uint8
+        assert scales.shape == (32, 4, 1, 4, HIDDEN // 64, rank.local)
+        stored = scales.permute(5, 2, 4, 0, 1, 3).reshape(rank.local, -1)
+        for expert, count in enumerate(meta.expert_num_tokens.tolist()):
+            values, want = formats.quantize(plain[rank.rank][expert, :count], "nvfp4", global_scale=FACTOR)
+            assert_bits(x[expert, :count], values)
+            assert want is not None
+            assert_bits(formats.unswizzle(stored[expert], 4 * MOST, HIDDEN // 16)[:count], want)
 
     on_ranks(body)
 

@@ -120,6 +120,15 @@ def test_the_metadata_has_the_fields_that_are_given() -> None:
     )
 
 
+def test_the_quantizer_and_its_configuration_have_what_is_used() -> None:
+    given = ["A", "A_scale", "quant_dtype", "per_act_token_quant", "block_shape", "is_scale_swizzled"]
+    assert names(Source(f"{MOE}/utils.py").functions()["moe_kernel_quantize_input"])[: len(given)] == given
+    used = {name for name in vars(stub.quant_config()) if name != "is_scale_swizzled"}
+    assert used <= set(Source(f"{MOE}/config.py").functions("FusedMoEQuantConfig"))
+    assert "is_scale_swizzled" in Source(f"{MOE}/config.py").fields("FusedMoEQuantConfig")
+    assert "VLLM_DEEPEPLL_NVFP4_DISPATCH" in ast.dump(Source("envs.py").tree)
+
+
 @pytest.mark.parametrize(
     ("path", "theirs", "name"),
     [

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from moecomm import formats
+
 MOE = "vllm.model_executor.layers.fused_moe"
 
 
@@ -185,15 +187,26 @@ class MicroBatches:
         )
 
 
-def quantized(a, a_scale, quant_dtype, per_act_token_quant, block_shape=None, is_scale_swizzled=True):
-    """As their quantizer: FP8 in blocks of 128 columns, or with one scale; nothing without a dtype."""
+def quantized(a, a_scale, quant_dtype, per_act_token_quant, block_shape=None, is_scale_swizzled=True, mx_alignment=0):
+    """As their quantizer: FP8 and INT8 in blocks of 128 columns, by token, or with one scale; NVFP4, MXFP8."""
     if quant_dtype is None:
         return a, None
-    assert quant_dtype is torch.float8_e4m3fn
-    x = a.float()
-    if block_shape is None:
+    if quant_dtype in ("nvfp4", "mxfp8"):
+        values, scales = formats.quantize(a, quant_dtype, global_scale=a_scale)
+        if not is_scale_swizzled:
+            return values, scales if quant_dtype == "nvfp4" else scales.view(torch.uint8)
+        blocks = formats.swizzle(scales)
+        return values, blocks.view(-(-len(a) // 128) * 128, -1) if quant_dtype == "nvfp4" else blocks.view(torch.uint8)
+    kind = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}[quant_dtype]
+    if block_shape is None and (a_scale is not None or not per_act_token_quant):
         scale = torch.ones(1) if a_scale is None else a_scale
-        return (x / scale).to(quant_dtype), scale
+        q = a.float() / scale
+        return (q.round().clamp(-128, 127) if quant_dtype is torch.int8 else q).to(quant_dtype), scale
+    if block_shape is None:
+        return formats.quantize(a, f"{kind}_token")
+    if quant_dtype is torch.int8:
+        return formats.quantize(a, "int8_group")
+    x = a.float()
     scale = x.view(len(x), -1, 128).abs().amax(dim=2).clamp(min=1e-10) / 448
     return (x.view(len(x), -1, 128) / scale.unsqueeze(2)).view(x.shape).to(quant_dtype), scale
 
@@ -252,6 +265,7 @@ def modules(batches: MicroBatches) -> dict[str, ModuleType]:
         ),
         _module(f"{communicators}.base_device_communicator", All2AllManagerBase=All2AllManagerBase),
         batches.module(),
+        _module("vllm.envs", VLLM_DEEPEPLL_NVFP4_DISPATCH=False),
         _module("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False)),
     ]
     found = {module.__name__: module for module in made}

@@ -9,7 +9,7 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `Buffer.dispatch_pcie`, `combine_pcie` | `dispatch`, `combine` |
 | `get_local_buffer_tensor(size=)`, `(offset=)` | nothing; without them an empty tensor |
 | `dispatch_wait_recv_cost_stats`, `combine_wait_recv_cost_stats` in cycles | nanoseconds, of one thread |
-| `low_latency_dispatch(use_nvfp4=True)`, `(use_ue8m0_for_sf=True)`, `(x_global_scale=)` | FP8 rows, or those given |
+| `low_latency_dispatch(use_ue8m0_for_sf=True)` | NVFP4 rows with scales in e4m3 |
 | `low_latency_dispatch(num_sms=)`, `low_latency_combine(num_sms=)` | as many as the round takes |
 | `low_latency_combine(overlap=True)`, `(src_signals=)`, `(src_signal_expect_value=)`, | nothing |
 | `(packed_recv_count=)`, `(comp_signal=)`, `(block_m=)`, `(threshold=)` of the same | nothing |

@@ -24,11 +24,12 @@ from moecomm.errors import BadInput, RoundFailed
 from moecomm.membership.masking import require_repeats
 from moecomm.routed import Handle, Routed
 
-# Options of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
+# Options of a dispatch: rows as they are, in FP8, with scales that are powers of two, those as their exponents, in FP4.
 _PLAIN = Options("batched")
 _FP8 = Options("batched", quantize="fp8", scale_layout="column")
 _ROUNDED = Options("batched", quantize="fp8", scale_format="ue8m0")
 _UE8M0 = _ROUNDED._replace(scale_layout="column")
+_NVFP4 = Options("batched", quantize="nvfp4", scale_layout="swizzled")
 _WEIGHTED = combining.Options(wire="exact")  # deep_ep adds up all rows of a token in float32 at its source rank
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
@@ -100,17 +101,20 @@ class LowLatency(MaskBuffer):
         tensor, unchanged.  `round_scale` without `use_ue8m0`, and `cumulative_local_expert_recv_stats`, take a kernel
         of their own each, and `dispatch_wait_recv_cost_stats`, in nanoseconds, three.  A hook that has not been called
         when the next dispatch of these sizes begins runs then.
+
+        `use_nvfp4`, of deep_ep's branch hybrid-ep: rows are uint8 `[R * Tmax, H/2, E/R]`, scales float8_e4m3fn `[32, 4,
+        ceil(R * Tmax / 128), 4, ceil(H / 64), E/R]`, both of them permuted views: in memory the experts come first, and
+        scales lie in the blocks of formats.swizzle().  The first element of `x_global_scale` is the global scale of
+        moecomm.formats; without `use_nvfp4` it is not read.
         """
-        none = x_global_scale is None and num_sms is None and use_nvfp4 is False and use_ue8m0_for_sf is False
-        if not none:
-            check_nothing(
-                use_nvfp4=use_nvfp4,
-                use_ue8m0_for_sf=use_ue8m0_for_sf,
-                x_global_scale=x_global_scale,
-                num_sms=num_sms,
-            )
-        if {type(use_fp8), type(round_scale), type(use_ue8m0)} != {bool}:
-            check_flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
+        if not (num_sms is None and use_ue8m0_for_sf is False):
+            check_nothing(use_ue8m0_for_sf=use_ue8m0_for_sf, num_sms=num_sms)
+        if {type(use_fp8), type(round_scale), type(use_ue8m0), type(use_nvfp4)} != {bool}:
+            check_flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0, use_nvfp4=use_nvfp4)
+        if use_nvfp4 and use_fp8:
+            raise BadInput("use_nvfp4", True, "use_fp8=False beside it")
+        if use_nvfp4 and x_global_scale is None:
+            raise BadInput("x_global_scale", "None", "float32, on the device of x, beside use_nvfp4")
         if {type(async_finish), type(return_recv_hook)} != {bool}:
             check_flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
         if {type(num_max_dispatch_tokens_per_rank), type(num_experts)} != {int}:
@@ -136,7 +140,11 @@ class LowLatency(MaskBuffer):
         pool.calls.begin(buffer.rounds)
         if pool.receiving:
             pool.receive(buffer)
-        options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
+        options = _UE8M0 if use_ue8m0 else _ROUNDED if use_fp8 and round_scale else _FP8 if use_fp8 else _PLAIN
+        more: dict[str, Any] = {}
+        if use_nvfp4:
+            options, first = _NVFP4, x_global_scale
+            more["global_scale"] = first.reshape(-1)[:1] if isinstance(first, torch.Tensor) else first
         if cost is not None:
             cost.before(buffer.rounds, "dispatch")
         ids = buffer.rounds.own_ids(topk_idx)  # of masked ranks: -1
@@ -145,13 +153,14 @@ class LowLatency(MaskBuffer):
         begins = return_recv_hook and not repeats
         try:
             if begins:
-                routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights, early=True)
+                routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights, early=True, **more)
             else:
-                routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False)
+                routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False, **more)
         except RoundFailed as error:
             require_repeats(error)
             named: dict[str, Any] = {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}
             named |= {"async_finish": async_finish, "return_recv_hook": return_recv_hook, "topk_weights": topk_weights}
+            named |= {"use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale}
             sizes = num_max_dispatch_tokens_per_rank, num_experts
             return self.low_latency_dispatch(x, topk_idx, *sizes, stats, dispatch_wait_recv_cost_stats, **named)
         if cost is not None:
@@ -161,12 +170,12 @@ class LowLatency(MaskBuffer):
         follow = topk_weights is None and not takes_weights(buffer.rounds)
         handle.ids = topk_idx.clone() if follow or repeats else topk_idx
         rows, counts = routed.plan.batched_tensors(routed)
-        recv_x, rounded = _arriving(routed, rows, options)
+        recv_x, write = _arriving(routed, rows, options)
         if begins:
-            hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats, cost)
+            hook = pool.receiving[id(buffer)] = Receive(buffer, routed, write, counts, stats, cost)
             return recv_x, counts, handle, finished(async_finish), hook
-        if rounded is not None or stats is not None:
-            Receive(buffer, routed, rounded, counts, stats).account()
+        if write is not None or stats is not None:
+            Receive(buffer, routed, write, counts, stats).account()
         return recv_x, counts, handle, finished(async_finish), _nothing if return_recv_hook else None
 
     @counted_by_pool
@@ -270,13 +279,13 @@ class Receive:
         self,
         buffer: Buffer,
         routed: Routed,
-        rounded: torch.Tensor | None,
+        write: Callable[[torch.Tensor], object] | None,
         counts: torch.Tensor,
         stats: torch.Tensor | None,
         cost: WaitCost | None = None,
     ) -> None:
         self._buffer, self._routed, self._cost = buffer, routed, cost
-        self._rounded, self._counts, self._stats = rounded, counts, stats
+        self._write, self._counts, self._stats = write, counts, stats
         self._called = False
 
     def __call__(self) -> None:
@@ -291,15 +300,15 @@ class Receive:
         self.account()
 
     def account(self) -> None:
-        """Finish a receive once rows are here: float32 of power-of-two scales, and the statistics."""
-        if self._rounded is not None:
+        """Finish a receive once rows are here: scales in another form than they arrive in, and the statistics."""
+        if self._write is not None:
             scales = self._routed.scales
             assert scales is not None
-            self._rounded.view(torch.int32).copy_(scales.view(torch.uint8)).bitwise_left_shift_(23)
+            self._write(scales)
         if self._stats is not None:
             self._stats.add_(self._counts)
         # so that the window has its memory back when the caller's tensors are gone
-        del self._routed, self._rounded, self._counts, self._stats
+        del self._routed, self._write, self._counts, self._stats
 
 
 def layout_range(handle: Handle) -> torch.Tensor:
@@ -311,16 +320,23 @@ def layout_range(handle: Handle) -> torch.Tensor:
     return (count.cumsum(dim=1) - count) << 32 | count
 
 
-def _arriving(routed: Routed, x: torch.Tensor, options: Options) -> tuple[Any, torch.Tensor | None]:
-    """Return the outputs of a dispatch, before or after it has arrived, and float32 scales that are computed later."""
+def _arriving(routed: Routed, x: torch.Tensor, options: Options) -> tuple[Any, Callable[[torch.Tensor], object] | None]:
+    """Return the outputs of a dispatch, before or after it has arrived, and what writes scales once they are here."""
     if options is _PLAIN:
         return x, None
+    experts, rows, hidden = x.shape[0], x.shape[1], routed.handle.rounds.hidden
+    if options is _NVFP4:
+        assert routed.form is not None, "of another format than those that kernels know"
+        blocks = experts, -(-rows // 128), -(-hidden // 64), 32, 4, 4
+        scales = torch.empty(blocks, dtype=torch.float8_e4m3fn, device=x.device)
+        recv_x = routed.form.tensor("x", routed).permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0)
+        return recv_x, lambda arrived: scales.view(arrived.shape).copy_(arrived)
     if options is not _ROUNDED:
         return (x, routed.plan.tensor("scales", routed)), None
-    experts, rows, hidden = x.shape
     columns = torch.empty((experts, -(-hidden // 128), rows), dtype=torch.float32, device=x.device)
     scales = columns.transpose(1, 2)
-    return (x, scales), scales
+    bits = scales.view(torch.int32)  # of powers of two, whose exponents arrive
+    return (x, scales), lambda arrived: bits.copy_(arrived.view(torch.uint8)).bitwise_left_shift_(23)
 
 
 def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,23 @@ from moecomm.rounds.call_count import CountedCall
 from moecomm.routed import Handle, Routed
 
 _FLAT, _SUMS = Options("flat"), combining.Options()
+_PACKED = 8  # columns in an element of NVFP4 rows
+
+
+class Given(NamedTuple):
+    """What a dispatch is given, as moecomm takes it."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    extras: tuple[torch.Tensor, ...] = ()
+    combined: tuple[int, torch.dtype] | None = None  # columns and dtype of rows that return; None: those of `rows`
+    dtype: torch.dtype | None = None  # of the caller's rows, where they travel in another
+
+    def arrived(self, rows: Any, scales: Any, routed: Routed) -> Any:
+        """Return rows, or a tuple of all that was given."""
+        if scales is None:
+            return rows
+        return (rows if self.dtype is None else rows.view(self.dtype), scales, *routed.extras)
 
 
 def dispatch(
@@ -34,7 +51,7 @@ def dispatch(
     channel_sms: int,
 ) -> tuple[Any, Any, Any, list[int], NormalHandle]:
     """recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle."""
-    rows, scales = unpack(x)
+    given = _unpack_all(x)
     if num_tokens_per_expert is None:
         raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
     check_integer("expert_alignment", expert_alignment, 1)
@@ -51,14 +68,18 @@ def dispatch(
         if num_tokens_per_expert.dtype not in (torch.int32, torch.int64):
             raise BadInput("num_tokens_per_expert", described(num_tokens_per_expert), "int32 [experts]")
         if is_token_in_rank is not None:
-            check_same_device(x=rows, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=num_tokens_per_expert)
+            places = {"is_token_in_rank": is_token_in_rank, "num_tokens_per_expert": num_tokens_per_expert}
+            check_same_device(x=given.rows, **places)
         ids = _an_expert_of_each_rank(is_token_in_rank, num_experts, pool.ranks.ranks)
     elif isinstance(ids, torch.Tensor):
         check_dimensions("topk_idx", ids, "tokens", "topk")
-    routed = route(pool, rows, scales, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
+    routed = route(pool, given, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
     handle = normal_handle(routed.handle, channel_sms)
-    recv, recv_scales, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
-    recv_x = recv if recv_scales is None else (recv, recv_scales)
+    if routed.form is None:
+        recv, recv_scales, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
+    else:
+        recv, recv_scales, recv_topk_idx, recv_topk_weights = _read(routed)
+    recv_x = given.arrived(recv, recv_scales, routed)
     if topk_idx is None:
         with CountedCall(pool.calls):  # another round
             counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
@@ -69,12 +90,13 @@ def dispatch(
 
 def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     """recv_x of rows that go where those of an earlier dispatch went."""
-    rows, scales = unpack(x)
+    given = _unpack_all(x)
     native = native_of(pool, handle)
     pool.calls.begin(native.rounds)
     options = _FLAT if num_sms is None else _limited(num_sms)
-    routed = run_dispatch(native.rounds, options, rows, scales=scales, handle=native, sync=False)
-    return routed.x if scales is None else (routed.x, routed.scales)
+    more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
+    routed = run_dispatch(native.rounds, options, given.rows, handle=native, sync=False, **more)
+    return given.arrived(routed.x, routed.scales, routed)
 
 
 def combine(
@@ -111,6 +133,28 @@ def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return rows, scales
 
 
+def _unpack_all(x: Any) -> Given:
+    """Return what deep_ep's dispatch takes: rows; rows of one byte an element and scales; NVFP4 rows, scales, factors.
+
+    The third is of deep_ep's branch hybrid-ep: int32 `[T, H/8]`, int32 `[T, n]` and float32 `[T, m]`.
+    """
+    if not isinstance(x, tuple) or len(x) != 3:
+        rows, scales = unpack(x)
+        if scales is None or rows.dtype.itemsize != 1 or rows.dtype is torch.float8_e4m3fn:
+            return Given(rows, scales)
+        return Given(rows.view(torch.float8_e4m3fn), scales, dtype=rows.dtype)  # bytes are bytes
+    rows, scales = unpack(x[:2])
+    factors, _ = unpack(x[2])
+    if not rows.dtype is scales.dtype is torch.int32 or factors.dtype is not torch.float32:  # type: ignore[union-attr]
+        got = ", ".join(described(tensor) for tensor in x)
+        raise BadInput("x", got, "int32 [tokens, hidden / 8], int32 [tokens, hidden / 64], float32 [tokens, n]")
+    return Given(rows, scales, (factors,), (rows.shape[1] * _PACKED, torch.bfloat16))
+
+
+def _read(routed: Routed) -> tuple[Any, Any, Any, Any]:
+    return routed.x, routed.scales, routed.topk_idx, routed.topk_weights
+
+
 def native_of(pool: Pool, handle: Any) -> Handle:
     """The moecomm handle in what a dispatch of this buffer returned."""
     if not isinstance(handle, NormalHandle):
@@ -138,8 +182,7 @@ def one_bias(bias: Any) -> Any:
 
 def route(
     pool: Pool,
-    rows: torch.Tensor,
-    scales: torch.Tensor | None,
+    given: Given,
     ids: torch.Tensor,
     weights: torch.Tensor | None,
     num_experts: int,
@@ -147,21 +190,23 @@ def route(
     num_sms: int | None,
 ) -> Routed:
     """A flat dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
-    buffer = pool.flat(rows, ids, num_experts, worst)
+    rows = given.rows
+    buffer = pool.flat(rows, ids, num_experts, worst, combined=given.combined)
     pool.calls.begin(buffer.rounds)
     options = _FLAT if num_sms is None else _limited(num_sms)
+    more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
     if worst:
-        return run_dispatch(buffer.rounds, options, rows, ids, weights, scales=scales, max_rows=worst, sync=False)
+        return run_dispatch(buffer.rounds, options, rows, ids, weights, max_rows=worst, sync=False, **more)
     if rows.shape[0] > buffer.max_tokens:
-        ask_to_grow(buffer, rows, ids, scales)
+        ask_to_grow(buffer, rows, ids, given.scales, extras=given.extras)
     else:
         try:
-            return run_dispatch(buffer.rounds, options, rows, ids, weights, scales=scales, sync=True)
+            return run_dispatch(buffer.rounds, options, rows, ids, weights, sync=True, **more)
         except Mismatch as error:
             if not asks_to_grow(error):
                 raise
-    buffer = pool.flat(rows, ids, num_experts, worst, grow=True)
-    return run_dispatch(buffer.rounds, options, rows, ids, weights, scales=scales, sync=True)
+    buffer = pool.flat(rows, ids, num_experts, worst, grow=True, combined=given.combined)
+    return run_dispatch(buffer.rounds, options, rows, ids, weights, sync=True, **more)
 
 
 @lru_cache(maxsize=64)

@@ -110,17 +110,26 @@ class Pool:
                 return buffer
         return None
 
-    def flat(self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, worst: int, grow: bool = False) -> Buffer:
+    def flat(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        worst: int,
+        grow: bool = False,
+        combined: tuple[int, torch.dtype] | None = None,
+    ) -> Buffer:
         """Return the Buffer for normal rounds.
 
         `worst`: rows that the caller always receives into; 0: as many as arrive, for which the host waits.  `grow`: a
-        new Buffer, with room for the tokens that all ranks have now.
+        new Buffer, with room for the tokens that all ranks have now.  `combined`: columns and dtype of the rows that
+        return; None: those of x, in bfloat16 for FP8.
         """
-        dtype = x.dtype
+        hidden, dtype = (x.shape[1], x.dtype) if combined is None else combined
         if dtype is torch.float8_e4m3fn:
             dtype = torch.bfloat16
         try:
-            key = (x.shape[1], num_experts, topk_idx.shape[1], dtype, worst)
+            key = (hidden, num_experts, topk_idx.shape[1], dtype, worst)
         except (AttributeError, IndexError):
             raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]") from None
         if grow:
@@ -130,13 +139,13 @@ class Pool:
             return buffer
         self.require_open()
         check_experts(num_experts, self.ranks.ranks)
-        tokens = self.most(x.shape[0], x.shape[1], num_experts, topk_idx.shape[1], dtype, num_worst_tokens=worst)
+        tokens = self.most(x.shape[0], hidden, num_experts, topk_idx.shape[1], dtype, num_worst_tokens=worst)
         if worst:
             tokens = max(tokens, -(-worst // self.ranks.ranks))
         most = (MAX_FLAT_ROWS - 1) // self.ranks.ranks
         tokens = max(tokens, min(most, max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length() if tokens else 0)))
         factor = math.inf if worst else None
-        settings = self._settings(x.shape[1], num_experts, topk_idx.shape[1], tokens, dtype, factor)
+        settings = self._settings(hidden, num_experts, topk_idx.shape[1], tokens, dtype, factor)
         return self._opened_with(key, x.device, settings, room_for(settings, "flat"))
 
     def batched(
@@ -304,12 +313,14 @@ def ask_to_grow(
     layout: Layout = "flat",
     alignment: int = 1,
     gradients: Gradients = Gradients.NONE,
+    extras: tuple[torch.Tensor, ...] = (),
 ) -> None:
     """Tell the ranks that wait in a dispatch that this rank has more tokens than the Buffer takes."""
     none = None if scales is None else scales[:0]
     try:
         options = Options(layout, alignment)  # those of the ranks that wait: a difference would be told first
         how: dict[str, Any] = {"max_rows": 1, "sync": True, "grow": True, "gradients": gradients}
+        how["extras"] = tuple(extra[:0] for extra in extras)
         dispatch(buffer.rounds, options, x[:0].detach(), topk_idx[:0], scales=none, **how)
     except Mismatch as error:  # unless all ranks asked
         if not asks_to_grow(error):

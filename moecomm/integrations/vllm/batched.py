@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input, normalize_batched_scales_shape
 from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
@@ -15,6 +16,7 @@ from moecomm import combine as combining
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers
+from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, counted_by_pool, nothing, weighted_input
 from moecomm.routed import Routed
 
@@ -22,7 +24,8 @@ from moecomm.routed import Routed
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """A row for each (token, expert), in a place for the most rows there can be; nothing waits on the host.
 
-    Routing weights travel with the tokens, and are applied while rows go home.
+    Routing weights travel with the tokens, and are applied while rows go home.  With VLLM_DEEPEPLL_NVFP4_DISPATCH rows
+    of NVFP4 models travel and arrive as such.
 
     Args:
         buffer: of BatchedManager.get_handle().
@@ -46,6 +49,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         super().__init__(buffer, num_dispatchers)
         self._most_tokens = max_tokens_per_rank
         self._fp8, self._ue8m0 = use_fp8_dispatch, False
+        self._fp4 = bool(getattr(envs, "VLLM_DEEPEPLL_NVFP4_DISPATCH", False))
         self._placed = None if global_to_physical is None else global_to_physical.to(torch.int64)
 
     @staticmethod
@@ -89,18 +93,18 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         buffer = self._rounds.pool.batched(
             rows.device, rows.shape[1], num_experts, ids.shape[1], self._most_tokens, rows.dtype
         )
+        sent, options = self._cast(rows, quant_config)
         routed = buffer.dispatch_begin(
-            rows,
+            sent.rows,
             ids,
             weights,
             layout="batched",
-            quantize="fp8" if self._fp8 else None,
-            scale_format="ue8m0" if self._ue8m0 else "fp32",
-            scale_layout="column" if self._fp8 else "row",  # as grouped GEMMs load them
+            scales=sent.scales,
             num_sms=self._rounds.num_sms,
+            **options,
         )
-        self._slots.put(Sent(routed.handle, (rows, ids, weights)))
-        return lambda: _end(buffer, routed), lambda: self._receive(routed, quant_config)
+        self._slots.put(Sent(routed.handle, (*sent, ids, weights)))
+        return lambda: _end(buffer, routed), lambda: self._receive(routed, sent.dtype, quant_config)
 
     def prepare(
         self,
@@ -127,21 +131,38 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         hook()
         return receive()
 
-    def _receive(self, routed: Routed, quant_config: Any) -> Any:
+    def _cast(self, rows: torch.Tensor, quant_config: Any) -> tuple[Cast, dict[str, Any]]:
+        """Return rows as they are sent, and the options of a dispatch that casts them on the way."""
+        options: dict[str, Any] = {}
+        if self._fp8:  # scales as grouped GEMMs load them
+            options = {"quantize": "fp8", "scale_layout": "column", "scale_format": "ue8m0" if self._ue8m0 else "fp32"}
+        elif quant_config.quant_dtype == "nvfp4":
+            if self._fp4:
+                factor = quant_config.a1_gscale.reshape(-1)[:1]  # all of them are the same
+                options = {"quantize": "nvfp4", "scale_layout": "swizzled", "x_global_scale": factor}
+        elif is_cast_first(self._rounds, quant_config):
+            return cast(rows, quant_config), options
+        return Cast(rows), options
+
+    def _receive(self, routed: Routed, cast_to: torch.dtype | None, quant_config: Any) -> Any:
         x, scales = routed.x, routed.scales
-        if not self._fp8:
-            # Experts of nvfp4 quantize by themselves.
-            dtype = None if quant_config.quant_dtype == "nvfp4" else quant_config.quant_dtype
-            experts, _, hidden = x.shape
+        experts, rows, _ = x.shape
+        if cast_to is not None:
+            x, scales = for_experts(x, scales, cast_to, quant_config)
+            scales = normalize_batched_scales_shape(scales, experts)
+        elif not self._fp8 and quant_config.quant_dtype == "nvfp4":
+            if scales is not None:  # as DeepEP has them, see low_latency_dispatch; else experts quantize by themselves
+                scales = scales.view(experts, -(-rows // 128), -1, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
+        elif not self._fp8:
             x, scales = moe_kernel_quantize_input(
-                x.view(-1, hidden),
+                x.view(experts * rows, -1),
                 quant_config.a1_scale,
-                dtype,
+                quant_config.quant_dtype,
                 quant_config.per_act_token_quant,
                 quant_config.block_shape,
             )
-            x = x.view(experts, -1, x.shape[-1])
-            if dtype is not None:
+            x = x.view(experts, rows, -1)
+            if quant_config.quant_dtype is not None:
                 scales = normalize_batched_scales_shape(scales, experts)
         meta = mk.ExpertTokensMetadata(expert_num_tokens=routed.tokens_per_expert, expert_num_tokens_cpu=None)
         return x, scales, meta, None, None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
 from moecomm.compat.deep_ep.pool import Pool
 from moecomm.errors import Unsupported
+from moecomm.ranks.opening import gather
 
 # Ranks drift apart by whatever one of them does alone: loading weights, compiling kernels.
 _TIMEOUT_S = 600.0
@@ -25,6 +27,18 @@ class OpenedBuffers:
     def __init__(self, group: Any) -> None:
         self.pool = Pool(group, timeout_s=_TIMEOUT_S)
         self.num_sms: int | None = None
+        self._alike: Any = WeakTensorKeyDictionary()
+
+    def is_alike(self, scale: torch.Tensor) -> bool:
+        """Return whether all ranks have the same scale.
+
+        Collective, on the host, when it is first asked of a tensor: in vLLM's profiling run.
+        """
+        found: bool | None = self._alike.get(scale)
+        if found is None:
+            here = scale.detach().double().cpu().numpy().tobytes()
+            found = self._alike[scale] = len(set(gather(self.pool.ranks, here, _TIMEOUT_S))) == 1
+        return found
 
 
 class _VllmManager(All2AllManagerBase):  # type: ignore[misc]

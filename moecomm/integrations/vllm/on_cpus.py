@@ -23,9 +23,9 @@ class PrepareAndFinalizeOnCpus(StandardPrepareAndFinalize):
         return torch.int32
 
     def _receive(
-        self, routed: Routed, with_scales: bool, num_experts: int, quant_config: Any, defer_input_quant: bool
+        self, routed: Routed, cast_to: torch.dtype | None, num_experts: int, quant_config: Any, defer_input_quant: bool
     ) -> Any:
-        *received, _, weights = super()._receive(routed, with_scales, num_experts, quant_config, defer_input_quant)
+        *received, _, weights = super()._receive(routed, cast_to, num_experts, quant_config, defer_input_quant)
         assert routed.topk_idx is not None
         return *received, routed.topk_idx.clamp(min=0).int(), weights
 

@@ -22,9 +22,10 @@ from vllm.v1.worker.ubatching import (
 )
 
 from moecomm import combine as combining
-from moecomm.compat.deep_ep.normal import route
+from moecomm.compat.deep_ep.normal import Given, route
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import OpenedBuffers
+from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input
 from moecomm.rounds.call_count import CountedCall
 from moecomm.routed import Handle, Routed
@@ -74,17 +75,16 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         """Dispatches; the function that is returned gives what prepare() does."""
         with CountedCall(self._rounds.pool.calls):  # no longer than until another micro-batch runs
             rows = weighted_input(a1, topk_weights, apply_router_weight_on_input)
-            scales = None
-            if quant_config.is_block_quantized and not defer_input_quant:  # scales of blocks travel beside the rows
-                rows, scales = _quantized(rows, quant_config)
+            is_cast = not defer_input_quant and is_cast_first(self._rounds, quant_config)
+            sent = cast(rows, quant_config) if is_cast else Cast(rows)
             ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-            rows = rows.contiguous()
+            given = Given(sent.rows.contiguous(), sent.scales, combined=(a1.shape[1], a1.dtype))
         dbo_yield_and_switch_from_compute_to_comm()
         with CountedCall(self._rounds.pool.calls):
-            routed = route(self._rounds.pool, rows, scales, ids, weights, num_experts, 0, self._rounds.num_sms)
-        self._slots.put(Sent(routed.handle, (rows, scales, ids, weights)))
+            routed = route(self._rounds.pool, given, ids, weights, num_experts, 0, self._rounds.num_sms)
+        self._slots.put(Sent(routed.handle, (given.rows, given.scales, ids, weights)))
         dbo_switch_to_compute_sync()
-        return lambda: self._receive(routed, scales is not None, num_experts, quant_config, defer_input_quant)
+        return lambda: self._receive(routed, sent.dtype, num_experts, quant_config, defer_input_quant)
 
     def prepare(
         self,
@@ -114,16 +114,18 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         return receive()
 
     def _receive(
-        self, routed: Routed, with_scales: bool, num_experts: int, quant_config: Any, defer_input_quant: bool
+        self, routed: Routed, cast_to: torch.dtype | None, num_experts: int, quant_config: Any, defer_input_quant: bool
     ) -> Any:
-        x, scales = routed.x, routed.scales if with_scales else None
+        x, scales = routed.x, None
+        if cast_to is not None:
+            x, scales = for_experts(x, routed.scales, cast_to, quant_config)
         local, weights = routed.topk_idx, routed.topk_weights
         assert local is not None
         elsewhere = num_experts - 1 if self._first_expert == 0 else 0
         ids = torch.where(local < 0, elsewhere, local + self._first_expert)
         counts = routed.tokens_per_expert
         meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=counts.cpu())
-        if not quant_config.is_block_quantized and not defer_input_quant and x.numel() != 0:
+        if cast_to is None and not defer_input_quant and x.numel() != 0:
             # A scale for all of a tensor is found after the rows have come together.
             x, scales = moe_kernel_quantize_input(
                 x,
@@ -198,19 +200,6 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
             output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
         )
         receive()
-
-
-def _quantized(rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows in blocks and `[T, n]` of scales.  A rank without tokens sends as many columns as the others."""
-    tokens = len(rows)
-    quantized, scales = moe_kernel_quantize_input(
-        rows if tokens else rows.new_zeros((1, rows.shape[1])),
-        quant_config.a1_scale,
-        quant_dtype=quant_config.quant_dtype,
-        per_act_token_quant=quant_config.per_act_token_quant,
-        block_shape=quant_config.block_shape,
-    )
-    return quantized[:tokens], None if scales is None else scales.reshape(len(quantized), -1)[:tokens]
 
 
 def _in_window(handle: Handle, dtype: torch.dtype) -> torch.Tensor | None:
