@@ -5,7 +5,7 @@
     comm = flashinfer.moe_ep.create_communication(bootstrap, params, "moecomm")
 
 or, in its layers, `SplitConfig(comm="moecomm")`.  Rows of any dtype, with or without scales; dispatch_payloads() takes
-any list of tensors.  Combines of low precision, and `eplb_local_stats`, are Unsupported.  Ranks are masked by
+any list of tensors.  `eplb_local_stats` is Unsupported.  Ranks are masked by
 `active_rank_mask`, as in its one-sided all-to-all, and by the calls of its Fleet (flashinfer_masks.py).
 """
 
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import flashinfer
 import torch
 
-from moecomm.base.choices import BackendName, OnTimeout
+from moecomm.base.choices import BackendName, OnTimeout, Wire
 from moecomm.base.validation import check_flag
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Closed, Unsupported
@@ -46,7 +46,8 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         bootstrap: BootstrapConfig; its `process_group`, or the default group, has the ranks.
         params: MoEEpCommParams.
         moecomm_backend, timeout_s, window_bytes, on_timeout: of the Buffer, whose `backend` is the first.
-        use_low_precision_combine: of NVLinkOneSidedConfig; True is Unsupported.
+        use_low_precision_combine: of NVLinkOneSidedConfig: results travel in FP8 with a scale for 128 columns, and are
+            added in float32.
     """
 
     supports_cuda_graph: ClassVar[bool] = True
@@ -63,8 +64,6 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         use_low_precision_combine: bool = False,
     ) -> None:
         check_flag("use_low_precision_combine", use_low_precision_combine)
-        if use_low_precision_combine:
-            raise Unsupported("use_low_precision_combine: results travel in the dtype of expert_output")
         super().__init__(bootstrap, params)
         group = bootstrap.process_group
         if group is None:
@@ -82,6 +81,7 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
             capacity_factor=math.inf,  # results have `ep_size * max_tokens_per_rank` rows, whatever the routing
             on_timeout=on_timeout,
         )
+        self._wire: Wire | None = "fp8" if use_low_precision_combine else None
         self._handle: Handle | None = None
 
     @classmethod
@@ -233,7 +233,7 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         if active_rank_mask is not None and active_ranks(active_rank_mask, self.ep_size) != self.active():
             raise BadInput("active_rank_mask", active_rank_mask.tolist(), "that of the dispatch")
         handle, self._handle = self._handle, None
-        out: torch.Tensor = buffer.combine(expert_output.reshape(handle.y_shape), handle, out=output)
+        out: torch.Tensor = buffer.combine(expert_output.reshape(handle.y_shape), handle, out=output, wire=self._wire)
         return out
 
     def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor | None:
