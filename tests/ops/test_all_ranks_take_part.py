@@ -78,7 +78,10 @@ def same(got: list[torch.Tensor | None], want: list[torch.Tensor | None]) -> boo
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("room", ["one round", "chunks"])
-def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(layout: Any, weighted: bool, room: str) -> None:
+@pytest.mark.parametrize("cast", [None, "mxfp8"])  # which has all the numbers of this test
+def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(
+    layout: Any, weighted: bool, room: str, cast: Any
+) -> None:
     def body(group: Any) -> list[list[torch.Tensor | None]]:
         rank, found = group.rank, []
         with opened(group, capacity_factor=math.inf if room == "one round" else 0.5) as buffer:
@@ -87,10 +90,11 @@ def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(layout: Any, we
                 x.requires_grad_("x" in wanted)
                 weights.requires_grad_("w" in wanted)
                 scale = scale_of(rank).requires_grad_()
-                routed = ops.dispatch(buffer, x, idx, weights, layout=layout)
+                routed = ops.dispatch(buffer, x, idx, weights, layout=layout, quantize=cast)
                 assert isinstance(routed.handle, ops.ChunkedHandle) is (room == "chunks")
                 assert (rank == STARVED) is (int(routed.tokens_per_expert.sum()) == 0)
-                out = ops.combine(experts(routed, routed.x, layout, scale), routed.handle, weighted=weighted)
+                y = experts(routed, routed.x, layout, scale)
+                out = ops.combine(y, routed.handle, weighted=weighted, grad_wire=cast)
                 (out.sum() + x.sum()).backward()
                 found.append([out.detach(), x.grad, weights.grad])
                 assert buffer.rounds.flight.rounds % 4 == 0 or room == "chunks"
