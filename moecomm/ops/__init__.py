@@ -59,8 +59,8 @@ __all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "disp
 
 gradients.register()
 _NUMBER, _TENSOR, _NONE = (int, torch.SymInt), torch.Tensor, type(None)
-# Gradients of other formats' values would be lost without a scale of all of them.
-_GRAD_WIRES = tuple(name for name, fmt in formats.FORMATS.items() if not fmt.takes_global)
+# Formats for gradients: the others take a scale of all values.
+GRAD_WIRES = tuple(name for name, fmt in formats.FORMATS.items() if not fmt.takes_global)
 _FIELDS: tuple[Any, ...] = (  # types of those of Handle
     _TENSOR,
     (_TENSOR, _NONE),
@@ -299,7 +299,7 @@ def combine(
         where ranks differ in `grad_wire`.
     """
     if grad_wire is not None:
-        check_name("grad_wire", grad_wire, _GRAD_WIRES)
+        check_name("grad_wire", grad_wire, GRAD_WIRES)
     if isinstance(handle, chunks.ChunkedHandle):
         how: dict[str, Any] = {"weighted": weighted, "wire": wire, "grad_wire": grad_wire}
         with SeveralRounds(names.find(handle.buffer)):

@@ -443,6 +443,8 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "overflow": None,
                     "payload": None,
                     "wire": None,
+                    "quantize": "fp8",
+                    "grad_wire": None,
                     "buffer": None,
                     "backend": "host",
                     **weights_of,

@@ -23,7 +23,6 @@ from tests.ops.test_rounds import arrived_of, filled
 from ..few import few
 
 GLOBAL = {"fp8_tensor": 0.01, "nvfp4": 100.0}
-GRAD_WIRES = ("fp8", "fp8_token", "int8_token", "int8_group", "mxfp8", "mxfp4")
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +105,7 @@ def test_rows_and_gradients_are_those_of_casts_in_the_same_places(
     c = case(2, dtype=dtype, hidden=hidden, seed=2)
     given: dict[str, Any] = {"layout": layout, "expert_alignment": 1, "quantize": name}
     given |= {"x_global_scale": GLOBAL.get(name)}
-    back = {"grad_wire": name if name in GRAD_WIRES else "mxfp8"}
+    back = {"grad_wire": name if name in ops.GRAD_WIRES else "mxfp8"}
     if layout == "expert":
         given["expert_alignment"] = 128
     compare(c, given, back)
@@ -301,7 +300,7 @@ def layer(
     given: dict[str, Any] = {"layout": layout, "max_rows": 9 if layout == "batched" else 60}
     given |= {"quantize": name, "x_global_scale": GLOBAL.get(name), "grad_wire": "exact"}
     routed = ops.dispatch(buffer, x, idx, weights, **given)
-    back: Any = name if name in GRAD_WIRES else "mxfp8"
+    back: Any = name if name in ops.GRAD_WIRES else "mxfp8"
     return ops.combine(torch.tanh(routed.x), routed.handle, grad_wire=back) + x
 
 
