@@ -41,6 +41,7 @@ from moecomm.base.validation import (
     check_same_device,
 )
 from moecomm.buffer import Buffer
+from moecomm.combine import options as combine_options
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import Gradients, Options, check_num_sms, check_options, check_overflow
 from moecomm.errors import BadInput, TooManyRows, Unsupported
@@ -153,7 +154,7 @@ def dispatch(
             CPUs, "error" on GPUs and in graphs.
         layer: number of the layer among those of the Buffer, 1 to 65535, the same on all ranks; 0: it has none.  All
             rounds with the handle and of backward passes carry it, so that layers that a rank runs in another order
-            are a Mismatch.
+            are a Mismatch.  Not rounds of rows that travel as bytes, such as those of "mxfp8": the combine tells.
         quantize: None: rows travel in the Buffer's dtype; else a format, see Buffer.dispatch.
         scale_format: see Buffer.dispatch.
         x_global_scale: see Buffer.dispatch.  The same on all ranks, since rows are dequantized with that of the rank
@@ -486,9 +487,11 @@ def _grad_wire_of(grad_wire: Any, x: torch.Tensor) -> torch.dtype | None:
     """Return `grad_wire` of a dispatch as operators take it, checked here: the backward pass is late for an error."""
     if grad_wire is torch.float8_e4m3fn or (isinstance(grad_wire, str) and grad_wire == "fp8"):
         raise Unsupported("moecomm.ops.dispatch(grad_wire='fp8'): combine takes no such wire")
-    found: torch.dtype | None = torch.float32 if is_exact(grad_wire) else grad_wire
-    if not (found is None or found is torch.float32 or found is x.dtype):
-        raise BadInput("grad_wire", grad_wire, f"None, 'exact' or the dtype of x, {x.dtype}")
+    try:
+        found = _wire_of(grad_wire, x)
+        combine_options.check_options(combine_options.Options(wire=found), x.dtype)
+    except BadInput as error:
+        raise BadInput("grad_wire", error.got, error.want) from None
     return found
 
 

@@ -135,13 +135,14 @@ def _first_rank_alone(group: Any, call: str, alone: str) -> None:
         y = routed.x.detach().requires_grad_(group.rank == 0)
         calls = {
             "dispatch": lambda: ops.dispatch(buffer, x, idx, weights),
+            "dispatch in MXFP8": lambda: ops.dispatch(buffer, x, idx, weights, quantize="mxfp8"),
             "dispatch_again": lambda: ops.dispatch_again(x, routed.handle),
             "combine": lambda: ops.combine(y, routed.handle),
             "moe": lambda: ops.moe(buffer, x, idx, weights, tensors["w13"], tensors["w2"]),
         }
         with pytest.raises(moecomm.Mismatch, match="all ranks must agree") as raised:
             calls[call]()
-        of_weights = call == "dispatch" and alone.startswith("topk_weights")
+        of_weights = alone == "topk_weights beside x"
         assert raised.value.field == ("weight_grads given" if of_weights else "gradients wanted")
         with torch.no_grad(), pytest.raises(moecomm.OutOfStep, match="made different calls"):
             calls["dispatch"]()
@@ -152,11 +153,13 @@ def _first_rank_alone(group: Any, call: str, alone: str) -> None:
     few(
         [
             *(("dispatch", alone) for alone in ("x", "topk_weights", "topk_weights beside x")),
+            *(("dispatch in MXFP8", alone) for alone in ("x", "topk_weights", "topk_weights beside x")),
             ("dispatch_again", "x"),
             ("combine", "x"),
             *(("moe", alone) for alone in ("x", "topk_weights", "w13", "w2")),
         ],
         ("dispatch", "topk_weights beside x"),
+        ("dispatch in MXFP8", "topk_weights"),
         ("combine", "x"),
         ("moe", "w13"),
     ),
