@@ -263,6 +263,18 @@ def test_ranks_that_differ() -> None:
     on_threads(2, body)
 
 
+@pytest.mark.parametrize("name", ops.GRAD_WIRES)
+def test_small_gradients(name: str) -> None:
+    """What the docstring of combine says about them."""
+    least = {"fp8": 2.2e-10, "fp8_token": 4.3e-9, "int8_group": 3.9e-13}.get(name)
+    if least is None:
+        row = 1e-30 * torch.tensor([[1.0, -0.5]])
+        assert ((travelled(row, name) - row).abs() <= 0.25 * row.abs()).all()
+    else:
+        assert not travelled(torch.full((1, 2), 0.98 * least), name).any()
+        assert travelled(torch.full((1, 2), 1.02 * least), name).all()
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no format": ("quantize", {"quantize": "fp9"}),
     "a scale format of another": ("scale_format", {"quantize": "mxfp8", "scale_format": "ue8m0"}),
