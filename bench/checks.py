@@ -92,6 +92,19 @@ def correctness() -> str:
     return table("result | what | number, none failed | kinds", rows)
 
 
+def quantized_training() -> str:
+    """Losses of runs whose rows travel in formats."""
+    found, rows = load("quantized-training-cpu"), []
+    plain = found["rows"][0]["losses"][-1]
+    for row in found["rows"]:
+        shown = [row["losses"][at] for at in (0, 4, 9)]
+        cells = [row["forward"], row["backward"], "others" if row["sequences"] else "the same"]
+        cells += [f"{loss:.3f}" for loss in shown]
+        rows.append(line(found, ("host",), *cells, f"{shown[-1] - plain:+.4f}"))
+    heads = "steps 1 to 20 | 81 to 100 | 181 to 200 | over bf16"
+    return table(f"tokens travel in | gradients of results in | sequences | {heads}", rows)
+
+
 # Other work on the GPUs and cores of the timed ranks, for each row of a result.
 _SHARED = {
     "kill-plans-h100-4": ("3 survivors, 4 GPUs to themselves",),
@@ -168,6 +181,15 @@ TOPICS = (
         "in `kill-plans-gpus-h100` two to eight share one, in `kill-plans-counted-h100` two.",
         " ".join(_COUNTED),
         correctness,
+    ),
+    Topic(
+        "Losses of rows that travel in formats",
+        "A language model over bytes with 3 layers of 128 experts, trained for 200 steps on 2 CPU ranks "
+        "(`bench/quantized_training.py`): nats a byte, means of 20 steps.  Tokens are cast by `quantize=` of the "
+        "dispatch, gradients of the experts' results by `grad_wire=` of the combine.  All runs start from the same "
+        "weights; the last has other sequences, so its difference is one that needs no cast.",
+        "quantized-training-cpu",
+        quantized_training,
     ),
     Topic(
         "How soon ranks go on after a kill",

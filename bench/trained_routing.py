@@ -35,9 +35,12 @@ BIAS_RATE = 0.001
 
 
 class Model(torch.nn.Module):
-    """A transformer over bytes, whose feed-forward layers are mixtures of experts."""
+    """A transformer over bytes, whose feed-forward layers are mixtures of experts over the ranks of a group.
 
-    def __init__(self) -> None:
+    `how`: further arguments of ExpertParallel.
+    """
+
+    def __init__(self, group: Any = "self", **how: Any) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = torch.nn.Embedding(LENGTH, HIDDEN)
@@ -47,7 +50,7 @@ class Model(torch.nn.Module):
         sizes: dict[str, Any] = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": EXPERTS, "topk": TOPK}
         gate: dict[str, Any] = {"gate": "sigmoid", "corrected": True, "max_tokens": SEQUENCES * LENGTH}
         self.moe = torch.nn.ModuleList(
-            [ExpertParallel("self", **sizes, **gate, seed=n, backend="host") for n in range(LAYERS)]
+            [ExpertParallel(group, **sizes, **gate, **how, seed=n, backend="host") for n in range(LAYERS)]
         )
         for layer in self.moe:
             layer.gate.register_forward_hook(balance)

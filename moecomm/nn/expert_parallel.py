@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from moecomm import backends, ops
-from moecomm.base.choices import Activation, BackendName, GateKind, Overflow, Wire, dtype_of_wire
+from moecomm.base import formats
+from moecomm.base.choices import Activation, BackendName, GateKind, Overflow, Quantize, Wire, dtype_of_wire
 from moecomm.base.experts import experts_of
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import (
@@ -66,6 +67,8 @@ class ExpertParallel(torch.nn.Module):
             device, says how many entries of this rank the last forward pass dropped; else it is None.
         payload: dtype in which rows travel; default: `dtype`.
         wire: see Buffer.combine.
+        quantize: format in which tokens travel to the experts, see ops.dispatch; not "fp8_tensor", which needs a scale.
+        grad_wire: format in which the gradients of the experts' results travel, see ops.combine.
         buffer: Buffer of this layer; default: shared_buffer(), opened at the first forward pass or by open().
         backend: of the default Buffer.
         seed: of the weights; an expert's weights do not depend on the rank that owns it.
@@ -99,6 +102,8 @@ class ExpertParallel(torch.nn.Module):
         overflow: Overflow | None = None,
         payload: torch.dtype | None = None,
         wire: Wire | None = None,
+        quantize: Quantize | None = None,
+        grad_wire: Quantize | None = None,
         buffer: Buffer | None = None,
         backend: BackendName = "auto",
         seed: int = 0,
@@ -118,6 +123,10 @@ class ExpertParallel(torch.nn.Module):
         check_dtype("dtype" if payload is None else "payload", dtype if payload is None else payload, DTYPES)
         if wire is not None:
             check_dtype("wire", dtype_of_wire(wire), (*DTYPES, torch.float8_e4m3fn))
+        if quantize is not None:
+            check_name("quantize", quantize, tuple(name for name in formats.FORMATS if name != "fp8_tensor"))
+        if grad_wire is not None:
+            check_name("grad_wire", grad_wire, ops.GRAD_WIRES)
         check_name("backend", backend, ("auto", *backends.NAMES))
         place = _place(group, buffer)
         if num_experts < place.ranks:
@@ -131,6 +140,7 @@ class ExpertParallel(torch.nn.Module):
         owned |= {"activation_limit": activation_limit, "activation_alpha": activation_alpha}
         self.experts = Experts(mine, hidden, intermediate, **owned, seed=seed, dtype=dtype, device=device)
         self.payload, self.wire = dtype if payload is None else payload, wire
+        self.quantize, self.grad_wire = quantize, grad_wire
         self.max_rows, self.overflow = max_rows, overflow
         self.dropped: torch.Tensor | None
         count = torch.zeros(1, dtype=torch.int32, device=self.experts.w13.device) if overflow == "drop" else None
@@ -188,8 +198,8 @@ class ExpertParallel(torch.nn.Module):
             topk_weights: floating `[T, K]`, with `topk_idx`; None: every weight is 1.
 
         Returns:
-            Shape and dtype of x: sum over k of w_k * expert_k(x).  With gradients and autocast off, and experts in the
-            payload's dtype, the pass is Buffer.moe, which activates in float32 and rounds once.
+            Shape and dtype of x: sum over k of w_k * expert_k(x).  With gradients and autocast off, without `quantize`,
+            and with experts in the payload's dtype, the pass is Buffer.moe, which activates in float32 and rounds once.
 
         Raises:
             BadInput: arguments that do not fit; no open Buffer in a compiled layer.
@@ -223,19 +233,20 @@ class ExpertParallel(torch.nn.Module):
             return out.to(x.dtype).view(x.shape)
         # No padding is needed: the experts read only rows that tokens_per_expert counts.
         about: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "layer": number}
+        about["quantize"] = self.quantize
         routed = ops.dispatch(self._buffer_name, rows, topk_idx, topk_weights, zero_padding=False, **about)
         if self.dropped is not None and routed.dropped is not None:
             self.dropped.copy_(routed.dropped)
         y = self.experts(routed.x, routed.tokens_per_expert)
-        out = ops.combine(y.to(self.payload), routed.handle, wire=self.wire)
+        out = ops.combine(y.to(self.payload), routed.handle, wire=self.wire, grad_wire=self.grad_wire)
         return out.to(x.dtype).view(x.shape)
 
     def _runs_fused(self, tokens: torch.Tensor) -> bool:
-        """Return whether the pass is Buffer.moe: no gradients, one dtype, and plain Experts without hooks.
+        """Return whether the pass is Buffer.moe: no gradients, one dtype, no casts, and plain Experts without hooks.
 
         With gradients, separate operators keep activations that the backward pass of moecomm.ops.moe would recompute.
         """
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type) or self.quantize is not None:
             return False
         experts = self.experts
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # hooks may gather weights or count calls

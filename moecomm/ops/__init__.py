@@ -9,6 +9,7 @@
 Differences from the methods of Buffer:
 
 - Shapes never depend on what arrives: outputs have `max_rows` rows, and counts stay on the device.
+- Rows may travel in the formats of moecomm.formats, forward and backward; gradients see through the casts.
 - x, y and the routing weights have gradients.  The rounds of backward passes are collective, too: every rank that took
   part in the forward pass runs the backward pass, in the same order.  So does a rank whose experts got no token: the
   handle leads from combine to dispatch.  Ranks that want different gradients raise Mismatch in the forward pass.
@@ -28,21 +29,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.base import tangents
+from moecomm.base import formats, tangents
 from moecomm.base.arrays import as_tensor, shown_tensors
-from moecomm.base.choices import Activation, Layout, Overflow, Wire, dtype_of_wire
-from moecomm.base.protocol import LAYOUTS
+from moecomm.base.choices import Activation, Layout, Overflow, Quantize, ScaleFormat, Wire, dtype_of_wire
 from moecomm.base.validation import (
-    check_alignment,
     check_flag,
     check_flags,
     check_integer,
     check_name,
+    check_real,
     check_same_device,
 )
 from moecomm.buffer import Buffer
+from moecomm.combine import options as combine_options
 from moecomm.dispatch.arguments import check_max_rows
-from moecomm.dispatch.options import Gradients, check_num_sms, check_overflow
+from moecomm.dispatch.options import Gradients, Options, check_num_sms, check_options, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.activations import check_activation
 from moecomm.fused.fp8 import as_operand
@@ -60,6 +61,8 @@ __all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "disp
 
 gradients.register()
 _NUMBER, _TENSOR, _NONE = (int, torch.SymInt), torch.Tensor, type(None)
+# Formats for gradients: the others take a scale of all values.
+GRAD_WIRES = tuple(name for name, fmt in formats.FORMATS.items() if not fmt.takes_global)
 _FIELDS: tuple[Any, ...] = (  # types of those of Handle
     _TENSOR,
     (_TENSOR, _NONE),
@@ -78,8 +81,9 @@ class Dispatched(NamedTuple):
     """The received tokens, like moecomm.Routed, in tensors of `max_rows` rows.
 
     Attributes:
-        x: `[rows, H]` (batched: `[E/R, rows, H]`, and so for other attributes) of the Buffer's dtype.  Rows without a
-            token are zeros, or not initialized with `zero_padding=False`.
+        x: `[rows, H]` (batched: `[E/R, rows, H]`, and so for other attributes) of the Buffer's dtype, or with
+            `dequantize=False` values of the format, in as many columns as it has.  Rows without a token are zeros, or
+            not initialized with `zero_padding=False`.
         tokens_per_expert: int32 `[E/R]`.
         num_rows: int32 `[1]`: rows in use, as in moecomm.Routed.
         src: int32 `[rows, 2]`: source rank and token of each row, or -1, -1.
@@ -88,6 +92,8 @@ class Dispatched(NamedTuple):
         topk_weights: flat: float32 `[rows, K]`, 0 where topk_idx is -1; the caller's experts apply them.
         handle: for combine() and dispatch_again().
         dropped: int32 `[1]`: entries of this rank's `topk_idx` that found no room; None unless `overflow="drop"`.
+        scales: `[rows, S]`: of the values in `x`, zeros where those are; None unless `dequantize=False`, and of formats
+            without scales.
     """
 
     x: torch.Tensor
@@ -99,6 +105,7 @@ class Dispatched(NamedTuple):
     topk_weights: torch.Tensor | None
     handle: Handle | ChunkedHandle
     dropped: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return shown_tensors("moecomm.ops.Dispatched", self._asdict())
@@ -121,8 +128,17 @@ def dispatch(
     num_sms: int | None = None,
     overflow: Overflow | None = None,
     layer: int = 0,
+    quantize: Quantize | None = None,
+    scale_format: ScaleFormat = "fp32",
+    x_global_scale: float | torch.Tensor | None = None,
+    dequantize: bool = True,
+    grad_wire: Wire | None = None,
 ) -> Dispatched:
     """Dispatch tokens like Buffer.dispatch.  Collective.  Gradients: x, topk_weights.
+
+    With `quantize`, tokens travel in a format of moecomm.formats.  The rows that arrive are
+    formats.dequantize(formats.quantize(x)) in the Buffer's dtype, so any experts can train on them.  The gradient sees
+    through the cast (straight-through): that of x is what the combine of the rows' gradients returns.
 
     Args:
         buffer: a Buffer, or its `name`.
@@ -139,23 +155,35 @@ def dispatch(
             CPUs, "error" on GPUs and in graphs.
         layer: number of the layer among those of the Buffer, 1 to 65535, the same on all ranks; 0: it has none.  All
             rounds with the handle and of backward passes carry it, so that layers that a rank runs in another order
-            are a Mismatch.
+            are a Mismatch.  Not rounds of rows that travel as bytes, such as those of "mxfp8": the combine tells.
+        quantize: None: rows travel in the Buffer's dtype; else a format, see Buffer.dispatch.
+        scale_format: see Buffer.dispatch.
+        x_global_scale: see Buffer.dispatch.  The same on all ranks, since rows are dequantized with that of the rank
+            where they arrive.
+        dequantize: False: `Dispatched.x` has the values of the format, and `Dispatched.scales` their scales by row.
+            They have no gradients.
+        grad_wire: `wire` of the combine of the backward pass, see Buffer.combine; rows to be added there have the
+            Buffer's dtype.
 
     Returns:
         A Dispatched.
 
     Raises:
-        As Buffer.dispatch.
+        As Buffer.dispatch; BadInput for `dequantize=False` where a gradient of x or topk_weights is wanted; Mismatch
+        in the backward pass where ranks differ in `grad_wire`.
     """
     name = _name_of(buffer)
     x, topk_idx, weights = _routed(x, topk_idx, topk_weights)
-    check_name("layout", layout, LAYOUTS)
-    check_alignment("expert_alignment", expert_alignment)
-    check_flag("zero_padding", zero_padding)
+    check_options(Options(layout, expert_alignment, quantize, scale_format, num_sms=num_sms))
+    check_flags(zero_padding=zero_padding, dequantize=dequantize)
     check_max_rows(max_rows)  # users must not pass -1, which leaves it to the Buffer
-    check_num_sms(num_sms)
     check_overflow(overflow, max_rows)
     check_integer("layer", layer, 0, LAYERS)
+    if not dequantize and (quantize is None or rounds.wanted_gradients(x, weights) is not Gradients.NONE):
+        got = "False without quantize" if quantize is None else "False where a gradient is wanted"
+        raise BadInput("dequantize", got, "True, or quantize= of a format under torch.no_grad()")
+    cast_to = (quantize, scale_format, _global_scale_of(x_global_scale, x), bool(dequantize))
+    grad_dtype = _grad_wire_of(grad_wire, x)
     tangents.refuse("moecomm.ops.dispatch", x, weights)
     topk_idx = topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx
     dropped = None
@@ -169,12 +197,14 @@ def dispatch(
         room = -1 if max_rows is None else max_rows
         wanted = rounds.wanted_gradients(x, weights)
         about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk, wanted, layer)
-        found = rounds.dispatch(x, topk_idx, weights, *about)
-        rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory, graph = found
+        found = rounds.dispatch(x, topk_idx, weights, *about, *cast_to, grad_dtype)
+        rows, scales, row_weights, local_idx, src, tokens_per_expert, num_rows, memory, graph = found
         room, flat = src.numel() // 2, layout == "flat"
         route = (name, layout, x.shape[0], room, bool(zero_padding), num_sms)
         handle = Handle(memory, None if flat else row_weights, *route, graph, layer)
-        return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, local_idx if flat else None, handle)
+        ids = local_idx if flat else None
+        scales = None if dequantize or scales.ndim == 1 else scales
+        return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, ids, handle, scales)
 
     whole = (x, topk_idx, weights, expert_alignment, False)
     if max_rows is not None or overflow in ("drop", "error") or not _waits(name, overflow):
@@ -240,7 +270,12 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
 
 @counted("handle", 1)
 def combine(
-    y: torch.Tensor, handle: Handle | ChunkedHandle, *, weighted: bool = True, wire: Wire | None = None
+    y: torch.Tensor,
+    handle: Handle | ChunkedHandle,
+    *,
+    weighted: bool = True,
+    wire: Wire | None = None,
+    grad_wire: Quantize | None = None,
 ) -> torch.Tensor:
     """Combine rows like Buffer.combine.  Collective.  Gradients: y and the handle's row_weights.
 
@@ -252,16 +287,25 @@ def combine(
         handle: of the dispatch.
         weighted: layouts "expert" and "batched": multiply each row by `handle.row_weights`.
         wire: see Buffer.combine.
+        grad_wire: format in which the gradients of the result travel in the backward pass, a dispatch: cast from the
+            Buffer's dtype, and dequantized to it where they arrive.  "fp8", "fp8_token", "int8_token", "int8_group",
+            "mxfp8" or "mxfp4"; None: in the Buffer's dtype.  Gradients are small: the scales of "mxfp8", "mxfp4" and
+            "int8_token" follow them down, those of the others have a least value (moecomm.formats), below which "fp8"
+            rounds magnitudes of less than 2.2e-10 to zero, "fp8_token" of 4.3e-9, and "int8_group" of 3.9e-13.
 
     Returns:
         `[T, H]` of the dtype of y; see Buffer.combine.
 
     Raises:
-        As Buffer.combine; also BadInput for a handle that is not a moecomm.ops.Handle.
+        As Buffer.combine; also BadInput for a handle that is not a moecomm.ops.Handle; Mismatch in the backward pass
+        where ranks differ in `grad_wire`.
     """
+    if grad_wire is not None:
+        check_name("grad_wire", grad_wire, GRAD_WIRES)
     if isinstance(handle, chunks.ChunkedHandle):
+        how: dict[str, Any] = {"weighted": weighted, "wire": wire, "grad_wire": grad_wire}
         with SeveralRounds(names.find(handle.buffer)):
-            return chunks.combine(as_tensor("y", y)[0], handle, partial(combine, weighted=weighted, wire=wire))
+            return chunks.combine(as_tensor("y", y)[0], handle, partial(combine, **how))
     _check_handle(handle)
     check_flag("weighted", weighted)
     y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
@@ -282,6 +326,7 @@ def combine(
         handle.graph,
         rounds.wanted_gradients(y, row_weights, handle.graph) is not Gradients.NONE,
         handle.layer,
+        grad_wire,
     )
     return out
 
@@ -416,6 +461,7 @@ def _dispatched(arrived: chunks.Arrived | chunks.Whole, dropped: torch.Tensor | 
         arrived.weights if flat else None,
         arrived.handle,
         dropped,
+        arrived.scales,
     )
 
 
@@ -448,6 +494,28 @@ def _wire_of(wire: Wire | None, y: torch.Tensor) -> torch.dtype | None:
     if found is not None and not isinstance(found, torch.dtype):
         raise BadInput("wire", wire, f"None, 'exact', 'fp8' or the dtype of y, {y.dtype}")
     return found
+
+
+def _grad_wire_of(grad_wire: Any, x: torch.Tensor) -> torch.dtype | None:
+    """Return `grad_wire` of a dispatch as operators take it, checked here: the backward pass is late for an error."""
+    try:
+        found = _wire_of(grad_wire, x)
+        combine_options.check_options(combine_options.Options(wire=found), x.dtype)
+    except BadInput as error:
+        raise BadInput("grad_wire", error.got, error.want) from None
+    return found
+
+
+def _global_scale_of(scale: float | torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the scale as a tensor, which an operator takes.  The round checks its shape and dtype."""
+    if scale is None:
+        return None
+    if isinstance(scale, torch.Tensor):
+        check_same_device(x=x, x_global_scale=scale)
+        return scale.detach()
+    about = torch.finfo(torch.float32)
+    check_real("x_global_scale", scale, about.tiny, about.max)
+    return x.new_full((1,), float(scale), dtype=torch.float32)
 
 
 def _check_handle(handle: Handle) -> None:

@@ -11,6 +11,7 @@ import torch
 from moecomm.base.arrays import shown_tensors
 from moecomm.base.choices import Layout
 from moecomm.dispatch.chunks import group_of_rows, in_parts, placed
+from moecomm.dispatch.outputs import as_bytes
 from moecomm.ops import handles
 from moecomm.ops.handles import Handle
 from moecomm.rounds import names
@@ -26,6 +27,7 @@ class Arrived(NamedTuple):
     weights: torch.Tensor
     topk_idx: torch.Tensor | None
     handle: Handle
+    scales: torch.Tensor | None = None
 
 
 class Chunk(NamedTuple):
@@ -64,6 +66,7 @@ class Whole(NamedTuple):
     weights: torch.Tensor
     topk_idx: torch.Tensor | None
     handle: ChunkedHandle
+    scales: torch.Tensor | None = None
 
 
 def dispatch(
@@ -109,10 +112,13 @@ def dispatch(
 
     def of_rows(tensors: list[torch.Tensor], fill: int = 0) -> torch.Tensor:
         dims = len(where.shape)
-        return whole([t.flatten(0, dims - 1)[held] for t, held in zip(tensors, rows, strict=True)], fill)
+        found = [as_bytes(t).flatten(0, dims - 1)[held] for t, held in zip(tensors, rows, strict=True)]
+        room, dtype = whole(found, fill), tensors[0].dtype
+        return room if room.dtype is dtype else room.view(dtype)  # a view of a dtype has no gradient
 
     parts = [part for _, part in done]
     ids = [part.topk_idx for part in parts if part.topk_idx is not None]
+    scales = [part.scales for part in parts if part.scales is not None]
     chunks = tuple(
         Chunk(span, part.handle, tuple(part.src.shape[:-1]), held, places)
         for (span, part), held, places in zip(done, rows, where.places, strict=True)
@@ -125,6 +131,7 @@ def dispatch(
         of_rows([part.weights for part in parts]),
         of_rows(ids, -1) if ids else None,
         ChunkedHandle(chunks, buffer, layout, tokens, where.shape),
+        of_rows(scales) if scales else None,
     )
 
 

@@ -1,6 +1,7 @@
 """Autograd formulas of the operators.
 
-- The gradient of a dispatch is a combine without weights, which also returns the gradients of the weights.
+- The gradient of a dispatch is a combine without weights, which also returns the gradients of the weights.  A cast of
+  its rows counts as the identity.
 - The gradient of a combine is a dispatch with the same handle, and a product (combine_gradients).
 - `graph`, an empty tensor, leads from a combine to the dispatches of its handle, so that all have their backward rounds
   on a rank whose experts got no token.
@@ -25,13 +26,15 @@ def _of_round(ctx: Any) -> tuple[str, str, int]:
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _, _, ctx.layer = inputs
+    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _, _, ctx.layer, _, _, _, _, ctx.grad_wire = inputs
     rows, *_, memory, _ = output
     ctx.num_tokens, ctx.max_rows = x.shape[0], math.prod(rows.shape[:-1])
     ctx.save_for_backward(memory)
 
 
-def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+def _dispatch_backward(
+    ctx: Any, grad_x: torch.Tensor, _: torch.Tensor, grad_weights: torch.Tensor, *others: Any
+) -> tuple[Any, ...]:
     (memory,) = ctx.saved_tensors
     weighted = ctx.needs_input_grad[2]  # the same on all ranks, as the round of the dispatch has checked
     x, weights = rounds.dispatch_backward(
@@ -43,12 +46,13 @@ def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tenso
         ctx.num_sms,
         others[-1],
         ctx.layer,
+        ctx.grad_wire,
     )
-    return x, None, weights if weighted else None, *(None for _ in range(9))
+    return x, None, weights if weighted else None, *(None for _ in range(14))
 
 
 def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _, _, ctx.layer = inputs
+    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms, _, _, ctx.layer, _ = inputs
     ctx.num_tokens = x.shape[0]
     ctx.save_for_backward(memory)
 
@@ -57,12 +61,12 @@ def _dispatch_again_backward(ctx: Any, grad: torch.Tensor, graph: torch.Tensor) 
     (memory,) = ctx.saved_tensors
     about = ctx.num_tokens, ctx.num_sms, graph, ctx.layer
     x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), *about)
-    return x, *(None for _ in range(9))
+    return x, *(None for _ in range(10))
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, *about = inputs
-    *_, ctx.zero_padding, ctx.num_sms, _, _, ctx.layer = about
+    *_, ctx.zero_padding, ctx.num_sms, _, _, ctx.layer, ctx.grad_wire = about
     ctx.dtype = y.dtype
     # Only the gradient of the weights needs y.
     weights_alone = ctx.needs_input_grad[1]
@@ -72,12 +76,12 @@ def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     memory, row_weights, y = ctx.saved_tensors
     sent = grad.to(names.find(ctx.buffer).dtype)
-    about: dict[str, Any] = {"backward": True, "layer": ctx.layer}
+    about: dict[str, Any] = {"backward": True, "layer": ctx.layer, "quantize": ctx.grad_wire}
     rows, _ = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms, **about)
     wants_y, wants_graph = ctx.needs_input_grad[0], ctx.needs_input_grad[10]  # graphs leave out defaults at the end
     # A part of the rows, so that compilers keep the round where nothing needs the gradient of y.
     graph = rows.flatten()[:0] if wants_graph and not wants_y else None
-    others = (*(None for _ in range(8)), graph, None, None)
+    others = (*(None for _ in range(8)), graph, None, None, None)
     if row_weights is None:
         return rows.to(ctx.dtype), None, *others
     grad_y, grad_weights = combine_gradients(rows, row_weights, y, ctx.dtype)

@@ -200,7 +200,7 @@ def _backward(
     arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD)
     if wait:
         names.find(buffer).check()
-    rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
+    rows, _, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
     seen = rounds.run_again(grad, *back, False, None, number, _BACKWARD)
     ends = tokens_per_expert.cumsum(0, dtype=torch.int32)

@@ -6,13 +6,13 @@ GPU, and graphs of torch.compile or CUDA can capture them all.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from moecomm.base import tangents
-from moecomm.base.arrays import check_memory, window_tensor
-from moecomm.base.choices import Layout
+from moecomm.base import formats, tangents
+from moecomm.base.arrays import check_memory, check_tensor, window_tensor
+from moecomm.base.choices import Layout, Quantize, ScaleFormat
 from moecomm.combine import combine as run_combine
 from moecomm.combine import options as combine_options
 from moecomm.dispatch import dispatch as run_dispatch
@@ -27,6 +27,19 @@ from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import Handle as NativeHandle
+from moecomm.routed import Routed
+
+
+class Cast(NamedTuple):
+    """Format in which rows travel; see moecomm.ops.dispatch."""
+
+    quantize: str | None = None
+    scale_format: str = "fp32"
+    global_scale: torch.Tensor | None = None
+    dequantize: bool = True
+
+
+_NO_CAST = Cast()
 
 
 @torch.library.custom_op("moecomm::drop", mutates_args=())
@@ -64,9 +77,22 @@ def dispatch(
     chunk: bool = False,
     gradients: int = 0,
     layer: int = 0,
+    quantize: str | None = None,
+    scale_format: str = "fp32",
+    global_scale: torch.Tensor | None = None,
+    dequantize: bool = True,
+    grad_wire: torch.dtype | None = None,
 ) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory, graph
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+]:  # x, scales, weights, topk_idx, src, tokens_per_expert, num_rows, memory, graph
     """Operator of moecomm.ops.dispatch.
 
     Args:
@@ -74,10 +100,12 @@ def dispatch(
         chunk: x has some tokens of a call.
         gradients: see dispatch_options.Gradients.
         layer: here and below: see Handle.
+        grad_wire: `wire` of the combine that the backward pass makes.
     """
     tangents.refuse("moecomm::dispatch", x, topk_weights)
     how = (buffer, layout, expert_alignment, max_rows, zero_padding, num_sms, chunk)
-    return *run_new(x, topk_idx, topk_weights, *how, layer, "dispatch", gradients), x.new_empty(0)
+    cast_to = Cast(quantize, scale_format, global_scale, dequantize)
+    return *run_new(x, topk_idx, topk_weights, *how, layer, "dispatch", gradients, cast_to), x.new_empty(0)
 
 
 def run_new(
@@ -94,12 +122,16 @@ def run_new(
     layer: int,
     call: str,
     gradients: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    cast_to: Cast = _NO_CAST,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
     """Run a dispatch with routing: the operator's arguments, and the call of the user that it belongs to."""
     owner = names.find(buffer)
+    _check_rows(owner, x)
     routed = run_dispatch(
         owner,
-        dispatch_options.Options(cast("Layout", layout), expert_alignment, num_sms=num_sms),
+        _options(cast_to, cast("Layout", layout), expert_alignment, num_sms),
         rows_of(x),
         owner.own_ids(topk_idx.contiguous()),
         None if topk_weights is None else topk_weights.contiguous(),
@@ -109,17 +141,54 @@ def run_new(
         gradients=dispatch_options.Gradients(gradients),
         call=call,
         layer=layer,
+        global_scale=cast_to.global_scale,
     )
     handles.remember(owner, routed)
     memory = tables_of(routed)
-    rows, src, counts, num_rows = routed.x, routed.src, routed.tokens_per_expert, routed.num_rows
+    rows, scales = _rows_as_asked(owner, routed, cast_to)
+    src, counts, num_rows = routed.src, routed.tokens_per_expert, routed.num_rows
     if zero_padding:
-        padding.zero(rows, **padding.told(layout, src, counts, num_rows))
+        empty_rows = padding.told(layout, src, counts, num_rows)
+        padding.zero(rows, **empty_rows)
+        if scales is not None:
+            padding.zero(scales, **empty_rows)
     weights = routed.topk_weights if layout == "flat" else routed.row_weights
     assert weights is not None
     about = tidied(layout, About(weights, routed.topk_idx, src, counts, num_rows))
     local_idx = topk_idx.new_empty(0) if about.ids is None else about.ids
-    return rows, about.weights, local_idx, about.src, about.tokens_per_expert, about.num_rows, memory
+    scales = x.new_empty(0) if scales is None else scales
+    return rows, scales, about.weights, local_idx, about.src, about.tokens_per_expert, about.num_rows, memory
+
+
+def _check_rows(owner: Rounds, x: torch.Tensor) -> None:
+    """Raise BadInput for other rows than those of the Buffer, which a dispatch would take for bytes."""
+    with CollectiveCall(owner):
+        check_tensor("x", x, device=owner.device, dtypes=(owner.dtype,), shape=(None, owner.hidden))
+
+
+def _options(
+    cast_to: Cast, layout: Layout = "expert", expert_alignment: int = 1, num_sms: int | None = None
+) -> dispatch_options.Options:
+    name, scale_format = cast("Quantize | None", cast_to.quantize), cast("ScaleFormat", cast_to.scale_format)
+    return dispatch_options.Options(layout, expert_alignment, name, scale_format, num_sms=num_sms)
+
+
+def _rows_as_asked(owner: Rounds, routed: Routed, cast_to: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return contiguous rows that have arrived: in the Buffer's dtype, or in their format with their scales."""
+    rows, scales = routed.x, routed.scales
+    if cast_to.quantize is None:
+        return rows, None
+    if not cast_to.dequantize:
+        return rows.contiguous(), None if scales is None else scales.contiguous()
+    shape = rows.shape[:-1]
+    found = formats.dequantize(
+        rows.reshape(-1, rows.shape[-1]),
+        None if scales is None else scales.reshape(-1, scales.shape[-1]),
+        cast_to.quantize,
+        global_scale=cast_to.global_scale,
+        dtype=owner.dtype,
+    )
+    return found.view(*shape, -1), None
 
 
 @dispatch.register_fake
@@ -136,6 +205,11 @@ def _(
     chunk: bool = False,
     gradients: int = 0,
     layer: int = 0,
+    quantize: str | None = None,
+    scale_format: str = "fp32",
+    global_scale: torch.Tensor | None = None,
+    dequantize: bool = True,
+    grad_wire: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     settings = (owner := names.find(buffer)).settings
     if max_rows < 0:
@@ -144,8 +218,15 @@ def _(
         rows = settings.worst_rows(layout, expert_alignment, max_rows, rank=owner.rank)
     shape, local = rows_shape(owner, layout, rows), len(owner.local_experts)
     flat = layout == "flat"
+    arrived, scales = x.new_empty((*shape, owner.hidden)), x.new_empty(0)
+    if quantize is not None and not dequantize:
+        fmt = formats.FORMATS[quantize]
+        arrived = x.new_empty((*shape, fmt.value_columns(owner.hidden)), dtype=fmt.values)
+        if (scales_dtype := fmt.scales_as(cast("ScaleFormat", scale_format))) is not None:
+            scales = x.new_empty((*shape, fmt.scale_columns(owner.hidden)), dtype=scales_dtype)
     return (
-        x.new_empty((*shape, owner.hidden)),
+        arrived,
+        scales,
         x.new_empty((rows, owner.topk) if flat else shape, dtype=torch.float32),
         topk_idx.new_empty((rows, owner.topk) if flat else (0,)),
         x.new_empty((*shape, 2), dtype=torch.int32),
@@ -168,15 +249,16 @@ def dispatch_again(
     gradients: int = 0,
     backward: bool = False,
     layer: int = 0,
+    quantize: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x, and graph.
 
-    `backward`: the backward pass of a combine makes the call.
+    `backward`: the backward pass of a combine makes the call.  `quantize`: the format in which rows travel.
     """
     tangents.refuse("moecomm::dispatch_again", x)
     call = "backward of combine" if backward else "dispatch"
     how = (buffer, layout, max_rows, zero_padding, num_sms, layer)
-    return run_again(x, memory, *how, call, gradients), x.new_empty(0)
+    return run_again(x, memory, *how, call, gradients, Cast(quantize)), x.new_empty(0)
 
 
 def run_again(
@@ -190,14 +272,16 @@ def run_again(
     layer: int,
     call: str,
     gradients: int = 0,
+    cast_to: Cast = _NO_CAST,
 ) -> torch.Tensor:
     """Run a dispatch by a handle: the operator's arguments, and the call of the user that it belongs to."""
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
-    options = dispatch_options.Options(num_sms=num_sms)
+    _check_rows(owner, x)
     wanted = dispatch_options.Gradients(gradients)
     of: dict[str, Any] = {"gradients": wanted, "call": call, "layer": layer}
-    rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False, **of).x
+    routed = run_dispatch(owner, _options(cast_to, num_sms=num_sms), rows_of(x), handle=handle, sync=False, **of)
+    rows, _ = _rows_as_asked(owner, routed, cast_to)
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
     return rows
@@ -215,6 +299,7 @@ def _(
     gradients: int = 0,
     backward: bool = False,
     layer: int = 0,
+    quantize: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     owner = names.find(buffer)
     return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden)), x.new_empty(0)
@@ -235,6 +320,7 @@ def combine(
     graph: torch.Tensor | None = None,
     gradients: bool = False,
     layer: int = 0,
+    grad_wire: str | None = None,
 ) -> torch.Tensor:
     """Operator of moecomm.ops.combine: rows -> [T, H].
 
@@ -243,6 +329,7 @@ def combine(
         graph: of the handle.  Not read: with it, the backward passes of dispatches follow that of the combine, also
             where y does not depend on their rows.
         gradients: this rank wants some.
+        grad_wire: format in which the rows of the backward pass travel.
     """
     tangents.refuse("moecomm::combine", y, row_weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
@@ -272,6 +359,7 @@ def _(
     graph: torch.Tensor | None = None,
     gradients: bool = False,
     layer: int = 0,
+    grad_wire: str | None = None,
 ) -> torch.Tensor:
     return y.new_empty((num_tokens, y.shape[-1]))
 
@@ -288,6 +376,7 @@ def dispatch_backward(
     num_sms: int | None = None,
     graph: torch.Tensor | None = None,
     layer: int = 0,
+    wire: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights).
 
@@ -295,7 +384,7 @@ def dispatch_backward(
     """
     tangents.refuse("moecomm::dispatch_backward", x, weights)
     how = (buffer, layout, max_rows, num_tokens, num_sms, layer)
-    return run_back(x, weights, memory, *how, "backward of dispatch")
+    return run_back(x, weights, memory, *how, "backward of dispatch", wire)
 
 
 def run_back(
@@ -309,10 +398,11 @@ def run_back(
     num_sms: int | None,
     layer: int,
     call: str,
+    wire: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the combine of a backward pass: the operator's arguments, and the call of the user that it belongs to."""
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
-    owner, options = handle.rounds, combine_options.Options(weighted=False, num_sms=num_sms)
+    owner, options = handle.rounds, combine_options.Options(False, wire, num_sms)
     of: dict[str, Any] = {"call": call, "layer": layer}
     if weights is None:
         grad = run_combine(owner, options, rows_of(x), handle, **of)
@@ -335,6 +425,7 @@ def _(
     num_sms: int | None = None,
     graph: torch.Tensor | None = None,
     layer: int = 0,
+    wire: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     topk = names.find(buffer).topk
     grad = x.new_empty((num_tokens, x.shape[-1]))

@@ -66,6 +66,7 @@ _BYTES_FORM: tuple[_Field, ...] = (
     ("scale bytes", 18, range(0, 1 << 20, 4)),
     ("expert_alignment", 10, ()),
     _GROW,
+    _WEIGHTS,
 )
 MOST_BYTES_ALIGNMENT = (1 << 10) - 1  # of rows that travel as bytes
 _COMBINE: tuple[_Field, ...] = (
@@ -85,7 +86,7 @@ def pack(op: str = "dispatch", /, **fields: int) -> int:
     """Pack the fields of a call (names with underscores) into one integer.
 
     `op`: "combine", "dispatch", or "bytes": a dispatch whose rows travel as bytes.  A dispatch drops `layer` and
-    `weight_grads given` beside rows of scales, or an alignment, of 4096 and more, and of bytes.
+    `weight_grads given` beside rows of scales, or an alignment, of 4096 and more; one of bytes drops `layer`.
     """
     if op == "combine":
         table = _COMBINE

@@ -411,12 +411,20 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "num_sms": None,
                     "overflow": None,
                     "layer": 1,
+                    "quantize": "fp8",
+                    "scale_format": "fp32",
+                    "x_global_scale": None,
+                    "dequantize": True,
+                    "grad_wire": None,
                 },
             )
         ],
         "ops.dispatch_again": [Call(ops.dispatch_again, {"x": x, "handle": sent.handle})],
         "ops.combine": [
-            Call(ops.combine, {"y": sent.x.clone(), "handle": sent.handle, "weighted": True, "wire": None})
+            Call(
+                ops.combine,
+                {"y": sent.x.clone(), "handle": sent.handle, "weighted": True, "wire": None, "grad_wire": None},
+            )
         ],
         "ops.moe": [
             Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None, "overflow": None}),
@@ -445,6 +453,8 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "overflow": None,
                     "payload": None,
                     "wire": None,
+                    "quantize": "fp8",
+                    "grad_wire": None,
                     "buffer": None,
                     "backend": "host",
                     **weights_of,

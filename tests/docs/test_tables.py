@@ -730,6 +730,26 @@ def correctness(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     yield {"number, none failed": [sum(row[cells["what"].replace(" ", "_")] for row in found["rows"])]}
 
 
+@derives("tokens travel in", "tokens travel in | gradients of results in | sequences")
+def quantized_training(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    found = result("quantized-training-cpu")
+    labels = "tokens travel in", "gradients of results in"
+    plain = [row["losses"] for row in found["rows"] if (row["forward"], row["backward"]) == ("bf16", "bf16")]
+    for row in found["rows"]:
+        if [row["forward"], row["backward"]] != [cells[label] for label in labels]:
+            continue
+        if (cells["sequences"] == "others") != (row["sequences"] == 1):
+            continue
+        means = dict(zip(range(20, found["steps"] + 1, 20), row["losses"], strict=True))
+        last = found["steps"]
+        yield {
+            "steps 1 to 20": [means[20]],
+            "81 to 100": [means[100]],
+            f"{last - 19} to {last}": [means[last]],
+            "over bf16": [means[last] - plain[0][-1]],
+        }
+
+
 @derives("result | conditions", "result | conditions")
 def after_kills(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     """Their conditions are the page's."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import ops
+from moecomm import formats, ops
 from moecomm.base.protocol import LAYOUTS
 from moecomm.nn import ExpertParallel
 from moecomm.testing import LayerCase
@@ -97,6 +97,38 @@ def test_a_graph_holds_both_passes_and_replays(layout: str) -> None:
             for mine, want in zip(got, step(), strict=True):
                 assert torch.equal(mine, want)
         buffer.check()
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_in_formats_have_the_bits_of_a_cpu_and_replay(layout: Any, name: Any) -> None:
+    c = case(1, seed=1, dtype=torch.bfloat16, hidden=160)
+    back: Any = name if name in ops.GRAD_WIRES else "mxfp8"
+
+    def cast(buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, layout: Any) -> Any:
+        scale = 0.01 if name == "fp8_tensor" else None
+        routed = ops.dispatch(buffer, x, idx, weights, layout=layout, quantize=name, x_global_scale=scale)
+        return ops.combine(routed.x * 2, routed.handle, weighted=False, grad_wire=back)
+
+    with opened(c, "host") as there, opened(c, "lsa") as here:
+        x, idx, weights = (t[0].to(here.device) for t in (c.x, c.topk_idx, c.topk_weights))
+        seen = c.drawn(x.shape, 7).to(here.device)
+        leaf = x.clone().requires_grad_()
+
+        def step() -> tuple[torch.Tensor, ...]:
+            out = cast(here, leaf, idx, weights, layout)
+            return out, *torch.autograd.grad(out, leaf, seen)
+
+        graph, outs = captured(step)
+        with torch.no_grad():
+            leaf.copy_(x.flip(0))
+        graph.replay()
+        flipped = c.x[0].flip(0).requires_grad_()
+        want = cast(there, flipped, c.topk_idx[0], c.topk_weights[0], layout)
+        wanted = want, *torch.autograd.grad(want, flipped, seen.cpu())
+        for got, mine, expected in zip(outs, step(), wanted, strict=True):
+            assert torch.equal(got, mine) and torch.equal(mine.cpu(), expected)
+        here.check()
 
 
 def whole_layer(seed: int, fp8: bool = False) -> LayerCase:

@@ -193,6 +193,8 @@ def test_combines_of_low_precision_travel_in_fp8(moe_ep: Any) -> None:
     def body(rank: Rank) -> bool:
         got = rank.comm.dispatch(rank.x, rank.ids, rank.weights)
         found, want = rank.comm.combine(rank.experts(got)), rank.wanted()
+        if len(want) == 0:
+            return True
         off = (found - want).abs().max() / want.abs().max()
         return bool(0 < off < RANKS / 16)  # each rank's sum is off by half a unit of e4m3's last place
 

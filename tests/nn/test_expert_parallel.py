@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import formats
 from moecomm.fused.activations import GatedActivation
 from moecomm.nn import ExpertParallel, gather_state, shard_state, shared_buffer
 from moecomm.nn.state import is_sharded
@@ -360,3 +361,37 @@ def test_bad_input_names_the_argument(argument: str, make: Callable[[], Any]) ->
     with pytest.raises(moecomm.BadInput) as caught:
         make()
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("payload", [torch.float32, torch.bfloat16])
+def test_a_layer_whose_rows_travel_in_formats_is_one_of_rows_that_were_cast(payload: torch.dtype) -> None:
+    """Also without gradients, where a layer without formats is Buffer.moe."""
+
+    def cast(x: torch.Tensor, name: str) -> torch.Tensor:
+        x = x.to(payload)
+        return formats.dequantize(*formats.quantize(x, name), name, dtype=payload)
+
+    def body(group: Any) -> None:
+        x, seen = (draw(TOKENS[group.rank], HIDDEN, seed=group.rank + at).to(payload) for at in (0, 10))
+        g = torch.Generator().manual_seed(group.rank)
+        idx, weights = random_routing(len(x), EXPERTS, TOPK, drop=0.3, duplicates=True, generator=g)
+        settings: dict[str, Any] = {"gate": None, "payload": payload}
+        plain = layer_of(group, **settings)
+        quantized = layer_of(group, **settings, quantize="mxfp8", grad_wire="fp8")
+        found = []
+        for layer, tokens, grad in ((plain, cast(x, "mxfp8"), cast(seen, "fp8")), (quantized, x, seen)):
+            leaf, leaf_weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = layer(leaf, idx, leaf_weights)
+            out.backward(grad)
+            found.append([out.detach(), leaf.grad, leaf_weights.grad, *(p.grad for p in layer.parameters())])
+        assert all(map(torch.equal, *found))
+        with torch.no_grad():
+            assert torch.equal(quantized(x, idx, weights), found[0][0])
+
+    on_threads(2, body)
+
+
+def test_formats_that_a_layer_does_not_take() -> None:
+    for name, word in (("quantize", "fp8_tensor"), ("grad_wire", "nvfp4"), ("quantize", "fp9")):
+        with pytest.raises(moecomm.BadInput, match=name):
+            layer_of("self", **{name: word})

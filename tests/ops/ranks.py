@@ -41,10 +41,12 @@ class Case:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
 
-def case(ranks: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, exact: bool = False) -> Case:
+def case(
+    ranks: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, exact: bool = False, hidden: int = 24
+) -> Case:
     """exact: small integers, whose sums and products have no rounding in float32."""
     g = torch.Generator().manual_seed(seed)
-    hidden, num_experts, topk, max_tokens = 24, 4 * ranks, 3, 9
+    num_experts, topk, max_tokens = 4 * ranks, 3, 9
     tokens = [(0, 9, 4, 7)[(rank + seed) % 4] for rank in range(ranks)]
     routing = [random_routing(t, num_experts, topk, drop=0.2, duplicates=True, generator=g) for t in tokens]
 

@@ -78,7 +78,10 @@ def same(got: list[torch.Tensor | None], want: list[torch.Tensor | None]) -> boo
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("room", ["one round", "chunks"])
-def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(layout: Any, weighted: bool, room: str) -> None:
+@pytest.mark.parametrize("cast", [None, "mxfp8"])  # which has all the numbers of this test
+def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(
+    layout: Any, weighted: bool, room: str, cast: Any
+) -> None:
     def body(group: Any) -> list[list[torch.Tensor | None]]:
         rank, found = group.rank, []
         with opened(group, capacity_factor=math.inf if room == "one round" else 0.5) as buffer:
@@ -87,10 +90,11 @@ def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(layout: Any, we
                 x.requires_grad_("x" in wanted)
                 weights.requires_grad_("w" in wanted)
                 scale = scale_of(rank).requires_grad_()
-                routed = ops.dispatch(buffer, x, idx, weights, layout=layout)
+                routed = ops.dispatch(buffer, x, idx, weights, layout=layout, quantize=cast)
                 assert isinstance(routed.handle, ops.ChunkedHandle) is (room == "chunks")
                 assert (rank == STARVED) is (int(routed.tokens_per_expert.sum()) == 0)
-                out = ops.combine(experts(routed, routed.x, layout, scale), routed.handle, weighted=weighted)
+                y = experts(routed, routed.x, layout, scale)
+                out = ops.combine(y, routed.handle, weighted=weighted, grad_wire=cast)
                 (out.sum() + x.sum()).backward()
                 found.append([out.detach(), x.grad, weights.grad])
                 assert buffer.rounds.flight.rounds % 4 == 0 or room == "chunks"
@@ -131,13 +135,14 @@ def _first_rank_alone(group: Any, call: str, alone: str) -> None:
         y = routed.x.detach().requires_grad_(group.rank == 0)
         calls = {
             "dispatch": lambda: ops.dispatch(buffer, x, idx, weights),
+            "dispatch in MXFP8": lambda: ops.dispatch(buffer, x, idx, weights, quantize="mxfp8"),
             "dispatch_again": lambda: ops.dispatch_again(x, routed.handle),
             "combine": lambda: ops.combine(y, routed.handle),
             "moe": lambda: ops.moe(buffer, x, idx, weights, tensors["w13"], tensors["w2"]),
         }
         with pytest.raises(moecomm.Mismatch, match="all ranks must agree") as raised:
             calls[call]()
-        of_weights = call == "dispatch" and alone.startswith("topk_weights")
+        of_weights = alone == "topk_weights beside x"
         assert raised.value.field == ("weight_grads given" if of_weights else "gradients wanted")
         with torch.no_grad(), pytest.raises(moecomm.OutOfStep, match="made different calls"):
             calls["dispatch"]()
@@ -148,11 +153,13 @@ def _first_rank_alone(group: Any, call: str, alone: str) -> None:
     few(
         [
             *(("dispatch", alone) for alone in ("x", "topk_weights", "topk_weights beside x")),
+            *(("dispatch in MXFP8", alone) for alone in ("x", "topk_weights", "topk_weights beside x")),
             ("dispatch_again", "x"),
             ("combine", "x"),
             *(("moe", alone) for alone in ("x", "topk_weights", "w13", "w2")),
         ],
         ("dispatch", "topk_weights beside x"),
+        ("dispatch in MXFP8", "topk_weights"),
         ("combine", "x"),
         ("moe", "w13"),
     ),

@@ -90,6 +90,16 @@ def test_torch_finds_nothing_wrong_with_the_operators(layout: str) -> None:
         for weight_grads in (grads, None):
             call = (y.detach(), weight_grads, memory, *here, rows, len(x))
             torch.library.opcheck(operators.dispatch_backward.default, call)
+        cast = {"quantize": "mxfp8", "scale_format": "fp32", "grad_wire": torch.float32}
+        torch.library.opcheck(operators.dispatch.default, (*wanted, *here, 4, -1, True), cast)
+        given = (x, idx, None, *here, 1, room, True)
+        for name in ("int8_group", "fp8_tensor"):
+            cast = {"quantize": name, "dequantize": False}
+            cast["global_scale"] = torch.ones(1) if name == "fp8_tensor" else None
+            torch.library.opcheck(operators.dispatch.default, given, cast)
+        torch.library.opcheck(operators.dispatch_again.default, again, {"quantize": "int8_token"})
+        call = (y, row_weights, memory, *here, rows, len(x), None, True)
+        torch.library.opcheck(combine, call, {"gradients": True, "grad_wire": "fp8"})
 
 
 def layer(
