@@ -169,9 +169,7 @@ struct GatherRows : Gather<Ring, Role> {
 #pragma unroll
             for (i32 v = 0; v < kVectors; ++v) here |= static_cast<u32>(has(v, vectors)) << v;
             role.cast(item, target, sum, here);
-            return;
-        }
-        if constexpr (Role::kAddsDomains) {
+        } else if constexpr (Role::kAddsDomains) {
 #pragma unroll
             for (i32 v = 0; v < kVectors; ++v) {
                 const i32 vector = v * kWarp + lane_id();
@@ -182,12 +180,14 @@ struct GatherRows : Gather<Ring, Role> {
                 if (has(v, vectors)) role.add_domains(closed % kItemsOpen, target, item.column + vector * kColumns, sum[v]);
             }
         }
+        if constexpr (!Role::kCasts) {
 #pragma unroll
-        for (i32 v = 0; v < kVectors; ++v) {
-            const i32 vector = v * kWarp + lane_id();
-            if (has(v, vectors)) role.store(target, item.column + vector * kColumns, sum[v]);
+            for (i32 v = 0; v < kVectors; ++v) {
+                const i32 vector = v * kWarp + lane_id();
+                if (has(v, vectors)) role.store(target, item.column + vector * kColumns, sum[v]);
+            }
         }
-        if constexpr (Role::kHashesSums) role.add_sum_hash(item, vectors);
+        if constexpr (Role::kHashesSums && !Role::kCasts) role.add_sum_hash(item, vectors);
     }
 
     // One loop over the source pieces of all items, so that fill() stands in the kernel once for each role.

@@ -224,10 +224,13 @@ struct ScaleoutSums {
         for (; owners != 0; owners >>= 1, rows += c.shape().packet_bytes, ++first)
             if ((owners & 1) != 0)
                 add_words<cfg.staged()>(reinterpret_cast<const u32*>(rows + column * bytes_of(cfg.staged())), sum, token, first, column);
-        if constexpr (cfg.casts()) return cast_again(sum);
-        constexpr i32 each = 4 / bytes_of(cfg.wire);
+        if constexpr (cfg.casts()) {
+            cast_again(sum);
+        } else {
+            constexpr i32 each = 4 / bytes_of(cfg.wire);
 #pragma unroll
-        for (i32 i = 0; i < n / each; ++i) widen_word<cfg.wire>(narrow_word<cfg.wire>(sum + i * each), sum + i * each);
+            for (i32 i = 0; i < n / each; ++i) widen_word<cfg.wire>(narrow_word<cfg.wire>(sum + i * each), sum + i * each);
+        }
     }
 };
 

@@ -119,7 +119,8 @@ def random_case(
         begin = (layout, payload) == ("expert", "plain") or (layout, scale_layout) == ("flat", "column")
         begin = begin and rng.random() < 0.7
         weighted, wire = (weighted, wire) if layout != "flat" else (True, None)  # flat ignores both
-    if hidden % 16 == 0 and random.Random(f"wire of {seed}").random() < 0.3:
+    casts = hidden % 16 == 0 and (weighted or not few_kernels)
+    if casts and random.Random(f"wire of {seed}").random() < 0.3:
         wire = "fp8"
     bias_kind = rng.choice(["none", "none", "rows", "one"])
     case = Case(
