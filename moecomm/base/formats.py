@@ -336,7 +336,7 @@ def _e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def _int8(values: torch.Tensor) -> torch.Tensor:
-    return torch.where(values.isnan(), 0.0, values.round().clamp(-128.0, 127.0)).to(torch.int8)
+    return values.round().clamp(-128.0, 127.0).masked_fill(values.isnan(), 0.0).to(torch.int8)
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor:

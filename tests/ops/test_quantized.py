@@ -304,6 +304,19 @@ def test_what_is_refused(what: str) -> None:
             ops.combine(routed.x, routed.handle, grad_wire="nvfp4")
 
 
+def test_gradients_of_a_dispatch_return_in_fp8() -> None:
+    c = case(1, hidden=48, seed=1)
+    with c.buffer(None) as buffer:
+        x = c.x[0].clone().requires_grad_()
+        routed = ops.dispatch(buffer, x, c.topk_idx[0], grad_wire="fp8", overflow="error")
+        grad = torch.randn(routed.x.shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
+        routed.x.backward(grad)
+        handle = buffer.dispatch(c.x[0], c.topk_idx[0], sync=False).handle
+        want = buffer.combine(grad, handle, weighted=False, wire="fp8")
+        assert x.grad is not None and torch.equal(x.grad, want)
+        assert not torch.equal(want, buffer.combine(grad, handle, weighted=False))
+
+
 def layer(
     buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, layout: Layout, name: Any
 ) -> torch.Tensor:
