@@ -182,12 +182,12 @@ class Buffer(Bound):
                 picked an expert of this rank, ordered by (source rank, token).  "batched": `[E/R, max_rows, H]`, each
                 expert's rows first, in the order of "expert".
             expert_alignment: rows, 1 to 2^20 - 1.
-            quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns; "fp8_token",
-                "fp8_tensor", "int8_token", "int8_group", "mxfp8", "nvfp4", "mxfp4": see moecomm.formats.
+            quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns; or another name
+                of moecomm.formats.
             scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the smallest power of two that is not below it.
             scale_layout: "row": a row of scales for each row of x; "column": column-major and padded as grouped GEMMs
-                load them by TMA, see Routed; scales that are given beside rows of the Buffer's dtype, or float8_e4m3fn,
-                then have elements of 4 bytes; "swizzled": formats.swizzle() of scales of one byte.
+                load them by TMA, see Routed (beside rows in bf16 or FP8, of elements of 4 bytes); "swizzled":
+                formats.swizzle() of scales of one byte.
             num_sms: blocks (GPUs: one an SM) or threads (CPUs) to use; default: the table of the backend.
             check_weights: NaN in `topk_weights` is bad input.
             overflow: what becomes of rows that have no room.  "error": TooManyRows on every rank.  "chunks", which
@@ -203,10 +203,8 @@ class Buffer(Bound):
         given, rounds = dispatch_options.Options(**options) if options else _DISPATCH, self.rounds
         ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
         try:
-            if type(extras) is tuple and len(extras) == 0 and x_global_scale is None:
-                return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync)
-            more = {"extras": extras, "global_scale": x_global_scale}
-            return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync, **more)
+            how = (max_rows, handle, sync, extras, x_global_scale)
+            return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, *how)
         except RoundFailed as error:
             masking.require_repeats(error, handle)
         options.update(scales=scales, extras=extras, x_global_scale=x_global_scale, max_rows=max_rows, sync=sync)
@@ -302,11 +300,9 @@ class Buffer(Bound):
                 this sum is rounded before it travels, as in DeepEP: an error of 2^-8 (bfloat16) or 2^-11 (float16)
                 relative to it.  "exact" (or torch.float32): nothing is rounded but the result; a sum of several
                 rows travels in float32, a single row as it is (one domain).  "fp8" (or torch.float8_e4m3fn), of flat
-                rows as well: cast once to e4m3 with a float32 scale for 128 columns, as `quantize="fp8"` of dispatch
-                casts: an error of 2^-4 relative to a value, and of 2^-18 relative to the largest magnitude A of the
-                128, which counts as at least 1e-4 (moecomm/combine/reference.py has the bound).  An infinity or a NaN
-                makes its 128 columns NaN.  `hidden` is a multiple of 16.  None: as the Buffer was opened; by default
-                the dtype of `y`.
+                rows as well: cast once to e4m3 with a float32 scale for 128 columns, as dispatch does; off by at most
+                2^-4 of a value and 2^-18 of the largest of the 128 (moecomm/combine/reference.py); `hidden` is a
+                multiple of 16.  None: as the Buffer was opened; by default the dtype of `y`.
             num_sms: see dispatch().
 
         Returns:
@@ -324,8 +320,7 @@ class Buffer(Bound):
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
-        Combine reads such rows in place, without a copy, unless they travel in FP8: flat on GPUs (without
-        `weight_grads`), all layouts on CPUs.
+        Combine reads such rows in place, unless they travel in FP8: flat on GPUs (without `weight_grads`), all on CPUs.
         If the window has no room for them beside other outputs, they are in ordinary memory.
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)
@@ -351,10 +346,10 @@ class Buffer(Bound):
         On GPUs nothing waits for the host, unless `overflow="chunks"`.  Counts stay on the device, and a captured graph
         replays with any routing.  The first call of a kind compiles its kernels, so it can't be captured.
 
-        Both GEMMs add in float32, in an order that depends on nothing but their sizes.  Biases are added to the float32
-        sums, and the activation is computed on these.  Its result and each expert's row are rounded once to the
-        Buffer's dtype.  Combine multiplies rows by the routing weights in float32 as it adds them up.  The same inputs
-        give the same bits.  There are no gradients: moecomm.ops.moe has them.
+        Both GEMMs add in float32, in an order that depends on nothing but their sizes, then biases, and activate the
+        sums.  The result and each expert's row are rounded once to the Buffer's dtype.  Combine multiplies rows by the
+        routing weights in float32 as it adds them up.  The same inputs give the same bits.  There are no gradients:
+        moecomm.ops.moe has them.
 
         On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm.  What that does not take (another GPU, float32, I that
         is no multiple of 8, more than 512 experts a rank) goes through torch's grouped GEMM; a warning says so once.
@@ -365,12 +360,9 @@ class Buffer(Bound):
         Weights with a scale for each channel (fp8-dynamic checkpoints, INT8) make such a layer with a scale for each
         row: tokens are cast by moecomm.fused.quantize_rows before the dispatch, and the activated values, rounded to
         the Buffer's dtype, between the GEMMs.  A sum over all K is multiplied once by the scales of its row and its
-        channel.  Such layers run unfused.  Other GPUs than Hopper compute these GEMMs by torch, which rounds sums
-        before they are scaled, and INT8 is widened in every call; a warning says so once.
-
-        Weights in MXFP4 (moecomm.fused.Mxfp4, in Buffers of bfloat16) stand for the bfloat16 weights that they are
-        exactly, with the bits of a layer with those.  They are widened in every call, on GPUs by torch, which a warning
-        says once.
+        channel.  Such layers run unfused.  Weights in MXFP4 (moecomm.fused.Mxfp4) have the bits of a layer with the
+        bfloat16 weights that they are.  INT8 and MXFP4 are widened in every call, and other GPUs than Hopper multiply
+        by torch; a warning says so once.
 
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
@@ -378,22 +370,17 @@ class Buffer(Bound):
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert of this rank.
             w2: `[E/R, H, I]`: the down projections.  Both in FP8: pairs of float8_e4m3fn values and float32 scales, one
-                for 128 rows and 128 columns, as moecomm.fused.quantize_weights returns them.  Or both pairs of
-                float8_e4m3fn or int8 values and float32 scales `[E/R, N]`, one for a channel (row of the matrix), as
-                moecomm.fused.quantize_channels returns them, or `[E/R]`, one for a matrix.  Or both in MXFP4: uint8
-                values `[E/R, N, K / 2]` and exponents `[E/R, N, K / 32]`.
+                for 128 rows and 128 columns (moecomm.fused.quantize_weights); or of float8_e4m3fn or int8 values and
+                scales `[E/R, N]` (quantize_channels) or `[E/R]`; or of MXFP4: uint8 values `[E/R, N, K / 2]` and
+                exponents `[E/R, N, K / 32]`.
             out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
-            w13_bias: `[E/R, 2 I]`, float32 or the Buffer's dtype: added to the first GEMM's sums in float32.  The gate
-                columns come before the up columns, whatever `interleaved` is.  On GPUs, float32 is read as it is, and
-                the Buffer's dtype is widened in every call.
-            w2_bias: `[E/R, H]`, of the second GEMM: added to each expert's row before that is rounded and weighted.
-            activation: of this rank's experts.  "swiglu": silu(gate) * up.  "geglu": gelu(gate) * up, with the error
-                function, as FlashInfer's Geglu and vLLM's "gelu".  "geglu_tanh": with the tanh approximation, as
-                FlashInfer's GegluTanh, vLLM's "gelu_tanh" and Gemma.  "swigluoai", as vLLM calls that of gpt-oss:
-                (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above to `activation_limit` and up to
-                +- `activation_limit`.
-            activation_limit, activation_alpha: of "swigluoai"; None: 7.0 and 1.702, those of gpt-oss.
+            w13_bias: `[E/R, 2 I]`, float32 or the Buffer's dtype, of the first GEMM: gate before up, also interleaved.
+            w2_bias: `[E/R, H]`, of the second GEMM: added before an expert's row is rounded and weighted.
+            activation: "swiglu": silu(gate) * up.  "geglu": gelu(gate) * up, with the error function; "geglu_tanh":
+                with the tanh approximation.  "swigluoai", that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
+                with gate at most, and up within +-, `activation_limit`.
+            activation_limit, activation_alpha: of "swigluoai"; None: 7.0 and 1.702.
             interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
             dropped: int32 `[1]` on the Buffer's device, written in place with `overflow="drop"`, and only given then:
                 how many entries of this rank's `topk_idx` found no room.
@@ -419,9 +406,8 @@ class Buffer(Bound):
         Raises:
             BadInput: at once for what does not fit; errors that only the device can see as in dispatch().
             Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
-                experts a rank, or where the Buffer's dtype is float32; scales of channels with H or I no multiple of
-                16, with more than 512 experts a rank, or where the Buffer's dtype is float32; MXFP4 with H or I no
-                multiple of 32, or where the Buffer's dtype is not bfloat16.
+                experts a rank, or where the Buffer's dtype is float32, likewise scales of channels; MXFP4 with H or I
+                no multiple of 32, or where the Buffer's dtype is not bfloat16.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         number = options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe

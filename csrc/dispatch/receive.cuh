@@ -50,7 +50,6 @@ struct Replicator {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.replicate_slots, kAhead = kSlots / 2, kBytes = cfg.replicate_bytes;
     static constexpr i32 kPieces = ceil_div(cfg.row_bytes, kBytes);
-    static constexpr i32 kMostScaleWords = 8;  // of a row of scales that a lane holds
 
     const Call& c;
     ReplicateRing<cfg>& ring;
@@ -114,46 +113,53 @@ struct Replicator {
             if (more) load(loading);
             store(storing);
         }
-        if constexpr (cfg.scale_bytes > 0 && !cfg.scale_columns) replicate_scales(count);
+        if constexpr (kLoadsScalesAhead && !cfg.scale_columns) {
+            replicate_long_scales(count);
+        } else if constexpr (cfg.scale_bytes > 0 && !cfg.scale_columns) {
+            replicate_scales(count);
+        }
         __syncwarp();  // all lanes have read ring.rows
     }
 
-    // Rows of scales are small, and each load is waited for: those of the next token are loaded before those of this one are stored.
     MOECOMM_FN void replicate_scales(i32 count) const {
+        u8* scales = c.transport.template local<u8>(c.a.out_scales);
+        Cursor at;
+        while (next(at, count)) {
+            at.piece = kPieces;
+            const u8* from = scales + row_of(at.row, __ffs(at.present) - 1) * cfg.scale_bytes;
+            for (u32 left = at.present & (at.present - 1); left != 0; left &= left - 1)
+                copy_small(scales + row_of(at.row, __ffs(left) - 1) * cfg.scale_bytes, from, cfg.scale_bytes);
+        }
+    }
+    // Each load is waited for. Of longer rows, such as those of NVFP4, the next token's are loaded before this one's are stored.
+    static constexpr bool kLoadsScalesAhead = cfg.scale_bytes > 256 && cfg.scale_bytes <= 1024 && cfg.scale_bytes % 4 == 0;
+    MOECOMM_FN void replicate_long_scales(i32 count) const {
         u8* scales = c.transport.template local<u8>(c.a.out_scales);
         const auto of = [&](const Cursor& at, u32 present) { return scales + row_of(at.row, __ffs(present) - 1) * cfg.scale_bytes; };
         constexpr i32 words = cfg.scale_bytes / 4, each = ceil_div(words, kWarp);
         Cursor at;
-        if constexpr (cfg.scale_bytes % 4 != 0 || each > kMostScaleWords) {
-            while (next(at, count)) {
-                at.piece = kPieces;
-                for (u32 left = at.present & (at.present - 1); left != 0; left &= left - 1)
-                    copy_small(of(at, left), of(at, at.present), cfg.scale_bytes);
-            }
-        } else {
-            u32 held[each], ahead[each];
-            const auto load = [&](u32(&to)[each]) {
-                const auto* from = reinterpret_cast<const volatile u32*>(of(at, at.present));
+        u32 held[each], ahead[each];
+        const auto load = [&](u32(&to)[each]) {
+            const auto* from = reinterpret_cast<const volatile u32*>(of(at, at.present));
+#pragma unroll
+            for (i32 i = 0; i < each; ++i)
+                if (i * kWarp + lane_id() < words) to[i] = from[i * kWarp + lane_id()];
+            at.piece = kPieces;
+        };
+        bool more = next(at, count);
+        if (more) load(held);
+        while (more) {
+            const Cursor here = at;
+            more = next(at, count);
+            if (more) load(ahead);
+            for (u32 left = here.present & (here.present - 1); left != 0; left &= left - 1) {
+                auto* to = reinterpret_cast<u32*>(of(here, left));
 #pragma unroll
                 for (i32 i = 0; i < each; ++i)
-                    if (i * kWarp + lane_id() < words) to[i] = from[i * kWarp + lane_id()];
-                at.piece = kPieces;
-            };
-            bool more = next(at, count);
-            if (more) load(held);
-            while (more) {
-                const Cursor here = at;
-                more = next(at, count);
-                if (more) load(ahead);
-                for (u32 left = here.present & (here.present - 1); left != 0; left &= left - 1) {
-                    auto* to = reinterpret_cast<u32*>(of(here, left));
-#pragma unroll
-                    for (i32 i = 0; i < each; ++i)
-                        if (i * kWarp + lane_id() < words) to[i * kWarp + lane_id()] = held[i];
-                }
-#pragma unroll
-                for (i32 i = 0; i < each; ++i) held[i] = ahead[i];
+                    if (i * kWarp + lane_id() < words) to[i * kWarp + lane_id()] = held[i];
             }
+#pragma unroll
+            for (i32 i = 0; i < each; ++i) held[i] = ahead[i];
         }
     }
 };

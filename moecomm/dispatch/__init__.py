@@ -75,13 +75,13 @@ def dispatch(
     max_rows: int | None = None,
     handle: Handle | None = None,
     sync: bool | None = None,
+    extras: Sequence[Any] = (),
+    global_scale: Any = None,
     grow: bool = False,
     chunk: bool = False,
     gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
-    extras: Sequence[Any] = (),
-    global_scale: Any = None,
 ) -> Routed:
     """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare(); `global_scale`: pack()."""
     asks_for_more = grow or chunk or options.overflow is not None or observers.active

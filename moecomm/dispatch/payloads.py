@@ -90,17 +90,20 @@ def pack(
     Raises:
         BadInput: a tensor that can't travel.
     """
-    check_options(options)
     if not isinstance(extras, (tuple, list)):
         raise BadInput("extras", type(extras).__name__, "a tuple or list of tensors")
     if global_scale is not None and options.quantize is None:
         raise BadInput("x_global_scale", "a scale", "None, or quantize= of a format that takes one")
-    casts = options.quantize is not None and (options.quantize != "fp8" or rounds.hidden % ROW_ALIGNMENT != 0)
+    name: object = options.quantize
+    layout: object = options.scale_layout
+    casts = isinstance(name, str) and (name != "fp8" or rounds.hidden % ROW_ALIGNMENT != 0)
+    swizzles = isinstance(layout, str) and layout == "swizzled"
     rows = as_tensor("x", x)[0]
-    if not (casts or extras or options.scale_layout == "swizzled" or _differs(rounds, rows)):
+    if not (casts or extras or swizzles or _differs(rounds, rows)):
         if global_scale is not None:
             raise BadInput("x_global_scale", "a scale", f"None with quantize={options.quantize!r}")
         return x, scales, None
+    check_options(options)
     refuse_gradients(x=rows, extras=tuple(extras))
     beside = None if scales is None else as_tensor("scales", scales)[0]
     if options.quantize is not None:
