@@ -143,7 +143,29 @@ def payloads() -> str:
             rows.append(line(found, round_parts(128, "dispatch"), *cells, at=(2, 4, 6, 8)))
     given, cast = ("rows given | over bf16", "sent as bf16, cast | over bf16")
     heads = [f"{head.replace(' |', f', {tokens} |')}" for tokens in (128, 8192) for head in (given, cast)]
-    return table(f"payload | layout | {' | '.join(heads)}", rows)
+    dispatches = table(f"payload | layout | {' | '.join(heads)}", rows)
+    return f"{dispatches}\n\n{_fp8_sums(found)}"
+
+
+def _fp8_sums(found: dict[str, Any]) -> str:
+    rows = []
+    for layout, default in (("flat", "y outside"), ("expert", "bf16 wire")):
+        cells = [f"`{layout}`"]
+        for tokens in (128, 8192):
+            us = [
+                next(
+                    row["us"]["p50"]
+                    for row in found["rows"]
+                    if "us" in row
+                    and (row["what"], row["tokens"], row["layout"], row["variant"])
+                    == ("combine", tokens, layout, variant)
+                )
+                for variant in (default, "fp8 wire")
+            ]
+            cells += [*map(time_of, us), f"{us[1] / us[0]:.2f}"]
+        rows.append(line(found, round_parts(128, "combine"), *cells, at=(1, 4)))
+    heads = [f"combine, {tokens} | in FP8, {tokens} | FP8 over it" for tokens in (128, 8192)]
+    return table(f"layout | {' | '.join(heads)}", rows)
 
 
 def accuracy() -> str:
@@ -516,8 +538,8 @@ TOPICS = (
     ),
     Topic(
         "Formats",
-        "Dispatches on 2 H200s, in a graph, 128 and 8192 tokens a rank.  `fp8` is cast by the kernel that sends, the "
-        "other formats by a pass ahead of the dispatch.",
+        "On 2 H200s, in a graph, 128 and 8192 tokens a rank.  `fp8` is cast by the kernel that sends, the other "
+        "formats by a pass ahead of the dispatch.  Then combines, with sums in the dtype of `y` and in FP8.",
         "formats-h200-2",
         payloads,
     ),

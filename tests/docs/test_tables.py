@@ -377,6 +377,19 @@ ONE_SIZE = {"dispatch, bf16": ("dispatch", "bf16", ""), "dispatch, FP8": ("dispa
 ONE_SIZE |= {f"combine, {variant}": ("combine", "", variant) for variant in ("y in the window", "y outside")}
 
 
+@derives("layout | combine, 128", "layout")
+def sums_in_fp8(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    layout, expected = cells["layout"].strip("`"), Cells()
+    for tokens, over in ((128, "FP8 over it"), (8192, "FP8 over it#2")):
+        times = [
+            row["us"]["p50"]
+            for variant in (("y outside" if layout == "flat" else "bf16 wire"), "fp8 wire")
+            for row in rows(table.results[0], what="combine", tokens=tokens, layout=layout, variant=variant)
+        ]
+        expected |= {f"combine, {tokens}": times[:1], f"in FP8, {tokens}": times[1:], over: [times[1] / times[0]]}
+    yield expected
+
+
 @derives("rows | wire | loss", "rows | wire")
 def accuracy(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     for row in table.results[0]["rows"]:
