@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moecomm_bench.case import FORMATS, GIVEN
-from moecomm_bench.ours import FP8_WIRE, FP32_WIRE, OUTSIDE
+from moecomm_bench.ours import FP32_WIRE, OUTSIDE
 
 # Commits of results in bench/results.
 _BEFORE_COPIES = ("ca1808cf", "4151efa7", "6504ee79")  # before d33eebb6
@@ -30,15 +30,15 @@ SINGLE = (
     "2 domains of one rank, few tokens: faster than domains of several, by steps that the model does not tell apart"
 )
 HOST = "eager: the host's time that the model has was measured before repeated calls were native"
-FORMAT = "another format than fp8, which a pass casts to or the caller gives, or sums that travel in fp8"
+FORMAT = "another format than fp8: a pass casts to it, or the rows are given"
 GONE = (COPIED, EXACT, COUNTS, PUTS, LATE)
 
 
-def not_modelled(commit: str, payload: str, variant: str) -> str:
+def not_modelled(commit: str, payload: str) -> str:
     """Return why the model has no such rows of a result at a commit, or an empty text."""
     if commit in _NATIVE:
         return HOST
-    return FORMAT if variant == FP8_WIRE or payload.removesuffix(GIVEN) in FORMATS or payload.endswith(GIVEN) else ""
+    return FORMAT if payload.removesuffix(GIVEN) in FORMATS or payload.endswith(GIVEN) else ""
 
 
 def why_excluded(commit: str, domains: int, ranks: int, through: str, row: dict[str, Any], in_packets: bool) -> str:
