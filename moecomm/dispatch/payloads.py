@@ -23,7 +23,7 @@ from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import MOST_BYTES_ALIGNMENT
 from moecomm.routed import Routed
 
-RAW = torch.uint8  # rows of other types than those of TYPES, as bytes
+RAW = torch.uint8  # the dtype of rows that travel as bytes; no others have it
 ROW_ALIGNMENT = 16  # bytes
 _WORD = 4  # bytes: packets carry whole words of scales
 _SIZES = (1, 2, 4)  # bytes of an element of rows and scales
