@@ -1,4 +1,4 @@
-"""What formats and wires cost in accuracy: python bench/accuracy.py [--steps 1500].
+"""Accuracy of formats and wires: python bench/accuracy.py [--steps 1500].
 
 Trains the byte model of bench/trained_routing.py, then reads held-out text with its layers over 4 ranks of this
 process.  Rows travel in bfloat16, or cast to a format and dequantized where they arrive; sums return in each wire.  The

@@ -14,6 +14,7 @@ from moecomm.base.choices import BackendName
 from moecomm.base.experts import owners_of
 from moecomm.base.protocol import LAYOUTS
 from moecomm.errors import BadInput
+from moecomm.gpu import quantize_rows
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, random_routing
@@ -21,7 +22,7 @@ from moecomm_bench import replay
 
 QUANT_GROUP = 128
 GIVEN = "-given"  # ends the name of a payload that is cast before
-FORMATS = tuple(name for name in formats.FORMATS if name != "fp8")
+FORMATS = quantize_rows.NAMES
 # The cast is part of dispatch, but for GIVEN.
 PAYLOADS = (
     *("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column", f"fp8{GIVEN}"),

@@ -19,8 +19,8 @@ from moecomm.dispatch.options import Gradients, Key, Options, check_options, che
 from moecomm.dispatch.payloads import pack
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
+from moecomm.gpu import quantize_rows
 from moecomm.rounds.rounds import Rounds
-from moecomm.rounds.signature import QUANTIZED
 from moecomm.rounds.state import SeveralRounds, collective
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 
@@ -38,9 +38,6 @@ __all__ = [
     "run",
     "stages",
 ]
-
-
-_CAST_BEFORE = tuple(name for name in QUANTIZED[1:] if name != "fp8")  # cast ahead of the round
 
 
 class PublishedOffsets(NamedTuple):
@@ -88,7 +85,7 @@ def dispatch(
     packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None
     packs = packs or getattr(x, "dtype", None) is torch.uint8
     words: tuple[object, object] = options.quantize, options.scale_layout  # any other object is refused later
-    packs = packs or (isinstance(words[0], str) and words[0] in _CAST_BEFORE)
+    packs = packs or (isinstance(words[0], str) and words[0] in quantize_rows.NAMES)
     packs = packs or (isinstance(words[1], str) and words[1] == "swizzled")
     routed: Routed | None
     routed, is_over, form = None, False, None

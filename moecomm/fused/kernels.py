@@ -41,7 +41,7 @@ class SharedKernel(PlainKernel):
 
 
 class Epilogue(NamedTuple):
-    """What follows the products of a gated GEMM, apart from rounding: fields of GemmConfig.
+    """Steps behind the products of a gated GEMM, apart from rounding: fields of GemmConfig.
 
     Attributes:
         activation: of gated products.

@@ -29,7 +29,7 @@ class Operands(NamedTuple):
 
     @property
     def by_channel(self) -> bool:
-        """Whether the scales are of rows and channels: x_scales `[..., 1]`, w_scales `[E, N]`."""
+        """Return whether the scales are of rows and channels: x_scales `[..., 1]`, w_scales `[E, N]`."""
         return self.w_scales is not None and self.w_scales.dim() == 2
 
 

@@ -23,7 +23,7 @@ _PACKED = 8  # columns in an element of NVFP4 rows
 
 
 class Given(NamedTuple):
-    """What a dispatch is given, as moecomm takes it."""
+    """The tensors of a dispatch, as moecomm takes them."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None
