@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moecomm.base import formats as formats
 from moecomm.base.layers import layer
+from moecomm.base.placement import Placement
 from moecomm.buffer import Buffer
 from moecomm.errors import (
     Aborted,
@@ -54,6 +55,7 @@ __all__ = [
     "MoecommError",
     "OutOfStep",
     "PeerLost",
+    "Placement",
     "RoundFailed",
     "Routed",
     "Shrunk",

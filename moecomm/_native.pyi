@@ -125,6 +125,9 @@ class WindowLayout:
     heap: typing.Final[int]
     num_tagged_words: typing.Final[int]
     packets: typing.Final[int]
+    @property
+    def placement(self) -> int:
+        """Offset of Placement: csrc/protocol/placement.h."""
     ranges: typing.Final[int]
     receive_buffer: typing.Final[int]
     reduced: typing.Final[int]
@@ -160,6 +163,7 @@ class Context:
     """
         64 addresses, or those at `all_peers`.  A copy: assign a list (shorter ones are filled up with zeros).
         """
+    placed: int
     rank: int
     record: int
     timeout_ns: int

@@ -12,12 +12,13 @@ import torch
 from moecomm import backends, combine, config, dispatch, elastic, overloads
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName, OnTimeout, Wire
+from moecomm.base.placement import Placement
 from moecomm.combine import options as combine_options
 from moecomm.dispatch import options as dispatch_options
 from moecomm.errors import RoundFailed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
-from moecomm.membership import masking
+from moecomm.membership import masking, placing
 from moecomm.membership.meeting import Shrunk
 from moecomm.membership.suspension import Suspension
 from moecomm.observe import flight, stats, tracing
@@ -54,7 +55,8 @@ class Buffer(Bound):
             of several it is an error, because torch.distributed.group.WORLD is None before init_process_group().
         hidden: columns of a token; a row is a multiple of 16 bytes.
         num_experts: experts of all ranks together, at least one a rank.  `local_experts` are those of this rank: E/R
-            in a row, in order of ranks.  Of a remainder, the first ranks have one more each.
+            in a row, in order of ranks, unless `placement` says otherwise.  Of a remainder, the first ranks have one
+            more each.
         topk: experts a token picks, 1 to 32.
         max_tokens: the most tokens one rank passes to a dispatch.
         dtype: bfloat16, float16 or float32: what tokens are made of (float8_e4m3fn rows with scales may be passed as
@@ -76,12 +78,13 @@ class Buffer(Bound):
         on_timeout: "mask": after PeerLost or Timeout, mask() the ranks that are lost.  dispatch(), dispatch_begin() and
             moe() then run again, if all ranks failed in the same call (on GPUs a dispatch with `sync=True`, before
             any capture); else it raises, and the next call works.
+        placement: which rank holds which experts, with replicas if wanted; the same on all ranks.  "E/R" of shapes is
+            then its number of slots, and local ids are those of slots.  None: E/R experts in a row on each rank.
 
     Attributes:
         rank: this rank's number in the group.
         num_ranks: ranks of the group.
         domain_ranks: ranks that load and store each other's memory.
-        local_experts: range of the experts of this rank.
         why: the reason for the backend, in words.
 
     Raises:
@@ -109,6 +112,7 @@ class Buffer(Bound):
         capacity_factor: float | None = None,
         verify_every: int | None = None,
         on_timeout: OnTimeout = "raise",
+        placement: Placement | None = None,
     ) -> None:
         group = rendezvous(group)
         with opening(group, timeout_s, note="Buffer()", others=lambda: last_calls.others_over(group)) as ranks:
@@ -119,7 +123,8 @@ class Buffer(Bound):
             name, because = backends.choose(config.asked_backend(backend), wanted)
             sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
             verified = config.verify_every(verify_every)
-            settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor, verified, on_timeout)
+            others = (window_bytes, domain_ranks, wire, capacity_factor, verified, on_timeout)
+            settings = Settings(*sizes, name, *others).placed(placement)
             rounds = elastic.open_rounds(ranks, settings, because, wanted, timeout_s)
         self.dtype, self.timeout_s = dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
@@ -136,8 +141,6 @@ class Buffer(Bound):
         last_calls.watch(rounds)
         self._recorder = flight.Recorder(rounds, before)
         self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
-        own = rounds.local_experts
-        self.local_experts = own if rounds.ids is None else rounds.ids.range_of(own)
         self.why = rounds.why
         self.name = names.give(rounds)  # by which operators find it
         place = self.rank, self.num_ranks, rounds.session.name, self.why, rounds.session.nbytes / 2**20
@@ -495,6 +498,37 @@ class Buffer(Bound):
             Unsupported: the kernels of these ranks can't be compiled.
         """
         return self._membership.compile_for(ranks, keep_ids, domain_ranks)
+
+    def set_placement(self, placement: Placement) -> None:
+        """Let rounds from now on, and replays of captured graphs, follow another placement.  Collective.
+
+        Waits until all ranks have finished their rounds.  Weights are the caller's business: those of each slot are in
+        place before.  Handles of earlier dispatches stay valid.  A rank that is lost meanwhile ends the Buffer, and
+        shrink() goes on with the same placement on all ranks.  Ranks whose replays meet with different placements raise
+        Mismatch.
+
+        Args:
+            placement: of the same experts and ranks as before, with at most as many slots a rank.
+
+        Raises:
+            BadInput: a Buffer that was opened without one, masked ranks, a call during a capture.
+            Mismatch: ranks passed different ones; nothing has changed.
+            Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
+        """
+        placing.set_placement(self.rounds, placement)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where experts are, if the Buffer was opened with a placement."""
+        return self.rounds.placement
+
+    @property
+    def local_experts(self) -> Sequence[int]:
+        """The experts of this rank: a range; with a placement those of its slots, -1 where one is empty."""
+        rounds = self.rounds
+        if rounds.placement is not None:
+            return tuple(rounds.placement.experts[rounds.rank].tolist())
+        return rounds.local_experts if rounds.ids is None else rounds.ids.range_of(rounds.local_experts)
 
     def joining(self, group: Any) -> list[int]:
         """Return the ranks of a group that have come to open a Buffer, and wait for the others to call grow().

@@ -13,9 +13,10 @@ from moecomm import backends
 from moecomm.base.processes import memory_bytes
 from moecomm.base.protocol import MAX_HOST_RANKS
 from moecomm.base.validation import check_flag, check_integer
-from moecomm.errors import MoecommError, RoundFailed
+from moecomm.errors import MoecommError, RoundFailed, Unsupported
 from moecomm.fused import forms
 from moecomm.gpu import limits
+from moecomm.membership import placing
 from moecomm.membership.meeting import Meeting, Shrunk, counts_of, domain_ranks, ids_of, members_of, require_idle
 from moecomm.membership.suspension import interruption
 from moecomm.ranks import last_calls
@@ -104,12 +105,20 @@ class Membership:
                 passed = ranks.all_gather(old.rank.to_bytes(4, "little"))
                 everybody = [int.from_bytes(data, "little") for data in passed]
             shrunk = Shrunk.of(everybody, old.num_ranks)
-            ids = ids_of(old, shrunk.ranks) if keep_ids else None
+            placement, ids = placing.left(ranks, old, shrunk.ranks), None
+            if placement is not None:
+                experts = placement.ranks * placement.slots
+            elif keep_ids:
+                ids = ids_of(old, shrunk.ranks)
+                experts = len(ids.kept)
+            else:
+                experts = _experts_of_callers(old)
             settings = replace(
                 old.settings,
                 ranks=len(everybody),
-                num_experts=_experts_of_callers(old) if ids is None else len(ids.kept),
+                num_experts=experts,
                 domain_ranks=domain_ranks(shrunk.ranks, old),
+                placement=placement,
             )
             rounds = open_rounds(ranks, settings, old.chosen_because, old.device, timeout_s, ids)
         rounds.members = members_of(group, old, rounds, ranks.number, timeout_s)
@@ -121,6 +130,8 @@ class Membership:
         timeout_s = old.members.timeout_s
         with CollectiveCall(old, 0), span(old.flight.spans, "grow"):
             old.require_usable()
+            if old.placement is not None:
+                raise Unsupported("grow() of a Buffer with a placement: close it, and open one of all ranks")
             require_idle(old, "grow")
             found = rendezvous(group)
             with opening(

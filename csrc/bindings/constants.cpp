@@ -10,6 +10,7 @@
 #include "../protocol/args.h"
 #include "../protocol/domains.h"
 #include "../protocol/packets.h"
+#include "../protocol/placement.h"
 #include "../protocol/round_header.h"
 #include "../protocol/row_descriptor.h"
 #include "../window/window.h"
@@ -41,7 +42,10 @@ void bind_constants(py::module_& m) {
                                               {"scalar_counters", kScalarCounters},
                                               {"peer_counters", kPeerCounters},
                                               {"descriptor_bytes", sizeof(RowDescriptor)},
-                                              {"round_header_bytes", sizeof(RoundHeader)}};
+                                              {"round_header_bytes", sizeof(RoundHeader)},
+                                              {"most_slots", kMostSlots},
+                                              {"most_replicas", kMostReplicas},
+                                              {"generation", kGeneration}};
         },
         "Constants and sizes of csrc/protocol by name.");
     m.def(

@@ -17,6 +17,7 @@
 #include "../elementwise/args.h"
 #include "../fused/layer_args.h"
 #include "../overlap/args.h"
+#include "../protocol/placement.h"
 #include "../protocol/stand_ins.h"
 #include "../window/call_args.h"
 #include "module.h"
@@ -130,6 +131,8 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
     bind_fields(layout, false);
     layout.def_property_readonly(
         "rejected", [](const WindowLayout& w) { return w.state + offsetof(State, rejected); }, "Offset of State::rejected.");
+    layout.def_property_readonly(
+        "placement", [](const WindowLayout& w) { return placement_at(w); }, "Offset of Placement: csrc/protocol/placement.h.");
     m.def("window_layout", &window_layout, py::arg("shape"), "The layout of a window of this shape.");
     m.def("takes_weights", &takes_weights, py::arg("shape"),
           "Return whether source ranks may give a combine routing weights of their own.");

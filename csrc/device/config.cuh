@@ -34,6 +34,7 @@ struct DispatchConfig {
     ScaleFormat scale_format;  // of the scales that `quantize` makes
     bool repeat;
     bool descriptors;  // travel in place of rows (descriptors.cuh)
+    bool placed;       // Context::placed
     Part part;
     // Packets of a row (moecomm/base/packets.py): bytes of the row and of its scales in each packet, and lines; no lines: no rank sends
     // packets.

@@ -60,7 +60,7 @@ MOECOMM_FN ValidationResult validate_rows(const Call& c, i32 rank) {
 template <class Call>
 MOECOMM_FN ValidationResult validate_rank(const Call& c, i32 nth) {
     constexpr DispatchConfig cfg = Call::cfg;
-    return nth < cfg.ranks ? validate_header(c.shared.headers[c.me()], c.shared.headers[nth], nth, cfg.experts)
+    return nth < cfg.ranks ? validate_header(c.shared.headers[c.me()], c.shared.headers[nth], nth, c.named_experts())
                            : validate_rows(c, nth - cfg.ranks);
 }
 

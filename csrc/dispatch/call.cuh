@@ -203,12 +203,22 @@ struct DispatchCall {
         if constexpr (cfg.idx_bytes == 8) return reinterpret_cast<const i64*>(a.topk_idx)[entry];
         return reinterpret_cast<const i32*>(a.topk_idx)[entry];
     }
+    // The expert of an entry, in a Buffer with a placement its slot; cfg.experts for an invalid id.
+    MOECOMM_FN i64 expert_at(i64 entry) const {
+        if constexpr (cfg.placed) return slot_of(own_placement(a.ctx), id_at(entry), entry, cfg.topk, cfg.experts);
+        return id_at(entry);
+    }
+    // Experts that callers name.
+    MOECOMM_FN i32 named_experts() const {
+        if constexpr (cfg.placed) return own_placement(a.ctx).experts;
+        return cfg.experts;
+    }
     // Experts of this rank.
     MOECOMM_FN i32 first_expert() const { return cfg.ranges().first(me()); }
     MOECOMM_FN i32 experts_here() const { return cfg.ranges().count(me()); }
     // Index of an entry's expert at its owner. In range even if the id has changed since it was checked.
     MOECOMM_FN i32 local_at(i64 entry, i32 owner) const {
-        const u32 id = static_cast<u32>(id_at(entry));
+        const u32 id = static_cast<u32>(expert_at(entry));
         if constexpr (cfg.ranges().longer() == 0) return static_cast<i32>(id % cfg.ranges().least());
         return min(static_cast<i32>(id - cfg.ranges().first(owner)) & 0x7fffffff, cfg.ranges().count(owner) - 1);
     }
@@ -258,7 +268,7 @@ MOECOMM_FN void for_entries(const Call& c, i32 first, i32 end, i32 part, i32 str
 #pragma unroll
         for (i32 i = 0; i < kStepsAhead; ++i) {
             const i32 token = ahead + i * per_step + nth;
-            ids[i] = nth < per_step && token < end ? c.id_at(static_cast<i64>(token) * Call::cfg.topk + k) : -1;
+            ids[i] = nth < per_step && token < end ? c.expert_at(static_cast<i64>(token) * Call::cfg.topk + k) : -1;
         }
         for (i32 i = 0; i < kStepsAhead; ++i) {
             const i32 at = ahead + i * per_step, token = at + nth;

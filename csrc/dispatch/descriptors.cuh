@@ -42,7 +42,7 @@ MOECOMM_FN void store_descriptors(const Call& c) {
     for (i32 token = c.share.first + warp_id() * kTokens; token < c.share.end; token += kWarps * kTokens) {
         const i32 of = token + lane / cfg.topk, entry = token * cfg.topk + lane;
         const bool here = lane < kTokens * cfg.topk && of < c.share.end;
-        const i64 id = here ? c.id_at(entry) : -1;
+        const i64 id = here ? c.expert_at(entry) : -1;
         const i32 owner = owner_of<Call>(id);
         if (here) owners[entry] = owner;
         const i32 row = owner < 0 ? 0 : row_inside(c, owner, atomicAdd(&c.shared.base[id], 1));
@@ -75,7 +75,7 @@ MOECOMM_FN void publish_ids(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     auto* owners = reinterpret_cast<i32*>(c.a.route.token_owner);
     for (i32 entry = c.share.first * cfg.topk + threadIdx.x; entry < c.share.end * cfg.topk; entry += cfg.threads()) {
-        const i64 id = c.id_at(entry);
+        const i64 id = c.expert_at(entry);
         owners[entry] = owner_of<Call>(id);
         for (i32 step = 0; step < cfg.ranks; ++step)
             c.transport.post(rotated<cfg.ranks>(c.me(), step), id_place(c, c.me(), entry), word_signal(c.round.tag, static_cast<u32>(id)));

@@ -53,7 +53,7 @@ struct Packets {
     MOECOMM_FN void look_ahead() {
         expert = -1;
         if (!has(sent) || lane_id() >= cfg.topk) return;
-        const i64 entry = static_cast<i64>(token_of(sent)) * cfg.topk + lane_id(), id = c.id_at(entry);
+        const i64 entry = static_cast<i64>(token_of(sent)) * cfg.topk + lane_id(), id = c.expert_at(entry);
         if (id >= 0 && valid_id(id, cfg.experts)) expert = static_cast<i32>(id);
         weight = c.weight_at(entry);
     }
@@ -63,7 +63,7 @@ struct Packets {
         i32 place = (expert >= 0 ? c.shared.before[expert] : 0) + __popc(__match_any_sync(kAllLanes, expert) & lanes_below());
 #pragma unroll 1
         for (i32 earlier = c.share.first; earlier < token; ++earlier) {
-            const i64 id = lane_id() < cfg.topk ? c.id_at(static_cast<i64>(earlier) * cfg.topk + lane_id()) : -1;
+            const i64 id = lane_id() < cfg.topk ? c.expert_at(static_cast<i64>(earlier) * cfg.topk + lane_id()) : -1;
 #pragma unroll
             for (i32 k = 0; k < cfg.topk; ++k)
                 if (static_cast<i32>(__shfl_sync(kAllLanes, static_cast<i32>(id), k)) == expert) ++place;

@@ -37,8 +37,10 @@ void announce(Dispatch& d, const BadEntry& bad) {
     n.call = a.call;
     if (d.repeat)
         n.route_round = round_of(a.route, d.r.ranks);
-    else
+    else if (bad.argument != Argument::none)
         n.bad_value = bad.value;
+    else if (a.ctx.placed != 0)
+        n.route_round = kGeneration | d.r.placement.generation;
     n.num_tokens = a.num_tokens;
     n.chunk_tokens = a.chunk_tokens;
     n.max_rows = a.max_rows;

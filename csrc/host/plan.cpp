@@ -32,8 +32,10 @@ BadEntry Plan::count(i32 chunk) {
         RankSet seen;
         for (i64 entry = static_cast<i64>(token) * shape_.topk; entry < (token + 1ll) * shape_.topk; ++entry) {
             const i64 given = read_id(entry);
-            const i32 id = ids_[entry] = valid_id(given, shape_.experts) ? static_cast<i32>(given) : -1;
-            if (given != id) {
+            const i64 slot = a_.ctx.placed != 0 ? slot_of(r_.placement, given, entry, shape_.topk, shape_.experts) : given;
+            const bool valid = valid_id(slot, shape_.experts);
+            const i32 id = ids_[entry] = valid ? static_cast<i32>(slot) : -1;
+            if (!valid) {
                 bad = worse(bad, {Argument::topk_idx, entry, given});
             } else if (id >= 0) {
                 ++counts[id];

@@ -19,6 +19,7 @@ Round::Round(const Context& context, Op operation, u32 round_tag)
       tag(round_tag),
       watch(ctx, op, tag),
       mask(*at<const Mask>(ctx, me, mask_at(ctx.window))),
+      placement(*at<const Placement>(ctx, me, placement_at(ctx.window))),
       headers_(ranks) {}
 
 i32 Round::source_of(i32 column) const {
@@ -121,7 +122,7 @@ void Round::load_headers() {
 
 ValidationResult Round::validate_headers() const {
     for (i32 p = 0; p < ranks; ++p) {
-        const ValidationResult validation = validate_header(header(me), header(p), p, ctx.shape.experts);
+        const ValidationResult validation = validate_header(header(me), header(p), p, ctx.placed != 0 ? placement.experts : ctx.shape.experts);
         if (validation.failure != Failure::none) return validation;
     }
     return {Failure::none, Argument::none, -1, 0, 0};

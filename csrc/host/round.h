@@ -3,6 +3,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../protocol/placement.h"
 #include "../protocol/stand_ins.h"
 #include "scaleout_link.h"
 #include "wait.h"
@@ -26,6 +27,7 @@ class Round {
     const u32 tag;
     Watch watch;
     const Mask& mask;
+    const Placement& placement;
 
     static State& state_of(const Context& ctx) { return *at<State>(ctx, ctx.rank, ctx.window.state); }
     // The peer of a rotation step: the next rank first, so that ranks start with different peers; this rank last.

@@ -26,7 +26,7 @@ struct Context {
     Shape shape;
     WindowLayout window;
     i32 rank;
-    i32 pad;
+    i32 placed;  // 1: ids of a dispatch are those of experts that callers name, and a table in the window has their slots: placement.h
 };
 
 #if !MOECOMM_DEVICE

@@ -43,9 +43,11 @@ MOECOMM_BOTH constexpr bool is_stale(const Mask& mask, u32 route_round) {
     return mask.since != 0 && static_cast<i32>(route_round - mask.since) < 0;
 }
 
+constexpr u64 kPlacementBytes = 8;  // of Placement, whose table has two words an expert
+
 struct WindowLayout {
     u64 abort;  // u32, its own line: any rank may set it
-    u64 state;  // State, then Mask
+    u64 state;  // State, then Mask, then Placement and its table (placement.h)
     // u64[2][ranks][num_tagged_words]: word_signal, by round parity and sender: a RoundHeader; i32[columns], the sender's tokens per expert
     // and flat rows per rank (dispatch); then, where rows travel in packets, one bit for each token of the sender that has a row here. Two
     // parities are enough: a peer's words of round n + 2 imply that it saw this rank's words of round n + 1, which this rank sent after it
@@ -125,7 +127,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
         return here;
     };
     w.abort = take(sizeof(u32));
-    w.state = take(sizeof(State) + sizeof(Mask));
+    w.state = take(sizeof(State) + sizeof(Mask) + kPlacementBytes + 2 * sizeof(u32) * static_cast<u64>(s.experts));
     w.tagged_words = take(2 * ranks * w.num_tagged_words * sizeof(u64));
     w.arrived = take(ranks * tokens * sizeof(u64));
     w.reduced = take(ranks * (domains(s) > 1 ? domain_ranks(s) : 1) * tokens * sizeof(u64));

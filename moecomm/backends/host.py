@@ -91,6 +91,7 @@ class HostSession:
         context.abort_host = peers.abort_host
         self.context = context
         self._counters = peers.addresses[ranks.rank] + context.window.counters
+        self._placement = peers.addresses[ranks.rank] + context.window.placement
         self._counter_bytes = context.window.staging - context.window.counters
         self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
         self.nbytes = peers.nbytes
@@ -135,6 +136,11 @@ class HostSession:
         """See Session."""
         words = (ctypes.c_int64 * (self._counter_bytes // 8)).from_address(self._counters)
         return torch.frombuffer(words, dtype=torch.int64)
+
+    def placement(self) -> torch.Tensor:
+        """See Session."""
+        count = 2 + 2 * self.context.shape.experts
+        return torch.frombuffer((ctypes.c_int32 * count).from_address(self._placement), dtype=torch.int32)
 
     def read_counters(self) -> bytes | None:
         """See Session."""

@@ -256,6 +256,11 @@ class LsaSession:
     def counters(self) -> torch.Tensor:
         return self._counters.tensor()
 
+    def placement(self) -> torch.Tensor:
+        assert self._window is not None, "the session is open"
+        at = self._window.address + self.context.window.placement
+        return cuda_driver.int32_at(at, self.device, 2 + 2 * self.context.shape.experts)
+
     def read_counters(self) -> bytes | None:
         """See Session.  A capture of this thread must not see the copy."""
         return None if self._window is None or self.capturing() else self._counters.read()

@@ -97,6 +97,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         scale_format=args.scale_format,
         repeat=bool(args.repeat),
         descriptors=bool(args.descriptors),
+        placed=bool(args.ctx.placed) and not args.repeat,
         part=args.part,
         **_domains(shape),
     )

@@ -24,6 +24,7 @@ DESCRIPTOR_BYTES = _CONSTANTS["descriptor_bytes"]
 ROUND_HEADER_BYTES = _CONSTANTS["round_header_bytes"]
 SCALAR_COUNTERS, PEER_COUNTERS = _CONSTANTS["scalar_counters"], _CONSTANTS["peer_counters"]  # csrc/protocol/counters.h
 ROUNDS, DROPPED = range(SCALAR_COUNTERS)
+MOST_SLOTS, MOST_REPLICAS, GENERATION = (_CONSTANTS[name] for name in ("most_slots", "most_replicas", "generation"))
 
 TYPES = {  # Type by dtype
     torch.bfloat16: _native.Type.bf16,

@@ -27,7 +27,12 @@ def drop_checked(
     given = None if topk_idx is None else as_tensor("topk_idx", topk_idx)[0]
     tokens = 0 if given is None or given.ndim == 0 else len(given)
     ids, weights = check_routing(rounds, tokens, given, topk_weights)
-    kept, dropped = drop(rounds.settings, layout, alignment, max_rows, ids, weights)
+    slots, placement = ids, rounds.placement
+    if placement is not None:
+        slots = placement.slots_of(ids, rounds.rank, rounds.domain_ranks, rounds.masked)
+    kept, dropped = drop(rounds.settings, layout, alignment, max_rows, slots, weights)
+    if placement is not None:
+        kept = torch.where(kept < 0, -1, ids)
     rounds.session.order()
     rounds.session.counters()[DROPPED].add_(dropped[0])
     return kept, dropped

@@ -28,9 +28,9 @@ def wheel_suffix() -> str:
     return "cu12" if (torch.version.cuda or "").startswith("12.") else "cu13"
 
 
-def int32_at(address: int, device: torch.device) -> torch.Tensor:
-    """int32 `[1]`: device memory that the caller keeps alive."""
-    return _memory_at(address, 1, "<i4", device)
+def int32_at(address: int, device: torch.device, count: int = 1) -> torch.Tensor:
+    """int32 `[count]`: device memory that the caller keeps alive."""
+    return _memory_at(address, count, "<i4", device)
 
 
 def int64_at(address: int, count: int, device: torch.device) -> torch.Tensor:

@@ -52,7 +52,7 @@ def source(spec: KernelSpec) -> str:
         kind += f", .scale_columns = {_bool(spec.scale_columns)}, .quantize = {_bool(spec.quantize)}"
         kind += f", .scale_format = ScaleFormat::{_native.ScaleFormat(spec.scale_format).name}"
         kind += f", .repeat = {_bool(spec.repeat)}"
-        kind += f", .descriptors = {_bool(spec.descriptors)}"
+        kind += f", .descriptors = {_bool(spec.descriptors)}" + ", .placed = true" * spec.placed
         kind += f", .part = Part::{_native.Part(spec.part).name}, .packets = {_bool(spec.packets)}"
     else:
         kind += f", .wide_bias = {_bool(spec.wide_bias)}, .bias_first = {_bool(spec.bias_first)}"

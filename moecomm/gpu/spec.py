@@ -34,6 +34,7 @@ class KernelSpec:
     scale_format: int = 0
     repeat: bool = False
     descriptors: bool = False
+    placed: bool = False  # Context.placed
     part: int = 0
     packets: bool = False  # of few tokens: see packets_of
     wire: int = 2

@@ -47,6 +47,8 @@ class Masks:
         if named is not None and rounds.rank in named:
             raise BadInput("ranks", f"this rank, {rounds.rank}", "others: the ranks that stay call mask()")
         with CollectiveCall(rounds, 0):
+            if replicas is not None and rounds.placement is not None:
+                raise BadInput("replicas", "experts", "None: the Buffer's placement has replicas")
             if replicas is not None:
                 rounds.replicas = _checked_replicas(rounds, replicas)
             if named is not None and not named:
@@ -265,6 +267,9 @@ def _checked_replicas(rounds: Rounds, replicas: Mapping[int, int]) -> dict[int, 
 
 def _update_experts(rounds: Rounds) -> None:
     """Let ids of experts of masked ranks mean their replicas, or none, from the next round on."""
+    if rounds.placement is not None:
+        rounds.place(rounds.placement)
+        return
     masked = {expert for rank in rounds.masked for expert in experts_of(rank, rounds.num_experts, rounds.num_ranks)}
     if rounds.live is None:
         if not masked:

@@ -116,6 +116,13 @@ class Session(Maskable, Protocol):
         """
         ...
 
+    def placement(self) -> torch.Tensor:
+        """Return the words of csrc/protocol/placement.h, int32 `[2 + 2 * experts]`, on the device, not a copy.
+
+        Valid while the session is open.
+        """
+        ...
+
     def read_counters(self) -> bytes | None:
         """Return a copy of the counters as they are now, from any thread, beside rounds under way.
 

@@ -15,6 +15,7 @@ import torch
 
 from moecomm import _native
 from moecomm.base.choices import ON_TIMEOUT, WIRES, OnTimeout, Wire
+from moecomm.base.placement import Placement, checked
 from moecomm.base.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.base.sampling import hash_words, told_bytes
 from moecomm.base.validation import check_dtype, is_integer
@@ -52,6 +53,8 @@ def _shown(name: str, number: int) -> str:
         return str(_WIRES[number]) if 0 <= number < len(_WIRES) else "another"
     if name == "on_timeout":
         return ON_TIMEOUT[number] if 0 <= number < len(ON_TIMEOUT) else "another"
+    if name == "placement":
+        return f"one with the digest {number:#x}" if number else "None"
     return _dtype_name(number) if name == "dtype" else str(number)
 
 
@@ -128,6 +131,7 @@ class Settings:
     capacity_factor: float | None = None
     verify_every: int = 0
     on_timeout: OnTimeout = "raise"
+    placement: Placement | None = None  # with which it opens; `num_experts` are then its slots
 
     _NAMES = (
         "magic",
@@ -143,7 +147,17 @@ class Settings:
         "capacity_factor",
         "verify_every",
         "on_timeout",
+        "placement",
     )
+
+    def placed(self, placement: Any) -> Settings:
+        """Return it with a placement or None.  Rounds know its slots as experts.  Raises BadInput."""
+        given = checked(placement)
+        if given is None:
+            return self
+        if given.num_experts != self.num_experts:
+            raise BadInput("placement", repr(given), f"one of num_experts = {self.num_experts}")
+        return replace(self, num_experts=given.ranks * given.slots, placement=given)
 
     def agree(self, group: Rendezvous) -> str:
         """Compare with the other ranks.  Collective.
@@ -160,7 +174,8 @@ class Settings:
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
         others = (max(self._wire_index, 0), self._factor_bits, self.verify_every, _index(ON_TIMEOUT, self.on_timeout))
-        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, *others)
+        placement = 0 if self.placement is None else self.placement.digest
+        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, *others, placement)
         numbers = dict(zip(self._NAMES, mine, strict=True))
         proposals = compare(group, numbers, self.backend, _shown, secrets.token_bytes(8))
         return proposals[0].hex()
@@ -185,6 +200,8 @@ class Settings:
         most = MAX_HOST_RANKS if self.backend == "host" else MAX_RANKS
         if not 1 <= self.ranks <= most:
             raise BadInput("group", f"{self.ranks} ranks", f"1 to {most}, which backend {self.backend!r} connects")
+        if self.placement is not None and self.placement.ranks != self.ranks:
+            raise BadInput("placement", repr(self.placement), f"one for the group's {self.ranks} ranks")
         if self.num_experts < self.ranks:
             raise BadInput("num_experts", self.num_experts, f"at least {self.ranks}, the number of ranks")
         if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecomm import _native
-from moecomm.base.protocol import ROUND_HEADER_BYTES
+from moecomm.base.protocol import GENERATION, ROUND_HEADER_BYTES
 from moecomm.errors import (
     Aborted,
     BadInput,
@@ -72,6 +72,9 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str], last: s
     if record.code == Failure.bad_input:
         return _bad_input(record)
     if record.code == Failure.mismatch:
+        if record.argument == Argument.handle and (record.expected | record.seen) >= GENERATION:
+            mine, theirs = (f"generation {number % GENERATION}" for number in (record.expected, record.seen))
+            return Mismatch("placement", mine, theirs, record.peer)
         if record.argument == Argument.handle:
             mine, theirs = (f"that of the dispatch of round {tag // 2}" for tag in (record.expected, record.seen))
             return Mismatch("handle", mine, theirs, record.peer)

@@ -10,6 +10,7 @@ import torch
 from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
+from moecomm.base.placement import Placement
 from moecomm.base.sampling import RowTables, Sampling
 from moecomm.ranks.session import Session
 from moecomm.ranks.settings import Settings
@@ -80,7 +81,22 @@ class Rounds(RoundState, Bound):
         self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
         self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
         self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
-        self.live = LiveExperts(self.num_experts, self.device) if settings.on_timeout == "mask" else None
+        self.placement, self.generation = settings.placement, 1
+        # The next one, from its agreement until all ranks have it: after a loss, those that are left go on with it.
+        self.next_placement: Placement | None = None
+        masks = settings.on_timeout == "mask" and self.placement is None  # else the table of a placement does
+        self.live = LiveExperts(self.num_experts, self.device) if masks else None
+        if self.placement is not None:
+            session.context.placed = 1
+            self.place(self.placement)
+
+    def place(self, placement: Placement) -> None:
+        """Write the table of a placement, for rounds from now on.  No round runs.  Waits for the device."""
+        words = placement.table(self.rank, self.domain_ranks, self.masked)
+        self.placement = placement
+        table = self.session.placement()
+        new = torch.tensor([self.generation, placement.num_experts, *words], dtype=torch.int32)
+        table[: len(new)].copy_(new)
 
     def own_ids(self, topk_idx: Any) -> Any:
         """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""
@@ -92,8 +108,8 @@ class Rounds(RoundState, Bound):
 
     @property
     def translates(self) -> bool:
-        """True if own_ids() may return other ids."""
-        return self.ids is not None or self.live is not None
+        """True if rounds do not know experts by the ids of callers."""
+        return self.ids is not None or self.live is not None or self.placement is not None
 
     def resumed(self, number: int, masked: frozenset[int]) -> None:
         """Take note that these ranks are masked, and rounds go on after this one.

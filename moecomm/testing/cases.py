@@ -9,8 +9,9 @@ from typing import Any, get_args
 import torch
 
 from moecomm.base import formats
-from moecomm.base.choices import Quantize, ScaleLayout, Wire
+from moecomm.base.choices import Quantize, ReplicaChoice, ScaleLayout, Wire
 from moecomm.base.experts import experts_of
+from moecomm.base.placement import Placement
 
 PAYLOADS = (torch.uint8, torch.int8, torch.float8_e5m2, torch.int16, torch.int32)  # of rows that travel as bytes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -162,6 +163,31 @@ def random_case(
     if layout == "flat" or not weighted or case.weight_grads or rng.random() < 0.5:
         return case
     return replace(case, own_weights=[torch.randn(*i.shape, generator=g) for i in idx])
+
+
+def random_placement(seed: int, *, ranks: int, num_experts: int, slots: int | None = None, **_: Any) -> Placement:
+    """Draw a placement of a Buffer of these sizes: with replicas, empty slots and ranks that have none.
+
+    `slots`: of a rank; default: some more than there have to be.
+    """
+    rng = random.Random(f"placement {seed}")
+    slots = -(-num_experts // ranks) + rng.choice([0, 1, 1, 2, 5]) if slots is None else slots
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    for expert in rng.sample(range(num_experts), num_experts):
+        room = [rank for rank in range(ranks) if len(held[rank]) < slots]
+        held[rng.choice(room[:1] if rng.random() < 0.3 else room)].append(expert)
+    for rank in range(ranks):
+        for _ in range(rng.randint(0, slots - len(held[rank]))):
+            held[rank].append(rng.choice([-1, rng.randrange(num_experts), 0]))
+        rng.shuffle(held[rank])
+    return Placement(held, num_experts=num_experts, slots=slots, choice=rng.choice(get_args(ReplicaChoice)))
+
+
+def placed(case: Case) -> Case:
+    """Return a case whose batched rows have room wherever experts are."""
+    if case.layout != "batched" or case.max_rows is None:
+        return case
+    return replace(case, max_rows=[max(case.max_rows)] * len(case.max_rows))
 
 
 def _with_payload(case: Case, most: int, rng: random.Random, g: torch.Generator, few_kernels: bool) -> Case:

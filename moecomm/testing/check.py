@@ -150,15 +150,20 @@ class Wanted:
             scales = made or None
         return dispatch_reference.dispatch(
             x,
-            self.case.topk_idx,
+            [self._slots(rank) for rank in range(self.ranks)],
             self.case.topk_weights,
-            num_experts=self.buffer.num_experts,
+            num_experts=self.buffer.rounds.num_experts,
             layout=self.case.layout,
             expert_alignment=self.case.alignment,
             max_tokens=self.buffer.max_tokens,
             max_rows=self.case.max_rows,
             scales=scales,
         )
+
+    def _slots(self, rank: int) -> torch.Tensor:
+        """Return the ids of a rank as rounds know them."""
+        ids, placement = self.case.topk_idx[rank], self.buffer.placement
+        return ids if placement is None else placement.slots_of(ids, rank, self.buffer.domain_ranks)
 
     def combine_call(self, rank: int, routed: Routed) -> dict[str, Any]:
         """Return the arguments of Buffer.combine on this rank."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moecomm import _native, combine, dispatch
+from moecomm.base.placement import Placement
 from moecomm.buffer import Buffer
 from moecomm.combine.verify import HostCheck
 from moecomm.fused.pipeline import Pipeline
@@ -79,6 +80,10 @@ class LocalBuffers:
     def restore(self) -> None:
         """Call Buffer.restore() on every rank."""
         self._together([buffer.restore for buffer in self.buffers])
+
+    def set_placement(self, placement: Placement) -> None:
+        """Call Buffer.set_placement() on every rank."""
+        self._together([partial(buffer.set_placement, placement) for buffer in self.buffers])
 
     def mask(self, ranks: Collection[int], **options: Any) -> None:
         """Call Buffer.mask(ranks) on the other ranks. Later calls are of those that take part, in rank order."""

@@ -1,0 +1,200 @@
+"""Placement: which rank holds which experts, and which replica of an expert a token goes to."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from typing import Any, get_args
+
+import torch
+
+from moecomm.base.choices import ReplicaChoice
+from moecomm.base.protocol import MOST_REPLICAS, MOST_SLOTS
+from moecomm.base.validation import check_integer, check_name
+from moecomm.errors import BadInput
+
+NONE = -1  # in the place of an expert: the slot is empty; of a slot: there is none
+
+
+class Placement:
+    """The experts that each rank holds, in slots.  An expert in several slots has replicas.
+
+    Ranks have equally many slots, and an empty one costs a rank nothing but its counts of 0.  Slots are numbered over
+    all ranks: slot `s` is the `s % slots`-th of rank `s // slots`.  Plans call this number a physical expert.
+
+    Args:
+        experts: for each rank the experts of its slots, in order: ids of callers, or -1 for an empty slot.  Shorter
+            lists are filled up with empty slots; a rank may have none.
+        num_experts: of callers; each has a slot at least.  Default: one more than the largest id.
+        slots: of a rank; default: those of the longest list.
+        choice: the replica of an expert for the k-th entry of token t.  "token": number t + k modulo the number of
+            replicas, in the order of slots.  "nearest": likewise, among those on the token's own rank, else in its
+            domain, else all.
+
+    Attributes:
+        ranks: their number.
+        slots: of a rank.
+        num_experts, choice: see Args.
+        experts: int64 `[ranks, slots]`, -1 where a slot is empty.
+
+    Raises:
+        BadInput: an id that isn't one, an expert without a slot, or too many.
+    """
+
+    def __init__(
+        self,
+        experts: Iterable[Iterable[int]] | torch.Tensor,
+        *,
+        num_experts: int | None = None,
+        slots: int | None = None,
+        choice: ReplicaChoice = "nearest",
+    ) -> None:
+        lists = [list(map(int, one)) for one in experts]
+        longest = max((len(one) for one in lists), default=0)
+        most = max((id_ for one in lists for id_ in one), default=NONE)
+        self.ranks = len(lists)
+        self.num_experts = most + 1 if num_experts is None else num_experts
+        self.slots = max(longest, 1) if slots is None else slots
+        self.choice: ReplicaChoice = choice
+        check_integer("num_experts", self.num_experts, 1)
+        check_integer("slots", self.slots, max(longest, 1))
+        check_name("choice", choice, get_args(ReplicaChoice))
+        if self.ranks < 1 or self.ranks * self.slots >= MOST_SLOTS:
+            raise BadInput("experts", f"{self.ranks} ranks with {self.slots} slots", f"1 to {MOST_SLOTS - 1} slots")
+        if min((id_ for one in lists for id_ in one), default=0) < NONE or most >= self.num_experts:
+            raise BadInput("experts", f"an id beyond -1 to {self.num_experts - 1}", "ids of experts, or -1")
+        padded = [one + [NONE] * (self.slots - len(one)) for one in lists]
+        self.experts = torch.tensor(padded, dtype=torch.int64).view(self.ranks, self.slots)
+        if missing := set(range(self.num_experts)).difference(*lists):
+            raise BadInput("experts", f"no slot for expert {min(missing)}", "a slot for each expert")
+        if (most := max(len(found) for found in self._slots_of)) >= MOST_REPLICAS:
+            raise BadInput("experts", f"{most} slots of one expert", f"fewer than {MOST_REPLICAS}")
+
+    @classmethod
+    def of_plan(
+        cls, phy2log: Any, ranks: int, *, num_experts: int | None = None, choice: ReplicaChoice = "nearest"
+    ) -> Placement:
+        """Make the placement of a layer of a plan, as EPLB gives it.
+
+        Args:
+            phy2log: `[P]`: the expert of each slot, a P / ranks-th of them for each rank.
+            ranks: their number.
+            num_experts, choice: see Placement.
+        """
+        flat = torch.as_tensor(phy2log)
+        check_integer("ranks", ranks, 1)
+        if flat.ndim != 1 or len(flat) % ranks:
+            raise BadInput("phy2log", f"shape {tuple(flat.shape)}", f"[P], a multiple of {ranks} ranks")
+        return cls(flat.view(ranks, -1).tolist(), num_experts=num_experts, choice=choice)
+
+    @property
+    def log2phy(self) -> torch.Tensor:
+        """The slots of each expert, int64 `[num_experts, most replicas]`, ascending, filled up by -1."""
+        found = self._slots_of
+        width = max(map(len, found))
+        return torch.tensor([one + [NONE] * (width - len(one)) for one in found])
+
+    @property
+    def logcnt(self) -> torch.Tensor:
+        """The number of slots of each expert, int64 `[num_experts]`."""
+        return torch.tensor([len(one) for one in self._slots_of])
+
+    def slots_of(
+        self, topk_idx: torch.Tensor, rank: int, domain_ranks: int | None = None, masked: Collection[int] = ()
+    ) -> torch.Tensor:
+        """Return the slot of each entry of a rank: the specification of the choice.
+
+        Args:
+            topk_idx: `[T, K]` int64 or int32, of experts; -1 picks none.
+            rank, domain_ranks, masked: see candidates().
+
+        Returns:
+            Numbers of slots, -1 for no expert, or one that has no slot; `ranks * slots` for what is no id.
+        """
+        lists = self.candidates(rank, domain_ranks, masked)
+        width = max(1, *map(len, lists))
+        table = torch.tensor([one + [NONE] * (width - len(one)) for one in lists], device=topk_idx.device)
+        counts = torch.tensor([len(one) for one in lists], device=topk_idx.device)
+        ids = topk_idx.long()
+        turn = torch.arange(len(ids), device=ids.device)[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        known = ids.clamp(0, self.num_experts - 1)
+        found = table[known, turn % counts[known].clamp(min=1)]
+        found = torch.where(known == ids, found, self.ranks * self.slots)
+        return torch.where(ids == NONE, NONE, found).to(topk_idx.dtype)
+
+    def candidates(self, rank: int, domain_ranks: int | None = None, masked: Collection[int] = ()) -> list[list[int]]:
+        """Return for each expert the slots that entries of a rank may take, ascending.
+
+        Args:
+            rank: whose entries these are.
+            domain_ranks: ranks of a domain; None: all.
+            masked: ranks whose slots nobody takes.  An expert may be left with none.
+        """
+        found = [[slot for slot in one if slot // self.slots not in masked] for one in self._slots_of]
+        if self.choice == "token":
+            return found
+        domain = domain_ranks or self.ranks
+        return [
+            [slot for slot in one if slot // self.slots == rank]
+            or [slot for slot in one if slot // self.slots // domain == rank // domain]
+            or one
+            for one in found
+        ]
+
+    def table(self, rank: int, domain_ranks: int | None = None, masked: Collection[int] = ()) -> list[int]:
+        """Return the words behind Placement in csrc/protocol/placement.h, for a rank."""
+        words, lists = [0] * self.num_experts, []
+        for expert, slots in enumerate(self.candidates(rank, domain_ranks, masked)):
+            at = slots[0] if len(slots) == 1 else self.num_experts + len(lists)
+            words[expert] = at * MOST_REPLICAS + len(slots)
+            if len(slots) > 1:
+                lists += slots
+        return words + lists
+
+    def with_slots(self, slots: int) -> Placement:
+        """Return it with so many slots a rank.  Raises BadInput for fewer."""
+        if slots == self.slots:
+            return self
+        return Placement(self.experts.tolist(), num_experts=self.num_experts, slots=slots, choice=self.choice)
+
+    def of_ranks(self, ranks: Sequence[int]) -> Placement:
+        """Return what these ranks hold.  Experts that no other rank holds may be left without a slot."""
+        found = copy.copy(self)
+        found.ranks, found.experts = len(ranks), self.experts[list(ranks)]
+        for name in ("digest", "_slots_of"):
+            vars(found).pop(name, None)
+        return found
+
+    @cached_property
+    def digest(self) -> int:
+        """A number of 63 bits by which ranks compare placements."""
+        words = (self.num_experts, self.ranks, self.slots, get_args(ReplicaChoice).index(self.choice))
+        data = repr((words, self.experts.tolist())).encode()
+        return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
+
+    @cached_property
+    def _slots_of(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(self.experts.flatten().tolist()):
+            if expert != NONE:
+                found[expert].append(slot)
+        return found
+
+    def __repr__(self) -> str:
+        about = f"{self.num_experts} experts in {self.ranks} x {self.slots} slots, choice={self.choice!r}"
+        return f"Placement({about})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return self.digest
+
+
+def checked(given: Any) -> Placement | None:
+    """Return a `placement` that a caller passed.  Raises BadInput."""
+    if given is None or isinstance(given, Placement):
+        return given
+    raise BadInput("placement", type(given).__name__, "a moecomm.Placement, or None")

@@ -1,0 +1,233 @@
+"""Placements: experts anywhere, replicas, and their change while a Buffer is open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import Placement, nn
+from moecomm.base.choices import ReplicaChoice
+from moecomm.errors import BadInput, Mismatch, PeerLost, Unsupported
+from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
+from moecomm.testing.cases import placed, random_placement
+
+from ..backends.conftest import run_ranks
+from ..few import few
+from ..ops.plain import formula
+
+HELD = [[2, 0], [1, 2], [3, 2], []]  # of 4 ranks; expert 2 has three replicas, and rank 3 has no expert
+SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 4, "topk": 2, "max_tokens": 12, "timeout_s": 20}
+
+
+def tokens(rank: int, count: int = 12, experts: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    ids = torch.rand(count, experts, generator=g).argsort(dim=1)[:, :2].contiguous()
+    return torch.randn(count, 16, generator=g).bfloat16(), ids, torch.rand(count, 2, generator=g)
+
+
+@pytest.mark.parametrize("number", few(range(40), 3))
+def test_rounds_match_the_reference(number: int) -> None:
+    """All layouts, options and payloads, one domain and two, and a placement that changes between rounds."""
+    sizes = random_sizes(number)
+    domains = {"domain_ranks": sizes["ranks"] // 2} if sizes["ranks"] % 2 == 0 and number % 3 == 0 else {}
+    first = random_placement(number, **sizes)
+    with LocalBuffers(**sizes, **domains, backend="host", verify_every=number % 3, placement=first) as ranks:
+        for seed in range(number * 10, number * 10 + 10):
+            if seed % 3 == 2:
+                ranks.set_placement(random_placement(seed, **sizes, slots=first.slots))
+            check_case(ranks, placed(random_case(seed, **sizes)))
+
+
+@pytest.mark.parametrize("choice", get_args(ReplicaChoice))
+def test_replicas_take_turns(choice: ReplicaChoice) -> None:
+    """By the number of the token plus k; "nearest" where the token is, if there is one."""
+    placement = Placement(HELD, choice=choice)
+    assert placement.slots == 2 and placement.experts[3].tolist() == [-1, -1]
+    assert placement.log2phy.tolist() == [[1, -1, -1], [2, -1, -1], [0, 3, 5], [4, -1, -1]]
+    assert placement.logcnt.tolist() == [1, 1, 3, 1]
+    ids = torch.tensor([[2, 0], [-1, 2], [2, 2], [4, 3]])
+    slots = {rank: placement.slots_of(ids, rank, 2).tolist() for rank in (1, 3)}
+    if choice == "token":  # turns 0, 2, 2, 3
+        assert slots[1] == slots[3] == [[0, 1], [-1, 5], [5, 0], [8, 4]]
+    else:
+        assert slots == {1: [[3, 1], [-1, 3], [3, 3], [8, 4]], 3: [[5, 1], [-1, 5], [5, 5], [8, 4]]}
+    assert Placement.of_plan(placement.experts.flatten(), 4, choice=choice) == placement
+
+
+def test_sums_are_those_without_replicas() -> None:
+    """A token's experts are the same ones wherever they are; with exact sums also to the bit, one row a rank."""
+
+    def body(group: Any, placement: Placement | None) -> torch.Tensor:
+        x, ids, weights = tokens(group.rank)
+        with moecomm.Buffer(group, **SIZES, backend="host", placement=placement) as buffer:
+            routed = buffer.dispatch(x, ids, weights)
+            held = torch.tensor(list(buffer.local_experts))
+            factor = held.repeat_interleave(routed.tokens_per_expert) + 1
+            return buffer.combine(routed.x * factor[:, None].bfloat16(), routed.handle, wire="exact")
+
+    spread = Placement([[0], [1], [2], [3]])
+    want, got = (run_ranks(4, lambda group, p=p: body(group, p)) for p in (spread, Placement(HELD)))
+    for rank, (one, other) in enumerate(zip(want, got, strict=True)):
+        x, ids, weights = tokens(rank)
+        exact = ((ids + 1) * weights).sum(1, keepdim=True).double() * x.double()
+        torch.testing.assert_close(other.double(), exact, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_a_bad_id_is_named_by_the_ids_of_callers() -> None:
+    def body(group: Any) -> str:
+        x, ids, weights = tokens(group.rank)
+        ids[0, 0] = 4 if group.rank == 2 else 0  # a slot, and no expert
+        with moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD)) as buffer:
+            with pytest.raises(BadInput, match="topk_idx") as caught:
+                buffer.dispatch(x, ids, weights)
+            return str(caught.value)
+
+    assert all("expert 4" in text and "-1 to 3" in text for text in run_ranks(4, body))
+
+
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_rows_without_room_are_dropped_by_slots(layout: str) -> None:
+    def body(group: Any) -> tuple[int, int]:
+        x, ids, weights = tokens(group.rank)
+        ids[:] = torch.tensor([2, 3])
+        with moecomm.Buffer(
+            group, **SIZES, backend="host", capacity_factor=0.5, placement=Placement(HELD, choice="token")
+        ) as buffer:
+            routed = buffer.dispatch(x, ids, weights, layout=layout, overflow="drop")
+            assert routed.dropped is not None
+            return int(routed.dropped), int(routed.tokens_per_expert.sum())
+
+    found = run_ranks(4, body)
+    assert sum(dropped for dropped, _ in found) + sum(arrived for _, arrived in found) == 4 * 12 * 2
+    assert sum(dropped for dropped, _ in found) > 0 and found[3][1] == 0
+
+
+def test_layers_follow_a_change() -> None:
+    """Weights of slots move with the experts: layers and modules give the same sums before and after, also backward."""
+    hidden, inner = 16, 8
+    whole = nn.Experts(range(4), hidden, inner, seed=3, dtype=torch.float32)
+    w13, w2 = whole.w13.detach(), whole.w2.detach()
+
+    def body(group: Any) -> None:
+        x, ids, weights = tokens(group.rank)
+        x = x.float()
+        want = formula(x.double(), ids, weights.double(), w13.double(), w2.double())
+        sizes = {**SIZES, "dtype": torch.float32}
+        with moecomm.Buffer(group, **sizes, backend="host", placement=Placement(HELD)) as buffer:
+            for held in (HELD, [[], [3, 1], [0, 2], [2, 2]]):
+                buffer.set_placement(Placement(held))
+                mine = torch.tensor(list(buffer.local_experts)).clamp(min=0)
+                out = buffer.moe(x, ids, weights, w13[mine], w2[mine])
+                torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+                leaf, held13 = x.clone().requires_grad_(), w13[mine].clone().requires_grad_()
+                y = moecomm.ops.moe(buffer, leaf, ids, weights, held13, w2[mine].clone())
+                torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4)
+                y.sum().backward()
+                assert leaf.grad is not None and held13.grad is not None
+
+    assert run_ranks(4, body) == [None] * 4
+
+
+def test_ranks_with_different_placements() -> None:
+    """Refused where they are set; a rank that has another one in a round makes the round invalid on all ranks."""
+
+    def body(group: Any) -> str:
+        x, ids, weights = tokens(group.rank)
+        with moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD)) as buffer:
+            other = Placement([[2, 0], [1, 2], [2, 3], []] if group.rank == 1 else [[0, 2], [1, 2], [3, 2], []])
+            with pytest.raises(Mismatch, match="placement"):
+                buffer.set_placement(other)
+            buffer.combine((routed := buffer.dispatch(x, ids, weights)).x, routed.handle)
+            buffer.rounds.generation += group.rank == 1
+            buffer.rounds.place(Placement(HELD))
+            with pytest.raises(Mismatch) as caught:
+                buffer.dispatch(x, ids, weights)
+            return str(caught.value)
+
+    for text in run_ranks(4, body):
+        assert "placement" in text and "generation 1" in text and "generation 2" in text
+
+    def opening(group: Any) -> None:
+        with pytest.raises(Mismatch, match="placement"):
+            moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD) if group.rank else None)
+
+    run_ranks(2, opening)
+
+
+def test_masked_ranks_leave_their_replicas_to_others() -> None:
+    def body(group: Any) -> list[int]:
+        x, ids, weights = tokens(group.rank)
+        ids[:] = torch.tensor([2, 3])
+        with moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD, choice="token")) as buffer:
+            with pytest.raises(BadInput, match="replicas"):
+                buffer.mask((), replicas={0: 1})
+            if group.rank == 2:
+                return []
+            buffer.mask([2])
+            with pytest.raises(BadInput, match="masked"):
+                buffer.set_placement(Placement(HELD))
+            routed = buffer.dispatch(x, ids, weights)
+            return routed.tokens_per_expert.tolist()
+
+    found = run_ranks(4, body)
+    assert found[0] == [18, 0] and found[1] == [0, 18] and found[3] == [0, 0]  # of expert 2; expert 3 is lost
+
+
+@pytest.mark.parametrize("amid", [False, True])
+def test_ranks_that_are_left_keep_their_slots(amid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a rank is lost amid a change that some of the others have made already: all go on with the new one."""
+    moved = Placement([[0, 1], [2, 2], [3, 0], [2, 1]])
+
+    def body(group: Any) -> tuple[list[int], list[int]]:
+        x, ids, weights = tokens(group.rank)
+        with moecomm.Buffer(
+            group, **{**SIZES, "timeout_s": 2 if amid else 20}, backend="host", placement=Placement(HELD)
+        ) as buffer:
+            if not amid:
+                buffer.set_placement(moved)
+            elif group.rank == 3:
+                return [], []
+            else:
+                with pytest.raises((PeerLost, moecomm.Timeout, moecomm.Aborted)):
+                    buffer.set_placement(moved)
+            if group.rank == 3:
+                return [], []
+            buffer.shrink()
+            routed = buffer.dispatch(x, ids, weights)
+            return list(buffer.local_experts), routed.tokens_per_expert.tolist()
+
+    found = run_ranks(4, body)[:3]
+    held = [[2, 0], [1, 2], [3, 2]] if amid else [[0, 1], [2, 2], [3, 0]]
+    assert [one for one, _ in found] == held
+    assert sum(sum(counts) for _, counts in found) == 3 * 12 * 2
+
+
+def test_what_cannot_be_placed() -> None:
+    for bad, argument in (
+        (lambda: Placement([[0, 1], [1, 3]]), "experts"),  # 2 has no slot
+        (lambda: Placement([[0, -2]]), "experts"),
+        (lambda: Placement([[0, 4]], num_experts=2), "experts"),
+        (lambda: Placement([[0, 1]], slots=1), "slots"),
+        (lambda: Placement([[0]], choice="even"), "choice"),  # type: ignore[arg-type]
+        (lambda: Placement([]), "num_experts"),
+        (lambda: Placement.of_plan([0, 1, 2], 2), "phy2log"),
+        (lambda: moecomm.Buffer("self", **SIZES, placement=Placement([[0, 1]])), "placement"),
+        (lambda: moecomm.Buffer("self", **SIZES, placement=[[0, 1, 2, 3]]), "placement"),  # type: ignore[arg-type]
+        (lambda: moecomm.Buffer("self", **SIZES, placement=Placement([[0, 1], [2, 3]])), "placement"),
+    ):
+        with pytest.raises(BadInput, match=argument):
+            bad()
+    with moecomm.Buffer("self", **SIZES) as buffer, pytest.raises(BadInput, match="without"):
+        buffer.set_placement(Placement([range(4)]))
+    with moecomm.Buffer("self", **SIZES, placement=Placement([range(4)])) as buffer:
+        for placement in (Placement([[0, 1, 2]]), Placement([[0, 1, 2, 3, 3]]), None):
+            with pytest.raises(BadInput, match=r"placement|slots"):
+                buffer.set_placement(placement)  # type: ignore[arg-type]
+        with pytest.raises(Unsupported, match="placement"):
+            buffer.grow("self")
+        assert replace(buffer.rounds.settings).placement == buffer.placement
