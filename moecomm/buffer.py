@@ -229,17 +229,10 @@ class Buffer(Bound):
     ) -> Routed:
         """Run the first half of dispatch(): send, and do not wait for the rows of other ranks.  Collective.
 
-        No SM is held from here to dispatch_end(), so computations on the stream run while rows travel:
+        No SM is held from here to dispatch_end(), so computations on the stream run while rows travel.  Where ranks
+        keep step, this hides nothing: the rows have arrived when the sends are done.  It pays where a rank lags.
 
-            routed = buffer.dispatch_begin(x, topk_idx, topk_weights)
-            shared = shared_expert(x)
-            buffer.dispatch_end(routed)
-
-        Where ranks keep step, this hides nothing: the rows have arrived when the sends are done ("halves" in
-        bench/results).  It pays where a rank lags.
-
-        `functools.partial(buffer.dispatch_end, routed)` is a hook, for code that calls one.  In between, handles of
-        earlier dispatches may be combined; the next dispatch comes after the end.
+        In between, handles of earlier dispatches may be combined; the next dispatch comes after the end.
 
         Args: those of dispatch(), without `sync` and `overflow="chunks"`.
 
@@ -346,8 +339,8 @@ class Buffer(Bound):
     ) -> Any:
         """Run every token through its experts: dispatch, two GEMMs, combine.  Collective; on the current stream.
 
-        On GPUs nothing waits for the host, unless `overflow="chunks"`.  Counts stay on the device, and a captured graph
-        replays with any routing.  The first call of a kind compiles its kernels, so it can't be captured.
+        On GPUs nothing waits for the host, unless `overflow="chunks"`, and a captured graph replays with any routing.
+        The first call of a kind compiles its kernels, so it can't be captured.
 
         Both GEMMs add in float32, in an order that depends on nothing but their sizes, then biases, and activate the
         sums.  The result and each expert's row are rounded once to the Buffer's dtype.  Combine multiplies rows by the
@@ -358,14 +351,8 @@ class Buffer(Bound):
         is no multiple of 8, more than 512 experts a rank) goes through torch's grouped GEMM; a warning says so once.
 
         Weights in FP8 make an FP8 layer: dispatch casts tokens to e4m3 (`quantize="fp8"`), both GEMMs multiply e4m3,
-        the activated values are cast between them, and the experts' rows return in the Buffer's dtype.
-
-        Weights with a scale for each channel (fp8-dynamic checkpoints, INT8) make such a layer with a scale for each
-        row: tokens are cast by moecomm.fused.quantize_rows before the dispatch, and the activated values, rounded to
-        the Buffer's dtype, between the GEMMs.  A sum over all K is multiplied once by the scales of its row and its
-        channel.  Such layers run unfused.  Weights in MXFP4 (moecomm.fused.Mxfp4) have the bits of a layer with the
-        bfloat16 weights that they are.  INT8 and MXFP4 are widened in every call, and other GPUs than Hopper multiply
-        by torch; a warning says so once.
+        the activated values are cast between them, and the experts' rows return in the Buffer's dtype.  Of weights with
+        scales of channels, in INT8 and in MXFP4, docs/formats.md has the arithmetic.
 
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
@@ -393,21 +380,18 @@ class Buffer(Bound):
             check_weights: see dispatch().
             fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, and neither `wire`
                 nor `check_weights`; else a warning says so once, and the layer runs unfused.  False: rows travel before
-                and after.  None: the faster of the two in captured graphs, for such weights, ranks and rows in a full
-                Buffer, by rank 0's tuning table (docs/tuning.md; as measured, of 8 ranks as expected).  The same on all
+                and after.  None: the faster of the two by rank 0's tuning table (docs/tuning.md).  The same on all
                 ranks; the bits are the same.  "one launch" and "one after the other": deprecated for True and False.
-            overflow: what becomes of rows that have no room.  "error": TooManyRows on every rank.  "chunks", which
-                takes no `max_rows`: the host waits for the dispatch of the layer, and tokens go in parts, with the bits
-                of one round of moecomm's GEMMs; not in the capture of a graph.  "drop": as in dispatch(), and `dropped`
-                counts; combine does not scale the remaining weights.  None: on CPUs without `max_rows` "chunks", else
-                "error".
+            overflow: as in dispatch().  "chunks", not in a capture: the host waits for the dispatch, and sums have the
+                bits of one round of moecomm's GEMMs.  "drop": `dropped` counts; combine does not scale the remaining
+                weights.  None: on CPUs without `max_rows` "chunks", else "error".
 
         Returns:
             `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias; zeros (plus bias)
             for a token without an expert.
 
         Raises:
-            BadInput: at once for what does not fit; errors that only the device can see as in dispatch().
+            BadInput: what does not fit.
             Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
                 experts a rank, or where the Buffer's dtype is float32, likewise scales of channels; MXFP4 with H or I
                 no multiple of 32, or where the Buffer's dtype is not bfloat16.
@@ -433,15 +417,14 @@ class Buffer(Bound):
         closed the Buffer.  Ranks that are lost meanwhile are left out, too.  The old windows are given back, and never
         used again, because a rank that was taken for lost may still write to them.
 
-        Outputs of earlier rounds stay valid; handles can't be used any more, nor graphs that were captured.  Until
-        shrink() returns, both windows take memory.
+        Outputs of earlier rounds stay valid; handles can't be used any more, nor graphs that were captured.
 
         Args:
             group: a group of the ranks that are left, in the order they had: for ranks on several hosts whose store
                 is lost.  None: no group is needed.
-            keep_ids: True: experts keep their ids and their ranks; those of lost ranks are not there, and ids of theirs
-                count as -1.  False: all `num_experts` are there, shared anew among the ranks, and the caller moves
-                weights to where `local_experts` says.
+            keep_ids: True, and always with a `placement`: ranks keep their experts; those of lost ranks alone are not
+                there, and ids of theirs count as -1.  False: all `num_experts` are there, shared anew among the ranks,
+                and the caller moves weights to where `local_experts` says.
 
         Returns:
             The ranks that go on and those that are lost, by their numbers before.
@@ -460,10 +443,9 @@ class Buffer(Bound):
     def grow(self, group: Any) -> None:
         """Go on with more ranks, or others.  Collective among all of them.
 
-        Ranks that join open a Buffer over this group, with the arguments that this one was opened with, and wait until
-        the others call grow(), which make rounds meanwhile.  All `num_experts` are shared anew; the caller moves
-        weights to where `local_experts` says.  Outputs, handles, graphs and memory are as in shrink().  A rank that is
-        not to go on closes its Buffer.
+        Ranks that join open a Buffer over this group, with the arguments of this one, and wait until the others call
+        grow(), which make rounds meanwhile.  All `num_experts` are shared anew; the caller moves weights to where
+        `local_experts` says.  Outputs, handles and graphs are as in shrink().  A rank that leaves closes its Buffer.
 
         Args:
             group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.  It needs a store, but no
@@ -481,9 +463,8 @@ class Buffer(Bound):
     def compile_for(self, ranks: int, *, keep_ids: bool = False, domain_ranks: int | None = None) -> int:
         """Compile the kernels of the rounds so far for another number of ranks, so that shrink() or grow() need not.
 
-        Kernels are compiled for a number of ranks, and each takes seconds.  They go to a cache on disk, so one rank of
-        a host, of which all ranks use one cache, makes this call; peers learn nothing of it.  It may be repeated after
-        rounds of other kinds.  In a thread of its own it may run beside rounds.
+        Each takes seconds, and goes to a cache on disk, so one rank of a host makes this call; peers learn nothing of
+        it.  It may be repeated after rounds of other kinds, and run in a thread beside rounds.
 
         Args:
             ranks: as many as shrink() may leave, or as grow() makes.
@@ -503,17 +484,15 @@ class Buffer(Bound):
         """Let rounds from now on, and replays of captured graphs, follow another placement.  Collective.
 
         Waits until all ranks have finished their rounds.  Weights are the caller's business: those of each slot are in
-        place before.  Handles of earlier dispatches stay valid.  A rank that is lost meanwhile ends the Buffer, and
-        shrink() goes on with the same placement on all ranks.  Ranks whose replays meet with different placements raise
-        Mismatch.
+        place before.  Handles stay valid.  If a rank is lost meanwhile, shrink() goes on with the same on all ranks.
+        Ranks that meet in a round with different placements raise Mismatch.
 
         Args:
             placement: of the same experts and ranks as before, with at most as many slots a rank.
 
         Raises:
             BadInput: a Buffer that was opened without one, masked ranks, a call during a capture.
-            Mismatch: ranks passed different ones; nothing has changed.
-            Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
+            Mismatch: ranks passed different ones; nothing has changed.  Others: as everywhere.
         """
         placing.set_placement(self.rounds, placement)
 
@@ -533,8 +512,7 @@ class Buffer(Bound):
     def joining(self, group: Any) -> list[int]:
         """Return the ranks of a group that have come to open a Buffer, and wait for the others to call grow().
 
-        Not collective: any rank may look, between two rounds.  A rank that has come is watched in grow(), so that its
-        end is an error at once; one that has not is awaited for `timeout_s`.
+        Not collective: any rank may look, between two rounds.
 
         Args:
             group: as for grow().
@@ -551,9 +529,8 @@ class Buffer(Bound):
         of the sums is missing.  Numbers of ranks and experts, shapes and addresses stay as they are.  Handles of
         earlier dispatches can't be used any more, and a dispatch_begin() without its end is forgotten.
 
-        The masked rank raises Excluded at its next call.  If it and its whole domain are masked over a network, nobody
-        can tell it: its next round raises Timeout.  A rank that is masked while it is in a round may write to the
-        windows until it notices; shrink(), which opens others, has no such risk.
+        The masked rank raises Excluded at its next call; over a network, if its whole domain is masked, Timeout.  A
+        rank that is masked while it is in a round may write to the windows until it notices, unlike after shrink().
 
         Args:
             ranks: to mask, beside those that are masked already.  None: after PeerLost or Timeout, agree on who is lost
@@ -600,8 +577,8 @@ class Buffer(Bound):
     def release_memory(self) -> None:
         """Give the memory of outputs back until restore(), and keep its addresses: captured graphs stay valid.
 
-        Collective.  Nothing happens if the memory is released already.  Until restore(), rounds raise MemoryReleased,
-        and no captured graph may be replayed.  Outputs of graphs lose their contents.
+        Collective.  Until restore(), rounds raise MemoryReleased, and no captured graph may be replayed.  Outputs of
+        graphs lose their contents.
 
         Raises:
             BadInput: another output is still referenced, here or on the rank that it names.
@@ -631,8 +608,8 @@ class Buffer(Bound):
     def stats(self, *, gather: bool = False, reset: bool = False) -> Stats | JobStats:
         """Return the counters of this rank: rounds, rows, bytes, rows of each expert, and waits for each peer.
 
-        Rounds count always, on the device, also when a captured graph replays.  This call waits for the rounds so far,
-        on this rank.  After a failed round it still works.
+        Rounds count also when a captured graph replays.  This call waits for the rounds so far, on this rank.  After a
+        failed round it still works.
 
         Args:
             gather: True: those of all ranks.  Collective then, over the sockets of the group, not in rounds.
@@ -647,18 +624,13 @@ class Buffer(Bound):
         return self._counters.read(gather, reset)
 
     def reset_stats(self) -> None:
-        """Count from 0 again on this rank, after the rounds so far.
-
-        Raises:
-            As stats().
-        """
+        """Count from 0 again on this rank, after the rounds so far.  Raises as stats()."""
         self._counters.reset()
 
     def flight_record(self) -> dict[str, Any]:
         """Return the last 256 calls of this rank and the failures that it knows of.
 
-        Waits for nothing, and works from any thread, during a call of another one, and after close().  The format is
-        that of torch's flight recorder, with more names: see "Observing" in the documentation.
+        Waits for nothing, and works from any thread, and after close().  docs/observing.md has the format.
         """
         return self._recorder.record()
 
@@ -680,8 +652,7 @@ class Buffer(Bound):
     def close(self) -> None:
         """Give the memory back.  Idempotent; outputs that are still referenced stay valid.
 
-        A call in another thread is aborted and awaited.  In a signal handler, the interrupted call is aborted, and
-        closes the Buffer when it ends.
+        A call in another thread is aborted and awaited.  One that a signal handler interrupts closes it when it ends.
         """
         self.rounds.close()
 

@@ -10,9 +10,10 @@ from typing import Any, get_args
 
 import torch
 
+from moecomm.base.arrays import as_tensor, check_tensor
 from moecomm.base.choices import ReplicaChoice
 from moecomm.base.protocol import MOST_REPLICAS, MOST_SLOTS
-from moecomm.base.validation import check_integer, check_name
+from moecomm.base.validation import check_integer, check_name, is_integer
 from moecomm.errors import BadInput
 
 NONE = -1  # in the place of an expert: the slot is empty; of a slot: there is none
@@ -25,8 +26,8 @@ class Placement:
     all ranks: slot `s` is the `s % slots`-th of rank `s // slots`.  Plans call this number a physical expert.
 
     Args:
-        experts: for each rank the experts of its slots, in order: ids of callers, or -1 for an empty slot.  Shorter
-            lists are filled up with empty slots; a rank may have none.
+        experts: for each rank the experts of its slots, in order: ids of callers, or -1 for an empty slot.
+            Lists, which may be empty, and are filled up with empty slots; or integers `[ranks, slots]`.
         num_experts: of callers; each has a slot at least.  Default: one more than the largest id.
         slots: of a rank; default: those of the longest list.
         choice: the replica of an expert for the k-th entry of token t.  "token": number t + k modulo the number of
@@ -45,21 +46,21 @@ class Placement:
 
     def __init__(
         self,
-        experts: Iterable[Iterable[int]] | torch.Tensor,
+        experts: Any,
         *,
         num_experts: int | None = None,
         slots: int | None = None,
         choice: ReplicaChoice = "nearest",
     ) -> None:
-        lists = [list(map(int, one)) for one in experts]
+        lists = _lists(experts)
         longest = max((len(one) for one in lists), default=0)
         most = max((id_ for one in lists for id_ in one), default=NONE)
         self.ranks = len(lists)
         self.num_experts = most + 1 if num_experts is None else num_experts
         self.slots = max(longest, 1) if slots is None else slots
-        self.choice: ReplicaChoice = choice
-        check_integer("num_experts", self.num_experts, 1)
-        check_integer("slots", self.slots, max(longest, 1))
+        self.choice = choice
+        check_integer("slots", self.slots, max(longest, 1), MOST_SLOTS)
+        check_integer("num_experts", self.num_experts, 1, MOST_SLOTS)
         check_name("choice", choice, get_args(ReplicaChoice))
         if self.ranks < 1 or self.ranks * self.slots >= MOST_SLOTS:
             raise BadInput("experts", f"{self.ranks} ranks with {self.slots} slots", f"1 to {MOST_SLOTS - 1} slots")
@@ -69,7 +70,7 @@ class Placement:
         self.experts = torch.tensor(padded, dtype=torch.int64).view(self.ranks, self.slots)
         if missing := set(range(self.num_experts)).difference(*lists):
             raise BadInput("experts", f"no slot for expert {min(missing)}", "a slot for each expert")
-        if (most := max(len(found) for found in self._slots_of)) >= MOST_REPLICAS:
+        if (most := max(len(found) for found in self.slots_by_expert)) >= MOST_REPLICAS:
             raise BadInput("experts", f"{most} slots of one expert", f"fewer than {MOST_REPLICAS}")
 
     @classmethod
@@ -83,7 +84,7 @@ class Placement:
             ranks: their number.
             num_experts, choice: see Placement.
         """
-        flat = torch.as_tensor(phy2log)
+        flat, _ = as_tensor("phy2log", torch.as_tensor(phy2log) if isinstance(phy2log, (list, tuple)) else phy2log)
         check_integer("ranks", ranks, 1)
         if flat.ndim != 1 or len(flat) % ranks:
             raise BadInput("phy2log", f"shape {tuple(flat.shape)}", f"[P], a multiple of {ranks} ranks")
@@ -92,80 +93,35 @@ class Placement:
     @property
     def log2phy(self) -> torch.Tensor:
         """The slots of each expert, int64 `[num_experts, most replicas]`, ascending, filled up by -1."""
-        found = self._slots_of
+        found = self.slots_by_expert
         width = max(map(len, found))
         return torch.tensor([one + [NONE] * (width - len(one)) for one in found])
 
     @property
     def logcnt(self) -> torch.Tensor:
         """The number of slots of each expert, int64 `[num_experts]`."""
-        return torch.tensor([len(one) for one in self._slots_of])
+        return torch.tensor([len(one) for one in self.slots_by_expert])
 
-    def slots_of(
-        self, topk_idx: torch.Tensor, rank: int, domain_ranks: int | None = None, masked: Collection[int] = ()
-    ) -> torch.Tensor:
+    def slots_of(self, topk_idx: Any, rank: int, domain_ranks: int | None = None) -> torch.Tensor:
         """Return the slot of each entry of a rank: the specification of the choice.
 
         Args:
             topk_idx: `[T, K]` int64 or int32, of experts; -1 picks none.
-            rank, domain_ranks, masked: see candidates().
+            rank: whose tokens these are.
+            domain_ranks: ranks of a domain; None: all.
 
         Returns:
             Numbers of slots, -1 for no expert, or one that has no slot; `ranks * slots` for what is no id.
+
+        Raises:
+            BadInput: what does not fit.
         """
-        lists = self.candidates(rank, domain_ranks, masked)
-        width = max(1, *map(len, lists))
-        table = torch.tensor([one + [NONE] * (width - len(one)) for one in lists], device=topk_idx.device)
-        counts = torch.tensor([len(one) for one in lists], device=topk_idx.device)
-        ids = topk_idx.long()
-        turn = torch.arange(len(ids), device=ids.device)[:, None] + torch.arange(ids.shape[1], device=ids.device)
-        known = ids.clamp(0, self.num_experts - 1)
-        found = table[known, turn % counts[known].clamp(min=1)]
-        found = torch.where(known == ids, found, self.ranks * self.slots)
-        return torch.where(ids == NONE, NONE, found).to(topk_idx.dtype)
-
-    def candidates(self, rank: int, domain_ranks: int | None = None, masked: Collection[int] = ()) -> list[list[int]]:
-        """Return for each expert the slots that entries of a rank may take, ascending.
-
-        Args:
-            rank: whose entries these are.
-            domain_ranks: ranks of a domain; None: all.
-            masked: ranks whose slots nobody takes.  An expert may be left with none.
-        """
-        found = [[slot for slot in one if slot // self.slots not in masked] for one in self._slots_of]
-        if self.choice == "token":
-            return found
-        domain = domain_ranks or self.ranks
-        return [
-            [slot for slot in one if slot // self.slots == rank]
-            or [slot for slot in one if slot // self.slots // domain == rank // domain]
-            or one
-            for one in found
-        ]
-
-    def table(self, rank: int, domain_ranks: int | None = None, masked: Collection[int] = ()) -> list[int]:
-        """Return the words behind Placement in csrc/protocol/placement.h, for a rank."""
-        words, lists = [0] * self.num_experts, []
-        for expert, slots in enumerate(self.candidates(rank, domain_ranks, masked)):
-            at = slots[0] if len(slots) == 1 else self.num_experts + len(lists)
-            words[expert] = at * MOST_REPLICAS + len(slots)
-            if len(slots) > 1:
-                lists += slots
-        return words + lists
-
-    def with_slots(self, slots: int) -> Placement:
-        """Return it with so many slots a rank.  Raises BadInput for fewer."""
-        if slots == self.slots:
-            return self
-        return Placement(self.experts.tolist(), num_experts=self.num_experts, slots=slots, choice=self.choice)
-
-    def of_ranks(self, ranks: Sequence[int]) -> Placement:
-        """Return what these ranks hold.  Experts that no other rank holds may be left without a slot."""
-        found = copy.copy(self)
-        found.ranks, found.experts = len(ranks), self.experts[list(ranks)]
-        for name in ("digest", "_slots_of"):
-            vars(found).pop(name, None)
-        return found
+        ids, _ = as_tensor("topk_idx", topk_idx)
+        check_tensor("topk_idx", ids, device=ids.device, dtypes=(torch.int64, torch.int32), shape=(None, None))
+        check_integer("rank", rank, 0, self.ranks - 1)
+        if domain_ranks is not None:
+            check_integer("domain_ranks", domain_ranks, 1, self.ranks)
+        return slots_of(self, ids, rank, domain_ranks)
 
     @cached_property
     def digest(self) -> int:
@@ -175,7 +131,8 @@ class Placement:
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
 
     @cached_property
-    def _slots_of(self) -> list[list[int]]:
+    def slots_by_expert(self) -> list[list[int]]:
+        """The slots of each expert, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.experts.flatten().tolist()):
             if expert != NONE:
@@ -191,6 +148,92 @@ class Placement:
 
     def __hash__(self) -> int:
         return self.digest
+
+
+def _lists(experts: Any) -> list[list[int]]:
+    """Return the experts of each rank as lists.  Raises BadInput."""
+    want = "for each rank a list of experts"
+    if isinstance(experts, torch.Tensor) or hasattr(experts, "__array__"):
+        tensor, _ = as_tensor("experts", experts)
+        check_tensor("experts", tensor, device=tensor.device, dtypes=(torch.int64, torch.int32), shape=(None, None))
+        return tensor.tolist()
+    if isinstance(experts, (str, bytes, dict)) or not isinstance(experts, Iterable):
+        raise BadInput("experts", type(experts).__name__, want)
+    lists = [list(one) if isinstance(one, Iterable) and not isinstance(one, (str, bytes)) else None for one in experts]
+    if any(one is None or not all(map(is_integer, one)) for one in lists):
+        raise BadInput("experts", "something else", want)
+    return [list(map(int, one)) for one in lists if one is not None]
+
+
+def candidates(
+    placement: Placement, rank: int, domain_ranks: int | None = None, masked: Collection[int] = ()
+) -> list[list[int]]:
+    """Return for each expert the slots that entries of a rank may take, ascending.
+
+    Args:
+        placement: of the Buffer.
+        rank: whose entries these are.
+        domain_ranks: ranks of a domain; None: all.
+        masked: ranks whose slots nobody takes.  An expert may be left with none.
+    """
+    slots, domain = placement.slots, domain_ranks or placement.ranks
+    found = [[slot for slot in one if slot // slots not in masked] for one in placement.slots_by_expert]
+    if placement.choice == "token":
+        return found
+    return [
+        [slot for slot in one if slot // slots == rank]
+        or [slot for slot in one if slot // slots // domain == rank // domain]
+        or one
+        for one in found
+    ]
+
+
+def slots_of(
+    placement: Placement,
+    topk_idx: torch.Tensor,
+    rank: int,
+    domain_ranks: int | None = None,
+    masked: Collection[int] = (),
+) -> torch.Tensor:
+    """See Placement.slots_of, and candidates() for `masked`."""
+    lists = candidates(placement, rank, domain_ranks, masked)
+    width, device = max(1, *map(len, lists)), topk_idx.device
+    slots = torch.tensor([one + [NONE] * (width - len(one)) for one in lists], device=device)
+    counts = torch.tensor([len(one) for one in lists], device=device)
+    ids = topk_idx.long()
+    turn = torch.arange(ids.shape[0], device=device)[:, None] + torch.arange(ids.shape[1], device=device)
+    known = ids.clamp(0, placement.num_experts - 1)
+    found = slots[known, turn % counts[known].clamp(min=1)]
+    found = torch.where(known == ids, found, placement.ranks * placement.slots)
+    return torch.where(ids == NONE, NONE, found).to(topk_idx.dtype)
+
+
+def table(placement: Placement, rank: int, domain_ranks: int | None, masked: Collection[int]) -> list[int]:
+    """Return the words behind Placement in csrc/protocol/placement.h, for a rank.  Args: those of candidates()."""
+    words, lists = [0] * placement.num_experts, list[int]()
+    for expert, slots in enumerate(candidates(placement, rank, domain_ranks, masked)):
+        at = slots[0] if len(slots) == 1 else placement.num_experts + len(lists)
+        words[expert] = at * MOST_REPLICAS + len(slots)
+        if len(slots) > 1:
+            lists += slots
+    return words + lists
+
+
+def with_slots(placement: Placement, slots: int) -> Placement:
+    """Return it with so many slots a rank.  Raises BadInput for fewer."""
+    if slots == placement.slots:
+        return placement
+    how: dict[str, Any] = {"num_experts": placement.num_experts, "choice": placement.choice}
+    return Placement(placement.experts.tolist(), slots=slots, **how)
+
+
+def of_ranks(placement: Placement, ranks: Sequence[int]) -> Placement:
+    """Return what these ranks hold.  Experts that no other rank holds may be left without a slot."""
+    found = copy.copy(placement)
+    found.ranks, found.experts = len(ranks), placement.experts[list(ranks)]
+    for name in ("digest", "slots_by_expert"):
+        vars(found).pop(name, None)
+    return found
 
 
 def checked(given: Any) -> Placement | None:

@@ -14,6 +14,7 @@ import torch
 from moecomm.base.arrays import as_tensor
 from moecomm.base.choices import Layout
 from moecomm.base.experts import owners_of
+from moecomm.base.placement import slots_of
 from moecomm.base.protocol import DROPPED
 from moecomm.dispatch.arguments import check_routing
 from moecomm.ranks.settings import Settings
@@ -29,7 +30,7 @@ def drop_checked(
     ids, weights = check_routing(rounds, tokens, given, topk_weights)
     slots, placement = ids, rounds.placement
     if placement is not None:
-        slots = placement.slots_of(ids, rounds.rank, rounds.domain_ranks, rounds.masked)
+        slots = slots_of(placement, ids, rounds.rank, rounds.domain_ranks, rounds.masked)
     kept, dropped = drop(rounds.settings, layout, alignment, max_rows, slots, weights)
     if placement is not None:
         kept = torch.where(kept < 0, -1, ids)

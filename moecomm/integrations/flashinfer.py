@@ -125,7 +125,7 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         if scales is not None and hidden_states_scale is not None:
             scales = scales.reshape(len(scales), *hidden_states_scale.shape[1:])
         here = _in_use(routed).unsqueeze(1) & (local >= 0)
-        ids = torch.where(here, local + self._open().local_experts.start, self.params.invalid_expert_id)
+        ids = torch.where(here, local + self._open().rounds.local_experts.start, self.params.invalid_expert_id)
         return MoEEpDispatchResult(
             hidden_states=routed.x.view(hidden_states.dtype),
             topk_ids=ids.to(topk_ids.dtype),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moecomm.base.placement import Placement, checked
+from moecomm.base.placement import Placement, checked, of_ranks, with_slots
 from moecomm.errors import BadInput
 from moecomm.membership.suspension import agreement, refuse_capture
 from moecomm.ranks.opening import Opening
@@ -25,7 +25,7 @@ def set_placement(rounds: Rounds, placement: Placement) -> None:
     if (given.ranks, given.num_experts) != (before.ranks, before.num_experts):
         want = f"one of {before.num_experts} experts on {before.ranks} ranks"
         raise BadInput("placement", repr(given), want)
-    placed = given.with_slots(len(rounds.local_experts))
+    placed = with_slots(given, len(rounds.local_experts))
     if rounds.masked:
         raise BadInput("set_placement", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
     refuse_capture(rounds, "set_placement")
@@ -53,4 +53,4 @@ def left(ranks: Opening, rounds: Rounds, stay: Sequence[int]) -> Placement | Non
     if rounds.generation < max(found):
         assert rounds.next_placement is not None, "no rank places one before all have agreed on it"
         newest = rounds.next_placement
-    return newest.of_ranks(stay)
+    return of_ranks(newest, stay)

@@ -10,7 +10,7 @@ import torch
 from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
-from moecomm.base.placement import Placement
+from moecomm.base.placement import Placement, table
 from moecomm.base.sampling import RowTables, Sampling
 from moecomm.ranks.session import Session
 from moecomm.ranks.settings import Settings
@@ -92,11 +92,11 @@ class Rounds(RoundState, Bound):
 
     def place(self, placement: Placement) -> None:
         """Write the table of a placement, for rounds from now on.  No round runs.  Waits for the device."""
-        words = placement.table(self.rank, self.domain_ranks, self.masked)
+        words = table(placement, self.rank, self.domain_ranks, self.masked)
         self.placement = placement
-        table = self.session.placement()
+        words_here = self.session.placement()
         new = torch.tensor([self.generation, placement.num_experts, *words], dtype=torch.int32)
-        table[: len(new)].copy_(new)
+        words_here[: len(new)].copy_(new)
 
     def own_ids(self, topk_idx: Any) -> Any:
         """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""

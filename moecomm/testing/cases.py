@@ -165,11 +165,12 @@ def random_case(
     return replace(case, own_weights=[torch.randn(*i.shape, generator=g) for i in idx])
 
 
-def random_placement(seed: int, *, ranks: int, num_experts: int, slots: int | None = None, **_: Any) -> Placement:
+def random_placement(seed: int, *, ranks: int, num_experts: int, slots: int | None = None, **others: Any) -> Placement:
     """Draw a placement of a Buffer of these sizes: with replicas, empty slots and ranks that have none.
 
     `slots`: of a rank; default: some more than there have to be.
     """
+    del others  # sizes of a Buffer that do not matter
     rng = random.Random(f"placement {seed}")
     slots = -(-num_experts // ranks) + rng.choice([0, 1, 1, 2, 5]) if slots is None else slots
     held: list[list[int]] = [[] for _ in range(ranks)]

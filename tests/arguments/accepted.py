@@ -210,6 +210,8 @@ TABLE = (
     Row("numbers of ranks, or none", ("[]", "()", "[1]", "(1, 2)"), ("routing.loads(ranks)",)),
     Row("no ranks", ("None", "[]", "()"), ("moecomm.Buffer.mask(ranks)",)),
     Row("no ranks", ("[]", "()"), ("moecomm.Buffer.unmask(ranks)",)),
+    Row("none", ("None",), ("moecomm.Buffer(placement)", "moecomm.Placement(num_experts)", "moecomm.Placement(slots)")),
+    Row("one of them", (), ("moecomm.Buffer.set_placement(placement)", "moecomm.Placement(choice)", "moecomm.Placement(experts)")),
     Row("the replicas given before, or none", ("None", "{}"), ("moecomm.Buffer.mask(replicas)",)),
     Row("an exponent", ("0", "0.5", "2.0", "True", "False", "np.float64"), ("zipf",)),
     Row("as many tokens as there are", ("2**31",), ("routing.RoutingRecorder(max_tokens)",)),
@@ -329,9 +331,9 @@ TABLE = (
     Row(
         "any number of rows",
         ("one row fewer", "one row more", "no rows"),
-        (*_ROWS, "deep_ep.Buffer.get_dispatch_layout(topk_idx)"),
+        (*_ROWS, "deep_ep.Buffer.get_dispatch_layout(topk_idx)", "moecomm.Placement.slots_of(topk_idx)"),
     ),
-    Row("any number of columns", ("one column fewer",), (_LAYOUT,)),
+    Row("any number of columns", ("one column fewer",), (_LAYOUT, "moecomm.Placement.slots_of(topk_idx)")),
     Row("`[..., H]`", ("one dimension more", "one dimension fewer"), ("nn.ExpertParallel.forward(x)",)),
     Row(
         "any tensor of matrices, whose shape alone is known of some",

@@ -296,6 +296,8 @@ def of_moecomm() -> dict[str, list[Call]]:
     gated = {"activation": "swigluoai", "activation_limit": 7.0, "activation_alpha": 1.702}
     four = nn.Experts(range(E), H, I)
     elastic = moecomm.Buffer(**SIZES, backend="host")
+    placement = moecomm.Placement([range(E)])
+    placed = moecomm.Buffer(**SIZES, backend="host", placement=placement)
     buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
     return {
         "moecomm.Buffer": [
@@ -314,10 +316,19 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "capacity_factor": None,
                     "on_timeout": "raise",
                     "verify_every": None,
+                    "placement": placement,
                 },
                 _close,
             )
         ],
+        "moecomm.Buffer.set_placement": [Call(placed.set_placement, {"placement": placement})],
+        "moecomm.Placement": [
+            Call(
+                moecomm.Placement,
+                {"experts": [list(range(E)), [0]], "num_experts": E, "slots": E, "choice": "token"},
+            ),
+        ],
+        "moecomm.Placement.slots_of": [Call(placement.slots_of, {"topk_idx": idx, "rank": 0, "domain_ranks": 1})],
         "moecomm.Buffer.dispatch": [
             Call(made.dispatch, {**given, "sync": None}),
             Call(made.dispatch, {"x": x, "topk_idx": idx, **beside}),

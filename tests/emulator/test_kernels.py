@@ -22,6 +22,7 @@ from moecomm.dispatch import reference as dispatch_reference
 from moecomm.dispatch.tables import tables_of
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
+from moecomm.testing.cases import placed, random_placement
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 from ..combine import test_bias_first as bias_first
@@ -144,6 +145,23 @@ def test_random_cases_in_one_domain(
             for seed in range(cases):
                 check_case(ranks, random_case(seed, ranks=4, **UNEVEN, few_kernels=True))
             assert min(rounds_since_wrap(ranks)) >= 0
+        finally:
+            machine.forget()
+
+
+@pytest.mark.parametrize("sizes", few([DOMAINS, {"ranks": 4}], {"ranks": 4}), ids=["domains", "one"])
+@pytest.mark.parametrize("packs", few((True, False), True))
+def test_placements(packs: bool, sizes: dict[str, int], machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts anywhere, and elsewhere in the next round: rows in packets, and in bulk."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    if not packs:
+        monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
+    first = random_placement(0, ranks=4, num_experts=10, slots=4)
+    with LocalBuffers(**sizes, **UNEVEN, backend="host", placement=first) as ranks:
+        try:
+            for seed in range(6):
+                check_case(ranks, placed(random_case(seed, ranks=4, **UNEVEN, few_kernels=True)))
+                ranks.set_placement(random_placement(seed + 1, ranks=4, num_experts=10, slots=4))
         finally:
             machine.forget()
 

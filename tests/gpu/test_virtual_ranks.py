@@ -17,6 +17,7 @@ from moecomm.backends import lsa
 from moecomm.backends.windows import local, vmm
 from moecomm.base import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
+from moecomm.testing.cases import placed, random_placement
 
 pytestmark = pytest.mark.gpu1
 
@@ -146,6 +147,21 @@ def test_random_cases_match_the_reference(
     monkeypatch.setattr(packets, "room", packet_room(sizes))
     cases, seed = request.config.getoption("--gpu-cases"), request.config.getoption("--seed")
     check_cases(sizes, random_seeds(sizes, cases, seed * 1_000_000), request.config)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", [SIZES[3], SIZES[7], DOMAINS[0]], ids=["small", "model", "domains"])
+def test_placements(sizes: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts anywhere, with replicas, and elsewhere in every third round."""
+    monkeypatch.setattr(packets, "room", packet_room(sizes))
+    slots = -(-sizes["num_experts"] // sizes["ranks"]) + 2
+    drawn = {"ranks": sizes["ranks"], "num_experts": sizes["num_experts"], "slots": slots}
+    options = {"backend": "lsa", "device": 0, "timeout_s": 20}
+    with LocalBuffers(**sizes, **options, placement=random_placement(0, **drawn)) as ranks:
+        for number in random_seeds(sizes, request.config.getoption("--gpu-cases")):
+            check_case(ranks, placed(random_case(number, **of_cases(sizes), few_kernels=True)))
+            if number % 3 == 2:
+                ranks.set_placement(random_placement(number, **drawn))
 
 
 # Kernels of all ranks are resident at once: of 132 multiprocessors, each of 64 ranks has two.
@@ -350,6 +366,39 @@ def test_a_graph_replays_with_other_inputs(pair: LocalBuffers) -> None:
             want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
             torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
             buffer.check()
+
+
+def test_a_graph_replays_with_other_placements() -> None:
+    """Rows go where experts are at the replay, and sums stay."""
+    held = [[[0, 1, 2], [3]], [[3, 2], [0, 1, 1]], [[2, 0, 2], [1, 3, 0]], [[], [0, 1, 2, 3]]]
+    placements = [moecomm.Placement(lists, slots=4) for lists in held]
+    with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=20, placement=placements[0]) as pair:
+        given = [call(0), call(1)]
+        routed = pair.dispatch(given)
+        pair.combine([{"y": r.x, "handle": r.handle} for r in routed])
+        torch.cuda.synchronize()
+        graphs, heres, outs = [], [], []
+        for buffer, mine, stream in zip(pair.buffers, given, pair.streams, strict=True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                heres.append(buffer.dispatch(**mine))
+                outs.append(buffer.combine(heres[-1].x, heres[-1].handle))
+            graphs.append(graph)
+        for nth in range(12):
+            pair.set_placement(placement := placements[nth % 4])
+            for graph, stream in zip(graphs, pair.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            torch.cuda.synchronize()
+            slots = torch.cat(
+                [placement.slots_of(mine["topk_idx"].cpu(), rank).flatten() for rank, mine in enumerate(given)]
+            )
+            counts = torch.cat([here.tokens_per_expert.cpu() for here in heres])
+            assert counts.tolist() == torch.bincount(slots[slots >= 0], minlength=8).tolist()
+            for out, mine in zip(outs, given, strict=True):
+                want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
+                torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+        pair.check()
 
 
 def test_rows_that_are_not_in_use_say_so_in_every_replay(pair: LocalBuffers) -> None:
