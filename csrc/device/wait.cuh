@@ -2,7 +2,6 @@
 #pragma once
 #include "../protocol/counters.h"
 #include "../protocol/deadline.h"
-#include "../protocol/placement.h"
 #include "config.cuh"
 
 namespace moecomm {
@@ -22,7 +21,6 @@ MOECOMM_FN State* own_state(const Context& ctx) { return own<State>(ctx, ctx.win
 // A rank answers for the ranks that are masked: it stores in its own window what such a rank would send, had it no tokens. So no wait has
 // to know of masks. No rows go to these ranks: ids of their experts have been replaced before the round.
 MOECOMM_FN const Mask& own_mask(const Context& ctx) { return *own<const Mask>(ctx, mask_at(ctx.window)); }
-MOECOMM_FN const Placement& own_placement(const Context& ctx) { return *own<const Placement>(ctx, placement_at(ctx.window)); }
 static_assert(kMaxRanks <= 64, "kernels read the first word of Mask::ranks");
 MOECOMM_FN bool is_in(u64 ranks, i32 rank) { return (ranks >> rank & 1) != 0; }
 

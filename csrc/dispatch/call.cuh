@@ -6,6 +6,7 @@
 #include "../device/launch.cuh"
 #include "../device/step_counters.cuh"
 #include "../device/tagged_words.cuh"
+#include "../protocol/placement.h"
 #include "../transport/scaleout.cuh"
 
 namespace moecomm {
@@ -59,8 +60,17 @@ struct PacketRing {
 
 constexpr i32 kCasts = 2;  // buffers of a warp for cast rows whose stores are in flight
 
+// A copy of the table of a Buffer with a placement.
+template <DispatchConfig cfg, bool placed = cfg.placed>
+struct PlacementShared {};
 template <DispatchConfig cfg>
-struct DispatchShared {
+struct PlacementShared<cfg, true> {
+    static constexpr i32 kWords = sizeof(Placement) / sizeof(u32) + 2 * cfg.experts;
+    alignas(Placement) u32 placement[kWords];
+};
+
+template <DispatchConfig cfg>
+struct DispatchShared : PlacementShared<cfg> {
     static constexpr bool kMovesRows = cfg.send_warps > 0 && !cfg.packets && !cfg.descriptors;
     static constexpr i32 kSendWarps = kMovesRows ? cfg.send_warps : 1, kSlots = cfg.ring_slots;
 
@@ -203,14 +213,15 @@ struct DispatchCall {
         if constexpr (cfg.idx_bytes == 8) return reinterpret_cast<const i64*>(a.topk_idx)[entry];
         return reinterpret_cast<const i32*>(a.topk_idx)[entry];
     }
+    MOECOMM_FN const Placement& placement() const { return *reinterpret_cast<const Placement*>(shared.placement); }
     // The expert of an entry, in a Buffer with a placement its slot; cfg.experts for an invalid id.
     MOECOMM_FN i64 expert_at(i64 entry) const {
-        if constexpr (cfg.placed) return slot_of(own_placement(a.ctx), id_at(entry), entry, cfg.topk, cfg.experts);
+        if constexpr (cfg.placed) return slot_of(placement(), id_at(entry), entry, cfg.topk, cfg.experts);
         return id_at(entry);
     }
     // Experts that callers name.
     MOECOMM_FN i32 named_experts() const {
-        if constexpr (cfg.placed) return own_placement(a.ctx).experts;
+        if constexpr (cfg.placed) return placement().experts;
         return cfg.experts;
     }
     // Experts of this rank.

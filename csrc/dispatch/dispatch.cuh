@@ -206,6 +206,10 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     const DispatchArgs& a = shared.args;
     u64 masked = 0;
     if constexpr (cfg.domains() > 1) masked = read_masked(args.ctx);  // arrives while arguments load
+    if constexpr (cfg.placed) {
+        const u32* const words = own<const u32>(args.ctx, placement_at(args.ctx.window));
+        for (i32 i = threadIdx.x; i < shared.kWords; i += cfg.threads()) shared.placement[i] = words[i];
+    }
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);

@@ -1,11 +1,10 @@
-// Placement: the slots that hold the experts that callers name. A slot is an expert of the protocol: each rank has as many, and Shape::experts
-// counts those of all ranks. An expert may have several slots (replicas), and a slot may hold none.
+// Placement: the slots that hold the experts that callers name. A slot is an expert of the protocol: each rank has as many, and
+// Shape::experts counts those of all ranks. An expert may have several slots (replicas), and a slot may hold none.
 //
-// The table lies in each rank's window, so that it changes between replays of a captured graph. Only this rank reads it: a choice of replicas
-// is that of the source rank.
+// The table lies in each rank's window, so that it changes between replays of a captured graph. Only this rank reads it: a choice of
+// replicas is that of the source rank. Its host writes it, while no round runs.
 #pragma once
 #include "layout.h"
-#include "order.h"
 
 namespace moecomm {
 
@@ -14,23 +13,23 @@ struct Placement {
     i32 experts;     // callers name 0 to experts - 1
 };
 static_assert(sizeof(Placement) == kPlacementBytes, "window_layout leaves room for it");
-// Behind Placement, u32[2 * Shape::experts]: for each expert, the number of its slots here, and above it the slot if there is one, else where
-// its list begins, in words; then the lists. An expert without a slot is not there: its entries are like those of id -1.
+// Behind Placement, u32[2 * Shape::experts]: for each expert, the number of its slots here, and above it the slot if there is one, else
+// where its list begins, in words; then the lists. An expert without a slot is not there: its entries are like those of id -1.
 constexpr u32 kMostReplicas = 1 << 12, kMostSlots = 1 << 19;  // fewer replicas of an expert, and slots in all
 // RoundHeader::route_round of a dispatch of ids: this bit, and the generation.
 constexpr i64 kGeneration = 1ll << 62;
 
 MOECOMM_BOTH constexpr u64 placement_at(const WindowLayout& w) { return mask_at(w) + sizeof(Mask); }
 
-// Relaxed loads, past L1: a kernel may run that has not waited for earlier ones. Returns the slot of an entry by the table; -1: none; Shape::experts, which no slot is: the id is invalid.
+// Returns the slot of an entry (token * topk + k) by the table; -1: none; Shape::experts, which no slot is: the id is invalid.
 MOECOMM_FN i64 slot_of(const Placement& placement, i64 id, i64 entry, i32 topk, i32 slots) {
     if (id == -1) return -1;
     if (id < 0 || id >= placement.experts) return slots;
     const u32* const words = reinterpret_cast<const u32*>(&placement + 1);
-    const u32 word = load_relaxed(words + id), count = word % kMostReplicas, at = word / kMostReplicas;
+    const u32 word = words[id], count = word % kMostReplicas, at = word / kMostReplicas;
     if (count <= 1) return count == 1 ? static_cast<i64>(at) : -1;
     const u32 turn = static_cast<u32>(entry / topk + entry % topk);  // of token and k: `entry` would pair each k with few replicas
-    return load_relaxed(words + at + turn % count);
+    return words[at + turn % count];
 }
 
 }  // namespace moecomm
