@@ -30,6 +30,7 @@ from moecomm.membership.meeting import Shrunk
 from moecomm.observe.tracing import trace
 from moecomm.ranks.rendezvous import local_ranks
 from moecomm.routed import Handle, Routed
+from moecomm.weights import ExpertWeights
 from moecomm.window import Window
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ __all__ = [
     "ConcurrentCall",
     "CorruptRow",
     "Excluded",
+    "ExpertWeights",
     "Handle",
     "MemoryReleased",
     "Mismatch",
