@@ -176,6 +176,8 @@ class ExpertParallel(torch.nn.Module):
             if getattr(buffer, name) != self._sizes[name]:
                 got = f"one with {name} = {getattr(buffer, name)}"
                 raise BadInput("buffer", got, f"{self._sizes[name]}, as the layer")
+        if buffer.placement is not None:
+            raise BadInput("buffer", "one with a placement", "one without: this layer has E/R experts in a row")
         if buffer.dtype != self.payload:
             raise BadInput("buffer", f"one of {buffer.dtype}", f"one of {self.payload}, the payload")
         if len(buffer.local_experts) != len(self.experts.w13):

@@ -211,7 +211,11 @@ TABLE = (
     Row("no ranks", ("None", "[]", "()"), ("moecomm.Buffer.mask(ranks)",)),
     Row("no ranks", ("[]", "()"), ("moecomm.Buffer.unmask(ranks)",)),
     Row("none", ("None",), ("moecomm.Buffer(placement)", "moecomm.Placement(num_experts)", "moecomm.Placement(slots)")),
-    Row("one of them", (), ("moecomm.Buffer.set_placement(placement)", "moecomm.Placement(choice)", "moecomm.Placement(experts)")),
+    Row(
+        "one of them",
+        (),
+        ("moecomm.Buffer.set_placement(placement)", "moecomm.Placement(choice)", "moecomm.Placement(experts)"),
+    ),
     Row("the replicas given before, or none", ("None", "{}"), ("moecomm.Buffer.mask(replicas)",)),
     Row("an exponent", ("0", "0.5", "2.0", "True", "False", "np.float64"), ("zipf",)),
     Row("as many tokens as there are", ("2**31",), ("routing.RoutingRecorder(max_tokens)",)),

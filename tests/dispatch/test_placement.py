@@ -222,6 +222,12 @@ def test_what_cannot_be_placed() -> None:
     ):
         with pytest.raises(BadInput, match=argument):
             bad()
+    sizes = {name: SIZES[name] for name in SIZES if name != "timeout_s"}
+    with (
+        moecomm.Buffer("self", **SIZES, placement=Placement([range(4)])) as buffer,
+        pytest.raises(BadInput, match="one without"),
+    ):
+        nn.ExpertParallel("self", **sizes, intermediate=8, dtype=torch.bfloat16, buffer=buffer)
     with moecomm.Buffer("self", **SIZES) as buffer, pytest.raises(BadInput, match="without"):
         buffer.set_placement(Placement([range(4)]))
     with moecomm.Buffer("self", **SIZES, placement=Placement([range(4)])) as buffer:

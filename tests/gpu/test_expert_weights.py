@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu2
 HIDDEN, INNER, EXPERTS, SLOTS, TOKENS, TOPK = 512, 256, 16, 12, 64, 4
 
 
-def _moves(rank: int, group: Any) -> int:
+def _moves(rank: int, group: Any, fused: bool) -> int:
     g = torch.Generator().manual_seed(0)
     w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=g).bfloat16().cuda() / 16
     w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=g).bfloat16().cuda() / 16
@@ -33,10 +33,10 @@ def _moves(rank: int, group: Any) -> int:
         for name, whole in (("w13", w13), ("w2", w2)):
             weights[name][held >= 0] = whole[held[held >= 0].cuda()]
         given = (x, ids, routing, weights["w13"], weights["w2"])
-        want = buffer.moe(*given).float()
+        want = buffer.moe(*given, fused=fused).float()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = buffer.moe(*given)
+            out = buffer.moe(*given, fused=fused)
         for seed in range(1, 5):
             target = random_placement(seed, **drawn)
             while weights.prefetch(target) != buffer.placement:
@@ -54,7 +54,8 @@ def _moves(rank: int, group: Any) -> int:
 
 
 @pytest.mark.timeout(300)
-def test_layers_go_on_while_experts_move(gpu_ranks: Ranks) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_layers_go_on_while_experts_move(gpu_ranks: Ranks, fused: bool) -> None:
     count = min(4, torch.cuda.device_count())
-    commits = gpu_ranks.run(count, _moves)
+    commits = gpu_ranks.run(count, _moves, fused)
     assert len(set(commits)) == 1 and commits[0] >= 4
