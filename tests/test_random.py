@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
+from moecomm.testing.cases import placed, random_placement
 
 from .conftest import Begun
 from .few import few
@@ -82,10 +83,17 @@ def run_set(number: int, core: int) -> str:
     os.sched_setaffinity(0, {core} if number % SPREAD else ALL_CORES)
     sizes = random_sizes(number)
     # Verify no round in a third of the sets, all in another, and every other one in the last.
-    with LocalBuffers(**sizes, backend="host", verify_every=number % 3) as ranks:
+    # Every fourth set has its experts somewhere, and moves them now and then.
+    first = random_placement(number, **sizes) if number % 4 == 1 else None
+    with LocalBuffers(**sizes, backend="host", verify_every=number % 3, placement=first) as ranks:
         for seed in range(number * ROUNDS, (number + 1) * ROUNDS):
+            case = random_case(seed, **sizes)
             try:
-                check_case(ranks, random_case(seed, **sizes))
+                if first is not None:
+                    case = placed(case)
+                    if seed % 5 == 0:
+                        ranks.set_placement(random_placement(seed, **sizes, slots=first.slots))
+                check_case(ranks, case)
             except Exception as error:  # noqa: BLE001 - reported with the sizes that replay it
                 return f"sizes {number} {sizes}: {type(error).__name__}: {error}"
     return ""

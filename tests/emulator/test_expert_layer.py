@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import _native
 from moecomm.backends.host import HostSession
 from moecomm.dispatch.reference import quantize
 from moecomm.fused import (
@@ -162,6 +163,29 @@ def test_bits_are_those_of_an_unfused_layer(
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
             case.wire = None
             emulated.check(ranks, case)
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["ids", "rows"])
+def test_layers_follow_a_placement(published: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of replicas and of experts anywhere: the ids that few tokens publish are those of slots."""
+    emulated = Emulated(machine, monkeypatch)
+    sizes: dict[str, Any] = {"ranks": 2, "hidden": 32, "topk": 2, "max_tokens": 20 if published else 2100}
+    held = [[[3, 1, 0], [2, 1, 1]], [[0, 2], [3, 1, 2]]]
+    placements = [moecomm.Placement(lists, num_experts=4, choice="token") for lists in held]
+    with LocalBuffers(**sizes, num_experts=4, backend="host", timeout_s=20, placement=placements[0]) as ranks:
+        assert _native.takes_weights(ranks.buffers[0].rounds.session.context.shape) == published
+        for seed, placement in enumerate(placements):
+            ranks.set_placement(placement)
+            case = random_layer(
+                seed, **{**sizes, "max_tokens": 20}, num_experts=6, intermediate=32, dtype=torch.bfloat16
+            )
+            case.wire = None
+            case.topk_idx = [torch.where(ids < 0, ids, ids % 4) for ids in case.topk_idx]
+            calls = [case.call(rank) for rank in range(2)]
+            others = ranks.moe([{**call, "fused": False} for call in calls])
+            for out, other in zip(emulated.fused(ranks, calls), others, strict=True):
+                assert torch.equal(out.view(torch.int16), other.view(torch.int16)), seed
+            ranks.check()
 
 
 @pytest.mark.parametrize("seed", few(range(8), 0, 1))
