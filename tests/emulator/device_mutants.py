@@ -49,6 +49,35 @@ MUTANTS = [
         "f.flat_row = rows.first;",
         "packets",
     ),
+    # Placements.
+    Mutant(
+        "replicas take turns from another entry on",
+        "dispatch/call.cuh",
+        "id_at(entry), entry, cfg.topk",
+        "id_at(entry), entry + 1, cfg.topk",
+        "placed rows",
+    ),
+    Mutant(
+        "half of the table is copied",
+        "dispatch/dispatch.cuh",
+        "i < shared.kWords;",
+        "i < shared.kWords / 2;",
+        "placed rows",
+    ),
+    Mutant(
+        "packets go where ids say",
+        "dispatch/packets.cuh",
+        "id = c.expert_at(entry);",
+        "id = c.id_at(entry);",
+        "placed packets",
+    ),
+    Mutant(
+        "the local number of an expert is that of its id",
+        "dispatch/call.cuh",
+        "static_cast<u32>(expert_at(entry))",
+        "static_cast<u32>(id_at(entry))",
+        "placed rows",
+    ),
     # Rows in one domain.
     Mutant(
         "tokens of one step get the same row of an expert",

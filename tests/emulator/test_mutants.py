@@ -20,6 +20,7 @@ from moecomm.backends import host
 from moecomm.base import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
+from moecomm.testing.cases import random_placement
 
 from ..native.mutants import Mutant
 from . import machine as machines
@@ -41,6 +42,7 @@ PLAIN: dict[str, Any] = {
     "alignment": 1,
     "weighted": True,
 }
+PLACED = random_placement(0, ranks=4, num_experts=10, slots=5)
 # How many bytes there are for packets and for direct rows, and how many tokens a chunk has over an emulated NIC.
 WAYS: dict[str, dict[str, Any]] = {
     "packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20},
@@ -48,6 +50,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "forwarders": {**DOMAINS, "direct_bytes": lambda *_: 0},
     "shared chunks": {**DOMAINS, "direct_bytes": lambda *_: 0, "chunk_tokens": 16},
     "straight": {**DOMAINS, "max_tokens": 20},
+    "placed packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "placement": PLACED},
+    "placed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": PLACED},
 }
 SEEDS = 3
 LIMIT_S = 240
@@ -60,7 +64,7 @@ def rounds(way: str, machine: Machine) -> None:
     rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
     chunk_tokens = sizes.pop("chunk_tokens", 0)
     run, nic = (machine.in_chunks(chunk_tokens), FAST) if chunk_tokens else (machine.run_all, None)
-    of_case = {name: size for name, size in sizes.items() if name != "domain_ranks"}
+    of_case = {name: size for name, size in sizes.items() if name not in ("domain_ranks", "placement")}
     with (
         mock.patch.multiple(host, ring_tokens=lambda *_: 32, **rooms),
         mock.patch.object(local, "_native", SimpleNamespace(host_run_all=run)),
