@@ -257,8 +257,7 @@ class Buffer(Bound):
         """Wait, on the current stream, for the rows of the dispatch that has begun.  Collective.
 
         Args:
-            routed: the result of dispatch_begin().
-            sync: see dispatch().
+            routed: the result of dispatch_begin().  sync: see dispatch().
 
         Returns:
             `routed`, whose tensors can be read from now on.
@@ -317,7 +316,7 @@ class Buffer(Bound):
         """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
         Combine reads such rows in place, unless they travel in FP8: flat on GPUs (without `weight_grads`), all on CPUs.
-        If the window has no room for them beside other outputs, they are in ordinary memory.
+        Without room in the window they are in ordinary memory.
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)
 
@@ -426,8 +425,7 @@ class Buffer(Bound):
                 there, and ids of theirs count as -1.  False: all `num_experts` are there, shared anew among the ranks,
                 and the caller moves weights to where `local_experts` says.
 
-        Returns:
-            The ranks that go on and those that are lost, by their numbers before.
+        Returns the ranks that go on and those that are lost, by their numbers before.
 
         Raises:
             Excluded: the others go on without this rank.
@@ -475,8 +473,7 @@ class Buffer(Bound):
             The number of kernels: 0 on CPU ranks.
 
         Raises:
-            BadInput: no such number of ranks.  Closed: the Buffer is closed.
-            Unsupported: the kernels of these ranks can't be compiled.
+            BadInput: no such number of ranks.  Closed.  Unsupported: they can't be compiled.
         """
         return self._membership.compile_for(ranks, keep_ids, domain_ranks)
 
@@ -518,7 +515,7 @@ class Buffer(Bound):
             group: as for grow().
 
         Raises:
-            Closed: the Buffer is closed.  BadInput: no such group.  Timeout, PeerLost: its store does not answer.
+            Closed; BadInput: no such group.  Timeout, PeerLost: its store does not answer.
         """
         return self._membership.joining(group)
 
@@ -554,7 +551,7 @@ class Buffer(Bound):
     def unmask(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Take masked ranks in again.  Collective among the ranks that take part and these, which call it, too.
 
-        The experts of these ranks are there again; their weights are the caller's business.  Handles are as in mask().
+        Their experts are there again; their weights are the caller's business.  Handles are as in mask().
 
         Args:
             ranks: to take in; alike on all ranks.
@@ -638,10 +635,8 @@ class Buffer(Bound):
         """Write flight_record() to a file as JSON, mode 0600.  `moecomm explain` compares those of all ranks.
 
         Args:
-            path: of the file, which is replaced if it is there.  Its folder is made if it is missing.
-
-        Raises:
-            BadInput: no path, or a file that can't be written.
+            path: of the file, which is replaced if it is there.  Its folder is made if it is missing.  BadInput: no
+                path, or a file that can't be written.
         """
         self._recorder.dump(path)
 
@@ -652,7 +647,7 @@ class Buffer(Bound):
     def close(self) -> None:
         """Give the memory back.  Idempotent; outputs that are still referenced stay valid.
 
-        A call in another thread is aborted and awaited.  One that a signal handler interrupts closes it when it ends.
+        A call in another thread is aborted and awaited.
         """
         self.rounds.close()
 

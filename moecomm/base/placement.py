@@ -123,6 +123,24 @@ class Placement:
             check_integer("domain_ranks", domain_ranks, 1, self.ranks)
         return slots_of(self, ids, rank, domain_ranks)
 
+    def by_expert(self, numbers: Any) -> torch.Tensor:
+        """Return numbers of slots, such as JobStats.rows_per_expert, summed for each expert.
+
+        Args:
+            numbers: int64 `[ranks * slots]`.
+
+        Returns:
+            `[num_experts]`.
+
+        Raises:
+            BadInput: another number of slots, or another dtype.
+        """
+        rows, _ = as_tensor("numbers", numbers)
+        check_tensor("numbers", rows, device=rows.device, dtypes=(torch.int64,), shape=(self.ranks * self.slots,))
+        slots = self.experts.flatten().to(rows.device)
+        sums = rows.new_zeros(self.num_experts + 1)  # the last one is of empty slots
+        return sums.index_add_(0, slots % (self.num_experts + 1), rows)[: self.num_experts]
+
     @cached_property
     def digest(self) -> int:
         """A number of 63 bits by which ranks compare placements."""

@@ -212,9 +212,17 @@ TABLE = (
     Row("no ranks", ("[]", "()"), ("moecomm.Buffer.unmask(ranks)",)),
     Row("none", ("None",), ("moecomm.Buffer(placement)", "moecomm.Placement(num_experts)", "moecomm.Placement(slots)")),
     Row(
-        "one of them",
+        "read as they lie",
+        ("by column", "with gaps", "rows that are one", "negated", "a parameter", "an array"),
+        ("moecomm.Placement.by_expert(numbers)",),
+    ),
+    Row(
+        "no other",
         (),
-        ("moecomm.Buffer.set_placement(placement)", "moecomm.Placement(choice)", "moecomm.Placement(experts)"),
+        (
+            *("moecomm.ExpertWeights(shapes)", "moecomm.ExpertWeights.prefetch(target)"),
+            *("moecomm.Buffer.set_placement(placement)", "moecomm.Placement(choice)", "moecomm.Placement(experts)"),
+        ),
     ),
     Row("the replicas given before, or none", ("None", "{}"), ("moecomm.Buffer.mask(replicas)",)),
     Row("an exponent", ("0", "0.5", "2.0", "True", "False", "np.float64"), ("zipf",)),

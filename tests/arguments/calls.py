@@ -298,6 +298,7 @@ def of_moecomm() -> dict[str, list[Call]]:
     elastic = moecomm.Buffer(**SIZES, backend="host")
     placement = moecomm.Placement([range(E)])
     placed = moecomm.Buffer(**SIZES, backend="host", placement=placement)
+    moved = moecomm.ExpertWeights(placed, {"w": (2,)})
     buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
     return {
         "moecomm.Buffer": [
@@ -328,6 +329,15 @@ def of_moecomm() -> dict[str, list[Call]]:
                 {"experts": [list(range(E)), [0]], "num_experts": E, "slots": E, "choice": "token"},
             ),
         ],
+        "moecomm.ExpertWeights": [
+            Call(
+                moecomm.ExpertWeights,
+                {"buffer": placed, "shapes": {"w": (2,)}, "dtype": torch.float32},
+                lambda weights: weights.close(),
+            )
+        ],
+        "moecomm.ExpertWeights.prefetch": [Call(moved.prefetch, {"target": placement})],
+        "moecomm.Placement.by_expert": [Call(placement.by_expert, {"numbers": torch.arange(E)})],
         "moecomm.Placement.slots_of": [Call(placement.slots_of, {"topk_idx": idx, "rank": 0, "domain_ranks": 1})],
         "moecomm.Buffer.dispatch": [
             Call(made.dispatch, {**given, "sync": None}),

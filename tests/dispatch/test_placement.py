@@ -49,6 +49,8 @@ def test_replicas_take_turns(choice: ReplicaChoice) -> None:
     assert placement.slots == 2 and placement.experts[3].tolist() == [-1, -1]
     assert placement.log2phy.tolist() == [[1, -1, -1], [2, -1, -1], [0, 3, 5], [4, -1, -1]]
     assert placement.logcnt.tolist() == [1, 1, 3, 1]
+    rows = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128])  # by slot
+    assert placement.by_expert(rows).tolist() == [2, 4, 1 + 8 + 32, 16]
     ids = torch.tensor([[2, 0], [-1, 2], [2, 2], [4, 3]])
     slots = {rank: placement.slots_of(ids, rank, 2).tolist() for rank in (1, 3)}
     if choice == "token":  # turns 0, 2, 2, 3
@@ -56,6 +58,18 @@ def test_replicas_take_turns(choice: ReplicaChoice) -> None:
     else:
         assert slots == {1: [[3, 1], [-1, 3], [3, 3], [8, 4]], 3: [[5, 1], [-1, 5], [5, 5], [8, 4]]}
     assert Placement.of_plan(placement.experts.flatten(), 4, choice=choice) == placement
+
+
+def test_rows_are_counted_by_slot_and_by_expert() -> None:
+    def body(group: Any) -> torch.Tensor:
+        x, ids, weights = tokens(group.rank)
+        with moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD)) as buffer:
+            buffer.dispatch(x, ids, weights)
+            assert buffer.placement is not None
+            return buffer.placement.by_expert(buffer.stats(gather=True).rows_per_expert)
+
+    want = torch.bincount(torch.cat([tokens(rank)[1] for rank in range(4)]).flatten(), minlength=4)
+    assert all(torch.equal(found, want) for found in run_ranks(4, body))
 
 
 def test_sums_are_those_without_replicas() -> None:
