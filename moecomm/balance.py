@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm import _native
 from moecomm.base.experts import experts_of
-from moecomm.base.validation import check_dense, check_integer, check_name, is_integer
+from moecomm.base.validation import check_dense, check_integer, check_name, check_same_device, is_integer
 from moecomm.errors import BadInput
 
 __all__ = ["Move", "Plan", "moves", "plan"]
@@ -24,13 +25,14 @@ Policy = Literal["eplb", "spread"]
 Choice = Literal["even", "nearest"]
 POLICIES: tuple[Policy, ...] = ("eplb", "spread")
 CHOICES: tuple[Choice, ...] = ("even", "nearest")
+MOST_RANKS, MOST_SLOTS = 1 << 12, 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The experts of all slots, in each layer.
 
-    L layers, E experts, P slots, R ranks.  Tensors are copied to the CPU, as int64.
+    L layers, E experts, P slots (at most 2^16), R ranks (at most 4096).  Tensors are copied to the CPU, as int64.
 
     Attributes:
         log2phy: `[L, E, X]`, the slots of each expert, in any order; padded by -1.
@@ -102,7 +104,7 @@ class Plan:
         of_ranks = _slots(slots, ranks, table.shape[1])
         if num_experts is None:
             num_experts = int(table.max()) + 1
-        check_integer("num_experts", num_experts, 1)
+        check_integer("num_experts", num_experts, 1, MOST_SLOTS)
         _check_experts(table, num_experts)
         order = table.sort(dim=1, stable=True)
         return cls._of(table, order.values, order.indices, num_experts, of_ranks, nodes)
@@ -331,6 +333,15 @@ def moves(before: Plan, after: Plan) -> list[Move]:
     return found
 
 
+def _read(argument: str, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a contiguous copy on the CPU.  Raises BadInput for anything but a dense tensor with memory."""
+    check_dense(argument, tensor)
+    check_same_device(**{argument: tensor})
+    if isinstance(tensor, FakeTensor):
+        raise BadInput(argument, "a FakeTensor", "one with memory")
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor.detach())
+
+
 def _has_dims(tensor: Any, dims: int) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.ndim == dims
 
@@ -338,9 +349,10 @@ def _has_dims(tensor: Any, dims: int) -> bool:
 def _table(argument: str, tensor: torch.Tensor, axes: str) -> torch.Tensor:
     """Return an int64 copy on the CPU."""
     check_dense(argument, tensor)
-    if tensor.ndim != axes.count(",") + 1 or not tensor.numel() or tensor.is_floating_point() or tensor.is_complex():
+    is_number = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    if tensor.ndim != axes.count(",") + 1 or not tensor.numel() or not is_number:
         raise BadInput(argument, f"{tensor.dtype} {tuple(tensor.shape)}", f"integers {axes}")
-    return tensor.detach().to("cpu", torch.int64, copy=True).contiguous()
+    return _read(argument, tensor, torch.int64)
 
 
 def _check_experts(phy2log: torch.Tensor, experts: int) -> None:
@@ -372,7 +384,7 @@ def _load(load: torch.Tensor, layers: int | None, experts: int | None) -> torch.
     fits = fits and all(want in (None, size) for size, want in zip(shaped.shape, (layers, experts), strict=True))
     if not fits or load.is_complex() or load.dtype is torch.bool:
         raise BadInput("load", f"{load.dtype} {tuple(load.shape)}", f"numbers [{wanted[0]}, {wanted[1]}]")
-    of_experts = shaped.detach().to("cpu", torch.float64).contiguous()
+    of_experts = _read("load", shaped, torch.float64)
     if not (of_experts.isfinite() & (of_experts >= 0)).all():
         raise BadInput("load", "negative or not finite numbers", "0 or more")
     return of_experts
@@ -381,16 +393,20 @@ def _load(load: torch.Tensor, layers: int | None, experts: int | None) -> torch.
 def _slots(slots: int | Sequence[int] | None, ranks: int | None, default: int) -> tuple[int, ...]:
     """Return the number of slots of each rank."""
     if slots is None or is_integer(slots):
-        check_integer("ranks", ranks, 1)
-        check_integer("slots", default if slots is None else slots, 1)
-        total = default if slots is None else int(slots)  # type: ignore[arg-type]
-        return tuple(len(experts_of(rank, total, int(ranks or 0))) for rank in range(int(ranks or 0)))
-    if not isinstance(slots, (list, tuple)) or not slots:
-        raise BadInput("slots", repr(slots), "a number, or a list of the numbers of each rank")
+        total = default if slots is None else slots
+        check_integer("ranks", ranks, 1, MOST_RANKS)
+        check_integer("slots", total, 1, MOST_SLOTS)
+        return tuple(len(experts_of(rank, int(total), int(ranks))) for rank in range(int(ranks)))  # type: ignore[arg-type]
+    if not isinstance(slots, (list, tuple)) or not 1 <= len(slots) <= MOST_RANKS:
+        raise BadInput("slots", repr(slots), f"a number, or those of 1 to {MOST_RANKS} ranks in a list")
     for count in slots:
-        check_integer("slots", count, 0)
-    if ranks is not None and ranks != len(slots):
-        raise BadInput("slots", f"{len(slots)} numbers", f"one for each of {ranks} ranks")
+        check_integer("slots", count, 0, MOST_SLOTS)
+    if not 1 <= sum(slots) <= MOST_SLOTS:
+        raise BadInput("slots", f"{sum(slots)} in all", f"1 to {MOST_SLOTS}")
+    if ranks is not None:
+        check_integer("ranks", ranks, 1, MOST_RANKS)
+        if len(slots) != ranks:
+            raise BadInput("slots", f"{len(slots)} numbers", f"one for each of {ranks} ranks")
     return tuple(map(int, slots))
 
 
@@ -416,12 +432,12 @@ def _as_before(
     _check_plan("previous", previous)
     if load.shape != previous.logcnt.shape:
         raise BadInput("load", tuple(load.shape), f"{tuple(previous.logcnt.shape)}, as previous")
-    if ranks is not None and ranks != previous.ranks:
-        raise BadInput("ranks", ranks, f"{previous.ranks}, as previous")
+    if ranks is not None:
+        check_integer("ranks", ranks, previous.ranks, previous.ranks)
     if slots is not None and _slots(slots, previous.ranks, 0) != previous.slots:
         raise BadInput("slots", slots, f"{list(previous.slots)}, as previous")
-    if nodes is not None and nodes != previous.nodes:
-        raise BadInput("nodes", nodes, f"{previous.nodes}, as previous")
+    if nodes is not None:
+        check_integer("nodes", nodes, previous.nodes, previous.nodes)
     return previous.slots, previous.nodes
 
 
