@@ -310,20 +310,13 @@ Best best_removal(Layer& layer, i64 slot, i64 copies_left, double limit) {
     return best;
 }
 
-// Number of replicas of each expert that is `among`: one, and a further one for the largest load of a replica while there are slots, but no
-// more than there are ranks to place them on.
-std::vector<i64> count_replicas(const double* load, const std::vector<i64>& among, i64 experts, i64 physical, i64 ranks) {
+// Number of replicas of each expert that is `among`: one, and a further one for the largest load of a replica while there are slots.
+std::vector<i64> count_replicas(const double* load, const std::vector<i64>& among, i64 experts, i64 physical) {
     std::vector<i64> count(experts);
     for (const i64 expert : among) count[expert] = 1;
-    for (i64 i = static_cast<i64>(among.size()); i < physical; ++i) {
-        i64 most = -1;
-        const auto of_replica = [&](i64 expert) { return load[expert] / static_cast<double>(count[expert]); };
-        for (const i64 expert : among)
-            if (count[expert] < ranks && (most < 0 || of_replica(expert) > of_replica(most))) most = expert;
-        // Ranks have more slots than there are experts, so several replicas on one cannot be avoided.
-        if (most < 0) most = *std::min_element(among.begin(), among.end(), [&](i64 a, i64 b) { return count[a] < count[b]; });
-        ++count[most];
-    }
+    const auto of_replica = [&](i64 expert) { return load[expert] / static_cast<double>(count[expert]); };
+    for (i64 i = static_cast<i64>(among.size()); i < physical; ++i)
+        ++count[*std::max_element(among.begin(), among.end(), [&](i64 a, i64 b) { return of_replica(a) < of_replica(b); })];
     return count;
 }
 
@@ -441,9 +434,7 @@ void spread_experts(const double* load, i64 experts, const i64* home, const Rank
         for (i64 e = 0; e < experts; ++e)
             if (!rules.pinned || home[e] == part) among.push_back(e);
         const i64 first = part * width, last = first + width, physical = slots.first(last) - slots.first(first);
-        i64 ranks = 0;
-        for (i64 rank = first; rank < last; ++rank) ranks += slots.count(rank) > 0;
-        place_replicas(load, count_replicas(load, among, experts, physical, ranks), first, last, slots, expert);
+        place_replicas(load, count_replicas(load, among, experts, physical), first, last, slots, expert);
     }
     const i64 any = std::numeric_limits<i64>::max();
     remove_duplicates(load, experts, slots, rules, any, true, expert);
