@@ -219,7 +219,7 @@ struct Best {
         count = static_cast<i64>(made.size());
         std::copy(made.begin(), made.end(), changes.begin());
     }
-    bool is_at_least(double gain, i64 copies) const { return gain / static_cast<double>(copies) <= value; }
+    bool is_at_least(double gain, i64 copies) const { return gain <= value * static_cast<double>(copies); }
 };
 
 void make(Layer& layer, const Best& best) {
@@ -243,8 +243,8 @@ Best best_step(Layer& layer, i64 copies_left) {
     const auto offer = [&](double after, i64 copies, std::initializer_list<Change> changes) {
         if (after < most && after <= most - least_gain) best.take(gain(after), copies, changes);
     };
-    // Loads of the one or two ranks at which slots change spare most evaluations of all ranks.
-    std::vector<double> added(slots.nodes()), eased(slots.nodes());
+    // Estimates that take the two experts of a step one by one spare most evaluations of all ranks.
+    std::vector<double> added(slots.nodes()), eased(slots.nodes()), without(slots.size(), -1);
     for (i64 here = slots.first(busiest); here < slots.first(busiest + 1); ++here) {
         const i64 hot = layer.expert(here);
         const double hot_load = layer.slot_load(here);
@@ -268,7 +268,9 @@ Best best_step(Layer& layer, i64 copies_left) {
                     offer(kept ? swapped : layer.most_after(both), 2, {both[0], both[1]});
                 }
                 if (copies_left < 1 || layer.replicas(other) < 2) continue;
-                const double replaced = std::max(eased[there_node], layer.rank_load(rank) - other_load + added[there_node]);
+                if (without[there] < 0) without[there] = layer.most_without(other, there);
+                const double replaced =
+                    std::max({eased[there_node], without[there], layer.rank_load(rank) - other_load + added[there_node]});
                 const Change change{there, hot};
                 if (replaced < most && !best.is_at_least(gain(replaced), 1) && layer.may_move(hot, -1, there_node, other))
                     offer(layer.most_after(std::array<Change, 1>{change}), 1, {change});
