@@ -450,6 +450,28 @@ def verified() -> str:
     return table("rounds that are verified | none | each | none, mean | one of 100, mean", rows)
 
 
+def balance() -> str:
+    """Plans of expert placement."""
+    found, plans, changes = load("balance-cpu"), [], []
+    for row in found["rows"]:
+        what = f"{row['model']}, Zipf {row['zipf']:g}"
+        for name, policy in (("eplb", "`eplb`"), ("spread", "`spread`"), ("nearest", "`spread` for nearest")):
+            figures = row[name]
+            cells = [f"{row['none']:.2f}", *(f"{figures[key]:.3f}" for key in ("even", "nearest", "crossing"))]
+            plans.append(line(found, (), what, policy, *cells, f"{figures['ms']:.1f} ms"))
+        within = [f"{budget['even']:.3f}" for budget in row["budgets"]]
+        others = [f"{row[name][key]:{form}}" for name in ("renumbered", "anew") for key, form in _CHANGES.items()]
+        most = max(budget["ms"] for budget in row["budgets"])
+        changes.append(line(found, (), what, f"{row['kept']:.2f}", *within, *others, f"{most:.0f} ms"))
+    heads = "model | policy | no replicas | even choice | nearest | rows to other nodes | time"
+    copies = " | ".join(f"{budget['copies']} copies a layer" for budget in found["rows"][0]["budgets"])
+    later = f"model, later | kept | {copies} | renumbered | copies a layer | `eplb` | copies a layer | longest time"
+    return f"{table(heads, plans)}\n\n{table(later, changes)}"
+
+
+_CHANGES = {"even": ".3f", "made": ".0f"}
+
+
 def cpu() -> str:
     """CPU ranks and gloo."""
     found, rows = load("host_vs_gloo"), []
@@ -566,6 +588,18 @@ TOPICS = (
         "and includes the longer transfer to the busiest rank.",
         "skew-h200-4 ht-h200-4 zipf-h200-4 times-many-h200-4",
         skew,
+    ),
+    Topic(
+        "Balance",
+        "Predicted load of the busiest rank over the mean, means over layers, of plans of [`moecomm.balance`]"
+        "(balance.md) (`python bench/balance.py`): 58 layers of DeepSeek-V3 on 32 ranks of 4 nodes, 94 layers of "
+        "Qwen3-235B on 16 ranks of 2; an eighth more slots than experts.  Loads are counts of 8192 tokens a layer that "
+        "are drawn by Zipf's law.  `no replicas`: experts as a Buffer shares them.  Then tokens choose evenly among "
+        "replicas, or a replica on their node.  Times are CPU time on one core.  Second table: a quarter of the tokens "
+        "has other favorites.  `kept`: the plan of `spread` from before; then it is changed within budgets, made anew "
+        "and renumbered, and made anew by `eplb`.",
+        "balance-cpu",
+        balance,
     ),
     Topic(
         "Expert layers",

@@ -365,6 +365,29 @@ class HostMemory:
     address: typing.Final[int]
     nbytes: typing.Final[int]
 
+class Balance:
+    """
+    Placement of the experts of layers on the slots of ranks (csrc/runtime/balance.h).
+
+    Arguments of calls are addresses: `load` of float64 [layers, experts], `expert` of int64 [layers, slots].
+    """
+    def __init__(
+        self, layers: int, experts: int, slots: collections.abc.Sequence[int], nodes: int, pinned: bool, nearest: bool
+    ) -> None: ...
+    def improve(self, load: int, most_copies: int, expert: int) -> list[list[tuple[list[int], list[int], int, float]]]:
+        """
+        Improve a placement in place.
+
+        Returns:
+            For each layer its steps: slots and their new experts, copies until then, and the largest load of a rank.
+        """
+    def keep_slots(self, before: int, renumber_ranks: bool, expert: int) -> None:
+        """Renumber ranks and slots so that the fewest experts change their slot.  `before`: int64 [layers, slots]."""
+    def remove_duplicates(self, load: int, most_copies: int, expert: int, layer: int) -> int:
+        """Remove second replicas of an expert from ranks of one layer.  Returns the copies needed."""
+    def spread(self, load: int, home: int, expert: int) -> None:
+        """Write a new placement.  `home`: the node of each expert, int64 [layers, experts]; 0: any."""
+
 class HostWindow:
     """
     Zeroed shared memory without a name, its size sealed.
@@ -1016,6 +1039,15 @@ def most_chunk_tokens(shape: Shape) -> int:
 def overlap_constants() -> dict[str, int]:
     """Constants of csrc/overlap by name."""
 
+def pack_items(
+    load: int, rows: int, items: int, capacity: collections.abc.Sequence[int], pack: int, place: int
+) -> None:
+    """
+    Pack items, heaviest first, each to the lightest pack that is not full.  Arguments are addresses.
+
+    `load`: float32 [rows, items].  `pack`, `place`: int64 [rows, items].
+    """
+
 def pidfd_open(pid: int) -> int:
     """
     A descriptor of a process, readable once it has ended.  The caller closes it.
@@ -1042,6 +1074,13 @@ def reduce_slot_bytes(topk: int, piece_bytes: int) -> int:
 
 def replace_word(address: int, old: int, value: int) -> bool:
     """Store a u64 in place of `old`, after all earlier writes of this thread; return whether that stood there."""
+
+def replicate_experts(load: int, rows: int, experts: int, physical: int, expert: int, replica: int, count: int) -> None:
+    """
+    Replicate experts greedily (csrc/runtime/balance.h).  Arguments are addresses.
+
+    `load`: float32 [rows, experts].  `expert`, `replica`: int64 [rows, physical].  `count`: int64 [rows, experts].
+    """
 
 def resume(context: Context, last_round: int, masked: collections.abc.Sequence[int]) -> None:
     """

@@ -17,7 +17,14 @@ FLAGS = "-g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 # Bindings by themselves, every kind of round between threads and between processes, their failures, bad arguments.
 TESTS = (
     *("runtime", "ops/test_rounds.py", "ops/test_failures.py", "ops/test_moe.py", "test_bad_input.py"),
-    *("test_begin_end.py", "test_call_sequences.py", "test_domains.py", "core/test_memory.py", "test_other_handles.py"),
+    *(
+        "test_balance.py",
+        "test_begin_end.py",
+        "test_call_sequences.py",
+        "test_domains.py",
+        "core/test_memory.py",
+        "test_other_handles.py",
+    ),
     *("test_processes.py", "test_wrap.py"),
 )
 # AddressSanitizer does not prepare its allocator for fork(): where another thread allocates at that moment, the

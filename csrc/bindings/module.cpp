@@ -27,6 +27,7 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_structs(m);
     moecomm::bindings::bind_constants(m);
     moecomm::bindings::bind_arena(m);
+    moecomm::bindings::bind_balance(m);
     moecomm::bindings::bind_bench(m);
     moecomm::bindings::bind_peers(m);
     moecomm::bindings::bind_call_ring(m);

@@ -6,6 +6,7 @@
 namespace moecomm::bindings {
 
 void bind_arena(pybind11::module_& m);
+void bind_balance(pybind11::module_& m);
 void bind_call_ring(pybind11::module_& m);
 void bind_bench(pybind11::module_& m);
 void bind_constants(pybind11::module_& m);

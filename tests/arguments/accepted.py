@@ -266,6 +266,23 @@ TABLE = (
         ),
         ("source",),
     ),
+    Row(
+        "loads: numbers of any type and number of layers, and those of one for all",
+        (
+            *("a tensor", "double", "int8", "without memory", "one row fewer", "one row more", "one column fewer"),
+            *("one dimension fewer", "by column", "with gaps", "rows that are one", "negated", "requires_grad"),
+            "a parameter",
+        ),
+        ("load",),
+    ),
+    Row(
+        "tables: of any type of integer",
+        ("int8", "by column", "with gaps", "negated", "a parameter"),
+        ("log2phy", "logcnt", "phy2log"),
+    ),
+    Row("as before", ("None",), _of("balance.plan", "groups", "nodes", "previous", "ranks", "slots")),
+    Row("slots of two ranks", ("(1, 2)",), ("balance.plan(slots)",)),
+    Row("any number of copies and bytes", ("None", "0", "2**31"), ("max_moves", "max_bytes", "expert_bytes")),
     Row("a part, 0 to 1", ("0", "0.5", "True", "False"), ("skew", "drop")),
     Row("any whole number", ("-1", "0", "2**31", "np.int64(-3)"), ("seed",)),
     Row("a dtype that weights are drawn in", ("torch.float64",), ("router.Router(dtype)", "router.router(dtype)")),
@@ -416,6 +433,7 @@ TABLE = (
             *("num_max_tokens_per_rank", "num_topk", "ranks", "routed", "row_unit", "scale_format", "scale_layout"),
             *("stages", "target", "tokens", "topk", "topk_groups", "workspace", "x"),
             *("layers", "parts", "recorded"),
+            *("after", "before", "choice", "policy", "nodes", "balance.Plan(slots)"),
         ),
     ),
 )

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 import moecomm
-from moecomm import compat, fused, nn, ops, overlap, router, routing
+from moecomm import balance, compat, fused, nn, ops, overlap, router, routing
 from moecomm.compat import deep_ep
 from moecomm.ranks.rendezvous import Alone
 from moecomm.tools import launch
@@ -35,6 +35,7 @@ MODULES: dict[str, ModuleType] = {
     "fused": fused,
     "overlap": overlap,
     "routing": routing,
+    "balance": balance,
     "compat": compat,
     "deep_ep": deep_ep,
 }
@@ -57,6 +58,7 @@ NOT_CALLED = {
     "fused.Fp8",
     "fused.Int8",
     "fused.Mxfp4",
+    "balance.Move",
     "routing.Load",
     "routing.Recorded",
     "overlap.Workspace.call",  # of the operators
@@ -203,6 +205,29 @@ def of_routing() -> dict[str, list[Call]]:
         "routing.loads": [Call(routing.loads, {"recorded": drawn, "ranks": (4, 8)})],
         "routing.synthesize": [
             Call(routing.synthesize, {"model": "mixtral-8x7b", "tokens": 4, "zipf": 1.0, "seed": 0})
+        ],
+    }
+
+
+def of_balance() -> dict[str, list[Call]]:
+    """Calls of moecomm.balance."""
+    load = torch.tensor([[1.0, 2.0, 4.0], [3.0, 1.0, 1.0]])
+    before, after = (balance.plan(load, ranks=2, slots=4), balance.plan(load.flip(0), ranks=2, slots=4))
+    made = {"log2phy": before.log2phy, "logcnt": before.logcnt, "phy2log": before.phy2log, "slots": (2, 2)}
+    made["nodes"] = 1
+    chosen = {"groups": None, "policy": "eplb", "choice": "even", "max_moves": None}
+    none = {"ranks": None, "max_bytes": None, "expert_bytes": None}
+    asked = {"load": load, "choice": "even"}
+    return {
+        "balance.Plan": [Call(balance.Plan, made)],
+        "balance.Plan.rank_loads": [Call(before.rank_loads, asked)],
+        "balance.Plan.predicted": [Call(before.predicted, asked)],
+        "balance.Plan.crossing": [Call(before.crossing, {"load": load})],
+        "balance.moves": [Call(balance.moves, {"before": before, "after": after})],
+        "balance.plan": [
+            Call(balance.plan, {"load": load, **chosen, **none, "ranks": 2, "slots": 4, "nodes": 1, "previous": None}),
+            Call(balance.plan, {"load": load, **chosen, **none, "slots": None, "nodes": None, "previous": before}),
+            Call(balance.plan, {"load": load, "previous": before, "max_bytes": 8, "expert_bytes": 4}),
         ],
     }
 
@@ -392,6 +417,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         **of_windows(),
         **of_overlap(),
         **of_routing(),
+        **of_balance(),
         "moecomm.trace": [Call(write_trace, {"folder": "trace", "model": None})],
         "moecomm.layer": [Call(name_layer, {"name": "layers.3"})],
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],

@@ -397,6 +397,34 @@ def accuracy(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
             yield {head: [row[head.replace("another byte", "other_byte")]] for head in table.heads[2:]}
 
 
+@derives("model | policy | no replicas", "model | policy")
+def plans(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    key = {"`eplb`": "eplb", "`spread`": "spread", "`spread` for nearest": "nearest"}[cells["policy"]]
+    for row in table.results[0]["rows"]:
+        if cells["model"] == f"{row['model']}, Zipf {row['zipf']}":
+            heads = {"even choice": "even", "nearest": "nearest", "rows to other nodes": "crossing"}
+            yield {
+                "no replicas": [row["none"]],
+                **{head: [row[key][name]] for head, name in heads.items()},
+                "time": [row[key]["ms"] * 1e3],
+            }
+
+
+@derives("model, later | kept", "model, later")
+def changed_plans(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    for row in table.results[0]["rows"]:
+        if cells["model, later"] == f"{row['model']}, Zipf {row['zipf']}":
+            yield {
+                "kept": [row["kept"]],
+                **{f"{budget['copies']} copies a layer": [budget["even"]] for budget in row["budgets"]},
+                "renumbered": [row["renumbered"]["even"]],
+                "copies a layer": [row["renumbered"]["made"]],
+                "`eplb`": [row["anew"]["even"]],
+                "copies a layer#2": [row["anew"]["made"]],
+                "longest time": [max(budget["ms"] for budget in row["budgets"]) * 1e3],
+            }
+
+
 @derives("payload | layout | rows given", "payload | layout")
 def formats_of_rows(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     (found,) = table.results
