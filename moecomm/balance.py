@@ -15,7 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm import _native
+from moecomm.base.choices import ReplicaChoice
 from moecomm.base.experts import experts_of
+from moecomm.base.placement import Placement
 from moecomm.base.validation import check_dense, check_integer, check_name, check_same_device, is_integer
 from moecomm.errors import BadInput
 
@@ -141,6 +143,20 @@ class Plan:
     def rank_of_slot(self) -> torch.Tensor:
         """Return the rank of each slot: int64 `[P]`."""
         return torch.arange(self.ranks).repeat_interleave(torch.tensor(self.slots))
+
+    def placement(self, layer: int = 0, *, choice: ReplicaChoice = "token") -> Placement:
+        """Return the placement of a layer for a Buffer, whose ranks all have as many slots as the one with most.
+
+        Args:
+            layer: its number.
+            choice: see Placement.
+
+        Raises:
+            BadInput: no such layer.
+        """
+        check_integer("layer", layer, 0, len(self.phy2log) - 1)
+        experts = [part.tolist() for part in torch.split(self.phy2log[layer], list(self.slots))]
+        return Placement(experts, num_experts=self.logcnt.shape[1], choice=choice)
 
     def rank_loads(self, load: torch.Tensor, choice: Choice = "even") -> torch.Tensor:
         """Predict the load of each rank: float64 `[L, R]`, in the unit of `load`.

@@ -517,3 +517,12 @@ def test_tables_that_cannot_be() -> None:
         good.predicted(torch.ones(4))
     with pytest.raises(BadInput, match="choice"):
         good.predicted(torch.ones(3), "balanced")  # type: ignore[arg-type]
+
+
+def test_plans_are_placements_of_buffers() -> None:
+    found = plan(torch.tensor([5.0, 1, 1, 1, 1, 1]), ranks=3, slots=8, policy="spread")
+    placement = found.placement(choice="token")
+    assert found.slots == (3, 3, 2) and placement.slots == 3 and placement.experts[2, 2] == -1
+    assert torch.equal(placement.logcnt, found.logcnt[0])
+    held = [sorted(one) for one in torch.split(found.phy2log[0], found.slots)]
+    assert [sorted(e for e in row if e >= 0) for row in placement.experts.tolist()] == held

@@ -204,6 +204,7 @@ TABLE = (
         ("'x'", "''", "'2'"),
         ("routing.RoutingRecorder(model)", "routing.RoutingRecorder.add(layer)"),
     ),
+    Row("the first layer", ("0",), ("balance.Plan.placement(layer)",)),
     Row("a layer without a number", ("0",), ("ops.dispatch(layer)", "ops.moe(layer)")),
     Row("a path", ("'x'", "'2'"), ("path",)),
     Row("nothing that is watched", ("[]", "()"), ("routing.RoutingRecorder(watch)",)),
@@ -220,7 +221,11 @@ TABLE = (
         "no other",
         (),
         (
-            *("moecomm.ExpertWeights(shapes)", "moecomm.ExpertWeights.prefetch(target)"),
+            *(
+                "moecomm.ExpertWeights(shapes)",
+                "moecomm.ExpertWeights.prefetch(target)",
+                "balance.Plan.placement(layer)",
+            ),
             *("moecomm.Buffer.set_placement(placement)", "moecomm.Placement(choice)", "moecomm.Placement(experts)"),
         ),
     ),

@@ -220,6 +220,7 @@ def of_balance() -> dict[str, list[Call]]:
     asked = {"load": load, "choice": "even"}
     return {
         "balance.Plan": [Call(balance.Plan, made)],
+        "balance.Plan.placement": [Call(before.placement, {"layer": 0, "choice": "token"})],
         "balance.Plan.rank_loads": [Call(before.rank_loads, asked)],
         "balance.Plan.predicted": [Call(before.predicted, asked)],
         "balance.Plan.crossing": [Call(before.crossing, {"load": load})],
