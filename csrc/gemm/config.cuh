@@ -25,21 +25,26 @@ struct GemmConfig {
     Activation activation = Activation::swiglu;
     bool bias = false;            // GemmArgs::bias may be given
     bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
+    bool mxfp4 = false;           // w is packed MXFP4 (mxfp4.cuh), x is bf16 and operand B
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
+    MOECOMM_BOTH constexpr bool has_slot_scales() const { return scaled() || mxfp4; }  // a slot holds scales beside the operands
     // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.
     MOECOMM_BOTH constexpr bool finishes() const { return bias || channel_scales || (gated && activation != Activation::swiglu); }
     // Groups of kPartColumns rows of w that a warpgroup multiplies in sequence.  Two for scaled e4m3, so that the 128 product columns that
     // share a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }
     MOECOMM_BOTH constexpr i32 block_columns() const { return gemm_block_columns(scaled()); }    // rows of w
-    MOECOMM_BOTH constexpr i32 depth() const { return kSlotRowBytes / bytes_of(type); }          // columns of x and w in a slot
-    MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * kSlotRowBytes; }  // bytes of w in a slot
-    MOECOMM_BOTH constexpr i32 row_bytes() const { return most_rows * kSlotRowBytes; }           // bytes of x in a slot
+    MOECOMM_BOTH constexpr i32 boxes() const { return mxfp4 ? kPackedBoxes : 1; }                // boxes of x in a slot, of neighboring columns
+    MOECOMM_BOTH constexpr i32 depth() const { return boxes() * kSlotRowBytes / bytes_of(type); }  // columns of x and w in a slot
+    MOECOMM_BOTH constexpr i32 weight_row_bytes() const { return mxfp4 ? kPackedRowBytes : kSlotRowBytes; }
+    MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * weight_row_bytes(); }  // bytes of w in a slot
+    MOECOMM_BOTH constexpr i32 box_bytes() const { return most_rows * kSlotRowBytes; }                // bytes of a box of x in a slot
+    MOECOMM_BOTH constexpr i32 row_bytes() const { return boxes() * box_bytes(); }                    // bytes of x in a slot
     // Bytes of the product that a warpgroup transposes at once.  There are two such buffers, so that one barrier a step is enough.
     MOECOMM_BOTH constexpr i32 stage_bytes() const { return gemm_stage_bytes(scaled()); }
-    MOECOMM_BOTH constexpr i32 shared_bytes() const { return gemm_shared_bytes(scaled(), most_rows, stages); }
+    MOECOMM_BOTH constexpr i32 shared_bytes() const { return gemm_shared_bytes(scaled(), most_rows, stages, mxfp4); }
     MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / cluster; }  // box height of the first map of x
 };
 

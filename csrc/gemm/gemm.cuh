@@ -13,6 +13,7 @@
 #include "epilogue_cast.cuh"
 #include "epilogue_rows.cuh"
 #include "finish.cuh"
+#include "mxfp4.cuh"
 #include "scaled.cuh"
 
 namespace moecomm {
@@ -63,9 +64,10 @@ template <GemmConfig c, bool apart>
 MOECOMM_FN void load_weights(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, i32 k, i32 slot) {
     const i32 column = block_of<c>(tile, rank) * c.block_columns();
     u64* full = &s.barriers.full[slot];
-    expect_bytes(full, c.weight_bytes() + tile.padded * kSlotRowBytes);
+    expect_bytes(full, c.weight_bytes() + c.boxes() * tile.padded * kSlotRowBytes);
     const u64 keep = tile.only_row_tile ? kKeepLeast : kKeepNormal;
     const u32 w = shared_address(s.ring.w[slot]);
+    if constexpr (c.mxfp4) k /= 2;  // bytes of two columns
     if constexpr (apart) {
         load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
     } else {
@@ -83,6 +85,8 @@ MOECOMM_FN void load_rows(GemmShared<c>& s, const TensorMap* x, const Tile& tile
         const i32 box = c.least_box() << i;
         if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
         load_box_for_all<c.cluster>(to, x[i], k, row, &s.barriers.full[slot], kKeepNormal);
+        if constexpr (c.mxfp4)
+            load_box_for_all<c.cluster>(to + c.box_bytes(), x[i], k + kSlotRowBytes / bytes_of(c.type), row, &s.barriers.full[slot], kKeepNormal);
         to += box * kSlotRowBytes;
         row += box;
     }
@@ -112,14 +116,14 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args) {
 
 // Where a lane finds the scales of a tile, step after step.  `product`: configuration of the tile's product.  Empty for types without
 // scales.
-template <GemmConfig product, bool = product.scaled()>
+template <GemmConfig product, bool = product.scaled(), bool = product.mxfp4>
 struct TileScales {
     MOECOMM_FN TileScales(const GemmArgs&, const Tile&, i32, u64) {}
     template <GemmConfig c>
     MOECOMM_FN void load(GemmShared<c>&, const GemmArgs&, const Tile&, i32) {}
 };
 template <GemmConfig product>
-struct TileScales<product, true> {
+struct TileScales<product, true, false> {
     const float *of_w, *of_x;
 
     // `x_scales`: those of the row that the tile counts its rows from.
@@ -141,6 +145,20 @@ struct TileScales<product, true> {
         arrive_when_loaded(&s.barriers.full[slot]);
         ++of_w;
         of_x += args.x_scale_column;
+    }
+};
+
+// With packed weights.
+template <GemmConfig product>
+struct TileScales<product, false, true> {
+    PackedWalk<product> walk;
+
+    MOECOMM_FN TileScales(const GemmArgs& args, const Tile& tile, i32 rank, u64) : walk(args, tile.group, block_of<product>(tile, rank)) {}
+    // Loads the scales of the next step into its slot, as above.
+    template <GemmConfig c>
+    MOECOMM_FN void load(GemmShared<c>& s, const GemmArgs&, const Tile&, i32 slot) {
+        walk.load(s.scales.slot(slot));
+        arrive_when_loaded(&s.barriers.full[slot]);
     }
 };
 
@@ -258,7 +276,12 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     float accum[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
+        if constexpr (c.mxfp4) {
+            const PackedTile<c> packed(args, tile.group, block_of<c>(tile, place_in_cluster<c>()), math_group);
+            multiply_packed<c>(s.ring, s.barriers, s.scales, place, packed, steps, tile.padded, accum[0]);
+        } else {
+            multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
+        }
         if constexpr (c.finishes()) finish<c>(accum, args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
         store_accum<c>(accum, tile, math_group, columns, shared_address(s.staging), turns, out);
     }
@@ -294,7 +317,7 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
     if (threadIdx.x < kWarpgroup) {
         reg_dealloc<kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles(s, args);
-        if constexpr (c.scaled()) {
+        if constexpr (c.has_slot_scales()) {
             if (warp_id() == 2) load_scales(s, args);
         }
     } else {

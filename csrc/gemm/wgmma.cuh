@@ -68,6 +68,11 @@ MOECOMM_FN void wgmma_wait() {
                  "wgmma.mma_async.sync.aligned.m64n" #n kinds " {" MOECOMM_REGISTERS_##registers \
                  "}, %" #a_at ", %" #b_at ", keep, 1, 1" orders ";\n\t}" \
                  : MOECOMM_SUMS_##registers : "l"(a), "l"(b), "r"(keep))
+#define MOECOMM_WGMMA_A_IN_REGISTERS(n, registers, a0_at, a1_at, a2_at, a3_at, b_at, keep_at) \
+    asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %" #keep_at ", 0;\n\t" \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" MOECOMM_REGISTERS_##registers \
+                 "}, {%" #a0_at ", %" #a1_at ", %" #a2_at ", %" #a3_at "}, %" #b_at ", keep, 1, 1, 0;\n\t}" \
+                 : MOECOMM_SUMS_##registers : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
 #define MOECOMM_WGMMA(n, registers, a_at, b_at, keep_at) \
     { \
         if constexpr (type == Type::bf16) MOECOMM_WGMMA_OF("k16.f32.bf16.bf16", ", 0, 0", n, registers, a_at, b_at, keep_at); \
@@ -97,9 +102,34 @@ MOECOMM_FN void wgmma(float (&accum)[size], u64 a, u64 b, i32 keep) {
     if constexpr (n == 240) MOECOMM_WGMMA(240, 15, 120, 121, 122);
     if constexpr (n == 256) MOECOMM_WGMMA(256, 16, 128, 129, 130);
 }
+
+// Issues one product of bf16 whose operand A is in registers: 16 columns of 64 rows.  Lane l of warp w holds columns 2 (l % 4) + {0, 1}
+//     a[0]: of row 16 w + l / 4,  a[1]: of row 16 w + l / 4 + 8,  a[2], a[3]: of the same rows, 8 columns further on.
+// The registers must not change before wgmma_wait() has completed the product.
+template <i32 n, i32 size>
+MOECOMM_FN void wgmma_registers(float (&accum)[size], const u32* a, u64 b, i32 keep) {
+    static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");
+    if constexpr (n == 16) MOECOMM_WGMMA_A_IN_REGISTERS(16, 1, 8, 9, 10, 11, 12, 13);
+    if constexpr (n == 32) MOECOMM_WGMMA_A_IN_REGISTERS(32, 2, 16, 17, 18, 19, 20, 21);
+    if constexpr (n == 48) MOECOMM_WGMMA_A_IN_REGISTERS(48, 3, 24, 25, 26, 27, 28, 29);
+    if constexpr (n == 64) MOECOMM_WGMMA_A_IN_REGISTERS(64, 4, 32, 33, 34, 35, 36, 37);
+    if constexpr (n == 80) MOECOMM_WGMMA_A_IN_REGISTERS(80, 5, 40, 41, 42, 43, 44, 45);
+    if constexpr (n == 96) MOECOMM_WGMMA_A_IN_REGISTERS(96, 6, 48, 49, 50, 51, 52, 53);
+    if constexpr (n == 112) MOECOMM_WGMMA_A_IN_REGISTERS(112, 7, 56, 57, 58, 59, 60, 61);
+    if constexpr (n == 128) MOECOMM_WGMMA_A_IN_REGISTERS(128, 8, 64, 65, 66, 67, 68, 69);
+    if constexpr (n == 144) MOECOMM_WGMMA_A_IN_REGISTERS(144, 9, 72, 73, 74, 75, 76, 77);
+    if constexpr (n == 160) MOECOMM_WGMMA_A_IN_REGISTERS(160, 10, 80, 81, 82, 83, 84, 85);
+    if constexpr (n == 176) MOECOMM_WGMMA_A_IN_REGISTERS(176, 11, 88, 89, 90, 91, 92, 93);
+    if constexpr (n == 192) MOECOMM_WGMMA_A_IN_REGISTERS(192, 12, 96, 97, 98, 99, 100, 101);
+    if constexpr (n == 208) MOECOMM_WGMMA_A_IN_REGISTERS(208, 13, 104, 105, 106, 107, 108, 109);
+    if constexpr (n == 224) MOECOMM_WGMMA_A_IN_REGISTERS(224, 14, 112, 113, 114, 115, 116, 117);
+    if constexpr (n == 240) MOECOMM_WGMMA_A_IN_REGISTERS(240, 15, 120, 121, 122, 123, 124, 125);
+    if constexpr (n == 256) MOECOMM_WGMMA_A_IN_REGISTERS(256, 16, 128, 129, 130, 131, 132, 133);
+}
 // clang-format on
 
 #undef MOECOMM_WGMMA
+#undef MOECOMM_WGMMA_A_IN_REGISTERS
 #undef MOECOMM_WGMMA_OF
 #undef MOECOMM_SUMS
 #undef MOECOMM_REGISTERS_1

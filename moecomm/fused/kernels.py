@@ -17,7 +17,7 @@ from moecomm.gpu.plain_kernel import PlainKernel
 
 _CONSTANTS = _native.fused_constants()
 THREADS, MOST_GROUPS = _CONSTANTS["gemm_threads"], _CONSTANTS["most_groups"]
-SLOT_ROW_BYTES = _CONSTANTS["slot_row_bytes"]
+SLOT_ROW_BYTES, PACKED_ROW_BYTES = _CONSTANTS["slot_row_bytes"], _CONSTANTS["packed_row_bytes"]
 LEAST_COUNTED, PUBLISH_THREADS = _CONSTANTS["least_counted"], _CONSTANTS["publish_threads"]
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # dtypes of unquantized products
 FP8 = torch.float8_e4m3fn
@@ -64,11 +64,20 @@ def gemm_config(
     schedule: Schedule,
     out: torch.dtype | None = None,
     epilogue: Epilogue = PLAIN,
+    mxfp4: bool = False,
 ) -> str:
-    """Return a GemmConfig (csrc/gemm/config.cuh) as C++ source; `out`: dtype of the product, default `dtype`."""
+    """Return a GemmConfig (csrc/gemm/config.cuh) as C++ source.
+
+    Args:
+        dtype: of x and w; beside MXFP4 weights that of x.
+        gated, apart, schedule, epilogue: see the fields of GemmConfig.
+        out: dtype of the product, default `dtype`.
+        mxfp4: the weights are packed MXFP4.
+    """
     fields: dict[str, str | bool | int] = {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
     fields |= {"gated": gated, "apart": apart, **dataclasses.asdict(schedule)}
     fields |= {**epilogue._asdict(), "activation": f"Activation::{epilogue.activation}"}
+    fields |= {"mxfp4": True} if mxfp4 else {}
     written = (f".{name} = {str(v).lower() if isinstance(v, bool) else v}" for name, v in fields.items())
     return f"GemmConfig{{{', '.join(written)}}}"
 
@@ -81,11 +90,12 @@ def gemm_kernel(
     schedule: Schedule,
     out: torch.dtype | None = None,
     epilogue: Epilogue = PLAIN,
+    mxfp4: bool = False,
 ) -> SharedKernel:
-    """Return the grouped GEMM kernel; `out`: dtype of the product, default `dtype`."""
-    entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue)}>"
+    """Return the grouped GEMM kernel; arguments as in gemm_config()."""
+    entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue, mxfp4)}>"
     scaled = dtype == FP8 and not epilogue.channel_scales
-    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages)
+    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages, mxfp4)
     return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)
 
 

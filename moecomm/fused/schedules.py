@@ -88,6 +88,15 @@ FP8_SCHEDULES = {
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
     "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
 }
+# MXFP4 weights beside bfloat16 rows: slots have 128 columns, so stages are fewer.
+MXFP4_SCHEDULES = {
+    "64x7c1": Schedule(row_unit=16, most_rows=64, stages=7, cluster=1),
+    "64x7c2": Schedule(row_unit=16, most_rows=64, stages=7, cluster=2),
+    "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
+    "128x4c2": Schedule(row_unit=16, most_rows=128, stages=4, cluster=2),
+    "160x3c1": Schedule(row_unit=16, most_rows=160, stages=3, cluster=1),
+    "192x3c1": Schedule(row_unit=32, most_rows=192, stages=3, cluster=1),
+}
 FP8_BAND = 2 * BAND  # row tiles are half as high
 
 
@@ -133,9 +142,18 @@ def schedule_of_both(
     return _named(dtype, tuning.gemm_schedule(gpu, "fused_gemms", tuning.name_of(dtype), shape))
 
 
-def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
-    """Raise BadInput if `schedule` does not exist for x and w of `dtype`."""
+def mxfp4_schedule(expected_rows: int) -> Schedule:
+    """Return the schedule of a GEMM of bfloat16 rows and MXFP4 weights."""
+    return MXFP4_SCHEDULES["64x7c1" if expected_rows <= 40 else "128x4c1"]
+
+
+def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) -> None:
+    """Raise BadInput if `schedule` does not exist for x of `dtype` and w of the same, or in MXFP4."""
     is_one = isinstance(schedule, Schedule)
+    if mxfp4:
+        if not (is_one and schedule in MXFP4_SCHEDULES.values()):
+            raise BadInput("schedule", repr(schedule), "one of MXFP4_SCHEDULES")
+        return
     if dtype == torch.float8_e4m3fn and not (is_one and schedule in FP8_SCHEDULES.values()):
         raise BadInput("schedule", repr(schedule), "one of FP8_SCHEDULES")
     if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped):

@@ -35,12 +35,18 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/wgmma.cuh": {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
+        "wgmma_registers": "emulator::multiply_registers<n>(accum, a, b, keep != 0);",
         "wgmma": "emulator::multiply<static_cast<int>(type), n>(accum, a, b, keep != 0);",
     },
     "gemm/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
         "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",
         "finish_scales": "emulator::forget_lines();",  # the acquire that follows does
+    },
+    "gemm/mxfp4.cuh": {
+        "multiply_pairs": "u32 out = 0; for (i32 half = 0; half < 32; half += 16) out |= host::Bf16::round("
+        "__uint_as_float(a >> half << 16) * __uint_as_float(b >> half << 16)) << half; return out;",
+        "load_shared_words": "uint2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
     },
     "gemm/scaled.cuh": {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",

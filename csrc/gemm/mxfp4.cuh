@@ -1,0 +1,216 @@
+// Products of bf16 rows with packed MXFP4 weights, which are widened in registers.
+//
+// Weights lie in a slot as they do in memory: 64 bytes of each row, two e2m1 values a byte, the even column in the low half, with the 64-byte
+// swizzle of tensor loads.  Their scales, one byte for 32 columns, are copied beside them.  A lane reads 16 bytes of each of its two rows,
+// takes its byte of every four, and makes operand A of wgmma of them.  e2m1 * 2^(scale - 127) is exact in bf16 unless it exceeds it: the
+// sums are those of the widened weights, in the order of multiply() (gemm.cuh).
+//
+// Bits of e2m1 at the upper end of a half word, with exponent and mantissa shifted down by 6, are a bf16 that is 2^126 too small, also for
+// 0.5, a subnormal in both.  One product with 2^(scale - 1) then is exact up to scale 128; larger scales take a second one.
+#pragma once
+#include "epilogue.cuh"
+#include "finish.cuh"
+#include "scales.cuh"
+#include "wgmma.cuh"
+
+namespace moecomm {
+
+constexpr i32 kMxGroup = 32;           // columns that share a scale
+constexpr u32 kLargestFirst = 128;     // scale whose 2^(scale - 1) is the largest power of two in bf16
+constexpr u32 kOnePair = 0x3f803f80u;  // 1 and 1, in bf16
+
+// The product of two pairs of bf16, subnormals included.
+MOECOMM_FN u32 multiply_pairs(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+MOECOMM_FN uint2 load_shared_words(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+// Bytes `shift` / 8 to `shift` / 8 + 3 of two words.
+MOECOMM_FN u32 word_at(const uint2& words, i32 shift) { return __funnelshift_r(words.x, words.y, shift); }
+
+// Widens eight e2m1 values, of which a lane has four bytes, but for the scale: the values of byte `lane` of each word, 2^126 too small.
+// `take`: see take_of.
+MOECOMM_FN void spread(const uint4& words, u32 take, u32 (&pairs)[4]) {
+    const u32 halves[2] = {__byte_perm(words.x, words.y, take), __byte_perm(words.z, words.w, take)};
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) {
+        // Bytes 3 and 1 have the odd and the even value of the first word in their upper halves, bytes 2 and 0 those of the second.
+        const u32 both = (halves[i] & 0xffff0000u) | (halves[i] << 4 & 0x0000ffffu), other = both << 8;
+        pairs[2 * i] = (both & 0x80008000u) | (both >> 6 & 0x01c001c0u);
+        pairs[2 * i + 1] = (other & 0x80008000u) | (other >> 6 & 0x01c001c0u);
+    }
+}
+// Selector of __byte_perm: byte `place` of the second word, of the first word, and both again.
+MOECOMM_FN u32 take_of(i32 place) { return 0x0404u + 0x1111u * static_cast<u32>(place); }
+
+// 2^(scale - 1) twice, in bf16, of byte `index` of four scales up to kLargestFirst.
+MOECOMM_FN u32 first_factors(u32 scales, i32 index) {
+    return __byte_perm(scales, 0, 0x4040u | 0x0101u * static_cast<u32>(index)) * 128u + 0x3f003f00u;
+}
+// The factors that remain: 1, or 2^(scale - 128) of a larger scale, or NaN of 255.
+MOECOMM_FN u32 second_factors(u32 scales, i32 index) {
+    const u32 scale = scales >> 8 * index & 0xffu;
+    const u32 factor = scale <= kLargestFirst ? kOnePair & 0xffffu : scale == 255 ? 0x7fc0u : (scale - 1) << 7;
+    return factor * 0x00010001u;
+}
+// Four scales, larger ones replaced by kLargestFirst.
+MOECOMM_FN u32 at_most_first(u32 scales) {
+    u32 found = 0;
+#pragma unroll
+    for (i32 i = 0; i < 32; i += 8) found |= min(scales >> i & 0xffu, kLargestFirst) << i;
+    return found;
+}
+MOECOMM_FN bool some_larger(u32 scales) { return (((scales & 0x7f7f7f7fu) + 0x7f7f7f7fu) & scales & 0x80808080u) != 0; }
+
+template <GemmConfig c>
+struct RingScales<c, false, true> {
+    alignas(8) u32 slots[c.stages][c.block_columns()][kPackedScaleBytes / 4];
+
+    // Address of a slot in shared memory.
+    MOECOMM_FN u32 slot(i32 slot) const { return shared_address(slots[0]) + slot * static_cast<i32>(sizeof(slots[0])); }
+};
+
+// Address of the scales of a row of w, which is counted as the row lies in the ring.  Rows beyond the end have the last row's; their products
+// are not stored.
+template <GemmConfig c>
+MOECOMM_FN u64 packed_scales_at(const GemmArgs& args, i32 group, i32 row) {
+    const i64 in_memory = c.apart ? apart_row(row, args.columns / 2) : min(row, args.columns - 1);
+    return args.w_scales + (static_cast<i64>(group) * args.columns + in_memory) * (args.depth / kMxGroup);
+}
+
+// Where a warp finds the scales of a tile, step after step.  They begin at any byte: two words from a multiple of 4 on hold the four of a
+// step.
+template <GemmConfig c>
+struct PackedWalk {
+    static constexpr i32 kRows = c.block_columns() / kWarp;  // of a lane
+    u64 rows[kRows], last;                                   // words: of each row, and the last one of all scales
+
+    MOECOMM_FN PackedWalk(const GemmArgs& args, i32 group, i32 block) {
+        const u64 scales = static_cast<u64>(args.grouping.groups) * args.columns * (args.depth / kMxGroup);
+        last = (args.w_scales + scales - 1) & ~3ull;
+#pragma unroll
+        for (i32 i = 0; i < kRows; ++i)
+            rows[i] = packed_scales_at<c>(args, group, block * c.block_columns() + i * kWarp + lane_id()) & ~3ull;
+    }
+    // Starts to copy the scales of the next step to `slot`.  A whole warp; arrive_when_loaded() orders the copies.
+    MOECOMM_FN void load(u32 slot) {
+#pragma unroll
+        for (i32 i = 0; i < kRows; ++i) {
+            const u32 to = slot + (i * kWarp + lane_id()) * kPackedScaleBytes;
+            load_scale(to, reinterpret_cast<const float*>(min(rows[i], last)));
+            load_scale(to + 4, reinterpret_cast<const float*>(min(rows[i] + 4, last)));
+            rows[i] += c.depth() / kMxGroup;
+        }
+    }
+};
+
+// A lane's part of a tile: places of its two rows of w, 8 from each other.
+template <GemmConfig c>
+struct PackedTile {
+    u32 values, scales;  // offsets of the first row in a slot
+    u32 swizzle, take;
+    i32 first_shift, second_shift;  // of word_at
+    i32 groups;                     // scales of a row
+
+    MOECOMM_FN PackedTile(const GemmArgs& args, i32 group, i32 block, i32 math_group) {
+        const i32 row = math_group * kPartColumns + warp_id() % 4 * 16 + lane_id() / 4, in_all = block * c.block_columns() + row;
+        values = row * kPackedRowBytes;
+        scales = row * kPackedScaleBytes;
+        swizzle = row / 2 % 4;
+        take = take_of(lane_id() % 4);
+        first_shift = static_cast<i32>(packed_scales_at<c>(args, group, in_all) % 4) * 8;
+        second_shift = static_cast<i32>(packed_scales_at<c>(args, group, in_all + 8) % 4) * 8;
+        groups = args.depth / kMxGroup;
+    }
+    // The four scales of a step at `from` of a slot; those beyond the end of the row are 0, as the values are.
+    MOECOMM_FN u32 scales_of(u32 from, i32 shift, i32 step) const {
+        const u32 word = word_at(load_shared_words(from), shift);
+        const i32 left = groups - step * (c.depth() / kMxGroup);
+        return left >= 4 ? word : word & ((1u << 8 * left) - 1);
+    }
+};
+
+// Makes operand A of two products: the 32 columns of a slot that share a scale.  `at`: the lane's values in the slot; `scales`: of its two
+// rows, at most kLargestFirst; `larger`: true in all lanes of the warp if the scales in `all` of any of them exceed that.
+template <GemmConfig c, i32 group>
+MOECOMM_FN void widen_weights(const PackedTile<c>& tile, u32 at, const u32 (&scales)[2], bool larger, const u32 (&all)[2], u32 (&a)[8]) {
+    const u32 chunk = (static_cast<u32>(group) ^ tile.swizzle) * 16;
+#pragma unroll
+    for (i32 second = 0; second < 2; ++second) {
+        u32 pairs[4];
+        spread(load_shared(at + second * 8 * kPackedRowBytes + chunk), tile.take, pairs);
+        const u32 factors = first_factors(scales[second], group);
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) a[i * 2 + second] = multiply_pairs(pairs[i], factors);
+    }
+    if (larger) {
+#pragma unroll
+        for (i32 i = 0; i < 8; ++i) a[i] = multiply_pairs(a[i], second_factors(all[i % 2], group));
+    }
+}
+
+// One group of a slot: its products run while the next group is widened.  Those of the group before are complete on return.
+template <GemmConfig c, i32 n, i32 group, i32 size>
+MOECOMM_FN void multiply_group(const PackedTile<c>& tile, u32 w, u32 x, const u32 (&scales)[2], bool larger, const u32 (&all)[2], u32 (&a)[8],
+                               float (&accum)[size]) {
+    widen_weights<c, group>(tile, w, scales, larger, all, a);
+    wgmma_begin();
+#pragma unroll
+    for (i32 k = 0; k < 2; ++k)
+        wgmma_registers<n>(accum, a + 4 * k, operand(x + group / 2 * (c.box_bytes() / 16) + group % 2 * 4 + 2 * k), 1);
+    wgmma_commit();
+    wgmma_wait<1>();
+}
+
+// Multiplies 64 rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Each step waits for `full`; registers of operand
+// A alternate between groups of columns.  Cannot fail.
+template <GemmConfig c, i32 n, i32 size>
+MOECOMM_FN void multiply_packed_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& ring_scales, RingPlace<c>& place,
+                                     const PackedTile<c>& tile, i32 steps, float (&accum)[size]) {
+    const u32 x = operand_at(shared_address(ring.x[0])), w = shared_address(ring.w[0]) + tile.values;
+    u32 a[2][8];
+    i32 before = 0;
+#pragma unroll
+    for (i32 i = 0; i < n / 2; ++i) accum[i] = 0.0f;
+#pragma unroll 1
+    for (i32 step = 0; step < steps; ++step) {
+        copy_wait(&barriers.full[place.slot], place.phase);
+        const u32 x_slot = x + place.slot * (c.row_bytes() / 16), w_slot = w + place.slot * c.weight_bytes();
+        const u32 of_rows = ring_scales.slot(place.slot) + tile.scales;
+        const u32 all[2] = {tile.scales_of(of_rows, tile.first_shift, step),
+                            tile.scales_of(of_rows + 8 * kPackedScaleBytes, tile.second_shift, step)};
+        u32 scales[2] = {all[0], all[1]};
+        const bool larger = __any_sync(kAllLanes, some_larger(all[0]) || some_larger(all[1]));
+        if (larger) {
+            scales[0] = at_most_first(all[0]);
+            scales[1] = at_most_first(all[1]);
+        }
+        multiply_group<c, n, 0>(tile, w_slot, x_slot, scales, larger, all, a[0], accum);
+        if (step > 0) release_slot<c>(barriers, before);
+        multiply_group<c, n, 1>(tile, w_slot, x_slot, scales, larger, all, a[1], accum);
+        multiply_group<c, n, 2>(tile, w_slot, x_slot, scales, larger, all, a[0], accum);
+        multiply_group<c, n, 3>(tile, w_slot, x_slot, scales, larger, all, a[1], accum);
+        before = place.slot;
+        place.step();
+    }
+    wgmma_wait<0>();
+    release_slot<c>(barriers, before);
+}
+// Multiplies a tile, with the instance whose n is `padded`.  Called by a math warpgroup; `accum` is complete on return.
+template <GemmConfig c, i32 n = c.most_rows, i32 size>
+MOECOMM_FN void multiply_packed(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
+                                const PackedTile<c>& tile, i32 steps, i32 padded, float (&accum)[size]) {
+    static_assert(c.type == Type::bf16 && c.swapped && !c.channel_scales, "x is bf16, and w operand A");
+    if (n > c.row_unit && padded != n) {
+        if constexpr (n > c.row_unit) multiply_packed<c, n - c.row_unit>(ring, barriers, scales, place, tile, steps, padded, accum);
+    } else {
+        multiply_packed_rows<c, n>(ring, barriers, scales, place, tile, steps, accum);
+    }
+}
+
+}  // namespace moecomm
