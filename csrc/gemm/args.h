@@ -45,9 +45,9 @@ MOECOMM_BOTH constexpr i32 gemm_stage_bytes(bool scaled) { return scaled ? 4096 
 // Dynamic shared memory of a block; gemm.cuh asserts that GemmShared fits.
 MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages, bool mxfp4 = false) {
     const i32 barriers = 2 * static_cast<i32>(sizeof(u64)), scales = scaled ? 4 * (kWeightScales + most_rows) : 0;
-    const i32 slot = mxfp4 ? gemm_block_columns(scaled) * (kPackedRowBytes + kPackedScaleBytes) +
-                                 most_rows * kPackedBoxes * kSlotRowBytes + barriers
-                           : (gemm_block_columns(scaled) + most_rows) * kSlotRowBytes + barriers + scales;
+    const i32 slot =
+        mxfp4 ? gemm_block_columns(scaled) * (kPackedRowBytes + kPackedScaleBytes) + most_rows * kPackedBoxes * kSlotRowBytes + barriers
+              : (gemm_block_columns(scaled) + most_rows) * kSlotRowBytes + barriers + scales;
     return stages * slot + kMathGroups * 2 * gemm_stage_bytes(scaled) + kMostGroups * 4 + 16;
 }
 

@@ -58,10 +58,12 @@ MOECOMM_FN void turn(const float (&accum)[size], u32 staging) {
     using T = Turned<c>;
     // Type of the product before a cast.
     constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
+    constexpr i32 rows = T::rows < c.most_rows - from ? T::rows : c.most_rows - from;
     const i32 lane = lane_id(), warp = warp_id() % 4;
     if constexpr (c.gated) {
+        static_assert(rows % 32 == 0, "rows of four matrices");
 #pragma unroll
-        for (i32 row = 0; row < T::rows; row += 32) {
+        for (i32 row = 0; row < rows; row += 32) {
             u32 m[4];
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
@@ -72,7 +74,7 @@ MOECOMM_FN void turn(const float (&accum)[size], u32 staging) {
         }
     } else {
 #pragma unroll
-        for (i32 row = 0; row < T::rows; row += 16) {
+        for (i32 row = 0; row < rows; row += 16) {
             u32 m[4];
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {

@@ -86,7 +86,8 @@ MOECOMM_FN void load_rows(GemmShared<c>& s, const TensorMap* x, const Tile& tile
         if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
         load_box_for_all<c.cluster>(to, x[i], k, row, &s.barriers.full[slot], kKeepNormal);
         if constexpr (c.mxfp4)
-            load_box_for_all<c.cluster>(to + c.box_bytes(), x[i], k + kSlotRowBytes / bytes_of(c.type), row, &s.barriers.full[slot], kKeepNormal);
+            load_box_for_all<c.cluster>(to + c.box_bytes(), x[i], k + kSlotRowBytes / bytes_of(c.type), row, &s.barriers.full[slot],
+                                        kKeepNormal);
         to += box * kSlotRowBytes;
         row += box;
     }

@@ -1,9 +1,9 @@
 // Products of bf16 rows with packed MXFP4 weights, which are widened in registers.
 //
-// Weights lie in a slot as they do in memory: 64 bytes of each row, two e2m1 values a byte, the even column in the low half, with the 64-byte
-// swizzle of tensor loads.  Their scales, one byte for 32 columns, are copied beside them.  A lane reads 16 bytes of each of its two rows,
-// takes its byte of every four, and makes operand A of wgmma of them.  e2m1 * 2^(scale - 127) is exact in bf16 unless it exceeds it: the
-// sums are those of the widened weights, in the order of multiply() (gemm.cuh).
+// Weights lie in a slot as they do in memory: 64 bytes of each row, two e2m1 values a byte, the even column in the low half, with the
+// 64-byte swizzle of tensor loads.  Their scales, one byte for 32 columns, are copied beside them.  A lane reads 16 bytes of each of its
+// two rows, takes its byte of every four, and makes operand A of wgmma of them.  e2m1 * 2^(scale - 127) is exact in bf16 unless it exceeds
+// it: the sums are those of the widened weights, in the order of multiply() (gemm.cuh).
 //
 // Bits of e2m1 at the upper end of a half word, with exponent and mantissa shifted down by 6, are a bf16 that is 2^126 too small, also for
 // 0.5, a subnormal in both.  One product with 2^(scale - 1) then is exact up to scale 128; larger scales take a second one.
@@ -75,8 +75,8 @@ struct RingScales<c, false, true> {
     MOECOMM_FN u32 slot(i32 slot) const { return shared_address(slots[0]) + slot * static_cast<i32>(sizeof(slots[0])); }
 };
 
-// Address of the scales of a row of w, which is counted as the row lies in the ring.  Rows beyond the end have the last row's; their products
-// are not stored.
+// Address of the scales of a row of w, which is counted as the row lies in the ring.  Rows beyond the end have the last row's; their
+// products are not stored.
 template <GemmConfig c>
 MOECOMM_FN u64 packed_scales_at(const GemmArgs& args, i32 group, i32 row) {
     const i64 in_memory = c.apart ? apart_row(row, args.columns / 2) : min(row, args.columns - 1);
@@ -156,8 +156,8 @@ MOECOMM_FN void widen_weights(const PackedTile<c>& tile, u32 at, const u32 (&sca
 
 // One group of a slot: its products run while the next group is widened.  Those of the group before are complete on return.
 template <GemmConfig c, i32 n, i32 group, i32 size>
-MOECOMM_FN void multiply_group(const PackedTile<c>& tile, u32 w, u32 x, const u32 (&scales)[2], bool larger, const u32 (&all)[2], u32 (&a)[8],
-                               float (&accum)[size]) {
+MOECOMM_FN void multiply_group(const PackedTile<c>& tile, u32 w, u32 x, const u32 (&scales)[2], bool larger, const u32 (&all)[2],
+                               u32 (&a)[8], float (&accum)[size]) {
     widen_weights<c, group>(tile, w, scales, larger, all, a);
     wgmma_begin();
 #pragma unroll
@@ -167,8 +167,8 @@ MOECOMM_FN void multiply_group(const PackedTile<c>& tile, u32 w, u32 x, const u3
     wgmma_wait<1>();
 }
 
-// Multiplies 64 rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Each step waits for `full`; registers of operand
-// A alternate between groups of columns.  Cannot fail.
+// Multiplies 64 rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Each step waits for `full`; registers of
+// operand A alternate between groups of columns.  Cannot fail.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply_packed_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& ring_scales, RingPlace<c>& place,
                                      const PackedTile<c>& tile, i32 steps, float (&accum)[size]) {

@@ -138,6 +138,9 @@ def check_mxfp4(rounds: Rounds, w13: Weights, w2: Weights) -> tuple[Mxfp4, Mxfp4
     check_tensor("w13", w13.data, **about, shape=(local, 2 * intermediate, hidden // 2))
     check_tensor("w13", w13.scales, **about, shape=(local, 2 * intermediate, hidden // MX_GROUP))
     check_tensor("w2", w2.scales, **about, shape=(local, hidden, intermediate // MX_GROUP))
+    for argument, w in (("w13", w13), ("w2", w2)):
+        if not w.data.is_contiguous() or not w.scales.is_contiguous() or w.data.data_ptr() % 16:
+            raise BadInput(argument, f"strides {w.data.stride()}", "contiguous weights that begin at multiples of 16")
     return w13, w2
 
 
