@@ -40,7 +40,7 @@ MOECOMM_FN void spread(const uint4& words, u32 take, u32 (&pairs)[4]) {
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
         // Bytes 3 and 1 have the odd and the even value of the first word in their upper halves, bytes 2 and 0 those of the second.
-        const u32 both = (halves[i] & 0xffff0000u) | (halves[i] << 4 & 0x0000ffffu), other = both << 8;
+        const u32 both = __byte_perm(halves[i] << 4, halves[i], 0x7610), other = both << 8;
         pairs[2 * i] = (both & 0x80008000u) | (both >> 6 & 0x01c001c0u);
         pairs[2 * i + 1] = (other & 0x80008000u) | (other >> 6 & 0x01c001c0u);
     }
@@ -109,6 +109,12 @@ struct PackedWalk {
     }
 };
 
+// The scales of a step, of a lane's two rows.
+struct StepScales {
+    u32 all[2], first[2];  // as they are, and at most kLargestFirst
+    bool larger;           // in all lanes of the warp: scales of some lane exceed that
+};
+
 // A lane's part of a tile: places of its two rows of w, 8 from each other.
 template <GemmConfig c>
 struct PackedTile {
@@ -127,38 +133,55 @@ struct PackedTile {
         second_shift = static_cast<i32>(packed_scales_at<c>(args, group, in_all + 8) % 4) * 8;
         groups = args.depth / kMxGroup;
     }
-    // The four scales of a step at `from` of a slot; those beyond the end of the row are 0, as the values are.
-    MOECOMM_FN u32 scales_of(u32 from, i32 shift, i32 step) const {
-        const u32 word = word_at(load_shared_words(from), shift);
+    // The scales of a step, of a slot's at `from`.  Those beyond the end of the row are 0, as the values are.  A whole warp.
+    MOECOMM_FN StepScales scales_of(u32 from, i32 step) const {
+        StepScales found;
+        found.all[0] = word_at(load_shared_words(from), first_shift);
+        found.all[1] = word_at(load_shared_words(from + 8 * kPackedScaleBytes), second_shift);
         const i32 left = groups - step * (c.depth() / kMxGroup);
-        return left >= 4 ? word : word & ((1u << 8 * left) - 1);
+        const u32 there = left >= 4 ? ~0u : (1u << 8 * left) - 1;
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) found.first[i] = found.all[i] &= there;
+        found.larger = __any_sync(kAllLanes, some_larger(found.all[0]) || some_larger(found.all[1]));
+        if (found.larger) {
+#pragma unroll
+            for (i32 i = 0; i < 2; ++i) found.first[i] = at_most_first(found.all[i]);
+        }
+        return found;
     }
 };
 
-// Makes operand A of two products: the 32 columns of a slot that share a scale.  `at`: the lane's values in the slot; `scales`: of its two
-// rows, at most kLargestFirst; `larger`: true in all lanes of the warp if the scales in `all` of any of them exceed that.
-template <GemmConfig c, i32 group>
-MOECOMM_FN void widen_weights(const PackedTile<c>& tile, u32 at, const u32 (&scales)[2], bool larger, const u32 (&all)[2], u32 (&a)[8]) {
-    const u32 chunk = (static_cast<u32>(group) ^ tile.swizzle) * 16;
+// Loads 32 columns of a slot, which share a scale, of a lane's two rows.  `at`: the lane's values in the slot.
+template <i32 group>
+MOECOMM_FN void load_packed(u32 at, u32 swizzle, uint4 (&words)[2]) {
+    const u32 chunk = (static_cast<u32>(group) ^ swizzle) * 16;
+#pragma unroll
+    for (i32 second = 0; second < 2; ++second) words[second] = load_shared(at + second * 8 * kPackedRowBytes + chunk);
+}
+
+// Makes operand A of two products of loaded words: the 32 columns of one group.
+template <i32 group>
+MOECOMM_FN void widen_packed(const uint4 (&words)[2], u32 take, const StepScales& scales, u32 (&a)[8]) {
 #pragma unroll
     for (i32 second = 0; second < 2; ++second) {
         u32 pairs[4];
-        spread(load_shared(at + second * 8 * kPackedRowBytes + chunk), tile.take, pairs);
-        const u32 factors = first_factors(scales[second], group);
+        spread(words[second], take, pairs);
+        const u32 factors = first_factors(scales.first[second], group);
 #pragma unroll
         for (i32 i = 0; i < 4; ++i) a[i * 2 + second] = multiply_pairs(pairs[i], factors);
     }
-    if (larger) {
+    if (scales.larger) {
 #pragma unroll
-        for (i32 i = 0; i < 8; ++i) a[i] = multiply_pairs(a[i], second_factors(all[i % 2], group));
+        for (i32 i = 0; i < 8; ++i) a[i] = multiply_pairs(a[i], second_factors(scales.all[i % 2], group));
     }
 }
 
-// One group of a slot: its products run while the next group is widened.  Those of the group before are complete on return.
+// Widens the loaded group of a slot, loads the next one, and starts the products; those of the group before are complete on return.
 template <GemmConfig c, i32 n, i32 group, i32 size>
-MOECOMM_FN void multiply_group(const PackedTile<c>& tile, u32 w, u32 x, const u32 (&scales)[2], bool larger, const u32 (&all)[2],
-                               u32 (&a)[8], float (&accum)[size]) {
-    widen_weights<c, group>(tile, w, scales, larger, all, a);
+MOECOMM_FN void multiply_group(const PackedTile<c>& tile, u32 w, u32 x, const StepScales& scales, uint4 (&words)[2], u32 (&a)[8],
+                               float (&accum)[size]) {
+    widen_packed<group>(words, tile.take, scales, a);
+    if constexpr (group + 1 < c.depth() / kMxGroup) load_packed<group + 1>(w, tile.swizzle, words);
     wgmma_begin();
 #pragma unroll
     for (i32 k = 0; k < 2; ++k)
@@ -182,19 +205,14 @@ MOECOMM_FN void multiply_packed_rows(Ring<c>& ring, RingBarriers<c>& barriers, c
         copy_wait(&barriers.full[place.slot], place.phase);
         const u32 x_slot = x + place.slot * (c.row_bytes() / 16), w_slot = w + place.slot * c.weight_bytes();
         const u32 of_rows = ring_scales.slot(place.slot) + tile.scales;
-        const u32 all[2] = {tile.scales_of(of_rows, tile.first_shift, step),
-                            tile.scales_of(of_rows + 8 * kPackedScaleBytes, tile.second_shift, step)};
-        u32 scales[2] = {all[0], all[1]};
-        const bool larger = __any_sync(kAllLanes, some_larger(all[0]) || some_larger(all[1]));
-        if (larger) {
-            scales[0] = at_most_first(all[0]);
-            scales[1] = at_most_first(all[1]);
-        }
-        multiply_group<c, n, 0>(tile, w_slot, x_slot, scales, larger, all, a[0], accum);
+        uint4 words[2];
+        load_packed<0>(w_slot, tile.swizzle, words);
+        StepScales scales = tile.scales_of(of_rows, step);
+        multiply_group<c, n, 0>(tile, w_slot, x_slot, scales, words, a[0], accum);
         if (step > 0) release_slot<c>(barriers, before);
-        multiply_group<c, n, 1>(tile, w_slot, x_slot, scales, larger, all, a[1], accum);
-        multiply_group<c, n, 2>(tile, w_slot, x_slot, scales, larger, all, a[0], accum);
-        multiply_group<c, n, 3>(tile, w_slot, x_slot, scales, larger, all, a[1], accum);
+        multiply_group<c, n, 1>(tile, w_slot, x_slot, scales, words, a[1], accum);
+        multiply_group<c, n, 2>(tile, w_slot, x_slot, scales, words, a[0], accum);
+        multiply_group<c, n, 3>(tile, w_slot, x_slot, scales, words, a[1], accum);
         before = place.slot;
         place.step();
     }
