@@ -256,7 +256,7 @@ def arguments_at(
         x_strides: of x, in elements; None: contiguous.
         dtype: of x and w; beside MXFP4 weights that of x.
         w_shape: sizes of w.
-        scales: in FP8 and MXFP4 the addresses of those of x, w and the product (0: none), and the strides of those of x.
+        scales: in FP8 and MXFP4 the addresses of those of x, w and the product (0: none), and strides of those of x.
         apart, schedule, alignment, activation: see arguments().
         bias: address of the bias; 0: none.
         by_channel, mxfp4: see Operands.

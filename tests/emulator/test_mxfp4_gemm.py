@@ -1,4 +1,4 @@
-"""The grouped GEMM of MXFP4 weights on CPUs: the kernel's bits are those of the kernel for bf16, with widened weights."""
+"""The grouped GEMM of MXFP4 weights on CPUs: the kernel has the bits of the one for bf16, with widened weights."""
 
 from __future__ import annotations
 
