@@ -106,7 +106,7 @@ def grouped_gemm(
             `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
             `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
             matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4`, beside
-            bfloat16 rows: it is widened in every call, by torch.
+            bfloat16 rows: the bits of the bfloat16 weights that it stands for.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -125,7 +125,8 @@ def grouped_gemm(
             a row, and return an Fp8 for a second GEMM: data `[rows, I]`, scales `[rows, ceil(I / 128)]`.  The bits are
             those of the dispatch's cast of the bfloat16 result.
         expected_rows: rows of an expert to optimize for; default: rows of x over E.  No result depends on it.
-        schedule: tile sizes and pipeline depth, from moecomm.fused.SCHEDULES (FP8: FP8_SCHEDULES); default: by shape.
+        schedule: tile sizes and pipeline depth, from moecomm.fused.SCHEDULES (FP8: FP8_SCHEDULES; MXFP4 weights:
+            MXFP4_SCHEDULES); default: by shape.
 
     Returns:
         `out`, or a new tensor; with `quantize`, an Fp8.
