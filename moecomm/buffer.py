@@ -360,10 +360,9 @@ class Buffer(Bound):
         Weights with a scale for each channel (fp8-dynamic checkpoints, INT8) make such a layer with a scale for each
         row: tokens are cast by moecomm.fused.quantize_rows before the dispatch, and the activated values, rounded to
         the Buffer's dtype, between the GEMMs.  A sum over all K is multiplied once by the scales of its row and its
-        channel.  Such layers run unfused.  Weights in MXFP4 (moecomm.fused.Mxfp4) have the bits of a layer with the
-        bfloat16 weights that they are; such layers, too, run unfused, and Hopper reads the weights packed.  INT8 is
-        widened in every call.  Other GPUs than Hopper widen MXFP4 in every call and multiply by torch; a warning says
-        so once.
+        channel.  Weights in MXFP4 (moecomm.fused.Mxfp4) have the bits of a layer with the bfloat16 weights that they
+        are; Hopper reads them packed.  Both kinds run unfused.  INT8, and MXFP4 on other GPUs, is widened in every
+        call, and other GPUs than Hopper multiply by torch; a warning says so once.
 
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
