@@ -83,18 +83,22 @@ def test_the_kernel_has_the_bits_of_the_kernel_for_bf16(name: str) -> None:
     assert bool(found[sum(counts) :].isnan().all())
 
 
+def every_value() -> Mxfp4:
+    """Return every value with every scale, zeros with every scale, and every value with the least that is too large."""
+    codes = torch.arange(16) | torch.arange(16).flip(0) << 4  # every value at even and odd columns
+    data = codes.to(torch.uint8).repeat(2).expand(3, 256, 32).clone()
+    data[1] = 0
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(3, 1, 2)
+    scales[:, :, 1] = scales[:, :, 0].flip(1)
+    scales[2] = 129
+    return Mxfp4(data, scales)
+
+
 def test_every_value_with_every_scale() -> None:
     """Each row of x takes one column of the weights, so that the product is the weights, widened."""
-    codes = torch.arange(16) | torch.arange(16).flip(0) << 4  # every value at even and odd columns
-    data = codes.to(torch.uint8).repeat(2)[None, None].expand(1, 256, 32).contiguous()
-    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 2)
-    scales[0, :, 1] = scales[0, :, 0].flip(0)
-    x, counts = torch.eye(64, dtype=BF16), torch.tensor([64], dtype=torch.int32)
-    w = Mxfp4(data, scales)
-    found = product(x, w, counts, MXFP4_SCHEDULES["64x7c1"])
-    wanted = product(x, dequantize(w), counts, SCHEDULES["64x8c1"])
-    assert torch.equal(bits(found), bits(wanted))
-    # Infinity and NaN fill a row but for its one group; the others are the weights themselves.
-    finite = (scales[0].int() <= 251).all(dim=1)
-    plain = dequantize(w)[0].T
-    assert torch.equal(found[:, finite].float(), plain[:, finite].float()) and int(finite.sum()) > 240
+    w, x, counts = every_value(), torch.eye(64, dtype=BF16).repeat(3, 1), torch.full((3,), 64, dtype=torch.int32)
+    found, plain = product(x, w, counts, MXFP4_SCHEDULES["64x7c1"]), dequantize(w)
+    assert torch.equal(bits(found), bits(product(x, plain, counts, SCHEDULES["64x8c1"])))
+    finite = (w.scales.int() <= 251).all(dim=2)[:, None]  # infinity and NaN fill their row of the product
+    same = found.view(3, 64, 256).float() == plain.transpose(1, 2).float()
+    assert bool((same | ~finite).all()) and int(finite.sum()) > 700
