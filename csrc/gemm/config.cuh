@@ -22,6 +22,7 @@ struct GemmConfig {
     i32 stages;     // slots of the ring
     i32 cluster;    // blocks that multiply the same rows with neighboring columns; each loads its part of the rows for all
     bool swapped;   // w is operand A of wgmma (its rows are M) and x operand B; false (e4m3 only): x is A (scaled_rows.cuh)
+    i32 blocks_per_sm = 1;  // resident blocks of a multiprocessor
     Activation activation = Activation::swiglu;
     bool bias = false;            // GemmArgs::bias may be given
     bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
@@ -29,6 +30,8 @@ struct GemmConfig {
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
+    // Registers of a thread that multiplies: what the loader leaves of those that a block begins with.
+    MOECOMM_BOTH constexpr i32 math_registers() const { return blocks_per_sm == 2 ? 96 : 232; }
     MOECOMM_BOTH constexpr bool has_slot_scales() const { return scaled() || mxfp4; }  // a slot holds scales beside the operands
     // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.
     MOECOMM_BOTH constexpr bool finishes() const { return bias || channel_scales || (gated && activation != Activation::swiglu); }

@@ -61,14 +61,13 @@ MOECOMM_FN void turn(const float (&accum)[size], u32 staging) {
     constexpr i32 rows = T::rows < c.most_rows - from ? T::rows : c.most_rows - from;
     const i32 lane = lane_id(), warp = warp_id() % 4;
     if constexpr (c.gated) {
-        static_assert(rows % 32 == 0, "rows of four matrices");
 #pragma unroll
         for (i32 row = 0; row < rows; row += 32) {
             u32 m[4];
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
                 const i32 at = (from + row + 8 * i) / 2;
-                m[i] = narrow_pair<type>(gated<c>(accum[at], accum[at + 2]), gated<c>(accum[at + 1], accum[at + 3]));
+                m[i] = at < size ? narrow_pair<type>(gated<c>(accum[at], accum[at + 2]), gated<c>(accum[at + 1], accum[at + 3])) : 0;
             }
             store_turned(staging + T::offset(row + lane, 4 * part + warp), m[0], m[1], m[2], m[3]);
         }

@@ -18,7 +18,7 @@
 
 namespace moecomm {
 
-constexpr i32 kLoaderRegisters = 40, kMathRegisters = 232;
+constexpr i32 kLoaderRegisters = 40, kMathRegisters = 232;  // of one block of a multiprocessor
 static_assert((kLoaderRegisters + kMathGroups * kMathRegisters) * kWarpgroup <= 65536, "registers of a multiprocessor");
 
 template <GemmConfig c>
@@ -322,7 +322,7 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
             if (warp_id() == 2) load_scales(s, args);
         }
     } else {
-        reg_alloc<kMathRegisters>();
+        reg_alloc<c.math_registers()>();
         make_tiles(s, args, store_here<c>(args));
     }
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory

@@ -15,9 +15,9 @@
 
 namespace moecomm {
 
-constexpr i32 kMxGroup = 32;           // columns that share a scale
-constexpr u32 kLargestFirst = 128;     // scale whose 2^(scale - 1) is the largest power of two in bf16
-constexpr u32 kOnePair = 0x3f803f80u;  // 1 and 1, in bf16
+constexpr i32 kMxGroup = 32;        // columns that share a scale
+constexpr u32 kLargestFirst = 128;  // scale whose 2^(scale - 1) is the largest power of two in bf16
+constexpr u32 kOne = 0x3f80u;       // in bf16
 
 // The product of two pairs of bf16, subnormals included.
 MOECOMM_FN u32 multiply_pairs(u32 a, u32 b) {
@@ -33,37 +33,29 @@ MOECOMM_FN uint2 load_shared_words(u32 address) {
 // Bytes `shift` / 8 to `shift` / 8 + 3 of two words.
 MOECOMM_FN u32 word_at(const uint2& words, i32 shift) { return __funnelshift_r(words.x, words.y, shift); }
 
-// Widens eight e2m1 values, of which a lane has four bytes, but for the scale: the values of byte `lane` of each word, 2^126 too small.
-// `take`: see take_of.
+// Widens the two e2m1 values of a byte of each word, but for the scale: they are 2^126 too small.  `take`: see take_of.  Products move the
+// bits, because multiprocessors have as many multipliers as units for all of logic, shifts and permutations, which are the limit here.
 MOECOMM_FN void spread(const uint4& words, u32 take, u32 (&pairs)[4]) {
-    const u32 halves[2] = {__byte_perm(words.x, words.y, take), __byte_perm(words.z, words.w, take)};
+    const u32 bytes[4] = {__byte_perm(words.x, 0, take), __byte_perm(words.y, 0, take), __byte_perm(words.z, 0, take),
+                          __byte_perm(words.w, 0, take)};
 #pragma unroll
-    for (i32 i = 0; i < 2; ++i) {
-        // Bytes 3 and 1 have the odd and the even value of the first word in their upper halves, bytes 2 and 0 those of the second.
-        const u32 both = __byte_perm(halves[i] << 4, halves[i], 0x7610), other = both << 8;
-        pairs[2 * i] = (both & 0x80008000u) | (both >> 6 & 0x01c001c0u);
-        pairs[2 * i + 1] = (other & 0x80008000u) | (other >> 6 & 0x01c001c0u);
+    for (i32 i = 0; i < 4; ++i) {
+        // Exponents and mantissas 6 and 18 bits up, signs 12 and 24.
+        pairs[i] = (bytes[i] * 0x00040040u & 0x01c001c0u) | (bytes[i] * 0x01001000u & 0x80008000u);
     }
 }
-// Selector of __byte_perm: byte `place` of the second word, of the first word, and both again.
-MOECOMM_FN u32 take_of(i32 place) { return 0x0404u + 0x1111u * static_cast<u32>(place); }
+// Selector of __byte_perm: byte `place` alone.
+MOECOMM_FN u32 take_of(i32 place) { return 0x4440u | static_cast<u32>(place); }
 
 // 2^(scale - 1) twice, in bf16, of byte `index` of four scales up to kLargestFirst.
 MOECOMM_FN u32 first_factors(u32 scales, i32 index) {
     return __byte_perm(scales, 0, 0x4040u | 0x0101u * static_cast<u32>(index)) * 128u + 0x3f003f00u;
 }
-// The factors that remain: 1, or 2^(scale - 128) of a larger scale, or NaN of 255.
-MOECOMM_FN u32 second_factors(u32 scales, i32 index) {
+// The product with two factors: the first one of at most kLargestFirst, and 1, or 2^(scale - 128) of a larger scale, or NaN of 255.
+MOECOMM_FN u32 multiply_twice(u32 pair, u32 scales, i32 index) {
     const u32 scale = scales >> 8 * index & 0xffu;
-    const u32 factor = scale <= kLargestFirst ? kOnePair & 0xffffu : scale == 255 ? 0x7fc0u : (scale - 1) << 7;
-    return factor * 0x00010001u;
-}
-// Four scales, larger ones replaced by kLargestFirst.
-MOECOMM_FN u32 at_most_first(u32 scales) {
-    u32 found = 0;
-#pragma unroll
-    for (i32 i = 0; i < 32; i += 8) found |= min(scales >> i & 0xffu, kLargestFirst) << i;
-    return found;
+    const u32 second = scale <= kLargestFirst ? kOne : scale == 255 ? 0x7fc0u : (scale - 1) << 7;
+    return multiply_pairs(multiply_pairs(pair, first_factors(min(scale, kLargestFirst), 0)), second * 0x00010001u);
 }
 MOECOMM_FN bool some_larger(u32 scales) { return (((scales & 0x7f7f7f7fu) + 0x7f7f7f7fu) & scales & 0x80808080u) != 0; }
 
@@ -111,8 +103,8 @@ struct PackedWalk {
 
 // The scales of a step, of a lane's two rows.
 struct StepScales {
-    u32 all[2], first[2];  // as they are, and at most kLargestFirst
-    bool larger;           // in all lanes of the warp: scales of some lane exceed that
+    u32 rows[2];
+    bool larger;  // in all lanes of the warp: scales of some lane exceed kLargestFirst
 };
 
 // A lane's part of a tile: places of its two rows of w, 8 from each other.
@@ -136,17 +128,13 @@ struct PackedTile {
     // The scales of a step, of a slot's at `from`.  Those beyond the end of the row are 0, as the values are.  A whole warp.
     MOECOMM_FN StepScales scales_of(u32 from, i32 step) const {
         StepScales found;
-        found.all[0] = word_at(load_shared_words(from), first_shift);
-        found.all[1] = word_at(load_shared_words(from + 8 * kPackedScaleBytes), second_shift);
+        found.rows[0] = word_at(load_shared_words(from), first_shift);
+        found.rows[1] = word_at(load_shared_words(from + 8 * kPackedScaleBytes), second_shift);
         const i32 left = groups - step * (c.depth() / kMxGroup);
         const u32 there = left >= 4 ? ~0u : (1u << 8 * left) - 1;
-#pragma unroll
-        for (i32 i = 0; i < 2; ++i) found.first[i] = found.all[i] &= there;
-        found.larger = __any_sync(kAllLanes, some_larger(found.all[0]) || some_larger(found.all[1]));
-        if (found.larger) {
-#pragma unroll
-            for (i32 i = 0; i < 2; ++i) found.first[i] = at_most_first(found.all[i]);
-        }
+        found.rows[0] &= there;
+        found.rows[1] &= there;
+        found.larger = __any_sync(kAllLanes, some_larger(found.rows[0]) || some_larger(found.rows[1]));
         return found;
     }
 };
@@ -162,57 +150,85 @@ MOECOMM_FN void load_packed(u32 at, u32 swizzle, uint4 (&words)[2]) {
 // Makes operand A of two products of loaded words: the 32 columns of one group.
 template <i32 group>
 MOECOMM_FN void widen_packed(const uint4 (&words)[2], u32 take, const StepScales& scales, u32 (&a)[8]) {
+    u32 pairs[2][4];
 #pragma unroll
-    for (i32 second = 0; second < 2; ++second) {
-        u32 pairs[4];
-        spread(words[second], take, pairs);
-        const u32 factors = first_factors(scales.first[second], group);
-#pragma unroll
-        for (i32 i = 0; i < 4; ++i) a[i * 2 + second] = multiply_pairs(pairs[i], factors);
-    }
+    for (i32 second = 0; second < 2; ++second) spread(words[second], take, pairs[second]);
     if (scales.larger) {
 #pragma unroll
-        for (i32 i = 0; i < 8; ++i) a[i] = multiply_pairs(a[i], second_factors(scales.all[i % 2], group));
+        for (i32 i = 0; i < 8; ++i) a[i] = multiply_twice(pairs[i % 2][i / 2], scales.rows[i % 2], group);
+    } else {
+        const u32 factors[2] = {first_factors(scales.rows[0], group), first_factors(scales.rows[1], group)};
+#pragma unroll
+        for (i32 i = 0; i < 8; ++i) a[i] = multiply_pairs(pairs[i % 2][i / 2], factors[i % 2]);
     }
 }
 
-// Widens the loaded group of a slot, loads the next one, and starts the products; those of the group before are complete on return.
+// Where the products of a slot find their operands.
+struct PackedSlot {
+    u32 w, x;
+};
+
+// Starts the products of one group.  Called by a math warpgroup.
 template <GemmConfig c, i32 n, i32 group, i32 size>
-MOECOMM_FN void multiply_group(const PackedTile<c>& tile, u32 w, u32 x, const StepScales& scales, uint4 (&words)[2], u32 (&a)[8],
-                               float (&accum)[size]) {
-    widen_packed<group>(words, tile.take, scales, a);
-    if constexpr (group + 1 < c.depth() / kMxGroup) load_packed<group + 1>(w, tile.swizzle, words);
+MOECOMM_FN void start_group(u32 x, const u32 (&a)[8], float (&accum)[size]) {
     wgmma_begin();
 #pragma unroll
     for (i32 k = 0; k < 2; ++k)
         wgmma_registers<n>(accum, a + 4 * k, operand(x + group / 2 * (c.box_bytes() / 16) + group % 2 * 4 + 2 * k), 1);
     wgmma_commit();
+}
+// Widens the loaded group of a slot, loads the next one, and starts the products; those of the group before are complete on return.
+template <GemmConfig c, i32 n, i32 group, i32 size>
+MOECOMM_FN void multiply_group(const PackedTile<c>& tile, const PackedSlot& slot, const StepScales& scales, uint4 (&words)[2], u32 (&a)[8],
+                               float (&accum)[size]) {
+    widen_packed<group>(words, tile.take, scales, a);
+    if constexpr (group + 1 < c.depth() / kMxGroup) load_packed<group + 1>(slot.w, tile.swizzle, words);
+    start_group<c, n, group>(slot.x, a, accum);
     wgmma_wait<1>();
+}
+// The same with few registers: the products of the group before are complete before the group is widened.
+template <GemmConfig c, i32 n, i32 group, i32 size>
+MOECOMM_FN void multiply_group_alone(const PackedTile<c>& tile, const PackedSlot& slot, const StepScales& scales, u32 (&a)[8],
+                                     float (&accum)[size]) {
+    uint4 words[2];
+    load_packed<group>(slot.w, tile.swizzle, words);
+    wgmma_wait<0>();
+    widen_packed<group>(words, tile.take, scales, a);
+    start_group<c, n, group>(slot.x, a, accum);
 }
 
 // Multiplies 64 rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Each step waits for `full`; registers of
-// operand A alternate between groups of columns.  Cannot fail.
+// operand A alternate between groups of columns, unless other blocks of the multiprocessor work meanwhile.  Cannot fail.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply_packed_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& ring_scales, RingPlace<c>& place,
                                      const PackedTile<c>& tile, i32 steps, float (&accum)[size]) {
     const u32 x = operand_at(shared_address(ring.x[0])), w = shared_address(ring.w[0]) + tile.values;
-    u32 a[2][8];
+    u32 a[c.blocks_per_sm == 1 ? 2 : 1][8];
     i32 before = 0;
 #pragma unroll
     for (i32 i = 0; i < n / 2; ++i) accum[i] = 0.0f;
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
         copy_wait(&barriers.full[place.slot], place.phase);
-        const u32 x_slot = x + place.slot * (c.row_bytes() / 16), w_slot = w + place.slot * c.weight_bytes();
+        const PackedSlot slot{w + place.slot * c.weight_bytes(), x + place.slot * (c.row_bytes() / 16)};
         const u32 of_rows = ring_scales.slot(place.slot) + tile.scales;
-        uint4 words[2];
-        load_packed<0>(w_slot, tile.swizzle, words);
-        StepScales scales = tile.scales_of(of_rows, step);
-        multiply_group<c, n, 0>(tile, w_slot, x_slot, scales, words, a[0], accum);
-        if (step > 0) release_slot<c>(barriers, before);
-        multiply_group<c, n, 1>(tile, w_slot, x_slot, scales, words, a[1], accum);
-        multiply_group<c, n, 2>(tile, w_slot, x_slot, scales, words, a[0], accum);
-        multiply_group<c, n, 3>(tile, w_slot, x_slot, scales, words, a[1], accum);
+        if constexpr (c.blocks_per_sm == 1) {
+            uint4 words[2];
+            load_packed<0>(slot.w, tile.swizzle, words);
+            const StepScales scales = tile.scales_of(of_rows, step);
+            multiply_group<c, n, 0>(tile, slot, scales, words, a[0], accum);
+            if (step > 0) release_slot<c>(barriers, before);
+            multiply_group<c, n, 1>(tile, slot, scales, words, a[1], accum);
+            multiply_group<c, n, 2>(tile, slot, scales, words, a[0], accum);
+            multiply_group<c, n, 3>(tile, slot, scales, words, a[1], accum);
+        } else {
+            const StepScales scales = tile.scales_of(of_rows, step);
+            multiply_group_alone<c, n, 0>(tile, slot, scales, a[0], accum);
+            if (step > 0) release_slot<c>(barriers, before);
+            multiply_group_alone<c, n, 1>(tile, slot, scales, a[0], accum);
+            multiply_group_alone<c, n, 2>(tile, slot, scales, a[0], accum);
+            multiply_group_alone<c, n, 3>(tile, slot, scales, a[0], accum);
+        }
         before = place.slot;
         place.step();
     }

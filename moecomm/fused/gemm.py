@@ -192,7 +192,7 @@ def multiply(
             name = kernels.gpu_name(device)
             schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, name)
     args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used)
-    blocks = units // schedule.cluster * schedule.cluster
+    blocks = units // schedule.cluster * schedule.cluster * schedule.blocks_per_sm
     epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
     kernel = kernels.gemm_kernel(dtype, activation is not None, apart, schedule, out.dtype, epilogue, given.mxfp4)
     call = (device, kernel, blocks, args)

@@ -30,14 +30,23 @@ _STEP_BYTES = 512  # bytes of a row that a warp reads at once: 16 a lane
 
 @dataclass(frozen=True)
 class SharedKernel(PlainKernel):
-    """A kernel with `shared` bytes of dynamic shared memory, for example GemmShared of csrc/gemm/gemm.cuh."""
+    """A kernel with `shared` bytes of dynamic shared memory, for example GemmShared of csrc/gemm/gemm.cuh.
+
+    `resident`: blocks of a multiprocessor.
+    """
 
     shared: int = 0
+    resident: int = 1
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         return self.shared
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """See PlainKernel."""
+        return self.resident
 
 
 class Epilogue(NamedTuple):
@@ -76,6 +85,8 @@ def gemm_config(
     """
     fields: dict[str, str | bool | int] = {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
     fields |= {"gated": gated, "apart": apart, **dataclasses.asdict(schedule)}
+    if schedule.blocks_per_sm == 1:
+        del fields["blocks_per_sm"]
     fields |= {**epilogue._asdict(), "activation": f"Activation::{epilogue.activation}"}
     fields |= {"mxfp4": True} if mxfp4 else {}
     written = (f".{name} = {str(v).lower() if isinstance(v, bool) else v}" for name, v in fields.items())
@@ -96,7 +107,8 @@ def gemm_kernel(
     entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue, mxfp4)}>"
     scaled = dtype == FP8 and not epilogue.channel_scales
     shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages, mxfp4)
-    return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)
+    more = {"cluster": schedule.cluster, "shared": shared, "resident": schedule.blocks_per_sm}
+    return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, **more)
 
 
 @lru_cache

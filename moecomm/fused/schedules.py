@@ -57,6 +57,7 @@ class Schedule:
         stages: slots of the ring.
         cluster: blocks of a cluster, which share the rows of x.
         swapped: w is operand A of wgmma; False (FP8 only): x is.
+        blocks_per_sm: resident blocks of a multiprocessor; 2 with MXFP4 weights only.
     """
 
     row_unit: int
@@ -64,9 +65,11 @@ class Schedule:
     stages: int
     cluster: int
     swapped: bool = True
+    blocks_per_sm: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(row_unit=self.row_unit, most_rows=self.most_rows, stages=self.stages, cluster=self.cluster)
+        check_sizes(blocks_per_sm=self.blocks_per_sm)
         check_flag("swapped", self.swapped)
 
 
@@ -88,8 +91,10 @@ FP8_SCHEDULES = {
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
     "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
 }
-# MXFP4 weights beside bfloat16 rows: slots have 128 columns, so stages are fewer.
+# MXFP4 weights beside bfloat16 rows: slots have 128 columns, so stages are fewer.  p2: two blocks a multiprocessor.
 MXFP4_SCHEDULES = {
+    "32x4c1p2": Schedule(row_unit=16, most_rows=32, stages=4, cluster=1, blocks_per_sm=2),
+    "48x3c1p2": Schedule(row_unit=16, most_rows=48, stages=3, cluster=1, blocks_per_sm=2),
     "64x7c1": Schedule(row_unit=16, most_rows=64, stages=7, cluster=1),
     "64x7c2": Schedule(row_unit=16, most_rows=64, stages=7, cluster=2),
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
