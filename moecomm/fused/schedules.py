@@ -102,6 +102,7 @@ MXFP4_SCHEDULES = {
     "160x3c1": Schedule(row_unit=16, most_rows=160, stages=3, cluster=1),
     "192x3c1": Schedule(row_unit=32, most_rows=192, stages=3, cluster=1),
 }
+_MXFP4_ROWS = ((32, "48x3c1p2"), (96, "128x4c1"), (144, "160x3c1"))  # most rows of an expert
 FP8_BAND = 2 * BAND  # row tiles are half as high
 
 
@@ -149,7 +150,10 @@ def schedule_of_both(
 
 def mxfp4_schedule(expected_rows: int) -> Schedule:
     """Return the schedule of a GEMM of bfloat16 rows and MXFP4 weights."""
-    return MXFP4_SCHEDULES["64x7c1" if expected_rows <= 40 else "128x4c1"]
+    for most, name in _MXFP4_ROWS:
+        if expected_rows <= most:
+            return MXFP4_SCHEDULES[name]
+    return MXFP4_SCHEDULES["192x3c1"]
 
 
 def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) -> None:

@@ -16,7 +16,7 @@ from ..emulator.test_mxfp4_gemm import every_value
 from .layers import compile_all
 
 pytestmark = pytest.mark.gpu1
-BF16 = torch.bfloat16
+BF16, PLAIN = torch.bfloat16, SCHEDULES["64x8c1"]  # of widened weights; all schedules have the same bits
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,9 @@ def compiled() -> None:
         (False, False, Epilogue()),
     ]
     kernels = [
-        gemm_kernel(BF16, gated, apart, schedule, BF16, epilogue, mxfp4)
+        gemm_kernel(BF16, gated, apart, schedule, BF16, epilogue, schedule is not PLAIN)
         for gated, apart, epilogue in kinds
-        for mxfp4, all_of_them in ((False, SCHEDULES), (True, MXFP4_SCHEDULES))
-        for schedule in all_of_them.values()
+        for schedule in (PLAIN, *MXFP4_SCHEDULES.values())
     ]
     compile_all(kernels)
 
@@ -103,7 +102,7 @@ def test_values_are_those_of_widened_weights(name: str, schedule: str) -> None:
     how = {"activation": case.activation, "interleaved": case.interleaved, "bias": bias}
     for out in outs[:2]:
         grouped_gemm(x, w, counts, **how, out=out, schedule=MXFP4_SCHEDULES[schedule])
-    grouped_gemm(x, dequantize(w), counts, **how, out=outs[2])
+    grouped_gemm(x, dequantize(w), counts, **how, out=outs[2], schedule=PLAIN)
     assert torch.equal(bits(outs[0]), bits(outs[1]))
     wrong = bits(outs[0]) != bits(outs[2])
     assert not bool(wrong.any()), f"{int(wrong.sum())} of {wrong.numel()}: {wrong.nonzero()[:4].tolist()}"
@@ -114,7 +113,7 @@ def test_every_value_with_every_scale() -> None:
     w = Mxfp4(w.data.cuda(), w.scales.cuda())
     x, counts = torch.eye(64, dtype=BF16, device="cuda").repeat(3, 1), torch.full((3,), 64, device="cuda").int()
     found, plain = grouped_gemm(x, w, counts), dequantize(w)
-    assert torch.equal(bits(found), bits(grouped_gemm(x, plain, counts)))
+    assert torch.equal(bits(found), bits(grouped_gemm(x, plain, counts, schedule=PLAIN)))
     finite = (w.scales.int() <= 251).all(dim=2)[:, None]  # infinity and NaN fill their row of the product
     same = found.view(3, 64, 256).float() == plain.transpose(1, 2).float()
     assert bool((same | ~finite).all()) and int(finite.sum()) > 700
@@ -133,5 +132,5 @@ def test_a_graph_replays_with_the_counts_that_it_finds() -> None:
         counts.copy_(torch.tensor(changed, dtype=torch.int32))
         out.fill_(-1.5)
         graph.replay()
-        wanted = grouped_gemm(x, dequantize(w), counts, out=torch.full_like(out, -1.5))
+        wanted = grouped_gemm(x, dequantize(w), counts, out=torch.full_like(out, -1.5), schedule=PLAIN)
         assert torch.equal(bits(out), bits(wanted))
