@@ -107,8 +107,8 @@ def gemm_kernel(
     entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue, mxfp4)}>"
     scaled = dtype == FP8 and not epilogue.channel_scales
     shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages, mxfp4)
-    more = {"cluster": schedule.cluster, "shared": shared, "resident": schedule.blocks_per_sm}
-    return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, **more)
+    about = ("gemm/gemm", entry, "GemmArgs", THREADS)
+    return SharedKernel(*about, cluster=schedule.cluster, shared=shared, resident=schedule.blocks_per_sm)
 
 
 @lru_cache

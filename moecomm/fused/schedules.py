@@ -165,7 +165,7 @@ def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) 
         return
     if dtype == torch.float8_e4m3fn and not (is_one and schedule in FP8_SCHEDULES.values()):
         raise BadInput("schedule", repr(schedule), "one of FP8_SCHEDULES")
-    if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped):
+    if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped and schedule.blocks_per_sm == 1):
         raise BadInput("schedule", repr(schedule), "one of SCHEDULES")
 
 
