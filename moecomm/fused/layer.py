@@ -157,8 +157,8 @@ def prepare(
     if is_by_channel(w13) or is_by_channel(w2):
         w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)
         values, fp8 = w2.data, False
-        if why := lacks_kernel(rounds.device, values.dtype):
-            _say_once("torch computes a part of experts with scales of channels: %s", why)
+        if why := lacks_kernel(rounds.device):
+            _say_once("torch computes experts with scales of channels: %s", why)
     elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(rounds, w13, w2, interleaved)
         values, fp8 = w2.data, True
@@ -169,7 +169,7 @@ def prepare(
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
-    why_not = partial(_why_unfused, rounds, x, values, back, options, by_channel is not None)
+    why_not = partial(_why_unfused, rounds, x, values, back, options)
     if _runs_fused(rounds, values, asked, why_not):
         note_written("out", out)
         return Fused(
@@ -242,14 +242,10 @@ def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfuse
     return not why_not
 
 
-def _why_unfused(
-    rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options, by_channel: bool
-) -> str:
+def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options) -> str:
     """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
         return f"{rounds.device} is no GPU"
-    if by_channel:
-        return "weights have scales of channels"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
     if options.wire is not None or options.check_weights or back is not None:

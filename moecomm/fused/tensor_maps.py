@@ -16,6 +16,7 @@ _TYPES = {
     torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
     torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
     torch.float8_e4m3fn: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
+    torch.int8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
 }
 
 

@@ -104,6 +104,8 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
         "publish": publish_kernel(bf16, bf16, 7168),
         "publish, cast": publish_kernel(bf16, FP8, 7168),
         "publish, cast, a last group of 48 columns": publish_kernel(fp16, FP8, 176),
+        "publish, cast whole rows": publish_kernel(bf16, FP8, 7168, True),
+        "publish, cast whole rows to INT8": publish_kernel(fp16, torch.int8, 176, True),
         "reduce": reduce_kernel(bf16, 7168, 8),
         "reduce, many": reduce_kernel(fp16, 8, 32),
     }
@@ -114,7 +116,7 @@ KERNELS = kernels()
 
 
 @pytest.mark.compiled(KERNELS)
-@pytest.mark.parametrize("name", few(KERNELS, "publish, cast", "reduce"))
+@pytest.mark.parametrize("name", few(KERNELS, "publish, cast", "publish, cast whole rows", "reduce"))
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(
         KERNELS[name], calls="reduce" in name, awaits="last" if "reduce" in name else "first"
@@ -126,7 +128,9 @@ def test_rows_are_as_far_apart_as_kernels_have_them() -> None:
     kernel = plain_kernel.PlainKernel("fused/expert_layer", "sizes", "ExpertLayerArgs", 32)
     checked = "__device__ void sizes(const ExpertLayerArgs&) {}\n"
     for dtype, hidden in itertools.product((torch.float16, FP8), (16, 272, 2880, 7168)):
-        checked += f"static_assert({row_config(dtype, hidden)}.pitch() == {row_pitch(dtype, hidden)});\n"
+        for whole in (False, True) if dtype == FP8 else (False,):
+            config = row_config(dtype, hidden, whole=whole)
+            checked += f"static_assert({config}.pitch() == {row_pitch(dtype, hidden, whole)});\n"
     options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(loader.headers())])
     source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
     core.Program(source, "c++", options).compile("cubin")
