@@ -32,6 +32,7 @@ from moecomm.fused.operands import Operands
 from moecomm.fused.options import Options
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.quantized import (
+    ROW_FORMATS,
     ByChannel,
     Mxfp4,
     as_weights,
@@ -172,6 +173,7 @@ def prepare(
     why_not = partial(_why_unfused, rounds, x, values, back, options)
     if _runs_fused(rounds, values, asked, why_not):
         note_written("out", out)
+        travels = ROW_FORMATS[values.dtype] if by_channel is not None else "fp8" if fp8 else None
         return Fused(
             rounds,
             x,
@@ -187,7 +189,12 @@ def prepare(
             max_rows=max_rows,
             num_sms=options.num_sms,
             expected_rows=rows,
-            of={"chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
+            of={
+                "chunk": chunk,
+                "gradients": gradients,
+                "call": "moe" if travels is None else f"moe in {travels}",
+                "layer": number,
+            },
         )
 
     def experts(routed: Routed) -> torch.Tensor:

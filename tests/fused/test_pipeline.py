@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from moecomm.fused import kernels as fused_kernels
-from moecomm.fused import layer, pipeline
+from moecomm.fused import layer, pipeline, quantize_channels, quantize_weights
 from moecomm.fused.kernels import FP8, publish_kernel, reduce_kernel, row_config, row_pitch
 from moecomm.fused.plan import layer_plan
 from moecomm.gpu import loader, plain_kernel
+from moecomm.rounds.signature import difference, shown
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
 
@@ -156,3 +157,30 @@ def test_a_pipeline_takes_no_memory_and_launches_nothing_before_it_publishes(mon
         assert isinstance(made, pipeline.Fused) and done == []
         made.publish()
         assert done == ["fused/publish"]
+
+
+def test_the_header_says_how_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ranks whose weights have other formats are told."""
+    monkeypatch.setattr(fused_kernels, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(pipeline, "layer_plan", inspect.unwrap(layer_plan))  # not cached
+    monkeypatch.setattr(layer, "_why_unfused", lambda *about: "")
+    monkeypatch.setattr(pipeline.Fused, "_launch", lambda self, *rest: None)
+    sizes: dict[str, Any] = SIZES[0] | {"intermediate": 32}
+    call = random_layer(1, **sizes, dtype=torch.bfloat16).call(0) | {"wire": None}
+    casts: dict[str | None, Any] = {
+        None: lambda w: w,
+        "fp8": quantize_weights,
+        "fp8_token": quantize_channels,
+        "int8_token": lambda w: quantize_channels(w, torch.int8),
+    }
+    with LocalBuffers(
+        **{name: size for name, size in sizes.items() if name != "intermediate"}, backend="host"
+    ) as ranks:
+        (buffer,) = ranks.buffers
+        words = {}
+        for name, cast in casts.items():
+            made = prepare_moe(buffer, **call | {w: cast(call[w]) for w in ("w13", "w2")}, fused=True)
+            made.publish()
+            words[name] = made.dispatch_call().prepare(buffer.rounds).args.call
+            assert shown(words[name]).get("quantize") == name and shown(words[name])["call"] == "fused moe"
+    assert difference(words["fp8_token"], words["int8_token"]) == ("quantize", "fp8_token", "int8_token")
