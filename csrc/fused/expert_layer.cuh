@@ -221,15 +221,13 @@ MOECOMM_FN void cast_product(ExpertLayerShared<c>& s, const ExpertLayerArgs& arg
     TileWalk walk(row_tiles, s.gemm.counts);
     Awaited<r> awaited{args};
     const i32 columns = args.second.depth;
-    const auto take = [&] {
-        const i32 share = lane_id() == 0 ? next_of(reinterpret_cast<u32*>(args.next_cast)) : 0;
-        return __shfl_sync(kAllLanes, share, 0) * args.cast_rows;
-    };
+    const auto take = [&] { return lane_id() == 0 ? next_of(reinterpret_cast<u32*>(args.next_cast)) : 0; };
+    const auto first_row = [&](i32 share) { return __shfl_sync(kAllLanes, share, 0) * args.cast_rows; };
     Tile tile{};
     i32 tiles = 0;
-    for (i32 first = take();;) {
-        const i32 next = take();
-        i32 begin = first;  // of the rows of this share that are cast and not counted yet
+    for (i32 first = first_row(take());;) {
+        const i32 next = take();  // lane 0's, in flight until this share is cast
+        i32 begin = first;        // of the rows of this share that are cast and not counted yet
         for (i32 row = first; row < first + args.cast_rows; ++row) {
             if (row >= tile.row + tile.rows) {
                 if (row > begin && lane_id() == 0) count_cast(args, tile.nth, row - begin);
@@ -247,7 +245,7 @@ MOECOMM_FN void cast_product(ExpertLayerShared<c>& s, const ExpertLayerArgs& arg
             __syncwarp();
         }
         if (lane_id() == 0) count_cast(args, tile.nth, first + args.cast_rows - begin);
-        first = next;
+        first = first_row(next);
     }
 }
 

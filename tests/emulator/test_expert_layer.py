@@ -303,11 +303,12 @@ def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
         emulated.check(ranks, case)
 
 
+@pytest.mark.parametrize("kind", [None, kernels.FP8], ids=["bf16", "scales of channels"])
 @pytest.mark.parametrize(
     "why", few(("they do not come", "there are fewer than counted"), "there are fewer than counted")
 )
 def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
-    why: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    why: str, kind: torch.dtype | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank lacks some blocks that should fetch; or some rows, of the last tile, which one block notices and
     another may send.  Where such a row goes has not been written, either.
@@ -337,7 +338,10 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
     for _ in range(2):
         launched = 0
         with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
-            given = [prepare_moe(buffer, **case.call(rank), fused=True) for rank, buffer in enumerate(ranks.buffers)]
+            calls = [case.call(rank) for rank in range(2)]
+            for call in calls if kind is not None else ():
+                call |= {name: quantize_channels(call[name], kind) for name in ("w13", "w2")}
+            given = [prepare_moe(buffer, **calls[rank], fused=True) for rank, buffer in enumerate(ranks.buffers)]
             emulated.run(ranks, given)
             for mine, buffer in zip(given, ranks.buffers, strict=True):
                 assert bool(mine.finish_reduce().isnan().all())
