@@ -360,9 +360,8 @@ class Buffer(Bound):
         Weights with a scale for each channel (fp8-dynamic checkpoints, INT8) make such a layer with a scale for each
         row: tokens are cast by moecomm.fused.quantize_rows before the dispatch, and the activated values, rounded to
         the Buffer's dtype, between the GEMMs.  A sum over all K is multiplied once by the scales of its row and its
-        channel.  Such layers run unfused.  Weights in MXFP4 (moecomm.fused.Mxfp4) have the bits of a layer with the
-        bfloat16 weights that they are.  INT8 and MXFP4 are widened in every call, and other GPUs than Hopper multiply
-        by torch; a warning says so once.
+        channel.  Weights in MXFP4 (moecomm.fused.Mxfp4) have the bits of a layer with the bfloat16 weights that they
+        are.  MXFP4 is widened in every call, and other GPUs than Hopper multiply by torch; a warning says so once.
 
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
