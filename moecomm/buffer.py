@@ -361,8 +361,8 @@ class Buffer(Bound):
         row: tokens are cast by moecomm.fused.quantize_rows before the dispatch, and the activated values, rounded to
         the Buffer's dtype, between the GEMMs.  A sum over all K is multiplied once by the scales of its row and its
         channel.  Weights in MXFP4 (moecomm.fused.Mxfp4) have the bits of a layer with the bfloat16 weights that they
-        are; Hopper reads them packed.  Both kinds run unfused.  INT8, and MXFP4 on other GPUs, is widened in every
-        call, and other GPUs than Hopper multiply by torch; a warning says so once.
+        are; Hopper reads them packed, and they run unfused.  Other GPUs widen MXFP4 in every call, and multiply by
+        torch; a warning says so once.
 
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.

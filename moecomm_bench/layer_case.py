@@ -30,6 +30,7 @@ class ModelsCase:
     parts: bool = True  # also dispatch, GEMMs and combine, each alone, and more forms of the layer
     fp8: bool = False  # also our layer with weights in FP8
     mxfp4: bool = False  # also with weights in MXFP4
+    channels: bool = False  # also our layer with weights in FP8 and INT8 that have scales of channels
     room: int = 0  # least max_tokens of a Buffer; 0: the measured size
     seed: int = 0
     routing_file: str = ""  # of moecomm.routing, to be replayed; empty: the routing is drawn
@@ -53,7 +54,9 @@ class ModelsCase:
                 replay.check(self.routing_file, model.num_experts, model.topk, model.name)
             most = max(*self.tokens, self.room)
             Settings(self.ranks, model.hidden, model.num_experts, model.topk, most, torch.bfloat16, "", None).check()
-            sizes, units = (model.hidden, model.intermediate), (16, 32) if self.fp8 else (8, 8)
+            sizes, units = (model.hidden, model.intermediate), (8, 8)
+            if self.fp8 or self.channels:
+                units = (16, 32 if self.fp8 else 16)
             if self.mxfp4:
                 units = MX_GROUP, MX_GROUP
             if any(size % unit for size, unit in zip(sizes, units, strict=True)):

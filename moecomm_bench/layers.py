@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
-from moecomm.fused import Fp8, Mxfp4, quantize_weights
+from moecomm.fused import Fp8, Mxfp4, kernels, quantize_channels, quantize_rows, quantize_weights
+from moecomm.fused.activations import SWIGLU
+from moecomm.fused.channel_experts import apply_channel_experts
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts, apply_mxfp4_experts
 from moecomm.gpu.quantize_rows import cast
@@ -31,6 +33,7 @@ from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
 SEQUENTIAL, FUSED, FP8, MXFP4 = "sequential", "one launch", "fp8", "mxfp4"
 DEFAULT_WIRE = "bf16 wire"  # unfused, with combine's default wire; SEQUENTIAL has the same bits as FUSED
 AS_CALLED = "default"  # `fused=None`: the form that the tuning table chooses
+CHANNELS = {"fp8 by channel": kernels.FP8, "int8 by channel": torch.int8}  # variants, by the dtype of their weights
 BY_RANK = "rows by rank"  # of torch's layer: a row for each (token, rank), not for each (token, expert)
 
 Key = tuple[str, str, str]  # (who, what, variant)
@@ -141,6 +144,12 @@ class Layers:
         if case.mxfp4:
             quantized[MXFP4] = in_mxfp4(w13), in_mxfp4(w2)
         yield from self._layers("", w13, w2)
+        if case.channels:
+            for name, of_channels in CHANNELS.items():
+                weights = quantize_channels(w13, of_channels), quantize_channels(w2, of_channels)
+                yield from self._layers(name, *weights)
+                if case.parts:
+                    yield ("moecomm", "GEMMs", name), partial(self._channel_gemms, of_channels, *weights)
         if not case.parts:
             for dtype, both in quantized.items():
                 yield from self._layers(dtype, *both)
@@ -154,7 +163,7 @@ class Layers:
             yield from self._others(w13, w2, arrived)
 
     def _layers(self, dtype: str, w13: Any, w2: Any) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
-        """Yield forms of our layer; `dtype` is FP8, MXFP4 (never fused) or empty."""
+        """Yield forms of our layer; `dtype` is FP8, one of CHANNELS, MXFP4 (never fused) or empty."""
         forms: dict[str, dict[str, Any]] = {dtype or SEQUENTIAL: {"fused": False}}
         if self.buffer.device.type == "cuda" and dtype != MXFP4:
             forms[_named(dtype, FUSED)] = {"fused": True}
@@ -209,6 +218,16 @@ class Layers:
             scales = None if routed.scales is None else routed.scales.clone()
             found.append(LayerRows(routed.x.clone(), scales, routed.tokens_per_expert.clone(), routed.handle))
         return found
+
+    def _channel_gemms(self, dtype: torch.dtype, w13: Any, w2: Any) -> Sequence[Call]:
+        """Return our GEMMs of rows that have one scale each, with the cast between them."""
+        calls = []
+        for one in self._arrived():
+            rows, expected = quantize_rows(one.rows, dtype), max(1, len(one.rows) // len(w2.data))
+            how: dict[str, Any] = {"interleaved": False, "expected_rows": expected, "activation": SWIGLU}
+            how["biases"] = None, None
+            calls.append(partial(apply_channel_experts, rows, w13, w2, one.counts, torch.bfloat16, **how))
+        return calls
 
     def _routing(self, index: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         case, model = self._case, self._model

@@ -13,7 +13,7 @@ constexpr i32 kScaleGroup = 128;  // columns of x, or rows and columns of w, tha
 enum class Activation : i32 { swiglu, geglu, geglu_tanh, swigluoai };
 
 struct GemmConfig {
-    Type type;      // of x and w; e4m3 has scales, bf16 and fp16 with channel_scales
+    Type type;      // of x and w; e4m3 has scales
     Type out;       // of the product; e4m3: the bf16 product, cast, with scales
     bool gated;     // out = activation(gate, up); gate and up rows of w are interleaved by kWoven in the ring
     bool apart;     // in memory, all gate rows of w come before all up rows
@@ -27,6 +27,7 @@ struct GemmConfig {
     bool bias = false;            // GemmArgs::bias may be given
     bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
     bool mxfp4 = false;           // w is packed MXFP4 (mxfp4.cuh), x is bf16 and operand B
+    bool integers = false;        // with channel_scales: the bytes of x and w are int8 and not e4m3, and sums are exact
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
@@ -34,7 +35,10 @@ struct GemmConfig {
     MOECOMM_BOTH constexpr i32 math_registers() const { return blocks_per_sm == 2 ? 96 : 232; }
     MOECOMM_BOTH constexpr bool has_slot_scales() const { return scaled() || mxfp4; }  // a slot holds scales beside the operands
     // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.
-    MOECOMM_BOTH constexpr bool finishes() const { return bias || channel_scales || (gated && activation != Activation::swiglu); }
+    MOECOMM_BOTH constexpr bool finishes() const { return bias || (gated && activation != Activation::swiglu); }
+    // Accumulators are changed between a tile's products and its epilogue.  They are then set to 0 before each tile, and pinned after its
+    // products: else ptxas waits for each product alone (its warning C7515).  multiply_scaled and multiply_rows do so in any case.
+    MOECOMM_BOTH constexpr bool restarts() const { return !scaled() && (finishes() || channel_scales); }
     // Groups of kPartColumns rows of w that a warpgroup multiplies in sequence.  Two for scaled e4m3, so that the 128 product columns that
     // share a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }

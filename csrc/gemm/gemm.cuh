@@ -210,12 +210,22 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
     }
 }
 
+// Sets accumulators to 0.
+template <i32 parts, i32 size>
+MOECOMM_FN void clear(float (&accum)[parts][size]) {
+#pragma unroll
+    for (i32 part = 0; part < parts; ++part)
+#pragma unroll
+        for (i32 i = 0; i < size; ++i) accum[part][i] = 0.0f;
+}
+
 // Multiplies 64 rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Each step waits for `full`; one step's wgmma
 // stays in flight while the slot of the step before is released.  Cannot fail.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, float (&accum)[size]) {
     const u32 w = operand_at(shared_address(s.ring.w[0]) + math_group * (c.weight_bytes() / kMathGroups));
     const u32 x = operand_at(shared_address(s.ring.x[0]));
+    i32 sums[c.integers ? n / 2 : 1] = {};
     i32 before = 0;
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
@@ -223,8 +233,13 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
         wgmma_begin();
         const u32 w_slot = w + place.slot * (c.weight_bytes() / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
 #pragma unroll
-        for (i32 k = 0; k < kSlotRowBytes / 32; ++k)
-            wgmma<c.type, n>(accum, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+        for (i32 k = 0; k < kSlotRowBytes / 32; ++k) {
+            if constexpr (c.integers) {
+                wgmma_integers<n>(sums, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+            } else {
+                wgmma<c.type, n>(accum, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+            }
+        }
         wgmma_commit();
         if (step > 0) {
             wgmma_wait<1>();
@@ -235,6 +250,13 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
     }
     wgmma_wait<0>();
     release_slot<c>(s.barriers, before);
+    if constexpr (c.integers) {
+        pin_integers(sums);
+#pragma unroll
+        for (i32 i = 0; i < n / 2; ++i) accum[i] = __int2float_rn(sums[i]);
+    } else if constexpr (c.restarts()) {
+        pin_registers(accum);
+    }
 }
 // Multiplies all parts of a tile, with the instance whose n is `padded`.  Called by a math warpgroup; `accum` is complete on return.
 template <GemmConfig c, i32 n = c.most_rows, i32 size>
@@ -277,12 +299,16 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     float accum[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
+        if constexpr (c.restarts()) clear(accum);
+        ChannelScales<c> scales;
+        scales.template load<c>(args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
         if constexpr (c.mxfp4) {
             const PackedTile<c> packed(args, tile.group, block_of<c>(tile, place_in_cluster<c>()), math_group);
             multiply_packed<c>(s.ring, s.barriers, s.scales, place, packed, steps, tile.padded, accum[0]);
         } else {
             multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
         }
+        scales.apply(accum[0], tile, shared_address(s.staging) + math_group * (2 * c.stage_bytes()), 1 + math_group, turns);
         if constexpr (c.finishes()) finish<c>(accum, args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
         store_accum<c>(accum, tile, math_group, columns, shared_address(s.staging), turns, out);
     }

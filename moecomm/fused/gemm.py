@@ -94,8 +94,7 @@ def grouped_gemm(
     Scales of rows and channels (fp8-dynamic checkpoints, INT8): the sum over all K is multiplied once by the float32
     product of the row's and the channel's scale.  On GPUs, tensor cores add all K columns of FP8 themselves: each of
     their K / 32 additions drops what is below 2^-13 of its largest term, as in the "fast accumulation" of other
-    libraries.  On GPUs INT8 is widened to the product's dtype in every call, which is exact, and added in float32; on
-    CPUs it is added exactly.
+    libraries.  INT8 is added exactly, and the sum is rounded to float32.
 
     Args:
         x: `[rows, K]` (layout "expert") or `[E, rows of an expert, K]` (layout "batched"), bfloat16 or float16; or
@@ -133,16 +132,17 @@ def grouped_gemm(
 
     Raises:
         BadInput: shapes, dtypes or devices that do not fit together; a schedule for other dtypes.
-        Unsupported: a dtype other than bfloat16, float16 and FP8; K or N not a multiple of 8 (with an activation, N of
-            16); FP8 with K not a multiple of 16 or, not interleaved, I not a multiple of 32; more than 512 experts;
-            `quantize` without FP8 or an activation; a GPU that is not Hopper (compute capability 9.0).
+        Unsupported: a dtype other than bfloat16, float16, FP8 and INT8; K or N not a multiple of 8 (with an activation,
+            N of 16); FP8 and INT8 with K not a multiple of 16; FP8 with scales of blocks, not interleaved, with I not a
+            multiple of 32; more than 512 experts; `quantize` without FP8 or an activation; a GPU that is not Hopper
+            (compute capability 9.0).
     """
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved, bias)
     gated = None if activation is None else check_activation(activation, activation_limit, activation_alpha)
     if expected_rows is not None:
         check_integer("expected_rows", expected_rows, 0)
     if schedule is not None:
-        schedules.check_schedule(_tiled_as(given.x.dtype, given.by_channel), schedule, given.mxfp4)
+        schedules.check_schedule(tiled_as(given.x.dtype, given.by_channel), schedule, given.mxfp4)
     product, scales = result(given, activation, out, out_dtype, quantize)
     returned = product if scales is None else Fp8(product, scales)
     if out is not None:
@@ -175,8 +175,6 @@ def multiply(
     """Launch the kernel of grouped_gemm, with checked arguments, on the current stream."""
     if out.numel() == 0:
         return
-    if given.x.dtype is torch.int8:  # exact in either type; Hopper's tensor cores have INT8, these kernels have not
-        given = given._replace(x=given.x.to(out.dtype), w=given.w.to(out.dtype))
     device, dtype, apart = out.device.index, given.x.dtype, activation is not None and not interleaved
     if given.bias is not None:
         given = given._replace(bias=given.bias.float())
@@ -187,7 +185,7 @@ def multiply(
         if given.mxfp4:
             schedule = schedules.mxfp4_schedule(expected_rows)
         else:
-            tiled = _tiled_as(dtype, given.by_channel)
+            tiled = tiled_as(dtype, given.by_channel)
             depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
             name = kernels.gpu_name(device)
             schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, name)
@@ -264,7 +262,7 @@ def arguments_at(
     """
     x, w, counts, out = at
     (groups, columns, _), depth, rows = w_shape, x_shape[-1], math.prod(x_shape[:-1])
-    tiled = _tiled_as(dtype, by_channel)
+    tiled = tiled_as(dtype, by_channel)
     w_dtype, w_bytes = (torch.uint8, kernels.PACKED_ROW_BYTES) if mxfp4 else (dtype, kernels.SLOT_ROW_BYTES)
     args = GemmArgs(
         w=_weight_map(w, w_shape, w_dtype, apart, block_columns(tiled), w_bytes),
@@ -309,7 +307,7 @@ def grouping(
     )
 
 
-def _tiled_as(dtype: torch.dtype, by_channel: bool) -> torch.dtype:
+def tiled_as(dtype: torch.dtype, by_channel: bool) -> torch.dtype:
     """Return the dtype whose tiles and schedules a product has: without scales of blocks, FP8 has one accumulator."""
     return torch.bfloat16 if by_channel else dtype
 

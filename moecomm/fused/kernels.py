@@ -21,7 +21,7 @@ SLOT_ROW_BYTES, PACKED_ROW_BYTES = _CONSTANTS["slot_row_bytes"], _CONSTANTS["pac
 LEAST_COUNTED, PUBLISH_THREADS = _CONSTANTS["least_counted"], _CONSTANTS["publish_threads"]
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # dtypes of unquantized products
 FP8 = torch.float8_e4m3fn
-NAMES = {**TYPES, FP8: "e4m3"}  # enumerators of Type in C++
+NAMES = {**TYPES, FP8: "e4m3", torch.int8: "e4m3"}  # enumerators of Type in C++; see GemmConfig::integers
 
 # Of the reduce step: shared memory of a block, slots of a warp, bytes of all rows in a slot, most warps of a block.
 _REDUCE_BYTES, _SLOTS, _SLOT, _WARPS = 220 * 1024, 3, 9216, 8
@@ -89,6 +89,8 @@ def gemm_config(
         del fields["blocks_per_sm"]
     fields |= {**epilogue._asdict(), "activation": f"Activation::{epilogue.activation}"}
     fields |= {"mxfp4": True} if mxfp4 else {}
+    if dtype is torch.int8:
+        fields["integers"] = True
     written = (f".{name} = {str(v).lower() if isinstance(v, bool) else v}" for name, v in fields.items())
     return f"GemmConfig{{{', '.join(written)}}}"
 
@@ -123,22 +125,23 @@ def gpu_name(device: int | None) -> str:
     return "cpu" if device is None else torch.cuda.get_device_name(device)
 
 
-def row_pitch(dtype: torch.dtype, hidden: int) -> int:
-    """Return RowConfig::pitch: the stride in bytes of published rows; with FP8 a row includes its scales."""
-    if dtype != FP8:
+def row_pitch(dtype: torch.dtype, hidden: int, whole: bool = False) -> int:
+    """Return RowConfig::pitch: the stride in bytes of published rows; with FP8 and INT8 a row includes its scales."""
+    if dtype in TYPES:
         return dtype.itemsize * hidden
-    return -(-(hidden + 4 * -(-hidden // QUANT_GROUP)) // 128) * 128
+    return -(-(hidden + 4 * (1 if whole else -(-hidden // QUANT_GROUP))) // 128) * 128
 
 
-def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) -> str:
-    """Return a RowConfig (csrc/fused/layer.cuh) as C++ source."""
-    return f"RowConfig{{.type = Type::{NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}}}"
+def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED, whole: bool = False) -> str:
+    """Return a RowConfig (csrc/fused/layer.cuh) as C++ source; `whole`: rows have one scale each."""
+    more = f", .whole = true, .integers = {str(dtype is torch.int8).lower()}" if whole else ""
+    return f"RowConfig{{.type = Type::{NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}{more}}}"
 
 
 @lru_cache(maxsize=64)
-def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
+def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int, whole: bool = False) -> PlainKernel:
     """Return the kernel of the publish step: it copies rows of dtype `given` to where peers read them, as `dtype`."""
-    entry = f"publish_rows<{row_config(dtype, hidden)}, Type::{NAMES[given]}>"
+    entry = f"publish_rows<{row_config(dtype, hidden, whole=whole)}, Type::{NAMES[given]}>"
     return PlainKernel("fused/publish", entry, "LayerArgs", PUBLISH_THREADS)
 
 

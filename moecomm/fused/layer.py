@@ -32,6 +32,7 @@ from moecomm.fused.operands import Operands
 from moecomm.fused.options import Options
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.quantized import (
+    ROW_FORMATS,
     ByChannel,
     Mxfp4,
     as_weights,
@@ -153,8 +154,8 @@ def prepare(
     if is_by_channel(w13) or is_by_channel(w2):
         w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)
         values, fp8 = w2.data, False
-        if why := lacks_kernel(rounds.device, values.dtype):
-            _say_once("torch computes a part of experts with scales of channels: %s", why)
+        if why := lacks_kernel(rounds.device):
+            _say_once("torch computes experts with scales of channels: %s", why)
     elif isinstance(w13, Mxfp4) or isinstance(w2, Mxfp4):
         w13, w2 = check_mxfp4(rounds, w13, w2)
         values, fp8 = w2.data, False
@@ -171,9 +172,10 @@ def prepare(
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
-    why_not = partial(_why_unfused, rounds, x, values, back, options, by_channel is not None)
+    why_not = partial(_why_unfused, rounds, x, values, back, options)
     if _runs_fused(rounds, values, asked, why_not):
         note_written("out", out)
+        travels = ROW_FORMATS[values.dtype] if by_channel is not None else "fp8" if fp8 else None
         return Fused(
             rounds,
             x,
@@ -189,7 +191,12 @@ def prepare(
             max_rows=max_rows,
             num_sms=options.num_sms,
             expected_rows=rows,
-            of={"chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
+            of={
+                "chunk": chunk,
+                "gradients": gradients,
+                "call": "moe" if travels is None else f"moe in {travels}",
+                "layer": number,
+            },
         )
 
     def experts(routed: Routed) -> torch.Tensor:
@@ -246,14 +253,10 @@ def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfuse
     return not why_not
 
 
-def _why_unfused(
-    rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options, by_channel: bool
-) -> str:
+def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options) -> str:
     """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
         return f"{rounds.device} is no GPU"
-    if by_channel:
-        return "weights have scales of channels"
     if w2.dtype is torch.uint8:
         return "weights are MXFP4"
     if rounds.domain_ranks != rounds.num_ranks:

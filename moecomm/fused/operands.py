@@ -97,7 +97,7 @@ def check_operands(
     if x.dtype not in (*kernels.TYPES, kernels.FP8) and not (x.dtype is torch.int8 and by_channel):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
     in_blocks = by_channel or interleaved  # gate and up rows share no scale
-    if why := unfit(columns, depth, x.dtype == kernels.FP8, activation is not None, in_blocks):
+    if why := unfit(columns, depth, x.dtype.itemsize == 1, activation is not None, in_blocks):
         raise Unsupported(f"w {tuple(w.shape)}: {why}")
     if w.shape[0] > kernels.MOST_GROUPS:
         raise Unsupported(f"{w.shape[0]} experts on one rank: want at most {kernels.MOST_GROUPS}")

@@ -17,7 +17,7 @@ from moecomm.rounds.rounds import Rounds
 
 FP8 = torch.float8_e4m3fn
 MX_GROUP = 32  # values that share an exponent
-_FORMATS = {FP8: "fp8_token", torch.int8: "int8_token"}
+ROW_FORMATS = {FP8: "fp8_token", torch.int8: "int8_token"}  # of rows with one scale each, by dtype
 
 
 class Int8(NamedTuple):
@@ -83,7 +83,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> ByChannel:
     check_dtype("dtype", dtype, (FP8, torch.int8))
     if x.dim() < 1 or x.shape[-1] == 0 or x.dtype not in DTYPES:
         raise BadInput("x", f"{tuple(x.shape)} of {x.dtype}", f"[..., K] of {' or '.join(map(str, DTYPES))}")
-    data, scales = cast(x.detach().flatten(0, -2) if x.dim() > 1 else x.detach()[None], _FORMATS[dtype])
+    data, scales = cast(x.detach().flatten(0, -2) if x.dim() > 1 else x.detach()[None], ROW_FORMATS[dtype])
     assert scales is not None
     data, scales = data.view(x.shape), scales.view(*x.shape[:-1], 1)
     return Fp8(data, scales) if dtype is FP8 else Int8(data, scales)

@@ -17,6 +17,7 @@ _TYPES = {
     torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
     torch.float8_e4m3fn: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
     torch.uint8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
+    torch.int8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
 }
 
 

@@ -19,7 +19,7 @@ from moecomm.testing import random_layer
 from moecomm.testing.layers import LayerCase, expected
 from moecomm_bench import moe
 from moecomm_bench.cli import app
-from moecomm_bench.layers import BY_RANK, Layers, in_mxfp4, window_bytes
+from moecomm_bench.layers import BY_RANK, CHANNELS, Layers, in_mxfp4, window_bytes
 from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
 
 from ..conftest import Ranks
@@ -239,3 +239,18 @@ def test_fp8_compares_with_gemms_in_fp8() -> None:
     found = moe.merge(case, [{"backend": "host", "rows": rows}] * 2)["rows"]
     assert [row.get("of_gemms") for row in found] == [None, None, 1.5, 1.25, 2.5]
     assert all("of_torch" not in row for row in found)
+
+
+def test_layers_with_scales_of_channels_have_rows_of_their_own(ranks: Ranks) -> None:
+    found = ranks.run(1, _channels)[0]
+    for name in CHANNELS:
+        assert {what for what, variant in found if variant.startswith(name)} == {"layer", "GEMMs"}
+
+
+def _channels(rank: int, group: Any) -> list[tuple[str, str]]:
+    case = moe.ModelsCase([MODEL], [9], 1, "host", "eager", channels=True, peers=False, inputs=2)
+    cpu = torch.device("cpu")
+    with Layers(case, MODEL, 9, moe._weights(case, MODEL, rank, cpu), group, group, cpu) as layers:
+        made = [(key, make()) for key, make in layers.makers()]
+        assert all(call() is not None for _, calls in made for call in calls)
+    return [key[1:] for key, _ in made]

@@ -190,6 +190,19 @@ void multiply_registers(float (&sums)[size], const unsigned* a, std::uint64_t b,
     }
 }
 
+template <int n, int size>
+void multiply_integers(int (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) {
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const auto at = [](std::uint64_t operand, unsigned row, unsigned byte) {
+        return static_cast<int>(static_cast<signed char>(*shared_at(swizzled(((operand & 0x3fff) << 4) + row * 128 + byte))));
+    };
+    for (unsigned i = 0; i < n / 2; ++i) {
+        const unsigned row = 16 * warp + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (!keep) sums[i] = 0;
+        for (unsigned byte = 0; byte < 32; ++byte) sums[i] += at(a, row, byte) * at(b, column, byte);
+    }
+}
+
 // As gemv_all_reduce.cuh describes it.  `type`: a Type of csrc.
 template <int type>
 void multiply_small(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {

@@ -124,7 +124,7 @@ KERNELS |= {
         ("64x8c1", kernels.FP8, "swiglu", True, False),
         ("128x6c2", kernels.FP8, None, False, True),
         ("256x4c2u16", kernels.FP8, "swigluoai", True, True),
-        ("256x4c1", torch.bfloat16, "geglu", False, True),
+        ("256x4c1", torch.int8, "geglu", False, True),
     )
 }
 # Beside MXFP4 weights, with the epilogues of gpt-oss, and a part of them with none.
