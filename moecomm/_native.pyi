@@ -954,7 +954,7 @@ def forget_failure(context: Context) -> None:
 def fused_constants() -> dict[str, int]:
     """Constants of csrc/gemm and csrc/fused by name."""
 
-def gemm_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int:
+def gemm_shared_bytes(scaled: bool, most_rows: int, stages: int, mxfp4: bool = False) -> int:
     """Dynamic shared memory of a block of the grouped GEMM."""
 
 def gemv_lines(most_rows: int) -> int:

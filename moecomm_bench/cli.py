@@ -331,6 +331,10 @@ def moe(
         bool, typer.Option("--peers/--no-peers", help="Also measure torch's layer and other libraries' experts.")
     ] = True,
     fp8: Annotated[bool, typer.Option("--fp8", help="Also measure our layer with FP8 weights.")] = False,
+    mxfp4: Annotated[bool, typer.Option("--mxfp4", help="Also measure our layer with MXFP4 weights.")] = False,
+    channels: Annotated[
+        bool, typer.Option("--channels", help="Also measure our layer with FP8 and INT8 weights, a scale a channel.")
+    ] = False,
     room: Annotated[int, typer.Option(callback=whole(0), help="max_tokens of Buffers; 0: the measured size.")] = 0,
     singles: Singles = None,
     sustained: Annotated[
@@ -360,6 +364,8 @@ def moe(
         replays=LAYER_REPLAYS.of(replays, backend),
         peers=peers,
         fp8=fp8,
+        mxfp4=mxfp4,
+        channels=channels,
         room=room,
         singles=SINGLES.of(singles, backend),
         sustained_s=sustained,

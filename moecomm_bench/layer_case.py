@@ -8,6 +8,7 @@ import torch
 
 from moecomm.base.choices import BackendName
 from moecomm.errors import BadInput
+from moecomm.fused.quantized import MX_GROUP
 from moecomm.ranks.settings import Settings
 from moecomm.router import Model
 from moecomm_bench import replay
@@ -28,6 +29,8 @@ class ModelsCase:
     peers: bool = True
     parts: bool = True  # also dispatch, GEMMs and combine, each alone, and more forms of the layer
     fp8: bool = False  # also our layer with weights in FP8
+    mxfp4: bool = False  # also with weights in MXFP4
+    channels: bool = False  # also our layer with weights in FP8 and INT8 that have scales of channels
     room: int = 0  # least max_tokens of a Buffer; 0: the measured size
     seed: int = 0
     routing_file: str = ""  # of moecomm.routing, to be replayed; empty: the routing is drawn
@@ -51,7 +54,11 @@ class ModelsCase:
                 replay.check(self.routing_file, model.num_experts, model.topk, model.name)
             most = max(*self.tokens, self.room)
             Settings(self.ranks, model.hidden, model.num_experts, model.topk, most, torch.bfloat16, "", None).check()
-            sizes, units = (model.hidden, model.intermediate), (16, 32) if self.fp8 else (8, 8)
+            sizes, units = (model.hidden, model.intermediate), (8, 8)
+            if self.fp8 or self.channels:
+                units = (16, 32 if self.fp8 else 16)
+            if self.mxfp4:
+                units = MX_GROUP, MX_GROUP
             if any(size % unit for size, unit in zip(sizes, units, strict=True)):
                 raise BadInput("hidden, intermediate", sizes, f"multiples of {units[0]} and {units[1]}")
         if self.mode not in ("graph", "eager") or (self.mode == "graph" and self.backend == "host"):

@@ -13,9 +13,12 @@ import torch.distributed as dist
 
 from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
-from moecomm.fused import Fp8, quantize_weights
+from moecomm.fused import Fp8, Mxfp4, kernels, quantize_channels, quantize_rows, quantize_weights
+from moecomm.fused.activations import SWIGLU
+from moecomm.fused.channel_experts import apply_channel_experts
 from moecomm.fused.fp8_experts import apply_fp8_experts
-from moecomm.fused.layer import apply_experts
+from moecomm.fused.layer import apply_experts, apply_mxfp4_experts
+from moecomm.gpu.quantize_rows import cast
 from moecomm.ranks.settings import Settings
 from moecomm.router import Model, random_routing
 from moecomm_bench import other_experts, replay
@@ -26,10 +29,11 @@ from moecomm_bench.ranks import together
 from moecomm_bench.singles import Singles
 from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
 
-# Variants of our layer, as results name them. FP8 also names variants of its parts, and precedes the others.
-SEQUENTIAL, FUSED, FP8 = "sequential", "one launch", "fp8"
+# Variants of our layer, as results name them. FP8 and MXFP4 also name variants of its parts, and precede the others.
+SEQUENTIAL, FUSED, FP8, MXFP4 = "sequential", "one launch", "fp8", "mxfp4"
 DEFAULT_WIRE = "bf16 wire"  # unfused, with combine's default wire; SEQUENTIAL has the same bits as FUSED
 AS_CALLED = "default"  # `fused=None`: the form that the tuning table chooses
+CHANNELS = {"fp8 by channel": kernels.FP8, "int8 by channel": torch.int8}  # variants, by the dtype of their weights
 BY_RANK = "rows by rank"  # of torch's layer: a row for each (token, rank), not for each (token, expert)
 
 Key = tuple[str, str, str]  # (who, what, variant)
@@ -132,27 +136,36 @@ class Layers:
 
     def makers(self) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
         """Yield each operation: its key, and a function that returns its call on each input."""
-        case, fp8 = self._case, None
+        case = self._case
         w13, w2 = self._weights["w13"], self._weights["w2"]
+        quantized: dict[str, tuple[Any, Any]] = {}
         if case.fp8:
-            fp8 = quantize_weights(w13), quantize_weights(w2)
+            quantized[FP8] = quantize_weights(w13), quantize_weights(w2)
+        if case.mxfp4:
+            quantized[MXFP4] = in_mxfp4(w13), in_mxfp4(w2)
         yield from self._layers("", w13, w2)
-        if fp8 and not case.parts:
-            yield from self._layers(FP8, *fp8)
+        if case.channels:
+            for name, of_channels in CHANNELS.items():
+                weights = quantize_channels(w13, of_channels), quantize_channels(w2, of_channels)
+                yield from self._layers(name, *weights)
+                if case.parts:
+                    yield ("moecomm", "GEMMs", name), partial(self._channel_gemms, of_channels, *weights)
         if not case.parts:
+            for dtype, both in quantized.items():
+                yield from self._layers(dtype, *both)
             return
         arrived = self._arrived()
         yield from self._parts("", w13, w2, arrived)
-        if fp8:
-            yield from self._layers(FP8, *fp8)
-            yield from self._parts(FP8, *fp8, self._arrived(quantize="fp8"))
+        for dtype, both in quantized.items():
+            yield from self._layers(dtype, *both)
+            yield from self._parts(dtype, *both, self._arrived(quantize="fp8") if dtype == FP8 else arrived)
         if case.peers:
             yield from self._others(w13, w2, arrived)
 
     def _layers(self, dtype: str, w13: Any, w2: Any) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
-        """Yield forms of our layer; `dtype` is FP8 or empty."""
+        """Yield forms of our layer; `dtype` is FP8, one of CHANNELS, MXFP4 (never fused) or empty."""
         forms: dict[str, dict[str, Any]] = {dtype or SEQUENTIAL: {"fused": False}}
-        if self.buffer.device.type == "cuda":
+        if self.buffer.device.type == "cuda" and dtype != MXFP4:
             forms[_named(dtype, FUSED)] = {"fused": True}
         if self._case.parts:
             forms[_named(dtype, DEFAULT_WIRE)] = {"fused": False, "wire": torch.bfloat16}
@@ -164,9 +177,11 @@ class Layers:
     def _parts(
         self, dtype: str, w13: Any, w2: Any, arrived: list[LayerRows]
     ) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
-        """Yield the parts of our unfused layer."""
-        options: dict[str, Any] = {"max_rows": self.max_rows, "quantize": "fp8" if dtype else None, "sync": False}
-        yield ("moecomm", "dispatch", dtype), partial(self._on_each, partial(self.buffer.dispatch, **options))
+        """Yield the parts of our unfused layer; with weights in MXFP4, rows travel as with bfloat16."""
+        options: dict[str, Any] = {"max_rows": self.max_rows, "quantize": "fp8" if dtype == FP8 else None}
+        if dtype != MXFP4:
+            call = partial(self.buffer.dispatch, **options, sync=False)
+            yield ("moecomm", "dispatch", dtype), partial(self._on_each, call)
         gemms = [_gemms(one, w13, w2) for one in arrived]
         yield ("moecomm", "GEMMs", dtype), lambda: gemms
         if not dtype:
@@ -203,6 +218,16 @@ class Layers:
             scales = None if routed.scales is None else routed.scales.clone()
             found.append(LayerRows(routed.x.clone(), scales, routed.tokens_per_expert.clone(), routed.handle))
         return found
+
+    def _channel_gemms(self, dtype: torch.dtype, w13: Any, w2: Any) -> Sequence[Call]:
+        """Return our GEMMs of rows that have one scale each, with the cast between them."""
+        calls = []
+        for one in self._arrived():
+            rows, expected = quantize_rows(one.rows, dtype), max(1, len(one.rows) // len(w2.data))
+            how: dict[str, Any] = {"interleaved": False, "expected_rows": expected, "activation": SWIGLU}
+            how["biases"] = None, None
+            calls.append(partial(apply_channel_experts, rows, w13, w2, one.counts, torch.bfloat16, **how))
+        return calls
 
     def _routing(self, index: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         case, model = self._case, self._model
@@ -249,8 +274,18 @@ def _named(dtype: str, variant: str) -> str:
 
 def _gemms(one: LayerRows, w13: Any, w2: Any) -> Call:
     """Return our two GEMMs on the rows of one input, in the dtype of the weights."""
-    experts = len(w2.data if isinstance(w2, Fp8) else w2)
+    experts = len(w2.data if isinstance(w2, (Fp8, Mxfp4)) else w2)
     about: dict[str, Any] = {"expected_rows": max(1, len(one.rows) // experts)}
+    if isinstance(w2, Mxfp4):
+        return partial(apply_mxfp4_experts, one.rows, w13, w2, tokens_per_expert=one.counts, **about)
     if one.scales is None:
         return partial(apply_experts, one.rows, w13, w2, tokens_per_expert=one.counts, **about)
     return partial(apply_fp8_experts, Fp8(one.rows, one.scales), w13, w2, one.counts, torch.bfloat16, **about)
+
+
+def in_mxfp4(w: torch.Tensor) -> Mxfp4:
+    """Return weights `[experts, N, K]` in MXFP4."""
+    experts, rows, columns = w.shape
+    data, scales = cast(w.flatten(0, 1), "mxfp4")
+    assert scales is not None
+    return Mxfp4(data.view(experts, rows, columns // 2), scales.view(torch.uint8).view(experts, rows, columns // 32))

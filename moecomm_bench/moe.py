@@ -16,11 +16,11 @@ from moecomm_bench import replay
 from moecomm_bench.clock import percentiles
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.layer_case import ModelsCase
-from moecomm_bench.layers import BY_RANK, DEFAULT_WIRE, FP8, FUSED, SEQUENTIAL, Layers
+from moecomm_bench.layers import BY_RANK, CHANNELS, DEFAULT_WIRE, FP8, FUSED, MXFP4, SEQUENTIAL, Layers
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.singles import merge_about, open_singles
 
-__all__ = ["BY_RANK", "DEFAULT_WIRE", "FP8", "FUSED", "SEQUENTIAL", "ModelsCase", "merge", "run", "run_rank"]
+__all__ = ["BY_RANK", "DEFAULT_WIRE", "FP8", "FUSED", "MXFP4", "SEQUENTIAL", "ModelsCase", "merge", "run", "run_rank"]
 
 _TIMES = ("us", "alone_us", "eager_us")
 
@@ -80,9 +80,9 @@ def merge(case: ModelsCase, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     - `alone_us`, `eager_us` (layers and GEMMs, if the case has single calls): see moecomm_bench.dispatch_combine.
     - `sustained_us` (layers and GEMMs, on GPUs): a call in a run without a pause, of the slowest rank.
     - `tflops`: per rank, on average.
-    - `of_gemms`: time of a layer / time of our GEMMs alone, in FP8 of our FP8 GEMMs.
+    - `of_gemms`: time of a layer / time of our GEMMs alone, of the same weights.
     - `of_gemms_sustained`: the same ratio of sustained times.
-    - `of_torch`: torch's time for the same / this time, of the faster of torch's layers; not for FP8.
+    - `of_torch`: torch's time for the same / this time, of the faster of torch's layers; for bfloat16 alone.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     for row in rows:
@@ -116,13 +116,13 @@ def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     if "us" not in row or row["what"] not in ("layer", "GEMMs"):
         return
     alike = [r for r in rows if "us" in r and all(r[key] == row[key] for key in ("model", "tokens"))]
-    fp8 = row["variant"].startswith(FP8)
-    about = ("moecomm", "GEMMs", FP8 if fp8 else "")
+    quantized = next((name for name in (*CHANNELS, FP8, MXFP4) if row["variant"].startswith(name)), "")
+    about = ("moecomm", "GEMMs", quantized)
     gemms = next((r for r in alike if (r["who"], r["what"], r["variant"]) == about), None)
     if row["what"] == "layer" and gemms:
         row["of_gemms"] = round(row["us"]["p50"] / gemms["us"]["p50"], 4)
         if "sustained_us" in row and "sustained_us" in gemms:
             row["of_gemms_sustained"] = round(row["sustained_us"] / gemms["sustained_us"], 4)
     torchs = [r["us"]["p50"] for r in alike if (r["who"], r["what"]) == ("torch", row["what"])]
-    if row["who"] != "torch" and torchs and not fp8:
+    if row["who"] != "torch" and torchs and not quantized:
         row["of_torch"] = round(min(torchs) / row["us"]["p50"], 4)

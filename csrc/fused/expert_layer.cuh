@@ -6,7 +6,8 @@
 //   tile scheduler   a thread: takes the next position, waits for the tile's inputs, queues the tile,
 //   loader           a thread, with e4m3 also a warp for scales: fills the ring (gemm.cuh),
 //   math warpgroups  multiply, and store the tile: of the first product in local memory, of the second at the source ranks,
-//   completion warp  a thread of it: counts stored tiles of the first product, for all blocks.
+//   completion warp  a thread of it: counts stored tiles of the first product, for all blocks,
+//   casting warp     where rows have one scale each: casts rows of the first product once all their columns are stored.
 // `schedule_tiles` and `complete_tiles` state the memory order between a block that stores a tile and a block that loads it.
 #pragma once
 #include "../device/grid.cuh"
@@ -14,6 +15,7 @@
 #include "fetch.cuh"
 #include "layer.cuh"
 #include "tile_queue.cuh"
+#include "whole_rows.cuh"
 
 namespace moecomm {
 
@@ -50,6 +52,13 @@ MOECOMM_BOTH constexpr GemmConfig second_of(GemmConfig c, Type out) {
     c.out = out;
     return c;
 }
+
+constexpr i32 kCastPieces = 4;  // of a row, that a lane of a casting warp keeps in registers: those of 2048 columns
+
+// Registers of a thread of the loader warpgroup and of a math warpgroup.
+struct Registers {
+    i32 loader, math;
+};
 
 template <GemmConfig c>
 struct ExpertLayerShared {
@@ -90,11 +99,17 @@ struct Awaited {
     // Waits for all column tiles of the first product that a tile of the second reads, and acquires them.
     template <GemmConfig c>
     MOECOMM_FN void tile_done(const Tile& tile) {
+        counted(args.layer.tile_done, tile, args.first.grouping.column_tiles * c.cluster);
+    }
+    // Waits for the rows of a tile of the second product to be cast, and acquires them.
+    MOECOMM_FN void cast(const Tile& tile) { counted(args.cast_done, tile, tile.rows); }
+
+  private:
+    MOECOMM_FN void counted(const u64& counters, const Tile& tile, i32 wanted) {
         const LayerArgs& a = args.layer;
-        const i32 wanted = args.first.grouping.column_tiles * c.cluster;
-        const auto all = [&] { return load_fresh(reinterpret_cast<const i32*>(a.tile_done) + tile.nth) >= wanted; };
+        const auto all = [&] { return load_fresh(reinterpret_cast<const i32*>(counters) + tile.nth) >= wanted; };
         if (!failed && wait_until(deadline_of(a.ctx), all) != Waited::ok) store_relaxed(reinterpret_cast<u32*>(a.failed), 1);
-        load_acquire(reinterpret_cast<const u32*>(a.tile_done) + tile.nth);
+        load_acquire(reinterpret_cast<const u32*>(counters) + tile.nth);
         failed = failed || load_relaxed(reinterpret_cast<const u32*>(a.failed)) != 0;
     }
 };
@@ -118,7 +133,11 @@ MOECOMM_FN void schedule_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& a
         next.product = !found ? QueuedTile::none : second ? QueuedTile::second : QueuedTile::first;
         if (found && second) {
             MOECOMM_LAYER_SPAN(await_tiles, args.layer.ctx, true);
-            awaited.template tile_done<c>(next.tile);
+            if constexpr (r.whole) {
+                awaited.cast(next.tile);
+            } else {
+                awaited.template tile_done<c>(next.tile);
+            }
         } else if (found) {
             MOECOMM_LAYER_SPAN(await_rows, args.layer.ctx, true);
             awaited.fetched(next.tile);
@@ -183,6 +202,53 @@ MOECOMM_FN void complete_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& a
     });
 }
 
+// Counts `rows` cast rows of a row tile.  One lane, after a barrier of its warp, whose stores it releases.
+MOECOMM_FN void count_cast(const ExpertLayerArgs& args, i32 nth, i32 rows) {
+    u32* const counter = reinterpret_cast<u32*>(args.cast_done) + nth;
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(rows) : "memory");
+}
+
+// The casting role: a warp.  It takes shares of `cast_rows` rows, in order, each a share ahead.
+//
+// Order: it acquires all columns of a row tile before it reads rows of it, past L1, and releases cast rows to the schedulers, which acquire
+// them.  A row waits only for tiles of the first product, so positions wait for smaller positions alone, as before (lagged.h): a tile of
+// the second product waits for rows that come before all rows of later tiles, and warps that run take all shares.  On timeout sets `failed`
+// and counts rows as cast all the same, as schedulers do.
+template <GemmConfig c, RowConfig r>
+MOECOMM_FN void cast_product(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
+    Grouping row_tiles = args.first.grouping;
+    row_tiles.column_tiles = 1;
+    TileWalk walk(row_tiles, s.gemm.counts);
+    Awaited<r> awaited{args};
+    const i32 columns = args.second.depth;
+    const auto take = [&] { return lane_id() == 0 ? next_of(reinterpret_cast<u32*>(args.next_cast)) : 0; };
+    const auto first_row = [&](i32 share) { return __shfl_sync(kAllLanes, share, 0) * args.cast_rows; };
+    Tile tile{};
+    i32 tiles = 0;
+    for (i32 first = first_row(take());;) {
+        const i32 next = take();  // lane 0's, in flight until this share is cast
+        i32 begin = first;        // of the rows of this share that are cast and not counted yet
+        for (i32 row = first; row < first + args.cast_rows; ++row) {
+            if (row >= tile.row + tile.rows) {
+                if (row > begin && lane_id() == 0) count_cast(args, tile.nth, row - begin);
+                begin = row;
+                do {
+                    if (!walk.find(tiles++, tile)) return;
+                } while (row >= tile.row + tile.rows);
+                if (lane_id() == 0) awaited.template tile_done<c>(tile);
+                __syncwarp();
+            }
+            const u8* const from = reinterpret_cast<const u8*>(args.first.out) + static_cast<i64>(row) * columns * bytes_of(c.out);
+            cast_whole_row<c.out, row_format(r.integers), kCastPieces, true>(
+                from, columns, reinterpret_cast<u8*>(args.cast) + static_cast<i64>(row) * columns,
+                reinterpret_cast<float*>(args.second.x_scales) + row);
+            __syncwarp();
+        }
+        if (lane_id() == 0) count_cast(args, tile.nth, first + args.cast_rows - begin);
+        first = first_row(next);
+    }
+}
+
 // Store policy of the first product; its scales have the strides that the second GEMM reads.
 template <GemmConfig c>
 MOECOMM_FN auto store_between(const ExpertLayerArgs& args) {
@@ -202,12 +268,25 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
     RingPlace<c> place;
     u32 turns = 0;
     float accum[c.parts()][c.most_rows / 2] = {};
+    const u32 mine = staging + math_group * (2 * c.stage_bytes());
     for_each_tile(s.queue, [&](const QueuedTile& now, const QueuePlace& at) {
+        if constexpr (c.restarts()) clear(accum);
+        ChannelScales<c> scales;
+        if constexpr (c.channel_scales) {
+            const Tile tile = now.tile;
+            const i32 block = block_of<c>(tile, place_in_cluster<c>());
+            if (now.product == QueuedTile::first) {
+                scales.template load<c>(args.first, tile, block, math_group);
+            } else {
+                scales.template load<product>(args.second, tile, block, math_group);
+            }
+        }
         MOECOMM_LAYER_SPAN(gemm_1, args.layer.ctx, threadIdx.x == kWarpgroup && now.product == QueuedTile::first);
         MOECOMM_LAYER_SPAN(gemm_2, args.layer.ctx, threadIdx.x == kWarpgroup && now.product == QueuedTile::second);
         const i32 depth = now.product == QueuedTile::first ? args.first.depth : args.second.depth;
         multiply_padded<c>(s.gemm, place, math_group, ceil_div(depth, c.depth()), now.tile.padded, accum);
         const Tile tile = now.tile;  // a copy: the compiler would read shared memory again after every store
+        scales.apply(accum[0], tile, mine, 1 + math_group, turns);
         if (now.product == QueuedTile::first) {
             if constexpr (c.finishes()) finish<c>(accum, args.first, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
             store_accum<c>(accum, tile, math_group, args.second.depth, staging, turns, store_between<c>(args));
@@ -232,7 +311,7 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
 // the source ranks.  All waits have the deadline; on failure no source rank is signaled, and reduce_layer reports the error.
 template <GemmConfig c, RowConfig r, Type out>
 MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
-    static_assert(r.type == c.type, "rows are multiplied as they come");
+    static_assert(r.type == c.type && r.whole == c.channel_scales && r.integers == c.integers, "rows are multiplied as they come");
     static_assert(sizeof(ExpertLayerShared<c>) <= expert_layer_shared_bytes(c.scaled(), c.most_rows, c.stages), "what is launched");
     extern __shared__ __align__(1024) u8 memory[];
     auto& s = *reinterpret_cast<ExpertLayerShared<c>*>(memory);
@@ -257,16 +336,21 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
     launch_dependents();
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();
     constexpr GemmConfig product = second_of(c, out);
+    constexpr Registers registers = r.whole ? Registers{88, 208} : Registers{kLoaderRegisters, kMathRegisters};
+    static_assert((registers.loader + kMathGroups * registers.math) * kWarpgroup <= 65536, "registers of a multiprocessor");
     if (threadIdx.x < kWarpgroup) {
-        reg_dealloc<kLoaderRegisters>();
+        reg_dealloc<registers.loader>();
         if (threadIdx.x == 0) load_tiles(s, args);
         if (threadIdx.x == kWarp) schedule_tiles<c, r>(s, args);
+        if constexpr (r.whole) {
+            if (warp_id() == 2) cast_product<c, r>(s, args);
+        }
         if constexpr (c.scaled()) {
             if (warp_id() == 2) load_scales_of_tiles<c, product>(s, args);
         }
         if (threadIdx.x == 3 * kWarp) complete_tiles(s, args);
     } else {
-        reg_alloc<kMathRegisters>();
+        reg_alloc<registers.math>();
         make_tiles<c, r, product>(s, args);
         SendRows{args.layer}.end();
     }

@@ -13,10 +13,13 @@ struct RowConfig {
     Type type;
     i32 hidden;
     i32 counted = kLeastCounted;  // fetched rows that share a counter
+    bool whole = false;           // of rows with scales: one for the row, and not one for kScaleGroup columns
+    bool integers = false;        // with `whole`: int8 and not e4m3
 
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3; }
-    MOECOMM_BOTH constexpr i32 columns_bytes() const { return hidden * bytes_of(type); }  // offset of the scales, in fp32
-    MOECOMM_BOTH constexpr i32 bytes() const { return columns_bytes() + (scaled() ? align_up(4 * ceil_div(hidden, kScaleGroup), 16) : 0); }
+    MOECOMM_BOTH constexpr i32 scales() const { return whole ? 1 : ceil_div(hidden, kScaleGroup); }  // of a row that is scaled
+    MOECOMM_BOTH constexpr i32 columns_bytes() const { return hidden * bytes_of(type); }             // offset of the scales, in fp32
+    MOECOMM_BOTH constexpr i32 bytes() const { return columns_bytes() + (scaled() ? align_up(4 * scales(), 16) : 0); }
     // Stride of rows, both published and fetched.  Rows with scales are aligned to cache lines of 128 bytes: scales are read through L1
     // (load_scales_of_tiles), so no two rows may share a line; and the 128 columns that a tensor load reads at once are then one line.
     MOECOMM_BOTH constexpr i32 pitch() const { return scaled() ? align_up(bytes(), 128) : bytes(); }

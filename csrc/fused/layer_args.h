@@ -30,7 +30,7 @@ struct LayerArgs {
     u64 next_row;      // u32: rows claimed so far by fetching warps
     u64 failed;        // u32: 1 after a wait for rows or tiles timed out, or if the dispatch failed
     i32 num_tokens, max_rows;
-    i32 row_tiles;  // words of tile_done
+    i32 row_tiles;  // words from tile_done on that the publish kernel sets to 0
 };
 
 // Arguments of expert_layer.cuh.
@@ -41,6 +41,11 @@ struct ExpertLayerArgs {
     i32 together;            // rows that all blocks fetch first, one row a warp
     i32 lag;                 // see LaggedWalk
     i32 row_tiles_per_turn;  // see LaggedWalk
+    // Where rows have one scale each, the first product is cast row by row to second.x, with second.x_scales.
+    u64 cast;       // [max_rows][second.depth] of bytes
+    u64 cast_done;  // u32[]: of each row tile, rows that are cast
+    u64 next_cast;  // u32: shares of rows that casting warps have taken
+    i32 cast_rows;  // rows of a share
 };
 static_assert(sizeof(ExpertLayerArgs) <= 4096 && sizeof(ExpertLayerArgs) % sizeof(u64) == 0, "what a kernel takes");
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "../device/quantize.cuh"
 #include "layer.cuh"
+#include "whole_rows.cuh"
 
 namespace moecomm {
 
@@ -39,6 +40,18 @@ MOECOMM_FN void cast_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
     }
 }
 
+constexpr i32 kPublishedPieces = 8;  // of a row, that a lane keeps in registers
+
+// Casts rows with one scale each.  Called by all warps of the grid, one a row.
+template <RowConfig r, Type given>
+MOECOMM_FN void cast_whole_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
+    for (i32 token = warp; token < a.num_tokens; token += warps) {
+        u8* const row = to + static_cast<i64>(token) * r.pitch();
+        cast_whole_row<given, row_format(r.integers), kPublishedPieces, false>(
+            reinterpret_cast<const u8*>(a.x + token * a.x_stride), r.hidden, row, reinterpret_cast<float*>(row + r.columns_bytes()));
+    }
+}
+
 // The kernel, with any number of blocks of kPublishThreads threads: resets the layer's counters and `failed`, and publishes rows of type
 // `given`.  Waits for no peer and cannot fail.
 template <RowConfig r, Type given>
@@ -51,7 +64,9 @@ MOECOMM_FN void publish_rows(const LayerArgs& a) {
     for (i32 i = thread; i < a.row_tiles; i += threads) reinterpret_cast<u32*>(a.tile_done)[i] = 0;
     if (thread == 0) *reinterpret_cast<u32*>(a.failed) = *reinterpret_cast<u32*>(a.next_tile) = *reinterpret_cast<u32*>(a.next_row) = 0;
     u8* const published = reinterpret_cast<u8*>(a.ctx.peers[a.ctx.rank] + a.published);
-    if constexpr (r.scaled()) {
+    if constexpr (r.whole) {
+        cast_whole_rows<r, given>(a, published, thread / kWarp, threads / kWarp);
+    } else if constexpr (r.scaled()) {
         cast_rows<r, given>(a, published, thread / kWarp, threads / kWarp);
     } else {
         copy_rows<r>(a, published, thread, threads);

@@ -11,6 +11,9 @@ constexpr i32 kPartColumns = 64;                    // rows of w that a warpgrou
 constexpr i32 kMostGroups = 512;                    // shared memory holds a count for each group
 constexpr i32 kRowMaps = 5;                         // tensor maps of x, one for each box height
 constexpr i32 kWeightScales = kMathGroups * 2 * 2;  // scales of w in a slot: warpgroups x parts x (gate, up)
+constexpr i32 kPackedBoxes = 2;                     // boxes of x in a slot beside packed MXFP4 weights: 128 columns
+constexpr i32 kPackedRowBytes = 64;                 // bytes of a row of these weights in a slot
+constexpr i32 kPackedScaleBytes = 8;                // the two words that hold the four scales of such a row
 
 // A CUtensorMap, encoded by cuTensorMapEncodeTiled.
 struct alignas(64) TensorMap {
@@ -28,6 +31,7 @@ struct GemmArgs {
     // Scaled e4m3.  x_scales: f32[rows][ceil(depth / 128)].  w_scales: f32[groups][ceil(columns / 128)][ceil(depth / 128)], in the row
     // order of w in memory.  out_scales: f32[rows][ceil(columns / 2 / 128)], where the product is cast. With GemmConfig::channel_scales,
     // x_scales: f32[rows], x_scale_row apart.  w_scales: f32[groups][columns], in the row order of w in memory.
+    // With GemmConfig::mxfp4 there are w_scales only: u8[groups][columns][depth / 32].
     u64 x_scales, w_scales, out_scales;
     i64 x_scale_row, x_scale_column;  // strides of x_scales, in elements
     u64 bias;                         // f32[groups][columns], of gated products gate columns before up columns; 0: none
@@ -39,9 +43,11 @@ MOECOMM_BOTH constexpr i32 gemm_block_columns(bool scaled) { return kMathGroups 
 // Bytes of the product that a warpgroup transposes in one step of the epilogue.
 MOECOMM_BOTH constexpr i32 gemm_stage_bytes(bool scaled) { return scaled ? 4096 : 8192; }
 // Dynamic shared memory of a block; gemm.cuh asserts that GemmShared fits.
-MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages) {
+MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages, bool mxfp4 = false) {
     const i32 barriers = 2 * static_cast<i32>(sizeof(u64)), scales = scaled ? 4 * (kWeightScales + most_rows) : 0;
-    const i32 slot = (gemm_block_columns(scaled) + most_rows) * kSlotRowBytes + barriers + scales;
+    const i32 slot =
+        mxfp4 ? gemm_block_columns(scaled) * (kPackedRowBytes + kPackedScaleBytes) + most_rows * kPackedBoxes * kSlotRowBytes + barriers
+              : (gemm_block_columns(scaled) + most_rows) * kSlotRowBytes + barriers + scales;
     return stages * slot + kMathGroups * 2 * gemm_stage_bytes(scaled) + kMostGroups * 4 + 16;
 }
 

@@ -13,7 +13,7 @@ constexpr i32 kScaleGroup = 128;  // columns of x, or rows and columns of w, tha
 enum class Activation : i32 { swiglu, geglu, geglu_tanh, swigluoai };
 
 struct GemmConfig {
-    Type type;      // of x and w; e4m3 has scales, bf16 and fp16 with channel_scales
+    Type type;      // of x and w; e4m3 has scales
     Type out;       // of the product; e4m3: the bf16 product, cast, with scales
     bool gated;     // out = activation(gate, up); gate and up rows of w are interleaved by kWoven in the ring
     bool apart;     // in memory, all gate rows of w come before all up rows
@@ -22,24 +22,36 @@ struct GemmConfig {
     i32 stages;     // slots of the ring
     i32 cluster;    // blocks that multiply the same rows with neighboring columns; each loads its part of the rows for all
     bool swapped;   // w is operand A of wgmma (its rows are M) and x operand B; false (e4m3 only): x is A (scaled_rows.cuh)
+    i32 blocks_per_sm = 1;  // resident blocks of a multiprocessor
     Activation activation = Activation::swiglu;
     bool bias = false;            // GemmArgs::bias may be given
     bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
+    bool mxfp4 = false;           // w is packed MXFP4 (mxfp4.cuh), x is bf16 and operand B
+    bool integers = false;        // with channel_scales: the bytes of x and w are int8 and not e4m3, and sums are exact
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
+    // Registers of a thread that multiplies: what the loader leaves of those that a block begins with.
+    MOECOMM_BOTH constexpr i32 math_registers() const { return blocks_per_sm == 2 ? 96 : 232; }
+    MOECOMM_BOTH constexpr bool has_slot_scales() const { return scaled() || mxfp4; }  // a slot holds scales beside the operands
     // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.
-    MOECOMM_BOTH constexpr bool finishes() const { return bias || channel_scales || (gated && activation != Activation::swiglu); }
+    MOECOMM_BOTH constexpr bool finishes() const { return bias || (gated && activation != Activation::swiglu); }
+    // Accumulators are changed between a tile's products and its epilogue.  They are then set to 0 before each tile, and pinned after its
+    // products: else ptxas waits for each product alone (its warning C7515).  multiply_scaled and multiply_rows do so in any case.
+    MOECOMM_BOTH constexpr bool restarts() const { return !scaled() && (finishes() || channel_scales); }
     // Groups of kPartColumns rows of w that a warpgroup multiplies in sequence.  Two for scaled e4m3, so that the 128 product columns that
     // share a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }
-    MOECOMM_BOTH constexpr i32 block_columns() const { return gemm_block_columns(scaled()); }    // rows of w
-    MOECOMM_BOTH constexpr i32 depth() const { return kSlotRowBytes / bytes_of(type); }          // columns of x and w in a slot
-    MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * kSlotRowBytes; }  // bytes of w in a slot
-    MOECOMM_BOTH constexpr i32 row_bytes() const { return most_rows * kSlotRowBytes; }           // bytes of x in a slot
+    MOECOMM_BOTH constexpr i32 block_columns() const { return gemm_block_columns(scaled()); }  // rows of w
+    MOECOMM_BOTH constexpr i32 boxes() const { return mxfp4 ? kPackedBoxes : 1; }  // boxes of x in a slot, of neighboring columns
+    MOECOMM_BOTH constexpr i32 depth() const { return boxes() * kSlotRowBytes / bytes_of(type); }  // columns of x and w in a slot
+    MOECOMM_BOTH constexpr i32 weight_row_bytes() const { return mxfp4 ? kPackedRowBytes : kSlotRowBytes; }
+    MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * weight_row_bytes(); }  // bytes of w in a slot
+    MOECOMM_BOTH constexpr i32 box_bytes() const { return most_rows * kSlotRowBytes; }                // bytes of a box of x in a slot
+    MOECOMM_BOTH constexpr i32 row_bytes() const { return boxes() * box_bytes(); }                    // bytes of x in a slot
     // Bytes of the product that a warpgroup transposes at once.  There are two such buffers, so that one barrier a step is enough.
     MOECOMM_BOTH constexpr i32 stage_bytes() const { return gemm_stage_bytes(scaled()); }
-    MOECOMM_BOTH constexpr i32 shared_bytes() const { return gemm_shared_bytes(scaled(), most_rows, stages); }
+    MOECOMM_BOTH constexpr i32 shared_bytes() const { return gemm_shared_bytes(scaled(), most_rows, stages, mxfp4); }
     MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / cluster; }  // box height of the first map of x
 };
 

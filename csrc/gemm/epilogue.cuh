@@ -58,21 +58,22 @@ MOECOMM_FN void turn(const float (&accum)[size], u32 staging) {
     using T = Turned<c>;
     // Type of the product before a cast.
     constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
+    constexpr i32 rows = T::rows < c.most_rows - from ? T::rows : c.most_rows - from;
     const i32 lane = lane_id(), warp = warp_id() % 4;
     if constexpr (c.gated) {
 #pragma unroll
-        for (i32 row = 0; row < T::rows; row += 32) {
+        for (i32 row = 0; row < rows; row += 32) {
             u32 m[4];
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
                 const i32 at = (from + row + 8 * i) / 2;
-                m[i] = narrow_pair<type>(gated<c>(accum[at], accum[at + 2]), gated<c>(accum[at + 1], accum[at + 3]));
+                m[i] = at < size ? narrow_pair<type>(gated<c>(accum[at], accum[at + 2]), gated<c>(accum[at + 1], accum[at + 3])) : 0;
             }
             store_turned(staging + T::offset(row + lane, 4 * part + warp), m[0], m[1], m[2], m[3]);
         }
     } else {
 #pragma unroll
-        for (i32 row = 0; row < T::rows; row += 16) {
+        for (i32 row = 0; row < rows; row += 16) {
             u32 m[4];
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {

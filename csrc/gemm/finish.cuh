@@ -1,11 +1,11 @@
 // Scales of rows and channels, biases, and activations other than SwiGLU, in the accumulator registers of a tile, between its last product
-// and its epilogue.
+// and its epilogue, in this order.
 //
 // The arithmetic is written with intrinsics, so that no compiler contracts it in one kernel and not in another: the bits of a product do
 // not depend on the kernel that it is computed in.
 #pragma once
 #include "config.cuh"
-#include "scaled_rows.cuh"
+#include "epilogue_rows.cuh"
 
 namespace moecomm {
 
@@ -65,29 +65,53 @@ MOECOMM_FN void finish_four(const GemmArgs& args, float* first, float* second, c
     }
 }
 
-// The scales of a tile with GemmConfig::channel_scales, for swapped operands.
-template <GemmConfig c>
+// The scales that a lane has of a tile, with GemmConfig::channel_scales: loaded before the tile's products, so that these hide the latency,
+// and applied after them.  Empty without such scales.
+template <GemmConfig c, bool = c.channel_scales>
 struct ChannelScales {
-    const float *of_group, *of_x;
-    i32 columns, last;
-    i64 step;
+    template <GemmConfig product>
+    MOECOMM_FN void load(const GemmArgs&, const Tile&, i32, i32) {}
+    template <i32 size>
+    MOECOMM_FN void apply(float (&)[size], const Tile&, u32, i32, u32&) const {}
+};
+template <GemmConfig c>
+struct ChannelScales<c, true> {
+    static_assert(c.swapped && c.parts() == 1 && c.most_rows <= 2 * kWarpgroup, "a thread loads the scales of two rows of the tile");
+    float of_w[2];     // of the lane's two rows of w
+    float of_rows[2];  // of rows 2 t and 2 t + 1 of the tile, t: the thread's place in its warpgroup
 
-    MOECOMM_FN ChannelScales(const GemmArgs& args, const Tile& tile)
-        : of_group(reinterpret_cast<const float*>(args.w_scales) + static_cast<i64>(tile.group) * args.columns),
-          of_x(reinterpret_cast<const float*>(args.x_scales) + tile.row * args.x_scale_row),
-          columns(args.columns),
-          last(tile.rows - 1),
-          step(args.x_scale_row) {}
-    // Returns the scale of row `row` of w as it lies in the ring; see Biases.
-    MOECOMM_FN float of_w(i32 row) const { return of_group[min(c.apart ? apart_row(row, columns / 2) : row, columns - 1)]; }
-    // Multiplies the accumulators of rows `row` and `row` + 1 of the tile and two rows of w with these scales.  Padding rows, which are not
-    // stored, take the last row's scale.
-    MOECOMM_FN void multiply(float* accum, i32 row, float of_first, float of_second) const {
+    // Called by a math warpgroup once the tile's rows and their scales have arrived.  Scales of rows are read past L1.  Padding rows, which
+    // are not stored, take the last row's; rows beyond the end of w have the last row's.  `product`: configuration of the tile's product.
+    template <GemmConfig product>
+    MOECOMM_FN void load(const GemmArgs& args, const Tile& tile, i32 block, i32 math_group) {
+        const i32 lane = lane_id(), row = block * product.block_columns() + math_group * kPartColumns + warp_id() % 4 * 16 + lane / 4;
+        const float* const of_group = reinterpret_cast<const float*>(args.w_scales) + static_cast<i64>(tile.group) * args.columns;
+        const i32* const of_x = reinterpret_cast<const i32*>(args.x_scales) + tile.row * args.x_scale_row;
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
-            const float of_row = of_x[min(row + i, last) * step];
-            accum[i] = __fmul_rn(accum[i], __fmul_rn(of_row, of_first));
-            accum[2 + i] = __fmul_rn(accum[2 + i], __fmul_rn(of_row, of_second));
+            const i32 at = row + i * kWoven, nth = min(static_cast<i32>(threadIdx.x % kWarpgroup) * 2 + i, tile.rows - 1);
+            of_w[i] = of_group[min(product.apart ? apart_row(at, args.columns / 2) : at, args.columns - 1)];
+            of_rows[i] = __int_as_float(load_fresh(of_x + nth * args.x_scale_row));
+        }
+    }
+    // Multiplies the accumulators by the product of their two scales.  Called by the warpgroup; `staging`, `barrier` and `turns` as in
+    // store_tile: passing the scales of rows to all lanes is a staging step.
+    template <i32 size>
+    MOECOMM_FN void apply(float (&accum)[size], const Tile& tile, u32 staging, i32 barrier, u32& turns) const {
+        const u32 place = staging + turns++ % 2 * c.stage_bytes();
+        if (2 * (threadIdx.x % kWarpgroup) < c.most_rows)
+            store_shared_words(place + threadIdx.x % kWarpgroup * 8, __float_as_uint(of_rows[0]), __float_as_uint(of_rows[1]));
+        barrier_sync(barrier, kWarpgroup);
+        const u32 mine = place + lane_id() % 4 * 8;
+#pragma unroll
+        for (i32 j = 0; j < size / 4; ++j) {
+            if (8 * j >= tile.rows) continue;
+            const float2 rows = load_shared_pair(mine + 32 * j);
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) {
+                float& sum = accum[4 * j + i];
+                sum = __fmul_rn(sum, __fmul_rn(i % 2 == 0 ? rows.x : rows.y, of_w[i / 2]));
+            }
         }
     }
 };
@@ -96,7 +120,6 @@ struct ChannelScales {
 // with GemmConfig::finishes().
 template <GemmConfig c, i32 size>
 MOECOMM_FN void finish(float (&accum)[c.parts()][size], const GemmArgs& args, const Tile& tile, i32 block, i32 math_group) {
-    static_assert(c.swapped || !c.channel_scales, "channel scales are for swapped operands");
     const Biases<c> biases(args, tile.group);
     const i32 lane = lane_id(), first = block * c.block_columns();
     if constexpr (c.swapped) {  // a lane has two rows of w, 8 from each other, and all rows of x
@@ -105,13 +128,6 @@ MOECOMM_FN void finish(float (&accum)[c.parts()][size], const GemmArgs& args, co
             const i32 row = first + (math_group * c.parts() + part) * kPartColumns + warp_id() % 4 * 16 + lane / 4;
             const float one = biases.at(row), other = biases.at(row + kWoven);
             const float ones[2] = {one, one}, others[2] = {other, other};
-            if constexpr (c.channel_scales) {
-                const ChannelScales<c> scales(args, tile);
-                const float of_first = scales.of_w(row), of_second = scales.of_w(row + kWoven);
-#pragma unroll
-                for (i32 j = 0; j < size / 4; ++j)
-                    if (8 * j < tile.rows) scales.multiply(accum[part] + 4 * j, 8 * j + lane % 4 * 2, of_first, of_second);
-            }
 #pragma unroll
             for (i32 j = 0; j < size / 4; ++j)
                 if (8 * j < tile.rows) finish_four<c>(args, accum[part] + 4 * j, accum[part] + 4 * j + 2, ones, others);

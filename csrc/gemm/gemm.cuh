@@ -13,11 +13,12 @@
 #include "epilogue_cast.cuh"
 #include "epilogue_rows.cuh"
 #include "finish.cuh"
+#include "mxfp4.cuh"
 #include "scaled.cuh"
 
 namespace moecomm {
 
-constexpr i32 kLoaderRegisters = 40, kMathRegisters = 232;
+constexpr i32 kLoaderRegisters = 40, kMathRegisters = 232;  // of one block of a multiprocessor
 static_assert((kLoaderRegisters + kMathGroups * kMathRegisters) * kWarpgroup <= 65536, "registers of a multiprocessor");
 
 template <GemmConfig c>
@@ -63,9 +64,10 @@ template <GemmConfig c, bool apart>
 MOECOMM_FN void load_weights(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, i32 k, i32 slot) {
     const i32 column = block_of<c>(tile, rank) * c.block_columns();
     u64* full = &s.barriers.full[slot];
-    expect_bytes(full, c.weight_bytes() + tile.padded * kSlotRowBytes);
+    expect_bytes(full, c.weight_bytes() + c.boxes() * tile.padded * kSlotRowBytes);
     const u64 keep = tile.only_row_tile ? kKeepLeast : kKeepNormal;
     const u32 w = shared_address(s.ring.w[slot]);
+    if constexpr (c.mxfp4) k /= 2;  // bytes of two columns
     if constexpr (apart) {
         load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
     } else {
@@ -83,6 +85,9 @@ MOECOMM_FN void load_rows(GemmShared<c>& s, const TensorMap* x, const Tile& tile
         const i32 box = c.least_box() << i;
         if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
         load_box_for_all<c.cluster>(to, x[i], k, row, &s.barriers.full[slot], kKeepNormal);
+        if constexpr (c.mxfp4)
+            load_box_for_all<c.cluster>(to + c.box_bytes(), x[i], k + kSlotRowBytes / bytes_of(c.type), row, &s.barriers.full[slot],
+                                        kKeepNormal);
         to += box * kSlotRowBytes;
         row += box;
     }
@@ -112,14 +117,14 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args) {
 
 // Where a lane finds the scales of a tile, step after step.  `product`: configuration of the tile's product.  Empty for types without
 // scales.
-template <GemmConfig product, bool = product.scaled()>
+template <GemmConfig product, bool = product.scaled(), bool = product.mxfp4>
 struct TileScales {
     MOECOMM_FN TileScales(const GemmArgs&, const Tile&, i32, u64) {}
     template <GemmConfig c>
     MOECOMM_FN void load(GemmShared<c>&, const GemmArgs&, const Tile&, i32) {}
 };
 template <GemmConfig product>
-struct TileScales<product, true> {
+struct TileScales<product, true, false> {
     const float *of_w, *of_x;
 
     // `x_scales`: those of the row that the tile counts its rows from.
@@ -141,6 +146,20 @@ struct TileScales<product, true> {
         arrive_when_loaded(&s.barriers.full[slot]);
         ++of_w;
         of_x += args.x_scale_column;
+    }
+};
+
+// With packed weights.
+template <GemmConfig product>
+struct TileScales<product, false, true> {
+    PackedWalk<product> walk;
+
+    MOECOMM_FN TileScales(const GemmArgs& args, const Tile& tile, i32 rank, u64) : walk(args, tile.group, block_of<product>(tile, rank)) {}
+    // Loads the scales of the next step into its slot, as above.
+    template <GemmConfig c>
+    MOECOMM_FN void load(GemmShared<c>& s, const GemmArgs&, const Tile&, i32 slot) {
+        walk.load(s.scales.slot(slot));
+        arrive_when_loaded(&s.barriers.full[slot]);
     }
 };
 
@@ -191,12 +210,22 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
     }
 }
 
+// Sets accumulators to 0.
+template <i32 parts, i32 size>
+MOECOMM_FN void clear(float (&accum)[parts][size]) {
+#pragma unroll
+    for (i32 part = 0; part < parts; ++part)
+#pragma unroll
+        for (i32 i = 0; i < size; ++i) accum[part][i] = 0.0f;
+}
+
 // Multiplies 64 rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Each step waits for `full`; one step's wgmma
 // stays in flight while the slot of the step before is released.  Cannot fail.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, float (&accum)[size]) {
     const u32 w = operand_at(shared_address(s.ring.w[0]) + math_group * (c.weight_bytes() / kMathGroups));
     const u32 x = operand_at(shared_address(s.ring.x[0]));
+    i32 sums[c.integers ? n / 2 : 1] = {};
     i32 before = 0;
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
@@ -204,8 +233,13 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
         wgmma_begin();
         const u32 w_slot = w + place.slot * (c.weight_bytes() / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
 #pragma unroll
-        for (i32 k = 0; k < kSlotRowBytes / 32; ++k)
-            wgmma<c.type, n>(accum, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+        for (i32 k = 0; k < kSlotRowBytes / 32; ++k) {
+            if constexpr (c.integers) {
+                wgmma_integers<n>(sums, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+            } else {
+                wgmma<c.type, n>(accum, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+            }
+        }
         wgmma_commit();
         if (step > 0) {
             wgmma_wait<1>();
@@ -216,6 +250,13 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
     }
     wgmma_wait<0>();
     release_slot<c>(s.barriers, before);
+    if constexpr (c.integers) {
+        pin_integers(sums);
+#pragma unroll
+        for (i32 i = 0; i < n / 2; ++i) accum[i] = __int2float_rn(sums[i]);
+    } else if constexpr (c.restarts()) {
+        pin_registers(accum);
+    }
 }
 // Multiplies all parts of a tile, with the instance whose n is `padded`.  Called by a math warpgroup; `accum` is complete on return.
 template <GemmConfig c, i32 n = c.most_rows, i32 size>
@@ -258,7 +299,16 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     float accum[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
+        if constexpr (c.restarts()) clear(accum);
+        ChannelScales<c> scales;
+        scales.template load<c>(args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
+        if constexpr (c.mxfp4) {
+            const PackedTile<c> packed(args, tile.group, block_of<c>(tile, place_in_cluster<c>()), math_group);
+            multiply_packed<c>(s.ring, s.barriers, s.scales, place, packed, steps, tile.padded, accum[0]);
+        } else {
+            multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
+        }
+        scales.apply(accum[0], tile, shared_address(s.staging) + math_group * (2 * c.stage_bytes()), 1 + math_group, turns);
         if constexpr (c.finishes()) finish<c>(accum, args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
         store_accum<c>(accum, tile, math_group, columns, shared_address(s.staging), turns, out);
     }
@@ -294,11 +344,11 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
     if (threadIdx.x < kWarpgroup) {
         reg_dealloc<kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles(s, args);
-        if constexpr (c.scaled()) {
+        if constexpr (c.has_slot_scales()) {
             if (warp_id() == 2) load_scales(s, args);
         }
     } else {
-        reg_alloc<kMathRegisters>();
+        reg_alloc<c.math_registers()>();
         make_tiles(s, args, store_here<c>(args));
     }
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory

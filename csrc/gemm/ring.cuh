@@ -21,7 +21,7 @@ struct RingBarriers {
     // One thread; barrier_init_done() and a block or cluster barrier must follow.
     MOECOMM_FN void init() {
         for (i32 s = 0; s < c.stages; ++s) {
-            barrier_init(&full[s], c.scaled() ? 1 + kWarp : 1);
+            barrier_init(&full[s], c.has_slot_scales() ? 1 + kWarp : 1);
             barrier_init(&empty[s], c.cluster * kMathGroups * kWarpgroup / kWarp);
         }
     }

@@ -17,6 +17,11 @@ MOECOMM_FN void pin_registers(float (&accum)[size]) {
 #pragma unroll
     for (i32 i = 0; i < size; ++i) asm volatile("" : "+f"(accum[i])::"memory");
 }
+template <i32 size>
+MOECOMM_FN void pin_integers(i32 (&accum)[size]) {
+#pragma unroll
+    for (i32 i = 0; i < size; ++i) asm volatile("" : "+r"(accum[i])::"memory");
+}
 
 // accum += products, each times the scales of its row of x and its row of w.  Called by each lane for its registers, after `full` of the
 // slot completed.  `part`: index over all parts of the block.

@@ -18,10 +18,10 @@ struct SlotScales {
 };
 
 // Empty for types without scales.
-template <GemmConfig c, bool = c.scaled()>
+template <GemmConfig c, bool = c.scaled(), bool = c.mxfp4>
 struct RingScales {};
 template <GemmConfig c>
-struct RingScales<c, true> {
+struct RingScales<c, true, false> {
     alignas(16) float slots[c.stages][kWeightScales + c.most_rows];
 
     MOECOMM_FN SlotScales slot(i32 slot) const { return {shared_address(slots[0]) + slot * static_cast<i32>(sizeof(slots[0]))}; }

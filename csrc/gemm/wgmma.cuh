@@ -28,78 +28,121 @@ MOECOMM_FN void wgmma_wait() {
 }
 
 // clang-format off
-#define MOECOMM_SUMS(i) \
-    "+f"(accum[i]), "+f"(accum[i + 1]), "+f"(accum[i + 2]), "+f"(accum[i + 3]), \
-    "+f"(accum[i + 4]), "+f"(accum[i + 5]), "+f"(accum[i + 6]), "+f"(accum[i + 7])
+#define MOECOMM_SUMS(kind, i) \
+    kind(accum[i]), kind(accum[i + 1]), kind(accum[i + 2]), kind(accum[i + 3]), \
+    kind(accum[i + 4]), kind(accum[i + 5]), kind(accum[i + 6]), kind(accum[i + 7])
 #define MOECOMM_REGISTERS_1 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define MOECOMM_SUMS_1 MOECOMM_SUMS(0)
+#define MOECOMM_SUMS_1(kind) MOECOMM_SUMS(kind, 0)
 #define MOECOMM_REGISTERS_2 MOECOMM_REGISTERS_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define MOECOMM_SUMS_2 MOECOMM_SUMS_1, MOECOMM_SUMS(8)
+#define MOECOMM_SUMS_2(kind) MOECOMM_SUMS_1(kind), MOECOMM_SUMS(kind, 8)
 #define MOECOMM_REGISTERS_3 MOECOMM_REGISTERS_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define MOECOMM_SUMS_3 MOECOMM_SUMS_2, MOECOMM_SUMS(16)
+#define MOECOMM_SUMS_3(kind) MOECOMM_SUMS_2(kind), MOECOMM_SUMS(kind, 16)
 #define MOECOMM_REGISTERS_4 MOECOMM_REGISTERS_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define MOECOMM_SUMS_4 MOECOMM_SUMS_3, MOECOMM_SUMS(24)
+#define MOECOMM_SUMS_4(kind) MOECOMM_SUMS_3(kind), MOECOMM_SUMS(kind, 24)
 #define MOECOMM_REGISTERS_5 MOECOMM_REGISTERS_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define MOECOMM_SUMS_5 MOECOMM_SUMS_4, MOECOMM_SUMS(32)
+#define MOECOMM_SUMS_5(kind) MOECOMM_SUMS_4(kind), MOECOMM_SUMS(kind, 32)
 #define MOECOMM_REGISTERS_6 MOECOMM_REGISTERS_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define MOECOMM_SUMS_6 MOECOMM_SUMS_5, MOECOMM_SUMS(40)
+#define MOECOMM_SUMS_6(kind) MOECOMM_SUMS_5(kind), MOECOMM_SUMS(kind, 40)
 #define MOECOMM_REGISTERS_7 MOECOMM_REGISTERS_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define MOECOMM_SUMS_7 MOECOMM_SUMS_6, MOECOMM_SUMS(48)
+#define MOECOMM_SUMS_7(kind) MOECOMM_SUMS_6(kind), MOECOMM_SUMS(kind, 48)
 #define MOECOMM_REGISTERS_8 MOECOMM_REGISTERS_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define MOECOMM_SUMS_8 MOECOMM_SUMS_7, MOECOMM_SUMS(56)
+#define MOECOMM_SUMS_8(kind) MOECOMM_SUMS_7(kind), MOECOMM_SUMS(kind, 56)
 #define MOECOMM_REGISTERS_9 MOECOMM_REGISTERS_8 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define MOECOMM_SUMS_9 MOECOMM_SUMS_8, MOECOMM_SUMS(64)
+#define MOECOMM_SUMS_9(kind) MOECOMM_SUMS_8(kind), MOECOMM_SUMS(kind, 64)
 #define MOECOMM_REGISTERS_10 MOECOMM_REGISTERS_9 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define MOECOMM_SUMS_10 MOECOMM_SUMS_9, MOECOMM_SUMS(72)
+#define MOECOMM_SUMS_10(kind) MOECOMM_SUMS_9(kind), MOECOMM_SUMS(kind, 72)
 #define MOECOMM_REGISTERS_11 MOECOMM_REGISTERS_10 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define MOECOMM_SUMS_11 MOECOMM_SUMS_10, MOECOMM_SUMS(80)
+#define MOECOMM_SUMS_11(kind) MOECOMM_SUMS_10(kind), MOECOMM_SUMS(kind, 80)
 #define MOECOMM_REGISTERS_12 MOECOMM_REGISTERS_11 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define MOECOMM_SUMS_12 MOECOMM_SUMS_11, MOECOMM_SUMS(88)
+#define MOECOMM_SUMS_12(kind) MOECOMM_SUMS_11(kind), MOECOMM_SUMS(kind, 88)
 #define MOECOMM_REGISTERS_13 MOECOMM_REGISTERS_12 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define MOECOMM_SUMS_13 MOECOMM_SUMS_12, MOECOMM_SUMS(96)
+#define MOECOMM_SUMS_13(kind) MOECOMM_SUMS_12(kind), MOECOMM_SUMS(kind, 96)
 #define MOECOMM_REGISTERS_14 MOECOMM_REGISTERS_13 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define MOECOMM_SUMS_14 MOECOMM_SUMS_13, MOECOMM_SUMS(104)
+#define MOECOMM_SUMS_14(kind) MOECOMM_SUMS_13(kind), MOECOMM_SUMS(kind, 104)
 #define MOECOMM_REGISTERS_15 MOECOMM_REGISTERS_14 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define MOECOMM_SUMS_15 MOECOMM_SUMS_14, MOECOMM_SUMS(112)
+#define MOECOMM_SUMS_15(kind) MOECOMM_SUMS_14(kind), MOECOMM_SUMS(kind, 112)
 #define MOECOMM_REGISTERS_16 MOECOMM_REGISTERS_15 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define MOECOMM_SUMS_16 MOECOMM_SUMS_15, MOECOMM_SUMS(120)
-#define MOECOMM_WGMMA_OF(kinds, orders, n, registers, a_at, b_at, keep_at) \
+#define MOECOMM_SUMS_16(kind) MOECOMM_SUMS_15(kind), MOECOMM_SUMS(kind, 120)
+#define MOECOMM_WGMMA_OF(kind, kinds, signs, n, registers, a_at, b_at, keep_at) \
     asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %" #keep_at ", 0;\n\t" \
                  "wgmma.mma_async.sync.aligned.m64n" #n kinds " {" MOECOMM_REGISTERS_##registers \
-                 "}, %" #a_at ", %" #b_at ", keep, 1, 1" orders ";\n\t}" \
-                 : MOECOMM_SUMS_##registers : "l"(a), "l"(b), "r"(keep))
+                 "}, %" #a_at ", %" #b_at ", keep" signs ";\n\t}" \
+                 : MOECOMM_SUMS_##registers(kind) : "l"(a), "l"(b), "r"(keep))
+#define MOECOMM_WGMMA_A_IN_REGISTERS(n, registers, a0_at, a1_at, a2_at, a3_at, b_at, keep_at) \
+    asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %" #keep_at ", 0;\n\t" \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" MOECOMM_REGISTERS_##registers \
+                 "}, {%" #a0_at ", %" #a1_at ", %" #a2_at ", %" #a3_at "}, %" #b_at ", keep, 1, 1, 0;\n\t}" \
+                 : MOECOMM_SUMS_##registers("+f") : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
 #define MOECOMM_WGMMA(n, registers, a_at, b_at, keep_at) \
     { \
-        if constexpr (type == Type::bf16) MOECOMM_WGMMA_OF("k16.f32.bf16.bf16", ", 0, 0", n, registers, a_at, b_at, keep_at); \
-        else if constexpr (type == Type::fp16) MOECOMM_WGMMA_OF("k16.f32.f16.f16", ", 0, 0", n, registers, a_at, b_at, keep_at); \
-        else MOECOMM_WGMMA_OF("k32.f32.e4m3.e4m3", "", n, registers, a_at, b_at, keep_at); \
+        if constexpr (type == Type::bf16) MOECOMM_WGMMA_OF("+f", "k16.f32.bf16.bf16", ", 1, 1, 0, 0", n, registers, a_at, b_at, keep_at); \
+        else if constexpr (type == Type::fp16) MOECOMM_WGMMA_OF("+f", "k16.f32.f16.f16", ", 1, 1, 0, 0", n, registers, a_at, b_at, keep_at); \
+        else MOECOMM_WGMMA_OF("+f", "k32.f32.e4m3.e4m3", ", 1, 1", n, registers, a_at, b_at, keep_at); \
     }
+
+#define MOECOMM_WGMMA_INTEGERS(n, registers, a_at, b_at, keep_at) \
+    MOECOMM_WGMMA_OF("+r", "k32.s32.s8.s8", "", n, registers, a_at, b_at, keep_at)
+#define MOECOMM_ALL(of) \
+    if constexpr (n == 16) of(16, 1, 8, 9, 10); \
+    if constexpr (n == 32) of(32, 2, 16, 17, 18); \
+    if constexpr (n == 48) of(48, 3, 24, 25, 26); \
+    if constexpr (n == 64) of(64, 4, 32, 33, 34); \
+    if constexpr (n == 80) of(80, 5, 40, 41, 42); \
+    if constexpr (n == 96) of(96, 6, 48, 49, 50); \
+    if constexpr (n == 112) of(112, 7, 56, 57, 58); \
+    if constexpr (n == 128) of(128, 8, 64, 65, 66); \
+    if constexpr (n == 144) of(144, 9, 72, 73, 74); \
+    if constexpr (n == 160) of(160, 10, 80, 81, 82); \
+    if constexpr (n == 176) of(176, 11, 88, 89, 90); \
+    if constexpr (n == 192) of(192, 12, 96, 97, 98); \
+    if constexpr (n == 208) of(208, 13, 104, 105, 106); \
+    if constexpr (n == 224) of(224, 14, 112, 113, 114); \
+    if constexpr (n == 240) of(240, 15, 120, 121, 122); \
+    if constexpr (n == 256) of(256, 16, 128, 129, 130);
 
 // Issues one product, asynchronously; wgmma_commit() and wgmma_wait() complete it.  keep = 0 overwrites `accum` instead of adding to it.
 template <Type type, i32 n, i32 size>
 MOECOMM_FN void wgmma(float (&accum)[size], u64 a, u64 b, i32 keep) {
     static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");
     static_assert(type == Type::bf16 || type == Type::fp16 || type == Type::e4m3, "types that are multiplied so");
-    if constexpr (n == 16) MOECOMM_WGMMA(16, 1, 8, 9, 10);
-    if constexpr (n == 32) MOECOMM_WGMMA(32, 2, 16, 17, 18);
-    if constexpr (n == 48) MOECOMM_WGMMA(48, 3, 24, 25, 26);
-    if constexpr (n == 64) MOECOMM_WGMMA(64, 4, 32, 33, 34);
-    if constexpr (n == 80) MOECOMM_WGMMA(80, 5, 40, 41, 42);
-    if constexpr (n == 96) MOECOMM_WGMMA(96, 6, 48, 49, 50);
-    if constexpr (n == 112) MOECOMM_WGMMA(112, 7, 56, 57, 58);
-    if constexpr (n == 128) MOECOMM_WGMMA(128, 8, 64, 65, 66);
-    if constexpr (n == 144) MOECOMM_WGMMA(144, 9, 72, 73, 74);
-    if constexpr (n == 160) MOECOMM_WGMMA(160, 10, 80, 81, 82);
-    if constexpr (n == 176) MOECOMM_WGMMA(176, 11, 88, 89, 90);
-    if constexpr (n == 192) MOECOMM_WGMMA(192, 12, 96, 97, 98);
-    if constexpr (n == 208) MOECOMM_WGMMA(208, 13, 104, 105, 106);
-    if constexpr (n == 224) MOECOMM_WGMMA(224, 14, 112, 113, 114);
-    if constexpr (n == 240) MOECOMM_WGMMA(240, 15, 120, 121, 122);
-    if constexpr (n == 256) MOECOMM_WGMMA(256, 16, 128, 129, 130);
+    MOECOMM_ALL(MOECOMM_WGMMA)
+}
+// The same of int8, which lies where e4m3 would; the registers hold s32.
+template <i32 n, i32 size>
+MOECOMM_FN void wgmma_integers(i32 (&accum)[size], u64 a, u64 b, i32 keep) {
+    static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");
+    MOECOMM_ALL(MOECOMM_WGMMA_INTEGERS)
+}
+
+// Issues one product of bf16 whose operand A is in registers: 16 columns of 64 rows.  Lane l of warp w holds columns 2 (l % 4) + {0, 1}
+//     a[0]: of row 16 w + l / 4,  a[1]: of row 16 w + l / 4 + 8,  a[2], a[3]: of the same rows, 8 columns further on.
+// The registers must not change before wgmma_wait() has completed the product.
+template <i32 n, i32 size>
+MOECOMM_FN void wgmma_registers(float (&accum)[size], const u32* a, u64 b, i32 keep) {
+    static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");
+    if constexpr (n == 16) MOECOMM_WGMMA_A_IN_REGISTERS(16, 1, 8, 9, 10, 11, 12, 13);
+    if constexpr (n == 32) MOECOMM_WGMMA_A_IN_REGISTERS(32, 2, 16, 17, 18, 19, 20, 21);
+    if constexpr (n == 48) MOECOMM_WGMMA_A_IN_REGISTERS(48, 3, 24, 25, 26, 27, 28, 29);
+    if constexpr (n == 64) MOECOMM_WGMMA_A_IN_REGISTERS(64, 4, 32, 33, 34, 35, 36, 37);
+    if constexpr (n == 80) MOECOMM_WGMMA_A_IN_REGISTERS(80, 5, 40, 41, 42, 43, 44, 45);
+    if constexpr (n == 96) MOECOMM_WGMMA_A_IN_REGISTERS(96, 6, 48, 49, 50, 51, 52, 53);
+    if constexpr (n == 112) MOECOMM_WGMMA_A_IN_REGISTERS(112, 7, 56, 57, 58, 59, 60, 61);
+    if constexpr (n == 128) MOECOMM_WGMMA_A_IN_REGISTERS(128, 8, 64, 65, 66, 67, 68, 69);
+    if constexpr (n == 144) MOECOMM_WGMMA_A_IN_REGISTERS(144, 9, 72, 73, 74, 75, 76, 77);
+    if constexpr (n == 160) MOECOMM_WGMMA_A_IN_REGISTERS(160, 10, 80, 81, 82, 83, 84, 85);
+    if constexpr (n == 176) MOECOMM_WGMMA_A_IN_REGISTERS(176, 11, 88, 89, 90, 91, 92, 93);
+    if constexpr (n == 192) MOECOMM_WGMMA_A_IN_REGISTERS(192, 12, 96, 97, 98, 99, 100, 101);
+    if constexpr (n == 208) MOECOMM_WGMMA_A_IN_REGISTERS(208, 13, 104, 105, 106, 107, 108, 109);
+    if constexpr (n == 224) MOECOMM_WGMMA_A_IN_REGISTERS(224, 14, 112, 113, 114, 115, 116, 117);
+    if constexpr (n == 240) MOECOMM_WGMMA_A_IN_REGISTERS(240, 15, 120, 121, 122, 123, 124, 125);
+    if constexpr (n == 256) MOECOMM_WGMMA_A_IN_REGISTERS(256, 16, 128, 129, 130, 131, 132, 133);
 }
 // clang-format on
 
+#undef MOECOMM_ALL
+#undef MOECOMM_WGMMA_INTEGERS
 #undef MOECOMM_WGMMA
+#undef MOECOMM_WGMMA_A_IN_REGISTERS
 #undef MOECOMM_WGMMA_OF
 #undef MOECOMM_SUMS
 #undef MOECOMM_REGISTERS_1

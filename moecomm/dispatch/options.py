@@ -58,13 +58,21 @@ class Key(NamedTuple):
     grow: bool = False  # this rank asks for a larger Buffer, and has no tokens
     chunk: bool = False  # a part of a dispatch whose rows had no room: see chunks.py
     gradients: Gradients = Gradients.NONE
-    call: str = "dispatch"  # of the user: "dispatch", "moe", "moe in INT8", "backward of combine" or "backward of moe"
+    # Of the user: "dispatch", "moe", "moe in INT8", "backward of combine" or "backward of moe"; with row descriptors
+    # "moe" or, where published rows are cast, "moe in " and their format.
+    call: str = "dispatch"
     layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
 
     def described(self) -> int:
         """Return the index of the call in signature.DISPATCHES."""
         call = "dispatch_begin" if self.begin else "fused moe" if self.descriptors else self.call
         return DISPATCHES.index(f"{call} in chunks" if self.chunk else call)
+
+    def quantized(self) -> int:
+        """Return the index in signature.QUANTIZED of the format of rows, also of those that row descriptors name."""
+        if not self.descriptors:
+            return QUANTIZED.index(self.options.quantize)
+        return QUANTIZED.index(self.call.partition(" in ")[2] or None)
 
 
 def check_options(options: Options) -> None:

@@ -178,7 +178,7 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
         layout=args.layout,
         dtype=args.in_type,
         topk_idx_dtype=int(args.idx_bytes == 8),
-        quantize=signature.QUANTIZED.index(options.quantize),
+        quantize=key.quantized(),
         scale_format=args.scale_format,
         scale_layout=SCALE_LAYOUTS.index(options.scale_layout),
         row_bytes=args.row_bytes,

@@ -1,4 +1,4 @@
-"""Gated experts whose weights have scales of channels (FP8, INT8): compute step of the unfused Buffer.moe."""
+"""Gated experts whose weights have scales of channels (FP8, INT8): checks, and experts of the unfused Buffer.moe."""
 
 from __future__ import annotations
 
@@ -59,13 +59,11 @@ def check_channels(rounds: Rounds, w13: Weights, w2: Weights, interleaved: bool)
     return found[0], found[1]
 
 
-def lacks_kernel(device: torch.device, data: torch.dtype) -> str:
-    """Return why torch computes a part of such experts on this device; empty if it does not, and on CPUs."""
-    if device.type != "cuda":
-        return ""
-    if torch.cuda.get_device_capability(device.index) != (9, 0):
+def lacks_kernel(device: torch.device) -> str:
+    """Return why torch computes such experts on this device; empty if it does not, and on CPUs."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device.index) != (9, 0):
         return f"{torch.cuda.get_device_name(device.index)} is no GPU of compute capability 9.0 (Hopper)"
-    return "weights in INT8 are widened in every call" if data is torch.int8 else ""
+    return ""
 
 
 def apply_channel_experts(

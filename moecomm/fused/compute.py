@@ -35,6 +35,7 @@ LAG = 2
 _LONG_STEP, _SHORT_STEP_ROWS, _LONG_ROW = 64, 1024, 2048  # row tiles, rows, bytes; see row_tiles_per_turn
 _TOGETHER = 2  # most rows a block that all blocks fetch first
 _MORE_WANTED = 16  # rows that the first experts may have beyond the average
+_CAST_ROWS = 4  # that a warp casts before it counts them, where there are many rows
 
 
 def rows_per_counter(rows: int) -> int:
@@ -58,7 +59,7 @@ def layer_kernel(
     """Return the kernel of the launch.
 
     Args:
-        dtype: of published rows and of the first product.
+        dtype: of published rows and of the first product, which with scales of channels is cast from `out`.
         apart: gate and up rows of w13 are not interleaved in memory.
         schedule: of both GEMMs.
         hidden: columns of a row.
@@ -66,9 +67,11 @@ def layer_kernel(
         counted: fetched rows that share a counter.
         epilogue: of both GEMMs.
     """
-    first = gemm_config(dtype, True, apart, schedule, epilogue=epilogue)
-    entry = f"expert_layer<{first}, {row_config(dtype, hidden, counted)}, Type::{NAMES[out or dtype]}>"
-    shared = _native.expert_layer_shared_bytes(dtype == FP8, schedule.most_rows, schedule.stages)
+    whole = epilogue.channel_scales  # the first product is cast in whole rows
+    first = gemm_config(dtype, True, apart, schedule, out if whole else None, epilogue)
+    entry = f"expert_layer<{first}, {row_config(dtype, hidden, counted, whole)}, Type::{NAMES[out or dtype]}>"
+    scaled = dtype == FP8 and not whole
+    shared = _native.expert_layer_shared_bytes(scaled, schedule.most_rows, schedule.stages)
     return SharedKernel(
         "fused/expert_layer", entry, "ExpertLayerArgs", THREADS, cluster=schedule.cluster, shared=shared
     )
@@ -82,8 +85,13 @@ def layer_args(
     clusters: int,
     together: int,
     row_bytes: int,
+    casts: tuple[int, int, int] = (0, 0, 0),
+    cast_rows: int = 0,
 ) -> ExpertLayerArgs:
-    """Return the arguments of a launch of `clusters` clusters; `together`: rows_at_once(), `row_bytes`: see below."""
+    """Return the arguments of a launch of `clusters` clusters.
+
+    `together`: rows_at_once(), `row_bytes`: see below, `casts`: addresses of cast rows and their counters, or 0.
+    """
     return ExpertLayerArgs(
         first=first,
         second=second,
@@ -92,7 +100,16 @@ def layer_args(
         together=together,
         lag=LAG * clusters,
         row_tiles_per_turn=row_tiles_per_turn(schedule, row_bytes),
+        cast=casts[0],
+        cast_done=casts[1],
+        next_cast=casts[2],
+        cast_rows=cast_rows,
     )
+
+
+def cast_rows_at_once(rows: int) -> int:
+    """Return how many of `rows` rows a warp casts at once: few, where few warps would have some otherwise."""
+    return 1 if rows <= _FEW_ROWS else _CAST_ROWS
 
 
 def row_tiles_per_turn(schedule: Schedule, row_bytes: int) -> int:

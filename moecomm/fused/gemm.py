@@ -17,7 +17,7 @@ from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
-from moecomm.fused.quantized import Mxfp4, check_mxfp4_values, dequantize
+from moecomm.fused.quantized import Mxfp4, dequantize
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.fused.weights import GRANULARITY
@@ -94,8 +94,7 @@ def grouped_gemm(
     Scales of rows and channels (fp8-dynamic checkpoints, INT8): the sum over all K is multiplied once by the float32
     product of the row's and the channel's scale.  On GPUs, tensor cores add all K columns of FP8 themselves: each of
     their K / 32 additions drops what is below 2^-13 of its largest term, as in the "fast accumulation" of other
-    libraries.  On GPUs INT8 is widened to the product's dtype in every call, which is exact, and added in float32; on
-    CPUs it is added exactly.
+    libraries.  INT8 is added exactly, and the sum is rounded to float32.
 
     Args:
         x: `[rows, K]` (layout "expert") or `[E, rows of an expert, K]` (layout "batched"), bfloat16 or float16; or
@@ -106,7 +105,7 @@ def grouped_gemm(
             `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
             `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
             matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4`, beside
-            bfloat16 rows: it is widened in every call, by torch.
+            bfloat16 rows: the bits of the bfloat16 weights that it stands for.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -125,26 +124,25 @@ def grouped_gemm(
             a row, and return an Fp8 for a second GEMM: data `[rows, I]`, scales `[rows, ceil(I / 128)]`.  The bits are
             those of the dispatch's cast of the bfloat16 result.
         expected_rows: rows of an expert to optimize for; default: rows of x over E.  No result depends on it.
-        schedule: tile sizes and pipeline depth, from moecomm.fused.SCHEDULES (FP8: FP8_SCHEDULES); default: by shape.
+        schedule: tile sizes and pipeline depth, from moecomm.fused.SCHEDULES (FP8: FP8_SCHEDULES; MXFP4 weights:
+            MXFP4_SCHEDULES); default: by shape.
 
     Returns:
         `out`, or a new tensor; with `quantize`, an Fp8.
 
     Raises:
         BadInput: shapes, dtypes or devices that do not fit together; a schedule for other dtypes.
-        Unsupported: a dtype other than bfloat16, float16 and FP8; K or N not a multiple of 8 (with an activation, N of
-            16); FP8 with K not a multiple of 16 or, not interleaved, I not a multiple of 32; more than 512 experts;
-            `quantize` without FP8 or an activation; a GPU that is not Hopper (compute capability 9.0).
+        Unsupported: a dtype other than bfloat16, float16, FP8 and INT8; K or N not a multiple of 8 (with an activation,
+            N of 16); FP8 and INT8 with K not a multiple of 16; FP8 with scales of blocks, not interleaved, with I not a
+            multiple of 32; more than 512 experts; `quantize` without FP8 or an activation; a GPU that is not Hopper
+            (compute capability 9.0).
     """
-    if isinstance(w, Mxfp4):
-        check_mxfp4_values("w", w)
-        w = dequantize(w)
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved, bias)
     gated = None if activation is None else check_activation(activation, activation_limit, activation_alpha)
     if expected_rows is not None:
         check_integer("expected_rows", expected_rows, 0)
     if schedule is not None:
-        schedules.check_schedule(_tiled_as(given.x.dtype, given.by_channel), schedule)
+        schedules.check_schedule(tiled_as(given.x.dtype, given.by_channel), schedule, given.mxfp4)
     product, scales = result(given, activation, out, out_dtype, quantize)
     returned = product if scales is None else Fp8(product, scales)
     if out is not None:
@@ -154,6 +152,8 @@ def grouped_gemm(
         how: dict[str, Any] = {"alignment": alignment, "activation": gated, "interleaved": interleaved, "bias": bias}
         if given.by_channel and given.x_scales is not None and given.w_scales is not None:  # of the usual shapes
             x, w = (given.x, given.x_scales), (given.w, given.w_scales)
+        elif isinstance(w, Mxfp4):
+            w = dequantize(w)
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
     _want_hopper(product.device.index)
@@ -175,8 +175,6 @@ def multiply(
     """Launch the kernel of grouped_gemm, with checked arguments, on the current stream."""
     if out.numel() == 0:
         return
-    if given.x.dtype is torch.int8:  # exact in either type; Hopper's tensor cores have INT8, these kernels have not
-        given = given._replace(x=given.x.to(out.dtype), w=given.w.to(out.dtype))
     device, dtype, apart = out.device.index, given.x.dtype, activation is not None and not interleaved
     if given.bias is not None:
         given = given._replace(bias=given.bias.float())
@@ -184,13 +182,17 @@ def multiply(
     units = kernels.multiprocessors(device)
     if schedule is None:
         groups, columns, depth = given.w.shape
-        tiled = _tiled_as(dtype, given.by_channel)
-        depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
-        schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, kernels.gpu_name(device))
+        if given.mxfp4:
+            schedule = schedules.mxfp4_schedule(expected_rows)
+        else:
+            tiled = tiled_as(dtype, given.by_channel)
+            depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
+            name = kernels.gpu_name(device)
+            schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, name)
     args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used)
-    blocks = units // schedule.cluster * schedule.cluster
+    blocks = units // schedule.cluster * schedule.cluster * schedule.blocks_per_sm
     epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
-    kernel = kernels.gemm_kernel(dtype, activation is not None, apart, schedule, out.dtype, epilogue)
+    kernel = kernels.gemm_kernel(dtype, activation is not None, apart, schedule, out.dtype, epilogue, given.mxfp4)
     call = (device, kernel, blocks, args)
     if torch.cuda.current_device() == device and _native.cuda_context() != 0:
         enqueue(*call)
@@ -218,10 +220,12 @@ def arguments(
     if x_scales is not None and w_scales is not None:
         made = 0 if out_scales is None else out_scales.data_ptr()
         scales = (x_scales.data_ptr(), w_scales.data_ptr(), made, *x_scales.stride()[-2:])
+    elif w_scales is not None:  # of MXFP4
+        scales = (0, w_scales.data_ptr(), 0, 0, 0)
     at = (x.data_ptr(), w.data_ptr(), given.counts.data_ptr(), out)
     strides = None if x.is_contiguous() else x.stride()
     bias = 0 if given.bias is None else given.bias.data_ptr()
-    about = (bias, activation, given.by_channel)
+    about = (bias, activation, given.by_channel, given.mxfp4)
     return arguments_at(at, x.shape, strides, x.dtype, w.shape, scales, apart, schedule, alignment, *about)
 
 
@@ -239,6 +243,7 @@ def arguments_at(
     bias: int = 0,
     activation: GatedActivation = SWIGLU,
     by_channel: bool = False,
+    mxfp4: bool = False,
 ) -> GemmArgs:
     """Return the arguments of a launch by addresses; see arguments().
 
@@ -248,18 +253,19 @@ def arguments_at(
         at: addresses of x, w, the counts and the product.
         x_shape: sizes of x, `[rows, K]` or `[groups, rows of a group, K]`.
         x_strides: of x, in elements; None: contiguous.
-        dtype: of x and w.
+        dtype: of x and w; beside MXFP4 weights that of x.
         w_shape: sizes of w.
-        scales: in FP8 the addresses of those of x, w and the product (0: none), and the strides of those of x.
+        scales: in FP8 and MXFP4 the addresses of those of x, w and the product (0: none), and strides of those of x.
         apart, schedule, alignment, activation: see arguments().
         bias: address of the bias; 0: none.
-        by_channel: see Operands.
+        by_channel, mxfp4: see Operands.
     """
     x, w, counts, out = at
-    (groups, columns, depth), rows = w_shape, math.prod(x_shape[:-1])
-    tiled = _tiled_as(dtype, by_channel)
+    (groups, columns, _), depth, rows = w_shape, x_shape[-1], math.prod(x_shape[:-1])
+    tiled = tiled_as(dtype, by_channel)
+    w_dtype, w_bytes = (torch.uint8, kernels.PACKED_ROW_BYTES) if mxfp4 else (dtype, kernels.SLOT_ROW_BYTES)
     args = GemmArgs(
-        w=_weight_map(w, w_shape, dtype, apart, block_columns(tiled)),
+        w=_weight_map(w, w_shape, w_dtype, apart, block_columns(tiled), w_bytes),
         out=out,
         counts=counts,
         columns=columns,
@@ -301,31 +307,31 @@ def grouping(
     )
 
 
-def _tiled_as(dtype: torch.dtype, by_channel: bool) -> torch.dtype:
+def tiled_as(dtype: torch.dtype, by_channel: bool) -> torch.dtype:
     """Return the dtype whose tiles and schedules a product has: without scales of blocks, FP8 has one accumulator."""
     return torch.bfloat16 if by_channel else dtype
 
 
-def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool, columns: int) -> Any:
+def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool, columns: int, row_bytes: int) -> Any:
     if apart:
-        matrix, strides, boxes = split_map(shape, dtype, columns)
+        matrix, strides, boxes = split_map(shape, dtype, columns, row_bytes)
         return tensor_maps.encode(w, matrix, dtype, boxes, strides)
-    box = (1, columns, kernels.SLOT_ROW_BYTES // dtype.itemsize)
+    box = (1, columns, row_bytes // dtype.itemsize)
     return tensor_maps.encode(w, tuple(shape), dtype, box)
 
 
 def split_map(
-    shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None
+    shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None, row_bytes: int = kernels.SLOT_ROW_BYTES
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return shape, strides and box of w13 `[E, 2 I, H]` as groups of 8 gate rows and their 8 up rows.
 
     A box then has the same layout in the ring as a box of the interleaved matrix.  `rows`: of a box; default: those of
-    a block for `dtype`.
+    a block for `dtype`.  `row_bytes`: of a row of a box.
     """
     groups, columns, depth = shape
     rows = block_columns(dtype) if rows is None else rows
     half, pair = columns // 2 * depth, 2 * GRANULARITY
-    box = (1, rows // pair, 2, GRANULARITY, kernels.SLOT_ROW_BYTES // dtype.itemsize)
+    box = (1, rows // pair, 2, GRANULARITY, row_bytes // dtype.itemsize)
     return (groups, columns // pair, 2, GRANULARITY, depth), (2 * half, GRANULARITY * depth, half, depth, 1), box
 
 

@@ -17,11 +17,11 @@ from moecomm.gpu.plain_kernel import PlainKernel
 
 _CONSTANTS = _native.fused_constants()
 THREADS, MOST_GROUPS = _CONSTANTS["gemm_threads"], _CONSTANTS["most_groups"]
-SLOT_ROW_BYTES = _CONSTANTS["slot_row_bytes"]
+SLOT_ROW_BYTES, PACKED_ROW_BYTES = _CONSTANTS["slot_row_bytes"], _CONSTANTS["packed_row_bytes"]
 LEAST_COUNTED, PUBLISH_THREADS = _CONSTANTS["least_counted"], _CONSTANTS["publish_threads"]
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # dtypes of unquantized products
 FP8 = torch.float8_e4m3fn
-NAMES = {**TYPES, FP8: "e4m3"}  # enumerators of Type in C++
+NAMES = {**TYPES, FP8: "e4m3", torch.int8: "e4m3"}  # enumerators of Type in C++; see GemmConfig::integers
 
 # Of the reduce step: shared memory of a block, slots of a warp, bytes of all rows in a slot, most warps of a block.
 _REDUCE_BYTES, _SLOTS, _SLOT, _WARPS = 220 * 1024, 3, 9216, 8
@@ -30,14 +30,23 @@ _STEP_BYTES = 512  # bytes of a row that a warp reads at once: 16 a lane
 
 @dataclass(frozen=True)
 class SharedKernel(PlainKernel):
-    """A kernel with `shared` bytes of dynamic shared memory, for example GemmShared of csrc/gemm/gemm.cuh."""
+    """A kernel with `shared` bytes of dynamic shared memory, for example GemmShared of csrc/gemm/gemm.cuh.
+
+    `resident`: blocks of a multiprocessor.
+    """
 
     shared: int = 0
+    resident: int = 1
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         return self.shared
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """See PlainKernel."""
+        return self.resident
 
 
 class Epilogue(NamedTuple):
@@ -64,11 +73,24 @@ def gemm_config(
     schedule: Schedule,
     out: torch.dtype | None = None,
     epilogue: Epilogue = PLAIN,
+    mxfp4: bool = False,
 ) -> str:
-    """Return a GemmConfig (csrc/gemm/config.cuh) as C++ source; `out`: dtype of the product, default `dtype`."""
+    """Return a GemmConfig (csrc/gemm/config.cuh) as C++ source.
+
+    Args:
+        dtype: of x and w; beside MXFP4 weights that of x.
+        gated, apart, schedule, epilogue: see the fields of GemmConfig.
+        out: dtype of the product, default `dtype`.
+        mxfp4: the weights are packed MXFP4.
+    """
     fields: dict[str, str | bool | int] = {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
     fields |= {"gated": gated, "apart": apart, **dataclasses.asdict(schedule)}
+    if schedule.blocks_per_sm == 1:
+        del fields["blocks_per_sm"]
     fields |= {**epilogue._asdict(), "activation": f"Activation::{epilogue.activation}"}
+    fields |= {"mxfp4": True} if mxfp4 else {}
+    if dtype is torch.int8:
+        fields["integers"] = True
     written = (f".{name} = {str(v).lower() if isinstance(v, bool) else v}" for name, v in fields.items())
     return f"GemmConfig{{{', '.join(written)}}}"
 
@@ -81,12 +103,14 @@ def gemm_kernel(
     schedule: Schedule,
     out: torch.dtype | None = None,
     epilogue: Epilogue = PLAIN,
+    mxfp4: bool = False,
 ) -> SharedKernel:
-    """Return the grouped GEMM kernel; `out`: dtype of the product, default `dtype`."""
-    entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue)}>"
+    """Return the grouped GEMM kernel; arguments as in gemm_config()."""
+    entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue, mxfp4)}>"
     scaled = dtype == FP8 and not epilogue.channel_scales
-    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages)
-    return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)
+    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages, mxfp4)
+    about = ("gemm/gemm", entry, "GemmArgs", THREADS)
+    return SharedKernel(*about, cluster=schedule.cluster, shared=shared, resident=schedule.blocks_per_sm)
 
 
 @lru_cache
@@ -101,22 +125,23 @@ def gpu_name(device: int | None) -> str:
     return "cpu" if device is None else torch.cuda.get_device_name(device)
 
 
-def row_pitch(dtype: torch.dtype, hidden: int) -> int:
-    """Return RowConfig::pitch: the stride in bytes of published rows; with FP8 a row includes its scales."""
-    if dtype != FP8:
+def row_pitch(dtype: torch.dtype, hidden: int, whole: bool = False) -> int:
+    """Return RowConfig::pitch: the stride in bytes of published rows; with FP8 and INT8 a row includes its scales."""
+    if dtype in TYPES:
         return dtype.itemsize * hidden
-    return -(-(hidden + 4 * -(-hidden // QUANT_GROUP)) // 128) * 128
+    return -(-(hidden + 4 * (1 if whole else -(-hidden // QUANT_GROUP))) // 128) * 128
 
 
-def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) -> str:
-    """Return a RowConfig (csrc/fused/layer.cuh) as C++ source."""
-    return f"RowConfig{{.type = Type::{NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}}}"
+def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED, whole: bool = False) -> str:
+    """Return a RowConfig (csrc/fused/layer.cuh) as C++ source; `whole`: rows have one scale each."""
+    more = f", .whole = true, .integers = {str(dtype is torch.int8).lower()}" if whole else ""
+    return f"RowConfig{{.type = Type::{NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}{more}}}"
 
 
 @lru_cache(maxsize=64)
-def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
+def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int, whole: bool = False) -> PlainKernel:
     """Return the kernel of the publish step: it copies rows of dtype `given` to where peers read them, as `dtype`."""
-    entry = f"publish_rows<{row_config(dtype, hidden)}, Type::{NAMES[given]}>"
+    entry = f"publish_rows<{row_config(dtype, hidden, whole=whole)}, Type::{NAMES[given]}>"
     return PlainKernel("fused/publish", entry, "LayerArgs", PUBLISH_THREADS)
 
 

@@ -32,6 +32,7 @@ from moecomm.fused.operands import Operands
 from moecomm.fused.options import Options
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.quantized import (
+    ROW_FORMATS,
     ByChannel,
     Mxfp4,
     as_weights,
@@ -149,29 +150,32 @@ def prepare(
     rows = max(1, x.shape[0] * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if ranks are alike
     check_max_rows(max_rows)
     count = _check_overflow(rounds, options, dropped)
-    if isinstance(w13, Mxfp4) or isinstance(w2, Mxfp4):
-        w13, w2 = map(dequantize, check_mxfp4(rounds, w13, w2))
-        if x.is_cuda:
-            _say_once("torch widens weights in every call: %s", "no kernel multiplies MXFP4")
     by_channel: tuple[ByChannel, ByChannel] | None = None
     if is_by_channel(w13) or is_by_channel(w2):
         w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)
         values, fp8 = w2.data, False
-        if why := lacks_kernel(rounds.device, values.dtype):
-            _say_once("torch computes a part of experts with scales of channels: %s", why)
+        if why := lacks_kernel(rounds.device):
+            _say_once("torch computes experts with scales of channels: %s", why)
+    elif isinstance(w13, Mxfp4) or isinstance(w2, Mxfp4):
+        w13, w2 = check_mxfp4(rounds, w13, w2)
+        values, fp8 = w2.data, False
+        if x.is_cuda and (why := ours_lacks(x.device.index, x.dtype, *w2.data.shape)):
+            _say_once("torch widens MXFP4 weights in every call: %s", why)
     elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(rounds, w13, w2, interleaved)
         values, fp8 = w2.data, True
     else:
         _check_experts(rounds, w13, w2, interleaved)
         values, fp8 = w2, False
-    biases = check_biases(rounds, w13_bias, w2_bias, values.shape[2])
+    intermediate = values.shape[2] * (2 if isinstance(w2, Mxfp4) else 1)
+    biases = check_biases(rounds, w13_bias, w2_bias, intermediate)
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
-    why_not = partial(_why_unfused, rounds, x, values, back, options, by_channel is not None)
+    why_not = partial(_why_unfused, rounds, x, values, back, options)
     if _runs_fused(rounds, values, asked, why_not):
         note_written("out", out)
+        travels = ROW_FORMATS[values.dtype] if by_channel is not None else "fp8" if fp8 else None
         return Fused(
             rounds,
             x,
@@ -187,7 +191,12 @@ def prepare(
             max_rows=max_rows,
             num_sms=options.num_sms,
             expected_rows=rows,
-            of={"chunk": chunk, "gradients": gradients, "call": "moe", "layer": number},
+            of={
+                "chunk": chunk,
+                "gradients": gradients,
+                "call": "moe" if travels is None else f"moe in {travels}",
+                "layer": number,
+            },
         )
 
     def experts(routed: Routed) -> torch.Tensor:
@@ -198,6 +207,8 @@ def prepare(
             assert routed.scales is not None
             arrived = type(by_channel[0])(routed.x.view(values.dtype), routed.scales)
             return apply_channel_experts(arrived, *by_channel, counts, rounds.dtype, **how)
+        if isinstance(w13, Mxfp4):
+            return apply_mxfp4_experts(routed.x, w13, w2, counts, **how)
         if routed.scales is None:
             return apply_experts(routed.x, w13, w2, counts, **how)
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
@@ -242,14 +253,12 @@ def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfuse
     return not why_not
 
 
-def _why_unfused(
-    rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options, by_channel: bool
-) -> str:
+def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options) -> str:
     """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
         return f"{rounds.device} is no GPU"
-    if by_channel:
-        return "weights have scales of channels"
+    if w2.dtype is torch.uint8:
+        return "weights are MXFP4"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
     if options.wire is not None or options.check_weights or back is not None:
@@ -293,6 +302,30 @@ def apply_experts(
     inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
     multiply(Operands(x, w13, tokens_per_expert, bias=biases[0]), activation, interleaved, inner, None, rows)
     multiply(Operands(inner, w2, tokens_per_expert, bias=biases[1]), None, False, y, None, rows)
+    return y
+
+
+def apply_mxfp4_experts(
+    x: torch.Tensor,
+    w13: Mxfp4,
+    w2: Mxfp4,
+    tokens_per_expert: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    expected_rows: int | None = None,
+    activation: GatedActivation = SWIGLU,
+    biases: Biases = (None, None),
+) -> torch.Tensor:
+    """Apply experts in MXFP4 to bfloat16 rows; arguments and bits as of apply_experts with the widened weights."""
+    if not x.is_cuda or ours_lacks(x.device.index, x.dtype, *w2.data.shape):
+        how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": expected_rows}
+        how |= {"activation": activation, "biases": biases}
+        return apply_experts(x, dequantize(w13), dequantize(w2), tokens_per_expert, **how)
+    rows = len(x) // len(w2.data) if expected_rows is None else expected_rows
+    inner, y = x.new_empty(len(x), 2 * w2.data.shape[2]), torch.empty_like(x)
+    first = Operands(x, w13.data, tokens_per_expert, None, w13.scales, biases[0])
+    multiply(first, activation, interleaved, inner, None, rows)
+    multiply(Operands(inner, w2.data, tokens_per_expert, None, w2.scales, biases[1]), None, False, y, None, rows)
     return y
 
 

@@ -13,12 +13,16 @@ from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp8 import Operand
+from moecomm.fused.quantized import Mxfp4, check_mxfp4_values
 
 _MOST_ROWS = 1 << 30
 
 
 class Operands(NamedTuple):
-    """Tensors of a grouped GEMM; the scales are None unless x and w are FP8, the bias if there is none."""
+    """Tensors of a grouped GEMM; the bias is None if there is none.
+
+    Scales are None, but those of FP8 operands and w_scales of MXFP4 weights.
+    """
 
     x: torch.Tensor
     w: torch.Tensor
@@ -32,10 +36,15 @@ class Operands(NamedTuple):
         """Return whether the scales are of rows and channels: x_scales `[..., 1]`, w_scales `[E, N]`."""
         return self.w_scales is not None and self.w_scales.dim() == 2
 
+    @property
+    def mxfp4(self) -> bool:
+        """Return whether w is packed MXFP4: `[E, N, K / 2]`, and w_scales `[E, N, K / 32]`."""
+        return self.w.dtype is torch.uint8
+
 
 def check_operands(
     x: Operand,
-    w: Operand,
+    w: Operand | Mxfp4,
     counts: torch.Tensor,
     alignment: int,
     activation: str | None,
@@ -46,15 +55,22 @@ def check_operands(
     if activation is not None:
         check_name("activation", activation, get_args(Activation))
     check_flag("interleaved", interleaved)
+    packed = isinstance(w, Mxfp4)
+    if isinstance(w, Mxfp4):
+        check_mxfp4_values("w", w)
     (x, x_scales), (w, w_scales) = _pair("x", x), _pair("w", w)
     check_dense("tokens_per_expert", counts)
     _check_memory(x, x=x, w=w, tokens_per_expert=counts)
     _check_memory(x, x=x_scales, w=w_scales)
     if x.dim() not in (2, 3) or not x.is_contiguous() or x.shape[:-1].numel() > _MOST_ROWS:
         raise BadInput("x", what(x), "contiguous [rows, K] or [experts, rows, K], at most 2^30 rows")
-    if w.dim() != 3 or not w.is_contiguous() or w.dtype != x.dtype or w.device != x.device or 0 in w.shape:
+    if packed and x.dtype is not torch.bfloat16:
+        raise BadInput("x", what(x), "rows of bfloat16 beside weights in MXFP4")
+    fits = packed or w.dtype == x.dtype
+    if w.dim() != 3 or not w.is_contiguous() or not fits or w.device != x.device or 0 in w.shape:
         raise BadInput("w", what(w), f"contiguous [experts, N, K] of {x.dtype} on {x.device}")
-    if w.shape[2] != x.shape[-1] or (x.dim() == 3 and x.shape[0] != w.shape[0]):
+    columns, depth = w.shape[1], w.shape[2] * (2 if packed else 1)
+    if depth != x.shape[-1] or (x.dim() == 3 and x.shape[0] != w.shape[0]):
         raise BadInput("w", what(w), f"the K and, batched, the experts of x, {tuple(x.shape)}")
     if counts.shape != w.shape[:1] or counts.dtype != torch.int32 or counts.device != x.device:
         raise BadInput("tokens_per_expert", what(counts), f"int32 [{w.shape[0]}] on {x.device}")
@@ -62,7 +78,12 @@ def check_operands(
         raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
     check_alignment("alignment", alignment)
     by_channel = w_scales is not None and w_scales.dim() < 3
-    if x_scales is not None and w_scales is not None and by_channel:
+    if packed:
+        if w_scales is None or not w_scales.is_contiguous():
+            raise BadInput("w", "scales with gaps", "contiguous ones")
+        if x_scales is not None:
+            raise BadInput("x", "scales", "none beside weights in MXFP4")
+    elif x_scales is not None and w_scales is not None and by_channel:
         x_scales, w_scales = _channel_scales(x, x_scales, w, w_scales)
     else:
         _check_scales(x, x_scales, w, w_scales)
@@ -76,7 +97,7 @@ def check_operands(
     if x.dtype not in (*kernels.TYPES, kernels.FP8) and not (x.dtype is torch.int8 and by_channel):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
     in_blocks = by_channel or interleaved  # gate and up rows share no scale
-    if why := unfit(w.shape[1], w.shape[2], x.dtype == kernels.FP8, activation is not None, in_blocks):
+    if why := unfit(columns, depth, x.dtype.itemsize == 1, activation is not None, in_blocks):
         raise Unsupported(f"w {tuple(w.shape)}: {why}")
     if w.shape[0] > kernels.MOST_GROUPS:
         raise Unsupported(f"{w.shape[0]} experts on one rank: want at most {kernels.MOST_GROUPS}")

@@ -22,9 +22,9 @@ from moecomm.dispatch.arguments import check_routing
 from moecomm.fused import compute, gemm
 from moecomm.fused.activations import GatedActivation
 from moecomm.fused.biases import Biases
-from moecomm.fused.fp8 import Fp8
 from moecomm.fused.kernels import Epilogue
 from moecomm.fused.plan import layer_plan
+from moecomm.fused.quantized import ByChannel, is_by_channel
 from moecomm.fused.structs import GemmArgs, LayerArgs
 from moecomm.gpu.plain_kernel import PlainKernel, enqueue, load
 from moecomm.rounds.rounds import Rounds
@@ -195,8 +195,8 @@ class Fused:
         x: torch.Tensor,
         topk_idx: Any,
         topk_weights: Any,
-        w13: torch.Tensor | Fp8,
-        w2: torch.Tensor | Fp8,
+        w13: torch.Tensor | ByChannel,
+        w2: torch.Tensor | ByChannel,
         *,
         interleaved: bool,
         activation: GatedActivation,
@@ -210,11 +210,12 @@ class Fused:
     ) -> None:
         session, tokens, hidden = rounds.session, x.shape[0], rounds.hidden
         self._rounds, self._session = rounds, session
-        self._w13: _Weights = w13 if isinstance(w13, Fp8) else (w13, None)
-        self._w2: _Weights = w2 if isinstance(w2, Fp8) else (w2, None)
+        self._w13: _Weights = (w13, None) if isinstance(w13, torch.Tensor) else w13
+        self._w2: _Weights = (w2, None) if isinstance(w2, torch.Tensor) else w2
+        by_channel = not isinstance(w2, torch.Tensor) and is_by_channel(w2)
         dtype, (_, _, inner) = self._w2[0].dtype, self._w2[0].shape
         self._activation, self._biases = activation, biases
-        epilogue = Epilogue(activation.name, any(bias is not None for bias in biases))
+        epilogue = Epilogue(activation.name, any(bias is not None for bias in biases), by_channel)
         of_rank = rounds.settings, rounds.rank, rounds.device.index
         self._plan = layer_plan(*of_rank, dtype, inner, not interleaved, expected_rows, max_rows, epilogue)
         args = self._args = LayerArgs(x=x.data_ptr(), x_stride=check_rows("x", x), num_tokens=tokens)
@@ -276,7 +277,10 @@ class Fused:
         at_biases = (0 if bias is None else bias.data_ptr() for bias in biases)
         first, second = self._gemms(given.tokens_per_expert, *at_biases)
         schedule, clusters, row_bytes = plan.schedule, plan.clusters, plan.inner * plan.dtype.itemsize
-        whole = compute.layer_args(args, first, second, schedule, clusters, plan.together, row_bytes)
+        at = plan.scratch
+        casts = (self._scratch + at.cast, self._scratch + at.cast_done, self._scratch + at.next_cast)
+        more = (casts, plan.cast_rows) if plan.by_channel else ()
+        whole = compute.layer_args(args, first, second, schedule, clusters, plan.together, row_bytes, *more)
         self._launch(plan.experts, clusters * schedule.cluster, whole)
 
     def _gemms(self, counts: int, *biases: int) -> tuple[GemmArgs, GemmArgs]:
@@ -284,6 +288,7 @@ class Fused:
         plan, (w13, w13_scales), (w2, w2_scales) = self._plan, self._w13, self._w2
         dtype, schedule, pitch = plan.dtype, plan.schedule, plan.pitch
         rows, product = self._scratch + plan.scratch.rows, self._scratch + plan.scratch.product
+        cast = self._scratch + plan.scratch.cast if plan.by_channel else product
         row_scales = product_scales = None
         if w13_scales is not None and w2_scales is not None:
             made, made_pitch = self._scratch + plan.scratch.product_scales, plan.scratch.scales_pitch
@@ -294,10 +299,13 @@ class Fused:
             *((*at, counts, product), shape, strides, dtype, w13.shape, row_scales, plan.apart, schedule),
             bias=biases[0],
             activation=self._activation,
+            by_channel=plan.by_channel,
         )
-        shape, at = (plan.max_rows, plan.inner), (product, w2.data_ptr())
+        shape, at = (plan.max_rows, plan.inner), (cast, w2.data_ptr())
         second = gemm.arguments_at(
-            *((*at, counts, 0), shape, None, dtype, w2.shape, product_scales, False, schedule), bias=biases[1]
+            *((*at, counts, 0), shape, None, dtype, w2.shape, product_scales, False, schedule),
+            bias=biases[1],
+            by_channel=plan.by_channel,
         )
         return first, second
 

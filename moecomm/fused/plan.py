@@ -23,7 +23,8 @@ _PART = 512
 class Scratch(NamedTuple):
     """Layout of a layer's memory outside of the window: where the fields of LayerArgs point, in bytes.
 
-    The first product is the second GEMM's x.  In FP8, each row's scales of it begin at a cache line.
+    The first product is the second GEMM's x.  In FP8, each row's scales of it begin at a cache line.  With scales of
+    channels, that x is cast from it, with a scale for each row.
     """
 
     next_tile: int
@@ -35,6 +36,9 @@ class Scratch(NamedTuple):
     product: int
     product_scales: int
     scales_pitch: int
+    next_cast: int
+    cast_done: int
+    cast: int
     nbytes: int
 
 
@@ -45,13 +49,15 @@ class LayerPlan(NamedTuple):
         dtype: of published rows and of the first product.
         hidden, inner: columns of a row, and of the first product.
         max_rows: rows that the layer makes room for.
-        row_tiles: words of LayerArgs::tile_done.
+        row_tiles: words of LayerArgs::tile_done, with those that follow it.
         pitch: bytes from one published or fetched row to the next.
         apart: gate and up rows of w13 are not interleaved in memory.
         schedule: of both GEMMs.
         sms: multiprocessors of the GPU.
         clusters: of the launch that computes.
         together: ExpertLayerArgs::together.
+        cast_rows: ExpertLayerArgs::cast_rows.
+        by_channel: rows have one scale each, and weights one for a channel.
         publish, experts, reduce: kernels.
         scratch: layout of memory.
     """
@@ -67,6 +73,8 @@ class LayerPlan(NamedTuple):
     sms: int
     clusters: int
     together: int
+    cast_rows: int
+    by_channel: bool
     publish: PlainKernel
     experts: PlainKernel
     reduce: PlainKernel
@@ -99,7 +107,9 @@ def layer_plan(
         epilogue: of both GEMMs.
     """
     hidden, local = settings.hidden, settings.local_experts(rank)
-    schedule = schedules.schedule_of_both(dtype, expected_rows, inner, kernels.gpu_name(device))
+    by_channel = epilogue.channel_scales
+    tiled = gemm.tiled_as(dtype, by_channel)
+    schedule = schedules.schedule_of_both(tiled, expected_rows, inner, kernels.gpu_name(device))
     if max_rows is None:
         rows = settings.capacity_rows("expert", rank=rank)
     else:
@@ -108,40 +118,47 @@ def layer_plan(
     row_tiles = local + rows // schedule.most_rows
     sms = kernels.multiprocessors(device)
     clusters, counted = sms // schedule.cluster, compute.rows_per_counter(expected_rows * local)
-    tiles = gemm.grouping(dtype, schedule, local, 2 * inner, rows)
+    tiles = gemm.grouping(tiled, schedule, local, 2 * inner, rows)
+    scratch = _scratch(dtype, hidden, inner, rows, row_tiles, settings.dtype if by_channel else None)
     return LayerPlan(
         dtype,
         hidden,
         inner,
         rows,
-        row_tiles,
-        row_pitch(dtype, hidden),
+        2 * row_tiles + 1 if by_channel else row_tiles,
+        row_pitch(dtype, hidden, by_channel),
         apart,
         schedule,
         sms,
         clusters,
         compute.rows_at_once(expected_rows, counted, tiles, schedule, clusters),
-        publish_kernel(settings.dtype, dtype, hidden),
+        compute.cast_rows_at_once(expected_rows * local),
+        by_channel,
+        publish_kernel(settings.dtype, dtype, hidden, by_channel),
         compute.layer_kernel(dtype, apart, schedule, hidden, settings.dtype, counted, epilogue),
         reduce_kernel(settings.dtype, hidden, settings.topk),
-        _scratch(dtype, hidden, inner, rows, row_tiles),
+        scratch,
     )
 
 
-def _scratch(dtype: torch.dtype, hidden: int, inner: int, rows: int, row_tiles: int) -> Scratch:
-    fetched = -(-rows // kernels.LEAST_COUNTED)
+def _scratch(
+    dtype: torch.dtype, hidden: int, inner: int, rows: int, row_tiles: int, cast_from: torch.dtype | None
+) -> Scratch:
+    """Return the layout; `cast_from`: dtype of a first product that is cast in whole rows."""
+    fetched, whole = -(-rows // kernels.LEAST_COUNTED), cast_from is not None
     scales_pitch = -(-4 * -(-inner // GROUP) // _LINE) * _LINE if dtype == kernels.FP8 else 0
     sizes = (  # counters, and what follows them
-        4 * (3 + fetched + row_tiles),
+        4 * (3 + fetched + (2 * row_tiles + 1 if whole else row_tiles)),
         8 * rows,
-        rows * row_pitch(dtype, hidden),
-        rows * inner * dtype.itemsize,
-        rows * scales_pitch,
+        rows * row_pitch(dtype, hidden, whole),
+        rows * inner * (cast_from or dtype).itemsize,
+        rows * (4 if whole else scales_pitch),
+        rows * inner if whole else 0,
     )
     ends = [0]
     for size in sizes:
         ends.append(-(-(ends[-1] + size) // _PART) * _PART)
-    _, destinations, fetched_rows, product, product_scales, nbytes = ends
+    _, destinations, fetched_rows, product, product_scales, cast, nbytes = ends
     return Scratch(
         next_tile=4,
         next_row=8,
@@ -151,6 +168,9 @@ def _scratch(dtype: torch.dtype, hidden: int, inner: int, rows: int, row_tiles: 
         rows=fetched_rows,
         product=product,
         product_scales=product_scales,
-        scales_pitch=scales_pitch,
+        scales_pitch=4 if whole else scales_pitch,
+        next_cast=4 * (3 + fetched + row_tiles),
+        cast_done=4 * (4 + fetched + row_tiles),
+        cast=cast,
         nbytes=nbytes,
     )

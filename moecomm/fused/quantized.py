@@ -17,7 +17,7 @@ from moecomm.rounds.rounds import Rounds
 
 FP8 = torch.float8_e4m3fn
 MX_GROUP = 32  # values that share an exponent
-_FORMATS = {FP8: "fp8_token", torch.int8: "int8_token"}
+ROW_FORMATS = {FP8: "fp8_token", torch.int8: "int8_token"}  # of rows with one scale each, by dtype
 
 
 class Int8(NamedTuple):
@@ -83,7 +83,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> ByChannel:
     check_dtype("dtype", dtype, (FP8, torch.int8))
     if x.dim() < 1 or x.shape[-1] == 0 or x.dtype not in DTYPES:
         raise BadInput("x", f"{tuple(x.shape)} of {x.dtype}", f"[..., K] of {' or '.join(map(str, DTYPES))}")
-    data, scales = cast(x.detach().flatten(0, -2) if x.dim() > 1 else x.detach()[None], _FORMATS[dtype])
+    data, scales = cast(x.detach().flatten(0, -2) if x.dim() > 1 else x.detach()[None], ROW_FORMATS[dtype])
     assert scales is not None
     data, scales = data.view(x.shape), scales.view(*x.shape[:-1], 1)
     return Fp8(data, scales) if dtype is FP8 else Int8(data, scales)
@@ -138,6 +138,9 @@ def check_mxfp4(rounds: Rounds, w13: Weights, w2: Weights) -> tuple[Mxfp4, Mxfp4
     check_tensor("w13", w13.data, **about, shape=(local, 2 * intermediate, hidden // 2))
     check_tensor("w13", w13.scales, **about, shape=(local, 2 * intermediate, hidden // MX_GROUP))
     check_tensor("w2", w2.scales, **about, shape=(local, hidden, intermediate // MX_GROUP))
+    for argument, w in (("w13", w13), ("w2", w2)):
+        if not w.data.is_contiguous() or not w.scales.is_contiguous() or w.data.data_ptr() % 16:
+            raise BadInput(argument, f"strides {w.data.stride()}", "contiguous weights that begin at multiples of 16")
     return w13, w2
 
 

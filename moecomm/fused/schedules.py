@@ -57,6 +57,7 @@ class Schedule:
         stages: slots of the ring.
         cluster: blocks of a cluster, which share the rows of x.
         swapped: w is operand A of wgmma; False (FP8 only): x is.
+        blocks_per_sm: resident blocks of a multiprocessor; 2 with MXFP4 weights only.
     """
 
     row_unit: int
@@ -64,9 +65,11 @@ class Schedule:
     stages: int
     cluster: int
     swapped: bool = True
+    blocks_per_sm: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(row_unit=self.row_unit, most_rows=self.most_rows, stages=self.stages, cluster=self.cluster)
+        check_sizes(blocks_per_sm=self.blocks_per_sm)
         check_flag("swapped", self.swapped)
 
 
@@ -88,6 +91,18 @@ FP8_SCHEDULES = {
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
     "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
 }
+# MXFP4 weights beside bfloat16 rows: slots have 128 columns, so stages are fewer.  p2: two blocks a multiprocessor.
+MXFP4_SCHEDULES = {
+    "32x4c1p2": Schedule(row_unit=16, most_rows=32, stages=4, cluster=1, blocks_per_sm=2),
+    "48x3c1p2": Schedule(row_unit=16, most_rows=48, stages=3, cluster=1, blocks_per_sm=2),
+    "64x7c1": Schedule(row_unit=16, most_rows=64, stages=7, cluster=1),
+    "64x7c2": Schedule(row_unit=16, most_rows=64, stages=7, cluster=2),
+    "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
+    "128x4c2": Schedule(row_unit=16, most_rows=128, stages=4, cluster=2),
+    "160x3c1": Schedule(row_unit=16, most_rows=160, stages=3, cluster=1),
+    "192x3c1": Schedule(row_unit=32, most_rows=192, stages=3, cluster=1),
+}
+_MXFP4_ROWS = ((32, "48x3c1p2"), (96, "128x4c1"), (144, "160x3c1"))  # most rows of an expert
 FP8_BAND = 2 * BAND  # row tiles are half as high
 
 
@@ -133,12 +148,24 @@ def schedule_of_both(
     return _named(dtype, tuning.gemm_schedule(gpu, "fused_gemms", tuning.name_of(dtype), shape))
 
 
-def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
-    """Raise BadInput if `schedule` does not exist for x and w of `dtype`."""
+def mxfp4_schedule(expected_rows: int) -> Schedule:
+    """Return the schedule of a GEMM of bfloat16 rows and MXFP4 weights."""
+    for most, name in _MXFP4_ROWS:
+        if expected_rows <= most:
+            return MXFP4_SCHEDULES[name]
+    return MXFP4_SCHEDULES["192x3c1"]
+
+
+def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) -> None:
+    """Raise BadInput if `schedule` does not exist for x of `dtype` and w of the same, or in MXFP4."""
     is_one = isinstance(schedule, Schedule)
+    if mxfp4:
+        if not (is_one and schedule in MXFP4_SCHEDULES.values()):
+            raise BadInput("schedule", repr(schedule), "one of MXFP4_SCHEDULES")
+        return
     if dtype == torch.float8_e4m3fn and not (is_one and schedule in FP8_SCHEDULES.values()):
         raise BadInput("schedule", repr(schedule), "one of FP8_SCHEDULES")
-    if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped):
+    if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped and schedule.blocks_per_sm == 1):
         raise BadInput("schedule", repr(schedule), "one of SCHEDULES")
 
 

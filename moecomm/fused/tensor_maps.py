@@ -16,6 +16,8 @@ _TYPES = {
     torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
     torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
     torch.float8_e4m3fn: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
+    torch.uint8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
+    torch.int8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
 }
 
 
@@ -28,16 +30,16 @@ def parameters(
 ) -> tuple[str, int, int, list[int], list[int], list[int], list[int]]:
     """Return the arguments of cuTensorMapEncodeTiled: fastest dimension first, strides in bytes.
 
-    Boxes have the 128-byte swizzle; elements outside of the matrix read as 0.
+    Boxes have the swizzle of their rows' 128 or 64 bytes; elements outside of the matrix read as 0.
 
     Args:
         address: device address of the matrix.
         shape: sizes of the dimensions, slowest first.
         dtype: of the elements.
-        box: sizes of a box, at most 256 each; its fastest dimension has 128 bytes.
+        box: sizes of a box, at most 256 each; its fastest dimension has 128 or 64 bytes.
         strides: in elements, the last of them 1; default: contiguous.
     """
-    assert len(shape) == len(box) and box[-1] * dtype.itemsize == 128 and max(box) <= 256
+    assert len(shape) == len(box) and box[-1] * dtype.itemsize in (64, 128) and max(box) <= 256
     if strides is None:
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     dims, stride_bytes = list(reversed(shape)), [dtype.itemsize * step for step in reversed(strides)]
@@ -68,7 +70,7 @@ def encode(
         [driver.cuuint32_t(n) for n in boxes],
         [driver.cuuint32_t(n) for n in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box[-1] * dtype.itemsize}B"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

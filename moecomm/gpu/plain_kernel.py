@@ -36,13 +36,18 @@ class PlainKernel:
         return 0
 
     @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that a multiprocessor must have room for at once."""
+        return 1
+
+    @property
     def source(self) -> str:
         """The translation unit."""
         clusters = f"__cluster_dims__({self.cluster}) " if self.cluster > 1 else ""
         return (
             f'#include "{self.header}.cuh"\n{linking.included(self.transport)}'
             f"using namespace moecomm;\nusing namespace {self.namespace};\n"
-            f'extern "C" __global__ void {clusters}__launch_bounds__({self.threads}, 1)\n'
+            f'extern "C" __global__ void {clusters}__launch_bounds__({self.threads}, {self.blocks_per_sm})\n'
             f"moecomm_plain(const __grid_constant__ {self.args} args) {{ {self.entry}(args); }}\n"
         )
 

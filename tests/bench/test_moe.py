@@ -12,13 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 import moecomm
+from moecomm.fused.quantized import dequantize
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model
 from moecomm.testing import random_layer
 from moecomm.testing.layers import LayerCase, expected
 from moecomm_bench import moe
 from moecomm_bench.cli import app
-from moecomm_bench.layers import BY_RANK, Layers, window_bytes
+from moecomm_bench.layers import BY_RANK, CHANNELS, Layers, in_mxfp4, window_bytes
 from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
 
 from ..conftest import Ranks
@@ -36,6 +37,10 @@ KEYS = [
     ("moecomm", "layer", "fp8, default"),
     ("moecomm", "dispatch", "fp8"),
     ("moecomm", "GEMMs", "fp8"),
+    ("moecomm", "layer", "mxfp4"),
+    ("moecomm", "layer", "mxfp4, bf16 wire"),
+    ("moecomm", "layer", "mxfp4, default"),
+    ("moecomm", "GEMMs", "mxfp4"),
     ("torch", "layer", ""),
     ("torch", "layer", "rows by rank"),
     ("torch", "GEMMs", ""),
@@ -45,8 +50,8 @@ KEYS = [
 @pytest.mark.long
 def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    words = ["--ranks", "2", "--backend", "host", "--tokens", "5,24", "--replays", "2", "--fp8", "--json", str(out)]
-    words += ["--singles", "5"]
+    words = ["--ranks", "2", "--backend", "host", "--tokens", "5,24", "--replays", "2", "--json", str(out)]
+    words += ["--fp8", "--mxfp4", "--singles", "5"]
     told = CliRunner().invoke(app, ["moe", "--model", "mixtral-8x7b", *SIZES, *words], catch_exceptions=False)
     assert told.exit_code == 0 and "of GEMMs" in told.stdout
     assert "alone: 5 single calls" in told.stdout
@@ -56,15 +61,15 @@ def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
     assert about == [(tokens, *key) for tokens in (5, 24) for key in KEYS]
     for row in found["rows"]:
         assert 0 < row["us"]["p50"] <= row["us"]["p90"]
-        fp8 = row["variant"].startswith("fp8")
-        key = (row["tokens"], "moecomm", "GEMMs", "fp8" if fp8 else "")
+        dtype = next((name for name in ("fp8", "mxfp4") if row["variant"].startswith(name)), "")
+        key = (row["tokens"], "moecomm", "GEMMs", dtype)
         gemms = found["rows"][about.index(key)]["us"]["p50"]
         if row["what"] == "layer":
             assert row["of_gemms"] == pytest.approx(row["us"]["p50"] / gemms, abs=1e-3)
         work = 6 * row["tokens"] * 3 * 64 * 32  # of a rank, on average
         if row["what"] in ("layer", "GEMMs"):
             assert row["tflops"] == pytest.approx(work / row["us"]["p50"] / 1e6, abs=0.006)
-            assert ("of_torch" in row) == (row["who"] != "torch" and not fp8)
+            assert ("of_torch" in row) == (row["who"] != "torch" and not dtype)
         # CPU ranks have no graphs, so calls are timed alone and in a row, not eagerly beside a graph.
         assert ("alone_us" in row) == (row["what"] in ("layer", "GEMMs"))
         assert row.get("alone_us", {"p50": 1})["p50"] > 0 and not {"eager_us", "sustained_us"} & set(row)
@@ -152,7 +157,7 @@ MODEL = Model("m", 64, 32, 8, 3)
 
 def _outputs(rank: int, group: Any) -> dict[str, Any]:
     """Outputs of each form of the layer on each input, and the inputs."""
-    case = moe.ModelsCase([MODEL], [9], 2, "host", "eager", fp8=True, inputs=2)
+    case = moe.ModelsCase([MODEL], [9], 2, "host", "eager", fp8=True, mxfp4=True, inputs=2)
     cpu = torch.device("cpu")
     weights = moe._weights(case, MODEL, rank, cpu)
     with Layers(case, MODEL, 9, weights, group, group, cpu) as layers:
@@ -182,7 +187,8 @@ def test_every_form_computes_the_layer_of_each_input(ranks: Ranks) -> None:
         for rank, name in itertools.product(range(2), by_rank[0]["out"]):
             who, _, variant = name.split("\n")
             wire = torch.bfloat16 if "wire" in variant or who == "torch" else None
-            of = LayerCase(**given, w13=w13, w2=w2, wire=wire, fp8=variant.startswith("fp8"))
+            used = [dequantize(in_mxfp4(w)) for w in (w13, w2)] if variant.startswith("mxfp4") else (w13, w2)
+            of = LayerCase(**given, w13=used[0], w2=used[1], wire=wire, fp8=variant.startswith("fp8"))
             want, out = expected(of, rank), torch.tensor(by_rank[rank]["out"][name][index], dtype=torch.float64)
             assert ((out - want.out).abs() <= want.bound * (3 if variant == BY_RANK else 1)).all(), (rank, name)
     first, second = by_rank[0]["out"]["moecomm\nlayer\nsequential"]
@@ -233,3 +239,18 @@ def test_fp8_compares_with_gemms_in_fp8() -> None:
     found = moe.merge(case, [{"backend": "host", "rows": rows}] * 2)["rows"]
     assert [row.get("of_gemms") for row in found] == [None, None, 1.5, 1.25, 2.5]
     assert all("of_torch" not in row for row in found)
+
+
+def test_layers_with_scales_of_channels_have_rows_of_their_own(ranks: Ranks) -> None:
+    found = ranks.run(1, _channels)[0]
+    for name in CHANNELS:
+        assert {what for what, variant in found if variant.startswith(name)} == {"layer", "GEMMs"}
+
+
+def _channels(rank: int, group: Any) -> list[tuple[str, str]]:
+    case = moe.ModelsCase([MODEL], [9], 1, "host", "eager", channels=True, peers=False, inputs=2)
+    cpu = torch.device("cpu")
+    with Layers(case, MODEL, 9, moe._weights(case, MODEL, rank, cpu), group, group, cpu) as layers:
+        made = [(key, make()) for key, make in layers.makers()]
+        assert all(call() is not None for _, calls in made for call in calls)
+    return [key[1:] for key, _ in made]

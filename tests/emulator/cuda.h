@@ -219,6 +219,7 @@ inline float __int_as_float(int bits) { return emulator::from_bits<float>(static
 inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(emulator::bits_of(value)); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __int2float_rn(int a) { return static_cast<float>(a); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 // Fibers run one at a time.

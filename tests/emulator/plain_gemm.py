@@ -35,16 +35,23 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/wgmma.cuh": {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
+        "wgmma_registers": "emulator::multiply_registers<n>(accum, a, b, keep != 0);",
         "wgmma": "emulator::multiply<static_cast<int>(type), n>(accum, a, b, keep != 0);",
+        "wgmma_integers": "emulator::multiply_integers<n>(accum, a, b, keep != 0);",
     },
     "gemm/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
         "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",
         "finish_scales": "emulator::forget_lines();",  # the acquire that follows does
     },
+    "gemm/mxfp4.cuh": {
+        "multiply_pairs": "u32 out = 0; for (i32 half = 0; half < 32; half += 16) out |= host::Bf16::round("
+        "__uint_as_float(a >> half << 16) * __uint_as_float(b >> half << 16)) << half; return out;",
+        "load_shared_words": "uint2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
+    },
     "gemm/scaled.cuh": {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
-        "pin_registers": "",
+        **dict.fromkeys(("pin_registers", "pin_integers"), ""),
     },
     "fused/fetch.cuh": {
         "fence_gpu": "",
@@ -80,6 +87,8 @@ BODIES: dict[str, dict[str, str]] = {
         "emulator::emulator_yield(); uint4 v; memcpy(&v, reinterpret_cast<const void*>(from), 16); return v;",
         "store_vector": "memcpy(reinterpret_cast<void*>(to), &v, 16);",
     },
+    "fused/whole_rows.cuh": {"load_vector_fresh": "uint4 v; memcpy(&v, from, 16); return v;"},
+    "fused/expert_layer.cuh": {"count_cast": "reinterpret_cast<u32*>(args.cast_done)[nth] += static_cast<u32>(rows);"},
     "gemm/epilogue.cuh": {
         "store_turned": "emulator::store_turned(address, {m0, m1, m2, m3});",
         "load_shared": "uint4 v; memcpy(&v, emulator::shared_at(address), 16); return v;",
@@ -89,6 +98,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     "gemm/wgmma.cuh": [
         (r"#define MOECOMM_WGMMA_OF.*?(?=#define MOECOMM_WGMMA\()", ""),
         (r"#define MOECOMM_WGMMA\(.*?\n    \}\n", ""),
+        (r"#define MOECOMM_WGMMA_INTEGERS.*?(?=\n// Issues)", ""),
     ],
     "gemm/policies.cuh": [
         (

@@ -20,6 +20,18 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    unsigned out = 0;
+    for (int i = 0; i < 32; i += 8) {
+        const unsigned at = selector >> i / 2 & 7;
+        out |= ((at < 4 ? a : b) >> at % 4 * 8 & 0xffu) << i;
+    }
+    return out;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> (shift & 31));
+}
+
 namespace emulator {
 
 inline Block* of_cluster(int cluster, int rank) { return emulator_thread->of_block + rank - static_cast<int>(blockIdx.x) % cluster; }
@@ -55,6 +67,7 @@ inline void bring(unsigned long long& barrier, int arrivals, long long bytes) {
 
 // Where the copies of a tensor put what would be at this place, 16 bytes at a time.
 inline unsigned swizzled(unsigned place) { return place ^ (place >> 7 & 7) << 4; }
+inline unsigned swizzled_64(unsigned place) { return place ^ (place >> 7 & 3) << 4; }  // rows of 64 bytes
 
 // A TensorMap as test_grouped_gemm.py makes it.
 struct Map {
@@ -68,10 +81,10 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
     const unsigned row_bytes = m.box[0] * size;
     unsigned rows = 1;
     for (int d = 1; d < rank; ++d) rows *= m.box[d];
-    if (to % 1024 != 0 || row_bytes != 128) __builtin_trap();
+    if (to % 1024 != 0 || (row_bytes != 128 && row_bytes != 64)) __builtin_trap();
     for (int block = first; block < first + count; ++block) {
         unsigned char* const shared = of_cluster(cluster, block)->shared;
-        require_no_barriers(*of_cluster(cluster, block), to, rows * 128);
+        require_no_barriers(*of_cluster(cluster, block), to, rows * row_bytes);
         for (unsigned row = 0; row < rows; ++row) {
             unsigned left = row;
             std::uint64_t from = m.address;
@@ -83,14 +96,14 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
                 from += index * m.strides[d - 1];
             }
             const std::int64_t columns = inside ? static_cast<std::int64_t>(m.dims[0]) - at[0] : 0;
-            for (unsigned byte = 0; byte < 128; byte += 16) {
-                unsigned char* const place = shared + swizzled(to + row * 128 + byte);
+            for (unsigned byte = 0; byte < row_bytes; byte += 16) {
+                unsigned char* const place = shared + (row_bytes == 64 ? swizzled_64(to + row * 64 + byte) : swizzled(to + row * 128 + byte));
                 const std::size_t there = std::clamp<std::int64_t>(columns * size - byte, 0, 16);
                 std::memcpy(place, reinterpret_cast<unsigned char*>(from) + at[0] * size + byte, there);
                 std::memset(place + there, 0, 16 - there);
             }
         }
-        bring(*reinterpret_cast<unsigned long long*>(shared + offset_of(barrier)), 0, rows * 128);
+        bring(*reinterpret_cast<unsigned long long*>(shared + offset_of(barrier)), 0, rows * row_bytes);
     }
 }
 
@@ -155,6 +168,38 @@ void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) 
     for (unsigned i = 0; i < n / 2; ++i) {
         const unsigned row = 16 * warp + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         sums[i] = (keep ? sums[i] : 0.0f) + dot<type>(a, row, b, column);
+    }
+}
+
+// Of bf16, with operand A in registers.
+template <int n, int size>
+void multiply_registers(float (&sums)[size], const unsigned* a, std::uint64_t b, bool keep) {
+    float of_a[2][16];  // of the lane's two rows
+    const unsigned lane = threadIdx.x % 32;
+    for (unsigned i = 0; i < 4; ++i) {
+        const auto* values = exchange(a[i]);
+        for (unsigned k = 0; k < 8; ++k)
+            of_a[i % 2][i / 2 * 8 + k] = __uint_as_float(static_cast<unsigned>(values[lane / 4 * 4 + k / 2] >> k % 2 * 16) << 16);
+    }
+    for (unsigned i = 0; i < n / 2; ++i) {
+        const unsigned column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float sum = 0;
+        for (unsigned k = 0; k < 16; ++k)
+            sum += of_a[i / 2 % 2][k] * widen_bf16(shared_at(swizzled(((b & 0x3fff) << 4) + column * 128 + k * 2)));
+        sums[i] = (keep ? sums[i] : 0.0f) + sum;
+    }
+}
+
+template <int n, int size>
+void multiply_integers(int (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) {
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const auto at = [](std::uint64_t operand, unsigned row, unsigned byte) {
+        return static_cast<int>(static_cast<signed char>(*shared_at(swizzled(((operand & 0x3fff) << 4) + row * 128 + byte))));
+    };
+    for (unsigned i = 0; i < n / 2; ++i) {
+        const unsigned row = 16 * warp + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (!keep) sums[i] = 0;
+        for (unsigned byte = 0; byte < 32; ++byte) sums[i] += at(a, row, byte) * at(b, column, byte);
     }
 }
 

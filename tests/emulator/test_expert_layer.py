@@ -26,6 +26,7 @@ from moecomm.fused import (
     layer,
     pipeline,
     plan,
+    quantize_channels,
     quantize_weights,
     reference,
     schedules,
@@ -99,8 +100,10 @@ class Emulated:
         used = activation or SWIGLU
         given = check_operands(x, w, counts, alignment, used.name if activation else None, interleaved, bias)
         product, scales = out if isinstance(out, Fp8) else (out, None)
-        dtype, gated, epilogue = given.x.dtype, activation is not None, kernels.Epilogue(used.name, bias is not None)
-        schedule = FP8_SCHEDULES["64x5c1"] if dtype == kernels.FP8 else SCHEDULES["64x8c1"]
+        dtype, gated = given.x.dtype, activation is not None
+        epilogue = kernels.Epilogue(used.name, bias is not None, given.by_channel)
+        in_blocks = dtype == kernels.FP8 and not given.by_channel
+        schedule = FP8_SCHEDULES["64x5c1"] if in_blocks else SCHEDULES["64x8c1"]
         apart = gated and not interleaved
         args = gemm.arguments(given, apart, product.data_ptr(), scales, schedule, alignment, used)
         self.launch(kernels.gemm_kernel(dtype, gated, apart, schedule, product.dtype, epilogue), 2, args)
@@ -131,13 +134,17 @@ class Emulated:
             finally:
                 self._rounds.forget()
 
-    def check(self, ranks: LocalBuffers, case: LayerCase) -> None:
+    def check(self, ranks: LocalBuffers, case: LayerCase, kind: torch.dtype | None = None) -> None:
+        """Compare both forms; `kind`: of weights with scales of channels, whose results have no reference here."""
         calls = [case.call(rank) for rank in range(len(ranks.buffers))]
+        for call in calls if kind is not None else ():
+            call |= {name: quantize_channels(call[name], kind) for name in ("w13", "w2")}
         others = ranks.moe([{**call, "fused": False} for call in calls])
         outs = self.fused(ranks, calls)
         ranks.check()
         for rank, (out, other) in enumerate(zip(outs, others, strict=True)):
-            case.check(rank, out)
+            if kind is None:
+                case.check(rank, out)
             assert torch.equal(out.view(torch.int16), other.view(torch.int16)), (case.seed, rank)
 
 
@@ -186,6 +193,21 @@ def test_layers_follow_a_placement(published: bool, machine: Machine, monkeypatc
             for out, other in zip(emulated.fused(ranks, calls), others, strict=True):
                 assert torch.equal(out.view(torch.int16), other.view(torch.int16)), seed
             ranks.check()
+
+
+@pytest.mark.parametrize("sizes", few(SIZES, SIZES[2]), ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}")
+@pytest.mark.parametrize("kind", [kernels.FP8, torch.int8])
+def test_layers_with_scales_of_channels_have_the_bits_of_unfused_ones(
+    kind: torch.dtype, sizes: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated = Emulated(machine, monkeypatch)
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+        for seed in range(CASES):
+            monkeypatch.setattr(compute, "cast_rows_at_once", lambda rows, n=1 + 2 * seed: n)
+            case = random_layer(seed, **sizes, dtype=torch.bfloat16, experts=seed % 2 == 1)
+            case.wire = None
+            emulated.check(ranks, case, kind)
 
 
 @pytest.mark.parametrize("seed", few(range(8), 0, 1))
@@ -305,11 +327,12 @@ def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
         emulated.check(ranks, case)
 
 
+@pytest.mark.parametrize("kind", [None, kernels.FP8], ids=["bf16", "scales of channels"])
 @pytest.mark.parametrize(
     "why", few(("they do not come", "there are fewer than counted"), "there are fewer than counted")
 )
 def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
-    why: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    why: str, kind: torch.dtype | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank lacks some blocks that should fetch; or some rows, of the last tile, which one block notices and
     another may send.  Where such a row goes has not been written, either.
@@ -339,7 +362,10 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
     for _ in range(2):
         launched = 0
         with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
-            given = [prepare_moe(buffer, **case.call(rank), fused=True) for rank, buffer in enumerate(ranks.buffers)]
+            calls = [case.call(rank) for rank in range(2)]
+            for call in calls if kind is not None else ():
+                call |= {name: quantize_channels(call[name], kind) for name in ("w13", "w2")}
+            given = [prepare_moe(buffer, **calls[rank], fused=True) for rank, buffer in enumerate(ranks.buffers)]
             emulated.run(ranks, given)
             for mine, buffer in zip(given, ranks.buffers, strict=True):
                 assert bool(mine.finish_reduce().isnan().all())

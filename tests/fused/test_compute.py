@@ -69,10 +69,17 @@ KERNELS |= {
         KINDS.items(), itertools.cycle(Epilogue(activation, True) for activation in get_args(Activation)), strict=False
     )
 }
+CHANNELS = {"256x4c2u16": (FP8, True, 7168), "64x8c1": (torch.int8, False, 2880), "128x6c1": (FP8, False, 16)}
+KERNELS |= {
+    f"{name}, scales of channels": layer_kernel(
+        dtype, apart, SCHEDULES[name], hidden, BF16, 128, Epilogue("swiglu", hidden == 2880, True)
+    )
+    for name, (dtype, apart, hidden) in CHANNELS.items()
+}
 
 
 @pytest.mark.compiled(KERNELS)
-@pytest.mark.parametrize("name", few(KERNELS, "64x5c2"))
+@pytest.mark.parametrize("name", few(KERNELS, "64x5c2", "128x6c1, scales of channels"))
 def test_compiles_without_spills_and_fits(name: str) -> None:
     check_kernel(KERNELS[name], awaits="first")
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from moecomm.fused import kernels as fused_kernels
-from moecomm.fused import layer, pipeline
+from moecomm.fused import layer, pipeline, quantize_channels, quantize_weights
 from moecomm.fused.kernels import FP8, publish_kernel, reduce_kernel, row_config, row_pitch
 from moecomm.fused.plan import layer_plan
 from moecomm.gpu import loader, plain_kernel
+from moecomm.rounds.signature import difference, shown
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
 
@@ -104,6 +105,8 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
         "publish": publish_kernel(bf16, bf16, 7168),
         "publish, cast": publish_kernel(bf16, FP8, 7168),
         "publish, cast, a last group of 48 columns": publish_kernel(fp16, FP8, 176),
+        "publish, cast whole rows": publish_kernel(bf16, FP8, 7168, True),
+        "publish, cast whole rows to INT8": publish_kernel(fp16, torch.int8, 176, True),
         "reduce": reduce_kernel(bf16, 7168, 8),
         "reduce, many": reduce_kernel(fp16, 8, 32),
     }
@@ -114,7 +117,7 @@ KERNELS = kernels()
 
 
 @pytest.mark.compiled(KERNELS)
-@pytest.mark.parametrize("name", few(KERNELS, "publish, cast", "reduce"))
+@pytest.mark.parametrize("name", few(KERNELS, "publish, cast", "publish, cast whole rows", "reduce"))
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(
         KERNELS[name], calls="reduce" in name, awaits="last" if "reduce" in name else "first"
@@ -126,7 +129,9 @@ def test_rows_are_as_far_apart_as_kernels_have_them() -> None:
     kernel = plain_kernel.PlainKernel("fused/expert_layer", "sizes", "ExpertLayerArgs", 32)
     checked = "__device__ void sizes(const ExpertLayerArgs&) {}\n"
     for dtype, hidden in itertools.product((torch.float16, FP8), (16, 272, 2880, 7168)):
-        checked += f"static_assert({row_config(dtype, hidden)}.pitch() == {row_pitch(dtype, hidden)});\n"
+        for whole in (False, True) if dtype == FP8 else (False,):
+            config = row_config(dtype, hidden, whole=whole)
+            checked += f"static_assert({config}.pitch() == {row_pitch(dtype, hidden, whole)});\n"
     options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(loader.headers())])
     source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
     core.Program(source, "c++", options).compile("cubin")
@@ -152,3 +157,30 @@ def test_a_pipeline_takes_no_memory_and_launches_nothing_before_it_publishes(mon
         assert isinstance(made, pipeline.Fused) and done == []
         made.publish()
         assert done == ["fused/publish"]
+
+
+def test_the_header_says_how_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ranks whose weights have other formats are told."""
+    monkeypatch.setattr(fused_kernels, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(pipeline, "layer_plan", inspect.unwrap(layer_plan))  # not cached
+    monkeypatch.setattr(layer, "_why_unfused", lambda *about: "")
+    monkeypatch.setattr(pipeline.Fused, "_launch", lambda self, *rest: None)
+    sizes: dict[str, Any] = SIZES[0] | {"intermediate": 32}
+    call = random_layer(1, **sizes, dtype=torch.bfloat16).call(0) | {"wire": None}
+    casts: dict[str | None, Any] = {
+        None: lambda w: w,
+        "fp8": quantize_weights,
+        "fp8_token": quantize_channels,
+        "int8_token": lambda w: quantize_channels(w, torch.int8),
+    }
+    with LocalBuffers(
+        **{name: size for name, size in sizes.items() if name != "intermediate"}, backend="host"
+    ) as ranks:
+        (buffer,) = ranks.buffers
+        words = {}
+        for name, cast in casts.items():
+            made = prepare_moe(buffer, **call | {w: cast(call[w]) for w in ("w13", "w2")}, fused=True)
+            made.publish()
+            words[name] = made.dispatch_call().prepare(buffer.rounds).args.call
+            assert shown(words[name]).get("quantize") == name and shown(words[name])["call"] == "fused moe"
+    assert difference(words["fp8_token"], words["int8_token"]) == ("quantize", "fp8_token", "int8_token")

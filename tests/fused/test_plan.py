@@ -63,6 +63,30 @@ def test_parts_of_the_memory_lie_one_behind_the_other(dtype: torch.dtype, max_ro
     assert all(begin % 128 == 0 for begin in of_their_own)
 
 
+@pytest.mark.parametrize("dtype", [kernels.FP8, torch.int8])
+def test_rows_with_one_scale_are_cast_behind_the_first_product(dtype: torch.dtype) -> None:
+    plan = plan_of(dtype=dtype, epilogue=kernels.Epilogue("swiglu", False, True))
+    at, rows = plan.scratch, plan.max_rows
+    tiles = plan_of(dtype=BF16).row_tiles
+    assert plan.by_channel and plan.pitch == 7296 and plan.schedule == plan_of(dtype=BF16).schedule
+    assert plan.row_tiles == 2 * tiles + 1, "words that the publish kernel sets to 0"
+    parts = {
+        at.fetched: 4 * -(-rows // kernels.LEAST_COUNTED),
+        at.tile_done: 4 * tiles,
+        at.next_cast: 4,
+        at.cast_done: 4 * tiles,
+        at.destinations: 8 * rows,
+        at.rows: plan.pitch * rows,
+        at.product: 2 * 176 * rows,
+        at.product_scales: at.scales_pitch * rows,
+        at.cast: 176 * rows,
+    }
+    begins = [*parts, at.nbytes]
+    assert begins == sorted(begins) and at.scales_pitch == 4
+    assert all(begin + parts[begin] <= behind for begin, behind in itertools.pairwise(begins))
+    assert all(begin % 128 == 0 for begin in (at.destinations, at.rows, at.product, at.product_scales, at.cast))
+
+
 def test_every_rank_has_a_tile_for_each_of_its_experts() -> None:
     first, last = plan_of(rank=0), plan_of(rank=2)  # five experts and four
     assert first.row_tiles - first.max_rows // first.schedule.most_rows == 5

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecomm import tuning
-from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
+from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
 from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import Epilogue, gemm_kernel
 from moecomm.fused.schedules import schedule_of, schedule_of_both
@@ -19,7 +19,7 @@ from moecomm.fused.structs import GemmArgs
 from moecomm.tuning import Table
 from moecomm.tuning.gemms import HEIGHTS, Rule
 
-from ..compiled import check_kernel
+from ..compiled import check_kernel, compile_beside
 from ..few import few
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -124,15 +124,37 @@ KERNELS |= {
         ("64x8c1", kernels.FP8, "swiglu", True, False),
         ("128x6c2", kernels.FP8, None, False, True),
         ("256x4c2u16", kernels.FP8, "swigluoai", True, True),
-        ("256x4c1", torch.bfloat16, "geglu", False, True),
+        ("256x4c1", torch.int8, "geglu", False, True),
     )
 }
+# Beside MXFP4 weights, with the epilogues of gpt-oss, and a part of them with none.
+PACKED = {
+    f"MXFP4, {name}, {'w13' if gated else 'w2'}": gemm_kernel(
+        torch.bfloat16,
+        gated,
+        gated,
+        schedule,
+        epilogue=Epilogue("swigluoai" if gated else "swiglu", not name.startswith("64")),
+        mxfp4=True,
+    )
+    for name, schedule in MXFP4_SCHEDULES.items()
+    for gated in (True, False)
+}
+KERNELS |= PACKED
 
 
 @pytest.mark.compiled(KERNELS)
-@pytest.mark.parametrize("name", few(KERNELS, "64x8c1", "FP8 64x5c2 torch.float16"))
+@pytest.mark.parametrize("name", few(KERNELS, "64x8c1", "FP8 64x5c2 torch.float16", "MXFP4, 128x4c1, w13"))
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name])
+
+
+@pytest.mark.compiled(PACKED)
+@pytest.mark.parametrize("name", few(PACKED, "MXFP4, 128x4c1, w13"))
+def test_products_run_while_weights_are_widened(name: str) -> None:
+    """ptxas waits for each product where it is short of registers, or cannot follow which of them products use."""
+    pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    assert "wgmma" not in compile_beside(PACKED[name]).result().log
 
 
 def test_any_shape_gets_a_schedule_that_there_is() -> None:
