@@ -49,7 +49,7 @@ enum class Next { item, later, none };  // later: it would block
 template <i32 slots, i32 bytes, bool has_weights = false, bool has_hashes = false, i32 scale_bytes = 0>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
-    alignas(128) u8 data[slots][bytes + scale_bytes];       // of e4m3: the scales of the piece behind it
+    alignas(128) u8 data[slots][bytes + scale_bytes];
     alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, or of all that a reduce warp adds, in the first place
     u64 full[slots];
     u64* hashes[has_hashes ? slots : 1];  // verified rounds: to which the hash of a piece is added

@@ -102,7 +102,6 @@ struct Pull {
     i32 ahead;                   // this lane's slot of the next piece's token
     i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
     const u8* weight = nullptr;  // see gather.cuh
-    const u8* scales = nullptr;  // likewise
     u64* hash = nullptr;         // likewise
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
     i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
@@ -251,14 +250,12 @@ struct Pull {
         if constexpr (kSingles) single = is_single(rank);
         if (slot >= 0) {
             const u8* const row = row_at(rank, slot);
-            source = row + column * bytes_of(single ? cfg.type : kType);
-            if constexpr (cfg.casts()) scales = row + kRowBytes + column / kQuantGroup * 4;
+            source = row + (single ? column * bytes_of(cfg.type) : cfg.staged_at(column));
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
             if constexpr (kHashes) hash = c.added_hash(token(), rank);
         } else if constexpr (kSumsInRing) {
             if (const u8* const sum = scaleout_sums.row_of_lane(token())) {
-                source = sum + column * bytes_of(kType);
-                if constexpr (cfg.casts()) scales = sum + kRowBytes + column / kQuantGroup * 4;
+                source = sum + cfg.staged_at(column);
             }
             if constexpr (kHashes) hash = c.added_hash(token(), scaleout_sums.hash_word_of_lane());
         }

@@ -16,7 +16,7 @@ struct Step {
     static constexpr i32 kVectors = cfg.packets || cfg.row_bytes() <= 16 * kWarp ? 1 : 4 / kEntries;
     uint4 held[kEntries][kVectors];
     float weight[kEntries];
-    u8* to;       // where this lane stores its sum; null: no step
+    u8* to;       // where this lane stores its sum, or the row if sums are cast; null: no step
     u32 has;      // one bit for each of this lane's vectors that lies within the row
     bool both;    // there is a second entry
     bool single;  // the row's only entry travels as it is
@@ -59,8 +59,12 @@ struct Reduce : RowsToReduce<Call> {
             left = named;
         }
         s.single = kSingles && __popc(named) == 1;
-        s.to = row + column() * bytes_of(s.single ? cfg.type : cfg.staged());
-        if constexpr (cfg.casts()) s.piece = piece;
+        if constexpr (cfg.casts()) {
+            s.to = row;
+            s.piece = piece;
+        } else {
+            s.to = row + column() * bytes_of(s.single ? cfg.type : cfg.staged());
+        }
         if constexpr (cfg.verifies) {
             s.column = column();
             s.hash = reinterpret_cast<u64*>(c.a.staged_hashes) + static_cast<i64>(work_list.source_rank(now.step)) * c.shape().max_tokens +
@@ -137,8 +141,7 @@ struct Reduce : RowsToReduce<Call> {
             if (s.both) add(s, 1);
             if (!s.last) return false;
         }
-        const i32 column = column_of(s.piece);
-        const u64 found = store_cast<cfg.verifies>(s.to - column, cfg.hidden, column, sum, s.has);
+        const u64 found = store_cast<cfg>(s.to, column_of(s.piece), sum, s.has);
         if constexpr (cfg.verifies) add_hash_of_lanes(s.hash, found);
         clear();
         return true;

@@ -26,6 +26,7 @@ struct GatherRows : Gather<Ring, Role> {
     using Gather::source, Gather::left, Gather::order, Gather::bytes, Gather::bytes_from;
     using Sums = float[kVectors][kColumns];
     static constexpr i32 kPieceColumns = Ring::kBytes / bytes_of(kType);
+    static constexpr i32 kSlotBytes = kScaled ? scaled_column_at(Ring::kBytes) : Ring::kBytes;  // of a piece and its scales
     // All pieces of a row are as long as a slot, and each lane has as many vectors of it.
     static constexpr bool kEven = Role::kRowBytes % Ring::kBytes == 0 && Ring::kBytes % (16 * kWarp) == 0;
     static constexpr i32 kRefill = Ring::kSlots / 2;  // loads are issued when not more of the ring's slots are in use
@@ -50,8 +51,7 @@ struct GatherRows : Gather<Ring, Role> {
         column += kPieceColumns;
         left = sources, order = position;
         bytes = kEven ? Ring::kBytes : bytes_from(column);
-        if (order >= 0) source += Ring::kBytes;
-        if constexpr (kScaled) Gather::scales += Ring::kBytes / kQuantGroup * 4;
+        if (order >= 0) source += kSlotBytes;
         return true;
     }
     // Issues bulk loads until the ring is full or no item can be opened.
@@ -83,14 +83,12 @@ struct GatherRows : Gather<Ring, Role> {
     template <i32 count>
     MOECOMM_FN void add(Sums& sum, const Item& item, i32 vectors) {
         const uint4* held[count];
-        const float* scales[count];
         float factor[count];
 #pragma unroll
         for (i32 n = 0; n < count; ++n) {
             const i32 slot = await_piece(n);
             if constexpr (Role::kHashes) Gather::add_hash(item, slot, vectors, false);
-            held[n] = reinterpret_cast<const uint4*>(ring.data[slot]) + lane_id();
-            if constexpr (kScaled) scales[n] = Gather::scales_of(slot);
+            held[n] = reinterpret_cast<const uint4*>(ring.data[slot]) + (kScaled ? 0 : lane_id());
             if constexpr (Role::kFactors) factor[n] = ring.weights[slot][0];
         }
 #pragma unroll
@@ -99,7 +97,7 @@ struct GatherRows : Gather<Ring, Role> {
 #pragma unroll
             for (i32 n = 0; n < count; ++n) {
                 if constexpr (kScaled) {
-                    Gather::add_scaled(sum[v], held[n][v * kWarp], scales[n][(v * kWarp + lane_id()) * kColumns / kQuantGroup]);
+                    Gather::add_scaled(sum[v], reinterpret_cast<const u8*>(held[n]), v, vectors);
                     continue;
                 }
                 float columns[kColumns];

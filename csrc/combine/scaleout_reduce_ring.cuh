@@ -57,7 +57,7 @@ struct ReduceRing : RowsToReduce<Call> {
 
     template <i32 vectors, i32 n>
     MOECOMM_FN void cast(const Item& item, u8* to, float (&sum)[vectors][n], u32 has) const {
-        const u64 found = store_cast<cfg.verifies>(to, cfg.hidden, item.column + lane_id() * n, sum, has);
+        const u64 found = store_cast<cfg>(to, item.column + lane_id() * n, sum, has);
         if constexpr (cfg.verifies) add_hash_of_lanes(reinterpret_cast<u64*>(c.a.staged_hashes) + item.ring_column, found);
     }
 

@@ -10,6 +10,7 @@ import torch
 
 from moecomm import _native
 from moecomm.base.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
+from moecomm.base.choices import CAST_WIRES, WIRES
 from moecomm.base.protocol import DTYPES, MOST_WEIGHTS
 from moecomm.combine.options import Options, check_options, wire_dtype
 from moecomm.errors import BadInput, Unsupported
@@ -43,7 +44,7 @@ def check(
     y, back = as_tensor("y", y)
     _check_y(rounds, y, handle)
     check_options(options, y.dtype)
-    _check_fp8(rounds, options, y.dtype)
+    _check_cast(rounds, options, y.dtype)
     shape = (handle.num_tokens, rounds.hidden)
     if out is not None:
         out = as_output_tensor("out", out, device=rounds.device, dtypes=(y.dtype,), shape=shape)
@@ -73,13 +74,13 @@ def check(
     return Tensors(y, out, bias, weight_grads, topk_weights, back)
 
 
-def _check_fp8(rounds: Rounds, options: Options, dtype: torch.dtype) -> None:
-    """Raise BadInput if rows are to travel in FP8 and can't."""
-    if wire_dtype(options.wire or rounds.settings.wire, dtype) is not torch.float8_e4m3fn:
-        return
-    if rounds.hidden % 16:
+def _check_cast(rounds: Rounds, options: Options, dtype: torch.dtype) -> None:
+    """Raise BadInput if rows are to travel in one byte a column and can't."""
+    wire = wire_dtype(options.wire or rounds.settings.wire, dtype)
+    if wire in CAST_WIRES and rounds.hidden % 16:
+        word = next(word for word, its in WIRES.items() if its is wire)
         raise BadInput(
-            "wire", f"'fp8' with hidden = {rounds.hidden}", "a multiple of 16: rows of a multiple of 16 bytes"
+            "wire", f"{word!r} with hidden = {rounds.hidden}", "a multiple of 16: rows of a multiple of 16 bytes"
         )
 
 

@@ -16,7 +16,7 @@ assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
-_SCALES_OF_16 = 512  # columns of e4m3 whose scales have 16 bytes, the unit of bulk copies
+_SCALED_COLUMNS = 512  # kScaledColumns: a piece of a row with scales has complete ones
 _FORWARD_SLOTS = 4  # pieces of a forward warp; rows have as many, or more
 _PULL_BLOCKS = 48  # see CombineConfig::pull_blocks
 # Warps of a block that makes row descriptors, and the most bytes of their counters.
@@ -149,10 +149,9 @@ def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
     """
     if spec.in_place:
         return 0, 6, 5
-    cast = spec.wire == _native.Type.e4m3
-    if cast and spec.verifies and spec.ranks > 2 * spec.domain_ranks:  # 8 warps with the flag warp
+    if spec.casts and spec.verifies and spec.ranks > 2 * spec.domain_ranks:  # 8 warps with the flag warp
         return 3, 2, 2
-    if cast or spec.verifies:  # 12 warps with the flag warp: casts and hashes take registers, and time
+    if spec.casts or spec.verifies:  # 12 warps with the flag warp: casts and hashes take registers, and time
         return 5, 3, 3
     if spec.ranks == 2 and spec.layout != _FLAT:
         return 8, 4, 3
@@ -171,10 +170,10 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/maintainers/decisions.md)
         reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
         if spec.verifies:  # hashes take registers, and time; casts, too
-            reduce_warps, pull_warps = 7, min(pull_warps, 4) if spec.wire == _native.Type.e4m3 else pull_warps
+            reduce_warps, pull_warps = 7, min(pull_warps, 4) if spec.casts else pull_warps
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {1: 1024, 2: 2048, 4: 3584}
-    staged, cast = staged_type(spec), spec.wire == _native.Type.e4m3
+    staged, cast = staged_type(spec), spec.casts
     most_slots = _MOST_SLOTS * (2 if cast else 1)  # half as many bytes each
     if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
         several = spec.ranks > 2 * spec.domain_ranks
@@ -184,7 +183,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         spills = several or spec.layout == _FLAT or spec.own_weights or spec.wire != spec.type
         if not (spec.in_place or spills):  # reduce warps, which have most to load, get what four slots leave
             summed[2], most_slots = 2048, 4
-    unit = _LINE if not cast or spec.hidden <= summed[1] else _SCALES_OF_16  # else scales of a piece are not aligned
+    unit = _LINE if not cast or spec.hidden <= summed[1] else _SCALED_COLUMNS
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], unit)
     places = max(most_slots, _MOST_SLOTS)
     beside = align(8 * places + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment

@@ -216,7 +216,7 @@ def test_source_holds_named_numbers_alone() -> None:
         (lambda: dispatch(experts=3), "3 experts"),
         (lambda: dispatch(scale_bytes=8, quantize=True), "scale_bytes=8"),
         (lambda: jit.source(dispatch(experts=1 << 16)), "65536 experts"),
-        (lambda: combine(type=E4M3), "e4m3"),
+        (lambda: combine(type=E4M3), "one byte"),
         (lambda: combine(own_weights=True, layout=FLAT), "own_weights"),
         (lambda: combine(own_weights=True, weighted=False), "own_weights"),
         (lambda: combine(type=FP32, wire=BF16, hidden=12), "reduced rows of 24 bytes"),
