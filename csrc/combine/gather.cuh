@@ -26,6 +26,8 @@ struct Gather {
     static constexpr bool kScaled = has_scales(kType);
     static constexpr i32 kColumns = columns_in_16(kType);
     static constexpr i32 kVectors = ceil_div(Ring::kBytes / 16, kWarp);  // vectors of 16 bytes for each lane
+    // kScaled: all pieces of a row are as long as a slot, and complete. Without branches, the loads of a piece's vectors overlap.
+    static constexpr bool kFull = Role::kRowBytes % Ring::kBytes == 0 && Ring::kBytes % kScaledColumns == 0;
 
     Ring& ring;
     Role& role;
@@ -110,11 +112,11 @@ struct Gather {
         const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
 #pragma unroll
         for (i32 v = 0; v < kVectors; ++v) {
-            if (v * kWarp + lane_id() >= vectors) continue;
             if constexpr (kScaled) {
-                add_scaled(sum[v], ring.data[slot], v, vectors);
+                if (kFull || v * kWarp + lane_id() < vectors) add_scaled(sum[v], ring.data[slot], v, vectors);
                 continue;
             }
+            if (v * kWarp + lane_id() >= vectors) continue;
             float columns[kColumns];
             if (Role::kSingles && single) {
                 load_single(columns, slot, v * kWarp + lane_id());
@@ -128,8 +130,8 @@ struct Gather {
         ++used;
     }
 
-    // kScaled: a v-th vector of each lane has kScaledColumns of a piece of so many vectors, and their scales lie behind it. Adds this lane's
-    // values times their scale, each product and sum rounded, four columns after four, which takes few registers.
+    // kScaled: a v-th vector of each lane has kScaledColumns of a piece of so many vectors, and their scales lie behind it. Adds this
+    // lane's values times their scale, each product and sum rounded, four columns after four, which takes few registers.
     MOECOMM_FN static void add_scaled(float (&sum)[kColumns], const u8* piece, i32 v, i32 vectors) {
         const u8* const block = piece + scaled_column_at(v * kScaledColumns);
         const uint4 held = reinterpret_cast<const uint4*>(block)[lane_id()];
@@ -145,7 +147,8 @@ struct Gather {
     }
     // kScaled: the scales of the v-th vectors of a piece.
     MOECOMM_FN static const float* scales_behind(const u8* block, i32 v, i32 vectors) {
-        const i32 columns = Role::kRowBytes % kScaledColumns == 0 ? kScaledColumns : min(vectors * kColumns - v * kScaledColumns, kScaledColumns);
+        const i32 columns =
+            Role::kRowBytes % kScaledColumns == 0 ? kScaledColumns : min(vectors * kColumns - v * kScaledColumns, kScaledColumns);
         return reinterpret_cast<const float*>(block + columns);
     }
 

@@ -1,5 +1,5 @@
-// Cast of rows to e4m3 by warps, and of registers to int8 as well, one scale for 128 columns. All lanes of one warp call each function, on shared memory that the warp may
-// read; no function orders memory or can fail.
+// Cast of rows to e4m3 by warps, and of registers to int8 as well, one scale for 128 columns. All lanes of one warp call each function, on
+// shared memory that the warp may read; no function orders memory or can fail.
 #pragma once
 #include "cast.cuh"
 #include "lanes.cuh"
@@ -10,8 +10,8 @@ constexpr i32 kQuad = 4;                                   // lanes that share a
 constexpr i32 kEights = kQuantGroup / 8 / kQuad;           // vectors of 8 columns of a group that a lane casts
 constexpr i32 kStepColumns = kWarp / kQuad * kQuantGroup;  // columns that a warp casts in a step
 
-// Cast this lane's n columns of several groups to `type`, e4m3 or int8, each of which kQuantGroup / n neighboring lanes hold; a lane without columns of a group has
-// zeros. `bits`: the scales of its groups as they travel.
+// Cast this lane's n columns of several groups to `type`, e4m3 or int8, each of which kQuantGroup / n neighboring lanes hold; a lane
+// without columns of a group has zeros. `bits`: the scales of its groups as they travel.
 template <Type type, i32 groups, i32 n>
 MOECOMM_FN void quantize_registers(const float (&columns)[groups][n], u32 (&out)[groups][n / 4], u32 (&bits)[groups]) {
     float seen[groups];

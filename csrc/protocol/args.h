@@ -158,9 +158,9 @@ struct CombineArgs {
     i32 hidden;
     i32 type;       // Type of y and out
     i32 bias_type;  // `type` or Type::fp32
-    i32 wire;       // Type of a reduced row as it travels: fp32 is exact; e4m3, int8: with scales; flat rows travel as they are, or in these
-    i32 layout;     // Layout of the dispatch
-    i32 weighted;   // expert, batched: 1: multiply each row by its routing weight
+    i32 wire;      // Type of a reduced row as it travels: fp32 is exact; e4m3, int8: with scales; flat rows travel as they are, or in these
+    i32 layout;    // Layout of the dispatch
+    i32 weighted;  // expert, batched: 1: multiply each row by its routing weight
     u64 call;
     i32 workers;
     i32 chunk_tokens;  // of this rank's tokens, as in the dispatch

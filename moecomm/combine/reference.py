@@ -25,8 +25,8 @@ def combine(
     """Combine experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) to [T_r, H] of every rank r.
 
     expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32,
-    then to `wire` (None: the dtype of `ys`; "exact": float32; "fp8", "int8": see travelled()); w_k is that of `topk_weights`,
-    [T_r, K] of each rank, or else the weight that dispatch carried.
+    then to `wire` (None: the dtype of `ys`; "exact": float32; "fp8", "int8": see travelled()); w_k is that of
+    `topk_weights`, [T_r, K] of each rank, or else the weight that dispatch carried.
     flat: partial_p = the row of rank p; with "fp8" and "int8" rounded to it, as the sums of other layouts.
     out = sum over p ascending of partial_p in float32, plus bias, rounded once to the dtype of `ys`.
     bias_first, in one domain: ((bias + partial_0) + partial_1) + ..., as DeepEP adds.

@@ -94,7 +94,6 @@ class KernelSpec:
                 staged % 16 == 0, f"hidden={self.hidden}: reduced rows of {staged} bytes; want a multiple of 16 bytes"
             )
 
-
     @property
     def casts(self) -> bool:
         """Whether rows travel with scales: CombineConfig::casts."""

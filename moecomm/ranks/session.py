@@ -150,9 +150,7 @@ class Session(Maskable, Protocol):
         """Return whether the current stream is being captured into a graph."""
         ...
 
-    def schedule(
-        self, op: str, *, num_tokens: int, layout: str, num_sms: int | None, casts: bool = False
-    ) -> Schedule:
+    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None, casts: bool = False) -> Schedule:
         """Choose workers and chunks of a "dispatch" or "combine" of so many tokens.
 
         `num_sms`: the caller's choice; `casts`: a combine casts its sums, with scales.
