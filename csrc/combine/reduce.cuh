@@ -141,7 +141,8 @@ struct Reduce : RowsToReduce<Call> {
             if (s.both) add(s, 1);
             if (!s.last) return false;
         }
-        const u64 found = store_cast<cfg>(s.to, column_of(s.piece), sum, s.has);
+        constexpr bool even = cfg.hidden % kPieceColumns == 0;
+        const u64 found = store_cast<cfg>(s.to, column_of(s.piece), sum, even ? ~0u : s.has);
         if constexpr (cfg.verifies) add_hash_of_lanes(s.hash, found);
         clear();
         return true;

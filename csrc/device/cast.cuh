@@ -111,6 +111,12 @@ MOECOMM_FN u32 largest_magnitudes(const uint4& w) {
     return larger<type>(larger<type>(magnitudes<type>(w.x), magnitudes<type>(w.y)),
                         larger<type>(magnitudes<type>(w.z), magnitudes<type>(w.w)));
 }
+// The larger of a magnitude and that of `column`, by one instruction; NaN if one is.
+MOECOMM_FN float larger_magnitude(float magnitude, float column) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(magnitude), "f"(fabsf(column)));
+    return larger;
+}
 // Maximum magnitude, as fp32, of a column group that `lanes` neighboring lanes share. All lanes of the warp call it.
 template <Type type, i32 lanes>
 MOECOMM_FN float largest_in_group(u32 largest) {

@@ -17,10 +17,10 @@ MOECOMM_FN void quantize_registers(const float (&columns)[groups][n], u32 (&out)
     float seen[groups];
 #pragma unroll
     for (i32 g = 0; g < groups; ++g) {
-        u32 largest = 0;
+        float largest = 0.0f;
 #pragma unroll
-        for (i32 i = 0; i < n; ++i) largest = max(largest, magnitudes<Type::fp32>(__float_as_uint(columns[g][i])));
-        seen[g] = largest_in_group<Type::fp32, kQuantGroup / n>(largest);
+        for (i32 i = 0; i < n; ++i) largest = larger_magnitude(largest, columns[g][i]);
+        seen[g] = largest_in_group<Type::fp32, kQuantGroup / n>(__float_as_uint(largest));
     }
     if constexpr (type == Type::int8) {
 #pragma unroll
