@@ -12,7 +12,7 @@
 
 namespace moecomm {
 
-// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (scaleout_gather_rows.cuh).
+// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (gather_rows.cuh).
 struct Item {
     i32 sources;      // rows that are added
     i32 column;       // first column of the first piece
@@ -76,8 +76,17 @@ struct CastShared<cfg, true> {
     alignas(16) u64 content[cfg.reduce_warps][align_up(cfg.packet_lines, kStepLines) * kLineWords + 1];
 };
 
+// One domain: by reduce warp, pieces of rows that are cast.
+template <CombineConfig cfg, bool rings = (cfg.reduce_slots > 0 && cfg.domains() == 1)>
+struct ReduceShared {};
 template <CombineConfig cfg>
-struct CombineShared : CastShared<cfg> {
+struct ReduceShared<cfg, true> {
+    using ReduceRowRing = RowRing<cfg.reduce_slots, cfg.reduce_bytes, cfg.weighted && cfg.layout != Layout::flat>;
+    ReduceRowRing reduce[cfg.reduce_warps];
+};
+
+template <CombineConfig cfg>
+struct CombineShared : CastShared<cfg>, ReduceShared<cfg> {
     using PullRing = RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel(), cfg.verifies, cfg.scale_bytes(cfg.pull_bytes)>;
     PullRing pull[cfg.pull_warps];
     StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // work items of this block

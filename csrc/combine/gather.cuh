@@ -1,6 +1,7 @@
 // Adds up rows, for pull. A warp computes pieces of rows (items), one after another. An item is the sum of the same piece of up to 32
 // source rows, in float32 and in the order of the lanes that name them. Source pieces pass through the warp's ring in that order, followed
-// by the pieces of the next items. With several domains all roles add up rows: scaleout_gather_rows.cuh, which derives from this.
+// by the pieces of the next items. With several domains all roles add up rows, and those that cast in one: gather_rows.cuh, which derives
+// from this.
 #pragma once
 #include "call.cuh"
 #include "row_hash.cuh"

@@ -6,7 +6,7 @@
 #pragma once
 #include "collect.cuh"
 #include "gather.cuh"
-#include "scaleout_gather_rows.cuh"
+#include "gather_rows.cuh"
 #include "scaleout_source_rank.cuh"
 
 namespace moecomm {
@@ -82,7 +82,7 @@ struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.value_bytes();
-    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false, kCasts = false;
+    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false, kSets = false, kCasts = false;
     static constexpr bool kHashes = cfg.verifies, kHashesSums = false, kStarts = cfg.bias_first;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;

@@ -3,7 +3,7 @@
 #include "cast_rows.cuh"
 #include "pull.cuh"
 #include "scaleout_direct.cuh"
-#include "scaleout_gather_rows.cuh"
+#include "gather_rows.cuh"
 
 namespace moecomm {
 
@@ -16,7 +16,7 @@ struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.value_bytes();
-    static constexpr bool kSingles = false, kAddsDomains = false, kNests = false, kFactors = false, kCopies = false;
+    static constexpr bool kSingles = false, kAddsDomains = false, kNests = false, kFactors = false, kCopies = false, kSets = false;
     static constexpr bool kCasts = cfg.casts();
     static constexpr bool kHashes = cfg.verifies, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes);

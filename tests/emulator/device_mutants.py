@@ -159,14 +159,14 @@ MUTANTS = [
     # Rows that forwarders pass between domains.
     Mutant(
         "one rank reads the first piece of a row again",
-        "combine/scaleout_gather_rows.cuh",
+        "combine/gather_rows.cuh",
         "if (order >= 0) source += Ring::kBytes;",
         "if (order > 0) source += Ring::kBytes;",
         "forwarders",
     ),
     Mutant(
         "a pair is added where one row is left",
-        "combine/scaleout_gather_rows.cuh",
+        "combine/gather_rows.cuh",
         "added + 1 < item.sources",
         "added < item.sources",
         "forwarders",

@@ -1,4 +1,4 @@
-// Adds up rows with several domains: as gather.cuh, but an item is a row of pieces. What an item takes is then done once, not for each
+// Adds up rows with several domains, and those that are cast: as gather.cuh, but an item is a row of pieces. What an item takes is then done once, not for each
 // of its pieces, and loads are issued some at a time. With few blocks a warp spent most of its time on that: an `expert` combine of 4096
 // tokens by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json at b156cddd, and
 // today's).
@@ -16,6 +16,7 @@ namespace moecomm {
 //       float factor                 kFactors: after open(), what this lane's source is multiplied by before it is added.
 //       kCasts                       Sums are cast: void cast(const Item&, target, sums, u32 has) stores a piece, and adds its hash; `has`:
 //                                    one bit for each vector in which this lane has columns.
+//       kSets                        An item has one source, whose columns are the sum.
 //       kCopies                      An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 //       void add_sum_hash(const Item&, i32 vectors)  kHashesSums: adds the hash of the stored piece to that of its row.
 template <class Ring, class Role>
@@ -105,7 +106,7 @@ struct GatherRows : Gather<Ring, Role> {
 #pragma unroll
                 for (i32 i = 0; i < kColumns; ++i) {  // multiplied, then added, each rounded: not a fused multiply-add
                     if constexpr (Role::kFactors) columns[i] = __fmul_rn(factor[n], columns[i]);
-                    sum[v][i] = __fadd_rn(sum[v][i], columns[i]);
+                    sum[v][i] = Role::kSets ? columns[i] : __fadd_rn(sum[v][i], columns[i]);
                 }
             }
         }
