@@ -8,8 +8,8 @@
 #include "pull.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
-#include "scaleout_flags.cuh"
 #include "reduce_ring.cuh"
+#include "scaleout_flags.cuh"
 #include "scaleout_return_forward.cuh"
 
 namespace moecomm {

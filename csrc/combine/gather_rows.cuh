@@ -1,7 +1,7 @@
-// Adds up rows with several domains, and those that are cast: as gather.cuh, but an item is a row of pieces. What an item takes is then done once, not for each
-// of its pieces, and loads are issued some at a time. With few blocks a warp spent most of its time on that: an `expert` combine of 4096
-// tokens by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json at b156cddd, and
-// today's).
+// Adds up rows with several domains, and those that are cast: as gather.cuh, but an item is a row of pieces. What an item takes is then
+// done once, not for each of its pieces, and loads are issued some at a time. With few blocks a warp spent most of its time on that: an
+// `expert` combine of 4096 tokens by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json
+// at b156cddd, and today's).
 #pragma once
 #include "gather.cuh"
 

@@ -250,12 +250,16 @@ struct Pull {
         if constexpr (kSingles) single = is_single(rank);
         if (slot >= 0) {
             const u8* const row = row_at(rank, slot);
-            source = row + (single ? column * bytes_of(cfg.type) : cfg.staged_at(column));
+            if constexpr (cfg.casts()) {
+                source = row + scaled_column_at(column);
+            } else {
+                source = row + column * bytes_of(single ? cfg.type : kType);
+            }
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
             if constexpr (kHashes) hash = c.added_hash(token(), rank);
         } else if constexpr (kSumsInRing) {
             if (const u8* const sum = scaleout_sums.row_of_lane(token())) {
-                source = sum + cfg.staged_at(column);
+                source = sum + (cfg.casts() ? scaled_column_at(column) : column * bytes_of(kType));
             }
             if constexpr (kHashes) hash = c.added_hash(token(), scaleout_sums.hash_word_of_lane());
         }

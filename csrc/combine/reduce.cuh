@@ -1,6 +1,6 @@
 // Step 2: reduces this rank's rows of each token to one, in float32 and in the order of k; a flat row is copied, because the caller has
-// already reduced it. Rows that are cast pass through reduce_ring.cuh. The source rank pulls the reduced row from a place of its own (CombineArgs::reduced_rows) or from the staging
-// ring.
+// already reduced it. Rows that are cast pass through reduce_ring.cuh. The source rank pulls the reduced row from a place of its own
+// (CombineArgs::reduced_rows) or from the staging ring.
 #pragma once
 #include "reduce_rows.cuh"
 #include "row_hash.cuh"

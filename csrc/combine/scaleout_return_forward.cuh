@@ -1,9 +1,9 @@
 // Return-forward: for each token of another domain, adds up the rows of this domain and puts one sum to the source rank.
 #pragma once
 #include "cast_rows.cuh"
+#include "gather_rows.cuh"
 #include "pull.cuh"
 #include "scaleout_direct.cuh"
-#include "gather_rows.cuh"
 
 namespace moecomm {
 

@@ -88,8 +88,8 @@ MUTANTS = [
     Mutant(
         "pieces begin where they would without scales",
         "combine/pull.cuh",
-        "source = row + (single ? column * bytes_of(cfg.type) : cfg.staged_at(column));",
-        "source = row + column * bytes_of(single ? cfg.type : kType);",
+        "source = row + scaled_column_at(column);",
+        "source = row + column;",
         "casts",
     ),
     Mutant(
