@@ -166,12 +166,10 @@ struct ScaleoutSums {
         constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
         u32 loaded[words];
         float scale = 1.0f;
-        i32 place = column * bytes_of(type) / 4;
         if constexpr (has_scales(type)) {
             if (column < 0) return;
-            place = scaled_column_at(column) / 4;
             const i32 scale_place = scale_at(column, cfg.hidden) / 4;
-            const u32 bits = load_relaxed(from + (scale_place - place));
+            const u32 bits = load_relaxed(from + (scale_place - scaled_column_at(column) / 4));
             scale = __uint_as_float(bits);
             if (cfg.verifies && column % kQuantGroup == 0)
                 atomicAdd(reinterpret_cast<unsigned long long*>(c.added_hash(token, hash_word_of)),
@@ -191,7 +189,8 @@ struct ScaleoutSums {
         if constexpr (cfg.verifies) {
             u64 found = 0;
 #pragma unroll
-            for (i32 i = 0; i < words; ++i) found += hash_word(loaded[i], place + i);
+            for (i32 i = 0; i < words; ++i)
+                found += hash_word(loaded[i], (has_scales(type) ? scaled_column_at(column) : column * bytes_of(type)) / 4 + i);
             atomicAdd(reinterpret_cast<unsigned long long*>(c.added_hash(token, hash_word_of)), static_cast<unsigned long long>(found));
         }
 #pragma unroll
