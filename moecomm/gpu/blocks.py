@@ -168,7 +168,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         reduce_warps, pull_warps, return_forward_warps = _combine_roles_of_domains(spec)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
-    elif spec.casts:  # casts take registers, and time
+    elif spec.casts:  # casts take registers, and time (docs/maintainers/decisions.md)
         reduce_warps, pull_warps, return_forward_warps = (7, 4, 0) if spec.verifies else (10, 5, 0)
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/maintainers/decisions.md)
         reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
@@ -177,7 +177,9 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {1: 1024, 2: 2048, 4: 3584}
     staged, cast = staged_type(spec), spec.casts
-    most_slots = _MOST_SLOTS * (2 if cast and spec.domain_ranks else 1)  # half as many bytes each
+    most_slots = _MOST_SLOTS
+    if cast:  # of half as many bytes each; in one domain all blocks pull, and few pieces of each fill the links
+        most_slots = 2 * _MOST_SLOTS if spec.domain_ranks else 4
     if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
         several = spec.ranks > 2 * spec.domain_ranks
         summed = {1: 512, 2: 1024, 4: 1536} if several else {1: 512, 2: 1536, 4: 2560}

@@ -47,6 +47,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
 CHUNKS = (1, 2, 4, 8, 16, 32)
 DEFAULT_GPU = "NVIDIA H200"  # whose table holds for a GPU without one
+_FEW_TOKENS = 16  # whose pieces are fewer than the warps of all multiprocessors
 MOST_BYTES = 1 << 20  # of a user's table; shipped tables have a few thousand
 
 
@@ -115,8 +116,8 @@ def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int, *, casts
     """Return the choice for a round: from the table in use(), else from this user's table for the GPU, else from the
     shipped one.
 
-    A combine that casts its sums takes the chunks of the table, and all multiprocessors: to cast and to add takes
-    longer there than the links do, on any number of ranks.
+    A combine that casts its sums takes the chunks of the table and, of more than 16 tokens, all multiprocessors: to
+    cast and to add takes longer there than the links do, on any number of ranks.  Fewer tokens have too few pieces.
 
     Args:
         gpu: name of the GPU.
@@ -134,7 +135,7 @@ def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int, *, casts
         steps = _steps[gpu, ranks, op, layout] = _look_up(gpu, ranks, op, layout)
     bounds, choices = steps
     choice = choices[min(bisect_left(bounds, num_tokens), len(choices) - 1)]
-    return replace(choice, blocks=MAX_BLOCKS) if casts else choice
+    return replace(choice, blocks=MAX_BLOCKS) if casts and num_tokens > _FEW_TOKENS else choice
 
 
 def _look_up(gpu: str, ranks: int, op: str, layout: str) -> _Steps:

@@ -53,10 +53,9 @@ def test_an_entry_holds_up_to_its_tokens_and_the_last_for_all_others() -> None:
 def test_sums_that_are_cast_take_all_multiprocessors_and_the_chunks_of_the_table() -> None:
     table = Table((Entry("combine", "flat", 4, 100, 8, 4), Entry("combine", "flat", 4, 16, 2, 1)))
     with tuning.use(table):
-        found = [
-            tuning.choose(H200, ranks, "combine", "flat", tokens, casts=True) for ranks in (2, 64) for tokens in (1, 99)
-        ]
-    assert found == [Choice(MAX_BLOCKS, 1), Choice(MAX_BLOCKS, 4)] * 2
+        for ranks in (2, 64):
+            found = [tuning.choose(H200, ranks, "combine", "flat", tokens, casts=True) for tokens in (1, 16, 17, 9999)]
+            assert found == [Choice(2, 1)] * 2 + [Choice(MAX_BLOCKS, 4)] * 2
 
 
 def test_the_nearest_number_of_ranks_counts() -> None:
