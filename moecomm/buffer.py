@@ -326,7 +326,7 @@ class Buffer(Bound):
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
-        Combine reads such rows in place, unless they travel in FP8: flat on GPUs (without `weight_grads`), all on CPUs.
+        Combine reads such rows in place, unless it casts them: flat on GPUs (without `weight_grads`), all on CPUs.
         If the window has no room for them beside other outputs, they are in ordinary memory.
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)
