@@ -1,9 +1,10 @@
 """Accuracy of formats and wires: python bench/accuracy.py [--steps 1500].
 
 Trains the byte model of bench/trained_routing.py, then reads held-out text with its layers over 4 ranks of this
-process.  Rows travel in bfloat16, or cast to a format and dequantized where they arrive; sums return in each wire.  The
-logits are compared with those of rows in bfloat16 and the exact wire: the loss, the mean divergence of the predicted
-bytes (Kullback-Leibler, in nats), and the share of bytes of which another one is the most likely.
+process.  Rows travel in bfloat16, or cast to a format and dequantized where they arrive; sums return in each wire, and,
+rounded by operations of torch, in formats that combine does not offer.  The logits are compared with those of rows in
+bfloat16 and the exact wire: the loss, the mean divergence of the predicted bytes (Kullback-Leibler, in nats), and the
+share of bytes of which another one is the most likely.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from moecomm_bench.results import write
 
 RANKS, SEQUENCES = 4, 16
 RESULT = Path(__file__).parent / "results" / "accuracy.json"
-WIRES = ("exact", "bf16", "fp8")
-_WIRE: dict[str, Any] = {"exact": "exact", "bf16": torch.bfloat16, "fp8": "fp8"}
+WIRES: dict[str, Any] = {"exact": "exact", "bf16": torch.bfloat16, "fp8": "fp8", "int8": "int8"}
+NOT_OFFERED = ("fp8_token", "nvfp4")  # the formats of wires that combine lacks; nvfp4 with the best scale of all sums
 _LARGEST = 20.0  # amax of all rows, for the formats that take a scale of all: the norm of a row is sqrt(HIDDEN)
 _OF_ALL = {"fp8_tensor": _LARGEST / 448, "nvfp4": 2688 / _LARGEST}
 
@@ -49,10 +50,26 @@ def layer(ranks: LocalBuffers, of: ExpertParallel, quantize: str | None, wire: s
                 arrived = formats.dequantize(routed.x, routed.scales, quantize, global_scale=of_all)
             here = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
             y = _experts(arrived.float(), routed.tokens_per_expert, of.experts.w13[here], of.experts.w2[here])
-            combines.append({"y": y.bfloat16(), "handle": routed.handle, "wire": _WIRE[wire]})
-        return torch.cat(ranks.combine(combines)).float().view_as(x)
+            combines.append({"y": y.bfloat16(), "handle": routed.handle, "wire": WIRES.get(wire, "exact")})
+        outs = ranks.combine(combines) if wire in WIRES else _rounded_sums(ranks, combines, wire)
+        return torch.cat(outs).float().view_as(x)
 
     return forward
+
+
+def _rounded_sums(ranks: LocalBuffers, combines: list[dict[str, Any]], name: str) -> list[torch.Tensor]:
+    """Return what combines give whose sums travel in a format: of one rank after the other, rounded, and added."""
+    totals: list[torch.Tensor] = []
+    for rank in range(RANKS):
+        alone = [{**one, "y": one["y"].float() * (number == rank)} for number, one in enumerate(combines)]
+        for number, sums in enumerate(ranks.combine(alone)):
+            of_all = {"global_scale": 2688 / sums.abs().max()} if formats.FORMATS[name].takes_global else {}
+            sums = formats.dequantize(*formats.quantize(sums, name, **of_all), name, **of_all)
+            if rank == 0:
+                totals.append(sums)
+            else:
+                totals[number] += sums
+    return [total.bfloat16() for total in totals]
 
 
 def _experts(rows: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
@@ -94,7 +111,8 @@ def main() -> None:
     chosen = sequences[torch.linspace(0, len(sequences) - 1, SEQUENCES).long()]
     meant, rows = chosen[:, 1:].flatten(), []
     base = log_softmax(logits(model, chosen, None, "exact"), dim=1)
-    for quantize, wire in [(None, wire) for wire in WIRES] + [(name, "exact") for name in formats.FORMATS]:
+    wires = [(None, wire) for wire in (*WIRES, *NOT_OFFERED)]
+    for quantize, wire in wires + [(name, "exact") for name in formats.FORMATS]:
         found = log_softmax(logits(model, chosen, quantize, wire), dim=1)
         rows.append(
             {

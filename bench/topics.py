@@ -569,9 +569,10 @@ TOPICS = (
         "Accuracy",
         "A small language model over bytes, trained in float32, with three layers of 128 experts, reads text that was "
         "held out (`python bench/accuracy.py`).  Rows of its layers travel over 4 ranks: in bfloat16, or cast to a "
-        "format; sums return exact, or in another wire.  `loss`: nats a byte.  `divergence`: of the predicted "
-        "bytes from those of the first row, nats (Kullback-Leibler).  `another byte`: share of the bytes of which "
-        "another one is the most likely.",
+        "format; sums return exact, in another wire, or, rounded by operations of torch, in formats that combine does "
+        "not offer: `fp8_token` and `nvfp4`.  `loss`: nats a byte.  `divergence`: of the predicted bytes from those "
+        "of the first row, nats (Kullback-Leibler).  `another byte`: share of the bytes of which another one is the "
+        "most likely.",
         "accuracy",
         accuracy,
     ),

@@ -25,6 +25,7 @@ class Type(enum.IntEnum):
     fp16 = 1
     fp32 = 2
     e4m3 = 3
+    int8 = 4
 
 class Part(enum.IntEnum):
     """Part of csrc/protocol/args.h."""

@@ -69,7 +69,8 @@ class Buffer(Bound):
         window_bytes: room for the outputs of rounds, in bytes; default: two such rounds.  Of outputs that stay alive,
             those that find no room are copied out of it.
         wire: None: the sums that ranks return in combine travel in the dtype of `y`, each rounded once; "exact": in
-            float32; "fp8": in e4m3 with scales.  See combine(), whose argument of that name is for one call.
+            float32; "fp8", "int8": in one byte, with scales.  See combine(), whose argument of that name is for one
+            call.
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
             reached by put and signal: a token crosses once a domain, or, of a rank with few (about 4 MB as float32),
             once for each of its ranks.  Default: all that can.
@@ -282,7 +283,10 @@ class Buffer(Bound):
         """Return the experts' rows to the ranks of their tokens, and add them up.  Collective; on the current stream.
 
         Args:
-            y: rows as in `Routed.x` of the dispatch, in bfloat16, float16 or float32.
+            y: rows as in `Routed.x` of the dispatch, in bfloat16, float16 or float32.  Or a pair of float8_e4m3fn rows
+                and float32 scales (moecomm.fused.Fp8), one for 128 columns, `[..., ceil(H / 128)]`, or one for a row,
+                `[..., 1]`: a pass over the rows makes value * scale of them, in float32, rounded once to the Buffer's
+                dtype, which then counts as that of `y`.
             handle: of that dispatch.
             out: `[T, H]` of the dtype of `y`, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the dtype of `y`, or float32, added before the rounding.
@@ -296,8 +300,10 @@ class Buffer(Bound):
                 relative to it.  "exact" (or torch.float32): nothing is rounded but the result; a sum of several
                 rows travels in float32, a single row as it is (one domain).  "fp8" (or torch.float8_e4m3fn), of flat
                 rows as well: cast once to e4m3 with a float32 scale for 128 columns, as dispatch does; off by at most
-                2^-4 of a value and 2^-18 of the largest of the 128 (moecomm/combine/reference.py); `hidden` is a
-                multiple of 16.  None: as the Buffer was opened; by default the dtype of `y`.
+                2^-4 of a value and 2^-18 of the largest of the 128 (moecomm/combine/reference.py).  "int8" (or
+                torch.int8): likewise to the format "int8_group"; off by at most 1 / 254 of the largest of the 128.
+                Both take a `hidden` that is a multiple of 16.  None: as the Buffer was opened; by default the dtype of
+                `y`.
             num_sms: see dispatch().
 
         Returns:
@@ -315,7 +321,7 @@ class Buffer(Bound):
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
-        Combine reads such rows in place, unless they travel in FP8: flat on GPUs (without `weight_grads`), all on CPUs.
+        Combine reads such rows in place, unless it casts them: flat on GPUs (without `weight_grads`), all on CPUs.
         Without room in the window they are in ordinary memory.
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)

@@ -57,6 +57,7 @@ class RoundsCase:
     peers: bool = True
     overlap_gemm: bool = False
     fp8_wire: bool = False
+    int8_wire: bool = False
     domain_ranks: int = 0  # of Buffer; 0: all ranks that load and store reach
     nic: str = ""  # MOECOMM_NIC; empty: none is emulated
     seed: int = 0

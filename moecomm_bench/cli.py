@@ -116,6 +116,7 @@ def dispatch_combine(
     others: Others = "",
     overlap_gemm: Gemm = False,
     fp8_wire: Annotated[bool, typer.Option("--fp8-wire", help="Also time combines whose sums travel in FP8.")] = False,
+    int8_wire: Annotated[bool, typer.Option("--int8-wire", help="Likewise in INT8.")] = False,
     ranks: Ranks = None,
     backend: Backends = "auto",
     domain_ranks: DomainsRanks = "0",
@@ -132,7 +133,8 @@ def dispatch_combine(
 
     def case_of(way: backends.Way) -> RoundsCase:
         timing = {"cold": cold, "skew": SKEW * skew, "chain": chain, **times}
-        beside = {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "fp8_wire": fp8_wire}
+        beside = {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm}
+        beside |= {"fp8_wire": fp8_wire, "int8_wire": int8_wire}
         return options.case_of(
             (model, hidden, topk, experts),
             (sizes, layout, payload, sms),

@@ -27,7 +27,7 @@ from moecomm_bench.singles import Singles
 
 IN_WINDOW, OUTSIDE = "y in the window", "y outside"  # variants of combine with flat rows
 FP32_WIRE, BF16_WIRE = "fp32 wire", "bf16 wire"  # variants of combine in the other layouts
-FP8_WIRE = "fp8 wire"  # of every layout
+FP8_WIRE, INT8_WIRE = "fp8 wire", "int8 wire"  # of every layout
 _QUANTIZE: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantize": "fp8"},
@@ -69,7 +69,7 @@ def operations(case: RoundsCase) -> list[TimedOperation]:
     found = []
     for layout in case.layouts:
         variants = [IN_WINDOW, OUTSIDE] if layout == "flat" else [FP32_WIRE, BF16_WIRE]
-        variants += [FP8_WIRE] * case.fp8_wire
+        variants += [FP8_WIRE] * case.fp8_wire + [INT8_WIRE] * case.int8_wire
         for sms in case.sms:
             found += [TimedOperation("dispatch", layout, payload, "", sms) for payload in case.payloads]
             found += [TimedOperation("combine", layout, "", variant, sms) for variant in variants]
@@ -300,6 +300,8 @@ class Ours:
         if part == "dispatch":
             moved = row + self._case.beside_bytes(op.layout)
             return moved, moved
+        if op.variant in (FP8_WIRE, INT8_WIRE):  # of the same bytes
+            row = _native.staged_bytes(int(_native.Type.e4m3), self._case.hidden)
         if op.layout == "flat" or op.variant != FP32_WIRE:  # the default wire: sums cross in the dtype of y
             return row, row
         single = 0.0 if self._case.domain_ranks else self.traffic.single_share()  # such rows travel in the dtype of y
@@ -322,5 +324,5 @@ def _nothing() -> None:
 
 
 def _wire(variant: str) -> Wire | None:
-    wires: dict[str, Wire] = {BF16_WIRE: torch.bfloat16, FP32_WIRE: "exact", FP8_WIRE: "fp8"}
+    wires: dict[str, Wire] = {BF16_WIRE: torch.bfloat16, FP32_WIRE: "exact", FP8_WIRE: "fp8", INT8_WIRE: "int8"}
     return wires.get(variant)

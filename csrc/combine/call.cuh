@@ -12,7 +12,7 @@
 
 namespace moecomm {
 
-// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (scaleout_gather_rows.cuh).
+// A piece of a row, the sum of the same piece of several source rows; with several domains, a row of pieces (gather_rows.cuh).
 struct Item {
     i32 sources;      // rows that are added
     i32 column;       // first column of the first piece
@@ -49,7 +49,7 @@ enum class Next { item, later, none };  // later: it would block
 template <i32 slots, i32 bytes, bool has_weights = false, bool has_hashes = false, i32 scale_bytes = 0>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
-    alignas(128) u8 data[slots][bytes + scale_bytes];       // of e4m3: the scales of the piece behind it
+    alignas(128) u8 data[slots][bytes + scale_bytes];
     alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, or of all that a reduce warp adds, in the first place
     u64 full[slots];
     u64* hashes[has_hashes ? slots : 1];  // verified rounds: to which the hash of a piece is added
@@ -76,8 +76,17 @@ struct CastShared<cfg, true> {
     alignas(16) u64 content[cfg.reduce_warps][align_up(cfg.packet_lines, kStepLines) * kLineWords + 1];
 };
 
+// One domain: by reduce warp, pieces of rows that are cast.
+template <CombineConfig cfg, bool rings = (cfg.reduce_slots > 0 && cfg.domains() == 1)>
+struct ReduceShared {};
 template <CombineConfig cfg>
-struct CombineShared : CastShared<cfg> {
+struct ReduceShared<cfg, true> {
+    using ReduceRowRing = RowRing<cfg.reduce_slots, cfg.reduce_bytes, cfg.weighted && cfg.layout != Layout::flat>;
+    ReduceRowRing reduce[cfg.reduce_warps];
+};
+
+template <CombineConfig cfg>
+struct CombineShared : CastShared<cfg>, ReduceShared<cfg> {
     using PullRing = RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel(), cfg.verifies, cfg.scale_bytes(cfg.pull_bytes)>;
     PullRing pull[cfg.pull_warps];
     StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // work items of this block

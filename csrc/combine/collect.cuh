@@ -214,7 +214,7 @@ struct Collect {
         }
     }
 
-    // Of e4m3: the scale of this lane's group of a packet: lane g has that of the g-th.
+    // Rows with scales: the scale of this lane's group of a packet: lane g has that of the g-th.
     MOECOMM_FN static float scale_of_lane(const PacketWords& words) {
         constexpr i32 first = cfg.packet_row_bytes / P::kWord, groups = cfg.packet_row_bytes / kQuantGroup;
         constexpr i32 step = step_of(first);
@@ -224,7 +224,7 @@ struct Collect {
         const u64 both = word % kLineWords % 2 != 0 ? y : x;
         return __uint_as_float(static_cast<u32>(group % 2 != 0 ? both >> 32 : both));
     }
-    // Of e4m3: adds this lane's words of a step; `scale`: of scale_of_lane.
+    // Rows with scales: adds this lane's words of a step; `scale`: of scale_of_lane.
     MOECOMM_FN static void add_scaled(const ulonglong2& words, i32 step, float scale, float (&sum)[2][P::kColumns]) {
         const u64 both[2] = {words.x, words.y};
 #pragma unroll

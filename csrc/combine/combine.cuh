@@ -8,8 +8,8 @@
 #include "pull.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
+#include "reduce_ring.cuh"
 #include "scaleout_flags.cuh"
-#include "scaleout_reduce_ring.cuh"
 #include "scaleout_return_forward.cuh"
 
 namespace moecomm {
@@ -52,6 +52,11 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
         }
         for (i32 i = threadIdx.x; i < cfg.return_forward_warps; i += cfg.threads()) Transport::prepare(put_rings<Transport>(shared)[i]);
         if (threadIdx.x == 0) scaleout_shared(shared).headers_seen = 0;
+    }
+    if constexpr (cfg.domains() == 1 && cfg.reduce_slots > 0) {
+#pragma unroll 1
+        for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
+            barrier_init(&shared.reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
     }
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.pull_warps * cfg.pull_slots; i += cfg.threads())
@@ -123,8 +128,11 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
             if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
         }
         if (!c.has_reduced_rows() && !await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) return false;
-        if constexpr (cfg.domains() > 1) return reduce_through_ring(c);
-        return reduce(c);
+        if constexpr (cfg.reduce_slots > 0) {
+            return reduce_through_ring(c);
+        } else {
+            return reduce(c);
+        }
     }
     return true;
 }

@@ -1,6 +1,7 @@
 // Adds up rows, for pull. A warp computes pieces of rows (items), one after another. An item is the sum of the same piece of up to 32
 // source rows, in float32 and in the order of the lanes that name them. Source pieces pass through the warp's ring in that order, followed
-// by the pieces of the next items. With several domains all roles add up rows: scaleout_gather_rows.cuh, which derives from this.
+// by the pieces of the next items. With several domains all roles add up rows, and those that cast in one: gather_rows.cuh, which derives
+// from this.
 #pragma once
 #include "call.cuh"
 #include "row_hash.cuh"
@@ -15,18 +16,19 @@ namespace moecomm {
 //       auto target(const Item&)    Destination of the sum, looked up once for all columns; false: nothing to store.
 //       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
 //       void close(const Item&)     Called by all lanes after the sum is stored.
-//       kType, kRowBytes            Type and bytes of a source row.
+//       kType, kRowBytes            Type and bytes of a source row, without scales.
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
-//       const u8* scales            Of e4m3: after open(), where the scales of this lane's piece lie.
 //       u64* hash                   kHashes: after open(), to which the hash of this lane's row is added.
 //       void start(target, i32 column, float (&)[n])   kStarts: sets this lane's n columns of the sum before the first source is added.
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;
-    static constexpr bool kScaled = kType == Type::e4m3;
+    static constexpr bool kScaled = has_scales(kType);
     static constexpr i32 kColumns = columns_in_16(kType);
     static constexpr i32 kVectors = ceil_div(Ring::kBytes / 16, kWarp);  // vectors of 16 bytes for each lane
+    // kScaled: all pieces of a row are as long as a slot, and complete. Without branches, the loads of a piece's vectors overlap.
+    static constexpr bool kFull = Role::kRowBytes % Ring::kBytes == 0 && Ring::kBytes % kScaledColumns == 0;
 
     Ring& ring;
     Role& role;
@@ -34,7 +36,7 @@ struct Gather {
     i32 opened = 0, closed = 0;  // items
     bool more = true;
     // The item whose loads are being issued.
-    const u8 *source = nullptr, *weight = nullptr, *scales = nullptr;
+    const u8 *source = nullptr, *weight = nullptr;
     u64* hash = nullptr;
     float factor = 1.0f;
     i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; this lane's position among them; bytes of the piece
@@ -62,7 +64,6 @@ struct Gather {
             weight = role.weight;
             item.singles = __reduce_add_sync(kAllLanes, source != nullptr && weight != nullptr ? 1u << order : 0);
         }
-        if constexpr (kScaled) scales = role.scales;
         if constexpr (Role::kFactors) factor = role.factor;
         if constexpr (Role::kHashes) hash = role.hash;
         if (lane_id() == 0) ring.items[opened % kItemsOpen] = item;
@@ -91,8 +92,7 @@ struct Gather {
             if constexpr (Role::kFactors) ring.weights[slot][0] = factor;  // the mbarrier orders it before add()
             if constexpr (Role::kHashes) ring.hashes[slot] = hash;         // likewise
             if constexpr (kScaled) {
-                bulk_load_both(ring.data[slot], source, bytes, ring.data[slot] + Ring::kBytes, scales, Role::cfg.scale_bytes(bytes),
-                               &ring.full[slot]);
+                bulk_load(ring.data[slot], source, bytes + Role::cfg.scale_bytes(bytes), &ring.full[slot]);
             } else if (Role::kSingles && weight != nullptr) {
                 bulk_load_both(ring.data[slot], source, bytes / 2, ring.weights[slot], weight, 16, &ring.full[slot]);
             } else {
@@ -113,11 +113,11 @@ struct Gather {
         const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
 #pragma unroll
         for (i32 v = 0; v < kVectors; ++v) {
-            if (v * kWarp + lane_id() >= vectors) continue;
             if constexpr (kScaled) {
-                add_scaled(sum[v], held[v * kWarp + lane_id()], scales_of(slot)[(v * kWarp + lane_id()) * kColumns / kQuantGroup]);
+                if (kFull || v * kWarp + lane_id() < vectors) add_scaled(sum[v], ring.data[slot], v, vectors);
                 continue;
             }
+            if (v * kWarp + lane_id() >= vectors) continue;
             float columns[kColumns];
             if (Role::kSingles && single) {
                 load_single(columns, slot, v * kWarp + lane_id());
@@ -131,8 +131,12 @@ struct Gather {
         ++used;
     }
 
-    // Of e4m3: adds values times their scale, each product and sum rounded, four columns after four, which takes few registers.
-    MOECOMM_FN static void add_scaled(float (&sum)[kColumns], const uint4& held, float scale) {
+    // kScaled: a v-th vector of each lane has kScaledColumns of a piece of so many vectors, and their scales lie behind it. Adds this
+    // lane's values times their scale, each product and sum rounded, four columns after four, which takes few registers.
+    MOECOMM_FN static void add_scaled(float (&sum)[kColumns], const u8* piece, i32 v, i32 vectors) {
+        const u8* const block = piece + scaled_column_at(v * kScaledColumns);
+        const uint4 held = reinterpret_cast<const uint4*>(block)[lane_id()];
+        const float scale = scales_behind(block, v, vectors)[lane_id() * kColumns / kQuantGroup];
         const u32 words[4] = {held.x, held.y, held.z, held.w};
 #pragma unroll
         for (i32 i = 0; i < kColumns; i += kColumns / 4) {
@@ -142,8 +146,12 @@ struct Gather {
             for (i32 k = 0; k < kColumns / 4; ++k) sum[i + k] = __fadd_rn(sum[i + k], __fmul_rn(columns[k], scale));
         }
     }
-    // Of e4m3: the scales of the piece in a slot.
-    MOECOMM_FN const float* scales_of(i32 slot) const { return reinterpret_cast<const float*>(ring.data[slot] + Ring::kBytes); }
+    // kScaled: the scales of the v-th vectors of a piece.
+    MOECOMM_FN static const float* scales_behind(const u8* block, i32 v, i32 vectors) {
+        const i32 columns =
+            Role::kRowBytes % kScaledColumns == 0 ? kScaledColumns : min(vectors * kColumns - v * kScaledColumns, kScaledColumns);
+        return reinterpret_cast<const float*>(block + columns);
+    }
 
     // kHashes: adds the hash of a piece, and of a weight, which comes with each piece of a single row.
     MOECOMM_FN void add_hash(const Item& item, i32 slot, i32 vectors, bool single) const {
@@ -157,14 +165,19 @@ struct Gather {
                 }
                 if (lane_id() == 0) found += hash_weight<Role>(ring.weights[slot][0]);
             }
+        } else if constexpr (kScaled) {
+            for (i32 vector = lane_id(); vector < vectors; vector += kWarp) {
+                const i32 column = vector * kColumns, place = scaled_column_at(item.column) / 4;  // of the piece
+                found += hash_vector(*reinterpret_cast<const uint4*>(ring.data[slot] + scaled_column_at(column)),
+                                     place + scaled_column_at(column) / 4);
+                if (column % kQuantGroup != 0) continue;
+                const i32 scale = scale_at(column, vectors * kColumns);
+                found += hash_word(*reinterpret_cast<const u32*>(ring.data[slot] + scale), place + scale / 4);
+            }
         } else {
             for (i32 vector = lane_id(); vector < vectors; vector += kWarp)
                 found += hash_vector(reinterpret_cast<const uint4*>(ring.data[slot])[vector],
                                      (item.column + vector * kColumns) * bytes_of(kType) / 4);
-            if constexpr (kScaled) {
-                for (i32 group = lane_id(); group < ceil_div(vectors * kColumns, kQuantGroup); group += kWarp)
-                    found += hash_word(__float_as_uint(scales_of(slot)[group]), Role::kRowBytes / 4 + item.column / kQuantGroup + group);
-            }
         }
         add_hash_of_lanes(ring.hashes[slot], found);
     }

@@ -6,7 +6,7 @@
 #pragma once
 #include "collect.cuh"
 #include "gather.cuh"
-#include "scaleout_gather_rows.cuh"
+#include "gather_rows.cuh"
 #include "scaleout_source_rank.cuh"
 
 namespace moecomm {
@@ -82,7 +82,7 @@ struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.value_bytes();
-    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false, kCasts = false;
+    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false, kSets = false, kCasts = false;
     static constexpr bool kHashes = cfg.verifies, kHashesSums = false, kStarts = cfg.bias_first;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
@@ -102,7 +102,6 @@ struct Pull {
     i32 ahead;                   // this lane's slot of the next piece's token
     i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
     const u8* weight = nullptr;  // see gather.cuh
-    const u8* scales = nullptr;  // likewise
     u64* hash = nullptr;         // likewise
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
     i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
@@ -251,14 +250,16 @@ struct Pull {
         if constexpr (kSingles) single = is_single(rank);
         if (slot >= 0) {
             const u8* const row = row_at(rank, slot);
-            source = row + column * bytes_of(single ? cfg.type : kType);
-            if constexpr (cfg.casts()) scales = row + kRowBytes + column / kQuantGroup * 4;
+            if constexpr (cfg.casts()) {
+                source = row + scaled_column_at(column);
+            } else {
+                source = row + column * bytes_of(single ? cfg.type : kType);
+            }
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
             if constexpr (kHashes) hash = c.added_hash(token(), rank);
         } else if constexpr (kSumsInRing) {
             if (const u8* const sum = scaleout_sums.row_of_lane(token())) {
-                source = sum + column * bytes_of(kType);
-                if constexpr (cfg.casts()) scales = sum + kRowBytes + column / kQuantGroup * 4;
+                source = sum + (cfg.casts() ? scaled_column_at(column) : column * bytes_of(kType));
             }
             if constexpr (kHashes) hash = c.added_hash(token(), scaleout_sums.hash_word_of_lane());
         }

@@ -240,7 +240,7 @@ struct Push {
         u64* const content = c.shared.content[warp_id()];
         auto* const scales = reinterpret_cast<u32*>(content + cfg.packet_row_bytes / P::kWord);
         u32 cast[vectors][2], scale[vectors];
-        quantize_registers(sum, cast, scale);
+        quantize_registers<cfg.wire>(sum, cast, scale);
 #pragma unroll
         for (i32 v = 0; v < vectors; ++v) {
             const i32 vector = v * kWarp + lane_id();

@@ -1,9 +1,9 @@
-// Step 2: reduces this rank's rows of each token to one, in float32 and in the order of k; a flat row is copied or cast, because the caller
-// has already reduced it. The source rank pulls the reduced row from a place of its own (CombineArgs::reduced_rows) or from the staging
-// ring.
+// Step 2: reduces this rank's rows of each token to one, in float32 and in the order of k; a flat row is copied, because the caller has
+// already reduced it. Rows that are cast pass through reduce_ring.cuh. The source rank pulls the reduced row from a place of its own
+// (CombineArgs::reduced_rows) or from the staging ring.
 #pragma once
-#include "cast_rows.cuh"
 #include "reduce_rows.cuh"
+#include "row_hash.cuh"
 
 namespace moecomm {
 
@@ -24,7 +24,6 @@ struct Step {
     i32 through;  // the last work-list step that this warp completes with it; -1: none
     u64* hash;    // verified rounds: that of the row
     i32 column;   // verified rounds: this lane's first
-    i32 piece;    // if rows are cast
 };
 
 // The role of a reduce warp: reduces its rows piece by piece, with two steps in flight. The entries of a row are looked up during the row
@@ -60,7 +59,6 @@ struct Reduce : RowsToReduce<Call> {
         }
         s.single = kSingles && __popc(named) == 1;
         s.to = row + column() * bytes_of(s.single ? cfg.type : cfg.staged());
-        if constexpr (cfg.casts()) s.piece = piece;
         if constexpr (cfg.verifies) {
             s.column = column();
             s.hash = reinterpret_cast<u64*>(c.a.staged_hashes) + static_cast<i64>(work_list.source_rank(now.step)) * c.shape().max_tokens +
@@ -84,8 +82,7 @@ struct Reduce : RowsToReduce<Call> {
         row = nullptr;
         go_on();
     }
-    MOECOMM_FN i32 column() const { return column_of(piece); }  // this lane's first
-    MOECOMM_FN static i32 column_of(i32 nth) { return nth * kPieceColumns + lane_id() * kColumns; }
+    MOECOMM_FN i32 column() const { return piece * kPieceColumns + lane_id() * kColumns; }  // this lane's first
     // True if this lane has columns in a vector of the piece.
     MOECOMM_FN bool has(i32 v) const { return cfg.hidden % kPieceColumns == 0 || column() + v * kWarp * kColumns < cfg.hidden; }
     MOECOMM_FN void load_entry(Step& s, i32 i) {
@@ -111,9 +108,7 @@ struct Reduce : RowsToReduce<Call> {
         }
     }
     MOECOMM_FN void finish(const Step& s) {
-        if constexpr (cfg.casts()) {
-            if (!cast(s)) return;
-        } else if constexpr (Step::kEntries == 1) {
+        if constexpr (Step::kEntries == 1) {
             store(s, [&](i32 v) { *reinterpret_cast<uint4*>(s.to + v * kWarp * 16) = s.held[0][v]; });
         } else if (kSingles && s.single) {
             store(s, [&](i32 v) { *reinterpret_cast<uint4*>(s.to + v * kWarp * 16) = s.held[0][v]; });
@@ -124,24 +119,8 @@ struct Reduce : RowsToReduce<Call> {
             store(s, [&](i32 v) { store_columns<cfg.staged()>(s.to + v * kWarp * kColumns * bytes_of(cfg.staged()), sum[v]); });
             clear();
         }
-        if constexpr (cfg.verifies && !cfg.casts()) add_hash(s);
+        if constexpr (cfg.verifies) add_hash(s);
         pass(s.through);
-    }
-    // Adds the entries of a step and, if they are the last, casts the sum. Returns false if there are more.
-    MOECOMM_FN bool cast(const Step& s) {
-        if constexpr (Step::kEntries == 1) {  // a flat row keeps the sign of its zeros
-#pragma unroll
-            for (i32 v = 0; v < Step::kVectors; ++v) widen<cfg.type>(s.held[0][v], sum[v]);
-        } else {
-            add(s, 0);
-            if (s.both) add(s, 1);
-            if (!s.last) return false;
-        }
-        const i32 column = column_of(s.piece);
-        const u64 found = store_cast<cfg.verifies>(s.to - column, cfg.hidden, column, sum, s.has);
-        if constexpr (cfg.verifies) add_hash_of_lanes(s.hash, found);
-        clear();
-        return true;
     }
     // Verified rounds: adds the hash of what this warp has stored, and with the first columns of a single row that of its weight.
     MOECOMM_FN void add_hash(const Step& s) const {

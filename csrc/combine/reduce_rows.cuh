@@ -1,5 +1,5 @@
 // The rows that a reduce warp reduces, in the order of the block's work list: their entries, weights and places, and the signals that they
-// are staged. Reduce (reduce.cuh) and ReduceThroughRing (scaleout_reduce_ring.cuh) add them up.
+// are staged. Reduce (reduce.cuh) and ReduceThroughRing (reduce_ring.cuh) add them up.
 #pragma once
 #include "weights.cuh"
 #include "work_list.cuh"

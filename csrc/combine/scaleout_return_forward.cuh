@@ -1,9 +1,9 @@
 // Return-forward: for each token of another domain, adds up the rows of this domain and puts one sum to the source rank.
 #pragma once
 #include "cast_rows.cuh"
+#include "gather_rows.cuh"
 #include "pull.cuh"
 #include "scaleout_direct.cuh"
-#include "scaleout_gather_rows.cuh"
 
 namespace moecomm {
 
@@ -16,7 +16,7 @@ struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.value_bytes();
-    static constexpr bool kSingles = false, kAddsDomains = false, kNests = false, kFactors = false, kCopies = false;
+    static constexpr bool kSingles = false, kAddsDomains = false, kNests = false, kFactors = false, kCopies = false, kSets = false;
     static constexpr bool kCasts = cfg.casts();
     static constexpr bool kHashes = cfg.verifies, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes);
@@ -32,7 +32,6 @@ struct ReturnForward {
     u32 tokens_left = 0;                         // one bit for each of its remaining tokens that this domain has rows of
     i32 slot = -1, next_slot = -1;               // this lane's slots of its next token and of the one after it, loaded ahead
     u64* hash = nullptr;                         // see gather.cuh
-    const u8* scales = nullptr;                  // likewise
     bool item_open = false, place_free = false;  // `tokens_left` is known; the places of its sums are free
     i32 seen = -1;                               // the work item for which this lane has acquired the flag of its rank
     bool failed = false;
@@ -156,7 +155,6 @@ struct ReturnForward {
         }
         out.token = token;
         if (slot >= 0) source = row_at(rank, slot, token);
-        if constexpr (kCasts) scales = source + kRowBytes;
         if (c.a.weight_grads != 0) load_grads(out.ring_column, token);
         if constexpr (kHashes) {
             for (i32 i = lane_id(); i < Call::kToldWords; i += kWarp) told(out.ring_column, token)[i] = 0;
@@ -177,7 +175,7 @@ struct ReturnForward {
     MOECOMM_FN u64* told(i32 column, i32 token) const { return reinterpret_cast<u64*>(sum_of(column, token) + c.told_at()); }
     template <i32 vectors, i32 n>
     MOECOMM_FN void cast(const Item& item, u8* row, float (&sum)[vectors][n], u32 has) const {
-        const u64 found = store_cast<cfg.verifies>(row, cfg.hidden, item.column + lane_id() * n, sum, has);
+        const u64 found = store_cast<cfg>(row, item.column + lane_id() * n, sum, has);
         if constexpr (cfg.verifies) add_hash_of_lanes(told(item.ring_column, item.token), found);
     }
     MOECOMM_FN void add_sum_hash(const Item& item, i32 vectors) const {

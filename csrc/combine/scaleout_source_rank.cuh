@@ -51,8 +51,8 @@ struct ScaleoutSums {
 #pragma unroll
         for (i32 i = 0; i < kLooks; ++i) owners |= static_cast<u64>(__ballot_sync(kAllLanes, ahead[i] >= 0)) << i * kWarp;
     }
-    // kInRing: true if what other domains have of the token being opened passes through the ring. A direct row of e4m3 does not, which a
-    // forwarder would cast again.
+    // kInRing: true if what other domains have of the token being opened passes through the ring. A direct row that is cast does not,
+    // because a forwarder would cast it again.
     MOECOMM_FN bool passes_ring() const {
         if (!direct) return true;
         if constexpr (cfg.casts()) return false;
@@ -133,8 +133,8 @@ struct ScaleoutSums {
         if (lane_id() == 0) c.scaleout().owners[warp][place] = kInRing && passes_ring() ? 0 : owners;
     }
 
-    // Turns `sum`, of this domain and of the open item at `place`, into the sum of all domains, added in domain order. Of e4m3 all lanes
-    // call it together, with column -1 where a lane has none.
+    // Turns `sum`, of this domain and of the open item at `place`, into the sum of all domains, added in domain order. With casts all
+    // lanes call it together, with column -1 where a lane has none.
     // csrc/protocol/domains.h bounds its distance from the sum that a single domain would compute.
     template <i32 n>
     MOECOMM_FN void add_to(i32 place, i32 token, i32 column, float (&sum)[n]) const {
@@ -150,7 +150,7 @@ struct ScaleoutSums {
             if (!here && direct) {
                 add_owners(ranks >> domain * cfg.scaleup_ranks() & kOfDomain, domain * cfg.scaleup_ranks(), token, column, there);
             } else if (!here) {
-                const u64 row = c.returned_sum_at(domain, token) + column * bytes_of(cfg.wire);
+                const u64 row = c.returned_sum_at(domain, token) + (cfg.casts() ? scaled_column_at(column) : column * bytes_of(cfg.wire));
                 add_words<cfg.wire>(c.transport.template local<const u32>(row), there, token, cfg.ranks + domain, column);
             }
 #pragma unroll
@@ -166,14 +166,14 @@ struct ScaleoutSums {
         constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
         u32 loaded[words];
         float scale = 1.0f;
-        if constexpr (type == Type::e4m3) {
+        if constexpr (has_scales(type)) {
             if (column < 0) return;
-            const i32 group = column / kQuantGroup;
-            const u32 bits = load_relaxed(reinterpret_cast<const u32*>(reinterpret_cast<const u8*>(from) - column + cfg.hidden) + group);
+            const i32 scale_place = scale_at(column, cfg.hidden) / 4;
+            const u32 bits = load_relaxed(from + (scale_place - scaled_column_at(column) / 4));
             scale = __uint_as_float(bits);
             if (cfg.verifies && column % kQuantGroup == 0)
                 atomicAdd(reinterpret_cast<unsigned long long*>(c.added_hash(token, hash_word_of)),
-                          static_cast<unsigned long long>(hash_word(bits, cfg.hidden / 4 + group)));
+                          static_cast<unsigned long long>(hash_word(bits, scale_place)));
         }
         if constexpr (words % 4 == 0) {
 #pragma unroll
@@ -189,7 +189,8 @@ struct ScaleoutSums {
         if constexpr (cfg.verifies) {
             u64 found = 0;
 #pragma unroll
-            for (i32 i = 0; i < words; ++i) found += hash_word(loaded[i], column * bytes_of(type) / 4 + i);
+            for (i32 i = 0; i < words; ++i)
+                found += hash_word(loaded[i], (has_scales(type) ? scaled_column_at(column) : column * bytes_of(type)) / 4 + i);
             atomicAdd(reinterpret_cast<unsigned long long*>(c.added_hash(token, hash_word_of)), static_cast<unsigned long long>(found));
         }
 #pragma unroll
@@ -198,20 +199,20 @@ struct ScaleoutSums {
             widen_word<type>(loaded[i], part);
 #pragma unroll
             for (i32 j = 0; j < each; ++j) {
-                if constexpr (type == Type::e4m3) part[j] = __fmul_rn(part[j], scale);
+                if constexpr (has_scales(type)) part[j] = __fmul_rn(part[j], scale);
                 sum[i * each + j] = __fadd_rn(sum[i * each + j], part[j]);
             }
         }
     }
-    // Casts sums to e4m3 and back. All lanes call it together; a lane without columns has zeros.
+    // Casts sums to the wire and back. All lanes call it together; a lane without columns has zeros.
     template <i32 n>
     MOECOMM_FN static void cast_again(float (&sum)[n]) {
         auto& columns = reinterpret_cast<float (&)[1][n]>(sum);
         u32 words[1][n / 4], bits[1];
-        quantize_registers(columns, words, bits);
+        quantize_registers<cfg.wire>(columns, words, bits);
 #pragma unroll
         for (i32 i = 0; i < n / 4; ++i) {
-            widen_word<Type::e4m3>(words[0][i], sum + 4 * i);
+            widen_word<cfg.wire>(words[0][i], sum + 4 * i);
 #pragma unroll
             for (i32 k = 0; k < 4; ++k) sum[4 * i + k] = __fmul_rn(sum[4 * i + k], __uint_as_float(bits[0]));
         }
@@ -223,7 +224,7 @@ struct ScaleoutSums {
 #pragma unroll 1
         for (; owners != 0; owners >>= 1, rows += c.shape().packet_bytes, ++first)
             if ((owners & 1) != 0)
-                add_words<cfg.staged()>(reinterpret_cast<const u32*>(rows + column * bytes_of(cfg.staged())), sum, token, first, column);
+                add_words<cfg.staged()>(reinterpret_cast<const u32*>(rows + cfg.staged_at(column)), sum, token, first, column);
         if constexpr (cfg.casts()) {
             cast_again(sum);
         } else {

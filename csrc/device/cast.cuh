@@ -14,12 +14,18 @@ MOECOMM_FN u32 e4m3_to_fp16(u16 both) {
     return halves;
 }
 
+MOECOMM_FN u32 byte_of(u32 word, i32 nth) { return word >> 8 * nth & 0xffu; }
+
 // Convert 4 bytes of a row to fp32; widen converts 16 bytes. Exact.
 template <Type type>
 MOECOMM_FN void widen_word(u32 word, float* out) {
     if constexpr (type == Type::e4m3) {
         widen_word<Type::fp16>(e4m3_to_fp16(static_cast<u16>(word)), out);
         widen_word<Type::fp16>(e4m3_to_fp16(static_cast<u16>(word >> 16)), out + 2);
+    } else if constexpr (type == Type::int8) {  // 2^23 + 128 + the value has it, plus 128, in its low byte
+        const u32 shifted = word ^ 0x80808080u;
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) out[i] = __fadd_rn(__uint_as_float(byte_of(shifted, i) | 0x4b000000u), -0x1p23f - 128.0f);
     } else if constexpr (type == Type::fp32) {
         out[0] = __uint_as_float(word);
     } else if constexpr (type == Type::bf16) {
@@ -105,6 +111,12 @@ MOECOMM_FN u32 largest_magnitudes(const uint4& w) {
     return larger<type>(larger<type>(magnitudes<type>(w.x), magnitudes<type>(w.y)),
                         larger<type>(magnitudes<type>(w.z), magnitudes<type>(w.w)));
 }
+// The larger of a magnitude and that of `column`, by one instruction; NaN if one is.
+MOECOMM_FN float larger_magnitude(float magnitude, float column) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(magnitude), "f"(fabsf(column)));
+    return larger;
+}
 // Maximum magnitude, as fp32, of a column group that `lanes` neighboring lanes share. All lanes of the warp call it.
 template <Type type, i32 lanes>
 MOECOMM_FN float largest_in_group(u32 largest) {
@@ -182,6 +194,26 @@ MOECOMM_FN void group_scales(const float (&seen)[n], GroupScale (&scale)[n]) {
         for (i32 i = 0; i < n; ++i)
             if (!(seen[i] < 0x1p126f)) scale[i].up = __fmul_rn(__fdiv_rn(1.0f, seen[i]), 448.0f);
     }
+}
+
+// Cast four columns of a group to int8: each divided by the group's scale, then rounded to nearest even; csrc/host/rows.cpp has the same
+// bits. `reciprocal` is 1 / scale. Two corrections make the product with it the quotient, as in __fdiv_rn: the scale is 2^-41 or more, and
+// the errors that are left where a product underflows round to 0. A scale that is not finite makes values of 0.
+MOECOMM_FN u32 narrow_int8_group(const float* columns, float scale, float reciprocal) {
+    u32 word = 0;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+        float quotient = __fmul_rn(columns[i], reciprocal);
+#pragma unroll
+        for (i32 times = 0; times < 2; ++times) quotient = __fmaf_rn(__fmaf_rn(-quotient, scale, columns[i]), reciprocal, quotient);
+        word |= byte_of(__float_as_uint(__fadd_rn(quotient, 0x1.8p23f)), 0) << 8 * i;
+    }
+    return scale < __uint_as_float(0x7f800000u) ? word : 0;
+}
+// Scale of a group of int8 values, from its maximum magnitude. Any NaN becomes the one of the specification.
+MOECOMM_FN float int8_group_scale(float amax) {
+    const float scale = __fdiv_rn(amax < 1e-10f ? 1e-10f : amax, 127.0f);
+    return scale == scale ? scale : __uint_as_float(0x7fc00000u);
 }
 
 }  // namespace moecomm

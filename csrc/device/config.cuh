@@ -15,6 +15,7 @@ MOECOMM_BOTH constexpr i32 bytes_of(Type type) {
         case Type::fp32:
             return 4;
         case Type::e4m3:
+        case Type::int8:
             return 1;
         default:
             return 2;
@@ -116,15 +117,16 @@ struct CombineConfig {
     MOECOMM_BOTH constexpr i32 domains() const { return ranks / scaleup_ranks(); }
     MOECOMM_BOTH constexpr i32 warps() const { return reduce_warps + pull_warps + return_forward_warps + flag_warps; }
     MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
-    // Rows are cast to e4m3 as they are staged, flat ones too, and so are sums for other domains.
-    MOECOMM_BOTH constexpr bool casts() const { return wire == Type::e4m3; }
+    // Rows are cast, with scales, as they are staged, flat ones too, and so are sums for other domains.
+    MOECOMM_BOTH constexpr bool casts() const { return has_scales(wire); }
     MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat && !casts() ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 value_bytes() const { return hidden * bytes_of(staged()); }  // of a staged row, without scales
     MOECOMM_BOTH constexpr i32 staged_bytes() const { return static_cast<i32>(moecomm::staged_bytes(staged(), hidden)); }
-    MOECOMM_BOTH constexpr i32 scale_bytes(i32 columns) const {
-        return casts() ? align_up<i32>(ceil_div(columns, kQuantGroup) * 4, 16) : 0;
-    }  // of a piece, as a bulk copy moves them
+    // Offset of a column in a staged row. A piece begins at a multiple of kScaledColumns where rows are cast; scale_bytes: those behind its
+    // values.
+    MOECOMM_BOTH constexpr i32 staged_at(i32 column) const { return casts() ? scaled_column_at(column) : column * bytes_of(staged()); }
+    MOECOMM_BOTH constexpr i32 scale_bytes(i32 columns) const { return casts() ? ceil_div(columns, kScaledColumns) * kScaleBytes : 0; }
     // With float32 on the wire and one domain, the only row that a rank has of a token travels as it is, in half the bytes, with its
     // weight. The source rank multiplies, so the bits are those of a float32 sum.
     MOECOMM_BOTH constexpr bool single_rows_travel() const {

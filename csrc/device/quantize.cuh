@@ -1,5 +1,5 @@
-// Cast of rows to e4m3 by warps, one scale for 128 columns. All lanes of one warp call each function, on shared memory that the warp may
-// read; no function orders memory or can fail.
+// Cast of rows to e4m3 by warps, and of registers to int8 as well, one scale for 128 columns. All lanes of one warp call each function, on
+// shared memory that the warp may read; no function orders memory or can fail.
 #pragma once
 #include "cast.cuh"
 #include "lanes.cuh"
@@ -10,19 +10,29 @@ constexpr i32 kQuad = 4;                                   // lanes that share a
 constexpr i32 kEights = kQuantGroup / 8 / kQuad;           // vectors of 8 columns of a group that a lane casts
 constexpr i32 kStepColumns = kWarp / kQuad * kQuantGroup;  // columns that a warp casts in a step
 
-// Cast this lane's n columns of several groups, each of which kQuantGroup / n neighboring lanes hold; a lane without columns of a group has
-// zeros. `bits`: the scales of its groups as they travel.
-template <i32 groups, i32 n>
+// Cast this lane's n columns of several groups to `type`, e4m3 or int8, each of which kQuantGroup / n neighboring lanes hold; a lane
+// without columns of a group has zeros. `bits`: the scales of its groups as they travel.
+template <Type type, i32 groups, i32 n>
 MOECOMM_FN void quantize_registers(const float (&columns)[groups][n], u32 (&out)[groups][n / 4], u32 (&bits)[groups]) {
     float seen[groups];
-    GroupScale scale[groups];
 #pragma unroll
     for (i32 g = 0; g < groups; ++g) {
-        u32 largest = 0;
+        float largest = 0.0f;
 #pragma unroll
-        for (i32 i = 0; i < n; ++i) largest = max(largest, magnitudes<Type::fp32>(__float_as_uint(columns[g][i])));
-        seen[g] = largest_in_group<Type::fp32, kQuantGroup / n>(largest);
+        for (i32 i = 0; i < n; ++i) largest = larger_magnitude(largest, columns[g][i]);
+        seen[g] = largest_in_group<Type::fp32, kQuantGroup / n>(__float_as_uint(largest));
     }
+    if constexpr (type == Type::int8) {
+#pragma unroll
+        for (i32 g = 0; g < groups; ++g) {
+            const float scale = int8_group_scale(seen[g]), reciprocal = __fdiv_rn(1.0f, scale);
+            bits[g] = __float_as_uint(scale);
+#pragma unroll
+            for (i32 i = 0; i < n / 4; ++i) out[g][i] = narrow_int8_group(columns[g] + 4 * i, scale, reciprocal);
+        }
+        return;
+    }
+    GroupScale scale[groups];
     group_scales<ScaleFormat::fp32>(seen, scale);
 #pragma unroll
     for (i32 g = 0; g < groups; ++g) {

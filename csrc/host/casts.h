@@ -73,6 +73,9 @@ MOECOMM_INLINE float load_e4m3(u8 v) {
     return float_of((static_cast<u32>(v & 0x80u) << 24) | ((v & 0x7fu) == 0x7fu ? 0x7fffffffu : bits_of(finite)));
 }
 
+// Rounded to nearest even, of at most 2^22 in magnitude: adding 1.5 * 2^23 leaves the integer in the lowest bits.
+MOECOMM_INLINE u8 round_int8(float f) { return static_cast<u8>(bits_of(f + 0x1.8p23f)); }
+
 // ue8m0 is the exponent of fp32 alone.  Round a positive normal number up to a power of two.  Infinity and NaN give 255, which is NaN in
 // ue8m0 and which load_ue8m0() turns into infinity.
 MOECOMM_INLINE u8 round_up_ue8m0(float f) {

@@ -27,7 +27,7 @@ struct Combine {
     const bool flat = a.layout == static_cast<i32>(Layout::flat);
     const Type type = static_cast<Type>(a.type);
     const Type scaleout_type = static_cast<Type>(a.wire);  // dtype of a domain's sum on its way to another domain
-    const bool casts = scaleout_type == Type::e4m3;        // every row is cast as it is staged, flat ones too
+    const bool casts = has_scales(scaleout_type);          // every row is cast as it is staged, flat ones too
     const Type staged_type = flat && !casts ? type : scaleout_type;
     // With float32 on the wire and one domain, the only row that a rank has of a token travels as it is, in half the bytes, with its
     // weight, by which the source rank multiplies it. The bits are those of a float32 sum.

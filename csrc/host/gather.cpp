@@ -101,7 +101,7 @@ void Gather::add_up(float* sum, i32 token, i64 column, i64 n, const u8* bias) co
     for (i32 p = 0; p < c_.r.scaleup_ranks && !one_by_one; ++p) {
         if (slot[p] < 0) continue;
         const Contribution part = contribution(c_.r.first + p, slot[p], token);
-        one_by_one = part.row == nullptr || part.type == Type::e4m3;
+        one_by_one = part.row == nullptr || has_scales(part.type);
         rows.add(part.row, part.type, part.factor);
     }
     if (!one_by_one) return sum_rows(sum, rows, column, n);

@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include <algorithm>
+
 #include "casts.h"
 
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
@@ -106,8 +108,25 @@ MOECOMM_CLONES void quantize_group(u8* __restrict out, u8* __restrict scale, Sca
     }
 }
 
-MOECOMM_CLONES void add_scaled(float* __restrict sum, const u8* __restrict row, float scale, i64 n) {
+// The same to int8: scale = max(max |value|, 1e-10) / 127, out = value / scale. A group that is not finite gets values of 0.
+MOECOMM_CLONES void quantize_group_int8(u8* __restrict out, u8* __restrict scale, const float* __restrict values, i64 n) {
+    u32 largest = 0;
+    for (i64 i = 0; i < n; ++i) {
+        const u32 magnitude = bits_of(values[i]) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const bool finite = largest < 0x7f800000u;
+    const float amax = float_of(largest);
+    const float divisor = largest > 0x7f800000u ? float_of(0x7fc00000u) : (amax < 1e-10f ? 1e-10f : amax) / 127.0f;
+    for (i64 i = 0; i < n; ++i) out[i] = finite ? round_int8(values[i] / divisor) : 0;
+    std::memcpy(scale, &divisor, sizeof(divisor));
+}
+
+MOECOMM_CLONES void add_e4m3(float* __restrict sum, const u8* __restrict row, float scale, i64 n) {
     for (i64 i = 0; i < n; ++i) sum[i] = sum[i] + load_e4m3(row[i]) * scale;
+}
+MOECOMM_CLONES void add_int8(float* __restrict sum, const u8* __restrict row, float scale, i64 n) {
+    for (i64 i = 0; i < n; ++i) sum[i] = sum[i] + static_cast<float>(static_cast<signed char>(row[i])) * scale;
 }
 
 }  // namespace
@@ -152,24 +171,36 @@ void round_row(u8* row, const float* sum, Type type, i64 n) {
     std::memcpy(row, sum, n * sizeof(float));
 }
 
-void stage_e4m3(u8* staged, const u8* columns, Type type, i64 hidden, i64 first, i64 n) {
-    u8* scales = staged + hidden + first / kQuantGroup * sizeof(float);
-    quantize_row(staged + first, scales, ScaleFormat::fp32, columns, type, n);
-    u8* const end = scales + ceil_div<i64>(n, kQuantGroup) * sizeof(float);
-    if (first + n == hidden) std::memset(end, 0, staged + staged_bytes(Type::e4m3, hidden) - end);
+void stage_scaled(u8* staged, Type type, const u8* columns, Type from, i64 hidden, i64 first, i64 n) {
+    for (i64 at = 0; at < n; at += kQuantGroup) {
+        const i32 column = static_cast<i32>(first + at);
+        const i64 count = std::min<i64>(kQuantGroup, n - at);
+        u8 *const values = staged + scaled_column_at(column), *const scale = staged + scale_at(column, static_cast<i32>(hidden));
+        float wide[kQuantGroup];
+        widen(wide, columns + at * bytes_of(from), from, count);
+        if (type == Type::int8) {
+            quantize_group_int8(values, scale, wide, count);
+        } else {
+            quantize_group(values, scale, ScaleFormat::fp32, wide, count);
+        }
+        u8* const end = staged + staged_bytes(type, hidden);
+        if (first + at + count == hidden) std::memset(scale + sizeof(float), 0, end - scale - sizeof(float));
+    }
 }
 
 void stage_columns(u8* staged, const float* sum, Type type, i64 hidden, i64 first, i64 n) {
-    if (type != Type::e4m3) return round_row(staged + first * bytes_of(type), sum, type, n);
-    stage_e4m3(staged, reinterpret_cast<const u8*>(sum), Type::fp32, hidden, first, n);
+    if (!has_scales(type)) return round_row(staged + first * bytes_of(type), sum, type, n);
+    stage_scaled(staged, type, reinterpret_cast<const u8*>(sum), Type::fp32, hidden, first, n);
 }
 
 void add_staged(float* sum, const u8* staged, Type type, float factor, i64 hidden, i64 first, i64 n) {
-    if (type != Type::e4m3) return add_row(sum, staged + first * bytes_of(type), type, factor, n);
+    if (!has_scales(type)) return add_row(sum, staged + first * bytes_of(type), type, factor, n);
+    const auto add = type == Type::int8 ? add_int8 : add_e4m3;
     for (i64 at = 0; at < n; at += kQuantGroup) {
+        const i32 column = static_cast<i32>(first + at);
         float scale;
-        std::memcpy(&scale, staged + hidden + (first + at) / kQuantGroup * sizeof(scale), sizeof(scale));
-        add_scaled(sum + at, staged + first + at, scale, n - at < kQuantGroup ? n - at : kQuantGroup);
+        std::memcpy(&scale, staged + scale_at(column, static_cast<i32>(hidden)), sizeof(scale));
+        add(sum + at, staged + scaled_column_at(column), scale, std::min<i64>(kQuantGroup, n - at));
     }
 }
 

@@ -5,7 +5,7 @@
 
 namespace moecomm::host {
 
-constexpr i64 bytes_of(Type type) { return type == Type::fp32 ? 4 : type == Type::e4m3 ? 1 : 2; }
+constexpr i64 bytes_of(Type type) { return type == Type::fp32 ? 4 : has_scales(type) ? 1 : 2; }
 
 // Copy a row.  `past_cache` uses non-temporal stores, which do not first load the target's cache lines: a large round, whose rows leave
 // the cache before they are used anyway, takes a quarter less time.
@@ -35,10 +35,11 @@ void add_row(float* sum, const u8* row, Type type, float factor, i64 n);
 // row[i] = sum[i] rounded to `type` (bf16, fp16, fp32).
 void round_row(u8* row, const float* sum, Type type, i64 n);
 // Round the columns [first, first + n) of a row of `hidden` to a staged row of `type` (staged_bytes); `sum` has them alone. `first` is a
-// multiple of kQuantGroup, and the last call of a row ends at `hidden`. stage_e4m3: to e4m3, columns of a row of any other type.
-void stage_e4m3(u8* staged, const u8* columns, Type type, i64 hidden, i64 first, i64 n);
+// multiple of kScaledColumns, and the last call of a row ends at `hidden`. stage_scaled: to a type with scales, columns of a row of `from`.
+void stage_scaled(u8* staged, Type type, const u8* columns, Type from, i64 hidden, i64 first, i64 n);
 void stage_columns(u8* staged, const float* sum, Type type, i64 hidden, i64 first, i64 n);
-// sum[i] = sum[i] + factor * (column first + i of a staged row), for i < n; e4m3: the factor is 1, and a value is multiplied by its scale.
+// sum[i] = sum[i] + factor * (column first + i of a staged row), for i < n; a type with scales: the factor is 1, and a value is
+// multiplied by its scale.
 void add_staged(float* sum, const u8* staged, Type type, float factor, i64 hidden, i64 first, i64 n);
 // Quantize each group of kQuantGroup values with its own scale, from amax = max(max |row[i]|, 1e-4) over the group:
 //   fp32:   scales[g] = amax / 448, out[i] = e4m3(row[i] * ((1 / amax) * 448))

@@ -78,7 +78,7 @@ void stage_grads(const Combine& c, i32 slot, u8* staged) {
 // Write the complete staged row of flat row `slot`: the (reduced) row, and the weight gradients.
 void stage_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* scratch) {
     if (c.flat && c.casts) {
-        stage_e4m3(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.type, c.a.hidden, 0, c.a.hidden);
+        stage_scaled(staged, c.staged_type, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.type, c.a.hidden, 0, c.a.hidden);
     } else if (c.flat) {
         copy_row(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);
     } else {

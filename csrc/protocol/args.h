@@ -5,14 +5,24 @@
 namespace moecomm {
 
 enum class Layout : i32 { flat = 0, expert = 1, batched = 2 };
-enum class Type : i32 { bf16 = 0, fp16 = 1, fp32 = 2, e4m3 = 3 };
+enum class Type : i32 { bf16 = 0, fp16 = 1, fp32 = 2, e4m3 = 3, int8 = 4 };
 
 constexpr i32 kQuantGroup = 128;  // columns that share a scale
 
-// Bytes of a row of this type that combine stages. e4m3: the values, then a float32 scale for each group of columns, padded.
+// A row that combine stages in a type of one byte has a float32 scale for each group of columns. Behind each kScaledColumns of its values
+// lie their scales, 16 bytes of them, so that one bulk copy brings both; behind the last values, which may be fewer, as well. Scales of
+// groups that the row lacks may be anything on GPUs, and are 0 on CPU ranks.
+constexpr i32 kScaleBytes = 16, kScaledColumns = kScaleBytes / 4 * kQuantGroup;
+MOECOMM_BOTH constexpr bool has_scales(Type type) { return type == Type::e4m3 || type == Type::int8; }
 MOECOMM_BOTH constexpr i64 staged_bytes(Type type, i64 hidden) {
-    if (type == Type::e4m3) return align_up<i64>(hidden + ceil_div<i64>(hidden, kQuantGroup) * 4, 16);
+    if (has_scales(type)) return hidden + ceil_div<i64>(hidden, kScaledColumns) * kScaleBytes;
     return hidden * (type == Type::fp32 ? 4 : 2);
+}
+// Offset of a column of such a row, and of the scale of its group.
+MOECOMM_BOTH constexpr i32 scaled_column_at(i32 column) { return column + column / kScaledColumns * kScaleBytes; }
+MOECOMM_BOTH constexpr i32 scale_at(i32 column, i32 hidden) {
+    const i32 first = column / kScaledColumns * kScaledColumns, end = hidden - first < kScaledColumns ? hidden : first + kScaledColumns;
+    return first / kScaledColumns * kScaleBytes + end + column % kScaledColumns / kQuantGroup * 4;
 }
 
 // This rank and how to reach its peers. Filled once, when the Buffer opens; only `timeout_ns` may change.
@@ -148,9 +158,9 @@ struct CombineArgs {
     i32 hidden;
     i32 type;       // Type of y and out
     i32 bias_type;  // `type` or Type::fp32
-    i32 wire;       // Type of a reduced row as it travels: fp32 is exact; e4m3: with scales; flat rows travel as they are, or in e4m3
-    i32 layout;     // Layout of the dispatch
-    i32 weighted;   // expert, batched: 1: multiply each row by its routing weight
+    i32 wire;      // Type of a reduced row as it travels: fp32 is exact; e4m3, int8: with scales; flat rows travel as they are, or in these
+    i32 layout;    // Layout of the dispatch
+    i32 weighted;  // expert, batched: 1: multiply each row by its routing weight
     u64 call;
     i32 workers;
     i32 chunk_tokens;  // of this rank's tokens, as in the dispatch

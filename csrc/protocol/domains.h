@@ -39,7 +39,7 @@
 // and never more than n - 1. So the two results differ by at most (g(n - 1) + g(min(n - 1, L + D' - 2))) A, before the one rounding of the
 // result. With a 16-bit `wire`, the sum of another domain is rounded when it crosses, by at most w times itself (w = 2^-8 bfloat16; 2^-11
 // float16, above underflow), and then goes through D' - 1 additions: another w (1 + g(L - 1)) (1 + g(D' - 1)) A. If all rows of a token are
-// in one domain and wire is float32, the bits are equal. With e4m3, the loss is that of travelled() in
+// in one domain and wire is float32, the bits are equal. With e4m3 and int8, the loss is that of travelled() in
 // moecomm/combine/reference.py, once for the row of each rank and once more for the sum of another domain.
 #pragma once
 #include "slots.h"

@@ -167,7 +167,7 @@ class HostSession:
     def capturing(self) -> bool:
         return False
 
-    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
+    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None, casts: bool = False) -> Schedule:
         """Choose threads: this rank's share of the cores, fewer for small rounds."""
         threads = num_sms or max(1, min(self._threads, num_tokens // 8))
         return Schedule(threads, min(8 if num_tokens <= 1024 else 32, _native.most_chunk_tokens(self.context.shape)))

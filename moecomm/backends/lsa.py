@@ -199,9 +199,9 @@ class LsaSession:
         """The object that must outlive every tensor in the window; None after close()."""
         return None if self._window is None else self._window.owner
 
-    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
+    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None, casts: bool = False) -> Schedule:
         """Choose blocks by the table of this GPU, never more than are resident at once."""
-        choice = tuning.choose(self._gpu, self._ranks, op, layout, num_tokens)
+        choice = tuning.choose(self._gpu, self._ranks, op, layout, num_tokens, casts=casts)
         blocks, chunk = num_sms or choice.blocks, choice.chunk_tokens
         if is_multi_domain(self.context.shape):
             blocks = num_sms or scaleout_blocks(op, blocks, num_tokens, self.context.shape.ring_tokens)

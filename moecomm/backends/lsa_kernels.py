@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moecomm import _native
+from moecomm.base.choices import CAST_WIRES
+from moecomm.base.protocol import TYPES
 
 if TYPE_CHECKING:
     from moecomm.gpu import jit
 
-_FLAT, _EXPERT, _FP32, _E4M3 = 0, 1, 2, 3
+_FLAT, _EXPERT, _FP32 = 0, 1, 2
+_CAST = tuple(int(TYPES[dtype]) for dtype in CAST_WIRES)
 
 
 class Kernels:
@@ -148,7 +151,7 @@ def _domains(shape: _native.Shape) -> dict[str, Any]:
 
 def _wire(layout: int, wire: int, shape: _native.Shape) -> int:
     """Return the wire of a combine kernel: flat rows that are not cast travel unchanged inside a domain."""
-    return _FP32 if layout == _FLAT and wire != _E4M3 and not is_multi_domain(shape) else wire
+    return _FP32 if layout == _FLAT and wire not in _CAST and not is_multi_domain(shape) else wire
 
 
 def _fit_packets(spec: jit.KernelSpec, num_tokens: int, shape: _native.Shape) -> bool:
@@ -168,7 +171,7 @@ def reads_in_place(args: _native.CombineArgs) -> bool:
 
     Rows of other layouts are added up first: over NVLink a row a (token, expert) is more bytes than a sum.
     """
-    return args.layout == _FLAT and args.wire != _E4M3 and args.weight_grads == 0 and args.ctx.in_heap(args.y)
+    return args.layout == _FLAT and args.wire not in _CAST and args.weight_grads == 0 and args.ctx.in_heap(args.y)
 
 
 def scaleout_blocks(op: str, blocks: int, num_tokens: int, ring_tokens: int) -> int:

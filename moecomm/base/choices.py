@@ -17,14 +17,15 @@ ScaleLayout: TypeAlias = Literal["row", "column", "swizzled"]
 ReplicaChoice: TypeAlias = Literal["token", "nearest"]  # of an expert, for each entry: moecomm/base/placement.py
 OnTimeout: TypeAlias = Literal["raise", "mask"]
 ON_TIMEOUT: tuple[OnTimeout, ...] = ("raise", "mask")
-Wire: TypeAlias = Literal["exact", "fp8"] | torch.dtype  # a dtype: that of y, or that which a word stands for
+Wire: TypeAlias = Literal["exact", "fp8", "int8"] | torch.dtype  # a dtype: that of y, or that which a word stands for
 Overflow: TypeAlias = Literal["chunks", "drop", "error"]  # what becomes of rows that have no room
 Activation: TypeAlias = Literal["swiglu", "geglu", "geglu_tanh", "swigluoai"]  # by Activation in csrc/gemm/config.cuh
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
 PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]
 
 
-WIRES = {"exact": torch.float32, "fp8": torch.float8_e4m3fn}  # the dtypes of the words
+WIRES = {"exact": torch.float32, "fp8": torch.float8_e4m3fn, "int8": torch.int8}  # the dtypes of the words
+CAST_WIRES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8_group"}  # the formats of sums that travel with scales
 
 
 def dtype_of_wire(wire: Any) -> Any:

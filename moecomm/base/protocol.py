@@ -31,6 +31,7 @@ TYPES = {  # Type by dtype
     torch.float16: _native.Type.fp16,
     torch.float32: _native.Type.fp32,
     torch.float8_e4m3fn: _native.Type.e4m3,
+    torch.int8: _native.Type.int8,  # on the wire of a combine alone
 }
 TYPE_BYTES = {int(kind): dtype.itemsize for dtype, kind in TYPES.items()}
 DTYPES = tuple(dtype for dtype in TYPES if dtype.itemsize > 1)  # of rows that combine adds up

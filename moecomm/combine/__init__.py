@@ -12,7 +12,7 @@ from moecomm.base.arrays import note_written, refuse_gradients, window_tensor
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import check_dtype
 from moecomm.combine import chunks, verify
-from moecomm.combine.arguments import check
+from moecomm.combine.arguments import check, dequantized
 from moecomm.combine.options import Key, Options
 from moecomm.combine.plan import Combining, Plan
 from moecomm.dispatch.arguments import check_handle
@@ -85,6 +85,9 @@ def prepare(
     else:
         rounds.require_usable()
     _check_arrived(rounds, handle)
+    is_pair = isinstance(y, tuple)
+    if is_pair:
+        y = dequantized(rounds, handle, y)
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     if handle.weights_read is not None and options.weighted and topk_weights is None:
@@ -96,6 +99,8 @@ def prepare(
         combining = rounds.plans.start(key, (handle, y, out, bias, weight_grads, topk_weights))
     if combining is None:
         combining = _start_checked(rounds, how, handle, y, out, bias, weight_grads, topk_weights)
+    if is_pair:
+        combining.inputs = y
     if out is not None:
         note_written("out", out)
     if rounds.sampling is not None:
@@ -177,6 +182,8 @@ def _combine_chunks(
     if options.weighted and topk_weights is None:
         handle.check_row_weights()
     refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
+    if isinstance(y, tuple):
+        y = dequantized(rounds, handle, y)
     given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
 
     def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:

@@ -9,12 +9,23 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.base.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
+from moecomm.base import formats
+from moecomm.base.arrays import (
+    as_output_tensor,
+    as_tensor,
+    check_no_overlap,
+    check_rows,
+    check_tensor,
+    refuse_gradients,
+)
+from moecomm.base.choices import CAST_WIRES, WIRES
 from moecomm.base.protocol import DTYPES, MOST_WEIGHTS
 from moecomm.combine.options import Options, check_options, wire_dtype
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Handle
+from moecomm.routed import ChunkedHandle, Handle
+
+_AT_ONCE = 4096  # rows that are in float32 while they are dequantized
 
 
 @dataclass
@@ -43,7 +54,7 @@ def check(
     y, back = as_tensor("y", y)
     _check_y(rounds, y, handle)
     check_options(options, y.dtype)
-    _check_fp8(rounds, options, y.dtype)
+    _check_cast(rounds, options, y.dtype)
     shape = (handle.num_tokens, rounds.hidden)
     if out is not None:
         out = as_output_tensor("out", out, device=rounds.device, dtypes=(y.dtype,), shape=shape)
@@ -73,13 +84,34 @@ def check(
     return Tensors(y, out, bias, weight_grads, topk_weights, back)
 
 
-def _check_fp8(rounds: Rounds, options: Options, dtype: torch.dtype) -> None:
-    """Raise BadInput if rows are to travel in FP8 and can't."""
-    if wire_dtype(options.wire or rounds.settings.wire, dtype) is not torch.float8_e4m3fn:
-        return
-    if rounds.hidden % 16:
+def dequantized(rounds: Rounds, handle: Handle | ChunkedHandle, y: tuple[Any, ...]) -> torch.Tensor:
+    """Return rows that are given in FP8, with scales, in the dtype of the Buffer.  Raises BadInput that names y."""
+    if len(y) != 2:
+        raise BadInput("y", f"a tuple of {len(y)}", "rows, or a pair of e4m3 values and their scales")
+    refuse_gradients(y=y)
+    data, scales = (as_tensor("y", tensor)[0] for tensor in y)
+    shape = handle.y_shape
+    check_tensor("y", data, device=rounds.device, dtypes=(torch.float8_e4m3fn,), shape=shape)
+    check_tensor("y", scales, device=rounds.device, dtypes=(torch.float32,), shape=(*shape[:-1], None))
+    groups = formats.FORMATS["fp8"].scale_columns(shape[-1])
+    if scales.shape[-1] not in (1, groups):
+        raise BadInput("y", f"{scales.shape[-1]} scales of a row", f"1 or {groups}")
+    name = "fp8" if scales.shape[-1] == groups else "fp8_token"
+    rows = torch.empty(shape, dtype=rounds.dtype, device=rounds.device)
+    to, values, each = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (rows, data, scales))
+    for first in range(0, len(to), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        to[part] = formats.dequantize(values[part], each[part], name, dtype=rounds.dtype)
+    return rows
+
+
+def _check_cast(rounds: Rounds, options: Options, dtype: torch.dtype) -> None:
+    """Raise BadInput if rows are to travel in one byte a column and can't."""
+    wire = wire_dtype(options.wire or rounds.settings.wire, dtype)
+    if wire in CAST_WIRES and rounds.hidden % 16:
+        word = next(word for word, its in WIRES.items() if its is wire)
         raise BadInput(
-            "wire", f"'fp8' with hidden = {rounds.hidden}", "a multiple of 16: rows of a multiple of 16 bytes"
+            "wire", f"{word!r} with hidden = {rounds.hidden}", "a multiple of 16: rows of a multiple of 16 bytes"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from moecomm.base.choices import Layout, Wire, dtype_of_wire
+from moecomm.base.choices import CAST_WIRES, Layout, Wire, dtype_of_wire
 from moecomm.base.validation import check_flag
 from moecomm.dispatch.options import check_num_sms
 from moecomm.errors import BadInput
@@ -48,8 +48,8 @@ def check_options(options: Options, dtype: torch.dtype) -> None:
     """Raise BadInput that names the first option that can't be used with `y` of this dtype."""
     check_num_sms(options.num_sms)
     check_flag("weighted", options.weighted)
-    if options.wire is not None and dtype_of_wire(options.wire) not in (torch.float8_e4m3fn, torch.float32, dtype):
-        raise BadInput("wire", options.wire, f"None, 'exact', 'fp8' or the dtype of y, {dtype}")
+    if options.wire is not None and dtype_of_wire(options.wire) not in (*CAST_WIRES, torch.float32, dtype):
+        raise BadInput("wire", options.wire, f"None, 'exact', 'fp8', 'int8' or the dtype of y, {dtype}")
 
 
 def wire_dtype(wire: Wire | None, dtype: torch.dtype) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 from moecomm import _native
 from moecomm.base import packets
 from moecomm.base.arrays import window_tensor
+from moecomm.base.choices import CAST_WIRES
 from moecomm.base.protocol import DTYPES, LAYOUTS, TYPES
 from moecomm.combine.arguments import Tensors
 from moecomm.combine.options import Key, wire_dtype
@@ -49,11 +50,11 @@ class Plan:
         in_window = like.weight_grads is None and self.kind[0]
         flat = key.layout == "flat"
         wire = wire_of(rounds, key)
-        self._is_fp8 = wire is torch.float8_e4m3fn
-        staged = key.dtype if flat and not self._is_fp8 else wire
+        self._casts = wire in CAST_WIRES
+        staged = key.dtype if flat and not self._casts else wire
         row = _native.staged_bytes(int(TYPES[staged]), rounds.hidden)
         self._row_bytes = 0 if like.weight_grads is not None else rounds.hidden * staged.itemsize
-        in_place = flat and in_window and not self._is_fp8
+        in_place = flat and in_window and not self._casts
         self._stages_flat_rows = flat and not in_place
         self._room = rounds.packet_room
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
@@ -62,7 +63,7 @@ class Plan:
         pitch = 0 if in_ring or in_place else row + grads
         self._memory = rounds.memory
         args = _args(rounds, key, like)
-        self._peers_read_weights = rounds.on_cpu and args.weighted == 1 and not (flat or self._is_fp8)
+        self._peers_read_weights = rounds.on_cpu and args.weighted == 1 and not (flat or self._casts)
         self._peers_read_weights &= like.topk_weights is None
         self.native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = rounds.session
@@ -86,11 +87,13 @@ class Plan:
         """See core.plans.Plan."""
         key = self._key
         few = self._row_bytes > 0 and packets.fit_return_packets(
-            self._row_bytes, num_tokens, self._topk, self._room, scaled=self._is_fp8
+            self._row_bytes, num_tokens, self._topk, self._room, scaled=self._casts
         )
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else key.layout
-        schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=layout, num_sms=key.options.num_sms)
+        schedule = self._session.schedule(
+            "combine", num_tokens=num_tokens, layout=layout, num_sms=key.options.num_sms, casts=self._casts
+        )
         self.native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens, few)
 
     def _room_for_reduced_rows(self, handle: Handle) -> _native.Block | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.base.choices import Wire
+from moecomm.base import formats
+from moecomm.base.choices import CAST_WIRES, Wire
 from moecomm.combine.options import wire_dtype
-from moecomm.dispatch.reference import GROUP, Arrived, quantize
+from moecomm.dispatch.reference import Arrived
 
 
 def combine(
@@ -24,9 +25,9 @@ def combine(
     """Combine experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) to [T_r, H] of every rank r.
 
     expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32,
-    then to `wire` (None: the dtype of `ys`; "exact": float32; "fp8": see travelled()); w_k is that of `topk_weights`,
-    [T_r, K] of each rank, or else the weight that dispatch carried.
-    flat: partial_p = the row of rank p; with "fp8" rounded to it, as the sums of other layouts.
+    then to `wire` (None: the dtype of `ys`; "exact": float32; "fp8", "int8": see travelled()); w_k is that of
+    `topk_weights`, [T_r, K] of each rank, or else the weight that dispatch carried.
+    flat: partial_p = the row of rank p; with "fp8" and "int8" rounded to it, as the sums of other layouts.
     out = sum over p ascending of partial_p in float32, plus bias, rounded once to the dtype of `ys`.
     bias_first, in one domain: ((bias + partial_0) + partial_1) + ..., as DeepEP adds.
 
@@ -36,8 +37,8 @@ def combine(
     ranks that have the token, in D' domains of L ranks, u = 2^-24, g(n) = n u / (1 - n u), A = the sum of |partial_p|.
     A `wire` of 16 bits adds w (1 + g(L - 1)) (1 + g(D' - 1)) A, w = 2^-8 (bfloat16) or, above underflow, 2^-11
     (float16).
-    csrc/protocol/domains.h derives it.  With "fp8", too, each partial_p is rounded, flat ones as well, and the sum of
-    another domain is rounded again.
+    csrc/protocol/domains.h derives it.  With "fp8" and "int8", too, each partial_p is rounded, flat ones as well, and
+    the sum of another domain is rounded again.
     """
     size = domain_ranks or len(ys)
     dtype = ys[0].dtype
@@ -66,7 +67,7 @@ def combine(
                 partial = torch.zeros_like(reduced_rows[0])
                 for k in range(topk):
                     partial += torch.where(on[:, k : k + 1], terms[:, k], 0.0)
-            if layout != "flat" or wire is torch.float8_e4m3fn:
+            if layout != "flat" or wire in CAST_WIRES:
                 partial = travelled(partial, wire)
             reduced_rows[p // size] += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
         total = torch.zeros_like(reduced_rows[0])
@@ -81,19 +82,26 @@ def combine(
 def travelled(sums: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
     """Return float32 sums [T, H] as they are after they have travelled in `wire`.
 
-    float8_e4m3fn: values are cast with a float32 scale for 128 columns (quantize()), and come back as value * scale,
-    rounded to float32.  Let A = max(1e-4, the largest magnitude of the group), at most 2^126.  The scale, the factor,
-    both products and the quotient are rounded to float32, so that a normal e4m3 value is off by half an ulp, 2^-4 of
-    itself, and 5 such roundings; a subnormal one by half of the smallest value, 2^-10, times the scale A / 448.  So
+    float8_e4m3fn and int8: values are cast with a float32 scale for 128 columns, as the formats "fp8" and "int8_group"
+    of moecomm/base/formats.py, and come back as value * scale, rounded to float32.
+
+    e4m3: let A = max(1e-4, the largest magnitude of the group), at most 2^126.  The scale, the factor, both products
+    and the quotient are rounded to float32, so that a normal e4m3 value is off by half an ulp, 2^-4 of itself, and 5
+    such roundings; a subnormal one by half of the smallest value, 2^-10, times the scale A / 448.  So
 
         |travelled(s) - s| <= (2^-4 + 2^-21) |s| + (1 + 2^-21) 2^-10 A / 448
 
+    int8: let A = max(1e-10, the largest magnitude of the group).  The scale, the quotient and the product are rounded
+    to float32, and the quotient to an integer, by half of one at most.  So
+
+        |travelled(s) - s| <= (1 + 2^-22) A / 254 + 2^-22 |s|
+
     A group with an infinity or a NaN comes back as NaN.
     """
-    if wire is not torch.float8_e4m3fn:
+    if wire not in CAST_WIRES:
         return sums.to(wire).float()
-    values, scales = quantize(sums)
-    return values.float() * scales.repeat_interleave(GROUP, dim=1)[:, : sums.shape[1]]
+    name = CAST_WIRES[wire]
+    return formats.dequantize(*formats.quantize(sums, name), name)
 
 
 def combine_weight_grads(

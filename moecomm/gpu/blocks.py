@@ -16,7 +16,8 @@ assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
-_SCALES_OF_16 = 512  # columns of e4m3 whose scales have 16 bytes, the unit of bulk copies
+_SCALED_COLUMNS = 512  # kScaledColumns: a piece of a row with scales has complete ones
+_PACKET_REDUCE_SLOTS = 4  # pieces of a reduce warp where most rows travel in packets
 _FORWARD_SLOTS = 4  # pieces of a forward warp; rows have as many, or more
 _PULL_BLOCKS = 48  # see CombineConfig::pull_blocks
 # Warps of a block that makes row descriptors, and the most bytes of their counters.
@@ -150,10 +151,9 @@ def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
     """
     if spec.in_place:
         return 0, 6, 5
-    cast = spec.wire == _native.Type.e4m3
-    if cast and spec.verifies and spec.ranks > 2 * spec.domain_ranks:  # 8 warps with the flag warp
+    if spec.casts and spec.verifies and spec.ranks > 2 * spec.domain_ranks:  # 8 warps with the flag warp
         return 3, 2, 2
-    if cast or spec.verifies:  # 12 warps with the flag warp: casts and hashes take registers, and time
+    if spec.casts or spec.verifies:  # 12 warps with the flag warp: casts and hashes take registers, and time
         return 5, 3, 3
     if spec.ranks == 2 and spec.layout != _FLAT:
         return 8, 4, 3
@@ -169,14 +169,18 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         reduce_warps, pull_warps, return_forward_warps = _combine_roles_of_domains(spec)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
+    elif spec.casts:  # casts take registers, and time (docs/maintainers/decisions.md)
+        reduce_warps, pull_warps, return_forward_warps = (7, 4, 0) if spec.verifies else (10, 5, 0)
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/maintainers/decisions.md)
         reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
-        if spec.verifies:  # hashes take registers, and time; casts, too
-            reduce_warps, pull_warps = 7, min(pull_warps, 4) if spec.wire == _native.Type.e4m3 else pull_warps
+        if spec.verifies:  # hashes take registers, and time
+            reduce_warps = 7
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {1: 1024, 2: 2048, 4: 3584}
-    staged, cast = staged_type(spec), spec.wire == _native.Type.e4m3
-    most_slots = _MOST_SLOTS * (2 if cast else 1)  # half as many bytes each
+    staged, cast = staged_type(spec), spec.casts
+    most_slots = _MOST_SLOTS
+    if cast:  # of half as many bytes each; in one domain all blocks pull, and few pieces of each fill the links
+        most_slots = 2 * _MOST_SLOTS if spec.domain_ranks else 4
     if spec.domain_ranks:  # next to the sums of other domains; of three domains or more, two sums at a time
         several = spec.ranks > 2 * spec.domain_ranks
         summed = {1: 512, 2: 1024, 4: 1536} if several else {1: 512, 2: 1536, 4: 2560}
@@ -185,12 +189,13 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         spills = several or spec.layout == _FLAT or spec.own_weights or spec.wire != spec.type
         if not (spec.in_place or spills):  # reduce warps, which have most to load, get what four slots leave
             summed[2], most_slots = 2048, 4
-    unit = _LINE if not cast or spec.hidden <= summed[1] else _SCALES_OF_16  # else scales of a piece are not aligned
+    unit = _LINE if not cast or spec.hidden <= summed[1] else _SCALED_COLUMNS
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], unit)
     places = max(most_slots, _MOST_SLOTS)
     beside = align(8 * places + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
-    rings = pull_warps + return_forward_warps + (reduce_warps if spec.domain_ranks else 0)
-    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks:
+    has_reduce_rings = not spec.in_place and (cast or spec.domain_ranks != 0)
+    rings = pull_warps + return_forward_warps + (reduce_warps if has_reduce_rings else 0)
+    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks or cast:
         beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add
     beside += 8 * places * spec.verifies  # where hashes go
     fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16) + _HEADER_BYTES + 512 + _ARGS_BYTES
@@ -205,10 +210,11 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     pull_slots = 1 if spec.packets else min(most_slots, left // (rings * slot_bytes))
     used = pull_slots * (pull_warps + return_forward_warps) * slot_bytes
     reduce_bytes, reduce_slots = 16, 0
-    if spec.domain_ranks and not spec.in_place:  # pieces of 32 fp32 columns a lane; the rings get what the others leave
+    if has_reduce_rings:  # pieces of 32 fp32 columns a lane; the rings get what the others leave
         unit = 128 * TYPE_BYTES[spec.type] if cast else _LINE  # complete groups of columns
         reduce_bytes = _piece(spec.hidden * TYPE_BYTES[spec.type], 2048, unit)
-        reduce_slots = min(_MOST_SLOTS, (left - used) // (reduce_warps * reduce_bytes))
+        most = _PACKET_REDUCE_SLOTS if spec.packets else _MOST_SLOTS
+        reduce_slots = min(most, (left - used) // (reduce_warps * reduce_bytes))
         used += reduce_slots * reduce_warps * reduce_bytes
     return {
         "packet_row_bytes": packet.row_bytes,
@@ -219,7 +225,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         "flag_warps": int((reduce_warps > 0 or spec.domain_ranks != 0) and not spec.packets),
         "pull_bytes": pull_bytes,
         "pull_slots": pull_slots,
-        "pull_blocks": _PULL_BLOCKS if spec.layout == _FLAT and not spec.in_place else MAX_BLOCKS,
+        "pull_blocks": _PULL_BLOCKS if spec.layout == _FLAT and not (spec.in_place or cast) else MAX_BLOCKS,
         "reduce_bytes": reduce_bytes,
         "reduce_slots": reduce_slots,
         "shared_bytes": align(used + fixed, 128),

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from moecomm import _native
 from moecomm.base import packets
-from moecomm.base.protocol import MAX_RANKS, MAX_TOPK, TYPE_BYTES
+from moecomm.base.choices import CAST_WIRES
+from moecomm.base.protocol import MAX_RANKS, MAX_TOPK, TYPE_BYTES, TYPES
 from moecomm.gpu import linking
 
-_FLAT, _E4M3 = _native.Layout.flat, _native.Type.e4m3
+_FLAT = _native.Layout.flat
+_SCALED = tuple(int(TYPES[dtype]) for dtype in CAST_WIRES)  # types of rows that a combine casts
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,25 @@ class KernelSpec:
                 "own_weights: want weighted rows of experts",
             )
             staged = _native.staged_bytes(staged_type(self), self.hidden)
-            cast = self.wire == _E4M3
-            _want(not cast or self.hidden % 16 == 0, f"hidden={self.hidden}: want a multiple of 16 columns of e4m3")
-            _want(not (cast and self.in_place), "rows that are cast are staged")
+            _want(
+                not self.casts or self.hidden % 16 == 0, f"hidden={self.hidden}: want a multiple of 16 columns to cast"
+            )
+            _want(not (self.casts and self.in_place), "rows that are cast are staged")
             _want(not self.verifies or not self.packets, "verified rows are pulled or put, not in packets")
-            _want(self.type < 3, "combine of e4m3: want bf16, fp16 or fp32")
+            _want(self.type < 3, "combine of a type of one byte: want bf16, fp16 or fp32")
             _want(
                 staged % 16 == 0, f"hidden={self.hidden}: reduced rows of {staged} bytes; want a multiple of 16 bytes"
             )
 
+    @property
+    def casts(self) -> bool:
+        """Whether rows travel with scales: CombineConfig::casts."""
+        return self.wire in _SCALED
+
 
 def staged_type(spec: KernelSpec) -> int:
     """Type of a row as a combine stages it: CombineConfig::staged."""
-    return spec.type if spec.layout == _FLAT and spec.wire != _E4M3 else spec.wire
+    return spec.type if spec.layout == _FLAT and not spec.casts else spec.wire
 
 
 def packets_of(spec: KernelSpec) -> packets.Packets | None:
@@ -104,7 +112,7 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
         return None
     if spec.op == "combine":
         staged = staged_type(spec)
-        return packets.of_combine(spec.hidden * TYPE_BYTES[staged], scaled=staged == _E4M3)
+        return packets.of_combine(spec.hidden * TYPE_BYTES[staged], scaled=spec.casts)
     if spec.part != 0 or spec.repeat or spec.descriptors:
         return None
     scale_size = (4, 1)[spec.scale_format] if spec.quantize else 0

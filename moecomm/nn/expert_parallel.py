@@ -9,7 +9,7 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.base import formats
-from moecomm.base.choices import Activation, BackendName, GateKind, Overflow, Quantize, Wire, dtype_of_wire
+from moecomm.base.choices import CAST_WIRES, Activation, BackendName, GateKind, Overflow, Quantize, Wire, dtype_of_wire
 from moecomm.base.experts import experts_of
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import (
@@ -122,7 +122,7 @@ class ExpertParallel(torch.nn.Module):
         check_drawn(seed, dtype, device)
         check_dtype("dtype" if payload is None else "payload", dtype if payload is None else payload, DTYPES)
         if wire is not None:
-            check_dtype("wire", dtype_of_wire(wire), (*DTYPES, torch.float8_e4m3fn))
+            check_dtype("wire", dtype_of_wire(wire), (*DTYPES, *CAST_WIRES))
         if quantize is not None:
             check_name("quantize", quantize, tuple(name for name in formats.FORMATS if name != "fp8_tensor"))
         if grad_wire is not None:

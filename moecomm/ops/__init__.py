@@ -492,7 +492,7 @@ def _wire_of(wire: Wire | None, y: torch.Tensor) -> torch.dtype | None:
     """Return `wire` as operators take it.  Raises BadInput for no word or dtype; the round checks which dtype."""
     found = dtype_of_wire(wire)
     if found is not None and not isinstance(found, torch.dtype):
-        raise BadInput("wire", wire, f"None, 'exact', 'fp8' or the dtype of y, {y.dtype}")
+        raise BadInput("wire", wire, f"None, 'exact', 'fp8', 'int8' or the dtype of y, {y.dtype}")
     return found
 
 

@@ -157,8 +157,11 @@ class Session(Maskable, Protocol):
         """Return whether the current stream is being captured into a graph."""
         ...
 
-    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
-        """Choose workers and chunks of a "dispatch" or "combine" of so many tokens; `num_sms`: the caller's choice."""
+    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None, casts: bool = False) -> Schedule:
+        """Choose workers and chunks of a "dispatch" or "combine" of so many tokens.
+
+        `num_sms`: the caller's choice; `casts`: a combine casts its sums, with scales.
+        """
         ...
 
     def abort(self, cause: int, culprit: int) -> None:

@@ -184,7 +184,7 @@ class Settings:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
         check_dtype("dtype", self.dtype, DTYPES)
         if self._wire_index < 0:
-            raise BadInput("wire", repr(self.wire), "None, 'exact' or 'fp8'")
+            raise BadInput("wire", repr(self.wire), "None, 'exact', 'fp8' or 'int8'")
         if _index(ON_TIMEOUT, self.on_timeout) < 0:
             raise BadInput("on_timeout", repr(self.on_timeout), " or ".join(map(repr, ON_TIMEOUT)))
         if self.capacity_factor is not None and self._factor_bits <= 0:

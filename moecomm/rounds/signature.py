@@ -74,7 +74,7 @@ _COMBINE: tuple[_Field, ...] = (
     ("call", 2, COMBINES),
     _LAYOUT,
     _DTYPE,
-    ("wire", 3, (*_DTYPES[:3], "fp8")),
+    ("wire", 3, (*_DTYPES[:3], "fp8", "int8")),
     ("weighted", 1, _NO_YES),
     _WEIGHTS,
     ("topk_weights given", 1, _NO_YES),

@@ -121,8 +121,9 @@ def random_case(
         begin = begin and rng.random() < 0.7
         weighted, wire = (weighted, wire) if layout != "flat" else (True, None)  # flat ignores both
     casts = hidden % 16 == 0 and (weighted or not few_kernels)
-    if casts and random.Random(f"wire of {seed}").random() < 0.3:
-        wire = "fp8"
+    cast = random.Random(f"wire of {seed}")
+    if casts and cast.random() < 0.3:
+        wire = cast.choice(["fp8", "int8"])
     bias_kind = rng.choice(["none", "none", "rows", "one"])
     case = Case(
         seed=seed,

@@ -27,7 +27,7 @@ _PACKETS = {
     "combine bf16": packets.of_combine(_BF16),
     "combine bf16, exact": packets.of_combine(_FP32),
     "combine fp32": packets.of_combine(_FP32),
-    "combine FP8 wire": packets.of_combine(HIDDEN, scaled=True),
+    "combine FP8 or INT8 wire": packets.of_combine(HIDDEN, scaled=True),
 }
 # Rounds whose rows go direct: the same for both operations, all layouts, all payloads and all wires.
 _DIRECT = {"rounds bf16": torch.bfloat16, "rounds fp32": torch.float32}

@@ -28,7 +28,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -47,6 +47,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
 CHUNKS = (1, 2, 4, 8, 16, 32)
 DEFAULT_GPU = "NVIDIA H200"  # whose table holds for a GPU without one
+_FEW_TOKENS = 16  # whose pieces are fewer than the warps of all multiprocessors
 MOST_BYTES = 1 << 20  # of a user's table; shipped tables have a few thousand
 
 
@@ -111,9 +112,12 @@ def until_forgotten(function: _Function) -> _Function:
     return cast(_Function, cached)
 
 
-def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int) -> Choice:
+def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int, *, casts: bool = False) -> Choice:
     """Return the choice for a round: from the table in use(), else from this user's table for the GPU, else from the
     shipped one.
+
+    A combine that casts its sums takes the chunks of the table and, of more than 16 tokens, all multiprocessors: to
+    cast and to add takes longer there than the links do, on any number of ranks.  Fewer tokens have too few pieces.
 
     Args:
         gpu: name of the GPU.
@@ -121,6 +125,7 @@ def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int) -> Choic
         op: "dispatch" or "combine".
         layout: "flat", "expert" or "batched".
         num_tokens: tokens of this rank.
+        casts: sums travel with scales.
 
     Raises:
         ValueError: unknown `op` or `layout`.
@@ -129,7 +134,8 @@ def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int) -> Choic
     if steps is None:
         steps = _steps[gpu, ranks, op, layout] = _look_up(gpu, ranks, op, layout)
     bounds, choices = steps
-    return choices[min(bisect_left(bounds, num_tokens), len(choices) - 1)]
+    choice = choices[min(bisect_left(bounds, num_tokens), len(choices) - 1)]
+    return replace(choice, blocks=MAX_BLOCKS) if casts and num_tokens > _FEW_TOKENS else choice
 
 
 def _look_up(gpu: str, ranks: int, op: str, layout: str) -> _Steps:

@@ -12,7 +12,7 @@ from typing import Any
 
 from moecomm.backends import emulated_nic
 from moecomm_bench import schema
-from moecomm_bench.ours import FP8_WIRE, FP32_WIRE
+from moecomm_bench.ours import FP8_WIRE, FP32_WIRE, INT8_WIRE
 from moecomm_bench.simulate.blocks import blocks_of, direct_blocks_of
 from moecomm_bench.simulate.domain import DomainLoad, Operation
 from moecomm_bench.simulate.excluded import not_modelled, why_excluded
@@ -21,6 +21,7 @@ from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import DrawnGate, Spread, spread
 from moecomm_bench.simulate.rows import bytes_of, head_bytes, slow_bytes_of
 
+_NOT_MODELLED = (FP8_WIRE, INT8_WIRE)  # variants of combines that the model lacks
 _CHUNK = 8  # tokens of a chunk in a combine of many, which results do not name
 
 
@@ -208,7 +209,7 @@ def _rows(result: MeasuredResult) -> Iterator[Row]:
     chained = case["mode"] == "graph" and not case["skew"]
     one_domain = result.domains == 1 and result.alone and "H200" in result.machine
     for row in result.found["rows"]:
-        if "us" not in row or row["who"] != "moecomm" or row["variant"] == FP8_WIRE:  # which the model lacks
+        if "us" not in row or row["who"] != "moecomm" or row["variant"] in _NOT_MODELLED:
             continue
         about = {key: row[key] for key in ("what", "layout", "payload", "variant", "tokens", "sms_asked")}
         parts = tuple(_parts(row, result))

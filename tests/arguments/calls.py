@@ -397,6 +397,7 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(made.combine, {"y": y, "handle": handle, "weight_grads": torch.rand(len(y))}),
             Call(made.combine, {"y": y, "handle": handle, "topk_weights": weights}),
             Call(made.combine, {"y": flat.x.clone(), "handle": flat.handle, "bias": bias[0]}),
+            Call(made.combine, {"y": fused.Fp8(y.to(torch.float8_e4m3fn), torch.rand(len(y), 1)), "handle": handle}),
         ],
         "moecomm.Buffer.shrink": [Call(elastic.shrink, {"group": None, "keep_ids": False})],
         "moecomm.Buffer.mask": [Call(elastic.mask, {"ranks": (), "replicas": {0: 1}})],

@@ -16,7 +16,7 @@ from ..few import few
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
 FLAT, EXPERT, BATCHED = 0, 1, 2
-BF16, FP16, FP32, E4M3 = 0, 1, 2, 3
+BF16, FP16, FP32, E4M3, INT8 = 0, 1, 2, 3, 4
 BYTES = (2, 2, 4, 1)
 FP32_SCALES, UE8M0 = 0, 1
 BEGIN, END = 1, 2
@@ -169,6 +169,11 @@ SPECS = {
     ),
     "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
 }
+SPECS |= {
+    name.replace("e4m3", "int8"): dataclasses.replace(spec, wire=INT8)
+    for name, spec in SPECS.items()
+    if spec.wire == E4M3
+}
 
 
 PLAIN_RUN = (
@@ -180,6 +185,7 @@ PLAIN_RUN = (
     ),
     *("combine", "combine few tokens by weights of the source ranks"),
     *("combine, e4m3 on the wire", "combine few tokens, e4m3 on the wire"),
+    *("combine, int8 on the wire", "combine few tokens, int8 on the wire"),
 )
 
 
@@ -216,7 +222,7 @@ def test_source_holds_named_numbers_alone() -> None:
         (lambda: dispatch(experts=3), "3 experts"),
         (lambda: dispatch(scale_bytes=8, quantize=True), "scale_bytes=8"),
         (lambda: jit.source(dispatch(experts=1 << 16)), "65536 experts"),
-        (lambda: combine(type=E4M3), "e4m3"),
+        (lambda: combine(type=E4M3), "one byte"),
         (lambda: combine(own_weights=True, layout=FLAT), "own_weights"),
         (lambda: combine(own_weights=True, weighted=False), "own_weights"),
         (lambda: combine(type=FP32, wire=BF16, hidden=12), "reduced rows of 24 bytes"),

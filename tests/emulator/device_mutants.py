@@ -78,6 +78,56 @@ MUTANTS = [
         "static_cast<u32>(id_at(entry))",
         "placed rows",
     ),
+    # Sums that are cast.
+    Mutant(
+        "the scale of a lane's first group goes with all groups of a packet",
+        "combine/push.cuh",
+        "/ (kQuantGroup / 8)] = scale[v];",
+        "/ (kQuantGroup / 8)] = scale[0];",
+        "casts in packets",
+    ),
+    Mutant(
+        "columns of a packet are multiplied by the first scale",
+        "combine/collect.cuh",
+        "__shfl_sync(kAllLanes, scale, min(group, kWarp - 1));",
+        "__shfl_sync(kAllLanes, scale, 0);",
+        "casts in packets",
+    ),
+    Mutant(
+        "one scale of each vector is stored",
+        "combine/cast_rows.cuh",
+        "lane_id() % (kQuantGroup / n) == 0;",
+        "lane_id() == 0;",
+        "casts",
+    ),
+    Mutant(
+        "columns of a piece are multiplied by the first scale",
+        "combine/gather.cuh",
+        "[lane_id() * kColumns / kQuantGroup];",
+        "[0];",
+        "casts",
+    ),
+    Mutant(
+        "scales of the last columns are looked for behind complete ones",
+        "combine/gather.cuh",
+        "Role::kRowBytes % kScaledColumns == 0 ?",
+        "true ?",
+        "casts",
+    ),
+    Mutant(
+        "pieces begin where they would without scales",
+        "combine/pull.cuh",
+        "source = row + scaled_column_at(column);",
+        "source = row + column;",
+        "casts",
+    ),
+    Mutant(
+        "a sum that is cast again loses its scale",
+        "combine/scaleout_source_rank.cuh",
+        "__fmul_rn(sum[4 * i + k], __uint_as_float(bits[0]));",
+        "sum[4 * i + k];",
+        "casts, straight",
+    ),
     # Rows in one domain.
     Mutant(
         "tokens of one step get the same row of an expert",
@@ -138,14 +188,14 @@ MUTANTS = [
     # Rows that forwarders pass between domains.
     Mutant(
         "one rank reads the first piece of a row again",
-        "combine/scaleout_gather_rows.cuh",
+        "combine/gather_rows.cuh",
         "if (order >= 0) source += Ring::kBytes;",
         "if (order > 0) source += Ring::kBytes;",
         "forwarders",
     ),
     Mutant(
         "a pair is added where one row is left",
-        "combine/scaleout_gather_rows.cuh",
+        "combine/gather_rows.cuh",
         "added + 1 < item.sources",
         "added < item.sources",
         "forwarders",

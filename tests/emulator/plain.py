@@ -50,6 +50,7 @@ BODIES: dict[str, dict[str, str]] = {
         "return halves | host::Fp16::round(host::load_e4m3(both >> 8)) << 16;",
         "narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;",
         "near_reciprocal": "return 1.0f / amax;",
+        "larger_magnitude": "return magnitude != magnitude || magnitude > fabsf(column) ? magnitude : fabsf(column);",
     },
     # Puts to other domains come late, in as bad an order as it may: see scheduler.cpp.  An add before settle() is lost.
     "transport/puts.cuh": {

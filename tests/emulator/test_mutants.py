@@ -38,6 +38,7 @@ SIZES: dict[str, Any] = {"hidden": 2568, "num_experts": 10, "topk": 3, "max_toke
 PLAIN: dict[str, Any] = {
     **dict.fromkeys(("begin", "weight_grads", "in_window", "again"), False),
     **dict.fromkeys(("quantize", "scales", "wire", "own_weights", "max_rows")),
+    "scale_layout": "row",
     "layout": "expert",
     "alignment": 1,
     "weighted": True,
@@ -52,6 +53,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "straight": {**DOMAINS, "max_tokens": 20},
     "placed packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "placement": PLACED},
     "placed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": PLACED},
+    # Sums that are cast, in rows that end inside of a block of scales.
+    "casts": {"ranks": 4, "packet_bytes": lambda *_: 0, "hidden": 2576, "wire": "int8"},
+    "casts in packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "hidden": 2576, "wire": "int8"},
+    "casts, straight": {**DOMAINS, "max_tokens": 20, "hidden": 2576, "wire": "int8"},
 }
 SEEDS = 3
 LIMIT_S = 240
@@ -62,7 +67,7 @@ def rounds(way: str, machine: Machine) -> None:
     """Compare rounds by the machine with the reference."""
     sizes = {**SIZES, **WAYS[way]}
     rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
-    chunk_tokens = sizes.pop("chunk_tokens", 0)
+    chunk_tokens, wire = sizes.pop("chunk_tokens", 0), sizes.pop("wire", None)
     run, nic = (machine.in_chunks(chunk_tokens), FAST) if chunk_tokens else (machine.run_all, None)
     of_case = {name: size for name, size in sizes.items() if name not in ("domain_ranks", "placement")}
     with (
@@ -75,7 +80,9 @@ def rounds(way: str, machine: Machine) -> None:
             buffer.rounds.session.reduced_rows_in_heap = False
         try:
             for seed in range(SEEDS):
-                check_case(ranks, replace(random_case(seed, **of_case, few_kernels=True, payloads=False), **PLAIN))
+                case = random_case(seed, **of_case, few_kernels=True, payloads=False)
+                x = [rows.to(sizes["dtype"]) for rows in case.x]
+                check_case(ranks, replace(case, **PLAIN | {"wire": wire, "x": x}))
         finally:
             machine.forget()
 

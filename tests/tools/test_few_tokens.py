@@ -93,7 +93,7 @@ def test_the_limits_hold_for_every_layout(layout: _native.Layout) -> None:
         "combine bf16": {"wire": bf16},
         "combine bf16, exact": {"wire": fp32},
         "combine fp32": {"wire": fp32, "type": fp32},
-        "combine FP8 wire": {"wire": int(_native.Type.e4m3)},
+        "combine FP8 or INT8 wire": {"wire": int(_native.Type.e4m3)},
     }
     if layout == _native.Layout.flat:  # rows that the caller has added up are never exact
         del kernels["combine bf16, exact"]

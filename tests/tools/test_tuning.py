@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moecomm import tuning
+from moecomm.base.protocol import MAX_BLOCKS
 from moecomm.errors import BadInput
 from moecomm.tuning import Choice, Entry, Table
 from moecomm_bench.case import RoundsCase, model_sizes
@@ -47,6 +48,14 @@ def test_an_entry_holds_up_to_its_tokens_and_the_last_for_all_others() -> None:
     with tuning.use(table):
         found = [tuning.choose(H200, 4, "combine", "flat", tokens) for tokens in (0, 1, 16, 17, 100, 101, 10**6)]
     assert found == [Choice(2, 1)] * 3 + [Choice(8, 4)] * 4
+
+
+def test_sums_that_are_cast_take_all_multiprocessors_and_the_chunks_of_the_table() -> None:
+    table = Table((Entry("combine", "flat", 4, 100, 8, 4), Entry("combine", "flat", 4, 16, 2, 1)))
+    with tuning.use(table):
+        for ranks in (2, 64):
+            found = [tuning.choose(H200, ranks, "combine", "flat", tokens, casts=True) for tokens in (1, 16, 17, 9999)]
+            assert found == [Choice(2, 1)] * 2 + [Choice(MAX_BLOCKS, 4)] * 2
 
 
 def test_the_nearest_number_of_ranks_counts() -> None:

@@ -9,6 +9,7 @@ from typing_extensions import assert_type
 
 import moecomm
 from moecomm import Buffer, Handle, Routed
+from moecomm.fused import Fp8
 
 T = torch.Tensor
 
@@ -92,5 +93,7 @@ def back(buffer: Buffer, y: T, handle: Handle, grads: T) -> None:
     assert_type(buffer.combine(y, handle, weight_grads=grads), tuple[T, T])
     assert_type(buffer.combine(y, handle, wire=torch.bfloat16, weighted=False), T)
     assert_type(buffer.combine(y, handle, wire="fp8"), T)
+    assert_type(buffer.combine(y, handle, wire="int8"), T)
+    assert_type(buffer.combine(Fp8(y, y), handle), Any)
     assert_type(buffer.moe(y, y, None, y, y, fused=True), T)
     assert_type(moecomm.ops.dispatch(buffer, y, y, layout="flat").x, T)

@@ -1,10 +1,11 @@
-// Step 2 with several domains: as reduce.cuh, but pieces of rows pass through a ring of bulk copies. Loads into registers keep only 4 KB
-// of a warp in flight, and other roles leave too few warps for that: a row of 14 KiB took a warp 6.6 us, and reduce was the slowest role.
+// Step 2 with several domains, and of rows that are cast: as reduce.cuh, but pieces of rows pass through a ring of bulk copies. Loads into
+// registers keep only 4 KB of a warp in flight, and other roles leave too few warps for that: a row of 14 KiB took a warp 6.6 us, and
+// reduce was the slowest role.
 #pragma once
 #include "cast_rows.cuh"
+#include "gather_rows.cuh"
 #include "reduce_rows.cuh"
 #include "scaleout_direct.cuh"
-#include "scaleout_gather_rows.cuh"
 
 namespace moecomm {
 
@@ -20,10 +21,11 @@ struct ReduceRing : RowsToReduce<Call> {
     static constexpr Type kType = cfg.type;
     static constexpr i32 kRowBytes = cfg.row_bytes();
     static constexpr bool kCopies = cfg.layout == Layout::flat && !cfg.casts(), kCasts = cfg.casts(), kFactors = Rows::kWeighted;
+    static constexpr bool kSets = cfg.layout == Layout::flat && cfg.domains() == 1;  // a flat row keeps the sign of its zeros
     static constexpr bool kSingles = false, kAddsDomains = false, kHashes = false, kNests = false, kHashesSums = cfg.verifies;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.reduce_bytes);
 
-    float factor = 0.0f;  // see scaleout_gather_rows.cuh
+    float factor = 0.0f;  // see gather_rows.cuh
 
     MOECOMM_FN explicit ReduceRing(const Call& call) : Rows(call) { pass(now.step - 1); }
 
@@ -57,7 +59,7 @@ struct ReduceRing : RowsToReduce<Call> {
 
     template <i32 vectors, i32 n>
     MOECOMM_FN void cast(const Item& item, u8* to, float (&sum)[vectors][n], u32 has) const {
-        const u64 found = store_cast<cfg.verifies>(to, cfg.hidden, item.column + lane_id() * n, sum, has);
+        const u64 found = store_cast<cfg>(to, item.column + lane_id() * n, sum, has);
         if constexpr (cfg.verifies) add_hash_of_lanes(reinterpret_cast<u64*>(c.a.staged_hashes) + item.ring_column, found);
     }
 
@@ -76,10 +78,16 @@ struct ReduceRing : RowsToReduce<Call> {
 // Called by each reduce warp. Returns false if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool reduce_through_ring(const Call& c) {
-    if (!await_headers_seen(c)) return false;
+    if constexpr (Call::cfg.domains() > 1) {
+        if (!await_headers_seen(c)) return false;
+    }
     fence_async();  // bulk loads of y come after the kernel that wrote it
     ReduceRing<Call> role(c);
-    GatherRows<typename ScaleoutShared<Call::cfg>::ReduceRowRing, ReduceRing<Call>>(c.scaleout().reduce[warp_id()], role).run();
+    if constexpr (Call::cfg.domains() > 1) {
+        GatherRows<typename ScaleoutShared<Call::cfg>::ReduceRowRing, ReduceRing<Call>>(c.scaleout().reduce[warp_id()], role).run();
+    } else {
+        GatherRows<typename CombineShared<Call::cfg>::ReduceRowRing, ReduceRing<Call>>(c.shared.reduce[warp_id()], role).run();
+    }
     return !role.failed;
 }
 

@@ -1,4 +1,4 @@
-"""Combines whose rows travel in FP8, by kernels: the bits of the host executor, which are those of the reference."""
+"""Combines whose sums are cast, by kernels: the bits of the host executor, which are those of the reference."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CASES: dict[str, Any] = {
 
 
 def tokens(rank: int, hidden: int, dtype: torch.dtype, layout: str) -> dict[str, Any]:
-    """Make tokens of any magnitude, with a group of zeros, one that is subnormal in e4m3, a NaN and an infinity."""
+    """Make tokens of any magnitude, with a group of zeros, one with small values, a NaN and an infinity."""
     g = torch.Generator().manual_seed(rank)
     count = TOKENS - 2 * rank
     ids = torch.rand(count, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
@@ -73,13 +73,13 @@ def tokens(rank: int, hidden: int, dtype: torch.dtype, layout: str) -> dict[str,
     }
 
 
-def calls_of(ranks: LocalBuffers, case: Any) -> list[dict[str, Any]]:
+def calls_of(ranks: LocalBuffers, case: Any, wire: str) -> list[dict[str, Any]]:
     """Dispatch the tokens of a case, and return the arguments of its combine on each rank."""
     layout, hidden, dtype, how = case
     given = [tokens(rank, hidden, dtype, layout) for rank in range(len(ranks.buffers))]
     found = []
     for buffer, call, here in zip(ranks.buffers, given, ranks.dispatch(given), strict=True):
-        one, y = {"wire": "fp8", **how}, here.x.clone()
+        one, y = {"wire": wire, **how}, here.x.clone()
         if one.pop("in_window", False):
             y = buffer.empty(here.handle, y.dtype)
             y.copy_(here.x)
@@ -101,19 +101,20 @@ def equal(out: Any, want: Any) -> bool:
 
 @pytest.mark.parametrize("place", few(PLACES, "heap", "packets", "direct", "forwarders"))
 @pytest.mark.parametrize("name", few(CASES, "expert", "flat"))
-def test_rows_travel_in_fp8(name: str, place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wire", ["fp8", "int8"])
+def test_sums_are_cast(wire: str, name: str, place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     case, (count, near) = CASES[name], PLACES[place]
     sizes = {**SIZES, "hidden": case[1], "dtype": case[2], "backend": "host", "domain_ranks": near}
     if place.startswith("forwarders"):
         monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     with LocalBuffers(count, **sizes) as ranks:
-        want = ranks.combine(calls_of(ranks, case))
+        want = ranks.combine(calls_of(ranks, case, wire))
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     monkeypatch.setattr(host, "packet_bytes", packets.room if place == "packets" else lambda *_: 0)
     with LocalBuffers(count, **sizes) as ranks:
         for buffer in ranks.buffers:
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", place == "heap")
-        calls = calls_of(ranks, case)
+        calls = calls_of(ranks, case, wire)
         for _ in range(2):
             pending = [prepare_combine(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
             specs = [combine_spec(p.args) for p in pending]

@@ -1,7 +1,7 @@
-// Adds up rows with several domains: as gather.cuh, but an item is a row of pieces. What an item takes is then done once, not for each
-// of its pieces, and loads are issued some at a time. With few blocks a warp spent most of its time on that: an `expert` combine of 4096
-// tokens by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json at b156cddd, and
-// today's).
+// Adds up rows with several domains, and those that are cast: as gather.cuh, but an item is a row of pieces. What an item takes is then
+// done once, not for each of its pieces, and loads are issued some at a time. With few blocks a warp spent most of its time on that: an
+// `expert` combine of 4096 tokens by 32 blocks of 4 H200s, two a domain, took 1439 us, and takes 900 us (bench/results/domains-h200-4.json
+// at b156cddd, and today's).
 #pragma once
 #include "gather.cuh"
 
@@ -16,6 +16,7 @@ namespace moecomm {
 //       float factor                 kFactors: after open(), what this lane's source is multiplied by before it is added.
 //       kCasts                       Sums are cast: void cast(const Item&, target, sums, u32 has) stores a piece, and adds its hash; `has`:
 //                                    one bit for each vector in which this lane has columns.
+//       kSets                        An item has one source, whose columns are the sum.
 //       kCopies                      An item has one source, whose bits are stored: by store(target, i32 column, const uint4&).
 //       void add_sum_hash(const Item&, i32 vectors)  kHashesSums: adds the hash of the stored piece to that of its row.
 template <class Ring, class Role>
@@ -26,6 +27,7 @@ struct GatherRows : Gather<Ring, Role> {
     using Gather::source, Gather::left, Gather::order, Gather::bytes, Gather::bytes_from;
     using Sums = float[kVectors][kColumns];
     static constexpr i32 kPieceColumns = Ring::kBytes / bytes_of(kType);
+    static constexpr i32 kSlotBytes = kScaled ? scaled_column_at(Ring::kBytes) : Ring::kBytes;  // of a piece and its scales
     // All pieces of a row are as long as a slot, and each lane has as many vectors of it.
     static constexpr bool kEven = Role::kRowBytes % Ring::kBytes == 0 && Ring::kBytes % (16 * kWarp) == 0;
     static constexpr i32 kRefill = Ring::kSlots / 2;  // loads are issued when not more of the ring's slots are in use
@@ -50,8 +52,7 @@ struct GatherRows : Gather<Ring, Role> {
         column += kPieceColumns;
         left = sources, order = position;
         bytes = kEven ? Ring::kBytes : bytes_from(column);
-        if (order >= 0) source += Ring::kBytes;
-        if constexpr (kScaled) Gather::scales += Ring::kBytes / kQuantGroup * 4;
+        if (order >= 0) source += kSlotBytes;
         return true;
     }
     // Issues bulk loads until the ring is full or no item can be opened.
@@ -83,14 +84,12 @@ struct GatherRows : Gather<Ring, Role> {
     template <i32 count>
     MOECOMM_FN void add(Sums& sum, const Item& item, i32 vectors) {
         const uint4* held[count];
-        const float* scales[count];
         float factor[count];
 #pragma unroll
         for (i32 n = 0; n < count; ++n) {
             const i32 slot = await_piece(n);
             if constexpr (Role::kHashes) Gather::add_hash(item, slot, vectors, false);
-            held[n] = reinterpret_cast<const uint4*>(ring.data[slot]) + lane_id();
-            if constexpr (kScaled) scales[n] = Gather::scales_of(slot);
+            held[n] = reinterpret_cast<const uint4*>(ring.data[slot]) + (kScaled ? 0 : lane_id());
             if constexpr (Role::kFactors) factor[n] = ring.weights[slot][0];
         }
 #pragma unroll
@@ -99,7 +98,7 @@ struct GatherRows : Gather<Ring, Role> {
 #pragma unroll
             for (i32 n = 0; n < count; ++n) {
                 if constexpr (kScaled) {
-                    Gather::add_scaled(sum[v], held[n][v * kWarp], scales[n][(v * kWarp + lane_id()) * kColumns / kQuantGroup]);
+                    Gather::add_scaled(sum[v], reinterpret_cast<const u8*>(held[n]), v, vectors);
                     continue;
                 }
                 float columns[kColumns];
@@ -107,7 +106,7 @@ struct GatherRows : Gather<Ring, Role> {
 #pragma unroll
                 for (i32 i = 0; i < kColumns; ++i) {  // multiplied, then added, each rounded: not a fused multiply-add
                     if constexpr (Role::kFactors) columns[i] = __fmul_rn(factor[n], columns[i]);
-                    sum[v][i] = __fadd_rn(sum[v][i], columns[i]);
+                    sum[v][i] = Role::kSets ? columns[i] : __fadd_rn(sum[v][i], columns[i]);
                 }
             }
         }
