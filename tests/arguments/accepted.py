@@ -386,6 +386,7 @@ TABLE = (
             *(
                 "alignment",
                 "backend",
+                "blocks_per_sm",
                 "cluster",
                 "columns",
                 "depth",
