@@ -62,6 +62,7 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
         {"w2": case.w2},
         {"w2": Fp8(torch.zeros(4, 96, 64).to(torch.float8_e4m3fn), torch.ones(4, 96))},
         {"w13": (w13.data[:, :-2], w13.scales)},
+        {"w13": (torch.cat((w13.data, w13.data), 2)[:, :, :48], w13.scales)},  # with gaps
         {"w13": (w13.data, w13.scales[:, :, :-1])},
         {"w2": (w2.data, w2.scales.int())},
         {"w2": (w2.data[:3], w2.scales[:3])},

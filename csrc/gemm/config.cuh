@@ -13,7 +13,7 @@ constexpr i32 kScaleGroup = 128;  // columns of x, or rows and columns of w, tha
 enum class Activation : i32 { swiglu, geglu, geglu_tanh, swigluoai };
 
 struct GemmConfig {
-    Type type;      // of x and w; e4m3 has scales
+    Type type;      // of x and w; e4m3 has scales, bf16 and fp16 with channel_scales
     Type out;       // of the product; e4m3: the bf16 product, cast, with scales
     bool gated;     // out = activation(gate, up); gate and up rows of w are interleaved by kWoven in the ring
     bool apart;     // in memory, all gate rows of w come before all up rows

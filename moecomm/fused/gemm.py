@@ -183,7 +183,7 @@ def multiply(
     if schedule is None:
         groups, columns, depth = given.w.shape
         if given.mxfp4:
-            schedule = schedules.mxfp4_schedule(expected_rows)
+            schedule = schedules.mxfp4_schedule(expected_rows, groups, columns, units)
         else:
             tiled = tiled_as(dtype, given.by_channel)
             depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes

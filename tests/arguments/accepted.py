@@ -422,6 +422,7 @@ TABLE = (
             *(
                 "alignment",
                 "backend",
+                "blocks_per_sm",
                 "cluster",
                 "columns",
                 "depth",

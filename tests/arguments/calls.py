@@ -545,7 +545,10 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(lambda **given: nn.shared_buffer(**{**SIZES, **given}), {"group": None, "backend": "host"})
         ],
         "fused.Schedule": [
-            Call(fused.Schedule, {"row_unit": 16, "most_rows": 64, "stages": 8, "cluster": 1, "swapped": True})
+            Call(
+                fused.Schedule,
+                {"row_unit": 16, "most_rows": 64, "stages": 8, "cluster": 1, "swapped": True, "blocks_per_sm": 1},
+            )
         ],
         "fused.choose": [
             Call(

@@ -14,7 +14,7 @@ from moecomm import tuning
 from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
 from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import Epilogue, gemm_kernel
-from moecomm.fused.schedules import schedule_of, schedule_of_both
+from moecomm.fused.schedules import mxfp4_schedule, schedule_of, schedule_of_both
 from moecomm.fused.structs import GemmArgs
 from moecomm.tuning import Table
 from moecomm.tuning.gemms import HEIGHTS, Rule
@@ -155,6 +155,23 @@ def test_products_run_while_weights_are_widened(name: str) -> None:
     """ptxas waits for each product where it is short of registers, or cannot follow which of them products use."""
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     assert "wgmma" not in compile_beside(PACKED[name]).result().log
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "name"),
+    [
+        (2, 5760, "48x3c1p2"),
+        (2, 2880, "64x7c1"),
+        (8, 2880, "48x3c1p2"),
+        (32, 5760, "48x3c1p2"),
+        (64, 2880, "128x4c1"),
+        (128, 5760, "160x3c1"),
+        (256, 2880, "192x3c1"),
+    ],
+)
+def test_mxfp4_weights_get_the_fastest_schedule_that_was_measured(rows: int, columns: int, name: str) -> None:
+    """Of gpt-oss-120b on 4 H200s."""
+    assert mxfp4_schedule(rows, 32, columns, 132) == MXFP4_SCHEDULES[name]
 
 
 def test_any_shape_gets_a_schedule_that_there_is() -> None:
