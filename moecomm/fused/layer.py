@@ -173,7 +173,7 @@ def prepare(
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
     why_not = partial(_why_unfused, rounds, x, values, back, options)
-    if _runs_fused(rounds, values, asked, why_not):
+    if _runs_fused(rounds, kernels.FP8 if by_channel is not None else values.dtype, asked, why_not):
         note_written("out", out)
         travels = ROW_FORMATS[values.dtype] if by_channel is not None else "fp8" if fp8 else None
         return Fused(
@@ -243,9 +243,12 @@ def fused_or_not(fused: bool | str | None) -> bool | None:
     )
 
 
-def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfused: Callable[[], str]) -> bool:
-    """Return whether the layer runs fused.  Depends on the Buffer, not on a rank's tokens, so all ranks agree."""
-    if not (rounds.fused_weights.get(w2.dtype, False) if asked is None else asked):
+def _runs_fused(rounds: Rounds, weights: torch.dtype, asked: bool | None, why_unfused: Callable[[], str]) -> bool:
+    """Return whether the layer runs fused.  Depends on the Buffer, not on a rank's tokens, so all ranks agree.
+
+    `weights`: their dtype in the tuning table, which has FP8 for all weights of a byte.
+    """
+    if not (rounds.fused_weights.get(weights, False) if asked is None else asked):
         return False
     why_not = why_unfused()
     if asked is not None and why_not:

@@ -52,15 +52,11 @@ def test_none_is_what_was_faster(path: Path) -> None:
         chosen = set()
         for tokens in (tokens for tokens, variant in found if variant == fused):
             buffer = cast(Any, buffer_of(model, result["case"]["ranks"], tokens))
-            under = layer._runs_fused(buffer, w2_of(model, weights), None, str)
+            under = layer._runs_fused(buffer, weights, None, str)
             ratio = found[tokens, apart] / found[tokens, fused]  # how much faster under the experts
             assert ratio >= 0.999 if under else (ratio > 1.02) == ((path.stem, tokens, weights) in OUTSIDE), tokens
             chosen.add(under)
         assert True in chosen
-
-
-def w2_of(model: Model, weights: torch.dtype) -> torch.Tensor:
-    return torch.empty(1, model.hidden, model.intermediate, dtype=weights, device="meta")
 
 
 def settings_of(model: Model, ranks: int, tokens: int) -> Settings:
@@ -99,8 +95,7 @@ def test_by_the_buffer_and_its_weights(
     weights: torch.dtype, ranks: int, tokens: int, fused: bool | None, why_not: str, under: bool
 ) -> None:
     buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], ranks, tokens))
-    w2 = w2_of(MODELS["deepseek-v3"], weights)
-    assert layer._runs_fused(buffer, w2, fused, lambda: why_not) == under
+    assert layer._runs_fused(buffer, weights, fused, lambda: why_not) == under
 
 
 def test_by_the_rows_of_a_rank() -> None:
@@ -108,8 +103,7 @@ def test_by_the_rows_of_a_rank() -> None:
     for weights, least in ((BF16, 128), (FP8, 256)):
         for tokens in (least, least - 1):
             buffer = cast(Any, buffer_of(MODELS["mixtral-8x7b"], 4, tokens))
-            w2 = w2_of(MODELS["mixtral-8x7b"], weights)
-            assert layer._runs_fused(buffer, w2, None, str) == (tokens == least)
+            assert layer._runs_fused(buffer, weights, None, str) == (tokens == least)
 
 
 class Answers:
@@ -141,8 +135,7 @@ def test_a_buffer_keeps_what_its_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch
     sizes: dict[str, Any] = {"hidden": 64, "num_experts": 4, "max_tokens": 8, "backend": "host"}
     for topk in (3, 2):
         with Buffer("self", topk=topk, **sizes) as buffer:
-            w2 = [torch.empty(4, 64, 8, dtype=weights, device="meta") for weights in (BF16, FP8, FP16)]
-            found = [layer._runs_fused(buffer.rounds, one, None, str) for one in w2]
+            found = [layer._runs_fused(buffer.rounds, weights, None, str) for weights in (BF16, FP8, FP16)]
             assert found == [topk == 3, False, False]
 
 

@@ -152,6 +152,8 @@ PARTS: dict[str, list[Step]] = {
         one("casts", 60, "tests/gpu/test_casts.py", random=False),
         one("cast-wires", 90, "tests/gpu/test_cast_wires.py", random=False),
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
+        one("gemm-channels", 300, "tests/gpu/test_grouped_gemm_channels.py", random=False),
+        one("moe-channels", 500, "tests/gpu/test_moe_channels.py", random=False),
         one("moe-fp8", 700, "tests/gpu/test_moe_fp8.py"),
         Step("moe2-fp8", 500, ("tests/gpu/test_moe_fp8.py", "-m", "gpu2"), gpus=2, random=True),
         Step("moe4-fp8", 500, ("tests/gpu/test_moe_fp8.py", "-m", "gpu4"), random=True),
