@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moecomm import _native
+from moecomm.rounds.signature import QUANTIZED
 
 if TYPE_CHECKING:
     from moecomm.gpu import jit
@@ -95,6 +96,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         scale_columns=args.scale_columns != 0,
         quantize=bool(args.quantize),
         scale_format=args.scale_format,
+        format=QUANTIZED[args.quantize] or "fp8",
         repeat=bool(args.repeat),
         descriptors=bool(args.descriptors),
         part=args.part,
