@@ -75,12 +75,21 @@ MOECOMM_FN u32 narrow_int8(float value) {
     return __float_as_uint(__fadd_rn(within, 0x1.8p23f)) & 0xffu;
 }
 
-// Round to e2m1, nearest even, at most 6, in integer arithmetic: Hopper has no instruction for it.
-MOECOMM_FN u32 narrow_e2m1(float value) {
-    const u32 bits = __float_as_uint(value), size = bits & 0x7fffffffu;
-    const u32 normal = (size - (126u << 23) + 0x1fffffu + ((size >> 22) & 1u)) >> 22;
-    const u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(size), 0x1p22f)) - __float_as_uint(0x1p22f);  // the ulp of 2^22 is 0.5
-    return min(size < (127u << 23) ? subnormal : normal, 7u) | (bits >> 28 & 8u);
+// Round eight columns to e2m1, nearest even, at most 6, and NaN to 6; the first is in the lowest bits. Hopper has no instruction for it.
+//
+// The ulp of a magnitude from 2^e to 2^(e + 1) is 2^(e - 1), where e is 0 to 2, and 0 for smaller ones. A sum with 2^(e + 22) is rounded to
+// that: its lowest bits count ulps, which is the code less 2e, and its exponent, 149 + e, is at bit 23.
+MOECOMM_FN u32 narrow_e2m1(const float* columns) {
+    u32 codes = 0, signs = 0;
+#pragma unroll
+    for (i32 i = 0; i < 8; ++i) {
+        const float size = fminf(fabsf(columns[i]), 6.0f);
+        const float power = fmaxf(__uint_as_float(__float_as_uint(size) & kInfinityBits), 1.0f);
+        const u32 sum = __float_as_uint(__fmaf_rn(power, 0x1p22f, size));
+        codes = __funnelshift_r(codes, sum + (sum >> 22), 4);  // the code + 2 * 149
+        signs = __funnelshift_l(__float_as_uint(columns[7 - i]), signs, 4);
+    }
+    return (((codes | 0x88888888u) - 0x22222222u) & 0x77777777u) | (signs & 0x88888888u);
 }
 
 // Divides values of 16 bits by a scale, rounded to nearest, with one division for all of them: a correction makes the product with the
@@ -128,8 +137,7 @@ MOECOMM_FN void narrow_piece(const Piece<type>& piece, const ValueScale& scale, 
         const float* const of_word = values + i * in_word;
         out[i] = 0;
         if constexpr (is_e2m1(format)) {
-#pragma unroll
-            for (i32 k = 0; k < in_word; ++k) out[i] |= narrow_e2m1(of_word[k]) << 4 * k;
+            out[i] = narrow_e2m1(of_word);
             if (scale.by != scale.by) out[i] = 0x77777777u;  // NaN counts as 6
         } else if constexpr (is_int8(format)) {
 #pragma unroll

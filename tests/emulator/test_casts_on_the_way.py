@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,14 @@ from moecomm.backends import host
 from moecomm.base import formats, packets
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
+from moecomm.testing.prepare import prepare_dispatch
 
 from ..few import few
+from ..gpu import test_plain_kernels as cases
 from .machine import Machine
 from .test_kernels import DOMAINS
 from .test_kernels import pytestmark as of_emulator
+from .test_plain_kernels import ENDS
 
 pytestmark = of_emulator
 NAMES = tuple(name for name, fmt in formats.FORMATS.items() if name != "fp8" and fmt.fits_warps(128))
@@ -67,10 +71,12 @@ def check_rounds(
             for buffer in ranks.buffers:
                 patch.setattr(buffer.rounds.session, "casts_formats", casts)
             try:
-                routed = ranks.dispatch([{"x": rows, **call, **how, **options} for rows, call in zip(x, calls, strict=True)])
-                again = ranks.dispatch([
-                    {"x": rows.flip(0), "handle": here.handle, **how} for rows, here in zip(x, routed, strict=True)
-                ])
+                routed = ranks.dispatch(
+                    [{"x": rows, **call, **how, **options} for rows, call in zip(x, calls, strict=True)]
+                )
+                again = ranks.dispatch(
+                    [{"x": rows.flip(0), "handle": here.handle, **how} for rows, here in zip(x, routed, strict=True)]
+                )
                 assert all((here.args.quantize > 1) == casts for here in (*routed, *again))
                 found.append([tensors(here) for here in (*routed, *again)])
             finally:
@@ -90,13 +96,78 @@ def tensors(routed: Any) -> list[torch.Tensor]:
         used = torch.arange(len(rows)) < int(routed.num_rows)
     kept = [src.view(torch.uint8).view(*src.shape[:-1], -1)[used & (src[..., 0] >= 0)]]
     used = used & (src[..., 0] >= 0)
-    kept += [tensor.contiguous().view(torch.uint8)[used].clone() for tensor in (rows, scales) if tensor.shape[: used.ndim] == used.shape]
+    kept += [
+        tensor.contiguous().view(torch.uint8)[used].clone()
+        for tensor in (rows, scales)
+        if tensor.shape[: used.ndim] == used.shape
+    ]
     return [src.clone(), *kept]
 
 
-@pytest.mark.parametrize("way", few(tuple(WAYS), "rows"))
+@pytest.mark.parametrize("way", few(tuple(WAYS), "rows", "packets"))
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_and_scales(name: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     x = [values(17, HIDDEN, 0), values(23, HIDDEN, 1)]
     scale = torch.full((1,), 0.01) if name == "nvfp4" else None
     check_rounds(machine, monkeypatch, way, name, x, scale, layout="expert")
+
+
+@pytest.mark.parametrize("way", few(("packets", "rows"), "rows"))
+@pytest.mark.parametrize("layout", ["flat", "batched"])
+@pytest.mark.parametrize("name", few(NAMES, "nvfp4"))
+def test_layouts(name: str, layout: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also rows of one group, or little more, and scales that fill no word."""
+    group = formats.FORMATS[name].group
+    assert isinstance(group, int)
+    for hidden, by in ((max(group, 32), "row"), (max(group, 32) * 3, "column")):
+        x = [values(17, hidden, 0), values(23, hidden, 1)]
+        check_rounds(machine, monkeypatch, way, name, x, layout=layout, scale_layout=by)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", few(NAMES, "mxfp8"))
+def test_rows_of_other_types(name: str, dtype: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that do not begin at multiples of 16 bytes are copied first."""
+    x = [values(9, 1152, 0, dtype), values(5, 1153, 1, dtype)[:, 1:]]
+    check_rounds(machine, monkeypatch, "rows", name, x, 0.3 if name == "nvfp4" else None, layout="expert")
+
+
+OTHERS = ([0.0], [1.7, -0.3], [1e30, -7e28], [1e-30, -1e-38, 0.0])
+
+
+@pytest.mark.parametrize("step", few((1, 61), 61))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bf16(name: str, step: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value in a group of its own, alone and beside others."""
+    group, hidden = formats.FORMATS[name].group, 1024
+    assert isinstance(group, int)
+    bits = torch.cat((torch.arange(0, 1 << 16, step), ENDS, ENDS + 0x8000))
+    bits = torch.nn.functional.pad(bits, (0, -len(bits) % (hidden // group))).to(torch.uint16).view(torch.bfloat16)
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
+    tokens = len(bits) * group // hidden
+    sizes: dict[str, Any] = {"ranks": 1, "hidden": hidden, "num_experts": 1, "topk": 1, "max_tokens": tokens}
+    scales = (None, 1234.5, torch.full((1,), 3e38)) if name == "nvfp4" else (None,)
+    with LocalBuffers(**sizes, dtype=torch.bfloat16, backend="host") as ranks:
+        monkeypatch.setattr(ranks.buffers[0].rounds.session, "casts_formats", True)
+        for (at, others), scale in itertools.product(enumerate(OTHERS), scales):
+            x = torch.tensor(others).bfloat16().repeat(-(-group // len(others)))[:group].repeat(len(bits), 1)
+            x[:, 5 * at] = bits
+            call = {"x": x.view(tokens, hidden), "topk_idx": torch.zeros(tokens, 1, dtype=torch.int64)}
+            (routed,) = ranks.dispatch([call | {"quantize": name, "x_global_scale": scale}])
+            machine.forget()
+            cases.check_cast((routed.x, routed.scales), formats.quantize(call["x"], name, global_scale=scale))
+
+
+@pytest.mark.parametrize("hidden", [1024, 1040])
+def test_what_keeps_the_pass(hidden: int) -> None:
+    """Incomplete groups, scales of a whole row or of all, and rows with extras."""
+    with LocalBuffers(ranks=1, hidden=hidden, num_experts=1, topk=1, max_tokens=8, backend="host") as ranks:
+        (buffer,) = ranks.buffers
+        buffer.rounds.session.casts_formats = True
+        x, ids = torch.ones(8, hidden).bfloat16(), torch.zeros(8, 1, dtype=torch.int64)
+        for name, extras in itertools.product(formats.FORMATS, ((), (torch.ones(8, 3),))):
+            scale = 1.0 if name == "fp8_tensor" else None
+            args = prepare_dispatch(buffer, x, ids, quantize=name, x_global_scale=scale, extras=extras).args
+            casts = not extras and (name == "fp8" or (name in NAMES and hidden == 1024))
+            assert (args.quantize != 0) == casts
