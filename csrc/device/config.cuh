@@ -32,7 +32,7 @@ struct DispatchConfig {
     i32 scale_bytes;  // of a row of scales, 0 without
     bool scale_columns;
     bool quantize;
-    ScaleFormat scale_format;       // of the scales that `quantize` makes in Format::fp8
+    ScaleFormat scale_format;     // of the scales that `quantize` makes in Format::fp8
     Format format = Format::fp8;  // that `quantize` casts to
     bool repeat;
     bool descriptors;  // travel in place of rows (descriptors.cuh)

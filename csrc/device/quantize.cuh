@@ -1,5 +1,5 @@
-// Cast of rows by warps: to e4m3 with one scale for 128 columns, or for a dispatch to any format. All lanes of one warp call each function, on shared memory that the warp may
-// read; no function orders memory or can fail.
+// Cast of rows by warps: to e4m3 with one scale for 128 columns, or for a dispatch to any format. All lanes of one warp call each function,
+// on shared memory that the warp may read; no function orders memory or can fail.
 #pragma once
 #include "format_casts.cuh"
 

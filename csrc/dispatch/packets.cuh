@@ -14,7 +14,8 @@ template <class Call>
 struct Packets {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.ring_slots, kOfRow = cfg.packets_of_row() > 0 ? cfg.packets_of_row() : 1;
-    static constexpr i32 kColumns = cfg.quantize ? cfg.packet_columns() : cfg.packet_row_bytes / bytes_of(cfg.type);  // of a row in a packet
+    static constexpr i32 kColumns =
+        cfg.quantize ? cfg.packet_columns() : cfg.packet_row_bytes / bytes_of(cfg.type);  // of a row in a packet
     static constexpr i32 kScaleWord = cfg.packet_row_bytes / 8, kEntryWord = kScaleWord + cfg.packet_scale_bytes / 8;
 
     const Call& c;

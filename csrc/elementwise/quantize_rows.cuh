@@ -78,7 +78,8 @@ MOECOMM_FN void quantize_groups(const QuantizeArgs& a, const GlobalScale& given)
         cast_piece<type, format, aligned>(piece, scale, reinterpret_cast<u8*>(a.values) + row * value_bytes, column, a.hidden);
         if constexpr (group != 0) {
             if (lane_id() % lanes != 0 || column >= a.hidden) return;
-            store_scale<format>(reinterpret_cast<void*>(a.scales), static_cast<i64>(row) * ceil_div(a.hidden, group) + column / group, scale);
+            store_scale<format>(reinterpret_cast<void*>(a.scales), static_cast<i64>(row) * ceil_div(a.hidden, group) + column / group,
+                                scale);
         }
     });
 }

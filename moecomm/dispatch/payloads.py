@@ -127,8 +127,7 @@ def _cast(
     rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     given = _checked_scale(rounds, options, x, scales, global_scale)
-    how = {"scale_format": options.scale_format, "global_scale": given}
-    return quantize_rows.cast(x.detach(), str(options.quantize), **how)
+    return quantize_rows.cast(x.detach(), str(options.quantize), scale_format=options.scale_format, global_scale=given)
 
 
 def _checked_scale(
@@ -197,8 +196,7 @@ def as_they_travel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows and scales as bytes, as an executor sends them that casts rows on the way."""
     fmt = formats.FORMATS[str(options.quantize)]
-    how = {"scale_format": options.scale_format, "global_scale": global_scale}
-    rows, scales = quantize_rows.cast(x, str(options.quantize), **how)
+    rows, scales = quantize_rows.cast(x, str(options.quantize), global_scale=global_scale)
     assert scales is not None and fmt.scales is not None
     beside = Part(0, (fmt.scale_columns(x.shape[1]),), fmt.scales)
     return rows.view(RAW), _side_by_side([scales], [beside], fmt.scale_bytes(x.shape[1]), 1)

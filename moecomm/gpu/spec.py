@@ -51,7 +51,10 @@ class KernelSpec:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():  # they become source text
-            _want(isinstance(value, str if name in ("op", "transport", "format") else int), f"{name}={value!r}: want a number")
+            _want(
+                isinstance(value, str if name in ("op", "transport", "format") else int),
+                f"{name}={value!r}: want a number",
+            )
         row = self.hidden * TYPE_BYTES[self.type]
         _want(self.op in ("dispatch", "combine"), f"op={self.op!r}: want dispatch or combine")
         _want(

@@ -99,6 +99,7 @@ def kernels_of(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpe
     room = test_virtual_ranks.packet_room(sizes) if virtual else packets.room
     with patch.object(host, "packet_bytes", room), LocalBuffers(**sizes, backend="host") as ranks:
         for buffer in ranks.buffers:
+            buffer.rounds.session.casts_formats = True  # type: ignore[misc]
             buffer.rounds.session.reduced_rows_in_heap = True  # type: ignore[misc]
         specs = plain_round(ranks.buffers[0], sizes)
         for seed in seeds:
@@ -118,7 +119,7 @@ def test_kernels_of_several_domains_put() -> None:
 
 def kind_of(s: jit.KernelSpec) -> tuple[Any, ...]:
     """Return what branches of the source depend on, but for sizes and types."""
-    sent = (s.quantize, s.scale_bytes > 0, s.scale_columns, s.packets)
+    sent = (s.quantize, s.format, s.scale_bytes > 0, s.scale_columns, s.packets)
     return s.op, s.layout, s.part, *sent, s.wire, s.own_weights, s.in_place
 
 

@@ -16,16 +16,18 @@ from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_dispatch
 
 from ..few import few
-from ..gpu import test_plain_kernels as cases
+from ..gpu import test_casts_on_the_way as cases
+from ..gpu.test_casts_on_the_way import NAMES
+from ..gpu.test_plain_kernels import check_cast
 from .machine import Machine
 from .test_kernels import DOMAINS
 from .test_kernels import pytestmark as of_emulator
 from .test_plain_kernels import ENDS
 
 pytestmark = of_emulator
-NAMES = tuple(name for name, fmt in formats.FORMATS.items() if name != "fp8" and fmt.fits_warps(128))
 # Rows of several pieces, the last one shorter, and groups that do not fill a step of a warp.
 HIDDEN = 2048 + 512 + 128
+_BITS = {1: torch.uint8, 4: torch.int32}
 WAYS: dict[str, dict[str, Any]] = {
     "packets": {"ranks": 2, "packet_bytes": packets.room},
     "rows": {"ranks": 2, "packet_bytes": lambda *_: 0},
@@ -84,7 +86,7 @@ def check_rounds(
     for mine, other in zip(*found, strict=True):
         for one, two in zip(mine, other, strict=True):
             assert one.dtype == two.dtype and one.shape == two.shape
-            assert torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
+            assert torch.equal(one, two)
 
 
 def tensors(routed: Any) -> list[torch.Tensor]:
@@ -94,14 +96,9 @@ def tensors(routed: Any) -> list[torch.Tensor]:
         used = torch.arange(rows.shape[1]) < routed.tokens_per_expert[:, None]
     else:
         used = torch.arange(len(rows)) < int(routed.num_rows)
-    kept = [src.view(torch.uint8).view(*src.shape[:-1], -1)[used & (src[..., 0] >= 0)]]
     used = used & (src[..., 0] >= 0)
-    kept += [
-        tensor.contiguous().view(torch.uint8)[used].clone()
-        for tensor in (rows, scales)
-        if tensor.shape[: used.ndim] == used.shape
-    ]
-    return [src.clone(), *kept]
+    kept = [t.view(_BITS[t.itemsize])[used] for t in (rows, scales) if t.shape[: used.ndim] == used.shape]
+    return [src[used], *kept]
 
 
 @pytest.mark.parametrize("way", few(tuple(WAYS), "rows", "packets"))
@@ -132,31 +129,28 @@ def test_rows_of_other_types(name: str, dtype: torch.dtype, machine: Machine, mo
     check_rounds(machine, monkeypatch, "rows", name, x, 0.3 if name == "nvfp4" else None, layout="expert")
 
 
-OTHERS = ([0.0], [1.7, -0.3], [1e30, -7e28], [1e-30, -1e-38, 0.0])
-
-
 @pytest.mark.parametrize("step", few((1, 61), 61))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_bf16(name: str, step: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each value in a group of its own, alone and beside others."""
-    group, hidden = formats.FORMATS[name].group, 1024
-    assert isinstance(group, int)
     bits = torch.cat((torch.arange(0, 1 << 16, step), ENDS, ENDS + 0x8000))
-    bits = torch.nn.functional.pad(bits, (0, -len(bits) % (hidden // group))).to(torch.uint16).view(torch.bfloat16)
+    check_every_bf16(machine, monkeypatch, name, bits)
+
+
+def check_every_bf16(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, bits: torch.Tensor) -> None:
+    """Compare rows by a kernel that casts with the specification."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
-    tokens = len(bits) * group // hidden
-    sizes: dict[str, Any] = {"ranks": 1, "hidden": hidden, "num_experts": 1, "topk": 1, "max_tokens": tokens}
-    scales = (None, 1234.5, torch.full((1,), 3e38)) if name == "nvfp4" else (None,)
+    rows = list(cases.each_bf16_in_a_group(name, 1024, bits))
+    sizes: dict[str, Any] = {"ranks": 1, "hidden": 1024, "num_experts": 1, "topk": 1, "max_tokens": len(rows[0])}
     with LocalBuffers(**sizes, dtype=torch.bfloat16, backend="host") as ranks:
         monkeypatch.setattr(ranks.buffers[0].rounds.session, "casts_formats", True)
-        for (at, others), scale in itertools.product(enumerate(OTHERS), scales):
-            x = torch.tensor(others).bfloat16().repeat(-(-group // len(others)))[:group].repeat(len(bits), 1)
-            x[:, 5 * at] = bits
-            call = {"x": x.view(tokens, hidden), "topk_idx": torch.zeros(tokens, 1, dtype=torch.int64)}
-            (routed,) = ranks.dispatch([call | {"quantize": name, "x_global_scale": scale}])
-            machine.forget()
-            cases.check_cast((routed.x, routed.scales), formats.quantize(call["x"], name, global_scale=scale))
+        ids = torch.zeros(len(rows[0]), 1, dtype=torch.int64)
+        for x, scale in itertools.product(rows, cases.global_scales(name, "cpu")):
+            try:
+                (routed,) = ranks.dispatch([{"x": x, "topk_idx": ids, "quantize": name, "x_global_scale": scale}])
+            finally:
+                machine.forget()
+            check_cast((routed.x, routed.scales), formats.quantize(x, name, global_scale=scale))
 
 
 @pytest.mark.parametrize("hidden", [1024, 1040])
