@@ -56,6 +56,7 @@ class KernelSpec:
                 f"{name}={value!r}: want a number",
             )
         row = self.hidden * TYPE_BYTES[self.type]
+        _want(self.format in formats.FORMATS, f"format={self.format!r}: want {', '.join(formats.FORMATS)}")
         _want(self.op in ("dispatch", "combine"), f"op={self.op!r}: want dispatch or combine")
         _want(
             self.transport in linking.TRANSPORTS, f"transport={self.transport!r}: want {', '.join(linking.TRANSPORTS)}"
@@ -71,7 +72,6 @@ class KernelSpec:
         _want(self.experts >= self.ranks, f"{self.experts} experts: want at least {self.ranks}, the number of ranks")
         _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
         if self.op == "dispatch":
-            _want(self.format in formats.FORMATS, f"format={self.format!r}: want {', '.join(formats.FORMATS)}")
             fmt, others = formats.FORMATS[self.format], self.quantize and self.format != "fp8"
             _want(not others or fmt.fits_warps(self.hidden), f"hidden={self.hidden}: rows that a pass casts")
             sent = fmt.row_bytes(self.hidden) if self.quantize else row
