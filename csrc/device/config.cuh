@@ -82,13 +82,14 @@ struct DispatchConfig {
         return tokens;
     }
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
-    // Of rows that `quantize` casts: columns that share a scale, scales of a row, and bytes of so many values.
+    // Of rows that `quantize` casts: columns that share a scale (0: all rows), scales of so many columns and of a row, and bytes of values.
     MOECOMM_BOTH constexpr i32 group() const { return group_of(format); }
-    MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, group()); }
+    MOECOMM_BOTH constexpr i32 scales_of(i32 columns) const { return group() == 0 ? 0 : ceil_div(columns, group()); }
+    MOECOMM_BOTH constexpr i32 row_scales() const { return scales_of(hidden); }
     MOECOMM_BOTH constexpr i32 value_bytes(i32 columns) const { return is_e2m1(format) ? columns / 2 : columns; }
     MOECOMM_BOTH constexpr i32 packet_columns() const { return packet_row_bytes / value_bytes(2) * 2; }
     // Words for the scales of a row while it is cast. Those of fp8 have a word each, also where they are bytes.
-    MOECOMM_BOTH constexpr i32 scale_words() const { return casts_to_fp8() ? row_scales() : ceil_div(scale_bytes, 4); }
+    MOECOMM_BOTH constexpr i32 scale_words() const { return casts_to_fp8() ? row_scales() : ceil_div(scale_bytes + 1, 4); }
     MOECOMM_BOTH constexpr bool casts_to_fp8() const { return quantize && format == Format::fp8; }
     MOECOMM_BOTH constexpr i32 scale_size() const {
         if (format != Format::fp8) return format == Format::int8_group ? 4 : 1;

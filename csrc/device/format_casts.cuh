@@ -159,16 +159,16 @@ MOECOMM_FN void store_scale(void* scales, i64 nth, const ValueScale& scale) {
     }
 }
 
-// Called by all lanes of a warp. Cast `columns` columns at `from`, complete groups of them, to values at `to` and a scale for each group at
-// `scales`, all in shared memory that the warp may access. Orders no memory, and can't fail.
+// Called by all lanes of a warp. Cast `columns` columns at `from`, complete groups of them, to values at `to` and a scale for each group,
+// if it has one, at `scales`, all in shared memory that the warp may access. Orders no memory, and can't fail.
 //
 // A lane casts 16 columns, those of a step next to those of its neighbors. Where these are 32 bytes, every second four lanes read the upper
 // half first: no two of the eight lanes that are served together then want the same bank. `steps` steps are interleaved.
 template <Type type, Format format, i32 columns, i32 steps>
 MOECOMM_FN void cast_columns(u8* to, const u8* from, u8* scales, const GlobalScale& given) {
-    constexpr i32 group = group_of(format), lanes = group / kPieceColumns, of_step = kWarp * kPieceColumns;
+    constexpr i32 group = group_of(format), lanes = group == 0 ? 1 : group / kPieceColumns, of_step = kWarp * kPieceColumns;
     constexpr i32 vectors = sizeof(Piece<type>) / 16, words = kPieceColumns * bits_of(format) / 32;
-    static_assert(group != 0 && columns % group == 0 && columns % kPieceColumns == 0);
+    static_assert(!is_scaled_by_row(format) && columns % (lanes * kPieceColumns) == 0);
     const i32 half = vectors == 2 ? lane_id() / 4 % 2 : 0;
 #pragma unroll 1
     for (i32 begin = 0; begin < columns; begin += steps * of_step) {
@@ -187,8 +187,10 @@ MOECOMM_FN void cast_columns(u8* to, const u8* from, u8* scales, const GlobalSca
             }
         }
 #pragma unroll
-        for (i32 s = 0; s < steps; ++s)
-            scale[s] = value_scale<format>(largest_in_group<type, lanes>(largest_magnitudes<type>(piece[s])), given);
+        for (i32 s = 0; s < steps; ++s) {
+            const float amax = group == 0 ? 0.0f : largest_in_group<type, lanes>(largest_magnitudes<type>(piece[s]));
+            scale[s] = value_scale<format>(amax, given);
+        }
 #pragma unroll
         for (i32 s = 0; s < steps; ++s) {
             u32 out[words];
@@ -201,7 +203,9 @@ MOECOMM_FN void cast_columns(u8* to, const u8* from, u8* scales, const GlobalSca
                 *reinterpret_cast<uint4*>(values) =
                     half != 0 ? make_uint4(out[2], out[3], out[0], out[1]) : make_uint4(out[0], out[1], out[2], out[3]);
             }
-            if (lane_id() % lanes == 0) store_scale<format>(scales, column(s) / group, scale[s]);
+            if constexpr (group != 0) {
+                if (lane_id() % lanes == 0) store_scale<format>(scales, column(s) / group, scale[s]);
+            }
         }
     }
 }

@@ -213,8 +213,9 @@ struct DispatchCall {
         return min(static_cast<i32>(id - cfg.ranges().first(owner)) & 0x7fffffff, cfg.ranges().count(owner) - 1);
     }
     MOECOMM_FN GlobalScale global_scale() const {
-        if constexpr (cfg.quantize && cfg.format == Format::nvfp4)
-            return GlobalScale(a.in_scales != 0 ? *reinterpret_cast<const float*>(a.in_scales) : 1.0f);
+        if constexpr (cfg.quantize && (cfg.format == Format::nvfp4 || cfg.format == Format::fp8_tensor))
+            return GlobalScale(a.in_scales != 0 ? *reinterpret_cast<const float*>(a.in_scales)
+                                                : __int_as_float(static_cast<i32>(a.in_scales_stride)));
         return {};
     }
     MOECOMM_FN float weight_at(i64 entry) const {

@@ -99,7 +99,7 @@ struct Sender {
     MOECOMM_FN void cast_piece() {
         await_piece();
         const i32 at = used % kPieces * cfg.piece_columns;
-        u8* const scales_there = scales() + at / cfg.group() * cfg.scale_size();
+        u8* const scales_there = scales() + cfg.scales_of(at) * cfg.scale_size();
         quantize_piece<cfg, cfg.piece_columns>(at, cast() + cfg.value_bytes(at), held(used), scales_there, given);
         __syncwarp();  // the ring slot is free
         ++used;
@@ -123,7 +123,7 @@ struct Sender {
         fence_async_shared();
         __syncwarp();
         store(to, 0, cast(), cfg.row_bytes);
-        store_scales(to, scales());
+        if constexpr (cfg.scale_bytes > 0) store_scales(to, scales());
         commit();
         ++done;
     }

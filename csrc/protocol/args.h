@@ -91,7 +91,7 @@ struct DispatchArgs {
     // in
     u64 x;             // [num_tokens][hidden] of in_type, rows x_stride bytes apart, 16-byte aligned
     u64 in_scales;     // bytes[num_tokens][scale_bytes], rows in_scales_stride apart; 0 if the caller gives no scales. Where rows are
-                       // cast: f32[1], the global scale; 0: 1
+                       // cast: f32[1], the global scale; 0: in_scales_stride has its bits
     u64 topk_idx;      // i32 or i64 [num_tokens][topk], contiguous; 0 when `repeat`
     u64 topk_weights;  // f32[num_tokens][topk], contiguous; 0: every weight is 1
     i64 x_stride, in_scales_stride;

@@ -10,6 +10,8 @@ namespace {
 
 constexpr DLDataType kInt32{0, 32, 1}, kInt64{0, 64, 1}, kUInt8{1, 8, 1}, kFloat32{2, 32, 1}, kFloat8{10, 8, 1};
 
+constexpr i32 kOnHost = 1;  // DLPack's kDLCPU
+
 // True if rows are cast to a format whose rows arrive as bytes.
 bool casts_to_bytes(const DispatchArgs& args) { return args.quantize > 1; }
 
@@ -124,7 +126,9 @@ std::optional<DispatchArgs> DispatchPlan::with_inputs(const DispatchInputs& in) 
     args->x = address_of(*in.x);
     args->x_stride = pitch_of(*in.x);
     args->num_tokens = tokens;
-    if (in.scales != nullptr) {
+    if (in.scales != nullptr && args_.quantize != 0 && scales_.device().device_type == kOnHost) {
+        args->in_scales_stride = *reinterpret_cast<const u32*>(address_of(*in.scales));
+    } else if (in.scales != nullptr) {
         args->in_scales = address_of(*in.scales);
         args->in_scales_stride = pitch_of(*in.scales);
     }

@@ -92,8 +92,9 @@ class Format(NamedTuple):
         return -(-size // 4) * 4
 
     def fits_warps(self, hidden: int) -> bool:
-        """Return whether warps cast rows of so many columns: scales are of groups, which are complete."""
-        return isinstance(self.group, int) and hidden % max(self.group, _WARP_COLUMNS) == 0
+        """Return whether warps cast rows of so many columns: groups are complete, and no scale is of a whole row."""
+        group = self.group if isinstance(self.group, int) else 1
+        return self.group != "row" and hidden % max(group, _WARP_COLUMNS) == 0
 
     def scales_as(self, scale_format: ScaleFormat) -> torch.dtype | None:
         """Return the dtype of scales with this `scale_format`, which fp8 alone has a choice of."""

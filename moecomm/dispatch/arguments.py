@@ -26,7 +26,9 @@ class Tensors:
     """The tensors of a dispatch, checked, and a function that turns torch tensors into the caller's kind of arrays."""
 
     x: torch.Tensor
-    scales: torch.Tensor | None  # of x; of rows that is_cast_to_bytes(): their global scale, float32 [1, 1]
+    scales: (
+        torch.Tensor | None
+    )  # of x; of rows that is_cast_to_bytes(): their global scale [1, 1], there or on the host
     topk_idx: torch.Tensor | None  # None: a handle has the routing
     topk_weights: torch.Tensor | None
     back: Callable[[torch.Tensor], Any] | None
@@ -88,8 +90,8 @@ def travel_as_bytes(options: Options, x: torch.Tensor) -> bool:
 
 def scale_dtype(options: Options, like: Tensors) -> torch.dtype | None:
     """The dtype of the scales that arrive; None without scales."""
-    if is_cast_to_bytes(options, like.x):
-        return torch.uint8
+    if options.quantize is not None and is_cast_to_bytes(options, like.x):
+        return None if formats.FORMATS[options.quantize].scales is None else torch.uint8
     if options.quantize is None or like.x.dtype is torch.uint8:
         return None if like.scales is None else like.scales.dtype
     if options.scale_format == "fp32":

@@ -133,7 +133,7 @@ def _cast(
 def _checked_scale(
     rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
 ) -> float | torch.Tensor | None:
-    """Check rows that are cast, and return their global scale; None: they have none, or it is 1."""
+    """Check rows that are cast, and return the global scale that formats.check() has."""
     if scales is not None:
         raise BadInput("quantize", "scales beside it", f"{rounds.dtype} rows alone")
     check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
@@ -143,7 +143,7 @@ def _checked_scale(
         if error.argument != "global_scale":
             raise
         raise BadInput("x_global_scale", error.got, error.want) from None
-    return None if global_scale is None else given
+    return given
 
 
 def _casts_on_the_way(rounds: Rounds, name: str) -> bool:
@@ -158,48 +158,40 @@ def _left_to_cast(
     """Do pack() for rows that the executor casts."""
     given = _checked_scale(rounds, options, x, scales, global_scale)
     _check_alignment(options)
-    if isinstance(given, float):
-        given = _one_value(given, rounds.device)
+    scale = _on_host(given) if isinstance(given, float) else given
     x = x.detach()
     if not _are_rows(x, ROW_ALIGNMENT):
         x = x.clone(memory_format=torch.contiguous_format)
     payload = _cast_payload(str(options.quantize), rounds.hidden, options.scale_layout)
-    _check_swizzled(payload)
-    return x, None if given is None else given.view(1, 1), payload
+    _check_layout(payload)
+    return x, None if scale is None else scale.view(1, 1), payload
 
 
 @functools.lru_cache(maxsize=64)
 def _cast_payload(name: str, hidden: int, layout: ScaleLayout) -> Payload:
     fmt = formats.FORMATS[name]
-    assert fmt.scales is not None
-    x, scales = (fmt.value_columns(hidden),), (fmt.scale_columns(hidden),)
-    return Payload(Part(0, x, fmt.values), Part(0, scales, fmt.scales), (), layout)
-
-
-def _one_value(value: float, device: torch.device) -> torch.Tensor:
-    """Return a tensor that nobody writes.  What a capture allocates is filled when its graph replays."""
-    if device.type != "cuda":
-        return torch.full((1,), value)
-    if torch.cuda.is_current_stream_capturing():
-        return torch.full((1,), value, device=device)
-    return _kept_value(value, device, torch.cuda.current_stream(device).cuda_stream)
+    scales = None if fmt.scales is None else Part(0, (fmt.scale_columns(hidden),), fmt.scales)
+    return Payload(Part(0, (fmt.value_columns(hidden),), fmt.values), scales, (), layout)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_value(value: float, device: torch.device, stream: int) -> torch.Tensor:
-    """Return a tensor for the calls on one stream, which then wait for nothing."""
-    return torch.full((1,), value, device=device)
+def _on_host(value: float) -> torch.Tensor:
+    """Return a tensor that nobody writes: the executor reads it when the call is made."""
+    return torch.full((1, 1), value, dtype=torch.float32, device="cpu")
 
 
 def as_they_travel(
     options: Options, x: torch.Tensor, global_scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return rows and scales as bytes, as an executor sends them that casts rows on the way."""
-    fmt = formats.FORMATS[str(options.quantize)]
-    rows, scales = quantize_rows.cast(x, str(options.quantize), global_scale=global_scale)
-    assert scales is not None and fmt.scales is not None
-    beside = Part(0, (fmt.scale_columns(x.shape[1]),), fmt.scales)
-    return rows.view(RAW), _side_by_side([scales], [beside], fmt.scale_bytes(x.shape[1]), 1)
+    name, hidden = str(options.quantize), x.shape[1]
+    on_host = global_scale is not None and global_scale.device.type == "cpu"
+    given = global_scale.item() if global_scale is not None and on_host else global_scale
+    rows, scales = quantize_rows.cast(x, name, global_scale=given)
+    part = _cast_payload(name, hidden, "row").scales
+    if scales is None or part is None:
+        return rows.view(RAW), None
+    return rows.view(RAW), _side_by_side([scales], [part], formats.FORMATS[name].scale_bytes(hidden), 1)
 
 
 def _packed(
@@ -217,8 +209,6 @@ def _packed(
     most = rounds.hidden * rounds.dtype.itemsize
     if (width := x.shape[1] * x.element_size()) > most or width == 0:
         raise BadInput("x", f"rows of {width} bytes", f"1 to {most}, those of hidden = {rounds.hidden} {rounds.dtype}")
-    if options.scale_layout != "row" and scales is None:
-        raise BadInput("scale_layout", repr(options.scale_layout), "scales: given, or those of quantize=")
     parts, at, unit = [], 0, ROW_ALIGNMENT if len(tensors) > 1 else _WORD
     for tensor in tensors:
         parts.append(part := Part(at, tuple(tensor.shape[1:]), tensor.dtype))
@@ -231,7 +221,7 @@ def _packed(
         tuple(parts[1:] if scales is not None else parts),
         options.scale_layout,
     )
-    _check_swizzled(payload)
+    _check_layout(payload)
     beside = _side_by_side(tensors, parts, at, 1) if tensors else None
     wide = -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT
     return _side_by_side([x], [payload.x], wide, ROW_ALIGNMENT), beside, payload
@@ -242,7 +232,9 @@ def _check_alignment(options: Options) -> None:
         raise BadInput("expert_alignment", options.expert_alignment, f"at most {MOST_BYTES_ALIGNMENT} for such rows")
 
 
-def _check_swizzled(payload: Payload) -> None:
+def _check_layout(payload: Payload) -> None:
+    if payload.scale_layout != "row" and payload.scales is None:
+        raise BadInput("scale_layout", repr(payload.scale_layout), "scales: given, or those of quantize=")
     if payload.scale_layout == "swizzled" and payload.scales is not None and payload.scales.dtype.itemsize != 1:
         raise BadInput("scale_layout", f"'swizzled' of {payload.scales.dtype}", "scales of 1 byte")
 

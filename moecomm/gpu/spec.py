@@ -117,9 +117,9 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
     how = {}
     if spec.quantize:
         fmt = formats.FORMATS[spec.format]
-        assert isinstance(fmt.group, int) and fmt.scales is not None
-        scale_size = (4, 1)[spec.scale_format] if spec.format == "fp8" else fmt.scales.itemsize
-        how = {"scale_size": scale_size, "group_bytes": fmt.row_bytes(fmt.group)}
+        if isinstance(fmt.group, int) and fmt.scales is not None:
+            scale_size = (4, 1)[spec.scale_format] if spec.format == "fp8" else fmt.scales.itemsize
+            how = {"scale_size": scale_size, "group_bytes": fmt.row_bytes(fmt.group)}
     return packets.of_dispatch(spec.row_bytes, spec.scale_bytes, spec.topk, **how)
 
 

@@ -193,7 +193,7 @@ ON_THE_WAY = [  # `caught_by`: how rows travel, and a format
             "cast_columns<cfg.type, cfg.format, most, steps>",
             "packets nvfp4",
         ),
-        ("no global scale", "dispatch/call.cuh", "a.in_scales != 0 ? *", "false ? *", "packets nvfp4"),
+        ("no global scale", "dispatch/call.cuh", "static_cast<i32>(a.in_scales_stride)", "0x3f800000", "packets nvfp4"),
         (
             "scales are bytes",
             "device/config.cuh",

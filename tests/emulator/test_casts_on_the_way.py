@@ -97,7 +97,9 @@ def tensors(routed: Any) -> list[torch.Tensor]:
     else:
         used = torch.arange(len(rows)) < int(routed.num_rows)
     used = used & (src[..., 0] >= 0)
-    kept = [t.view(_BITS[t.itemsize])[used] for t in (rows, scales) if t.shape[: used.ndim] == used.shape]
+    kept = [
+        t.view(_BITS[t.itemsize])[used] for t in (rows, scales) if t is not None and t.shape[: used.ndim] == used.shape
+    ]
     return [src[used], *kept]
 
 
@@ -105,7 +107,7 @@ def tensors(routed: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_and_scales(name: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     x = [values(17, HIDDEN, 0), values(23, HIDDEN, 1)]
-    scale = torch.full((1,), 0.01) if name == "nvfp4" else None
+    scale = torch.full((1,), 0.01) if formats.FORMATS[name].takes_global else None
     check_rounds(machine, monkeypatch, way, name, x, scale, layout="expert")
 
 
@@ -114,11 +116,12 @@ def test_rows_and_scales(name: str, way: str, machine: Machine, monkeypatch: pyt
 @pytest.mark.parametrize("name", few(NAMES, "nvfp4"))
 def test_layouts(name: str, layout: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also rows of one group, or little more, and scales that fill no word."""
-    group = formats.FORMATS[name].group
-    assert isinstance(group, int)
+    group = cases.group_of(name)
+    scale = 0.01 if name == "fp8_tensor" else None
     for hidden, by in ((max(group, 32), "row"), (max(group, 32) * 3, "column")):
         x = [values(17, hidden, 0), values(23, hidden, 1)]
-        check_rounds(machine, monkeypatch, way, name, x, layout=layout, scale_layout=by)
+        by = by if formats.FORMATS[name].scales is not None else "row"
+        check_rounds(machine, monkeypatch, way, name, x, scale, layout=layout, scale_layout=by)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -126,7 +129,9 @@ def test_layouts(name: str, layout: str, way: str, machine: Machine, monkeypatch
 def test_rows_of_other_types(name: str, dtype: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that do not begin at multiples of 16 bytes are copied first."""
     x = [values(9, 1152, 0, dtype), values(5, 1153, 1, dtype)[:, 1:]]
-    check_rounds(machine, monkeypatch, "rows", name, x, 0.3 if name == "nvfp4" else None, layout="expert")
+    check_rounds(
+        machine, monkeypatch, "rows", name, x, 0.3 if formats.FORMATS[name].takes_global else None, layout="expert"
+    )
 
 
 @pytest.mark.parametrize("step", few((1, 61), 61))

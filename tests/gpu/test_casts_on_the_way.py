@@ -18,10 +18,15 @@ pytestmark = pytest.mark.gpu1
 NAMES = tuple(name for name, fmt in formats.FORMATS.items() if name != "fp8" and fmt.fits_warps(128))
 
 
+def group_of(name: str) -> int:
+    """Return the columns that share a scale; of a scale of all, any number."""
+    group = formats.FORMATS[name].group
+    return group if isinstance(group, int) else 16
+
+
 def each_bf16_in_a_group(name: str, hidden: int, bits: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield rows in which each value is in a group of its own: alone, and beside others."""
-    group = formats.FORMATS[name].group
-    assert isinstance(group, int)
+    group = group_of(name)
     bits = torch.nn.functional.pad(bits, (0, -len(bits) % (hidden // group))).to(torch.uint16).view(torch.bfloat16)
     for column, others in ((0, [0.0]), (5, [1.7, -0.3]), (10, [1e30, -7e28]), (15, [1e-30, -1e-38, 0.0])):
         x = torch.tensor(others).bfloat16().repeat(group)[:group].repeat(len(bits), 1)
@@ -31,7 +36,22 @@ def each_bf16_in_a_group(name: str, hidden: int, bits: torch.Tensor) -> Iterator
 
 def global_scales(name: str, device: str) -> tuple[float | torch.Tensor | None, ...]:
     """Return global scales of the format."""
+    if name == "fp8_tensor":
+        return 0.37, torch.full((1,), 1e-30, device=device)
     return (None, 1234.5, torch.full((1,), 3e38, device=device)) if name == "nvfp4" else (None,)
+
+
+def in_use(routed: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the first rows, and their scales."""
+    return routed.x[:rows], None if routed.scales is None else routed.scales[:rows]
+
+
+def of_rows(
+    cast: tuple[torch.Tensor, torch.Tensor | None], rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return some of the rows, and their scales."""
+    values, scales = cast
+    return values[rows], None if scales is None else scales[rows]
 
 
 @pytest.mark.timeout(300)
@@ -47,8 +67,8 @@ def test_every_bf16(name: str, tokens: int) -> None:
                     routed = buffer.dispatch(some.cuda(), ids, quantize=name, x_global_scale=there)  # type: ignore[call-overload]
                     buffer.check()
                     assert routed.args.quantize > 1
-                    rows = int(routed.num_rows)
-                    check_cast((routed.x[:rows], routed.scales[:rows]), formats.quantize(some, name, global_scale=here))
+                    made = in_use(routed, int(routed.num_rows))
+                    check_cast(made, formats.quantize(some, name, global_scale=here))
 
 
 @pytest.mark.timeout(300)
@@ -61,7 +81,7 @@ def test_graphs_and_repeats(name: str, layout: str) -> None:
     x, scale = torch.randn(300, 7168, generator=g).bfloat16(), None
     ids = torch.rand(300, 4, generator=g).argsort(dim=1)[:, :2].cuda()
     there = x.cuda()
-    if name == "nvfp4":
+    if formats.FORMATS[name].takes_global:
         scale = torch.full((1,), 3.0, device="cuda")
     with moecomm.Buffer("self", **sizes, backend="lsa") as buffer:
         call: dict[str, Any] = {"quantize": name, "x_global_scale": scale}
@@ -82,12 +102,13 @@ def test_graphs_and_repeats(name: str, layout: str) -> None:
             wanted, rows = formats.quantize(x * factor, name, global_scale=given), int(routed.num_rows)
             tokens = routed.src[:rows, 1].cpu().long()
             for made, order in ((routed, tokens), (again, 299 - tokens)):
-                check_cast((made.x[:rows], made.scales[:rows]), tuple(part[order] for part in wanted))
+                check_cast(in_use(made, rows), of_rows(wanted, order))
         if name == "nvfp4":
             shifted = torch.cat((torch.zeros(1), x.flatten())).bfloat16().cuda()[1:].view(300, 7168)
             routed = buffer.dispatch(shifted, ids, layout=layout, quantize="nvfp4", x_global_scale=0.7)  # type: ignore[call-overload]
             tokens = routed.src[:, 1].cpu().long()
-            check_cast((routed.x, routed.scales), tuple(p[tokens] for p in formats.quantize(x, name, global_scale=0.7)))
+            wanted = formats.quantize(x, name, global_scale=0.7)
+            check_cast((routed.x, routed.scales), of_rows(wanted, tokens))
 
 
 @pytest.mark.timeout(300)
@@ -103,7 +124,7 @@ def test_verified_rounds(name: str) -> None:
                     "x": torch.randn(tokens, 1024, generator=g).bfloat16().cuda(),
                     "topk_idx": torch.rand(tokens, 4, generator=g).argsort(dim=1)[:, :2].cuda(),
                     "quantize": name,
-                    "x_global_scale": 2.5 if name == "nvfp4" else None,
+                    "x_global_scale": 2.5 if formats.FORMATS[name].takes_global else None,
                 }
                 for tokens in (40, 13)
             ]
