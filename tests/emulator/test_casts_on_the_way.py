@@ -11,7 +11,7 @@ import torch
 
 from moecomm.backends import host
 from moecomm.base import formats, packets
-from moecomm.testing import LocalBuffers
+from moecomm.testing import LocalBuffers, check_case
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_dispatch
 
@@ -19,6 +19,7 @@ from ..few import few
 from ..gpu import test_casts_on_the_way as cases
 from ..gpu.test_casts_on_the_way import NAMES
 from ..gpu.test_plain_kernels import check_cast
+from ..gpu.test_virtual_ranks import packet_room
 from .machine import Machine
 from .test_kernels import DOMAINS
 from .test_kernels import pytestmark as of_emulator
@@ -156,6 +157,23 @@ def check_every_bf16(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: st
             finally:
                 machine.forget()
             check_cast((routed.x, routed.scales), formats.quantize(x, name, global_scale=scale))
+
+
+@pytest.mark.parametrize("cases_of_each", few((1, 8), 1))
+@pytest.mark.parametrize("sizes", cases.SIZES[:3], ids=["rows", "packets", "domains"])
+def test_random_cases(
+    sizes: dict[str, Any], cases_of_each: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    monkeypatch.setattr(host, "packet_bytes", packet_room(sizes))
+    with LocalBuffers(**sizes, backend="host") as ranks:
+        for buffer in ranks.buffers:
+            monkeypatch.setattr(buffer.rounds.session, "casts_formats", True)
+        try:
+            for number, name in itertools.product(range(cases_of_each), NAMES):
+                check_case(ranks, cases.cast_case(number, sizes, name))
+        finally:
+            machine.forget()
 
 
 @pytest.mark.parametrize("hidden", [1024, 1040])

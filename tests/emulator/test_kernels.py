@@ -50,8 +50,6 @@ def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, direct: str,
         monkeypatch.setattr(host, "direct_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (direct == "some"))
     with LocalBuffers(**DOMAINS, **sizes, backend="host") as ranks:
         wrap_after(ranks, cases, kernels=True)
-        for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.rounds.session, "casts_formats", True)
         try:
             for seed in range(cases):
                 check_case(ranks, random_case(seed, ranks=DOMAINS["ranks"], **sizes, few_kernels=True))
@@ -142,7 +140,6 @@ def test_random_cases_in_one_domain(
         wrap_after(ranks, cases, kernels=True)
         for rank, buffer in enumerate(ranks.buffers):
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", str(rank) not in in_ring)
-            monkeypatch.setattr(buffer.rounds.session, "casts_formats", True)
         try:
             for seed in range(cases):
                 check_case(ranks, random_case(seed, ranks=4, **UNEVEN, few_kernels=True))

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import moecomm
-from moecomm.base import formats
-from moecomm.testing import LocalBuffers
+from moecomm.backends import lsa
+from moecomm.base import formats, packets
+from moecomm.testing import Case, LocalBuffers, check_case, random_case
 
 from .test_plain_kernels import check_cast
+from .test_virtual_ranks import direct_bytes, of_cases, packet_room
 
 pytestmark = pytest.mark.gpu1
+# Of random cases: the first have rows, the second packets of some ranks, the last two rows of several pieces.
+SIZES: list[dict[str, Any]] = [
+    {"ranks": 2, "hidden": 128, "num_experts": 4, "topk": 2, "max_tokens": 40, "dtype": torch.float16},
+    {"ranks": 4, "hidden": 256, "num_experts": 15, "topk": 6, "max_tokens": 50, "dtype": torch.bfloat16},
+    {"ranks": 4, "hidden": 384, "num_experts": 8, "topk": 3, "max_tokens": 40, "dtype": torch.float32},
+    {"ranks": 2, "hidden": 7168, "num_experts": 16, "topk": 4, "max_tokens": 40, "dtype": torch.bfloat16},
+    {"ranks": 4, "hidden": 2688, "num_experts": 8, "topk": 3, "max_tokens": 40, "dtype": torch.bfloat16},
+]
+SIZES[2]["domain_ranks"] = SIZES[4]["domain_ranks"] = 2
 NAMES = tuple(name for name, fmt in formats.FORMATS.items() if name != "fp8" and fmt.fits_warps(128))
 
 
@@ -131,3 +145,32 @@ def test_verified_rounds(name: str) -> None:
             routed = ranks.dispatch(calls)
             ranks.check()
             assert all(here.args.quantize > 1 for here in routed)
+
+
+def cast_case(number: int, sizes: dict[str, Any], name: str) -> Case:
+    """Return a random case whose rows are cast on the way."""
+    rng = random.Random(f"cast {number}")
+    drawn = (
+        random_case(seed, **of_cases(sizes), few_kernels=True, payloads=False) for seed in itertools.count(100 * number)
+    )
+    case = next(case for case in drawn if case.scales is None and case.x[0].dtype is sizes["dtype"])
+    layouts: list[Any] = ["row", "row", "column", "swizzled"]
+    scales = formats.FORMATS[name].scales
+    layout = "row" if scales is None else rng.choice(layouts if scales.itemsize == 1 else layouts[:3])
+    return replace(case, quantize=name, scale_format="fp32", scale_layout=layout)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "sizes", SIZES, ids=lambda s: f"R{s['ranks']}-L{s.get('domain_ranks', s['ranks'])}-H{s['hidden']}"
+)
+def test_random_cases(
+    sizes: dict[str, Any], name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packets, "room", packet_room(sizes))
+    monkeypatch.setattr(lsa, "direct_bytes", direct_bytes)
+    first, cases = request.config.getoption("--seed") * 1_000_000, request.config.getoption("--gpu-cases") // 50
+    with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20) as ranks:
+        for number in range(first, first + cases):
+            check_case(ranks, cast_case(number, sizes, name))
