@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from moecomm.backends import host
 from moecomm.base import formats, packets
+from moecomm.gpu import jit, limits
 from moecomm.testing import LocalBuffers, check_case
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_dispatch
@@ -157,6 +159,34 @@ def check_every_bf16(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: st
             finally:
                 machine.forget()
             check_cast((routed.x, routed.scales), formats.quantize(x, name, global_scale=scale))
+
+
+@pytest.mark.parametrize("way", ["rows", "packets"])
+def test_rings_of_one_piece(way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with thousands of experts, whose counters leave no more room."""
+    fields = jit.block_fields
+    monkeypatch.setattr(jit, "block_fields", lambda spec: {**fields(spec), "ring_slots": 1})
+    check_rounds(machine, monkeypatch, way, "nvfp4", [values(17, HIDDEN, 0), values(23, HIDDEN, 1)], layout="flat")
+
+
+def test_every_kernel_fits_that_limits_allow() -> None:
+    for (ranks, hidden, kind), name in itertools.product(itertools.product((4, 64), (7168, 16384), (0, 2)), NAMES):
+        experts, fmt = limits.most_experts(ranks, 8, hidden, kind), formats.FORMATS[name]
+        spec = jit.KernelSpec(
+            op="dispatch",
+            ranks=ranks,
+            experts=experts,
+            topk=8,
+            hidden=hidden,
+            layout=1,
+            type=kind,
+            quantize=True,
+            format=name,
+            row_bytes=fmt.row_bytes(hidden),
+            scale_bytes=fmt.scale_bytes(hidden),
+        )
+        jit.block_fields(spec)
+        jit.block_fields(replace(spec, packets=True))
 
 
 @pytest.mark.parametrize("cases_of_each", few((1, 8), 1))
