@@ -150,6 +150,7 @@ PARTS: dict[str, list[Step]] = {
     ],
     "fp8": [
         one("casts", 60, "tests/gpu/test_casts.py", random=False),
+        one("casts-on-the-way", 300, "tests/gpu/test_casts_on_the_way.py"),
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
         one("moe-fp8", 700, "tests/gpu/test_moe_fp8.py"),
         Step("moe2-fp8", 500, ("tests/gpu/test_moe_fp8.py", "-m", "gpu2"), gpus=2, random=True),

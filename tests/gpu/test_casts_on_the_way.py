@@ -28,6 +28,7 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 2, "hidden": 7168, "num_experts": 16, "topk": 4, "max_tokens": 40, "dtype": torch.bfloat16},
     {"ranks": 4, "hidden": 2688, "num_experts": 8, "topk": 3, "max_tokens": 40, "dtype": torch.bfloat16},
 ]
+SHARE = 50  # of so many random cases, each of these sizes and formats gets one
 SIZES[2]["domain_ranks"] = SIZES[4]["domain_ranks"] = 2
 NAMES = tuple(name for name, fmt in formats.FORMATS.items() if name != "fp8" and fmt.fits_warps(128))
 
@@ -170,7 +171,7 @@ def test_random_cases(
 ) -> None:
     monkeypatch.setattr(packets, "room", packet_room(sizes))
     monkeypatch.setattr(lsa, "direct_bytes", direct_bytes)
-    first, cases = request.config.getoption("--seed") * 1_000_000, request.config.getoption("--gpu-cases") // 50
+    first, cases = request.config.getoption("--seed") * 1_000_000, request.config.getoption("--gpu-cases") // SHARE
     with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20) as ranks:
         for number in range(first, first + cases):
             check_case(ranks, cast_case(number, sizes, name))
