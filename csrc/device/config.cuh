@@ -82,10 +82,9 @@ struct DispatchConfig {
         return tokens;
     }
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
-    // Of rows that `quantize` casts: columns that share a scale (0: all rows), scales of so many columns and of a row, and bytes of values.
-    MOECOMM_BOTH constexpr i32 group() const { return group_of(format); }
-    MOECOMM_BOTH constexpr i32 scales_of(i32 columns) const { return group() == 0 ? 0 : ceil_div(columns, group()); }
-    MOECOMM_BOTH constexpr i32 row_scales() const { return scales_of(hidden); }
+    // Of rows that `quantize` casts: columns that share a scale (without scales: those of a row), scales of a row, and bytes of values.
+    MOECOMM_BOTH constexpr i32 group() const { return group_of(format) == 0 ? hidden : group_of(format); }
+    MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, group()); }
     MOECOMM_BOTH constexpr i32 value_bytes(i32 columns) const { return is_e2m1(format) ? columns / 2 : columns; }
     MOECOMM_BOTH constexpr i32 packet_columns() const { return packet_row_bytes / value_bytes(2) * 2; }
     // Words for the scales of a row while it is cast. Those of fp8 have a word each, also where they are bytes.

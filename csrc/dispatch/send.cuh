@@ -99,7 +99,7 @@ struct Sender {
     MOECOMM_FN void cast_piece() {
         await_piece();
         const i32 at = used % kPieces * cfg.piece_columns;
-        u8* const scales_there = scales() + cfg.scales_of(at) * cfg.scale_size();
+        u8* const scales_there = scales() + at / cfg.group() * cfg.scale_size();
         quantize_piece<cfg, cfg.piece_columns>(at, cast() + cfg.value_bytes(at), held(used), scales_there, given);
         __syncwarp();  // the ring slot is free
         ++used;
