@@ -206,6 +206,21 @@ def test_random_cases(
             machine.forget()
 
 
+def test_tensors_in_one_step() -> None:
+    """Those of a plan, which adapters read, have the bytes that a payload reads."""
+    with LocalBuffers(ranks=1, hidden=64, num_experts=2, topk=1, max_tokens=8, backend="host") as ranks:
+        (buffer,) = ranks.buffers
+        buffer.rounds.session.casts_formats = True
+        x, ids = torch.ones(8, 64).bfloat16(), torch.zeros(8, 1, dtype=torch.int64)
+        for layout, sizes in (("flat", (8,)), ("expert", (8,)), ("batched", (2, 8))):
+            routed = prepare_dispatch(buffer, x, ids, layout=layout, quantize="nvfp4")
+            rows, scales = getattr(routed.plan, f"{layout}_tensors")(routed)[:2]
+            assert rows.dtype == torch.uint8 and rows.shape[:-1] == sizes and rows.shape[-1] == 32
+            assert layout == "batched" or (scales.dtype == torch.uint8 and scales.shape == (8, 4))
+            assert routed.plan.tensor("x", routed).data_ptr() == rows.data_ptr()
+            assert str([*sizes, 32]) in repr(routed)
+
+
 @pytest.mark.parametrize("hidden", [1024, 1040])
 def test_what_keeps_the_pass(hidden: int) -> None:
     """Incomplete groups, scales of a whole row or of all, and rows with extras."""
