@@ -227,7 +227,8 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
     def __repr__(self) -> str:
         plan, args = self.plan, self.args
         scales = "" if plan.scales_dtype is None else f", scales {plan.scales_dtype}"
-        shape = [*plan.rows_shape(args), args.hidden]
+        columns = args.row_bytes if plan.x_dtype is torch.uint8 else args.hidden
+        shape = [*plan.rows_shape(args), columns]
         return (
             f"<moecomm.Routed layout={plan.layout!r}, x {shape} {plan.x_dtype}{scales}, {plan.device}, "
             f"{_state(self.handle.rounds, args)}>"

@@ -1,6 +1,7 @@
 // Compile-time configuration of a kernel. moecomm/gpu/jit.py writes one of these structs, with named fields, before each kernel.
 #pragma once
 #include "../protocol/slots.h"
+#include "format.cuh"
 
 namespace moecomm {
 
@@ -32,7 +33,8 @@ struct DispatchConfig {
     i32 scale_bytes;  // of a row of scales, 0 without
     bool scale_columns;
     bool quantize;
-    ScaleFormat scale_format;  // of the scales that `quantize` makes
+    ScaleFormat scale_format;     // of the scales that `quantize` makes in Format::fp8
+    Format format = Format::fp8;  // that `quantize` casts to
     bool repeat;
     bool descriptors;  // travel in place of rows (descriptors.cuh)
     bool placed;       // Context::placed
@@ -82,8 +84,16 @@ struct DispatchConfig {
         return tokens;
     }
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
-    MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, kQuantGroup); }
+    // Of rows that `quantize` casts: columns that share a scale (without scales: those of a row), scales of a row, and bytes of values.
+    MOECOMM_BOTH constexpr i32 group() const { return group_of(format) == 0 ? hidden : group_of(format); }
+    MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, group()); }
+    MOECOMM_BOTH constexpr i32 value_bytes(i32 columns) const { return is_e2m1(format) ? columns / 2 : columns; }
+    MOECOMM_BOTH constexpr i32 packet_columns() const { return packet_row_bytes / value_bytes(2) * 2; }
+    // Words for the scales of a row while it is cast. Those of fp8 have a word each, also where they are bytes.
+    MOECOMM_BOTH constexpr i32 scale_words() const { return casts_to_fp8() ? row_scales() : ceil_div(scale_bytes + 1, 4); }
+    MOECOMM_BOTH constexpr bool casts_to_fp8() const { return quantize && format == Format::fp8; }
     MOECOMM_BOTH constexpr i32 scale_size() const {
+        if (format != Format::fp8) return format == Format::int8_group ? 4 : 1;
         return scale_format == ScaleFormat::fp32 ? 4 : 1;
     }  // bytes of a scale that `quantize` makes
 };

@@ -1,8 +1,7 @@
-// Cast of rows to e4m3 by warps, and of registers to int8 as well, one scale for 128 columns. All lanes of one warp call each function, on
-// shared memory that the warp may read; no function orders memory or can fail.
+// Cast of rows by warps: to e4m3 with one scale for 128 columns, of registers to int8 as well, or for a dispatch to any format. All lanes
+// of one warp call each function, on shared memory that the warp may read; no function orders memory or can fail.
 #pragma once
-#include "cast.cuh"
-#include "lanes.cuh"
+#include "format_casts.cuh"
 
 namespace moecomm {
 
@@ -120,12 +119,18 @@ MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales) {
         quantize_columns<type, format, rest, steps>(to, from, scales);
     }
 }
-// quantize_piece for a dispatch.
+// quantize_piece for a dispatch, in its format. `given`: the global scale of formats that take one.
 template <DispatchConfig cfg, i32 most>
-MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales) {
+MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales, const GlobalScale& given) {
     // Interleave as many steps as registers allow.
-    constexpr i32 steps = cfg.type == Type::fp32 || (cfg.warps() > 16 && !cfg.packets) ? 1 : 2;
-    quantize_piece<cfg.type, cfg.scale_format, cfg.hidden, most, steps>(column, to, from, scales);
+    constexpr i32 steps = cfg.type == Type::fp32 || (cfg.warps() > 16 && !cfg.packets) ? 1 : 2, rest = cfg.hidden % most;
+    if constexpr (cfg.format == Format::fp8) {
+        quantize_piece<cfg.type, cfg.scale_format, cfg.hidden, most, steps>(column, to, from, scales);
+    } else if (rest == 0 || column + most <= cfg.hidden) {
+        cast_columns<cfg.type, cfg.format, most, steps>(to, from, scales, given);
+    } else if constexpr (rest > 0) {
+        cast_columns<cfg.type, cfg.format, rest, steps>(to, from, scales, given);
+    }
 }
 
 }  // namespace moecomm

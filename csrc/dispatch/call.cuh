@@ -1,7 +1,7 @@
 // State that all steps of a dispatch share: arguments, transport, the round, and the block's shared memory.
 #pragma once
 #include "../device/bulk.cuh"
-#include "../device/cast.cuh"
+#include "../device/format_casts.cuh"
 #include "../device/lanes.cuh"
 #include "../device/launch.cuh"
 #include "../device/step_counters.cuh"
@@ -53,7 +53,7 @@ struct Source {
 // Shared memory of one send warp, where rows travel in packets: loaded pieces of rows, and the contents of packets.
 template <DispatchConfig cfg>
 struct PacketRing {
-    alignas(128) u8 raw[cfg.ring_slots][cfg.packets && cfg.quantize ? cfg.packet_row_bytes * bytes_of(cfg.type) : 16];
+    alignas(128) u8 raw[cfg.ring_slots][cfg.packets && cfg.quantize ? cfg.packet_columns() * bytes_of(cfg.type) : 16];
     alignas(128) u64 content[cfg.ring_slots][cfg.packets ? align_up(cfg.packet_lines * kLineWords, 2) : 2];
     u64 full[cfg.ring_slots];
 };
@@ -78,7 +78,7 @@ struct DispatchShared : PlacementShared<cfg> {
     // cast, the second cast buffers do.
     alignas(128) u8 ring[kSlots][kSendWarps][kMovesRows ? cfg.piece_bytes() : 16];
     PacketRing<cfg> packets[cfg.packets ? cfg.send_warps : 1];
-    alignas(128) u8 cast[kSendWarps][kCasts][cfg.quantize && kMovesRows ? cfg.hidden : 16];
+    alignas(128) u8 cast[kSendWarps][kCasts][cfg.quantize && kMovesRows ? cfg.row_bytes : 16];
     alignas(128) u8 counters[cfg.count_bytes > 0 ? cfg.count_bytes : 1];
     ReplicateRing<cfg> replicate[cfg.replicates() ? cfg.receive_warps : 1];
     u64 full[kSlots][kSendWarps];
@@ -104,7 +104,7 @@ struct DispatchShared : PlacementShared<cfg> {
     Begin begin;
     u64 masked;                                                 // the ranks that take no part: see Mask
     StepCounters<kSendWarps + cfg.metadata_warps> chunk_steps;  // chunks of this block; not signals_early(): one step for all
-    alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.hidden, kQuantGroup) : 1, 4)];
+    alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? cfg.scale_words() : 1, 4)];
 };
 
 // The tokens [first, end) of this block, which are the chunks [first_chunk, end_chunk).
@@ -232,6 +232,12 @@ struct DispatchCall {
         const u32 id = static_cast<u32>(expert_at(entry));
         if constexpr (cfg.ranges().longer() == 0) return static_cast<i32>(id % cfg.ranges().least());
         return min(static_cast<i32>(id - cfg.ranges().first(owner)) & 0x7fffffff, cfg.ranges().count(owner) - 1);
+    }
+    MOECOMM_FN GlobalScale global_scale() const {
+        if constexpr (cfg.quantize && (cfg.format == Format::nvfp4 || cfg.format == Format::fp8_tensor))
+            return GlobalScale(a.in_scales != 0 ? *reinterpret_cast<const float*>(a.in_scales)
+                                                : __int_as_float(static_cast<i32>(a.in_scales_stride)));
+        return {};
     }
     MOECOMM_FN float weight_at(i64 entry) const {
         return a.topk_weights != 0 ? reinterpret_cast<const float*>(a.topk_weights)[entry] : 1.0f;

@@ -238,8 +238,9 @@ template <class Call>
 using Moves = typename ChooseMoves<Call, Call::cfg.packets, Call::cfg.descriptors>::Type;
 
 // The most blocks that send where a token may have several rows at a rank. They fill the links, yet keep so few rows in flight that chunks
-// are complete soon. Cast rows are half as long, so fewer blocks send them. All blocks receive.
-MOECOMM_BOTH constexpr i32 replicate_senders(bool quantize) { return quantize ? 48 : 64; }
+// are complete soon. Rows cast to values of a byte are half as long, so fewer blocks send them; a cast to 4 bits takes longer. All blocks
+// receive.
+MOECOMM_BOTH constexpr i32 replicate_senders(bool casts_to_bytes) { return casts_to_bytes ? 48 : 64; }
 
 // The kernel's body, for a launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <DispatchConfig cfg, class Transport>
@@ -251,7 +252,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     if (cfg.packets) {
         c.senders = ceil_div(c.senders, 3);
     } else if (cfg.replicates()) {
-        c.senders = min(c.senders, replicate_senders(cfg.quantize));
+        c.senders = min(c.senders, replicate_senders(cfg.quantize && !is_e2m1(cfg.format)));
     }
     if (cfg.domains() > 1) c.senders = min(c.senders, ring_chunks(c.shape(), a.chunk_tokens));  // each has a place for its first chunk
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);

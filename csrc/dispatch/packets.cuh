@@ -14,7 +14,8 @@ template <class Call>
 struct Packets {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.ring_slots, kOfRow = cfg.packets_of_row() > 0 ? cfg.packets_of_row() : 1;
-    static constexpr i32 kColumns = cfg.packet_row_bytes / bytes_of(cfg.quantize ? Type::e4m3 : cfg.type);  // columns of a row in a packet
+    static constexpr i32 kColumns =
+        cfg.quantize ? cfg.packet_columns() : cfg.packet_row_bytes / bytes_of(cfg.type);  // of a row in a packet
     static constexpr i32 kScaleWord = cfg.packet_row_bytes / 8, kEntryWord = kScaleWord + cfg.packet_scale_bytes / 8;
 
     const Call& c;
@@ -22,8 +23,12 @@ struct Packets {
     i32 loaded = 0, sent = 0;  // packets of this warp
     i32 expert;                // expert of this lane's entry of the next token, -1 if none
     float weight;
+    const GlobalScale given;  // rows are cast to a format that takes one
 
-    MOECOMM_FN explicit Packets(const Call& call) : c(call), packets((call.share.end - call.share.first) * kOfRow) { look_ahead(); }
+    MOECOMM_FN explicit Packets(const Call& call)
+        : c(call), packets((call.share.end - call.share.first) * kOfRow), given(call.global_scale()) {
+        look_ahead();
+    }
 
     MOECOMM_FN static i32 nth(i32 n) { return warp_id() + n * cfg.send_warps; }
     MOECOMM_FN bool has(i32 n) const { return warp_id() < cfg.send_warps && nth(n) < packets; }
@@ -77,7 +82,7 @@ struct Packets {
         if constexpr (cfg.quantize) {
             for (i32 i = lane_id(); i < cfg.packet_scale_bytes / 4; i += kWarp) reinterpret_cast<u32*>(scales)[i] = 0;
             __syncwarp();
-            quantize_piece<cfg, kColumns>(column, content(), ring().raw[sent % kSlots], scales);
+            quantize_piece<cfg, kColumns>(column, content(), ring().raw[sent % kSlots], scales, given);
         } else if constexpr (cfg.scale_bytes > 0) {
             const i32 at = column / kColumns * cfg.packet_scale_bytes;
             const u8* given = reinterpret_cast<const u8*>(c.a.in_scales) + token * c.a.in_scales_stride + at;

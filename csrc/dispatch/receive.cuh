@@ -132,7 +132,8 @@ struct Replicator {
         }
     }
     // Each load is waited for. Of longer rows, such as those of NVFP4, the next token's are loaded before this one's are stored.
-    static constexpr bool kLoadsScalesAhead = !cfg.quantize && cfg.scale_bytes > 256 && cfg.scale_bytes <= 1024 && cfg.scale_bytes % 4 == 0;
+    static constexpr bool kLoadsScalesAhead =
+        !cfg.casts_to_fp8() && cfg.scale_bytes > 256 && cfg.scale_bytes <= 1024 && cfg.scale_bytes % 4 == 0;
     MOECOMM_FN void replicate_long_scales(i32 count) const {
         u8* scales = c.transport.template local<u8>(c.a.out_scales);
         const auto of = [&](const Cursor& at, u32 present) { return scales + row_of(at.row, __ffs(present) - 1) * cfg.scale_bytes; };

@@ -38,7 +38,9 @@ struct Sender {
     i32 done = 0, flagged = 0;  // rows of this warp; chunks that this warp has finished
     i32 early = 0;              // several domains: rows of a first pass over the tokens (scaleout_early.cuh)
 
-    MOECOMM_FN explicit Sender(const Call& call) : c(call) {}
+    const GlobalScale given;  // rows are cast to a format that takes one
+
+    MOECOMM_FN explicit Sender(const Call& call) : c(call), given(call.global_scale()) {}
 
     // The n-th token of this warp, and the number of its tokens before token `end` of the block.
     MOECOMM_FN i32 token_of(i32 n) const {
@@ -97,7 +99,8 @@ struct Sender {
     MOECOMM_FN void cast_piece() {
         await_piece();
         const i32 at = used % kPieces * cfg.piece_columns;
-        quantize_piece<cfg, cfg.piece_columns>(at, cast() + at, held(used), scales() + at / kQuantGroup * cfg.scale_size());
+        u8* const scales_there = scales() + at / cfg.group() * cfg.scale_size();
+        quantize_piece<cfg, cfg.piece_columns>(at, cast() + cfg.value_bytes(at), held(used), scales_there, given);
         __syncwarp();  // the ring slot is free
         ++used;
     }
@@ -119,8 +122,8 @@ struct Sender {
         }
         fence_async_shared();
         __syncwarp();
-        store(to, 0, cast(), cfg.hidden);
-        store_scales(to, scales());
+        store(to, 0, cast(), cfg.row_bytes);
+        if constexpr (cfg.scale_bytes > 0) store_scales(to, scales());
         commit();
         ++done;
     }

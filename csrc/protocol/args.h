@@ -100,7 +100,8 @@ struct DispatchArgs {
     Route route;
     // in
     u64 x;             // [num_tokens][hidden] of in_type, rows x_stride bytes apart, 16-byte aligned
-    u64 in_scales;     // bytes[num_tokens][scale_bytes], rows in_scales_stride apart; 0 if the caller gives no scales
+    u64 in_scales;     // bytes[num_tokens][scale_bytes], rows in_scales_stride apart; 0 if the caller gives no scales. Where rows are
+                       // cast: f32[1], the global scale; 0: in_scales_stride has its bits
     u64 topk_idx;      // i32 or i64 [num_tokens][topk], contiguous; 0 when `repeat`
     u64 topk_weights;  // f32[num_tokens][topk], contiguous; 0: every weight is 1
     i64 x_stride, in_scales_stride;
@@ -108,10 +109,11 @@ struct DispatchArgs {
     i32 idx_bytes;  // 4 or 8
     i32 hidden;
     i32 in_type;       // Type of x
-    i32 row_bytes;     // bytes of a row as it travels and arrives (hidden * size of in_type; hidden when quantize)
+    i32 row_bytes;     // bytes of a row as it travels and arrives (hidden * size of in_type; when quantize, those of the format)
     i32 scale_bytes;   // bytes of a row of scales, 0 without
-    i32 quantize;      // 1: cast rows to e4m3 with scales of 128 columns on the way
-    i32 scale_format;  // ScaleFormat of the scales that `quantize` makes
+    i32 quantize;      // cast rows on the way. 1: to e4m3 with scales of 128 columns; kernels: or to another format, by its number in
+                       // moecomm/rounds/signature.py
+    i32 scale_format;  // ScaleFormat of the scales that `quantize` makes, if it is 1
     i32 layout;        // Layout
     i32 alignment;     // expert: groups start at multiples of this
     i32 max_rows;      // rows of `out_x`

@@ -8,7 +8,12 @@
 namespace moecomm::runtime {
 namespace {
 
-constexpr DLDataType kInt32{0, 32, 1}, kInt64{0, 64, 1}, kFloat32{2, 32, 1}, kFloat8{10, 8, 1};
+constexpr DLDataType kInt32{0, 32, 1}, kInt64{0, 64, 1}, kUInt8{1, 8, 1}, kFloat32{2, 32, 1}, kFloat8{10, 8, 1};
+
+constexpr i32 kOnHost = 1;  // DLPack's kDLCPU
+
+// True if rows are cast to a format whose rows arrive as bytes.
+bool casts_to_bytes(const DispatchArgs& args) { return args.quantize > 1; }
 
 i32 experts_here(const DispatchArgs& args) { return expert_ranges(args.ctx.shape).count(args.ctx.rank); }
 
@@ -105,7 +110,9 @@ bool DispatchPlan::fits(const DispatchInputs& in) const {
     if (!x_.fits(in.x) || !scales_.fits(in.scales) || !topk_idx_.fits(in.topk_idx) || !topk_weights_.fits(in.topk_weights)) return false;
     const i64 tokens = in.x->ndim == 2 ? in.x->shape[0] : -1, topk = args_.ctx.shape.topk;
     if (tokens < 0 || tokens > args_.ctx.shape.max_tokens || !is_rows(*in.x, tokens, args_.hidden)) return false;
-    if (in.scales != nullptr && !is_matrix(*in.scales, tokens, args_.scale_bytes / element_bytes(*in.scales))) return false;
+    if (in.scales != nullptr && args_.quantize != 0 && !is_packed(*in.scales, 1, 1)) return false;
+    if (in.scales != nullptr && args_.quantize == 0 && !is_matrix(*in.scales, tokens, args_.scale_bytes / element_bytes(*in.scales)))
+        return false;
     if (in.topk_idx != nullptr && !is_packed(*in.topk_idx, tokens, topk)) return false;
     return in.topk_weights == nullptr || is_packed(*in.topk_weights, tokens, topk);
 }
@@ -119,7 +126,9 @@ std::optional<DispatchArgs> DispatchPlan::with_inputs(const DispatchInputs& in) 
     args->x = address_of(*in.x);
     args->x_stride = pitch_of(*in.x);
     args->num_tokens = tokens;
-    if (in.scales != nullptr) {
+    if (in.scales != nullptr && args_.quantize != 0 && scales_.device().device_type == kOnHost) {
+        args->in_scales_stride = *reinterpret_cast<const u32*>(address_of(*in.scales));
+    } else if (in.scales != nullptr) {
         args->in_scales = address_of(*in.scales);
         args->in_scales_stride = pitch_of(*in.scales);
     }
@@ -166,18 +175,20 @@ std::optional<DispatchArgs> DispatchPlan::bind(const Block& payload, const Block
 }
 
 void DispatchPlan::require_as_given(const DispatchArgs& args, Layout layout) const {
-    if (args.layout != static_cast<i32>(layout) || args.quantize != 0 || scale_columns_)
-        throw std::invalid_argument("not rows of this layout as they were given");
+    if (args.layout != static_cast<i32>(layout) || args.quantize == 1 || scale_columns_)
+        throw std::invalid_argument("not rows of this layout as they were given, or as bytes");
 }
 
 Output DispatchPlan::rows_as_given(const DispatchArgs& args) const {
-    return {window_of(args.ctx, args.ctx.rank) + args.out_x, {args.max_rows, args.hidden}, x_.type()};
+    const u64 at = window_of(args.ctx, args.ctx.rank) + args.out_x;
+    if (casts_to_bytes(args)) return {at, {args.max_rows, args.row_bytes}, kUInt8};
+    return {at, {args.max_rows, args.hidden}, x_.type()};
 }
 
 std::optional<Output> DispatchPlan::scales_as_given(const DispatchArgs& args) const {
     if (args.scale_bytes == 0) return std::nullopt;
-    const i64 columns = args.scale_bytes / (scales_.type().bits / 8);
-    return Output{window_of(args.ctx, args.ctx.rank) + args.out_scales, {args.max_rows, columns}, scales_.type()};
+    const DLDataType type = casts_to_bytes(args) ? kUInt8 : scales_.type();
+    return Output{window_of(args.ctx, args.ctx.rank) + args.out_scales, {args.max_rows, args.scale_bytes / (type.bits / 8)}, type};
 }
 
 FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
@@ -202,8 +213,9 @@ ExpertOutputs DispatchPlan::expert_outputs(const DispatchArgs& args) const {
 BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {
     if (args.layout != static_cast<i32>(Layout::batched)) throw std::invalid_argument("not batched rows");
     const i64 experts = experts_here(args);
-    const DLDataType type = args.quantize != 0 ? kFloat8 : x_.type();
-    return {{window_of(args.ctx, args.ctx.rank) + args.out_x, {experts, args.max_rows / experts, args.hidden}, type},
+    const DLDataType type = casts_to_bytes(args) ? kUInt8 : args.quantize != 0 ? kFloat8 : x_.type();
+    const i64 columns = casts_to_bytes(args) ? args.row_bytes : args.hidden;
+    return {{window_of(args.ctx, args.ctx.rank) + args.out_x, {experts, args.max_rows / experts, columns}, type},
             {args.tokens_per_expert, {experts}, kInt32}};
 }
 

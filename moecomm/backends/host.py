@@ -56,6 +56,7 @@ class HostSession:
 
     name = "host"
     device = torch.device("cpu")
+    casts_formats = False
     reduced_rows_in_heap = False
     exclusive_gpu = False
     synchronous = peers_read_weights = True

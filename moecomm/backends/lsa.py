@@ -121,6 +121,7 @@ def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 class LsaSession:
     """A Session of GPUs; see moecomm.ranks.session.Session."""
 
+    casts_formats = True
     synchronous = peers_read_weights = False
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 from moecomm import _native
 from moecomm.base.choices import CAST_WIRES
 from moecomm.base.protocol import TYPES
+from moecomm.rounds.signature import QUANTIZED
 
 if TYPE_CHECKING:
     from moecomm.gpu import jit
@@ -98,6 +99,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         scale_columns=args.scale_columns != 0,
         quantize=bool(args.quantize),
         scale_format=args.scale_format,
+        format=QUANTIZED[args.quantize] or "fp8",
         repeat=bool(args.repeat),
         descriptors=bool(args.descriptors),
         placed=bool(args.ctx.placed) and not args.repeat,

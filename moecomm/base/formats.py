@@ -50,6 +50,7 @@ from moecomm.errors import BadInput
 _E4M3, _UE8M0, _FLOAT = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 _LARGEST = torch.finfo(_FLOAT).max
 _BLOCK_ROWS, _BLOCK_COLUMNS = 128, 4  # scales in a block of the swizzled layout
+_WARP_COLUMNS = 32  # of 4 bits are 16 bytes, the unit of rows that travel
 
 
 class Format(NamedTuple):
@@ -80,6 +81,20 @@ class Format(NamedTuple):
         if self.group == "tensor":
             return 0
         return 1 if self.group == "row" else -(-hidden // self.group)
+
+    def row_bytes(self, hidden: int) -> int:
+        """Return the bytes of the values of a row of so many columns."""
+        return self.value_columns(hidden) * self.values.itemsize
+
+    def scale_bytes(self, hidden: int) -> int:
+        """Return the bytes of its scales, as complete words: the form in which they travel beside rows of bytes."""
+        size = self.scale_columns(hidden) * self.scales.itemsize if self.scales is not None else 0
+        return -(-size // 4) * 4
+
+    def fits_warps(self, hidden: int) -> bool:
+        """Return whether warps cast rows of so many columns: groups are complete, and no scale is of a whole row."""
+        group = self.group if isinstance(self.group, int) else 1
+        return self.group != "row" and hidden % max(group, _WARP_COLUMNS) == 0
 
     def scales_as(self, scale_format: ScaleFormat) -> torch.dtype | None:
         """Return the dtype of scales with this `scale_format`, which fp8 alone has a choice of."""

@@ -38,18 +38,20 @@ class Packets(NamedTuple):
         return min(PACKET_TOKENS, PACKET_ENTRIES // topk, room // self.token_bytes)
 
 
-def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int = 0) -> Packets | None:
+def of_dispatch(
+    row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int = 0, group_bytes: int = QUANT_GROUP
+) -> Packets | None:
     """Cut a row as it travels, its scales, and a word for each expert.
 
-    `scale_size`: bytes of a scale that dispatch makes of 128 columns on the way, 0 without.  Returns None where a row
-    can't be cut: a row of scales is no multiple of a word.
+    `scale_size`: bytes of a scale that dispatch makes on the way, 0 without; `group_bytes`: of the values that share
+    it.  Returns None where a row can't be cut: a row of scales is no multiple of a word.
     """
     if scale_bytes % (_WORD // 2) or row_bytes % 16:
         return None
-    unit = QUANT_GROUP * _WORD // scale_size if scale_size else 16
+    unit = group_bytes * _WORD // scale_size if scale_size else 16
     for count in range(1, row_bytes // 16 + 1):
         piece = _align(-(-row_bytes // count), unit)
-        scales = piece // QUANT_GROUP * scale_size if scale_size else _align(-(-scale_bytes // count), _WORD)
+        scales = piece // group_bytes * scale_size if scale_size else _align(-(-scale_bytes // count), _WORD)
         words = (piece + scales) // _WORD + topk
         if words <= _MOST_WORDS:
             count = -(-row_bytes // piece)

@@ -353,8 +353,8 @@ def _dispatch_in_chunks(
     small = options._replace(expert_alignment=1)
 
     def one(tokens: slice) -> Routed:
-        tensors = (given.topk_idx, given.topk_weights, given.scales)
-        ids, weights, scales = (None if tensor is None else tensor[tokens] for tensor in tensors)
+        ids, weights = (None if tensor is None else tensor[tokens] for tensor in (given.topk_idx, given.topk_weights))
+        scales = chunks.scales_of(options, given.x, given.scales, tokens)
         x = given.x.detach()[tokens]
         rounds.retries += 1
         return _round(rounds, prepare(rounds, small, x, ids, weights, scales, sync=True, chunk=True))
@@ -383,7 +383,7 @@ def _repeat_in_chunks(
         return _round(rounds, prepare(rounds, options, x, scales=scales, handle=handle, sync=sync))
 
     with SeveralRounds(rounds):
-        routed = chunks.repeat(given.x, given.scales, handle, chunks.is_by_column(options, given.x.dtype), one)
+        routed = chunks.repeat(options, given.x, given.scales, handle, one)
     routed.back = given.back
     return routed
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moecomm import _native
+from moecomm.base import formats
 from moecomm.base.arrays import as_tensor, check_rows, check_tensor
 from moecomm.base.protocol import QUANT_GROUP
 from moecomm.base.validation import check_integer
@@ -25,7 +26,9 @@ class Tensors:
     """The tensors of a dispatch, checked, and a function that turns torch tensors into the caller's kind of arrays."""
 
     x: torch.Tensor
-    scales: torch.Tensor | None
+    scales: (
+        torch.Tensor | None
+    )  # of x; of rows that is_cast_to_bytes(): their global scale [1, 1], there or on the host
     topk_idx: torch.Tensor | None  # None: a handle has the routing
     topk_weights: torch.Tensor | None
     back: Callable[[torch.Tensor], Any] | None
@@ -48,9 +51,10 @@ def check(
     check_options(options)
     check_max_rows(max_rows)
     _check_rows(rounds, x)
-    if options.quantize is not None and x.dtype is not torch.uint8:
-        _check_quantize(rounds, x, scales)
-    _check_scales(rounds, options, x, scales)
+    if not is_cast_to_bytes(options, x):  # payloads.py has checked these
+        if options.quantize is not None and x.dtype is not torch.uint8:
+            _check_quantize(rounds, x, scales)
+        _check_scales(rounds, options, x, scales)
     if handle is None:
         topk_idx, topk_weights = check_routing(rounds, x.shape[0], topk_idx, topk_weights)
     elif x.shape[0] != handle.num_tokens:
@@ -74,8 +78,20 @@ def check_max_rows(max_rows: int | None) -> None:
         check_integer("max_rows", max_rows, 0)
 
 
+def is_cast_to_bytes(options: Options, x: torch.Tensor) -> bool:
+    """Return whether the executor casts rows to another format than "fp8": they arrive as bytes."""
+    return options.quantize is not None and options.quantize != "fp8" and x.dtype is not torch.uint8
+
+
+def travel_as_bytes(options: Options, x: torch.Tensor) -> bool:
+    """Return whether rows arrive as bytes, cast on the way or before."""
+    return x.dtype is torch.uint8 or is_cast_to_bytes(options, x)
+
+
 def scale_dtype(options: Options, like: Tensors) -> torch.dtype | None:
     """The dtype of the scales that arrive; None without scales."""
+    if options.quantize is not None and is_cast_to_bytes(options, like.x):
+        return None if formats.FORMATS[options.quantize].scales is None else torch.uint8
     if options.quantize is None or like.x.dtype is torch.uint8:
         return None if like.scales is None else like.scales.dtype
     if options.scale_format == "fp32":
@@ -85,6 +101,8 @@ def scale_dtype(options: Options, like: Tensors) -> torch.dtype | None:
 
 def scale_columns(options: Options, like: Tensors) -> int:
     """The number of scales of a row."""
+    if options.quantize is not None and is_cast_to_bytes(options, like.x):
+        return formats.FORMATS[options.quantize].scale_bytes(like.x.shape[1])
     if like.scales is not None:
         return like.scales.shape[1]
     columns = QUANT_GROUP * (4 if options.scale_format == "ue8m0" and options.scale_layout == "column" else 1)

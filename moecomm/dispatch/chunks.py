@@ -15,6 +15,7 @@ import torch
 from moecomm import _native
 from moecomm.base.arrays import window_tensor
 from moecomm.base.choices import Layout
+from moecomm.dispatch.arguments import is_cast_to_bytes, travel_as_bytes
 from moecomm.dispatch.options import Options
 from moecomm.dispatch.outputs import ByName, as_bytes
 from moecomm.dispatch.tables import in_window, over, tables_of
@@ -130,14 +131,20 @@ def dispatch(
     return _whole(rounds, options, [chunk for _, chunk in copied], tokens)
 
 
+def scales_of(options: Options, x: torch.Tensor, scales: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:
+    """Return the scales of some tokens; all have the same global scale."""
+    return scales if scales is None or is_cast_to_bytes(options, x) else scales[tokens]
+
+
 def repeat(
+    options: Options,
     x: torch.Tensor,
     scales: torch.Tensor | None,
     handle: ChunkedHandle,
-    by_column: bool,
     one: Callable[..., Routed],
 ) -> Routed:
     """Dispatch other rows like an earlier dispatch in chunks.  `one` does so for one chunk."""
+    by_column = options.scale_layout == "column" and not travel_as_bytes(options, x)
     plan = handle.plan
     assert isinstance(plan, Whole)
     rows: dict[str, torch.Tensor | None] = {}
@@ -146,7 +153,7 @@ def repeat(
     for chunk in handle.chunks:
         routed = one(
             x.detach()[chunk.tokens],
-            None if scales is None else scales[chunk.tokens],
+            scales_of(options, x, scales, chunk.tokens),
             in_window(chunk.handle),
         )
         for name in ("x", "scales"):

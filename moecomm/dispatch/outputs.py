@@ -21,7 +21,8 @@ from moecomm.routed import DispatchPlan, Routed
 def x(routed: Routed) -> torch.Tensor:
     """The rows."""
     args, plan = routed.args, routed.plan
-    return _payload(routed, plan.base + args.out_x, (*plan.rows_shape(args), args.hidden), plan.x_dtype)
+    columns = args.row_bytes if plan.x_dtype is torch.uint8 else args.hidden
+    return _payload(routed, plan.base + args.out_x, (*plan.rows_shape(args), columns), plan.x_dtype)
 
 
 def scales(routed: Routed) -> torch.Tensor | None:

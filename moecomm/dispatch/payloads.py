@@ -1,11 +1,13 @@
 """Payloads: rows of any type and width, and tensors that travel beside them.
 
 A row on the wire is a multiple of 16 bytes, and beside it there is one row of bytes.  pack() gives the tensors of a
-dispatch this form, and a Payload reads them again where they arrive.
+dispatch this form, and a Payload reads them again where they arrive.  An executor that casts rows on the way gives them
+the form itself: then pack() leaves them as they are.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -81,7 +83,9 @@ def pack(
     extras: Sequence[Any],
     global_scale: Any,
 ) -> tuple[Any, Any, Payload | None]:
-    """Return rows and scales as the executor sends them, and how to read them; None: as they arrive.
+    """Return rows and scales as the executor takes them, and how to read them; None: as they arrive.
+
+    Of rows that the executor casts, the scales are the global scale: see arguments.Tensors.
 
     Args:
         rounds, options, x, scales, extras: of the dispatch.
@@ -106,6 +110,8 @@ def pack(
     check_options(options)
     refuse_gradients(x=rows, extras=tuple(extras))
     beside = None if scales is None else as_tensor("scales", scales)[0]
+    if isinstance(name, str) and not extras and _casts_on_the_way(rounds, name):
+        return _left_to_cast(rounds, options, rows, beside, global_scale)
     if options.quantize is not None:
         rows, beside = _cast(rounds, options, rows, beside, global_scale)
     return _packed(rounds, options, rows, beside, extras)
@@ -120,24 +126,78 @@ def _differs(rounds: Rounds, x: torch.Tensor) -> bool:
 def _cast(
     rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    given = _checked_scale(rounds, options, x, scales, global_scale)
+    return quantize_rows.cast(x.detach(), str(options.quantize), scale_format=options.scale_format, global_scale=given)
+
+
+def _checked_scale(
+    rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
+) -> float | torch.Tensor | None:
+    """Check rows that are cast, and return the global scale that formats.check() has."""
     if scales is not None:
         raise BadInput("quantize", "scales beside it", f"{rounds.dtype} rows alone")
     check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
-    assert options.quantize is not None
     try:
-        how = {"scale_format": options.scale_format, "global_scale": global_scale}
-        return quantize_rows.cast(x.detach(), options.quantize, **how)
+        given = formats.check(x, options.quantize, options.scale_format, global_scale)[1]
     except BadInput as error:
         if error.argument != "global_scale":
             raise
         raise BadInput("x_global_scale", error.got, error.want) from None
+    return given
+
+
+def _casts_on_the_way(rounds: Rounds, name: str) -> bool:
+    """Return whether the executor casts rows to this format.  Ranks of a Buffer agree: packets depend on it."""
+    fmt = formats.FORMATS.get(name)
+    return name != "fp8" and fmt is not None and rounds.session.casts_formats and fmt.fits_warps(rounds.hidden)
+
+
+def _left_to_cast(
+    rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, Payload]:
+    """Do pack() for rows that the executor casts."""
+    given = _checked_scale(rounds, options, x, scales, global_scale)
+    _check_alignment(options)
+    scale = _on_host(given) if isinstance(given, float) else given
+    x = x.detach()
+    if not _are_rows(x, ROW_ALIGNMENT):
+        x = x.clone(memory_format=torch.contiguous_format)
+    payload = _cast_payload(str(options.quantize), rounds.hidden, options.scale_layout)
+    _check_layout(payload)
+    return x, None if scale is None else scale.view(1, 1), payload
+
+
+@functools.lru_cache(maxsize=64)
+def _cast_payload(name: str, hidden: int, layout: ScaleLayout) -> Payload:
+    fmt = formats.FORMATS[name]
+    scales = None if fmt.scales is None else Part(0, (fmt.scale_columns(hidden),), fmt.scales)
+    return Payload(Part(0, (fmt.value_columns(hidden),), fmt.values), scales, (), layout)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_host(value: float) -> torch.Tensor:
+    """Return a tensor that nobody writes: the executor reads it when the call is made."""
+    return torch.full((1, 1), value, dtype=torch.float32, device="cpu")
+
+
+def as_they_travel(
+    options: Options, x: torch.Tensor, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return rows and scales as bytes, as an executor sends them that casts rows on the way."""
+    name, hidden = str(options.quantize), x.shape[1]
+    on_host = global_scale is not None and global_scale.device.type == "cpu"
+    given = global_scale.item() if global_scale is not None and on_host else global_scale
+    rows, scales = quantize_rows.cast(x, name, global_scale=given)
+    part = _cast_payload(name, hidden, "row").scales
+    if scales is None or part is None:
+        return rows.view(RAW), None
+    return rows.view(RAW), _side_by_side([scales], [part], formats.FORMATS[name].scale_bytes(hidden), 1)
 
 
 def _packed(
     rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, extras: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None, Payload]:
-    if options.expert_alignment > MOST_BYTES_ALIGNMENT:
-        raise BadInput("expert_alignment", options.expert_alignment, f"at most {MOST_BYTES_ALIGNMENT} for such rows")
+    _check_alignment(options)
     _check("x", rounds, x, None, 2, _SIZES)
     tensors = []
     if scales is not None:
@@ -149,10 +209,6 @@ def _packed(
     most = rounds.hidden * rounds.dtype.itemsize
     if (width := x.shape[1] * x.element_size()) > most or width == 0:
         raise BadInput("x", f"rows of {width} bytes", f"1 to {most}, those of hidden = {rounds.hidden} {rounds.dtype}")
-    if options.scale_layout != "row" and scales is None:
-        raise BadInput("scale_layout", repr(options.scale_layout), "scales: given, or those of quantize=")
-    if options.scale_layout == "swizzled" and scales is not None and scales.element_size() != 1:
-        raise BadInput("scale_layout", f"'swizzled' of {scales.dtype}", "scales of 1 byte")
     parts, at, unit = [], 0, ROW_ALIGNMENT if len(tensors) > 1 else _WORD
     for tensor in tensors:
         parts.append(part := Part(at, tuple(tensor.shape[1:]), tensor.dtype))
@@ -165,9 +221,22 @@ def _packed(
         tuple(parts[1:] if scales is not None else parts),
         options.scale_layout,
     )
+    _check_layout(payload)
     beside = _side_by_side(tensors, parts, at, 1) if tensors else None
     wide = -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT
     return _side_by_side([x], [payload.x], wide, ROW_ALIGNMENT), beside, payload
+
+
+def _check_alignment(options: Options) -> None:
+    if options.expert_alignment > MOST_BYTES_ALIGNMENT:
+        raise BadInput("expert_alignment", options.expert_alignment, f"at most {MOST_BYTES_ALIGNMENT} for such rows")
+
+
+def _check_layout(payload: Payload) -> None:
+    if payload.scale_layout != "row" and payload.scales is None:
+        raise BadInput("scale_layout", repr(payload.scale_layout), "scales: given, or those of quantize=")
+    if payload.scale_layout == "swizzled" and payload.scales is not None and payload.scales.dtype.itemsize != 1:
+        raise BadInput("scale_layout", f"'swizzled' of {payload.scales.dtype}", "scales of 1 byte")
 
 
 def _side_by_side(tensors: Sequence[torch.Tensor], parts: Sequence[Part], nbytes: int, alignment: int) -> torch.Tensor:

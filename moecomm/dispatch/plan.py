@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from moecomm import _native
+from moecomm.base import formats
 from moecomm.base.protocol import DESCRIPTOR_BYTES, LAYOUTS, SCALE_FORMATS, TYPES
 from moecomm.base.validation import is_integer
 from moecomm.dispatch import outputs
-from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype
+from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype, travel_as_bytes
 from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key
 from moecomm.gpu import used_rows
 from moecomm.rounds import signature
@@ -35,11 +36,12 @@ class Plan(outputs.ByName):
         self._rows = rounds.settings.capacity_rows(*sizes, rank=rounds.rank)
         self._memory = rounds.memory
         self.kind = like.x.dtype
-        raw = like.x.dtype is torch.uint8  # a payload as bytes, cast before if at all
-        self.x_dtype = torch.float8_e4m3fn if key.options.quantize and not raw else like.x.dtype
+        as_bytes = travel_as_bytes(key.options, like.x)
+        values = torch.float8_e4m3fn if key.options.quantize else like.x.dtype
+        self.x_dtype = torch.uint8 if as_bytes else values
         self.scales_dtype = scale_dtype(key.options, like)
         args = _args(rounds, key, like)
-        by_column = key.options.scale_layout == "column" and not raw
+        by_column = key.options.scale_layout == "column" and not as_bytes
         self.native = _native.DispatchPlan(args, by_column, like.x, like.scales, like.topk_idx, like.topk_weights)
         self._run_end: Callable[[_native.DispatchArgs], None] | None = None
         self._flight = flight = rounds.flight
@@ -155,16 +157,18 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     options = key.options
     args = _native.DispatchArgs()
     args.ctx = rounds.session.context
-    raw = like.x.dtype is torch.uint8
+    raw, as_bytes = like.x.dtype is torch.uint8, travel_as_bytes(options, like.x)
     args.hidden = like.x.shape[1] if raw else rounds.hidden
     args.in_type = TYPES[torch.float8_e4m3fn if raw else like.x.dtype]
     args.layout, args.alignment = LAYOUTS.index(key.layout), options.expert_alignment
-    args.quantize = int(options.quantize is not None and not raw)
-    args.row_bytes = (
-        DESCRIPTOR_BYTES if key.descriptors else args.hidden * (1 if args.quantize else like.x.element_size())
-    )
+    args.quantize = 0 if raw else signature.QUANTIZED.index(options.quantize)
+    args.row_bytes = args.hidden * like.x.element_size()
+    if key.descriptors:
+        args.row_bytes = DESCRIPTOR_BYTES
+    elif options.quantize is not None and not raw:
+        args.row_bytes = formats.FORMATS[options.quantize].row_bytes(args.hidden)
     args.descriptors = int(key.descriptors)
-    args.scale_format = SCALE_FORMATS.index(options.scale_format)
+    args.scale_format = 0 if as_bytes else SCALE_FORMATS.index(options.scale_format)
     args.check_weights, args.repeat = int(bool(options.check_weights)), int(key.repeat)
     args.part = BEGIN if key.begin else WHOLE
     if like.topk_idx is not None:
@@ -172,7 +176,7 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     if (dtype := scale_dtype(options, like)) is not None:
         args.scale_bytes = scale_columns(options, like) * dtype.itemsize
     args.call = signature.pack(
-        "bytes" if raw else "dispatch",
+        "bytes" if as_bytes else "dispatch",
         layer=key.layer,
         call=key.described(),
         layout=args.layout,

@@ -15,7 +15,9 @@ import torch
 from moecomm import _native
 from moecomm.base.arrays import as_tensor
 from moecomm.dispatch import outputs, reference
+from moecomm.dispatch.arguments import is_cast_to_bytes
 from moecomm.dispatch.options import Options
+from moecomm.dispatch.payloads import as_they_travel
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
 from moecomm.dispatch.tables import table
@@ -114,6 +116,8 @@ class DispatchCheck:
 
 def _as_they_travel(options: Options, x: torch.Tensor, scales: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the rows and scales of this rank as the executor sends them."""
+    if is_cast_to_bytes(options, x):
+        return as_they_travel(options, x, scales)
     if options.quantize is None or x.dtype is torch.uint8:  # cast before
         return x, None if scales is None else as_tensor("scales", scales)[0]
     rows, made = reference.quantize(x, options.scale_format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moecomm import _native
-from moecomm.base import packets
+from moecomm.base import formats, packets
 from moecomm.base.experts import most_experts
 from moecomm.base.protocol import MAX_BLOCKS, ROUND_HEADER_BYTES, TYPE_BYTES, WANTED_WORDS
 from moecomm.gpu.spec import KernelSpec, align, packets_of, staged_type
@@ -82,7 +82,8 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
         piece = 4096 if spec.hidden * size > 4096 else align(spec.hidden * size, 128 * size)
     else:
         piece = _piece(spec.hidden * size, 7168, 16)
-    cast = spec.hidden if spec.quantize else 16
+    cast = spec.row_bytes if spec.quantize else 16
+    cast_scales = 4 * -(-spec.hidden // 128) if spec.format == "fp8" else spec.scale_bytes
     replicate = _piece(spec.row_bytes, 3584, 16) if replicates else 16
     tables = _tables(spec)
     if packet:
@@ -101,12 +102,14 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
         forward_warps * align(_FORWARD_SLOTS * (forward + 8) + 128, 128) + 128 * several + put_warps * _put_ring(spec)
     )
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
+    if spec.format != "fp8":  # packets of 4-bit values take more room than those for which limits.py looks
+        few += ((1, 1),)
     many = () if spec.packets or replicates or several else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
-        of_scales = 2 * (4 * -(-spec.hidden // 128) + 16)
+        of_scales = 2 * (cast_scales + 16)
         warp, count_warps = slots * (max(piece, 16) + 8) + 2 * cast + of_scales, 0
         if spec.packets and packet is not None:
-            raw = packet.row_bytes * size if spec.quantize else 16
+            raw = packet.row_bytes * 8 // formats.FORMATS[spec.format].bits * size if spec.quantize else 16
             warp = slots * (align(raw, 128) + align(packet.lines * 120, 128) + 8) + 128
         elif spec.quantize:  # their counters use memory that no copy uses at first, if there is room
             count_warps = send_warps if cast >= 4 * columns else 0

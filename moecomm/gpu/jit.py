@@ -51,6 +51,8 @@ def source(spec: KernelSpec) -> str:
         kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
         kind += f", .scale_columns = {_bool(spec.scale_columns)}, .quantize = {_bool(spec.quantize)}"
         kind += f", .scale_format = ScaleFormat::{_native.ScaleFormat(spec.scale_format).name}"
+        if spec.format != "fp8":
+            kind += f", .format = Format::{spec.format}"
         kind += f", .repeat = {_bool(spec.repeat)}"
         kind += f", .descriptors = {_bool(spec.descriptors)}" + ", .placed = true" * spec.placed
         kind += f", .part = Part::{_native.Part(spec.part).name}, .packets = {_bool(spec.packets)}"

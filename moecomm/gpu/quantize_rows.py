@@ -11,7 +11,7 @@ from moecomm.base.protocol import PASS_THREADS
 from moecomm.gpu import plain_kernel, row_pass
 from moecomm.gpu.structs import fields_of
 
-NAMES = tuple(name for name in formats.FORMATS if name != "fp8")  # cast to by a pass, and not on the way
+NAMES = tuple(name for name in formats.FORMATS if name != "fp8")
 _PIECE = 16  # columns that a thread casts at once
 
 

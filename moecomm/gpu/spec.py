@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moecomm import _native
-from moecomm.base import packets
+from moecomm.base import formats, packets
 from moecomm.base.choices import CAST_WIRES
 from moecomm.base.protocol import MAX_RANKS, MAX_TOPK, TYPE_BYTES, TYPES
 from moecomm.gpu import linking
@@ -33,7 +33,8 @@ class KernelSpec:
     scale_bytes: int = 0
     scale_columns: bool = False
     quantize: bool = False
-    scale_format: int = 0
+    scale_format: int = 0  # of "fp8"
+    format: str = "fp8"  # to which `quantize` casts
     repeat: bool = False
     descriptors: bool = False
     placed: bool = False  # Context.placed
@@ -53,8 +54,12 @@ class KernelSpec:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():  # they become source text
-            _want(isinstance(value, str if name in ("op", "transport") else int), f"{name}={value!r}: want a number")
+            _want(
+                isinstance(value, str if name in ("op", "transport", "format") else int),
+                f"{name}={value!r}: want a number",
+            )
         row = self.hidden * TYPE_BYTES[self.type]
+        _want(self.format in formats.FORMATS, f"format={self.format!r}: want {', '.join(formats.FORMATS)}")
         _want(self.op in ("dispatch", "combine"), f"op={self.op!r}: want dispatch or combine")
         _want(
             self.transport in linking.TRANSPORTS, f"transport={self.transport!r}: want {', '.join(linking.TRANSPORTS)}"
@@ -70,11 +75,14 @@ class KernelSpec:
         _want(self.experts >= self.ranks, f"{self.experts} experts: want at least {self.ranks}, the number of ranks")
         _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
         if self.op == "dispatch":
-            sent = self.hidden if self.quantize else row
+            fmt, others = formats.FORMATS[self.format], self.quantize and self.format != "fp8"
+            _want(not others or fmt.fits_warps(self.hidden), f"hidden={self.hidden}: rows that a pass casts")
+            sent = fmt.row_bytes(self.hidden) if self.quantize else row
             _want(sent % 16 == 0, f"hidden={self.hidden}: e4m3 rows of {sent} bytes; want a multiple of 16 bytes")
             _want(self.descriptors or self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
             scales = -(-self.hidden // 128) * (4 if self.scale_format == 0 else 1)
             scales = align(scales, 4) if self.scale_columns else scales
+            scales = fmt.scale_bytes(self.hidden) if others else scales
             _want(not self.quantize or self.scale_bytes == scales, f"scale_bytes={self.scale_bytes}: want {scales}")
             _want(not self.scale_columns or self.scale_bytes % 4 == 0, f"scale_bytes={self.scale_bytes}: want words")
             _want(self.idx_bytes in (4, 8), f"idx_bytes={self.idx_bytes}: want 4 or 8")
@@ -115,8 +123,13 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
         return packets.of_combine(spec.hidden * TYPE_BYTES[staged], scaled=spec.casts)
     if spec.part != 0 or spec.repeat or spec.descriptors:
         return None
-    scale_size = (4, 1)[spec.scale_format] if spec.quantize else 0
-    return packets.of_dispatch(spec.row_bytes, spec.scale_bytes, spec.topk, scale_size=scale_size)
+    how = {}
+    if spec.quantize:
+        fmt = formats.FORMATS[spec.format]
+        if isinstance(fmt.group, int) and fmt.scales is not None:
+            scale_size = (4, 1)[spec.scale_format] if spec.format == "fp8" else fmt.scales.itemsize
+            how = {"scale_size": scale_size, "group_bytes": fmt.row_bytes(fmt.group)}
+    return packets.of_dispatch(spec.row_bytes, spec.scale_bytes, spec.topk, **how)
 
 
 def align(n: int, to: int) -> int:

@@ -71,6 +71,7 @@ class Session(Maskable, Protocol):
     arena: _native.Arena  # over the heap of this rank's window; offsets are those of the window
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # outlives every tensor in the window
+    casts_formats: bool  # the executor casts rows to other formats than "fp8" on the way
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
     pages: Pages | None  # of these ranks, valid while the session is open; None: threads, or several hosts
     exclusive_gpu: bool  # GPUs: no other rank shares this GPU, so a kernel may be launched while its predecessor ends

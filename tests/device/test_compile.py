@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moecomm.base import formats
 from moecomm.gpu import jit, loader
 
 from ..compiled import check_awaits, check_compiled, compile_beside
@@ -27,6 +28,9 @@ def dispatch(**fields: Any) -> jit.KernelSpec:
     """DeepSeek-V3's shape but for `fields`; the bytes of rows and scales follow from them."""
     fields = DEEPSEEK | fields
     quantize, hidden = fields.get("quantize", False), fields["hidden"]
+    if "format" in fields:
+        fmt = formats.FORMATS[fields["format"]]
+        fields |= {"quantize": True, "row_bytes": fmt.row_bytes(hidden), "scale_bytes": fmt.scale_bytes(hidden)}
     fields.setdefault("row_bytes", hidden * (1 if quantize else BYTES[fields["type"]]))
     groups = -(-hidden // 128)
     scale_bytes = 4 * groups if fields.get("scale_format", FP32_SCALES) == FP32_SCALES else groups
@@ -50,6 +54,21 @@ SPECS = {
     "dispatch casts to e4m3": dispatch(quantize=True),
     "dispatch flat casts a last group of 48 columns": dispatch(layout=FLAT, type=FP16, hidden=176, quantize=True),
     "dispatch casts fp32, 16384 columns": dispatch(layout=BATCHED, type=FP32, hidden=16384, quantize=True),
+    "dispatch casts to nvfp4": dispatch(format="nvfp4"),
+    "dispatch casts to mxfp8, flat": dispatch(format="mxfp8", layout=FLAT),
+    "dispatch casts to mxfp4, 2880 columns of fp16": dispatch(format="mxfp4", hidden=2880, type=FP16),
+    "dispatch casts to int8_group, 16384 columns of fp32": dispatch(
+        format="int8_group", layout=BATCHED, hidden=16384, type=FP32
+    ),
+    "dispatch casts to nvfp4 across domains": dispatch(format="nvfp4", **ACROSS),
+    "dispatch casts to mxfp8 across domains, begins": dispatch(format="mxfp8", part=BEGIN, **ACROSS),
+    "dispatch casts to nvfp4, repeat": dispatch(format="nvfp4", repeat=True, layout=FLAT),
+    "dispatch few tokens, casts to nvfp4": dispatch(format="nvfp4", packets=True),
+    "dispatch few tokens, casts to mxfp8, flat": dispatch(format="mxfp8", packets=True, layout=FLAT),
+    "dispatch few tokens, casts to mxfp4": dispatch(format="mxfp4", packets=True, layout=BATCHED),
+    "dispatch casts to fp8_tensor": dispatch(format="fp8_tensor"),
+    "dispatch few tokens, casts to fp8_tensor, flat": dispatch(format="fp8_tensor", layout=FLAT, packets=True),
+    "dispatch few tokens, casts to int8_group, 8 ranks": dispatch(format="int8_group", packets=True, ranks=8),
     "dispatch e4m3 with scales of 57 bytes": dispatch(type=E4M3, scale_bytes=57),
     "dispatch repeat": dispatch(repeat=True),
     "dispatch repeat flat": dispatch(repeat=True, layout=FLAT),

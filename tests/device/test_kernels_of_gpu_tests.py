@@ -27,7 +27,7 @@ from moecomm.testing.check import again_call, dispatch_call
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 from ..compiled import Compiled, check_memory_descriptor, compile_beside
-from ..gpu import test_nvlink, test_virtual_ranks
+from ..gpu import test_casts_on_the_way, test_nvlink, test_virtual_ranks
 from . import test_compile
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
@@ -36,13 +36,23 @@ MOST = 44  # kernels of a set of sizes
 
 
 def rounds(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
-    """Sizes, and the random cases that they get on so many GPUs: those of `pytest tests/gpu --gpu-cases cases`."""
+    """Sizes, and the random cases that they get on so many GPUs: those of `pytest tests/gpu --gpu-cases cases`.
+
+    Apart from those of cast_rounds().
+    """
     for sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG):
         yield sizes, test_virtual_ranks.random_seeds(sizes, cases)
     yield test_virtual_ranks.PAIR, [test_virtual_ranks.GOOD]
     for sizes in test_nvlink.SIZES:
         yield {"ranks": ranks, **sizes}, test_nvlink.random_seeds(sizes, cases)
     yield {"ranks": ranks, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
+
+
+def cast_rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int], str]]:
+    """Sizes, cases and formats of test_casts_on_the_way.py."""
+    for sizes in test_casts_on_the_way.SIZES:
+        for name in test_casts_on_the_way.NAMES:
+            yield sizes, range(cases // test_casts_on_the_way.SHARE), name
 
 
 def rounds_of_domains(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
@@ -93,16 +103,23 @@ def kernels_of_rank(case: Case, rank: int, buffer: Buffer) -> set[jit.KernelSpec
     return specs | {combine_spec(brought.args)}
 
 
-def kernels_of(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpec]:
-    """Return what these cases and a plain round launch: prepared as for a GPU, on the CPU, and not run."""
-    virtual = sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG)
+def kernels_of(sizes: dict[str, Any], seeds: Sequence[int], name: str = "") -> set[jit.KernelSpec]:
+    """Return what these cases and a plain round launch: prepared as for a GPU, on the CPU, and not run.
+
+    `name`: of a format to which the rows are cast.
+    """
+    virtual = bool(name) or sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG)
     room = test_virtual_ranks.packet_room(sizes) if virtual else packets.room
     with patch.object(host, "packet_bytes", room), LocalBuffers(**sizes, backend="host") as ranks:
         for buffer in ranks.buffers:
+            buffer.rounds.session.casts_formats = True  # type: ignore[misc]
             buffer.rounds.session.reduced_rows_in_heap = True  # type: ignore[misc]
         specs = plain_round(ranks.buffers[0], sizes)
         for seed in seeds:
-            case = random_case(seed, **test_virtual_ranks.of_cases(sizes), few_kernels=True)
+            if name:
+                case = test_casts_on_the_way.cast_case(seed, sizes, name)
+            else:
+                case = random_case(seed, **test_virtual_ranks.of_cases(sizes), few_kernels=True)
             for rank, buffer in enumerate(ranks.buffers):
                 specs |= kernels_of_rank(case, rank, buffer)
     return specs
@@ -118,7 +135,7 @@ def test_kernels_of_several_domains_put() -> None:
 
 def kind_of(s: jit.KernelSpec) -> tuple[Any, ...]:
     """Return what branches of the source depend on, but for sizes and types."""
-    sent = (s.quantize, s.scale_bytes > 0, s.scale_columns, s.packets)
+    sent = (s.quantize, s.format, s.scale_bytes > 0, s.scale_columns, s.packets)
     return s.op, s.layout, s.part, *sent, s.wire, s.own_weights, s.in_place
 
 
@@ -131,8 +148,9 @@ def test_a_kernel_of_every_kind_compiles(monkeypatch: pytest.MonkeyPatch, reques
     there = {kind_of(spec) for spec in test_compile.SPECS.values() if spec.transport == "lsa"}
     met: set[tuple[Any, ...]] = set()
     compiling: dict[tuple[Any, ...], Future[Compiled]] = {}
-    for sizes, seeds in rounds(request.config.getoption("--gpu-cases")):
-        specs = kernels_of(sizes, seeds)
+    cases = request.config.getoption("--gpu-cases")
+    for of in (*rounds(cases), *cast_rounds(cases)):
+        specs = kernels_of(*of)
         assert len(specs) <= MOST, "a GPU has not that much time"
         for spec in sorted(specs, key=repr):
             met.add(kind := kind_of(spec))

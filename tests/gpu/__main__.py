@@ -151,6 +151,7 @@ PARTS: dict[str, list[Step]] = {
     "fp8": [
         one("casts", 60, "tests/gpu/test_casts.py", random=False),
         one("cast-wires", 90, "tests/gpu/test_cast_wires.py", random=False),
+        one("casts-on-the-way", 300, "tests/gpu/test_casts_on_the_way.py"),
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
         one("gemm-channels", 300, "tests/gpu/test_grouped_gemm_channels.py", random=False),
         one("moe-channels", 500, "tests/gpu/test_moe_channels.py", random=False),

@@ -25,11 +25,11 @@ from moecomm.gpu import jit
 from tests.device import test_kernels_of_gpu_tests as kernels
 
 
-def known(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpec]:
+def known(*of: Any) -> set[jit.KernelSpec]:
     """Return what these cases launch.  No kernel depends on what is in a row."""
     torch.set_num_threads(1)
     torch.randn = lambda *shape, generator: torch.zeros(shape)  # type: ignore[assignment]
-    return kernels.kernels_of(sizes, seeds)
+    return kernels.kernels_of(*of)
 
 
 def through(spec: jit.KernelSpec) -> list[jit.KernelSpec]:
@@ -46,7 +46,7 @@ def main(cases: int, rounds: Callable[[int], Iterable[tuple[dict[str, Any], Sequ
     begin = time.monotonic()
     compiling: dict[jit.KernelSpec, Future[bytes]] = {}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        asked = [pool.submit(known, sizes, list(seeds)) for sizes, seeds in rounds(cases)]
+        asked = [pool.submit(known, *of) for of in (*rounds(cases), *kernels.cast_rounds(cases))]
         for found in as_completed(asked):
             for spec in sorted({s for known in found.result() for s in through(known)} - compiling.keys(), key=repr):
                 compiling[spec] = pool.submit(jit.compile, spec)

@@ -79,6 +79,7 @@ def opened(model: Model, ranks: int, tokens: int, **options: Any) -> Iterator[Bu
         LocalBuffers(ranks=ranks, **sizes, **options, dtype=BF16, backend="host") as buffers,
     ):
         buffer = buffers.buffers[0]
+        buffer.rounds.session.casts_formats = True  # type: ignore[misc]
         buffer.rounds.session.reduced_rows_in_heap = buffer.rounds.domain_ranks == ranks  # type: ignore[misc]
         yield buffer
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
 from moecomm import _native
 from moecomm.backends.lsa_kernels import combine_spec
+from moecomm.base import formats
 from moecomm.buffer import Buffer
 from moecomm.gpu import jit
 from moecomm.router import MODELS
@@ -26,7 +28,11 @@ from tests.device.test_kernels_of_gpu_tests import on_a_gpu
 from tests.gpu.compile_models import opened
 
 TOKENS = (1, 128, 4096)
-LAYOUTS, PAYLOADS, WIRES = ("flat", "expert", "batched"), ({}, {"quantize": "fp8"}), (None, "exact")
+LAYOUTS, WIRES = ("flat", "expert", "batched"), (None, "exact")
+PAYLOADS: tuple[dict[str, Any], ...] = (
+    {},
+    *({"quantize": name, "x_global_scale": 1.0 if fmt.takes_global else None} for name, fmt in formats.FORMATS.items()),
+)
 
 
 def kernels(ranks: int, transport: str, tokens: int) -> Iterator[jit.KernelSpec]:

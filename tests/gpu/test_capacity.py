@@ -69,7 +69,7 @@ def rounds(
 
 @pytest.mark.gpu1
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("quantize", [None, "fp8"])
+@pytest.mark.parametrize("quantize", [None, "fp8", "mxfp8"])
 @pytest.mark.parametrize(("layout", "factor"), [("expert", 0.5), ("flat", 0.2), ("batched", 0.8)])
 def test_chunks_of_one_rank(layout: str, factor: float, quantize: Any) -> None:
     options = {"quantize": quantize}

@@ -13,7 +13,8 @@ from moecomm.gpu import jit
 from ..few import few
 
 GIVEN = {"ranks": 2, "experts": 4, "topk": 2, "hidden": 64, "layout": 0, "type": 0, "row_bytes": 128, "wire": 0}
-NUMBERS = [field.name for field in fields(jit.KernelSpec) if field.name not in ("op", "transport")]
+NAMES = ("op", "transport", "format")
+NUMBERS = [field.name for field in fields(jit.KernelSpec) if field.name not in NAMES]
 ALPHABET = "0123456789aeflnrstu_ {}();,=.<>:\"'\\/#*&\n\t\0"
 
 
@@ -32,7 +33,7 @@ def test_text_is_no_field(strings: int) -> None:
             jit.KernelSpec(**{**GIVEN, "op": op, name: hostile(draw)})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["op", "transport"])
+@pytest.mark.parametrize("name", NAMES)
 def test_other_names_are_refused(name: str) -> None:
     draw = random.Random(0)
     for _ in range(1000):
