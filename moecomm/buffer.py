@@ -237,8 +237,7 @@ class Buffer(Bound):
 
         Args: those of dispatch(), without `sync` and `overflow="chunks"`.
 
-        Returns:
-            What dispatch() returns.  Its tensors and its handle can be used after dispatch_end().
+        Returns what dispatch() returns.  Its tensors and its handle can be used after dispatch_end().
 
         Raises:
             As dispatch(); BadInput as well when one has begun and has not ended.
@@ -260,8 +259,7 @@ class Buffer(Bound):
         Args:
             routed: the result of dispatch_begin().  sync: see dispatch().
 
-        Returns:
-            `routed`, whose tensors can be read from now on.
+        Returns `routed`, whose tensors can be read from now on.
 
         Raises:
             As dispatch(); BadInput as well when `routed` is not the dispatch that has begun.
@@ -283,9 +281,8 @@ class Buffer(Bound):
         """Return the experts' rows to the ranks of their tokens, and add them up.  Collective; on the current stream.
 
         Args:
-            y: rows as in `Routed.x` of the dispatch, in bfloat16, float16 or float32.  Or a pair of float8_e4m3fn rows
-                and float32 scales (moecomm.fused.Fp8), one for 128 columns, `[..., ceil(H / 128)]`, or one for a row,
-                `[..., 1]`: a pass over the rows makes value * scale of them, in float32, rounded once to the Buffer's
+            y: rows as in `Routed.x` of the dispatch, in bfloat16, float16 or float32.  Or moecomm.fused.Fp8 with scales
+                `[..., ceil(H / 128)]` or `[..., 1]`: a pass makes value * scale of them, rounded once to the Buffer's
                 dtype, which then counts as that of `y`.
             handle: of that dispatch.
             out: `[T, H]` of the dtype of `y`, written in place; default: a new tensor.
@@ -301,9 +298,8 @@ class Buffer(Bound):
                 rows travels in float32, a single row as it is (one domain).  "fp8" (or torch.float8_e4m3fn), of flat
                 rows as well: cast once to e4m3 with a float32 scale for 128 columns, as dispatch does; off by at most
                 2^-4 of a value and 2^-18 of the largest of the 128 (moecomm/combine/reference.py).  "int8" (or
-                torch.int8): likewise to the format "int8_group"; off by at most 1 / 254 of the largest of the 128.
-                Both take a `hidden` that is a multiple of 16.  None: as the Buffer was opened; by default the dtype of
-                `y`.
+                torch.int8): likewise as "int8_group"; off by at most 1 / 254 of the largest of the 128.  Of both,
+                `hidden` is a multiple of 16.  None: as the Buffer was opened; by default the dtype of `y`.
             num_sms: see dispatch().
 
         Returns:
@@ -475,8 +471,7 @@ class Buffer(Bound):
             keep_ids: as for shrink().
             domain_ranks: with several domains: the ranks of one.  None: all.
 
-        Returns:
-            The number of kernels: 0 on CPU ranks.
+        Returns the number of kernels: 0 on CPU ranks.
 
         Raises:
             BadInput: no such number of ranks.  Closed.  Unsupported: they can't be compiled.
