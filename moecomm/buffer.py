@@ -318,7 +318,6 @@ class Buffer(Bound):
         """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
         Combine reads such rows in place, unless it casts them: flat on GPUs (without `weight_grads`), all on CPUs.
-        Without room in the window they are in ordinary memory.
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)
 
