@@ -147,6 +147,42 @@ def payloads() -> str:
     return f"{dispatches}\n\n{_fp8_sums(found)}"
 
 
+def placed_experts() -> str:
+    """Layers and dispatches with placements."""
+    found = load("placed-layers-h200-2")
+    layers = {(row["model"], row["zipf"], row["placed"]): row for row in found["rows"] if row["what"] == "layer"}
+    rows, choices = [], ("", "token", "nearest")
+    for model, zipf, placed in layers:
+        if zipf and not placed:
+            even = layers[model, 0.0, ""]["us"]["p50"]
+            cells = [f"{model}, 4096 tokens", f"Zipf {zipf:g}"]
+            for choice in choices:
+                us = layers[model, zipf, choice]["us"]["p50"]
+                cells += [time_of(us), f"{us / even:.2f}"]
+            cells += [f"{layers[model, zipf, choice]['busiest']:.2f}" for choice in ("", "token")]
+            rows.append(line(found, ("fused layer",), *cells, at=(2, 4, 6)))
+    heads = "experts in a row | over even | placed, `token` | over even | placed, `nearest` | over even"
+    first = table(f"layer | routing | {heads} | busiest | busiest, placed", rows)
+    times = {
+        (row["model"], row["layout"], row["tokens"], row["placed"]): row["us"]["p50"]
+        for row in found["rows"]
+        if row["what"] == "dispatch"
+    }
+    rows = [
+        line(
+            found,
+            round_parts(tokens, "dispatch"),
+            *(model, f"`{layout}`", str(tokens)),
+            *(time_of(times[model, layout, tokens, choice]) for choice in choices),
+            at=(3, 4, 5),
+        )
+        for model, layout, tokens, placed in times
+        if not placed
+    ]
+    heads = "experts in a row | replicas, `token` | replicas, `nearest`"
+    return f"{first}\n\n{table(f'dispatch | layout | tokens | {heads}', rows)}"
+
+
 def _fp8_sums(found: dict[str, Any]) -> str:
     rows = []
     for layout, default in (("flat", "y outside"), ("expert", "bf16 wire")):
@@ -160,11 +196,11 @@ def _fp8_sums(found: dict[str, Any]) -> str:
                     and (row["what"], row["tokens"], row["layout"], row["variant"])
                     == ("combine", tokens, layout, variant)
                 )
-                for variant in (default, "fp8 wire")
+                for variant in (default, "fp8 wire", "int8 wire")
             ]
             cells += [*map(time_of, us), f"{us[1] / us[0]:.2f}"]
-        rows.append(line(found, round_parts(128, "combine"), *cells, at=(1, 4)))
-    heads = [f"combine, {tokens} | in FP8, {tokens} | FP8 over it" for tokens in (128, 8192)]
+        rows.append(line(found, round_parts(128, "combine"), *cells, at=(1, 5)))
+    heads = [f"combine, {tokens} | in FP8, {tokens} | in INT8, {tokens} | FP8 over it" for tokens in (128, 8192)]
     return table(f"layout | {' | '.join(heads)}", rows)
 
 
@@ -560,8 +596,9 @@ TOPICS = (
     ),
     Topic(
         "Formats",
-        "On 2 H200s, in a graph, 128 and 8192 tokens a rank.  `fp8` is cast by the kernel that sends, the other "
-        "formats by a pass ahead of the dispatch.  Then combines, with sums in the dtype of `y` and in FP8.",
+        "On 2 H200s, in a graph, 128 and 8192 tokens a rank.  `fp8_token` and `int8_token` are cast by a pass ahead of "
+        "the dispatch, the other formats by the kernel that sends.  Then combines, with sums in the dtype of `y`, in "
+        "FP8 and in INT8.",
         "formats-h200-2",
         payloads,
     ),
@@ -601,6 +638,15 @@ TOPICS = (
         "and renumbered, and made anew by `eplb`.",
         "balance-cpu",
         balance,
+    ),
+    Topic(
+        "Placed experts",
+        "2 H200s, DeepSeek-V3, bf16 (`python bench/placed_layers.py`).  Layers by their defaults, whole in a graph, "
+        "with routing that is drawn by Zipf's law: experts in a row, and where a plan of that routing puts them in an "
+        "eighth more slots; over the same layer with even routing.  `busiest`: rows of the busiest rank over the mean. "
+        " Then dispatches of even routing, in a graph, without and with such a placement.",
+        "placed-layers-h200-2",
+        placed_experts,
     ),
     Topic(
         "Expert layers",

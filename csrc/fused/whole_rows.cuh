@@ -48,7 +48,7 @@ MOECOMM_FN void cast_whole_row(const u8* from, i32 columns, u8* to, float* scale
     for (i32 column = first + kept * step; column < columns; column += step)
         seen = larger<type>(seen, largest_magnitudes(load_columns_of<type, fresh>(from, column, columns)));
     __syncwarp();
-    const ValueScale by = value_scale<format>(largest_in_group<type, kWarp>(seen), 0.0f);
+    const ValueScale by = value_scale<format>(largest_in_group<type, kWarp>(seen), {});
 #pragma unroll
     for (i32 i = 0; i < kept; ++i) cast_piece<type, format, true>(pieces[i], by, to, first + i * step, columns);
 #pragma unroll 1

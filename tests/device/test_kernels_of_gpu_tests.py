@@ -32,7 +32,7 @@ from . import test_compile
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
-MOST = 44  # kernels of a set of sizes
+MOST = 64  # kernels of a set of sizes
 
 
 def rounds(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:

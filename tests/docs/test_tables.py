@@ -383,11 +383,42 @@ def sums_in_fp8(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     for tokens, over in ((128, "FP8 over it"), (8192, "FP8 over it#2")):
         times = [
             row["us"]["p50"]
-            for variant in (("y outside" if layout == "flat" else "bf16 wire"), "fp8 wire")
+            for variant in (("y outside" if layout == "flat" else "bf16 wire"), "fp8 wire", "int8 wire")
             for row in rows(table.results[0], what="combine", tokens=tokens, layout=layout, variant=variant)
         ]
-        expected |= {f"combine, {tokens}": times[:1], f"in FP8, {tokens}": times[1:], over: [times[1] / times[0]]}
+        expected |= {f"combine, {tokens}": times[:1], f"in FP8, {tokens}": times[1:2], f"in INT8, {tokens}": times[2:]}
+        expected |= {over: [times[1] / times[0]]}
     yield expected
+
+
+@derives("layer | routing", "layer | routing")
+def placed_layers(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    zipf = float(cells["routing"].removeprefix("Zipf "))
+    found = {
+        row["placed"]: row
+        for row in rows(table.results[0], what="layer", model=cells["layer"].split(",")[0], zipf=zipf)
+    }
+    even = rows(table.results[0], what="layer", model=cells["layer"].split(",")[0], zipf=0.0)[0]["us"]["p50"]
+    names = {"experts in a row": "", "placed, `token`": "token", "placed, `nearest`": "nearest"}
+    times = {head: found[name]["us"]["p50"] for head, name in names.items()}
+    expected = Cells({head: [us] for head, us in times.items()})
+    expected |= {
+        f"over even{'#' * bool(nth)}{nth + 1 if nth else ''}": [us / even] for nth, us in enumerate(times.values())
+    }
+    expected |= {"busiest": [found[""]["busiest"]], "busiest, placed": [found["token"]["busiest"]]}
+    yield expected
+
+
+@derives("dispatch | layout | tokens", "dispatch | layout | tokens")
+def placed_dispatches(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    about = {
+        "model": cells["dispatch"].split(",")[0],
+        "layout": cells["layout"].strip("`"),
+        "tokens": int(cells["tokens"]),
+    }
+    found = {row["placed"]: row["us"]["p50"] for row in rows(table.results[0], what="dispatch", **about)}
+    names = {"experts in a row": "", "replicas, `token`": "token", "replicas, `nearest`": "nearest"}
+    yield Cells({head: [found[name]] for head, name in names.items()})
 
 
 @derives("rows | wire | loss", "rows | wire")

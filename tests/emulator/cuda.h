@@ -222,7 +222,9 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __int2float_rn(int a) { return static_cast<float>(a); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return low >> by | high << (32 - by); }  // by 1 to 31
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> (by & 31));
+}
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) { return high << by | low >> (32 - by); }
 // Fibers run one at a time.
 template <class T, class Change>

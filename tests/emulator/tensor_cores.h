@@ -28,9 +28,6 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     }
     return out;
 }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-    return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> (shift & 31));
-}
 
 namespace emulator {
 
