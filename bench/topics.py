@@ -598,8 +598,9 @@ TOPICS = (
         "Formats",
         "On 2 H200s, in a graph, 128 and 8192 tokens a rank.  `fp8_token` and `int8_token` are cast by a pass ahead of "
         "the dispatch, the other formats by the kernel that sends.  Then combines, with sums in the dtype of `y`, in "
-        "FP8 and in INT8.",
-        "formats-h200-2",
+        "FP8 and in INT8.  `formats-blocks-h200-4` has some of them on 4 H200s by the number of blocks, before sums "
+        "in FP8 went through rings.",
+        "formats-h200-2 formats-blocks-h200-4",
         payloads,
     ),
     Topic(
@@ -657,12 +658,13 @@ TOPICS = (
         "room for any routing; a Buffer takes [less](memory.md) by default.  No fused layer of another library "
         f"(DeepGEMM's Mega MoE, FlashInfer) was measured.  {torchs_forms(LAYER_SIZES)}  "
         "The second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` "
-        "have 2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
+        "have 2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.  "
+        "`moe-channels-h200-2` and `moe-mxfp4-h200-2` have layers with other weights.",
         (
             f"{' '.join(LAYER_SIZES)} "
             "moe-deepseek-v3-h200-4 moe-qwen3-235b-h200-4 moe-gpt-oss-120b-h200-2 moe-mixtral-8x7b-h200-2 "
             "moe-qwen3-235b-h200-2 at-work-h100-4 at-work-fp8-h100-4 at-work-h200-4 at-work-fp8-h200-4 "
-            "layers-h200-2 tune-layers-h200-2 one-launch-schedules-h200-4"
+            "layers-h200-2 tune-layers-h200-2 one-launch-schedules-h200-4 moe-channels-h200-2 moe-mxfp4-h200-2"
         ),
         expert_layers,
     ),
