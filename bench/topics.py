@@ -658,7 +658,7 @@ TOPICS = (
         "room for any routing; a Buffer takes [less](memory.md) by default.  No fused layer of another library "
         f"(DeepGEMM's Mega MoE, FlashInfer) was measured.  {torchs_forms(LAYER_SIZES)}  "
         "The second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` "
-        "have 2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.  "
+        "have 2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to; "
         "`moe-channels-h200-2` and `moe-mxfp4-h200-2` have layers with other weights.",
         (
             f"{' '.join(LAYER_SIZES)} "

@@ -14,6 +14,7 @@ _BEFORE_COUNTS = ("ca1808cf",)  # before counts were read as they are today
 _BEFORE_RUNS = ("6504ee79",)  # before 0ecf2e7
 _BEFORE_EARLY = ("d41ef155", "273846ca", "fbe86778")  # before 23a546fc
 _NATIVE = ("c888219a",)  # eager calls
+_SWEPT = ("4ccd1ad3",)  # by numbers of blocks
 
 # Kernels that are gone.
 COPIED = "y outside, of many tokens: the driver or an earlier kernel copied the rows (before d33eebb6)"
@@ -31,6 +32,7 @@ SINGLE = (
 )
 HOST = "eager: the host's time that the model has was measured before repeated calls were native"
 FORMAT = "another format than fp8: a pass casts to it, or the rows are given"
+FEW_BLOCKS = "128 tokens by 32 blocks: a quarter of the default"
 GONE = (COPIED, EXACT, COUNTS, PUTS, LATE)
 
 
@@ -64,6 +66,8 @@ def why_excluded(commit: str, domains: int, ranks: int, through: str, row: dict[
         return EXACT
     if commit in _BEFORE_COUNTS and row["tokens"] == 1:
         return COUNTS
+    if commit in _SWEPT and (row["tokens"], row["sms_asked"]) == (128, 32):
+        return FEW_BLOCKS
     return ""
 
 
