@@ -13,7 +13,7 @@ import pytest
 
 from moecomm_bench.simulate.check import EXCLUDED, HELD_OUT, check
 from moecomm_bench.simulate.domain import content, load
-from moecomm_bench.simulate.excluded import FORMAT, GONE, HOST, LATE, PROXY, PUTS, RINGS, SINGLE, THREADS
+from moecomm_bench.simulate.excluded import FORMAT, GONE, HOST, LATE, PROXY, PUTS, RINGS, SINGLE, SWEPT, THREADS
 from moecomm_bench.simulate.measured import read, rows_of
 from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.published import compare, fit_efficiency, rows
@@ -106,7 +106,7 @@ def test_excluded_rows_are_named(found: dict[str, Any]) -> None:
         (SINGLE, "domains-nvshmem-h200-2"): 6,
     }
     assert all(row["kind"] == f"{EXCLUDED}: {row['excluded']}" for row in excluded)
-    assert all(row["excluded"] in (*GONE, HOST, FORMAT) for row in excluded if row["domains"] == 1)
+    assert all(row["excluded"] in (*GONE, HOST, FORMAT, SWEPT) for row in excluded if row["domains"] == 1)
     assert not any("held_out_error" in row for row in excluded)
     assert len(excluded) == several.total() + 6 + 3 + 12 + 24 + 64
 
