@@ -31,7 +31,7 @@ SINGLE = (
     "2 domains of one rank, few tokens: faster than domains of several, by steps that the model does not tell apart"
 )
 HOST = "eager: the host's time that the model has was measured before repeated calls were native"
-FORMAT = "another format than fp8: a pass casts to it, or the rows are given"
+FORMAT = "another format than fp8, or rows that are given"
 SWEPT = "by numbers of blocks, beside formats that the model lacks"
 GONE = (COPIED, EXACT, COUNTS, PUTS, LATE)
 

@@ -108,7 +108,7 @@ def test_excluded_rows_are_named(found: dict[str, Any]) -> None:
     assert all(row["kind"] == f"{EXCLUDED}: {row['excluded']}" for row in excluded)
     assert all(row["excluded"] in (*GONE, HOST, FORMAT, SWEPT) for row in excluded if row["domains"] == 1)
     assert not any("held_out_error" in row for row in excluded)
-    assert len(excluded) == several.total() + 6 + 3 + 12 + 24 + 64
+    assert len(excluded) == several.total() + 6 + 3 + 12 + 24 + 168 + 80
 
 
 def test_a_held_out_error_does_not_know_its_result(tmp_path: Path) -> None:
