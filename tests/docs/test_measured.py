@@ -10,7 +10,7 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from moecomm_bench.simulate.excluded import FORMAT, GONE, HOST, PROXY, RINGS, SINGLE, THREADS
+from moecomm_bench.simulate.excluded import FORMAT, GONE, HOST, PROXY, RINGS, SINGLE, SWEPT, THREADS
 
 ROOT = Path(__file__).parent.parent.parent
 MOECOMM = {"who": "moecomm"}
@@ -145,12 +145,12 @@ def test_rows_that_do_not_count_are_as_many_as_the_check_says() -> None:
             errors.setdefault(row["excluded"], []).append(row["error"])
     gone = sum(len(errors[reason]) for reason in GONE)
     want = [str(sum(map(len, errors.values()))), str(len(measured)), str(gone)]
-    for reason in (RINGS, THREADS, PROXY, SINGLE, HOST, FORMAT):
+    for reason in (RINGS, THREADS, PROXY, SINGLE, HOST, FORMAT, SWEPT):
         some = errors[reason]
         sizes = (statistics.median(some), max(some, key=abs))
         want += [str(len(some)), *(f"{100 * size:.0f}" for size in sizes)]
     assert re.findall(r"-?\d+", sentence) == want
-    assert set(errors) == {*GONE, RINGS, THREADS, PROXY, SINGLE, HOST, FORMAT}
+    assert set(errors) == {*GONE, RINGS, THREADS, PROXY, SINGLE, HOST, FORMAT, SWEPT}
 
 
 def test_results_with_clocks_are_as_many_as_there_are() -> None:

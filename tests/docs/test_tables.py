@@ -458,7 +458,7 @@ def changed_plans(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
 
 @derives("payload | layout | rows given", "payload | layout")
 def formats_of_rows(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
-    (found,) = table.results
+    found = table.results[0]
     named, payload = {"layout": cells["layout"].strip("`"), "what": "dispatch"}, cells["payload"]
     expected: Cells = {}
     for number, tokens in enumerate((128, 8192), 1):
