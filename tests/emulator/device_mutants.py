@@ -38,8 +38,8 @@ MUTANTS = [
     Mutant(
         "rows of a packet are added without weights",
         "combine/push.cuh",
-        "kWeighted ? __fmul_rn(weight, columns[i]) : columns[i]);",
-        "columns[i]);",
+        "to = __fadd_rn(to, kWeighted ? __fmul_rn(weight, columns[i]) : columns[i]);",
+        "to = __fadd_rn(to, columns[i]);",
         "packets",
     ),
     Mutant(
@@ -189,8 +189,8 @@ MUTANTS = [
     Mutant(
         "one rank reads the first piece of a row again",
         "combine/gather_rows.cuh",
-        "if (order >= 0) source += Ring::kBytes;",
-        "if (order > 0) source += Ring::kBytes;",
+        "if (order >= 0) source += kSlotBytes;",
+        "if (order > 0) source += kSlotBytes;",
         "forwarders",
     ),
     Mutant(
