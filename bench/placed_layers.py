@@ -1,6 +1,6 @@
 """Layers whose routing is skewed, with experts in a row and where a plan puts them, and dispatches with replicas.
 
-    python bench/placed_layers.py [--models deepseek-v3,qwen3-235b] [--json bench/results/placed-layers-h200-4.json]
+    python bench/placed_layers.py [--models deepseek-v3,qwen3-235b] [--json bench/results/placed-layers-h200-2.json]
 
 A plan is moecomm.balance's ("spread"), for the routing that is then measured, in an eighth more slots than there are
 experts.  Layers are those of Buffer.moe in bf16, by its defaults, whole in a graph; routing is moecomm.routing's, even
