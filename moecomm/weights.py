@@ -54,7 +54,7 @@ class ExpertWeights:
             raise BadInput("buffer", repr(buffer), "a Buffer that was opened with a placement")
         if not isinstance(shapes, Mapping) or not shapes:
             raise BadInput("shapes", repr(shapes), "shapes by name")
-        self._buffer, slots, at = buffer, buffer.placement.slots, 0
+        self._buffer, self._rounds, slots, at = buffer, buffer.rounds, buffer.placement.slots, 0
         self._parts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
         for name, shape in shapes.items():
             kind: Any = dtype.get(name) if isinstance(dtype, Mapping) else dtype
@@ -70,7 +70,7 @@ class ExpertWeights:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return `[slots, *shape]`, the tensor of that name of this rank."""
-        return self._of(name, self._buffer.rank)
+        return self._of(name, self._window.rank)
 
     def prefetch(self, target: Placement) -> Placement:
         """Start to copy the experts that a placement has in other slots, and return what commit() sets.
@@ -83,9 +83,11 @@ class ExpertWeights:
             target: of the same experts, ranks and at most as many slots.
 
         Raises:
-            BadInput: what can't be placed.
+            BadInput: what can't be placed, or a Buffer that has shrunk: its ranks open other ExpertWeights.
             As Window.barrier().
         """
+        if self._buffer.rounds is not self._rounds:
+            raise BadInput("buffer", "one that has shrunk", "other ExpertWeights of the ranks that are left")
         before = self._buffer.placement
         assert before is not None
         after = step(before, target)
@@ -124,7 +126,7 @@ class ExpertWeights:
         return self._window.tensor(shape, dtype, rank=rank, offset=at)
 
     def _copy(self, before: Placement, after: Placement) -> None:
-        me = self._buffer.rank
+        me = self._window.rank
         for slot, (old, new) in enumerate(zip(before.experts[me].tolist(), after.experts[me].tolist(), strict=True)):
             if new in (NONE, old):
                 continue

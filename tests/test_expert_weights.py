@@ -101,4 +101,7 @@ def test_what_cannot_be_moved() -> None:
         for target in (Placement([[0, 1]]), Placement([range(EXPERTS)] * 2), None):
             with pytest.raises(BadInput, match="target"):
                 weights.prefetch(target)  # type: ignore[arg-type]
+        buffer.shrink()
+        with pytest.raises(BadInput, match="shrunk"):
+            weights.prefetch(Placement([range(EXPERTS)]))
         weights.close()
