@@ -100,6 +100,7 @@ DIFFERENT = {
     "capacity_factor": 2.0,
     "verify_every": 10,
     "on_timeout": "mask",
+    "placement": moecomm.Placement([range(4), range(4, 8), range(8, 12)]),
 }
 
 

@@ -306,15 +306,15 @@ def session_of(**attributes: object) -> lsa.LsaSession:
 def test_blocks_and_chunks_come_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def choose(*question: object) -> tuning.Choice:
-        asked.append(question)
+    def choose(*question: object, casts: bool = False) -> tuning.Choice:
+        asked.append((*question, casts))
         return tuning.Choice(blocks=24, chunk_tokens=4)
 
     monkeypatch.setattr(tuning, "choose", choose)
     context = SimpleNamespace(shape=SimpleNamespace(ranks=8, domain_ranks=0))
     session = session_of(_gpu="NVIDIA H200", _ranks=8, _most_blocks=132, context=context)
     assert session.schedule("combine", num_tokens=77, layout="flat", num_sms=None) == (24, 4)
-    assert asked == [("NVIDIA H200", 8, "combine", "flat", 77)]
+    assert asked == [("NVIDIA H200", 8, "combine", "flat", 77, False)]
     assert [session.schedule("dispatch", num_tokens=1, layout="flat", num_sms=n)[0] for n in (1, 16, 200)] == [
         1,
         16,
@@ -340,7 +340,7 @@ def test_blocks_and_chunks_come_from_the_table(monkeypatch: pytest.MonkeyPatch) 
 def test_blocks_between_domains_have_places_in_the_rings(
     op: str, tokens: int, ring: int, by_table: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Choice(blocks=by_table, chunk_tokens=4))
+    monkeypatch.setattr(tuning, "choose", lambda *_, casts: tuning.Choice(blocks=by_table, chunk_tokens=4))
     context = SimpleNamespace(shape=shape_of(4, domain_ranks=2, max_tokens=4096, ring_tokens=ring))
     reach = SimpleNamespace(least_chunks=())
     session = session_of(_gpu="NVIDIA H200", _ranks=4, _most_blocks=132, context=context, reach=reach)

@@ -153,6 +153,7 @@ PARTS: dict[str, list[Step]] = {
         one("cast-wires", 90, "tests/gpu/test_cast_wires.py", random=False),
         one("casts-on-the-way", 300, "tests/gpu/test_casts_on_the_way.py"),
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
+        one("gemm-mxfp4", 300, "tests/gpu/test_grouped_gemm_mxfp4.py", random=False),
         one("gemm-channels", 300, "tests/gpu/test_grouped_gemm_channels.py", random=False),
         one("moe-channels", 500, "tests/gpu/test_moe_channels.py", random=False),
         one("moe-fp8", 700, "tests/gpu/test_moe_fp8.py"),
@@ -177,6 +178,7 @@ PARTS: dict[str, list[Step]] = {
         one("windows", 200, "tests/gpu/test_windows.py", random=False),
         one("memory", 100, "tests/backends/test_windows_on_gpus.py", random=False),
         Step("windows2", 400, ("tests/gpu/test_windows.py", "-m", "gpu2"), gpus=2),
+        Step("expert-weights", 300, ("tests/gpu/test_expert_weights.py", "-m", "gpu2"), gpus=2),
         Step("memory2", 400, ("tests/backends/test_windows_on_gpus.py", "-m", "gpu2"), gpus=2),
     ],
     "overlap": [

@@ -10,7 +10,7 @@ import torch
 import moecomm
 from moecomm.testing.cases import random_placement
 
-from .processes import Ranks
+from ..conftest import Ranks
 
 pytestmark = pytest.mark.gpu2
 HIDDEN, INNER, EXPERTS, SLOTS, TOKENS, TOPK = 512, 256, 16, 12, 64, 4
