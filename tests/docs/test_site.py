@@ -137,7 +137,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     reference = (tmp_path / "api/moecomm/index.html").read_text()
     shown = set(re.findall(r'id="moecomm\.Buffer\.(\w+)"', reference))
     assert {"shrink", "grow", "joining", "mask", "unmask", "compile_for"} < shown == public(moecomm.Buffer)
-    for attribute in ("rank", "num_ranks", "local_experts"):
+    for attribute in ("rank", "num_ranks", "domain_ranks"):
         assert f'title="moecomm.Buffer.{attribute}"' in reference, "the docstring has no such attribute"
     bases = [base for page in tmp_path.glob("api/*/index.html") for base in re.findall(BASES, page.read_text(), re.S)]
     assert bases and [base for base in bases if not re.search(r"moecomm\.errors|RuntimeError|ValueError", base)] == []
