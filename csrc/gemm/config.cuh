@@ -13,15 +13,15 @@ constexpr i32 kScaleGroup = 128;  // columns of x, or rows and columns of w, tha
 enum class Activation : i32 { swiglu, geglu, geglu_tanh, swigluoai };
 
 struct GemmConfig {
-    Type type;      // of x and w; e4m3 has scales, bf16 and fp16 with channel_scales
-    Type out;       // of the product; e4m3: the bf16 product, cast, with scales
-    bool gated;     // out = activation(gate, up); gate and up rows of w are interleaved by kWoven in the ring
-    bool apart;     // in memory, all gate rows of w come before all up rows
-    i32 row_unit;   // tile heights are multiples of it; itself a multiple of 16
-    i32 most_rows;  // largest tile height
-    i32 stages;     // slots of the ring
-    i32 cluster;    // blocks that multiply the same rows with neighboring columns; each loads its part of the rows for all
-    bool swapped;   // w is operand A of wgmma (its rows are M) and x operand B; false (e4m3 only): x is A (scaled_rows.cuh)
+    Type type;              // of x and w; e4m3 has scales, bf16 and fp16 with channel_scales
+    Type out;               // of the product; e4m3: the bf16 product, cast, with scales
+    bool gated;             // out = activation(gate, up); gate and up rows of w are interleaved by kWoven in the ring
+    bool apart;             // in memory, all gate rows of w come before all up rows
+    i32 row_unit;           // tile heights are multiples of it; itself a multiple of 16
+    i32 most_rows;          // largest tile height
+    i32 stages;             // slots of the ring
+    i32 cluster;            // blocks that multiply the same rows with neighboring columns; each loads its part of the rows for all
+    bool swapped;           // w is operand A of wgmma (its rows are M) and x operand B; false (e4m3 only): x is A (scaled_rows.cuh)
     i32 blocks_per_sm = 1;  // resident blocks of a multiprocessor
     Activation activation = Activation::swiglu;
     bool bias = false;            // GemmArgs::bias may be given
