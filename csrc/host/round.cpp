@@ -122,7 +122,8 @@ void Round::load_headers() {
 
 ValidationResult Round::validate_headers() const {
     for (i32 p = 0; p < ranks; ++p) {
-        const ValidationResult validation = validate_header(header(me), header(p), p, ctx.placed != 0 ? placement.experts : ctx.shape.experts);
+        const ValidationResult validation =
+            validate_header(header(me), header(p), p, ctx.placed != 0 ? placement.experts : ctx.shape.experts);
         if (validation.failure != Failure::none) return validation;
     }
     return {Failure::none, Argument::none, -1, 0, 0};

@@ -94,7 +94,8 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
             }
             const std::int64_t columns = inside ? static_cast<std::int64_t>(m.dims[0]) - at[0] : 0;
             for (unsigned byte = 0; byte < row_bytes; byte += 16) {
-                unsigned char* const place = shared + (row_bytes == 64 ? swizzled_64(to + row * 64 + byte) : swizzled(to + row * 128 + byte));
+                unsigned char* const place =
+                    shared + (row_bytes == 64 ? swizzled_64(to + row * 64 + byte) : swizzled(to + row * 128 + byte));
                 const std::size_t there = std::clamp<std::int64_t>(columns * size - byte, 0, 16);
                 std::memcpy(place, reinterpret_cast<unsigned char*>(from) + at[0] * size + byte, there);
                 std::memset(place + there, 0, 16 - there);
