@@ -26,9 +26,8 @@ class Tensors:
     """The tensors of a dispatch, checked, and a function that turns torch tensors into the caller's kind of arrays."""
 
     x: torch.Tensor
-    scales: (
-        torch.Tensor | None
-    )  # of x; of rows that is_cast_to_bytes(): their global scale [1, 1], there or on the host
+    # Scales of x. Where is_cast_to_bytes(): the global scale [1, 1] of the rows, on their device or on the host.
+    scales: torch.Tensor | None
     topk_idx: torch.Tensor | None  # None: a handle has the routing
     topk_weights: torch.Tensor | None
     back: Callable[[torch.Tensor], Any] | None
