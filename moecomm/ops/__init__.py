@@ -251,6 +251,9 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         raise BadInput("x", f"shape {tuple(x.shape)}", "[tokens, hidden]")
     tangents.refuse("moecomm.ops.dispatch_again", x)
     wanted = rounds.wanted_gradients(x)
+    leads = None if wanted is Gradients.NONE else handle.graph
+    if leads is not None and leads.is_leaf and leads.requires_grad:
+        raise BadInput("handle", "a graph that requires a gradient of its own", "the graph of a dispatch, or None")
     rows: torch.Tensor
     rows, graph = rounds.dispatch_again(
         x,
@@ -263,8 +266,8 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         wanted,
         layer=handle.layer,
     )
-    if handle.graph is not None and wanted is not Gradients.NONE:
-        handle.graph.add_(graph)  # both empty: combines from now on lead to this round as well
+    if leads is not None:
+        leads.add_(graph)  # both empty: combines from now on lead to this round as well
     return rows
 
 

@@ -52,6 +52,7 @@ _OF_TORCH = (  # operations of torch
     *("nn.Experts.forward(x)", "nn.Gate.forward(x)", "router.Gating.__call__(x)", "router.Router.__call__(x)"),
 )
 _SCALES = ("ops.combine(handle)", "fused.grouped_gemm(x)")  # row_weights, and scales by column
+_WIDENED = ("moecomm.Buffer.combine(y)",)  # an Fp8
 _ROWS = (
     *_OF_TORCH[5:],
     "nn.ExpertParallel.forward(x)",
@@ -307,7 +308,7 @@ TABLE = (
     Row(
         "copied first, or read by torch",
         ("by column", "with gaps", "an array"),
-        (*_SMALL, *_OF_TORCH, *_SCALES, "w13", "w2", "w13_bias", "w2_bias"),
+        (*_SMALL, *_OF_TORCH, *_SCALES, *_WIDENED, "w13", "w2", "w13_bias", "w2_bias"),
     ),
     Row(
         "zeros, for torch",
@@ -351,7 +352,24 @@ TABLE = (
     ),
     Row("converted", ("int8", "bool"), ("router.Router(bias)", "router.Gating.__call__(bias)")),
     Row("bool is what it is", ("bool",), ("is_token_in_rank", "routing_map")),
-    Row("bytes are bytes: a row beside scales", ("int8", "bool"), ("deep_ep.ElasticBuffer.dispatch(x)",)),
+    Row(
+        "rows beside scales are bytes, as many as they are",
+        ("int8", "bool", "one column fewer"),
+        ("deep_ep.Buffer.dispatch(x)", "deep_ep.ElasticBuffer.dispatch(x)"),
+    ),
+    Row(
+        "rows of any type and width, as those of moecomm.Buffer",
+        ("int8", "bool", "one column fewer"),
+        ("deep_ep.HybridEPBuffer.dispatch_with_permute(hidden)",),
+    ),
+    Row(
+        "as it was, or nothing",
+        ("None", "0"),
+        _of(
+            "deep_ep.HybridEPBuffer.update_template_config",
+            *("hidden_dim", "num_of_tokens_per_rank", "num_local_experts", "use_fp8"),
+        ),
+    ),
     Row("rows of any type and width", ("int8", "bool", "one column fewer", "with gaps"), _of_payloads("x")),
     Row(
         "tensors of any type, or none",
@@ -410,6 +428,7 @@ TABLE = (
             *_of("deep_ep.Config.get_rdma_buffer_size_hint", "hidden_bytes", "num_ranks"),
             *_of("deep_ep.Buffer.clean_low_latency_buffer", "num_max_dispatch_tokens_per_rank", "hidden"),
             *_of("deep_ep.ElasticBuffer.get_theoretical_num_sms", "num_experts", "num_topk"),
+            *_of("deep_ep.Buffer.low_latency_dispatch", "x_global_scale"),
             *_of("deep_ep.ElasticBuffer.get_theoretical_num_qps", "num_sms"),
             *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "allow_multiple_reduction"),
         ),
