@@ -853,6 +853,9 @@ class WindowHandle:
     timeout_ns: int
     total_bytes: typing.Final[int]
 
+def choice_bytes(shape: Shape) -> int:
+    """Bytes at the begin of a heap for the choice of balanced replicas: csrc/protocol/placement.h."""
+
 def clear_record(address: int) -> None:
     """Make the record that of no failure."""
 

@@ -45,7 +45,10 @@ void bind_constants(py::module_& m) {
                                               {"round_header_bytes", sizeof(RoundHeader)},
                                               {"most_slots", kMostSlots},
                                               {"most_replicas", kMostReplicas},
-                                              {"generation", kGeneration}};
+                                              {"generation", kGeneration},
+                                              {"by_table", kByTable},
+                                              {"balanced", kBalanced},
+                                              {"share_passes", kSharePasses}};
         },
         "Constants and sizes of csrc/protocol by name.");
     m.def(

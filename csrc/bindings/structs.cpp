@@ -134,6 +134,8 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
     layout.def_property_readonly(
         "placement", [](const WindowLayout& w) { return placement_at(w); }, "Offset of Placement: csrc/protocol/placement.h.");
     m.def("window_layout", &window_layout, py::arg("shape"), "The layout of a window of this shape.");
+    m.def("choice_bytes", &choice_bytes, py::arg("shape"),
+          "Bytes at the begin of a heap for the choice of balanced replicas: csrc/protocol/placement.h.");
     m.def("takes_weights", &takes_weights, py::arg("shape"),
           "Return whether source ranks may give a combine routing weights of their own.");
     m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"),

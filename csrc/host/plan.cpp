@@ -23,6 +23,11 @@ Plan::Plan(const DispatchArgs& args, const Round& round)
     earlier_.assign(columns_, 0);
 }
 
+i64 Plan::expert_of(i64 given, i64 entry) const {
+    if (a_.ctx.placed == kBalanced) return at<const i32>(a_.ctx, r_.me, chosen_at(a_.ctx.window, shape_))[entry];
+    return a_.ctx.placed == kByTable ? slot_of(r_.placement, given, entry, shape_.topk, shape_.experts) : given;
+}
+
 BadEntry Plan::count(i32 chunk) {
     i32* counts = before_chunk(chunk);
     const i32 first = chunk * a_.chunk_tokens;
@@ -32,7 +37,7 @@ BadEntry Plan::count(i32 chunk) {
         RankSet seen;
         for (i64 entry = static_cast<i64>(token) * shape_.topk; entry < (token + 1ll) * shape_.topk; ++entry) {
             const i64 given = read_id(entry);
-            const i64 slot = a_.ctx.placed != 0 ? slot_of(r_.placement, given, entry, shape_.topk, shape_.experts) : given;
+            const i64 slot = expert_of(given, entry);
             const bool valid = valid_id(slot, shape_.experts);
             const i32 id = ids_[entry] = valid ? static_cast<i32>(slot) : -1;
             if (!valid) {

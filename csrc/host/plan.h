@@ -20,6 +20,11 @@ class Plan {
   public:
     Plan(const DispatchArgs& args, const Round& round);
 
+    // The caller's id of an entry, which another thread may change at any time.  Rows go by the ids that count() has read, once each.
+    i64 read_id(i64 entry) const {
+        if (a_.idx_bytes == 8) return static_cast<i64>(load_relaxed(memory<const u64>(a_.topk_idx) + entry));
+        return static_cast<i32>(load_relaxed(memory<const u32>(a_.topk_idx) + entry));
+    }
     // Expert id of a counted entry, token * topk + k; -1 for none.
     i32 id_at(i64 entry) const { return ids_[entry]; }
     i32 owner(i32 id) const { return ranges_.owner(id); }
@@ -54,11 +59,8 @@ class Plan {
     // Chunk-major, because a sender uses all columns of one chunk.
     i32* before_chunk(i32 chunk) { return &before_[static_cast<i64>(chunk) * columns_]; }
     BadEntry bad_weight(i32 token, i32 end) const;
-    // Only count() reads the caller's tensor, and once per entry, because another thread may change it at any time.
-    i64 read_id(i64 entry) const {
-        if (a_.idx_bytes == 8) return static_cast<i64>(load_relaxed(memory<const u64>(a_.topk_idx) + entry));
-        return static_cast<i32>(load_relaxed(memory<const u32>(a_.topk_idx) + entry));
-    }
+    // The expert of an entry, in a Buffer with a placement its slot; no valid id if `given` is none.
+    i64 expert_of(i64 given, i64 entry) const;
     i64 rows_needed(i32 rank) const;
     void place_experts();
     void store_outputs();

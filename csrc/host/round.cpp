@@ -82,6 +82,16 @@ bool Round::read_header(i32 from) {
     return true;
 }
 
+bool Round::calls_otherwise(i32 from, u64 call) const {
+    const u64* here = tagged_words(me, from);
+    const u64 low = load_acquire(&here[kCallWord]), high = load_acquire(&here[kCallWord + 1]), kind = load_acquire(&here[kOpWord]);
+    if (signal_tag(low) != tag || signal_tag(high) != tag || signal_tag(kind) != tag) return false;
+    RoundHeader header{};
+    const u32 word = signal_word(kind);
+    std::memcpy(&header, &word, sizeof(word));
+    return header.op != static_cast<u32>(op) || (static_cast<u64>(signal_word(high)) << 32 | signal_word(low)) != call;
+}
+
 bool Round::headers_in() {
     const u32 all = static_cast<u32>(ranks);
     if (load_acquire(&read_) == all) return true;

@@ -59,6 +59,8 @@ class Round {
     // True if all headers have arrived.  Any thread may call; await_headers() waits, and returns false if the round has failed.
     bool headers_in();
     bool await_headers();
+    // True if `from` has sent the header of another call: what it sends ahead of a dispatch's header may then never come.
+    bool calls_otherwise(i32 from, u64 call) const;
     // The header of `from`; valid once headers_in() has returned true.
     const RoundHeader& header(i32 from) const { return headers_[from]; }
     // Keep the headers of this domain for the second half of a dispatch: by then later rounds may have overwritten the tagged words.

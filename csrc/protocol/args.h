@@ -36,7 +36,7 @@ struct Context {
     Shape shape;
     WindowLayout window;
     i32 rank;
-    i32 placed;  // 1: ids of a dispatch are those of experts that callers name, and a table in the window has their slots: placement.h
+    i32 placed;  // not 0: ids of a dispatch are those of experts that callers name, and a table in the window has their slots: placement.h
 };
 
 #if !MOECOMM_DEVICE

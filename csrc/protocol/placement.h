@@ -21,6 +21,27 @@ constexpr i64 kGeneration = 1ll << 62;
 
 MOECOMM_BOTH constexpr u64 placement_at(const WindowLayout& w) { return mask_at(w) + sizeof(Mask); }
 
+// Values of Context::placed. With kByTable an entry's slot is a lookup. With kBalanced a step ahead of the dispatch chooses the slots of
+// all entries, by what all ranks send to each expert in this round (dispatch/choose.cuh, host/choose.cpp). Ranks need not agree on these
+// slots: the dispatch counts what was chosen. The window's heap then begins with
+//   u64[2][ranks][experts]: word_signal, by round parity and sender: its entries for each expert that callers name. Two parities are
+//   enough: a peer sends those of round n + 2 when its round n + 1 has ended, which saw this rank's words of round n + 1, sent after those
+//   of round n had been read; u64[kChoosingBlocks][experts]: word_signal: scratch of kernels: the entries of each block;
+//   i32[max_tokens][topk]: the slot of each entry of this round, as slot_of() says.
+constexpr i32 kByTable = 1, kBalanced = 2;
+constexpr i32 kChoosingBlocks = 16;
+constexpr i32 kSharePasses = 4;  // by moecomm/base/replicas.py
+MOECOMM_BOTH constexpr u64 choice_words_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from) {
+    return w.heap + (round_parity(tag) * static_cast<u64>(s.ranks) + from) * s.experts * sizeof(u64);
+}
+MOECOMM_BOTH constexpr u64 choice_counting_at(const WindowLayout& w, const Shape& s, i32 block) {
+    return w.heap + (2ull * s.ranks + block) * s.experts * sizeof(u64);
+}
+MOECOMM_BOTH constexpr u64 chosen_at(const WindowLayout& w, const Shape& s) { return choice_counting_at(w, s, kChoosingBlocks); }
+MOECOMM_BOTH constexpr u64 choice_bytes(const Shape& s) {
+    return chosen_at({}, s) + static_cast<u64>(s.max_tokens) * static_cast<u64>(s.topk) * sizeof(i32);
+}
+
 // Returns the slot of an entry (token * topk + k) by the table; -1: none; Shape::experts, which no slot is: the id is invalid.
 MOECOMM_FN i64 slot_of(const Placement& placement, i64 id, i64 entry, i32 topk, i32 slots) {
     if (id == -1) return -1;

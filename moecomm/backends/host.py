@@ -94,7 +94,6 @@ class HostSession:
         self._counters = peers.addresses[ranks.rank] + context.window.counters
         self._placement = peers.addresses[ranks.rank] + context.window.placement
         self._counter_bytes = context.window.staging - context.window.counters
-        self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
         self.nbytes = peers.nbytes
         self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
         self._runner = _native.HostRunner(self._round)

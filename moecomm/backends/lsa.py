@@ -160,7 +160,6 @@ class LsaSession:
             self.context = self._make_context(ranks.rank, shape, self._window.peers)
             self._counters = GpuCounters(peers, self._window.address, self.context.window, counters)
             self._masks = GpuMasks(peers, self.context, self._window)
-            self.arena = _native.Arena(layout.heap, shape.heap_bytes)
         except BaseException:
             peers.close()
             raise

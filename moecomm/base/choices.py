@@ -14,7 +14,9 @@ Quantize: TypeAlias = Literal[  # by FORMATS in moecomm/base/formats.py
 ]
 ScaleFormat: TypeAlias = Literal["fp32", "ue8m0"]  # by ScaleFormat in csrc/protocol/args.h
 ScaleLayout: TypeAlias = Literal["row", "column", "swizzled"]
-ReplicaChoice: TypeAlias = Literal["token", "nearest"]  # of an expert, for each entry: moecomm/base/placement.py
+ReplicaChoice: TypeAlias = Literal[
+    "token", "nearest", "balanced"
+]  # of an expert, for each entry: moecomm/base/placement.py
 OnTimeout: TypeAlias = Literal["raise", "mask"]
 ON_TIMEOUT: tuple[OnTimeout, ...] = ("raise", "mask")
 Wire: TypeAlias = Literal["exact", "fp8", "int8"] | torch.dtype  # a dtype: that of y, or that which a word stands for

@@ -13,6 +13,7 @@ import torch
 from moecomm.base.arrays import as_tensor, check_tensor
 from moecomm.base.choices import ReplicaChoice
 from moecomm.base.protocol import MOST_REPLICAS, MOST_SLOTS
+from moecomm.base.replicas import balanced
 from moecomm.base.validation import check_integer, check_name, is_integer
 from moecomm.errors import BadInput
 
@@ -32,7 +33,8 @@ class Placement:
         slots: of a rank; default: those of the longest list.
         choice: the replica of an expert for the k-th entry of token t.  "token": number t + k modulo the number of
             replicas, in the order of slots.  "nearest": likewise, among those on the token's own rank, else in its
-            domain, else all.
+            domain, else all.  "balanced": each round divides the entries of an expert among its replicas so that ranks
+            get equally many rows, as far as the placement allows, by the counts of all ranks in that round.
 
     Attributes:
         ranks: their number.
@@ -102,13 +104,16 @@ class Placement:
         """The number of slots of each expert, int64 `[num_experts]`."""
         return torch.tensor([len(one) for one in self.slots_by_expert])
 
-    def slots_of(self, topk_idx: Any, rank: int, domain_ranks: int | None = None) -> torch.Tensor:
+    def slots_of(
+        self, topk_idx: Any, rank: int, domain_ranks: int | None = None, *, counts: Any = None
+    ) -> torch.Tensor:
         """Return the slot of each entry of a rank: the specification of the choice.
 
         Args:
             topk_idx: `[T, K]` int64 or int32, of experts; -1 picks none.
             rank: whose tokens these are.
             domain_ranks: ranks of a domain; None: all.
+            counts: of "balanced": int64 `[ranks, num_experts]`, the entries of each rank in this round, of each expert.
 
         Returns:
             Numbers of slots, -1 for no expert, or one that has no slot; `ranks * slots` for what is no id.
@@ -121,7 +126,15 @@ class Placement:
         check_integer("rank", rank, 0, self.ranks - 1)
         if domain_ranks is not None:
             check_integer("domain_ranks", domain_ranks, 1, self.ranks)
-        return slots_of(self, ids, rank, domain_ranks)
+        if (counts is not None) != (self.choice == "balanced"):
+            raise BadInput(
+                "counts", "None" if counts is None else "some", 'those of all ranks with "balanced", or None'
+            )
+        if counts is not None:
+            counts, _ = as_tensor("counts", counts)
+            shape = (self.ranks, self.num_experts)
+            check_tensor("counts", counts, device=counts.device, dtypes=(torch.int64,), shape=shape)
+        return slots_of(self, ids, rank, domain_ranks, counts=counts)
 
     def by_expert(self, numbers: Any) -> torch.Tensor:
         """Return numbers of slots, such as JobStats.rows_per_expert, summed for each expert.
@@ -198,6 +211,8 @@ def candidates(
     found = [[slot for slot in one if slot // slots not in masked] for one in placement.slots_by_expert]
     if placement.choice == "token":
         return found
+    if placement.choice == "balanced":  # a further slot of the same rank would not spare it a row
+        return [list({slot // slots: slot for slot in reversed(one)}.values())[::-1] for one in found]
     return [
         [slot for slot in one if slot // slots == rank]
         or [slot for slot in one if slot // slots // domain == rank // domain]
@@ -212,16 +227,19 @@ def slots_of(
     rank: int,
     domain_ranks: int | None = None,
     masked: Collection[int] = (),
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See Placement.slots_of, and candidates() for `masked`."""
-    lists = candidates(placement, rank, domain_ranks, masked)
-    width, device = max(1, *map(len, lists)), topk_idx.device
-    slots = torch.tensor([one + [NONE] * (width - len(one)) for one in lists], device=device)
-    counts = torch.tensor([len(one) for one in lists], device=device)
-    ids = topk_idx.long()
-    turn = torch.arange(ids.shape[0], device=device)[:, None] + torch.arange(ids.shape[1], device=device)
+    """See Placement.slots_of, and candidates() for `masked`, whose counts are 0."""
+    lists, ids = candidates(placement, rank, domain_ranks, masked), topk_idx.long()
     known = ids.clamp(0, placement.num_experts - 1)
-    found = slots[known, turn % counts[known].clamp(min=1)]
+    if counts is not None:
+        found = balanced(ids, rank, counts, lists, placement.slots)
+    else:
+        width, device = max(1, *map(len, lists)), topk_idx.device
+        slots = torch.tensor([one + [NONE] * (width - len(one)) for one in lists], device=device)
+        replicas = torch.tensor([len(one) for one in lists], device=device)
+        turn = torch.arange(ids.shape[0], device=device)[:, None] + torch.arange(ids.shape[1], device=device)
+        found = slots[known, turn % replicas[known].clamp(min=1)]
     found = torch.where(known == ids, found, placement.ranks * placement.slots)
     return torch.where(ids == NONE, NONE, found).to(topk_idx.dtype)
 

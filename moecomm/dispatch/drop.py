@@ -17,6 +17,7 @@ from moecomm.base.experts import owners_of
 from moecomm.base.placement import slots_of
 from moecomm.base.protocol import DROPPED
 from moecomm.dispatch.arguments import check_routing
+from moecomm.errors import Unsupported
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.rounds import Rounds
 
@@ -30,6 +31,8 @@ def drop_checked(
     ids, weights = check_routing(rounds, tokens, given, topk_weights)
     slots, placement = ids, rounds.placement
     if placement is not None:
+        if placement.choice == "balanced":  # what is dropped depends on the choice, and the choice on what is left
+            raise Unsupported('overflow="drop" with choice="balanced": open the Buffer with another choice')
         slots = slots_of(placement, ids, rounds.rank, rounds.domain_ranks, rounds.masked)
     kept, dropped = drop(rounds.settings, layout, alignment, max_rows, slots, weights)
     if placement is not None:

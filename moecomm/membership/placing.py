@@ -25,6 +25,8 @@ def set_placement(rounds: Rounds, placement: Placement) -> None:
     if (given.ranks, given.num_experts) != (before.ranks, before.num_experts):
         want = f"one of {before.num_experts} experts on {before.ranks} ranks"
         raise BadInput("placement", repr(given), want)
+    if "balanced" in {given.choice, before.choice} and given.choice != before.choice:
+        raise BadInput("placement", repr(given), f"choice={before.choice!r}, as the Buffer was opened")
     placed = with_slots(given, len(rounds.local_experts))
     if rounds.masked:
         raise BadInput("set_placement", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")

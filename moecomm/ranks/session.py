@@ -1,9 +1,8 @@
 """The contract of a backend: how ranks reach each other's memory, and who runs a round.
 
 A backend opens a Session: the window of every rank, mapped where this rank can load from it and store to it
-(`context.peers`, 0 where it can't); an arena that hands out blocks of this rank's window; and an executor for dispatch
-and combine.  Other modules ask no more than whether a round is over when its call
-returns (synchronous).
+(`context.peers`, 0 where it can't), and an executor for dispatch and combine.  Other modules ask no more than whether a
+round is over when its call returns (synchronous).
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Session(Maskable, Protocol):
     name: str  # of the backend, with the kind of window where there are several: "host", "lsa/vmm"
     device: torch.device
     context: _native.Context  # peers, shape, window, rank, record, abort_host: filled; timeout_ns is the Buffer's
-    arena: _native.Arena  # over the heap of this rank's window; offsets are those of the window
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # outlives every tensor in the window
     casts_formats: bool  # the executor casts rows to other formats than "fp8" on the way

@@ -19,7 +19,7 @@ from moecomm.base.placement import Placement, checked
 from moecomm.base.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.base.sampling import hash_words, told_bytes
 from moecomm.base.validation import check_dtype, is_integer
-from moecomm.errors import BadInput, Mismatch
+from moecomm.errors import BadInput, Mismatch, Unsupported
 
 if TYPE_CHECKING:
     from moecomm.ranks.group import Rendezvous
@@ -202,6 +202,8 @@ class Settings:
             raise BadInput("group", f"{self.ranks} ranks", f"1 to {most}, which backend {self.backend!r} connects")
         if self.placement is not None and self.placement.ranks != self.ranks:
             raise BadInput("placement", repr(self.placement), f"one for the group's {self.ranks} ranks")
+        if self.balances and self.is_multi_domain:
+            raise Unsupported('choice="balanced" of a placement in several domains: see "nearest"')
         if self.num_experts < self.ranks:
             raise BadInput("num_experts", self.num_experts, f"at least {self.ranks}, the number of ranks")
         if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:
@@ -230,6 +232,11 @@ class Settings:
 
     def _window_bytes(self, backend: Backend) -> int:
         return int(_native.window_layout(self.shape(backend)).bytes)
+
+    @property
+    def balances(self) -> bool:
+        """Return whether each round balances replicas, in a part of the heap (csrc/protocol/placement.h)."""
+        return self.placement is not None and self.placement.choice == "balanced"
 
     @property
     def is_multi_domain(self) -> bool:
@@ -265,6 +272,8 @@ class Settings:
             domain_ranks=self.domain_ranks or 0,
         )
         shape.receive_bytes = _native.received_token_bytes(shape, *self.receive_payload_bytes)
+        if self.balances:
+            shape.heap_bytes += _native.choice_bytes(shape)
         return shape
 
     @cached_property

@@ -11,6 +11,7 @@ from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
 from moecomm.base.placement import Placement, table
+from moecomm.base.protocol import BALANCED, BY_TABLE
 from moecomm.base.sampling import RowTables, Sampling
 from moecomm.ranks.session import Session
 from moecomm.ranks.settings import Settings
@@ -64,8 +65,9 @@ class Rounds(RoundState, Bound):
         self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
         self.device = session.device
         self.on_cpu = session.synchronous
-        parts = settings.heap_parts(shape.heap_bytes)
-        self.memory = WindowMemory(session.arena, session.capturing, *parts)
+        before, heap = _native.choice_bytes(shape) * settings.balances, session.context.window.heap
+        arena = _native.Arena(heap + before, shape.heap_bytes - before)
+        self.memory = WindowMemory(arena, session.capturing, *settings.heap_parts(shape.heap_bytes - before))
         self.plans = PlanCache()
         known = (self.plans.table, self.memory.parts, self.flight, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
@@ -87,7 +89,7 @@ class Rounds(RoundState, Bound):
         masks = settings.on_timeout == "mask" and self.placement is None  # else the table of a placement does
         self.live = LiveExperts(self.num_experts, self.device) if masks else None
         if self.placement is not None:
-            session.context.placed = 1
+            session.context.placed = BALANCED if settings.balances else BY_TABLE
             self.place(self.placement)
 
     def place(self, placement: Placement) -> None:

@@ -166,10 +166,14 @@ def random_case(
     return replace(case, own_weights=[torch.randn(*i.shape, generator=g) for i in idx])
 
 
-def random_placement(seed: int, *, ranks: int, num_experts: int, slots: int | None = None, **others: Any) -> Placement:
+def random_placement(
+    seed: int, *, ranks: int, num_experts: int, slots: int | None = None, balanced: bool = False, **others: Any
+) -> Placement:
     """Draw a placement of a Buffer of these sizes: with replicas, empty slots and ranks that have none.
 
-    `slots`: of a rank; default: some more than there have to be.
+    Args:
+        slots: of a rank; default: some more than there have to be.
+        balanced: the choice, which no other placement of the Buffer changes; else one of the others is drawn.
     """
     del others  # sizes of a Buffer that do not matter
     rng = random.Random(f"placement {seed}")
@@ -182,7 +186,8 @@ def random_placement(seed: int, *, ranks: int, num_experts: int, slots: int | No
         for _ in range(rng.randint(0, slots - len(held[rank]))):
             held[rank].append(rng.choice([-1, rng.randrange(num_experts), 0]))
         rng.shuffle(held[rank])
-    return Placement(held, num_experts=num_experts, slots=slots, choice=rng.choice(get_args(ReplicaChoice)))
+    choice: ReplicaChoice = "balanced" if balanced else rng.choice(("token", "nearest"))
+    return Placement(held, num_experts=num_experts, slots=slots, choice=choice)
 
 
 def placed(case: Case) -> Case:

@@ -163,7 +163,13 @@ class Wanted:
     def _slots(self, rank: int) -> torch.Tensor:
         """Return the ids of a rank as rounds know them."""
         ids, placement = self.case.topk_idx[rank], self.buffer.placement
-        return ids if placement is None else placement.slots_of(ids, rank, self.buffer.domain_ranks)
+        if placement is None:
+            return ids
+        counts = None
+        if placement.choice == "balanced":
+            each = [given.flatten().long() for given in self.case.topk_idx]
+            counts = torch.stack([torch.bincount(one[one >= 0], minlength=placement.num_experts) for one in each])
+        return placement.slots_of(ids, rank, self.buffer.domain_ranks, counts=counts)
 
     def combine_call(self, rank: int, routed: Routed) -> dict[str, Any]:
         """Return the arguments of Buffer.combine on this rank."""

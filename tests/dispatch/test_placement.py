@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from typing import Any, get_args
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies
 
 import moecomm
 from moecomm import Placement, nn
+from moecomm.base import replicas
 from moecomm.base.choices import ReplicaChoice
 from moecomm.errors import BadInput, Mismatch, PeerLost, Unsupported
 from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
@@ -34,15 +38,16 @@ def test_rounds_match_the_reference(number: int) -> None:
     """All layouts, options and payloads, one domain and two, and a placement that changes between rounds."""
     sizes = random_sizes(number)
     domains = {"domain_ranks": sizes["ranks"] // 2} if sizes["ranks"] % 2 == 0 and number % 3 == 0 else {}
-    first = random_placement(number, **sizes)
+    balanced = not domains and number % 2 == 0
+    first = random_placement(number, **sizes, balanced=balanced)
     with LocalBuffers(**sizes, **domains, backend="host", verify_every=number % 3, placement=first) as ranks:
         for seed in range(number * 10, number * 10 + 10):
             if seed % 3 == 2:
-                ranks.set_placement(random_placement(seed, **sizes, slots=first.slots))
+                ranks.set_placement(random_placement(seed, **sizes, slots=first.slots, balanced=balanced))
             check_case(ranks, placed(random_case(seed, **sizes)))
 
 
-@pytest.mark.parametrize("choice", get_args(ReplicaChoice))
+@pytest.mark.parametrize("choice", ["token", "nearest"])
 def test_replicas_take_turns(choice: ReplicaChoice) -> None:
     """By the number of the token plus k; "nearest" where the token is, if there is one."""
     placement = Placement(HELD, choice=choice)
@@ -58,6 +63,88 @@ def test_replicas_take_turns(choice: ReplicaChoice) -> None:
     else:
         assert slots == {1: [[3, 1], [-1, 3], [3, 3], [8, 4]], 3: [[5, 1], [-1, 5], [5, 5], [8, 4]]}
     assert Placement.of_plan(placement.experts.flatten(), 4, choice=choice) == placement
+
+
+def test_balanced_replicas_take_what_others_leave() -> None:
+    """Expert 2 has 12 entries, and its ranks 4, 1 and 3 of others, which become 7, 7 and 6."""
+    placement = Placement(HELD, choice="balanced")
+    counts = torch.tensor([[2, 0, 3, 1], [2, 1, 0, 0], [0, 0, 5, 2], [0, 0, 4, 0]])  # of each rank, by expert
+    slots = {}
+    for rank, row in enumerate(counts.tolist()):
+        ids = torch.tensor([expert for expert, count in enumerate(row) for _ in range(count)])[:, None]
+        found = placement.slots_of(ids, rank, counts=counts).flatten()
+        slots[rank] = found[ids.flatten() == 2].tolist()
+    # Ranks 0 and 2 keep 3 of their own each; slot 3 of rank 1, which sends none, gets the rest.
+    assert slots == {0: [0, 0, 0], 1: [], 2: [5, 5, 5, 3, 3], 3: [3, 3, 3, 3]}
+    with pytest.raises(BadInput, match="counts"):
+        placement.slots_of(torch.tensor([[2]]), 0)
+
+
+@given(
+    entries=strategies.integers(0, 60),
+    loads=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=4),
+)
+def test_entries_are_poured_like_water(entries: int, loads: list[int]) -> None:
+    """One by one, each to the least load, the first of equal ones, gives the same sums."""
+    sums = list(loads)
+    for _ in range(entries):
+        sums[sums.index(min(sums))] += 1
+    found = replicas.pour(entries, loads)
+    assert sorted(load + share for load, share in zip(loads, found, strict=True)) == sorted(sums)
+    assert sum(found) == entries and min(found) >= 0
+
+
+def test_balanced_ranks_have_equally_many_rows() -> None:
+    """One expert has half of all entries; by turns its ranks would have more than the others."""
+    placement = Placement([[0, 1], [0, 2], [3, 4, 0], [5, 0]], choice="balanced")
+
+    def body(group: Any) -> list[int]:
+        x, ids = tokens(group.rank)[0], torch.stack([torch.zeros(12, dtype=torch.int64), torch.arange(12) % 5 + 1], 1)
+        with moecomm.Buffer(group, **{**SIZES, "num_experts": 6}, backend="host", placement=placement) as buffer:
+            return [int(buffer.dispatch(x[:n], ids[:n]).tokens_per_expert.sum()) for n in (12, 0, 12)]
+
+    assert run_ranks(4, body) == [[24, 0, 24]] * 4
+
+
+def test_what_balanced_replicas_refuse() -> None:
+    def body(group: Any) -> None:
+        x, ids, weights = tokens(group.rank)
+        first = Placement(HELD, choice="balanced")
+        with pytest.raises(Unsupported, match="several domains"):
+            moecomm.Buffer(group, **SIZES, backend="host", placement=first, domain_ranks=2)
+        with moecomm.Buffer(group, **SIZES, backend="host", placement=first, capacity_factor=0.5) as buffer:
+            with pytest.raises(BadInput, match="choice='balanced'"):
+                buffer.set_placement(Placement(HELD, choice="token"))
+            with pytest.raises(Unsupported, match="drop"):
+                buffer.dispatch(x, ids, weights, overflow="drop")
+            buffer.set_placement(Placement([[], [3, 1], [0, 2], [2, 2]], choice="balanced"))
+            assert int(buffer.dispatch(x, ids, weights, layout="expert").tokens_per_expert.sum()) >= 0
+        other = moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD))
+        with other, pytest.raises(BadInput, match="choice='nearest'"):
+            other.set_placement(first)
+
+    assert run_ranks(4, body) == [None] * 4
+
+
+@pytest.mark.parametrize("call", ["combine", "repeat", "layout"])
+def test_a_rank_with_another_call_ends_the_wait_for_counts(call: str) -> None:
+    """Rank 2 sends no counts, or others: all ranks raise Mismatch at once."""
+
+    def body(group: Any) -> float:
+        x, ids, weights = tokens(group.rank)
+        with moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD, choice="balanced")) as buffer:
+            routed = buffer.dispatch(x, ids, weights)
+            calls = {
+                "combine": partial(buffer.combine, routed.x, routed.handle),
+                "repeat": partial(buffer.dispatch, x, handle=routed.handle),
+                "layout": partial(buffer.dispatch, x, ids, weights, layout="flat"),
+            }
+            begin = time.perf_counter()
+            with pytest.raises(Mismatch):
+                calls[call]() if group.rank == 2 else buffer.dispatch(x, ids, weights)
+            return time.perf_counter() - begin
+
+    assert max(run_ranks(4, body)) < SIZES["timeout_s"] / 2
 
 
 def test_rows_are_counted_by_slot_and_by_expert() -> None:

@@ -1,0 +1,158 @@
+#include "choose.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+namespace moecomm::host {
+
+namespace {
+
+// By expert that callers name: its candidates, slots of different ranks, ascending.
+struct Candidates {
+    const u32* slots;
+    i32 count;
+};
+Candidates candidates_of(const Placement& placement, i32 expert, u32& single) {
+    const u32* const words = reinterpret_cast<const u32*>(&placement + 1);
+    const i32 count = static_cast<i32>(words[expert] % kMostReplicas);
+    single = words[expert] / kMostReplicas;
+    return {count > 1 ? words + single : &single, count};
+}
+
+// moecomm/base/replicas.py, with the names of that file.
+class Shares {
+  public:
+    Shares(const Placement& placement, const std::vector<i32>& totals, const ExpertRanges& ranges, i32 ranks)
+        : ranges_(ranges), loads_(ranks, 0), found_(placement.experts), owners_(placement.experts) {
+        std::vector<i32> several;
+        for (i32 expert = 0; expert < placement.experts; ++expert) {
+            u32 single;
+            const Candidates one = candidates_of(placement, expert, single);
+            for (i32 i = 0; i < one.count; ++i) {
+                owners_[expert].push_back(ranges_.owner(static_cast<i32>(one.slots[i])));
+                found_[expert].push_back(totals[expert] / one.count + (i < totals[expert] % one.count));
+            }
+            add(expert, 1);
+            if (one.count > 1) several.push_back(expert);
+        }
+        for (i32 pass = 0; pass < kSharePasses; ++pass) {
+            for (const i32 expert : several) {
+                add(expert, -1);
+                pour(totals[expert], owners_[expert], found_[expert]);
+                add(expert, 1);
+            }
+        }
+    }
+    i32 owner(i32 expert, i32 nth) const { return owners_[expert][nth]; }
+    i32 of(i32 expert, i32 nth) const { return found_[expert][nth]; }
+
+  private:
+    void add(i32 expert, i64 sign) {
+        for (std::size_t i = 0; i < owners_[expert].size(); ++i) loads_[owners_[expert][i]] += sign * found_[expert][i];
+    }
+    void pour(i64 entries, const std::vector<i32>& owners, std::vector<i32>& found) const {
+        std::vector<i32> filled(owners.size());
+        std::iota(filled.begin(), filled.end(), 0);
+        for (;;) {
+            i64 sum = entries;
+            for (const i32 i : filled) sum += loads_[owners[i]];
+            const i64 n = static_cast<i64>(filled.size()), level = sum / n;
+            const auto over = [&](i32 i) { return loads_[owners[i]] > level; };
+            if (std::none_of(filled.begin(), filled.end(), over)) {
+                std::fill(found.begin(), found.end(), 0);
+                for (i64 nth = 0; nth < n; ++nth)
+                    found[filled[nth]] = static_cast<i32>(level - loads_[owners[filled[nth]]] + (nth < sum % n));
+                return;
+            }
+            filled.erase(std::remove_if(filled.begin(), filled.end(), over), filled.end());
+        }
+    }
+
+    const ExpertRanges& ranges_;
+    std::vector<i64> loads_;
+    std::vector<std::vector<i32>> found_, owners_;
+};
+
+// Send what this rank has for each expert, and take the counts of all ranks: i32[ranks][experts].  False if a wait has failed, or a peer
+// makes another call.
+bool exchange(Dispatch& d, const std::vector<i32>& mine, std::vector<i32>& all) {
+    const i32 experts = static_cast<i32>(mine.size());
+    const auto words = [&](i32 window, i32 from) {
+        return at<u64>(d.a.ctx, window, choice_words_at(d.a.ctx.window, d.a.ctx.shape, d.r.tag, from));
+    };
+    for (i32 step = 0; step < d.r.ranks; ++step) {
+        const i32 peer = d.r.peer(step);
+        for (i32 expert = 0; expert < experts && !d.r.masked(peer); ++expert)
+            store_release(&words(peer, d.r.me)[expert], word_signal(d.r.tag, static_cast<u32>(mine[expert])));
+    }
+    i32 from = 0, expert = 0;
+    bool differs = false;
+    const auto all_in = [&] {
+        for (; from < d.r.ranks; ++from, expert = 0)
+            for (; expert < experts && !d.r.masked(from); ++expert) {
+                const u64 word = load_acquire(&words(d.r.me, from)[expert]);
+                if (signal_tag(word) != d.r.tag) return differs = d.r.calls_otherwise(from, d.a.call);
+                all[from * experts + expert] = static_cast<i32>(signal_word(word));
+            }
+        return true;
+    };
+    const bool in_time = d.r.watch.until(Phase::header, all_in, [&] { return Missing{from, &words(d.r.me, from)[expert], d.r.tag}; });
+    return in_time && !differs;
+}
+
+}  // namespace
+
+bool choose_replicas(Dispatch& d) {
+    const Timed timed = d.r.watch.timed("choose");
+    const Placement& placement = d.r.placement;
+    const i32 experts = placement.experts, me = d.r.me;
+    const i64 entries = static_cast<i64>(d.a.num_tokens) * d.topk;
+    std::vector<i32> mine(experts, 0), all(static_cast<std::size_t>(d.r.ranks) * experts, 0);
+    for (i64 entry = 0; entry < entries; ++entry)
+        if (const i64 id = d.plan.read_id(entry); id >= 0 && id < experts) ++mine[id];
+    if (!exchange(d, mine, all)) return !d.r.watch.failed();
+    const auto count = [&](i32 rank, i32 expert) { return all[rank * experts + expert]; };
+    std::vector<i32> totals(experts, 0);
+    for (std::size_t i = 0; i < all.size(); ++i) totals[i % experts] += all[i];
+    const ExpertRanges ranges = expert_ranges(d.a.ctx.shape);
+    const Shares shares(placement, totals, ranges, d.r.ranks);
+    // By expert, the candidates that this rank's entries take in turn, and how many each.
+    struct Take {
+        u32 slot;
+        i32 count;
+    };
+    std::vector<std::vector<Take>> takes(experts);
+    for (i32 expert = 0; expert < experts; ++expert) {
+        u32 single;
+        const Candidates one = candidates_of(placement, expert, single);
+        std::vector<i32> kept(d.r.ranks, 0);
+        for (i32 i = 0; i < one.count; ++i)
+            kept[shares.owner(expert, i)] = std::min(shares.of(expert, i), count(shares.owner(expert, i), expert));
+        i32 first = 0;
+        for (i32 source = 0; source < me; ++source) first += count(source, expert) - kept[source];
+        const i32 last = first + count(me, expert) - kept[me];
+        for (i32 i = 0; i < one.count; ++i)
+            if (shares.owner(expert, i) == me) takes[expert].push_back({one.slots[i], kept[me]});
+        for (i32 i = 0, begin = 0, end = 0; i < one.count; ++i, begin = end) {
+            end += shares.of(expert, i) - kept[shares.owner(expert, i)];
+            takes[expert].push_back({one.slots[i], std::max(0, std::min(end, last) - std::max(begin, first))});
+        }
+        std::reverse(takes[expert].begin(), takes[expert].end());  // the next one is the last
+    }
+    i32* const chosen = at<i32>(d.a.ctx, me, chosen_at(d.a.ctx.window, d.a.ctx.shape));
+    for (i64 entry = 0; entry < entries; ++entry) {
+        const i64 id = d.plan.read_id(entry);
+        i32 slot = id == -1 ? -1 : d.a.ctx.shape.experts;
+        if (id >= 0 && id < experts) {
+            std::vector<Take>& left = takes[id];
+            while (!left.empty() && left.back().count == 0) left.pop_back();
+            slot = left.empty() ? -1 : static_cast<i32>(left.back().slot);
+            if (!left.empty()) --left.back().count;
+        }
+        chosen[entry] = slot;
+    }
+    return true;
+}
+
+}  // namespace moecomm::host
