@@ -793,6 +793,7 @@ class GpuRunner(Runner):
     Enqueues rounds by one kernel on a GPU.
 
     `otherwise`: does it where the stream, the context or the number of blocks differ, or a graph is captured.
+    `choice`: function, threads and shared memory of the kernel that chooses slots ahead of a dispatch; no function: none.
     """
     def __call__(self, args: typing.Any) -> None:
         """Call `otherwise`."""
@@ -806,6 +807,7 @@ class GpuRunner(Runner):
         shared_bytes: int,
         overlap: bool,
         cluster: int,
+        choice: tuple[int, int, int] = (0, 0, 0),
     ) -> None: ...
 
 class WindowHandle:
@@ -911,6 +913,15 @@ def cuda_launch(
 
     Raises:
         RuntimeError: with the driver's name of the error, or there is no driver.
+    """
+
+def cuda_launch_choice(
+    function: int, block: int, shared_bytes: int, stream: int, args: DispatchArgs, overlap: bool = False
+) -> None:
+    """
+    Launch the kernel that chooses the slots of a dispatch, by as many blocks as its entries need.
+
+    `overlap`: see cuda_launch.  RuntimeError as cuda_launch.
     """
 
 def cuda_launch_packed(

@@ -11,6 +11,7 @@
 #include "../host/row_checks.h"
 #include "../protocol/domains.h"
 #include "../protocol/order.h"
+#include "../protocol/placement.h"
 #include "../protocol/resumed.h"
 #include "../runtime/driver.h"
 #include "../runtime/rank_threads.h"
@@ -153,6 +154,11 @@ Raises:
     RuntimeError: with the driver's name of the error, or there is no driver.)");
 }
 
+void launch_choice(u64 function, u32 block, u32 shared_bytes, u64 stream, const DispatchArgs& args, bool overlap) {
+    const i64 entries = static_cast<i64>(args.num_tokens) * args.ctx.shape.topk;
+    cuda_launch({function, static_cast<u32>(choosing_blocks(entries)), block, shared_bytes, stream, overlap, 1}, &args);
+}
+
 // A struct that Python has packed.
 void launch_packed(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stream, const py::buffer& args, bool overlap) {
     const py::buffer_info packed = args.request();
@@ -236,6 +242,11 @@ Raises:
     m.def("excluded_word", &excluded_word, py::arg("rank"), "The abort word of a rank that others have masked.");
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);
+    m.def("cuda_launch_choice", &launch_choice, py::arg("function"), py::arg("block"), py::arg("shared_bytes"), py::arg("stream"),
+          py::arg("args"), py::arg("overlap") = false, py::call_guard<py::gil_scoped_release>(),
+          R"(Launch the kernel that chooses the slots of a dispatch, by as many blocks as its entries need.
+
+`overlap`: see cuda_launch.  RuntimeError as cuda_launch.)");
     m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
           py::arg("stream"), py::arg("args"), py::arg("overlap") = false,
           R"(Launch a CUfunction that takes a struct by value, in the current context.

@@ -4,9 +4,11 @@
 
 #include <memory>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "../host/row_checks.h"
+#include "../protocol/placement.h"
 #include "../runtime/driver.h"
 #include "module.h"
 #include "torch.h"
@@ -73,28 +75,35 @@ struct LaunchQueue {
 
 class GpuRunner : public Runner {
   public:
-    GpuRunner(std::shared_ptr<LaunchQueue> queue, py::object otherwise, const Launch& launch)
-        : queue_(std::move(queue)), otherwise_(std::move(otherwise)), launch_(launch) {}
+    GpuRunner(std::shared_ptr<LaunchQueue> queue, py::object otherwise, const Launch& launch, const Launch& choice)
+        : queue_(std::move(queue)), otherwise_(std::move(otherwise)), launch_(launch), choice_(choice) {}
 
     bool ready(i32 workers) override {
         if (static_cast<u32>(workers) != launch_.grid || !queue_->used || cuda_context() != queue_->context) return false;
         launch_.stream = current_stream(queue_->device);
         return launch_.stream == queue_->last_stream && !cuda_capturing(launch_.stream);
     }
-    void run(const DispatchArgs& args) override { enqueue(args); }
-    void run(const CombineArgs& args) override { enqueue(args); }
-    void operator()(const py::object& args) const { otherwise_(args); }
-
-  private:
-    template <class Args>
-    void enqueue(const Args& args) const {
+    void run(const DispatchArgs& args) override {
+        py::gil_scoped_release unlocked;
+        if (choice_.function != 0) {
+            Launch choice = choice_;
+            choice.grid = static_cast<u32>(choosing_blocks(static_cast<i64>(args.num_tokens) * args.ctx.shape.topk));
+            choice.stream = launch_.stream;
+            cuda_launch(choice, &args);
+        }
+        cuda_launch(launch_, &args);
+    }
+    void run(const CombineArgs& args) override {
         py::gil_scoped_release unlocked;
         cuda_launch(launch_, &args);
     }
+    void operator()(const py::object& args) const { otherwise_(args); }
 
+  private:
     std::shared_ptr<LaunchQueue> queue_;
     py::object otherwise_;
     Launch launch_;
+    const Launch choice_;  // ahead of each dispatch; no function: none
 };
 
 }  // namespace
@@ -122,14 +131,17 @@ Raises:
         .def_readwrite("used", &LaunchQueue::used);
     py::class_<GpuRunner, Runner, std::shared_ptr<GpuRunner>>(m, "GpuRunner", R"(Enqueues rounds by one kernel on a GPU.
 
-`otherwise`: does it where the stream, the context or the number of blocks differ, or a graph is captured.)")
+`otherwise`: does it where the stream, the context or the number of blocks differ, or a graph is captured.
+`choice`: function, threads and shared memory of the kernel that chooses slots ahead of a dispatch; no function: none.)")
         .def(py::init([](std::shared_ptr<LaunchQueue> queue, py::object otherwise, u64 function, u32 blocks, u32 block, u32 shared_bytes,
-                         bool overlap, u32 cluster) {
+                         bool overlap, u32 cluster, const std::tuple<u64, u32, u32>& choice) {
+                 const auto [chooses, threads, bytes] = choice;
                  return std::make_shared<GpuRunner>(std::move(queue), std::move(otherwise),
-                                                    Launch{function, blocks, block, shared_bytes, 0, overlap, cluster});
+                                                    Launch{function, blocks, block, shared_bytes, 0, overlap, cluster},
+                                                    Launch{chooses, 0, threads, bytes, 0, overlap, 1});
              }),
              py::arg("queue"), py::arg("otherwise"), py::arg("function"), py::arg("blocks"), py::arg("block"), py::arg("shared_bytes"),
-             py::arg("overlap"), py::arg("cluster"))
+             py::arg("overlap"), py::arg("cluster"), py::arg("choice") = std::tuple<u64, u32, u32>{0, 0, 0})
         .def("__call__", &GpuRunner::operator(), py::arg("args"), "Call `otherwise`.");
 }
 

@@ -60,8 +60,8 @@ struct PacketRing {
 
 constexpr i32 kCasts = 2;  // buffers of a warp for cast rows whose stores are in flight
 
-// A copy of the table of a Buffer with a placement.
-template <DispatchConfig cfg, bool placed = cfg.placed>
+// A copy of the table of a Buffer with a placement, unless the slots have been chosen.
+template <DispatchConfig cfg, bool looks_up = cfg.placed && !cfg.balanced>
 struct PlacementShared {};
 template <DispatchConfig cfg>
 struct PlacementShared<cfg, true> {
@@ -213,10 +213,18 @@ struct DispatchCall {
         if constexpr (cfg.idx_bytes == 8) return reinterpret_cast<const i64*>(a.topk_idx)[entry];
         return reinterpret_cast<const i32*>(a.topk_idx)[entry];
     }
-    MOECOMM_FN const Placement& placement() const { return *reinterpret_cast<const Placement*>(shared.placement); }
+    MOECOMM_FN const Placement& placement() const {
+        if constexpr (cfg.balanced)
+            return *own<const Placement>(a.ctx, placement_at(window()));
+        else
+            return *reinterpret_cast<const Placement*>(shared.placement);
+    }
     // The expert of an entry, in a Buffer with a placement its slot; cfg.experts for an invalid id.
     MOECOMM_FN i64 expert_at(i64 entry) const {
-        if constexpr (cfg.placed) return slot_of(placement(), id_at(entry), entry, cfg.topk, cfg.experts);
+        if constexpr (cfg.balanced)
+            return own<const i32>(a.ctx, chosen_at(window(), a.ctx.shape))[entry];
+        else if constexpr (cfg.placed)
+            return slot_of(placement(), id_at(entry), entry, cfg.topk, cfg.experts);
         return id_at(entry);
     }
     // Experts that callers name.

@@ -206,7 +206,7 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     const DispatchArgs& a = shared.args;
     u64 masked = 0;
     if constexpr (cfg.domains() > 1) masked = read_masked(args.ctx);  // arrives while arguments load
-    if constexpr (cfg.placed) {
+    if constexpr (cfg.placed && !cfg.balanced) {
         const u32* const words = own<const u32>(args.ctx, placement_at(args.ctx.window));
         for (i32 i = threadIdx.x; i < shared.kWords; i += cfg.threads()) shared.placement[i] = words[i];
     }
@@ -214,8 +214,8 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
     // DescriptorSender needs no wait: the previous kernel waited for all kernels before it, and writes nothing that is read here
-    // (fused/publish.cuh).
-    if constexpr (!cfg.descriptors) await_earlier_kernels();
+    // (fused/publish.cuh). Where it reads slots, a kernel that chooses them lies between.
+    if constexpr (!cfg.descriptors || cfg.balanced) await_earlier_kernels();
     if constexpr (cfg.domains() > 1) find_forwarders(shared.forwarders, args.ctx, masked, cfg.threads());
     __syncthreads();
     return c;

@@ -30,6 +30,11 @@ MOECOMM_BOTH constexpr u64 placement_at(const WindowLayout& w) { return mask_at(
 //   i32[max_tokens][topk]: the slot of each entry of this round, as slot_of() says.
 constexpr i32 kByTable = 1, kBalanced = 2;
 constexpr i32 kChoosingBlocks = 16;
+// Blocks of the kernel that chooses the slots of so many entries.
+MOECOMM_BOTH constexpr i32 choosing_blocks(i64 entries) {
+    const i64 blocks = ceil_div<i64>(entries, 4096);
+    return static_cast<i32>(blocks < 1 ? 1 : blocks > kChoosingBlocks ? kChoosingBlocks : blocks);
+}
 constexpr i32 kSharePasses = 4;  // by moecomm/base/replicas.py
 MOECOMM_BOTH constexpr u64 choice_words_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from) {
     return w.heap + (round_parity(tag) * static_cast<u64>(s.ranks) + from) * s.experts * sizeof(u64);

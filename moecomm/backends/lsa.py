@@ -20,7 +20,7 @@ from moecomm.backends import between_rounds, emulated_nic, gpu_counters, gpu_pee
 from moecomm.backends.gpu_counters import GpuCounters
 from moecomm.backends.gpu_masks import GpuMasks
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
-from moecomm.backends.lsa_kernels import Kernels, cluster, is_multi_domain, scaleout_blocks
+from moecomm.backends.lsa_kernels import Choice, Kernels, choice_of, cluster, is_multi_domain, scaleout_blocks
 from moecomm.backends.presence import leave_exit_error
 from moecomm.backends.reach import Reach
 from moecomm.base import packets
@@ -316,15 +316,18 @@ class LsaSession:
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Return the function that enqueues a dispatch on the current stream."""
-        return self._runner(self._kernels.dispatch(args), args.workers)
+        return self._runner(self._kernels.dispatch(args), args.workers, choice_of(args))
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Return the function that enqueues a combine on the current stream."""
         return self._runner(self._kernels.combine(args), args.workers)
 
-    def _runner(self, kernel: jit.Kernel, blocks: int) -> _native.GpuRunner:
+    def _runner(self, kernel: jit.Kernel, blocks: int, choice: Choice | None = None) -> _native.GpuRunner:
         launch = (kernel.function, blocks, kernel.block, kernel.shared_bytes, *self._together(blocks))
-        return _native.GpuRunner(self._queue, partial(self.with_device, self._enqueue, kernel), *launch)
+        ahead = (0, 0, 0)
+        if choice is not None:
+            ahead = (plain_kernel.load(choice, self.device.index), choice.threads, choice.shared_bytes)
+        return _native.GpuRunner(self._queue, partial(self.with_device, self._enqueue, kernel, ahead), *launch, ahead)
 
     def _together(self, blocks: int) -> tuple[bool, int]:
         """Return whether a launch may begin while the one before it ends, and the blocks of its clusters."""
@@ -358,10 +361,14 @@ class LsaSession:
             cuda_driver.bind_thread(self.device.index)
             enqueue(*args)
 
-    def _enqueue(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
+    def _enqueue(
+        self, kernel: jit.Kernel, ahead: tuple[int, int, int], args: _native.DispatchArgs | _native.CombineArgs
+    ) -> None:
         stream = _native.current_stream(self.device.index)
         self._order(stream)
         together = self._together(args.workers)
+        if isinstance(args, _native.DispatchArgs) and ahead[0] != 0:
+            _native.cuda_launch_choice(*ahead, stream, args, self.exclusive_gpu)
         _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, *together)
 
     def _order(self, stream: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,13 +10,15 @@ import torch
 
 from moecomm import _native
 from moecomm.base.choices import CAST_WIRES
-from moecomm.base.protocol import TYPES
+from moecomm.base.protocol import BALANCED, ROUND_HEADER_BYTES, TYPES
+from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.rounds.signature import QUANTIZED
 
 if TYPE_CHECKING:
     from moecomm.gpu import jit
 
 _FLAT, _EXPERT, _FP32 = 0, 1, 2
+_CHOOSE_WARPS = 16  # kChooseWarps
 _CAST = tuple(int(TYPES[dtype]) for dtype in CAST_WIRES)
 
 
@@ -103,6 +105,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         repeat=bool(args.repeat),
         descriptors=bool(args.descriptors),
         placed=bool(args.ctx.placed) and not args.repeat,
+        balanced=args.ctx.placed == BALANCED and not args.repeat,
         part=args.part,
         **_domains(shape),
     )
@@ -138,6 +141,28 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     )
     may_be_few = args.weight_grads == 0 and not spec.verifies
     return replace(spec, packets=may_be_few and _fit_packets(spec, args.num_tokens, shape))
+
+
+@dataclass(frozen=True)
+class Choice(PlainKernel):
+    """The kernel that chooses the slots of a dispatch: csrc/dispatch/choose.cuh."""
+
+    shared: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared
+
+
+def choice_of(args: _native.DispatchArgs) -> Choice | None:
+    """Return the kernel that chooses the slots of a dispatch with these arguments; None: no kernel does."""
+    shape = args.ctx.shape
+    if args.ctx.placed != BALANCED or args.repeat or args.part == _native.Part.end:
+        return None
+    words = (2 + _CHOOSE_WARPS + 6) * shape.experts + shape.ranks
+    shared = 4 * words + ROUND_HEADER_BYTES + 64
+    sizes = f"{shape.ranks}, {shape.experts}, {shape.topk}, {args.idx_bytes}, {shared}"
+    return Choice("dispatch/choose", f"choose_replicas<{sizes}>", "DispatchArgs", 32 * _CHOOSE_WARPS, shared=shared)
 
 
 def is_multi_domain(shape: _native.Shape) -> bool:

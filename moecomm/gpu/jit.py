@@ -55,6 +55,7 @@ def source(spec: KernelSpec) -> str:
             kind += f", .format = Format::{spec.format}"
         kind += f", .repeat = {_bool(spec.repeat)}"
         kind += f", .descriptors = {_bool(spec.descriptors)}" + ", .placed = true" * spec.placed
+        kind += ", .balanced = true" * spec.balanced
         kind += f", .part = Part::{_native.Part(spec.part).name}, .packets = {_bool(spec.packets)}"
     else:
         kind += f", .wide_bias = {_bool(spec.wide_bias)}, .bias_first = {_bool(spec.bias_first)}"

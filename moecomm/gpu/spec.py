@@ -37,7 +37,8 @@ class KernelSpec:
     format: str = "fp8"  # to which `quantize` casts
     repeat: bool = False
     descriptors: bool = False
-    placed: bool = False  # Context.placed
+    placed: bool = False  # Context.placed is not 0
+    balanced: bool = False  # it is BALANCED
     part: int = 0
     packets: bool = False  # of few tokens: see packets_of
     wire: int = 2

@@ -19,7 +19,7 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import emulated_nic
-from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
+from moecomm.backends.lsa_kernels import Choice, choice_of, combine_spec, dispatch_spec
 from moecomm.gpu import jit
 
 from . import plain
@@ -47,9 +47,13 @@ class Launch(ctypes.Structure):
 
 
 class Call:
-    """The arguments of one rank's round as they are now, and the kernel that they want."""
+    """The arguments of one rank's round as they are now, and the kernel that they want.
 
-    def __init__(self, args: Arguments, sizes: dict[str, int]) -> None:
+    `ahead`: the one that a dispatch wants ahead of it, which chooses slots.
+    """
+
+    def __init__(self, args: Arguments, sizes: dict[str, int], ahead: Choice | None = None) -> None:
+        self.ahead = ahead
         self.spec = dispatch_spec(args) if isinstance(args, _native.DispatchArgs) else combine_spec(args)
         # Behind the head of an object pybind11 has the address of its value.
         address = ctypes.c_void_p.from_address(id(args) + 16).value
@@ -86,14 +90,18 @@ class Machine:
         self.scheduler, self.library, self._blocks = scheduler(), units(counted).library, blocks
         dispatch, combine, self._link = offsets()
         self.sizes = {"dispatch": dispatch, "combine": combine}
-        self._kernels: dict[jit.KernelSpec, Any] = {}
+        self._kernels: dict[jit.KernelSpec | Choice, Any] = {}
         self._runs = 0
         self.nic: emulated_nic.Nic | None = None  # between domains
         self.links: list[torch.Tensor] = []  # by rank, of the last rounds: words at Context.link
 
     def run_all(self, args: Sequence[Arguments]) -> None:
         """In place of _native.host_run_all: a round of all ranks."""
-        self.run([Call(a, self.sizes) for a in args], len(args))
+        calls = [Call(a, self.sizes) for a in args]
+        for one in args:
+            if isinstance(one, _native.DispatchArgs) and (ahead := choice_of(one)) is not None:
+                calls.insert(len(calls) - len(args), Call(one, self.sizes, ahead))
+        self.run(calls, len(args))
 
     def in_chunks(self, chunk_tokens: int) -> Callable[[Sequence[Arguments]], None]:
         """Return run_all for rounds in chunks of so many tokens."""
@@ -116,7 +124,8 @@ class Machine:
             for call in calls:
                 call.spec = replace(call.spec, transport="nic")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            kernels = dict(zip(specs := {call.spec for call in calls}, pool.map(self._kernel, specs), strict=True))
+            wanted = {call.ahead or call.spec for call in calls}
+            kernels = dict(zip(wanted, pool.map(self._kernel, wanted), strict=True))
         windows = [
             max(found) for found in zip(*(call.peers for call in calls[:ranks]), strict=True)
         ]  # 0: all are masked
@@ -127,12 +136,14 @@ class Machine:
             if call.spec.domain_ranks:
                 ctypes.c_uint64.from_buffer(content, self._link).value = self.links[nth].data_ptr()
             fields = jit.block_fields(call.spec)
+            block = jit.block_threads(fields), fields["shared_bytes"]
+            if call.ahead is not None:
+                block = call.ahead.threads, call.ahead.shared_bytes
             launches[nth] = Launch(
-                ctypes.cast(kernels[call.spec].kernel, ctypes.c_void_p).value,
+                ctypes.cast(kernels[call.ahead or call.spec].kernel, ctypes.c_void_p).value,
                 ctypes.addressof(content),
                 self._blocks or rng.choice([1, 2, 3]),
-                jit.block_threads(fields),
-                fields["shared_bytes"],
+                *block,
                 nth - ranks if nth >= ranks else -1,
             )
         ended = self.scheduler.emulator_run(ctypes.addressof(launches), len(calls), LIMIT, self._runs)
@@ -162,14 +173,18 @@ class Machine:
         """Before windows go away: nothing is put there any more."""
         self.scheduler.emulator_forget()
 
-    def _kernel(self, spec: jit.KernelSpec) -> Any:
+    def _kernel(self, spec: jit.KernelSpec | Choice) -> Any:
         if spec not in self._kernels:
             self._kernels[spec] = self.library(_unit(spec))
         return self._kernels[spec]
 
 
-def _unit(spec: jit.KernelSpec) -> str:
+def _unit(spec: jit.KernelSpec | Choice) -> str:
     """The translation unit of jit.source with an entry that any thread calls."""
+    if isinstance(spec, Choice):
+        head = spec.source.split('extern "C"', 1)[0]
+        call = f"{spec.entry}(*static_cast<const {spec.args}*>(args));"
+        return f'#include "cuda.h"\n{head}extern "C" void kernel(const void* args) {{ {call} }}\n'
     head, kernel = jit.source(spec).split('extern "C"', 1)
     call = re.search(r"\{ (\w+<config, \w+>)\(args\); \}", kernel)
     assert call is not None

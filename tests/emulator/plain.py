@@ -99,6 +99,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     "combine/pull.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "combine/scaleout_direct.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "dispatch/dispatch.cuh": [SHARED],
+    "dispatch/choose.cuh": [SHARED],
     "elementwise/quantize_rows.cuh": [
         (
             r"__shared__ u32 of_warps(\[.*?\]);",

@@ -166,6 +166,22 @@ def test_placements(packs: bool, sizes: dict[str, int], machine: Machine, monkey
             machine.forget()
 
 
+@pytest.mark.parametrize("packs", few((True, False), True))
+def test_balanced_replicas(packs: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that a kernel chooses ahead of each dispatch, by one block to three."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    if not packs:
+        monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
+    drawn: dict[str, Any] = {"ranks": 4, "num_experts": 10, "slots": 5, "balanced": True}
+    with LocalBuffers(ranks=4, **UNEVEN, backend="host", placement=random_placement(0, **drawn)) as ranks:
+        try:
+            for seed in range(6):
+                check_case(ranks, placed(random_case(seed, ranks=4, **UNEVEN, few_kernels=True)))
+                ranks.set_placement(random_placement(seed + 1, **drawn))
+        finally:
+            machine.forget()
+
+
 @pytest.mark.parametrize(("layout", "alignment"), few([("expert", 1), ("expert", 3), ("batched", 1)], ("expert", 3)))
 def test_more_experts_than_lanes(
     layout: str, alignment: int, machine: Machine, monkeypatch: pytest.MonkeyPatch

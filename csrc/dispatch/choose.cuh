@@ -1,0 +1,275 @@
+// The step ahead of a dispatch in a Buffer whose placement balances replicas, in a kernel of its own: ranks exchange how many entries each
+// has for each expert, and choose the slots of their entries. moecomm/base/replicas.py is its specification and has the names;
+// host/choose.cpp does the same on CPU ranks.
+//
+// Each block counts a part of the entries. It then knows the counts of all blocks and all ranks, and divides all entries by itself.
+#pragma once
+#include "../device/launch.cuh"
+#include "../device/tagged_words.cuh"
+#include "../protocol/placement.h"
+#include "../transport/transport.cuh"
+
+namespace moecomm {
+
+constexpr i32 kChooseWarps = 16, kChooseThreads = kChooseWarps * kWarp;
+
+template <i32 ranks, i32 experts>
+struct ChooseShared {
+    u32 words[2 * experts];             // of the placement: its entries and lists
+    i32 counts[kChooseWarps][experts];  // of each warp; then those of this rank's entries before the warp's next one
+    i32 totals[experts];                // entries of all ranks
+    i32 first[experts];                 // entries of earlier ranks; then those that do not stay on their rank
+    i32 kept[experts];                  // entries that stay on this rank
+    i32 own[experts];                   // the slot here where they stay
+    i32 several[experts], num_several;  // experts with several candidates
+    i32 found[experts];                 // by place in the lists: the share of a candidate; then the end of what is left of it
+    i32 loads[ranks];
+    RoundHeader mine;  // as far as call_differs() reads it
+    Begin begin;
+};
+
+template <i32 ranks, i32 experts, i32 topk, i32 idx_bytes>
+struct Chooser {
+    static constexpr ExpertRanges ranges{experts, ranks};
+    const DispatchArgs& a;
+    ChooseShared<ranks, experts>& shared;
+    Round round;
+    i32 named;  // experts that callers name
+
+    struct Candidates {
+        i32 count, at;  // `at`: the slot of the only one; of several, the place of their list in `words`
+    };
+    MOECOMM_FN Candidates candidates(i32 expert) const {
+        return {static_cast<i32>(shared.words[expert] % kMostReplicas), static_cast<i32>(shared.words[expert] / kMostReplicas)};
+    }
+    MOECOMM_FN i32 owner(i32 place) const { return ranges.owner(static_cast<i32>(shared.words[place])); }
+    MOECOMM_FN i32& found(i32 place) const { return shared.found[place - named]; }
+    MOECOMM_FN i64 id_at(i32 entry) const {
+        if constexpr (idx_bytes == 8) return reinterpret_cast<const i64*>(a.topk_idx)[entry];
+        return reinterpret_cast<const i32*>(a.topk_idx)[entry];
+    }
+    MOECOMM_FN bool is_named(i64 id) const { return id >= 0 && id < named; }
+    // The first entry of a warp of all blocks.
+    MOECOMM_FN i32 first_of(i32 warp) const {
+        const i64 entries = static_cast<i64>(a.num_tokens) * topk;
+        return static_cast<i32>(entries * (blockIdx.x * kChooseWarps + warp) / (gridDim.x * kChooseWarps));
+    }
+    MOECOMM_FN u64 word_at(i32 from, i32 expert) const {
+        return choice_words_at(a.ctx.window, a.ctx.shape, round.tag, from) + expert * sizeof(u64);
+    }
+
+    MOECOMM_FN void count() const {
+        const i32 end = first_of(warp_id() + 1);
+#pragma unroll 4
+        for (i32 entry = first_of(warp_id()) + lane_id(); entry < end; entry += kWarp)
+            if (const i64 id = id_at(entry); is_named(id)) atomicAdd(&shared.counts[warp_id()][id], 1);
+    }
+
+    // By one thread for an expert. Sends this rank's count to all ranks, the blocks to some each, and takes the counts of all blocks and
+    // ranks. False if a wait has failed, or a peer makes another call.
+    MOECOMM_FN bool exchange(i32 expert, u64 masked) const {
+        i32 here = 0;
+        for (i32 warp = 0; warp < kChooseWarps; ++warp) {
+            i32& counter = shared.counts[warp][expert];
+            const i32 count = counter;
+            counter = here;
+            here += count;
+        }
+        const auto counting = [&](i32 block) { return choice_counting_at(a.ctx.window, a.ctx.shape, block) + expert * sizeof(u64); };
+        const i32 blocks = gridDim.x, block = blockIdx.x;
+        if (blocks > 1) {
+            i32 all = 0, before = 0;
+            store_relaxed(own<u64>(a.ctx, counting(block)), word_signal(round.tag, static_cast<u32>(here)));
+            const bool in_time = await_words<4>(
+                round, Phase::grid, blocks, counting, [&](i32) { return a.ctx.rank; }, [](i32) { return false; },
+                [&](i32 nth, u32 count) {
+                    if (nth < block) before += static_cast<i32>(count);
+                    all += static_cast<i32>(count);
+                });
+            if (!in_time) return false;
+            for (i32 warp = 0; warp < kChooseWarps; ++warp) shared.counts[warp][expert] += before;
+            here = all;
+        }
+        for (i32 step = block; step < ranks; step += blocks) {
+            const i32 peer = rotated<ranks>(a.ctx.rank, step);
+            if (is_in(masked, peer)) continue;
+            Lsa{a.ctx}.post(peer, word_at(a.ctx.rank, expert), word_signal(round.tag, static_cast<u32>(here)));
+        }
+        i32 polls = 0, total = 0, earlier = 0;
+        bool differs = false;
+        const auto from = [&](i32 nth) { return is_in(masked, nth) ? a.ctx.rank : nth; };  // of a masked rank nothing comes
+        const bool in_time = await_words<8>(
+            round, Phase::header, ranks, [&](i32 nth) { return word_at(from(nth), expert); }, from,
+            [&](i32 nth) {
+                differs = ++polls % 16 == 0 && call_differs(round, from(nth), shared.mine);
+                return differs;
+            },
+            [&](i32 nth, u32 count) {
+                if (is_in(masked, nth)) return;
+                total += static_cast<i32>(count);
+                if (nth < a.ctx.rank) earlier += static_cast<i32>(count);
+            });
+        shared.totals[expert] = total, shared.first[expert] = earlier;
+        return in_time && !differs;
+    }
+
+    // By one thread for an expert, between barriers: the loads that even shares make.
+    MOECOMM_FN void share_evenly(i32 expert) const {
+        const Candidates c = candidates(expert);
+        const i32 total = shared.totals[expert];
+        if (c.count == 1) atomicAdd(&shared.loads[ranges.owner(c.at)], total);
+        for (i32 i = 0; c.count > 1 && i < c.count; ++i) {
+            found(c.at + i) = total / c.count + (i < total % c.count);
+            atomicAdd(&shared.loads[owner(c.at + i)], found(c.at + i));
+        }
+    }
+
+    // By one warp.
+    MOECOMM_FN void list_several() const {
+        i32 n = 0;
+        for (i32 first = 0; first < named; first += kWarp) {
+            const i32 expert = first + lane_id();
+            const bool several = expert < named && candidates(expert).count > 1;
+            const u32 lanes = __ballot_sync(kAllLanes, several);
+            if (several) shared.several[n + __popc(lanes & lanes_below())] = expert;
+            n += __popc(lanes);
+        }
+        if (lane_id() == 0) shared.num_several = n;
+        __syncwarp();
+    }
+
+    // By one warp; a lane has one of each kWarp candidates.
+    MOECOMM_FN void pour(i32 expert) const {
+        constexpr i32 looks = ceil_div(ranks, kWarp);
+        const Candidates c = candidates(expert);
+        i32 load[looks], rank[looks];
+        bool filled[looks];
+#pragma unroll
+        for (i32 look = 0; look < looks; ++look) {
+            const i32 i = look * kWarp + lane_id();
+            filled[look] = i < c.count;
+            rank[look] = filled[look] ? owner(c.at + i) : 0;
+            load[look] = filled[look] ? shared.loads[rank[look]] - found(c.at + i) : 0;
+        }
+        u32 level = 0, over = 0;
+        for (bool goes_on = true; goes_on;) {
+            u32 sum = 0, n = 0;
+#pragma unroll
+            for (i32 look = 0; look < looks; ++look) {
+                sum += __reduce_add_sync(kAllLanes, static_cast<u32>(filled[look] ? load[look] : 0));
+                n += __popc(__ballot_sync(kAllLanes, filled[look]));
+            }
+            sum += static_cast<u32>(shared.totals[expert]);
+            level = sum / n, over = sum % n;
+            goes_on = false;
+#pragma unroll
+            for (i32 look = 0; look < looks; ++look) {
+                const bool above = filled[look] && load[look] > static_cast<i32>(level);
+                goes_on = __any_sync(kAllLanes, above) || goes_on;
+                filled[look] = filled[look] && !above;
+            }
+        }
+        u32 nth = 0;
+#pragma unroll
+        for (i32 look = 0; look < looks; ++look) {
+            const u32 lanes = __ballot_sync(kAllLanes, filled[look]);
+            const u32 here = nth + __popc(lanes & lanes_below());
+            const i32 i = look * kWarp + lane_id(), share = filled[look] ? static_cast<i32>(level + (here < over)) - load[look] : 0;
+            nth += __popc(lanes);
+            if (i >= c.count) continue;
+            found(c.at + i) = share;
+            shared.loads[rank[look]] = load[look] + share;
+        }
+        __syncwarp();
+    }
+
+    // By one thread for an expert: what stays on its rank, and where the rest of each share ends.
+    MOECOMM_FN void divide(i32 expert) const {
+        const Candidates c = candidates(expert);
+        i32 first = shared.first[expert], kept = 0, end = 0;
+        for (i32 i = 0; c.count > 1 && i < c.count; ++i) {
+            const i32 place = c.at + i, rank = owner(place);
+            const i32 stays = min(found(place), static_cast<i32>(signal_word(load_relaxed(own<const u64>(a.ctx, word_at(rank, expert))))));
+            if (rank < a.ctx.rank) first -= stays;
+            if (rank == a.ctx.rank) kept = stays, shared.own[expert] = static_cast<i32>(shared.words[place]);
+            end += found(place) - stays;
+            found(place) = end;
+        }
+        shared.first[expert] = first, shared.kept[expert] = kept;
+    }
+
+    // The slot of the nth entry of this rank for an expert. In range even if ids have changed since they were counted.
+    MOECOMM_FN i32 slot_of_nth(i32 expert, const Candidates& c, i32 nth) const {
+        if (nth < shared.kept[expert]) return shared.own[expert];
+        const i32 rest = nth - shared.kept[expert] + shared.first[expert];
+        i32 i = 0;
+        while (i < c.count - 1 && rest >= found(c.at + i)) ++i;
+        return static_cast<i32>(shared.words[c.at + i]);
+    }
+
+    // By all warps: the slots of their entries, in order.
+    MOECOMM_FN void choose() const {
+        i32* const chosen = own<i32>(a.ctx, chosen_at(a.ctx.window, a.ctx.shape));
+        const i32 end = first_of(warp_id() + 1);
+        for (i32 first = first_of(warp_id()); first < end; first += kWarp) {
+            const i32 entry = first + lane_id();
+            const i64 id = entry < end ? id_at(entry) : -1;
+            const i32 expert = is_named(id) ? static_cast<i32>(id) : -1;
+            const Candidates c = expert >= 0 ? candidates(expert) : Candidates{0, 0};
+            const u32 same = __match_any_sync(kAllLanes, expert);
+            i32 slot = id == -1 || expert >= 0 ? -1 : experts;
+            if (c.count == 1) slot = c.at;
+            if (c.count > 1) slot = slot_of_nth(expert, c, shared.counts[warp_id()][expert] + __popc(same & lanes_below()));
+            __syncwarp();
+            if (expert >= 0 && (same & lanes_below()) == 0) shared.counts[warp_id()][expert] += __popc(same);
+            __syncwarp();
+            if (entry < end) chosen[entry] = slot;
+        }
+    }
+};
+
+// The kernel's body, for a launch of choosing_blocks() blocks of kChooseThreads threads with ChooseShared as dynamic shared memory. It
+// belongs to the round that the next dispatch begins. If a wait fails, the failure record is filled; if a peer makes another call, the
+// slots are those of earlier rounds, and the dispatch finds out.
+template <i32 ranks, i32 experts, i32 topk, i32 idx_bytes, i32 shared_bytes>
+MOECOMM_FN void choose_replicas(const DispatchArgs& a) {
+    using Shared = ChooseShared<ranks, experts>;
+    static_assert(sizeof(Shared) <= shared_bytes, "lsa_kernels.py and ChooseShared disagree");
+    extern __shared__ __align__(128) u8 memory[];
+    auto& shared = *reinterpret_cast<Shared*>(memory);
+    await_earlier_kernels();
+    launch_dependents();
+    const Placement& placement = *own<const Placement>(a.ctx, placement_at(a.ctx.window));
+    const u32* const words = reinterpret_cast<const u32*>(&placement + 1);
+    for (i32 i = threadIdx.x; i < 2 * experts; i += kChooseThreads) shared.words[i] = words[i];
+    for (i32 i = threadIdx.x; i < kChooseWarps * experts; i += kChooseThreads) shared.counts[0][i] = 0;
+    for (i32 i = threadIdx.x; i < ranks; i += kChooseThreads) shared.loads[i] = 0;
+    if (threadIdx.x == 0) {
+        read_round(a.ctx, shared.begin);
+        shared.mine.op = static_cast<u32>(Op::dispatch);
+        shared.mine.rejected = load_relaxed(&own_state(a.ctx)->rejected);
+        shared.mine.call = a.call;
+    }
+    __syncthreads();
+    const Chooser<ranks, experts, topk, idx_bytes> chooser{a, shared, {a.ctx, Op::dispatch, shared.begin.tag}, placement.experts};
+    if (!not_aborted(chooser.round, shared.begin, Phase::header)) return;
+    chooser.count();
+    __syncthreads();
+    const u64 masked = own_mask(a.ctx).ranks[0];
+    bool known = true;
+    for (i32 expert = threadIdx.x; expert < chooser.named && known; expert += kChooseThreads) known = chooser.exchange(expert, masked);
+    if (__syncthreads_or(!known)) return;
+    for (i32 expert = threadIdx.x; expert < chooser.named; expert += kChooseThreads) chooser.share_evenly(expert);
+    __syncthreads();
+    if (warp_id() == 0) {
+        chooser.list_several();
+        for (i32 pass = 0; pass < kSharePasses; ++pass)
+            for (i32 i = 0; i < shared.num_several; ++i) chooser.pour(shared.several[i]);
+    }
+    __syncthreads();
+    for (i32 expert = threadIdx.x; expert < chooser.named; expert += kChooseThreads) chooser.divide(expert);
+    __syncthreads();
+    chooser.choose();
+}
+
+}  // namespace moecomm
