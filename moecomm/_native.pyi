@@ -793,7 +793,7 @@ class GpuRunner(Runner):
     Enqueues rounds by one kernel on a GPU.
 
     `otherwise`: does it where the stream, the context or the number of blocks differ, or a graph is captured.
-    `choice`: function, threads and shared memory of the kernel that chooses slots ahead of a dispatch; no function: none.
+    `choice`: function, threads and shared memory of the kernel that chooses slots ahead of a dispatch; 0: none.
     """
     def __call__(self, args: typing.Any) -> None:
         """Call `otherwise`."""

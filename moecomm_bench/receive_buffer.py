@@ -42,8 +42,7 @@ class ReceiveBuffer:
         session = self.buffer.rounds.session
         context = session.context
         self.shim = session.reach.shim if isinstance(session, LsaSession) else ""
-        block = self.buffer.rounds.session.arena.allocate(nbytes)
-        assert block is not None, "the window has just been made for it"
+        block = self.buffer.rounds.memory.rows(nbytes)
         for rank, data in enumerate(ranks.all_gather(block.offset.to_bytes(8, "little"))):
             if (theirs := int.from_bytes(data, "little")) != block.offset:
                 raise Mismatch("block", block.offset, theirs, rank)

@@ -132,7 +132,7 @@ Raises:
     py::class_<GpuRunner, Runner, std::shared_ptr<GpuRunner>>(m, "GpuRunner", R"(Enqueues rounds by one kernel on a GPU.
 
 `otherwise`: does it where the stream, the context or the number of blocks differ, or a graph is captured.
-`choice`: function, threads and shared memory of the kernel that chooses slots ahead of a dispatch; no function: none.)")
+`choice`: function, threads and shared memory of the kernel that chooses slots ahead of a dispatch; 0: none.)")
         .def(py::init([](std::shared_ptr<LaunchQueue> queue, py::object otherwise, u64 function, u32 blocks, u32 block, u32 shared_bytes,
                          bool overlap, u32 cluster, const std::tuple<u64, u32, u32>& choice) {
                  const auto [chooses, threads, bytes] = choice;

@@ -151,15 +151,15 @@ struct Chooser {
             rank[look] = filled[look] ? owner(c.at + i) : 0;
             load[look] = filled[look] ? shared.loads[rank[look]] - found(c.at + i) : 0;
         }
-        u32 level = 0, over = 0;
+        u32 level = 0, over = 0, n = 0;
         for (bool goes_on = true; goes_on;) {
-            u32 sum = 0, n = 0;
+            u32 sum = static_cast<u32>(shared.totals[expert]);
+            n = 0;
 #pragma unroll
             for (i32 look = 0; look < looks; ++look) {
                 sum += __reduce_add_sync(kAllLanes, static_cast<u32>(filled[look] ? load[look] : 0));
                 n += __popc(__ballot_sync(kAllLanes, filled[look]));
             }
-            sum += static_cast<u32>(shared.totals[expert]);
             level = sum / n, over = sum % n;
             goes_on = false;
 #pragma unroll

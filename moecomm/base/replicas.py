@@ -21,7 +21,7 @@ from moecomm.base.protocol import SHARE_PASSES
 
 def pour(entries: int, loads: Sequence[int]) -> list[int]:
     """Divide entries so that the sums with these loads are as even as they get.  Of equal ones, the first has more."""
-    filled = range(len(loads))
+    filled = list(range(len(loads)))
     while True:
         level, over = divmod(entries + sum(loads[i] for i in filled), len(filled))
         below = [i for i in filled if loads[i] <= level]

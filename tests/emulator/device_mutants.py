@@ -78,6 +78,56 @@ MUTANTS = [
         "static_cast<u32>(id_at(entry))",
         "placed rows",
     ),
+    # Balanced replicas.
+    Mutant(
+        "entries of the block before count as those of this one",
+        "dispatch/choose.cuh",
+        "if (nth < block) before",
+        "if (nth + 1 < block) before",
+        "balanced",
+    ),
+    Mutant(
+        "a rank's own entries are those of an earlier rank",
+        "dispatch/choose.cuh",
+        "if (nth < a.ctx.rank) earlier",
+        "if (nth <= a.ctx.rank) earlier",
+        "balanced",
+    ),
+    Mutant(
+        "shares stay even",
+        "dispatch/choose.cuh",
+        "pass < kSharePasses;",
+        "pass < 0;",
+        "balanced",
+    ),
+    Mutant(
+        "what is over goes to later candidates",
+        "dispatch/choose.cuh",
+        "level + (here < over)",
+        "level + (here >= n - over)",
+        "balanced",
+    ),
+    Mutant(
+        "entries do not stay on their rank",
+        "dispatch/choose.cuh",
+        "if (rank == a.ctx.rank) kept = stays",
+        "if (rank == a.ctx.rank) kept = 0",
+        "balanced",
+    ),
+    Mutant(
+        "entries of a step are in no order",
+        "dispatch/choose.cuh",
+        "[expert] + __popc(same & lanes_below()));",
+        "[expert]);",
+        "balanced",
+    ),
+    Mutant(
+        "the dispatch looks slots up",
+        "dispatch/call.cuh",
+        "chosen_at(window(), a.ctx.shape))[entry];",
+        "chosen_at(window(), a.ctx.shape))[entry ^ 1];",
+        "balanced",
+    ),
     # Sums that are cast.
     Mutant(
         "the scale of a lane's first group goes with all groups of a packet",

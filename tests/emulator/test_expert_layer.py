@@ -17,6 +17,7 @@ import torch
 import moecomm
 from moecomm import _native
 from moecomm.backends.host import HostSession
+from moecomm.base.choices import ReplicaChoice
 from moecomm.dispatch.reference import quantize
 from moecomm.fused import (
     Fp8,
@@ -172,13 +173,16 @@ def test_bits_are_those_of_an_unfused_layer(
             emulated.check(ranks, case)
 
 
+@pytest.mark.parametrize("choice", ["token", "balanced"])
 @pytest.mark.parametrize("published", [True, False], ids=["ids", "rows"])
-def test_layers_follow_a_placement(published: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_follow_a_placement(
+    published: bool, choice: ReplicaChoice, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of replicas and of experts anywhere: the ids that few tokens publish are those of slots."""
     emulated = Emulated(machine, monkeypatch)
     sizes: dict[str, Any] = {"ranks": 2, "hidden": 32, "topk": 2, "max_tokens": 20 if published else 2100}
     held = [[[3, 1, 0], [2, 1, 1]], [[0, 2], [3, 1, 2]]]
-    placements = [moecomm.Placement(lists, num_experts=4, choice="token") for lists in held]
+    placements = [moecomm.Placement(lists, num_experts=4, choice=choice) for lists in held]
     with LocalBuffers(**sizes, num_experts=4, backend="host", timeout_s=20, placement=placements[0]) as ranks:
         assert _native.takes_weights(ranks.buffers[0].rounds.session.context.shape) == published
         for seed, placement in enumerate(placements):

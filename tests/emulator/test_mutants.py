@@ -18,6 +18,7 @@ import torch
 
 from moecomm.backends import host
 from moecomm.base import packets
+from moecomm.base.placement import Placement
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 from moecomm.testing.cases import random_placement
@@ -44,6 +45,7 @@ PLAIN: dict[str, Any] = {
     "weighted": True,
 }
 PLACED = random_placement(0, ranks=4, num_experts=10, slots=5)
+HELD = [[0, 1, 2, 3, 4], [5, 6, 7, 0, 1], [8, 9, 0, 2, 5], [0, 1, 2, 8, 9]]
 # How many bytes there are for packets and for direct rows, and how many tokens a chunk has over an emulated NIC.
 WAYS: dict[str, dict[str, Any]] = {
     "packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20},
@@ -53,11 +55,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "straight": {**DOMAINS, "max_tokens": 20},
     "placed packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "placement": PLACED},
     "placed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": PLACED},
+    "balanced": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": Placement(HELD, choice="balanced")},
     # Sums that are cast, in rows that end inside of a block of scales.
     "casts": {"ranks": 4, "packet_bytes": lambda *_: 0, "hidden": 2576, "wire": "int8"},
     "casts in packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "hidden": 2576, "wire": "int8"},
     "casts, straight": {**DOMAINS, "max_tokens": 20, "hidden": 2576, "wire": "int8"},
 }
+ALONE = ("dispatch/choose.cuh",)  # headers of one kernel, which include all that it needs
 SEEDS = 3
 LIMIT_S = 240
 NOT_COMPILED = 3
@@ -97,7 +101,8 @@ def library(mutant: Mutant) -> Callable[[str], Any]:
         (into / mutant.file).write_text(text.replace(mutant.old, mutant.new))
 
     edited, kernel = Units(write, "cuda.h"), mutant.file.partition("/")[0]
-    return lambda unit: (edited if f'"{kernel}/' in unit else units()).library(unit)
+    included = f'"{mutant.file}"' if mutant.file in ALONE else f'"{kernel}/'
+    return lambda unit: (edited if included in unit else units()).library(unit)
 
 
 def with_an_edit(mutant: Mutant) -> None:

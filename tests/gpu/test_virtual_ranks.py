@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import moecomm
 from moecomm.backends import lsa
 from moecomm.backends.windows import local, vmm
 from moecomm.base import packets
+from moecomm.base.choices import ReplicaChoice
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing.cases import placed, random_placement
 
@@ -150,13 +151,20 @@ def test_random_cases_match_the_reference(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("sizes", [SIZES[3], SIZES[7], DOMAINS[0]], ids=["small", "model", "domains"])
-def test_placements(sizes: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "balanced"),
+    [(SIZES[3], False), (SIZES[7], False), (DOMAINS[0], False), (SIZES[3], True), (SIZES[7], True)],
+    ids=["small", "model", "domains", "small-balanced", "model-balanced"],
+)
+def test_placements(
+    sizes: dict[str, Any], balanced: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Experts anywhere, with replicas, and elsewhere in every third round."""
     if "domain_ranks" not in sizes:
         monkeypatch.setattr(packets, "room", packet_room(sizes))
     slots = -(-sizes["num_experts"] // sizes["ranks"]) + 2
-    drawn = {"ranks": sizes["ranks"], "num_experts": sizes["num_experts"], "slots": slots}
+    drawn: dict[str, Any] = {"ranks": sizes["ranks"], "num_experts": sizes["num_experts"], "slots": slots}
+    drawn["balanced"] = balanced
     options = {"backend": "lsa", "device": 0, "timeout_s": 20}
     with LocalBuffers(**sizes, **options, placement=random_placement(0, **drawn)) as ranks:
         for number in random_seeds(sizes, request.config.getoption("--gpu-cases")):
@@ -369,10 +377,11 @@ def test_a_graph_replays_with_other_inputs(pair: LocalBuffers) -> None:
             buffer.check()
 
 
-def test_a_graph_replays_with_other_placements() -> None:
+@pytest.mark.parametrize("choice", get_args(ReplicaChoice))
+def test_a_graph_replays_with_other_placements(choice: ReplicaChoice) -> None:
     """Rows go where experts are at the replay, and sums stay."""
     held = [[[0, 1, 2], [3]], [[3, 2], [0, 1, 1]], [[2, 0, 2], [1, 3, 0]], [[], [0, 1, 2, 3]]]
-    placements = [moecomm.Placement(lists, slots=4) for lists in held]
+    placements = [moecomm.Placement(lists, slots=4, choice=choice) for lists in held]
     with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=20, placement=placements[0]) as pair:
         given = [call(0), call(1)]
         routed = pair.dispatch(given)
@@ -391,9 +400,10 @@ def test_a_graph_replays_with_other_placements() -> None:
                 with torch.cuda.stream(stream):
                     graph.replay()
             torch.cuda.synchronize()
-            slots = torch.cat(
-                [placement.slots_of(mine["topk_idx"].cpu(), rank).flatten() for rank, mine in enumerate(given)]
-            )
+            ids = [mine["topk_idx"].cpu() for mine in given]
+            sent = torch.stack([torch.bincount(one[one >= 0], minlength=4) for one in ids])
+            told = {"counts": sent} if choice == "balanced" else {}
+            slots = torch.cat([placement.slots_of(one, rank, **told).flatten() for rank, one in enumerate(ids)])
             counts = torch.cat([here.tokens_per_expert.cpu() for here in heres])
             assert counts.tolist() == torch.bincount(slots[slots >= 0], minlength=8).tolist()
             for out, mine in zip(outs, given, strict=True):
