@@ -11,6 +11,7 @@ from moecomm import backends, ops
 from moecomm.base import formats
 from moecomm.base.choices import CAST_WIRES, Activation, BackendName, GateKind, Overflow, Quantize, Wire, dtype_of_wire
 from moecomm.base.experts import experts_of
+from moecomm.base.placement import Placement, checked
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import (
     check_dense,
@@ -26,7 +27,7 @@ from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import check_overflow
 from moecomm.errors import BadInput
 from moecomm.nn.buffers import number_layer, shared_buffer
-from moecomm.nn.experts import Experts
+from moecomm.nn.experts import Experts, weights_of
 from moecomm.nn.gate import Gate
 from moecomm.nn.shard import refuse_pickle
 from moecomm.ops.counted import counted
@@ -39,10 +40,13 @@ from moecomm.router import Gating
 class ExpertParallel(torch.nn.Module):
     """A mixture-of-experts layer whose experts are distributed over the ranks of a group.
 
-    Rank r owns experts `r * E/R` to `(r + 1) * E/R - 1` and has its own tokens.  Forward and backward passes are
-    collective: every rank runs both, with any number of tokens up to `max_tokens` (also none).  All ranks make their
-    layers in the same order, and run them in the same order: rounds carry the number of the layer, by the order in
-    which those of a group (or over a given Buffer) are made, and Mismatch names the numbers where two ranks differ.
+    Rank r owns experts `r * E/R` to `(r + 1) * E/R - 1` and has its own tokens.  A placement changes neither parameters
+    nor states: each pass copies the weights of slots from the owners, and adds gradients there, see ops.slot_weights().
+
+    Forward and backward passes are collective: every rank runs both, with any number of tokens up to `max_tokens` (also
+    none).  All ranks make their layers in the same order, and run them in the same order: rounds carry the number of
+    the layer, by the order in which those of a group (or over a given Buffer) are made, and Mismatch names the numbers
+    where two ranks differ.
 
     Parameters: `gate.weight` [E, H] (and the buffer `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and
     `experts.w2` [E/R, H, I]; with `bias`, `experts.w13_bias` [E/R, 2 I] and `experts.w2_bias` [E/R, H].  state_dict()
@@ -70,6 +74,7 @@ class ExpertParallel(torch.nn.Module):
         quantize: format in which tokens travel to the experts, see ops.dispatch; not "fp8_tensor", which needs a scale.
         grad_wire: format in which the gradients of the experts' results travel, see ops.combine.
         buffer: Buffer of this layer; default: shared_buffer(), opened at the first forward pass or by open().
+        placement: of the default Buffer; see there.  A given `buffer` has its own.
         backend: of the default Buffer.
         seed: of the weights; an expert's weights do not depend on the rank that owns it.
         dtype: of the weights.
@@ -105,6 +110,7 @@ class ExpertParallel(torch.nn.Module):
         quantize: Quantize | None = None,
         grad_wire: Quantize | None = None,
         buffer: Buffer | None = None,
+        placement: Placement | None = None,
         backend: BackendName = "auto",
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -128,6 +134,9 @@ class ExpertParallel(torch.nn.Module):
         if grad_wire is not None:
             check_name("grad_wire", grad_wire, ops.GRAD_WIRES)
         check_name("backend", backend, ("auto", *backends.NAMES))
+        checked(placement)
+        if placement is not None and buffer is not None:
+            raise BadInput("placement", "one beside a buffer", "None: the Buffer has its own")
         place = _place(group, buffer)
         if num_experts < place.ranks:
             raise BadInput("num_experts", num_experts, f"at least {place.ranks}, the number of ranks")
@@ -147,6 +156,7 @@ class ExpertParallel(torch.nn.Module):
         self.register_buffer("dropped", count, persistent=False)
         self._group, self._backend = group, backend
         self._sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "max_tokens": max_tokens}
+        self._placing = {} if placement is None else {"placement": placement}  # setting of the default Buffer
         self._buffer: Buffer | None = None
         self._buffer_name, self._buffer_given = "", buffer is not None
         self._number = number_layer(group, buffer)
@@ -163,9 +173,8 @@ class ExpertParallel(torch.nn.Module):
         """
         if self._buffer is None or (self._buffer.closed and not self._buffer_given):
             device = self.experts.w13.device
-            self._use(
-                shared_buffer(self._group, **self._sizes, dtype=self.payload, backend=self._backend, device=device)
-            )
+            about: dict[str, Any] = {"dtype": self.payload, "backend": self._backend, "device": device}
+            self._use(shared_buffer(self._group, **self._sizes, **self._placing, **about))
         assert self._buffer is not None
         if self._buffer.name != self._buffer_name:  # it has shrunk
             self._use(self._buffer)
@@ -176,11 +185,14 @@ class ExpertParallel(torch.nn.Module):
             if getattr(buffer, name) != self._sizes[name]:
                 got = f"one with {name} = {getattr(buffer, name)}"
                 raise BadInput("buffer", got, f"{self._sizes[name]}, as the layer")
-        if buffer.placement is not None:
-            raise BadInput("buffer", "one with a placement", "one without: this layer has E/R experts in a row")
         if buffer.dtype != self.payload:
             raise BadInput("buffer", f"one of {buffer.dtype}", f"one of {self.payload}, the payload")
-        if len(buffer.local_experts) != len(self.experts.w13):
+        self._placed = buffer.placement is not None
+        if self._placed:
+            if buffer.rounds.num_ranks != self.experts.shard.ranks:
+                want = f"one of {self.experts.shard.ranks}: a lost rank's experts are in a checkpoint alone"
+                raise BadInput("buffer", f"one of {buffer.rounds.num_ranks} ranks", want)
+        elif len(buffer.local_experts) != len(self.experts.w13):
             got = f"one with {len(buffer.local_experts)} experts on this rank"
             raise BadInput("buffer", got, f"{len(self.experts.w13)}, as the layer: after a loss, shrink(keep_ids=True)")
         self._buffer, self._buffer_name = buffer, buffer.name
@@ -223,9 +235,14 @@ class ExpertParallel(torch.nn.Module):
         rows, number = tokens.to(self.payload), self._numbered.shape[1] - 1
         if self._runs_fused(tokens):
             weights = None if topk_weights is None else topk_weights.float()
-            given = (rows, topk_idx, weights, self.experts.w13, self.experts.w2)
+            w13, w2, w13_bias, w2_bias = weights_of(
+                self.experts, self.payload, self._buffer_name if self._placed else None
+            )
+            given = (rows, topk_idx, weights, w13, w2)
             room: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "dropped": self.dropped}
-            room |= self._about_experts()
+            room |= self._about_activation()
+            if w13_bias is not None:
+                room |= {"w13_bias": w13_bias, "w2_bias": w2_bias}
             if torch.compiler.is_compiling():
                 out = ops.moe(self._buffer_name, *given, wire=self.wire, **room, layer=number)
             else:  # the same, without the overhead of torch's operator dispatch
@@ -239,7 +256,8 @@ class ExpertParallel(torch.nn.Module):
         routed = ops.dispatch(self._buffer_name, rows, topk_idx, topk_weights, zero_padding=False, **about)
         if self.dropped is not None and routed.dropped is not None:
             self.dropped.copy_(routed.dropped)
-        y = self.experts(routed.x, routed.tokens_per_expert)
+        placed = (self._buffer_name,) if self._placed else ()
+        y = self.experts(routed.x, routed.tokens_per_expert, *placed)
         out = ops.combine(y.to(self.payload), routed.handle, wire=self.wire, grad_wire=self.grad_wire)
         return out.to(x.dtype).view(x.shape)
 
@@ -254,15 +272,12 @@ class ExpertParallel(torch.nn.Module):
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # hooks may gather weights or count calls
         return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload
 
-    def _about_experts(self) -> dict[str, Any]:
-        """Return the arguments of Buffer.moe beside the weights."""
-        experts, about = self.experts, self.experts.activation
-        found: dict[str, Any] = {"activation": about.name}
-        if about.name == "swigluoai":
-            found |= {"activation_limit": about.limit, "activation_alpha": about.alpha}
-        if experts.w13_bias is not None:
-            found |= {"w13_bias": experts.w13_bias, "w2_bias": experts.w2_bias}
-        return found
+    def _about_activation(self) -> dict[str, Any]:
+        """Return the arguments of Buffer.moe that name the activation."""
+        about = self.experts.activation
+        if about.name != "swigluoai":
+            return {"activation": about.name}
+        return {"activation": about.name, "activation_limit": about.limit, "activation_alpha": about.alpha}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling, without a default Buffer: the copy opens its own."""

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from moecomm import ops
 from moecomm.base.choices import Activation
 from moecomm.base.validation import MOST_SIZE, check_dense, check_drawn, check_flag, check_same_device, check_sizes
+from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
 from moecomm.fused.activations import check_activation
 from moecomm.fused.biases import add_bias
@@ -86,12 +88,16 @@ class Experts(torch.nn.Module):
             self.w13_bias, self.w2_bias = (torch.nn.Parameter(w.new_zeros(w.shape[:2])) for w in (w13, w2))
         training.watch(self, self.shard)
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: torch.Tensor, buffer: Buffer | str | None = None
+    ) -> torch.Tensor:
         """Apply each expert to its group of rows.
 
         Args:
             x: `[rows, H]`, rows of the first expert first, and so on; rows after the last group may hold anything.
             tokens_per_expert: int32 or int64 `[experts]`, on the device of x: rows of each group.
+            buffer: a Buffer with a placement, or its `name`: groups are those of its slots, and the call is collective,
+                see ops.slot_weights().
 
         Returns:
             `[rows, H]` in the dtype of the weights or of autocast; rows after the last group are undefined.  Gradients
@@ -99,22 +105,24 @@ class Experts(torch.nn.Module):
 
         Raises:
             BadInput: another shape, dtype or device.
+            As ops.slot_weights(), with a `buffer`.
         """
         check_dense("x", x)
         check_dense("tokens_per_expert", tokens_per_expert)
         check_same_device(x=x, tokens_per_expert=tokens_per_expert, w13=self.w13)
         if x.ndim != 2 or x.shape[1] != self.w13.shape[2] or not x.is_floating_point():
             raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", f"floating [rows, {self.w13.shape[2]}]")
-        if tokens_per_expert.shape != self.w13.shape[:1] or tokens_per_expert.dtype not in (torch.int32, torch.int64):
-            got = f"{tokens_per_expert.dtype} {tuple(tokens_per_expert.shape)}"
-            raise BadInput("tokens_per_expert", got, f"int32 ({self.w13.shape[0]},)")
         dtype = self.w13.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
+        w13, w2, w13_bias, w2_bias = weights_of(self, dtype, buffer)
+        if tokens_per_expert.shape != w13.shape[:1] or tokens_per_expert.dtype not in (torch.int32, torch.int64):
+            got = f"{tokens_per_expert.dtype} {tuple(tokens_per_expert.shape)}"
+            raise BadInput("tokens_per_expert", got, f"int32 ({w13.shape[0]},)")
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
-        both = add_bias(grouped_linear(x.to(dtype), self.w13.to(dtype), ends), self.w13_bias, ends)
+        both = add_bias(grouped_linear(x.to(dtype), w13, ends), w13_bias, ends)
         inner = self.activation.apply(*both.chunk(2, dim=-1))
-        return add_bias(grouped_linear(inner, self.w2.to(dtype), ends), self.w2_bias, ends)
+        return add_bias(grouped_linear(inner, w2, ends), w2_bias, ends)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute.  fully_shard() would go past torch's hooks in a module without this method."""
@@ -151,3 +159,21 @@ class Experts(torch.nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         training.watch(self, self.shard)  # a move from the meta device makes new parameters
         return self
+
+
+def weights_of(
+    experts: Experts, dtype: torch.dtype, buffer: Buffer | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return w13 and w2 in a dtype, and the biases as they are; None: the experts have none.
+
+    Args:
+        experts: with the parameters.
+        dtype: of the weights.
+        buffer: see Experts.forward.
+    """
+    w13, w2, biases = experts.w13.to(dtype), experts.w2.to(dtype), (experts.w13_bias, experts.w2_bias)
+    if buffer is None:
+        return w13, w2, *biases
+    given = [weight for weight in (w13, w2, *biases) if weight is not None]
+    w13, w2, *placed = ops.slot_weights(buffer, given)
+    return w13, w2, *(placed or biases)

@@ -24,6 +24,7 @@ Second-order gradients of rounds and forward-mode AD raise Unsupported.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.activations import check_activation
 from moecomm.fused.fp8 import as_operand
 from moecomm.fused.layer import check_dropped, fused_or_not
-from moecomm.ops import chunks, gradients, rounds
+from moecomm.ops import chunks, gradients, rounds, slots
 from moecomm.ops import layer as whole_layer
 from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
@@ -57,7 +58,7 @@ from moecomm.rounds import names
 from moecomm.rounds.signature import LAYERS
 from moecomm.rounds.state import SeveralRounds
 
-__all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
+__all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe", "slot_weights"]
 
 gradients.register()
 _NUMBER, _TENSOR, _NONE = (int, torch.SymInt), torch.Tensor, type(None)
@@ -441,6 +442,39 @@ def moe(
         activation_alpha,
     )
     return out
+
+
+def slot_weights(buffer: Buffer | str, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy the weights of experts from the ranks that own them to the slots of a placement.  Collective.
+
+    Gradients: weights.  Rank r owns experts `r * E/R` to `(r + 1) * E/R - 1` under any placement, and has their
+    parameters and the state of the optimizer.  The backward pass is collective, too: the owner of an expert gets the
+    sum of the gradients of its slots, in the order of slots, in float32 and rounded once.
+
+        w13, w2 = moecomm.ops.slot_weights(buffer, [owned_w13, owned_w2])
+        out = moecomm.ops.moe(buffer, x, topk_idx, topk_weights, w13, w2)
+
+    Args:
+        buffer: a Buffer with a placement, in one domain; or its `name`.
+        weights: tensors `[E/R, ...]` of the experts that this rank owns, on the device of the Buffer: the same number,
+            shapes `...` and dtypes on all ranks.  The first call with some shapes opens a Window, which has room for
+            the slots of a rank.
+
+    Returns:
+        A tensor `[slots, ...]` for each of them; an empty slot has zeros.
+
+    Raises:
+        BadInput: a Buffer without a placement; weights of another number of experts; a CUDA graph is being captured,
+            whose replays would not follow set_placement().
+        Unsupported: masked ranks, several domains, forward-mode AD.
+        As Window and Window.barrier().
+    """
+    name = _name_of(buffer)
+    if not isinstance(weights, (list, tuple)):
+        raise BadInput("weights", type(weights).__name__, "a list of tensors")
+    found: list[torch.Tensor]
+    found, _ = slots.slot_weights([as_tensor("weights", weight)[0] for weight in weights], name)
+    return found
 
 
 def _waits(name: str, overflow: Overflow | None) -> bool:

@@ -5,6 +5,7 @@
 - The gradient of a combine is a dispatch with the same handle, and a product (combine_gradients).
 - `graph`, an empty tensor, leads from a combine to the dispatches of its handle, so that all have their backward rounds
   on a rank whose experts got no token.
+- The gradient of weights of slots is a sum for each expert, at the rank that owns it (moecomm.ops.slots).
 - The gradient of a whole layer is one operator with all of these, moecomm.ops.layer.moe_backward.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from moecomm.errors import Unsupported
-from moecomm.ops import layer, rounds
+from moecomm.ops import layer, rounds, slots
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.rounds import names
 
@@ -146,6 +147,16 @@ def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+def _keep_slots(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[torch.Tensor], torch.Tensor]) -> None:
+    _, ctx.buffer = inputs
+    ctx.save_for_backward(output[1])
+
+
+def _slots_backward(ctx: Any, grads: list[torch.Tensor], _: Any) -> tuple[Any, ...]:
+    (experts,) = ctx.saved_tensors
+    return slots.slot_gradients(grads, experts, ctx.buffer), None
+
+
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
@@ -160,5 +171,6 @@ def register() -> None:
     rounds.dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_keep_dispatch_again)
     rounds.combine.register_autograd(_combine_backward, setup_context=_keep_combine)
     layer.moe.register_autograd(_moe_backward, setup_context=_keep_moe)
-    for backward in (rounds.dispatch_backward, layer.moe_backward, combine_gradients):
+    slots.slot_weights.register_autograd(_slots_backward, setup_context=_keep_slots)
+    for backward in (rounds.dispatch_backward, layer.moe_backward, combine_gradients, slots.slot_gradients):
         backward.register_autograd(_no_second_order, setup_context=_keep_nothing)

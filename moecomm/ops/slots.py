@@ -1,0 +1,210 @@
+"""Weights of the slots of a placement, copied from the ranks that own the experts; gradients take the way back.
+
+The owner of an expert does not depend on the placement: rank r owns the experts that it would hold without one.  So
+parameters, optimizers and checkpoints are those of a layer without a placement, and every slot is a copy.
+
+Ranks exchange weights and gradients over a Window, which layers of the same shapes share.  A rank writes into its own
+part what others need, and reads theirs after a barrier.  A second barrier lets the next exchange write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm.base import tangents
+from moecomm.base.experts import experts_of
+from moecomm.base.placement import NONE
+from moecomm.errors import BadInput, Unsupported
+from moecomm.membership.suspension import agreement, refuse_capture
+from moecomm.ranks.settings import compare
+from moecomm.rounds import names
+from moecomm.rounds.rounds import Rounds
+from moecomm.window import Window
+
+_ALIGNMENT = 256  # bytes; of a tensor in the window
+_Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each tensor of an expert
+
+
+class _Exchange(NamedTuple):
+    """A Window with room for a rank's slots, `[slots, ...]` of each tensor one after the other.
+
+    Owned experts have room there, too: all slots together are at least as many as the experts.
+    """
+
+    window: Window
+    slots: int
+    kinds: _Kinds
+
+    def of(self, rank: int) -> list[torch.Tensor]:
+        """Return a rank's tensors."""
+        found, at = [], 0
+        for shape, dtype in self.kinds:
+            found.append(self.window.tensor((self.slots, *shape), dtype, rank=rank, offset=at))
+            at += _room(self.slots, shape, dtype)
+        return found
+
+
+_exchanges: weakref.WeakKeyDictionary[Rounds, dict[_Kinds, _Exchange]] = weakref.WeakKeyDictionary()
+
+
+@torch.library.custom_op("moecomm::slot_weights", mutates_args=())
+def slot_weights(owned: Sequence[torch.Tensor], buffer: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Operator of moecomm.ops.slot_weights.  It also returns the expert of each slot, int64 `[R, slots]` on the CPU.
+
+    The backward pass reads them there: the Buffer may have another placement by then.
+    """
+    tangents.refuse("moecomm::slot_weights", *owned)
+    rounds = names.find(buffer)
+    mine = _check(rounds, owned)
+    assert rounds.placement is not None
+    experts, me = rounds.placement.experts, rounds.rank
+    exchange = _exchange_of(rounds, owned)
+    elsewhere = {expert for rank, held in enumerate(experts.tolist()) if rank != me for expert in held}
+    for part, weight in zip(exchange.of(me), owned, strict=True):
+        for expert in mine:
+            if expert in elsewhere:
+                part[expert - mine.start].copy_(weight[expert - mine.start])
+    exchange.window.barrier()
+    found = [weight.new_empty(exchange.slots, *weight.shape[1:]) for weight in owned]
+    for first, count, owner, row in _runs(experts[me].tolist(), rounds):
+        filled = [weight[first : first + count] for weight in found]
+        if owner == NONE:
+            for weight in filled:
+                weight.zero_()
+            continue
+        for weight, source in zip(filled, owned if owner == me else exchange.of(owner), strict=True):
+            weight.copy_(source[row : row + count])
+    exchange.window.barrier()
+    return found, experts.clone()
+
+
+@slot_weights.register_fake
+def _(owned: Sequence[torch.Tensor], buffer: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    rounds = names.find(buffer)
+    slots = len(rounds.local_experts)
+    experts = torch.empty((rounds.num_ranks, slots), dtype=torch.int64, device="cpu")
+    return [weight.new_empty(slots, *weight.shape[1:]) for weight in owned], experts
+
+
+@torch.library.custom_op("moecomm::slot_gradients", mutates_args=())
+def slot_gradients(grads: Sequence[torch.Tensor], experts: torch.Tensor, buffer: str) -> list[torch.Tensor]:
+    """Add the gradients of each expert's slots, in the order of slots, at its owner.
+
+    Args:
+        grads: `[slots, ...]` of each tensor.
+        experts: of the slots, as slot_weights() returned them.
+        buffer: name of the Buffer.
+
+    Returns:
+        `[E/R, ...]` of each tensor: sums in float32 or a wider dtype, rounded once.
+    """
+    rounds = names.find(buffer)
+    me, exchange = rounds.rank, _exchange_of(rounds, grads)
+    mine = _owned_by(rounds, me)
+    for slot, expert in enumerate(experts[me].tolist()):
+        if expert != NONE and expert not in mine:
+            for part, grad in zip(exchange.of(me), grads, strict=True):
+                part[slot].copy_(grad[slot])
+    exchange.window.barrier()
+    of_ranks = [grads if rank == me else exchange.of(rank) for rank in range(rounds.num_ranks)]
+    found = [grad.new_zeros(len(mine), *grad.shape[1:]) for grad in grads]
+    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
+    for expert in mine:
+        held = (experts.flatten() == expert).nonzero().flatten().tolist()
+        for nth, (total, dtype) in enumerate(zip(found, wide, strict=True)):
+            terms = [of_ranks[slot // exchange.slots][nth][slot % exchange.slots] for slot in held]
+            if terms:
+                total[expert - mine.start].copy_(_sum(terms, dtype))
+    exchange.window.barrier()
+    return found
+
+
+@slot_gradients.register_fake
+def _(grads: Sequence[torch.Tensor], experts: torch.Tensor, buffer: str) -> list[torch.Tensor]:
+    rounds = names.find(buffer)
+    mine = _owned_by(rounds, rounds.rank)
+    return [grad.new_empty(len(mine), *grad.shape[1:]) for grad in grads]
+
+
+def _sum(terms: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    if len(terms) == 1:
+        return terms[0]
+    total = terms[0].to(dtype, copy=True)
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _owned_by(rounds: Rounds, rank: int) -> range:
+    assert rounds.placement is not None
+    return experts_of(rank, rounds.placement.num_experts, rounds.num_ranks)
+
+
+def _check(rounds: Rounds, owned: Sequence[torch.Tensor]) -> range:
+    """Return the experts that this rank owns.  Raises BadInput, Unsupported."""
+    if rounds.placement is None:
+        raise BadInput("buffer", "one without a placement", "a Buffer that was opened with a placement")
+    refuse_capture(rounds, "slot_weights")  # a graph would go on to copy by the placement of its capture
+    if rounds.masked:
+        raise Unsupported(f"weights of slots beside masked ranks {sorted(rounds.masked)}, which own experts")
+    mine = _owned_by(rounds, rounds.rank)
+    if not owned:
+        raise BadInput("weights", "none", "one or more")
+    for weight in owned:
+        if weight.ndim == 0 or len(weight) != len(mine) or weight.device != rounds.device:
+            got = f"{tuple(weight.shape)} on {weight.device}"
+            raise BadInput("weights", got, f"[{len(mine)}, ...] on {rounds.device}: the experts that this rank owns")
+    return mine
+
+
+def _room(slots: int, shape: torch.Size, dtype: torch.dtype) -> int:
+    return -(-slots * math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> _Exchange:
+    """Return the exchange for tensors of these shapes.  Opens it, collectively, at the first use.
+
+    Raises:
+        Mismatch: ranks have tensors of different shapes or dtypes.
+        As Window.
+    """
+    kinds = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
+    opened = _exchanges.setdefault(rounds, {})
+    if kinds not in opened:
+        digest = int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7], "little")
+        mine = ", ".join(f"{dtype} {('E/R', *shape)}" for shape, dtype in kinds)
+        with agreement(rounds, "slot_weights") as ranks:
+            shown = {digest: mine}
+            compare(ranks, {"weights": digest}, rounds.settings.backend, lambda _, other: shown.get(other, "others"))
+            ranks.settle()
+        slots = len(rounds.local_experts)
+        about: dict[str, Any] = {"backend": rounds.settings.backend, "device": rounds.device}
+        nbytes = sum(_room(slots, *kind) for kind in kinds)
+        window = Window(rounds.members.group, nbytes, **about, timeout_s=rounds.members.timeout_s)
+        opened[kinds] = _Exchange(window, slots, kinds)
+    return opened[kinds]
+
+
+def _runs(held: list[int], rounds: Rounds) -> Iterator[tuple[int, int, int, int]]:
+    """Yield slots that one copy fills: the first, how many, the owner of their experts, and the row of the first there.
+
+    The owner of empty slots is NONE.
+    """
+    owners = [NONE] * len(held)
+    rows = list(range(len(held)))
+    for rank in range(rounds.num_ranks):
+        owned = _owned_by(rounds, rank)
+        for slot, expert in enumerate(held):
+            if expert in owned:
+                owners[slot], rows[slot] = rank, expert - owned.start
+    first = 0
+    for slot in range(1, len(held) + 1):
+        if slot == len(held) or owners[slot] != owners[first] or rows[slot] - rows[first] != slot - first:
+            yield first, slot - first, owners[first], rows[first]
+            first = slot
