@@ -158,7 +158,7 @@ class ExpertParallel(torch.nn.Module):
         self._sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "max_tokens": max_tokens}
         self._placing = {} if placement is None else {"placement": placement}  # setting of the default Buffer
         self._buffer: Buffer | None = None
-        self._buffer_name, self._buffer_given = "", buffer is not None
+        self._buffer_name, self._buffer_given, self._placed = "", buffer is not None, False
         self._number = number_layer(group, buffer)
         if buffer is not None:
             self._use(buffer)

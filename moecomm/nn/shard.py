@@ -10,7 +10,6 @@ import torch
 from moecomm.base.experts import experts_of
 from moecomm.base.validation import check_integer
 from moecomm.errors import BadInput, Unsupported
-from moecomm.membership.meeting import Survivors
 from moecomm.ranks.group import Group
 from moecomm.ranks.rendezvous import ProcessGroup, rendezvous
 
@@ -32,9 +31,7 @@ class ExpertShard:
 
     def __init__(self, experts: range, num_experts: int | None = None, group: Any = None) -> None:
         self.experts, self.num_experts = experts, num_experts
-        self.group: Group | None = None
-        if group is not None:
-            self.group = group if isinstance(group, Survivors) else rendezvous(group)
+        self.group: Group | None = None if group is None else rendezvous(group)
         if num_experts is not None:
             check_integer("num_experts", num_experts, experts.stop)
         if self.group is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from moecomm.ranks.board import Board
 
@@ -19,6 +19,7 @@ class Rendezvous(Protocol):
         ...
 
 
+@runtime_checkable
 class Group(Rendezvous, Protocol):
     """A Rendezvous over which Buffers open."""
 

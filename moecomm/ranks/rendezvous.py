@@ -112,7 +112,7 @@ def rendezvous(group: object) -> Group:
     """Make the Group of the `group` that a caller passed.
 
     That is a ProcessGroup, a one-dimensional DeviceMesh, a LocalRank, "self", or None, which is "self" in a program of
-    one process.
+    one process.  A Group, such as the ranks that a shrink() left, stays as it is.
 
     Raises:
         BadInput: anything else.  Ranks that wait for this process to open a Buffer raise it, too.
@@ -130,7 +130,7 @@ def _group_of(group: object) -> Group:
         _check_alone()
     if group is None or (isinstance(group, str) and group == "self"):
         return Alone()
-    if isinstance(group, (Alone, ProcessGroup, LocalRank)):
+    if isinstance(group, Group):
         return group
     if hasattr(group, "get_group") and hasattr(group, "ndim"):  # DeviceMesh
         if group.ndim != 1:

@@ -490,6 +490,9 @@ def of_moecomm() -> dict[str, list[Call]]:
                 },
             ),
         ],
+        "ops.slot_weights": [
+            Call(ops.slot_weights, {"buffer": placed, "weights": [torch.ones(E, 2)]}),
+        ],
         "nn.ExpertParallel": [
             Call(
                 nn.ExpertParallel,
@@ -505,6 +508,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "quantize": "fp8",
                     "grad_wire": None,
                     "buffer": None,
+                    "placement": placement,
                     "backend": "host",
                     **weights_of,
                 },
@@ -528,7 +532,7 @@ def of_moecomm() -> dict[str, list[Call]]:
             ),
         ],
         "nn.Experts.forward": [
-            Call(four.forward, {"x": rows, "tokens_per_expert": torch.ones(E, dtype=torch.int32)}),
+            Call(four.forward, {"x": rows, "tokens_per_expert": torch.ones(E, dtype=torch.int32), "buffer": placed}),
         ],
         "nn.Gate": [Call(nn.Gate, {"gating": gating, "corrected": False, **weights_of})],
         "nn.Gate.forward": [Call(nn.Gate(gating).forward, {"x": rows})],

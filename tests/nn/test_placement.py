@@ -1,0 +1,376 @@
+"""Layers that train over a placement: the weights of one process, bit for bit, whatever the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as states
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
+
+import moecomm
+from moecomm import Placement, ops
+from moecomm.base.experts import experts_of
+from moecomm.combine.reference import combine
+from moecomm.dispatch.reference import dispatch
+from moecomm.nn import ExpertParallel, clip_grad_norm_, expert_parameters, gather_state
+from moecomm.router import random_routing
+from moecomm.testing.cases import random_placement
+from tests.backends.conftest import run_ranks
+from tests.few import few
+from tests.ops.ranks import on_threads
+
+RANKS, HIDDEN, INNER, EXPERTS, SLOTS, TOPK, MOST, STEPS = 3, 16, 8, 7, 5, 3, 12, 4
+TOKENS = (7, 0, 12)
+SIZES: dict[str, Any] = {
+    "hidden": HIDDEN,
+    "intermediate": INNER,
+    "num_experts": EXPERTS,
+    "topk": TOPK,
+    "max_tokens": MOST,
+    "backend": "host",
+    "device": "cpu",
+}
+EMPTY_RANK = Placement([[0, 2, 4, 2, 6], [], [1, 3, 5, 2, 0]], slots=SLOTS, choice="token")
+IN_A_ROW = Placement([[0, 1, 2], [3, 4], [5, 6]], slots=SLOTS)
+
+
+def drawn(seed: int) -> Placement:
+    return random_placement(seed, ranks=RANKS, num_experts=EXPERTS, slots=SLOTS)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def inputs(step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Tokens, ids and weights of each rank: with -1, and experts that a token picks twice."""
+    g = generator(step)
+    routing = [random_routing(t, EXPERTS, TOPK, drop=0.2, duplicates=True, generator=g) for t in TOKENS]
+    xs = [torch.randn(tokens, HIDDEN, generator=g) for tokens in TOKENS]
+    return xs, [ids for ids, _ in routing], [weights for _, weights in routing]
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return (out - 1).square().sum()
+
+
+def reference(
+    w13: torch.Tensor, w2: torch.Tensor, step: int, placement: Placement
+) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    """Return the losses of all ranks, and the gradients of all experts: those of their slots, added in order."""
+    xs, ids, weights = inputs(step)
+    slots = [placement.slots_of(one, rank) for rank, one in enumerate(ids)]
+    arrived = dispatch(xs, slots, list(weights), num_experts=RANKS * SLOTS)
+    held, kept, ys = placement.experts.tolist(), [], []
+
+    def by_slot(rank: int, multiply: Callable[..., torch.Tensor], *rows: torch.Tensor) -> list[torch.Tensor]:
+        counts = arrived[rank].tokens_per_expert.tolist()
+        parts = zip(*(one.split(counts) for one in rows), held[rank], strict=True)
+        return [multiply(*part) for part in parts]
+
+    for rank, here in enumerate(arrived):
+        both = torch.cat(by_slot(rank, lambda rows, expert: rows @ w13[expert].T, here.x)).requires_grad_()
+        gate, up = both.chunk(2, dim=-1)
+        inner = silu(gate) * up
+        ys.append(torch.cat(by_slot(rank, lambda rows, expert: rows @ w2[expert].T, inner.detach())))
+        kept.append((both, inner))
+    outs = [out.requires_grad_() for out in combine(ys, arrived)]
+    losses = [loss_of(out) for out in outs]
+    grads = [torch.autograd.grad(loss, out)[0] for loss, out in zip(losses, outs, strict=True)]
+    sums: list[list[torch.Tensor]] = [[torch.zeros_like(w13[0]), torch.zeros_like(w2[0])] for _ in range(EXPERTS)]
+    seen: set[int] = set()
+    for rank, (here, (both, inner)) in enumerate(zip(arrived, kept, strict=True)):
+        of_tokens = torch.cat([grads[source][token : token + 1] for source, token in here.src.tolist()] or [here.x])
+        grad_y = of_tokens * here.row_weights[:, None]
+        grad_inner = torch.cat(by_slot(rank, lambda rows, expert: rows @ w2[expert], grad_y))
+        (grad_both,) = torch.autograd.grad(inner, both, grad_inner)
+        of_w13 = by_slot(rank, lambda left, right, _: left.T @ right, grad_both, here.x)
+        of_w2 = by_slot(rank, lambda left, right, _: left.T @ right, grad_y, inner.detach())
+        for slot, expert in enumerate(held[rank]):
+            if expert >= 0:
+                terms = (of_w13[slot], of_w2[slot])
+                sums[expert] = [a + b for a, b in zip(sums[expert], terms, strict=True)] if expert in seen else [*terms]
+                seen.add(expert)
+    found = [torch.stack(one) for one in zip(*sums, strict=True)]
+    return [float(loss.detach()) for loss in losses], found[0], found[1]
+
+
+CHANGES = [(EMPTY_RANK, IN_A_ROW), *((drawn(seed), drawn(seed + 50)) for seed in range(12))]
+
+
+@pytest.mark.parametrize("case", few(range(len(CHANGES)), 0, 1, 2))
+def test_steps_have_the_bits_of_one_process(case: int) -> None:
+    """With replicas, empty slots, a rank without experts, and another placement from the middle on."""
+    placements = CHANGES[case]
+
+    def body(group: Any) -> tuple[list[float], list[torch.Tensor]]:
+        layer = ExpertParallel(group, **SIZES, gate=None, placement=placements[0])
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.02, momentum=0.9)
+        losses = []
+        for step in range(STEPS):
+            if step == STEPS // 2:
+                layer.open().set_placement(placements[1])
+            xs, ids, weights = (one[group.rank] for one in inputs(step))
+            loss = loss_of(layer(xs, ids, weights))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        held = [param.numel() for state in optimizer.state.values() for param in [state["momentum_buffer"]]]
+        assert held == [param.numel() for param in layer.parameters()], "replicas have no state"
+        layer.open().close()
+        return losses, [param.detach() for param in layer.parameters()]
+
+    found = on_threads(RANKS, body)
+    whole = ExpertParallel("self", **SIZES, gate=None)
+    w13, w2 = whole.experts.w13, whole.experts.w2
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.02, momentum=0.9)
+    for step in range(STEPS):
+        losses, w13.grad, w2.grad = reference(w13.detach(), w2.detach(), step, placements[step >= STEPS // 2])
+        assert losses == [of_rank[step] for of_rank, _ in found]
+        optimizer.step()
+    for rank, (_, (mine13, mine2)) in enumerate(found):
+        mine = experts_of(rank, EXPERTS, RANKS)
+        assert torch.equal(mine13, w13[mine.start : mine.stop]) and torch.equal(mine2, w2[mine.start : mine.stop])
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    """Of x, the routing weights, the weights and the biases; a pass without gradients has the same outputs."""
+    whole = ExpertParallel("self", **SIZES, gate=None, bias=True).double()
+    xs, ids, weights = inputs(0)
+    biases = [torch.randn(param.shape, generator=generator(7)) for param in list(whole.experts.parameters())[2:]]
+
+    def body(group: Any) -> list[torch.Tensor]:
+        layer = ExpertParallel(group, **SIZES, gate=None, bias=True, placement=drawn(3))
+        mine = experts_of(group.rank, EXPERTS, RANKS)
+        with torch.no_grad():
+            for param, bias in zip(list(layer.parameters())[2:], biases, strict=True):
+                param.copy_(bias[mine.start : mine.stop])
+        x, w = xs[group.rank].clone().requires_grad_(), weights[group.rank].clone().requires_grad_()
+        out = layer(x, ids[group.rank], w)
+        loss_of(out).backward()
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x, ids[group.rank], w), out, rtol=1e-5, atol=1e-5)
+        layer.open().close()
+        return [out.detach(), x.grad, w.grad, *(param.grad.as_subclass(torch.Tensor) for param in layer.parameters())]
+
+    found = on_threads(RANKS, body)
+    x, w = (torch.cat(one).double().requires_grad_() for one in (xs, weights))
+    w13, w2, w13_bias, w2_bias = parameters = list(whole.experts.parameters())
+    with torch.no_grad():
+        w13_bias.copy_(biases[0]), w2_bias.copy_(biases[1])
+    idx = torch.cat(ids)
+    both = torch.einsum("th,eih->tei", x, w13) + w13_bias
+    gate, up = both.chunk(2, dim=-1)
+    y = torch.einsum("tei,ehi->teh", silu(gate) * up, w2) + w2_bias
+    chosen = y.gather(1, idx.clamp(min=0).unsqueeze(2).expand(-1, -1, HIDDEN))
+    out = (chosen * torch.where(idx >= 0, w, 0.0).unsqueeze(2)).sum(dim=1)
+    loss_of(out).backward()
+    for nth, want in enumerate([out, x.grad, w.grad, *(param.grad for param in parameters)]):
+        got = torch.cat([of_rank[nth] for of_rank in found])
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_slots_are_copies_and_gradients_are_added_in_the_order_of_slots(dtype: torch.dtype) -> None:
+    """In float32 or wider, rounded once.  The order is that of the placement in the forward pass."""
+    placement, g = EMPTY_RANK, generator(0)
+    whole = [torch.randn(EXPERTS, 3, 5, generator=g).to(dtype), torch.randn(EXPERTS, generator=g).to(dtype)]
+    grads = [torch.randn(RANKS * SLOTS, *one.shape[1:], generator=g).to(dtype) for one in whole]
+
+    def body(group: Any) -> list[torch.Tensor]:
+        mine, here = (experts_of(group.rank, number, RANKS) for number in (EXPERTS, RANKS * SLOTS))
+        sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+        with moecomm.Buffer(group, **sizes, placement=placement) as buffer:
+            owned = [one[mine.start : mine.stop].clone().requires_grad_() for one in whole]
+            copies = ops.slot_weights(buffer, owned)
+            again = ops.slot_weights(buffer.name, [one.detach() for one in owned])
+            for copied, second, one in zip(copies, again, whole, strict=True):
+                assert torch.equal(copied, second) and not second.requires_grad
+                for slot, expert in enumerate(buffer.local_experts):
+                    assert torch.equal(copied[slot], one[expert] if expert >= 0 else torch.zeros_like(one[0]))
+            buffer.set_placement(IN_A_ROW)
+            torch.autograd.backward(copies, [one[here.start : here.stop] for one in grads])
+            return [one.grad for one in owned]
+
+    found = on_threads(RANKS, body)
+    wide = torch.promote_types(dtype, torch.float32)
+    for nth, one in enumerate(grads):
+        got = torch.cat([of_rank[nth] for of_rank in found])
+        for expert, slots in enumerate(placement.slots_by_expert):
+            total = one[slots[0]].to(wide)
+            for slot in slots[1:]:
+                total = total + one[slot]
+            assert torch.equal(got[expert], total.to(dtype)), f"expert {expert}"
+
+
+@pytest.mark.parametrize("how", ["checkpointed", "ops.moe"])
+def test_other_routes_give_what_a_plain_pass_gives(how: str) -> None:
+    """Activation checkpointing, which copies weights twice; and ops.moe over slots."""
+
+    def body(group: Any) -> None:
+        layer = ExpertParallel(group, **SIZES, gate=None, placement=drawn(5))
+        x, ids, weights = (one[group.rank] for one in inputs(1))
+        found = []
+        for route in ("layer", how):
+            layer.zero_grad()
+            x = x.detach().requires_grad_()
+            if route == "layer":
+                out = layer(x, ids, weights)
+            elif route == "checkpointed":
+                out = checkpoint(layer, x, ids, weights, use_reentrant=False)
+            else:
+                out = ops.moe(layer.open(), x, ids, weights, *ops.slot_weights(layer.open(), list(layer.parameters())))
+            loss_of(out).backward()
+            grads = [param.grad.as_subclass(torch.Tensor) for param in layer.parameters()]
+            found.append([out.detach(), x.grad, *grads])
+        bound = 1e-4 if how == "ops.moe" else 0.0
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+        layer.open().close()
+
+    on_threads(RANKS, body)
+
+
+def test_a_compiled_layer_is_one_graph_and_follows_placements() -> None:
+    first, second = ([[0, 3, -1, 1, 2, 2, 4, 5, 6]], [[6, 6, 6, 5, 4, 3, 2, 1, 0]])
+    layer = ExpertParallel("self", **SIZES, gate=None, placement=Placement(first), max_rows=MOST * TOPK)
+    buffer = layer.open()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for placement in (first, second):
+        buffer.set_placement(Placement(placement))
+        results = []
+        for call in (layer, compiled):
+            layer.zero_grad()
+            x, ids, weights = (one[2] for one in inputs(2))
+            out = call(x, ids, weights)
+            loss_of(out).backward()
+            results.append([out.detach(), *(param.grad.clone() for param in layer.parameters())])
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, ids, weights), layer(x, ids, weights))
+    torch.compiler.reset()
+
+
+class Model(torch.nn.Module):
+    """A dense layer, and experts behind a gate."""
+
+    def __init__(self, group: Any, placement: Placement | None = None) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(HIDDEN, HIDDEN)
+        for param in self.dense.parameters():
+            param.data.copy_(torch.randn(param.shape, generator=generator(3)) / 4)
+        self.layer = ExpertParallel(group, **{**SIZES, "max_tokens": 4 * MOST}, placement=placement)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(self.dense(x))
+
+
+PLACEMENTS = {4: random_placement(1, ranks=4, num_experts=EXPERTS, slots=4), 2: Placement([[6, 5, 0, 1], [1, 2, 3, 4]])}
+
+
+def _steps(model: torch.nn.Module, x: torch.Tensor, clip: Callable[..., Any], optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        (model(x) - 1).square().mean().backward()
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+
+
+def _trains_on(rank: int, group: Any, placed: bool, load: str, save: str) -> dict[str, list[Any]]:
+    """Load a checkpoint if there is one, make two steps, and save another; return the weights of all experts."""
+    model = Model(group, PLACEMENTS[group.size()] if placed else None)
+    replicated = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = _optimizer(model)
+    if load:
+        weights, moments = states.get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=load)
+        states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    x = torch.cat(tokens()).chunk(group.size())[rank]
+    _steps(replicated, x, lambda one: clip_grad_norm_(one, 0.5), optimizer)
+    weights, moments = states.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=save)
+    assert len(expert_parameters(model)) == 2
+    return {name: value.tolist() for name, value in gather_state(model.state_dict(), group).items()}
+
+
+def tokens() -> list[torch.Tensor]:
+    return [torch.randn(6, HIDDEN, generator=generator(30 + nth)) for nth in range(4)]
+
+
+def test_training_goes_on_under_other_placements_and_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
+    """A gate, DDP, clipping, and checkpoints of weights and moments: without a placement, on 4 ranks, and on 2."""
+    one = Model("self")
+    optimizer, last = _optimizer(one), ""
+    for number, placed in ((2, False), (4, True), (2, True), (4, False)):
+        save = str(tmp_path / f"{number} {placed}")
+        _steps(one, torch.cat(tokens()), lambda one: torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5), optimizer)
+        for found in ranks.run(number, _trains_on, placed, last, save):
+            for name, value in one.state_dict().items():
+                torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-4, atol=1e-5)
+        last = save
+
+
+def test_what_cannot_be_placed() -> None:
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+    whole = Placement([range(EXPERTS)])
+    with moecomm.Buffer("self", **sizes) as buffer, pytest.raises(moecomm.BadInput, match="without a placement"):
+        ops.slot_weights(buffer, [torch.zeros(EXPERTS)])
+    with moecomm.Buffer("self", **sizes, dtype=torch.float32, placement=whole) as buffer:
+        for weights in ([], torch.zeros(EXPERTS), [torch.zeros(EXPERTS + 1)], [torch.zeros(())], [None]):
+            with pytest.raises(moecomm.BadInput, match="weights"):
+                ops.slot_weights(buffer, weights)  # type: ignore[arg-type]
+        with pytest.raises(moecomm.BadInput, match="placement: got one beside a buffer"):
+            ExpertParallel(**SIZES, buffer=buffer, placement=whole)
+        assert ExpertParallel(**SIZES, buffer=buffer).open() is buffer
+        owned = torch.ones(EXPERTS, requires_grad=True)
+        (grad,) = torch.autograd.grad(ops.slot_weights(buffer, [owned])[0].square().sum(), owned, create_graph=True)
+        with pytest.raises(moecomm.Unsupported, match="differentiated again"):
+            grad.sum().backward()
+    for placement in (Placement([[0, 1]]), Placement([range(EXPERTS)] * 2)):
+        with pytest.raises(moecomm.BadInput, match="placement"):
+            ExpertParallel("self", **SIZES, placement=placement).open()
+    with pytest.raises(moecomm.BadInput, match="placement"):
+        ExpertParallel("self", **SIZES, placement=[[0]])  # type: ignore[arg-type]
+
+
+def test_ranks_with_other_weights_or_other_ranks() -> None:
+    """A mismatch by name; masked ranks, whose experts nobody has; and a Buffer that has lost a rank."""
+
+    def body(group: Any) -> None:
+        sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+        x, (ids, weights) = inputs(0)[0][group.rank], (one[group.rank] for one in inputs(0)[1:])
+        with moecomm.Buffer(group, **sizes, dtype=torch.float32, placement=drawn(8)) as buffer:
+            layer = ExpertParallel(**SIZES, buffer=buffer)
+            mine = experts_of(group.rank, EXPERTS, RANKS)
+            with pytest.raises(moecomm.Mismatch, match="weights"):
+                ops.slot_weights(buffer, [torch.zeros(len(mine), 2, 1 + group.rank % 2)])
+            want = layer(x, ids, weights)
+            if group.rank != 2:
+                buffer.mask([2])
+                with pytest.raises(moecomm.Unsupported, match="masked ranks"):
+                    layer.experts(x, torch.zeros(SLOTS, dtype=torch.int32), buffer)
+            buffer.unmask([2])
+            assert torch.equal(layer(x, ids, weights), want)
+            buffer.shrink()  # without a loss
+            assert torch.equal(layer(x, ids, weights), want)
+            if group.rank != 2:
+                with pytest.raises(moecomm.PeerLost):
+                    layer(x, ids, weights)
+                buffer.shrink()
+                with pytest.raises(moecomm.BadInput, match="got one of 2 ranks; want one of 3"):
+                    layer(x, ids, weights)
+
+    for error in run_ranks(RANKS, body):
+        assert error is None
