@@ -13,12 +13,13 @@ import hashlib
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from moecomm.base import tangents
-from moecomm.base.experts import experts_of
+from moecomm.base.experts import experts_of, owners_of
 from moecomm.base.placement import NONE
 from moecomm.errors import BadInput, Unsupported
 from moecomm.membership.suspension import agreement, refuse_capture
@@ -35,11 +36,18 @@ class _Exchange(NamedTuple):
     """A Window with room for a rank's slots, `[slots, ...]` of each tensor one after the other.
 
     Owned experts have room there, too: all slots together are at least as many as the experts.
+
+    Attributes:
+        window: of all ranks.
+        slots: of a rank.
+        kinds: of the tensors.
+        done: the end of the last exchange, on GPUs.
     """
 
     window: Window
     slots: int
     kinds: _Kinds
+    done: torch.cuda.Event | None
 
     def of(self, rank: int) -> list[torch.Tensor]:
         """Return a rank's tensors."""
@@ -48,6 +56,17 @@ class _Exchange(NamedTuple):
             found.append(self.window.tensor((self.slots, *shape), dtype, rank=rank, offset=at))
             at += _room(self.slots, shape, dtype)
         return found
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Order an exchange behind the last one, also where the caller has changed streams."""
+        if self.done is None:
+            yield
+            return
+        stream = torch.cuda.current_stream(self.window.device)
+        stream.wait_event(self.done)
+        yield
+        self.done.record(stream)
 
 
 _exchanges: weakref.WeakKeyDictionary[Rounds, dict[_Kinds, _Exchange]] = weakref.WeakKeyDictionary()
@@ -65,22 +84,22 @@ def slot_weights(owned: Sequence[torch.Tensor], buffer: str) -> tuple[list[torch
     assert rounds.placement is not None
     experts, me = rounds.placement.experts, rounds.rank
     exchange = _exchange_of(rounds, owned)
-    elsewhere = {expert for rank, held in enumerate(experts.tolist()) if rank != me for expert in held}
-    for part, weight in zip(exchange.of(me), owned, strict=True):
-        for expert in mine:
-            if expert in elsewhere:
-                part[expert - mine.start].copy_(weight[expert - mine.start])
-    exchange.window.barrier()
     found = [weight.new_empty(exchange.slots, *weight.shape[1:]) for weight in owned]
-    for first, count, owner, row in _runs(experts[me].tolist(), rounds):
-        filled = [weight[first : first + count] for weight in found]
-        if owner == NONE:
-            for weight in filled:
-                weight.zero_()
-            continue
-        for weight, source in zip(filled, owned if owner == me else exchange.of(owner), strict=True):
-            weight.copy_(source[row : row + count])
-    exchange.window.barrier()
+    with exchange.in_turn():
+        elsewhere = {expert for rank, held in enumerate(experts.tolist()) if rank != me for expert in held}
+        for part, weight in zip(exchange.of(me), owned, strict=True):
+            for expert in elsewhere.intersection(mine):
+                part[expert - mine.start].copy_(weight[expert - mine.start])
+        exchange.window.barrier()
+        for first, count, owner, row in _runs(experts[me], rounds.placement.num_experts, rounds.num_ranks):
+            filled = [weight[first : first + count] for weight in found]
+            if owner == NONE:
+                for weight in filled:
+                    weight.zero_()
+                continue
+            for weight, source in zip(filled, owned if owner == me else exchange.of(owner), strict=True):
+                weight.copy_(source[row : row + count])
+        exchange.window.barrier()
     return found, experts.clone()
 
 
@@ -105,45 +124,46 @@ def slot_gradients(grads: Sequence[torch.Tensor], experts: torch.Tensor, buffer:
         `[E/R, ...]` of each tensor: sums in float32 or a wider dtype, rounded once.
     """
     rounds = names.find(buffer)
-    me, exchange = rounds.rank, _exchange_of(rounds, grads)
-    mine = _owned_by(rounds, me)
-    for slot, expert in enumerate(experts[me].tolist()):
-        if expert != NONE and expert not in mine:
-            for part, grad in zip(exchange.of(me), grads, strict=True):
-                part[slot].copy_(grad[slot])
-    exchange.window.barrier()
-    of_ranks = [grads if rank == me else exchange.of(rank) for rank in range(rounds.num_ranks)]
+    me, mine, exchange = rounds.rank, _owned(rounds), _exchange_of(rounds, grads)
     found = [grad.new_zeros(len(mine), *grad.shape[1:]) for grad in grads]
-    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
-    for expert in mine:
-        held = (experts.flatten() == expert).nonzero().flatten().tolist()
-        for nth, (total, dtype) in enumerate(zip(found, wide, strict=True)):
-            terms = [of_ranks[slot // exchange.slots][nth][slot % exchange.slots] for slot in held]
-            if terms:
-                total[expert - mine.start].copy_(_sum(terms, dtype))
-    exchange.window.barrier()
+    with exchange.in_turn():
+        for slot, expert in enumerate(experts[me].tolist()):
+            if expert != NONE and expert not in mine:
+                for part, grad in zip(exchange.of(me), grads, strict=True):
+                    part[slot].copy_(grad[slot])
+        exchange.window.barrier()
+        of_ranks = [grads if rank == me else exchange.of(rank) for rank in range(rounds.num_ranks)]
+        for expert in mine:
+            held = (experts.flatten() == expert).nonzero().flatten().tolist()
+            for nth, total in enumerate(found):
+                terms = [of_ranks[slot // exchange.slots][nth][slot % exchange.slots] for slot in held]
+                if terms:
+                    total[expert - mine.start].copy_(_sum(terms))
+        exchange.window.barrier()
     return found
 
 
 @slot_gradients.register_fake
 def _(grads: Sequence[torch.Tensor], experts: torch.Tensor, buffer: str) -> list[torch.Tensor]:
     rounds = names.find(buffer)
-    mine = _owned_by(rounds, rounds.rank)
+    mine = _owned(rounds)
     return [grad.new_empty(len(mine), *grad.shape[1:]) for grad in grads]
 
 
-def _sum(terms: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
+    """Add in this order, in float32 or the wider dtype of the terms."""
     if len(terms) == 1:
         return terms[0]
-    total = terms[0].to(dtype, copy=True)
+    total = terms[0].to(torch.promote_types(terms[0].dtype, torch.float32), copy=True)
     for term in terms[1:]:
         total += term
     return total
 
 
-def _owned_by(rounds: Rounds, rank: int) -> range:
+def _owned(rounds: Rounds) -> range:
+    """Return the experts that this rank owns."""
     assert rounds.placement is not None
-    return experts_of(rank, rounds.placement.num_experts, rounds.num_ranks)
+    return experts_of(rounds.rank, rounds.placement.num_experts, rounds.num_ranks)
 
 
 def _check(rounds: Rounds, owned: Sequence[torch.Tensor]) -> range:
@@ -153,7 +173,7 @@ def _check(rounds: Rounds, owned: Sequence[torch.Tensor]) -> range:
     refuse_capture(rounds, "slot_weights")  # a graph would go on to copy by the placement of its capture
     if rounds.masked:
         raise Unsupported(f"weights of slots beside masked ranks {sorted(rounds.masked)}, which own experts")
-    mine = _owned_by(rounds, rounds.rank)
+    mine = _owned(rounds)
     if not owned:
         raise BadInput("weights", "none", "one or more")
     for weight in owned:
@@ -187,24 +207,25 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> _Exchange:
         about: dict[str, Any] = {"backend": rounds.settings.backend, "device": rounds.device}
         nbytes = sum(_room(slots, *kind) for kind in kinds)
         window = Window(rounds.members.group, nbytes, **about, timeout_s=rounds.members.timeout_s)
-        opened[kinds] = _Exchange(window, slots, kinds)
+        done = torch.cuda.Event() if rounds.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        opened[kinds] = _Exchange(window, slots, kinds, done)
     return opened[kinds]
 
 
-def _runs(held: list[int], rounds: Rounds) -> Iterator[tuple[int, int, int, int]]:
+def _runs(experts: torch.Tensor, num_experts: int, ranks: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield slots that one copy fills: the first, how many, the owner of their experts, and the row of the first there.
 
-    The owner of empty slots is NONE.
+    Args:
+        experts: `[slots]` of a rank.  The owner of empty slots is NONE.
+        num_experts, ranks: of the placement.
     """
-    owners = [NONE] * len(held)
-    rows = list(range(len(held)))
-    for rank in range(rounds.num_ranks):
-        owned = _owned_by(rounds, rank)
-        for slot, expert in enumerate(held):
-            if expert in owned:
-                owners[slot], rows[slot] = rank, expert - owned.start
+    owners = owners_of(experts, num_experts, ranks).tolist()
+    rows = [
+        slot if owner == NONE else expert - experts_of(owner, num_experts, ranks).start
+        for slot, (expert, owner) in enumerate(zip(experts.tolist(), owners, strict=True))
+    ]
     first = 0
-    for slot in range(1, len(held) + 1):
-        if slot == len(held) or owners[slot] != owners[first] or rows[slot] - rows[first] != slot - first:
+    for slot in range(1, len(owners) + 1):
+        if slot == len(owners) or owners[slot] != owners[first] or rows[slot] - rows[first] != slot - first:
             yield first, slot - first, owners[first], rows[first]
             first = slot

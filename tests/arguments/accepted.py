@@ -212,7 +212,14 @@ TABLE = (
     Row("numbers of ranks, or none", ("[]", "()", "[1]", "(1, 2)"), ("routing.loads(ranks)",)),
     Row("no ranks", ("None", "[]", "()"), ("moecomm.Buffer.mask(ranks)",)),
     Row("no ranks", ("[]", "()"), ("moecomm.Buffer.unmask(ranks)",)),
-    Row("none", ("None",), ("moecomm.Buffer(placement)", "moecomm.Placement(num_experts)", "moecomm.Placement(slots)")),
+    Row(
+        "none",
+        ("None",),
+        (
+            *("moecomm.Buffer(placement)", "nn.ExpertParallel(placement)"),
+            *("moecomm.Placement(num_experts)", "moecomm.Placement(slots)"),
+        ),
+    ),
     Row(
         "read as they lie",
         ("by column", "with gaps", "rows that are one", "negated", "a parameter", "an array"),
@@ -226,6 +233,7 @@ TABLE = (
                 "moecomm.ExpertWeights(shapes)",
                 "moecomm.ExpertWeights.prefetch(target)",
                 "balance.Plan.placement(layer)",
+                "ops.slot_weights(weights)",
             ),
             *("moecomm.Buffer.set_placement(placement)", "moecomm.Placement(choice)", "moecomm.Placement(experts)"),
         ),
