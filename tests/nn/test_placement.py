@@ -19,6 +19,7 @@ from moecomm.base.experts import experts_of
 from moecomm.combine.reference import combine
 from moecomm.dispatch.reference import dispatch
 from moecomm.nn import ExpertParallel, clip_grad_norm_, expert_parameters, gather_state
+from moecomm.ops import slots
 from moecomm.router import random_routing
 from moecomm.testing.cases import random_placement
 from tests.backends.conftest import run_ranks
@@ -65,8 +66,8 @@ def reference(
 ) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     """Return the losses of all ranks, and the gradients of all experts: those of their slots, added in order."""
     xs, ids, weights = inputs(step)
-    slots = [placement.slots_of(one, rank) for rank, one in enumerate(ids)]
-    arrived = dispatch(xs, slots, list(weights), num_experts=RANKS * SLOTS)
+    chosen = [placement.slots_of(one, rank) for rank, one in enumerate(ids)]
+    arrived = dispatch(xs, chosen, list(weights), num_experts=RANKS * SLOTS)
     held, kept, ys = placement.experts.tolist(), [], []
 
     def by_slot(rank: int, multiply: Callable[..., torch.Tensor], *rows: torch.Tensor) -> list[torch.Tensor]:
@@ -203,9 +204,9 @@ def test_slots_are_copies_and_gradients_are_added_in_the_order_of_slots(dtype: t
     wide = torch.promote_types(dtype, torch.float32)
     for nth, one in enumerate(grads):
         got = torch.cat([of_rank[nth] for of_rank in found])
-        for expert, slots in enumerate(placement.slots_by_expert):
-            total = one[slots[0]].to(wide)
-            for slot in slots[1:]:
+        for expert, (first, *others) in enumerate(placement.slots_by_expert):
+            total = one[first].to(wide)
+            for slot in others:
                 total = total + one[slot]
             assert torch.equal(got[expert], total.to(dtype)), f"expert {expert}"
 
@@ -257,6 +258,16 @@ def test_a_compiled_layer_is_one_graph_and_follows_placements() -> None:
     with torch.no_grad():
         assert torch.equal(compiled(x, ids, weights), layer(x, ids, weights))
     torch.compiler.reset()
+
+
+def test_what_torch_checks_of_any_operator() -> None:
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+    placement = Placement([[0, 3, -1, 1, 2, 2, 4, 5, 6]])
+    with moecomm.Buffer("self", **sizes, placement=placement) as buffer:
+        owned = [torch.randn(EXPERTS, 3, generator=generator(0)).requires_grad_(), torch.ones(EXPERTS)]
+        torch.library.opcheck(slots.slot_weights, (owned, buffer.name))
+        grads = [torch.ones(9, 3), torch.ones(9)]
+        torch.library.opcheck(slots.slot_gradients, (grads, placement.experts, buffer.name))
 
 
 class Model(torch.nn.Module):
@@ -333,7 +344,11 @@ def test_what_cannot_be_placed() -> None:
                 ops.slot_weights(buffer, weights)  # type: ignore[arg-type]
         with pytest.raises(moecomm.BadInput, match="placement: got one beside a buffer"):
             ExpertParallel(**SIZES, buffer=buffer, placement=whole)
-        assert ExpertParallel(**SIZES, buffer=buffer).open() is buffer
+        layer = ExpertParallel(**SIZES, buffer=buffer)
+        assert layer.open() is buffer
+        layer.experts.w2.requires_grad_(False)
+        layer(torch.ones(2, HIDDEN)).sum().backward()
+        assert layer.experts.w2.grad is None and layer.experts.w13.grad is not None
         owned = torch.ones(EXPERTS, requires_grad=True)
         (grad,) = torch.autograd.grad(ops.slot_weights(buffer, [owned])[0].square().sum(), owned, create_graph=True)
         with pytest.raises(moecomm.Unsupported, match="differentiated again"):
