@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from moecomm.router import random_routing
 from moecomm.testing.cases import random_placement
 from tests.backends.conftest import run_ranks
 from tests.few import few
+from tests.live import wait_until
 from tests.ops.ranks import on_threads
 
 RANKS, HIDDEN, INNER, EXPERTS, SLOTS, TOPK, MOST, STEPS = 3, 16, 8, 7, 5, 3, 12, 4
@@ -389,3 +392,37 @@ def test_ranks_with_other_weights_or_other_ranks() -> None:
 
     for error in run_ranks(RANKS, body):
         assert error is None
+
+
+def _exchange_until_a_rank_is_gone(rank: int, group: Any, seed: int, opened: str) -> str:
+    """Return the error's name.  Whatever an exchange returns is right: small integers, whose sums are exact."""
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+    mine, here = (experts_of(rank, number, RANKS) for number in (EXPERTS, RANKS * SLOTS))
+    buffer = moecomm.Buffer(group, **sizes, placement=drawn(seed), timeout_s=20)
+    Path(f"{opened}{rank}").touch()
+    try:
+        for step in range(1_000_000):
+            placement = drawn(seed + step // 3)
+            if step % 3 == 0:
+                buffer.set_placement(placement)
+            owned = (100.0 * step + torch.arange(EXPERTS)[mine.start : mine.stop]).requires_grad_()
+            (copies,) = ops.slot_weights(buffer, [owned])
+            held = torch.tensor(buffer.local_experts)
+            assert torch.equal(copies, torch.where(held >= 0, 100.0 * step + held, 0.0))
+            copies.backward(step + torch.arange(here.start, here.stop).float())
+            want = [sum(step + slot for slot in placement.slots_by_expert[expert]) for expert in mine]
+            assert owned.grad.tolist() == want
+    except moecomm.MoecommError as error:
+        return type(error).__name__
+    return "none"
+
+
+@pytest.mark.parametrize("seed", few(range(10), 0))
+def test_a_rank_that_dies_ends_the_exchange_of_all(seed: int, ranks: Any, tmp_path: Path) -> None:
+    """Between or amid exchanges, their opening and changes of the placement; nothing that is wrong is returned."""
+    ranks.start(RANKS, _exchange_until_a_rank_is_gone, seed, str(tmp_path / "opened"))
+    wait_until(lambda: len(list(tmp_path.glob("opened*"))) == RANKS, 60)
+    time.sleep(random.Random(seed).random() / 2)
+    ranks.kill(seed % RANKS)
+    found = ranks.results(RANKS - 1, timeout_s=15)
+    assert set(found.values()) == {"PeerLost"}
