@@ -3,7 +3,8 @@
 The owner of an expert does not depend on the placement: rank r owns the experts that it would hold without one.  So
 parameters, optimizers and checkpoints are those of a layer without a placement, and every slot is a copy.
 
-Ranks exchange weights and gradients over a Window, which layers of the same shapes share.  A rank writes into its own
+Ranks exchange weights and gradients over a Window, which layers of the same shapes share, and which ends with the
+Buffer.  A rank writes into its own
 part what others need, and reads theirs after a barrier.  A second barrier lets the next exchange write.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -67,9 +67,6 @@ class _Exchange(NamedTuple):
         stream.wait_event(self.done)
         yield
         self.done.record(stream)
-
-
-_exchanges: weakref.WeakKeyDictionary[Rounds, dict[_Kinds, _Exchange]] = weakref.WeakKeyDictionary()
 
 
 @torch.library.custom_op("moecomm::slot_weights", mutates_args=())
@@ -195,7 +192,7 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> _Exchange:
         As Window.
     """
     kinds = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
-    opened = _exchanges.setdefault(rounds, {})
+    opened: dict[_Kinds, _Exchange] = rounds.exchanges
     if kinds not in opened:
         digest = int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7], "little")
         mine = ", ".join(f"{dtype} {('E/R', *shape)}" for shape, dtype in kinds)

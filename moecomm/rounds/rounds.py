@@ -72,6 +72,7 @@ class Rounds(RoundState, Bound):
         known = (self.plans.table, self.memory.parts, self.flight, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
+        self.exchanges: dict[Any, Any] = {}  # of weights of slots, by their shapes: see moecomm.ops.slots
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.meeting
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
         self.absent = AbsentEntries(self.device)
@@ -99,6 +100,12 @@ class Rounds(RoundState, Bound):
         words_here = self.session.placement()
         new = torch.tensor([self.generation, placement.num_experts, *words], dtype=torch.int32)
         words_here[: len(new)].copy_(new)
+
+    def abort(self) -> None:
+        """End every wait of this rank at once, from any thread."""
+        super().abort()
+        for exchange in list(self.exchanges.values()):
+            exchange.window.abort()
 
     def own_ids(self, topk_idx: Any) -> Any:
         """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""
@@ -155,3 +162,6 @@ class Rounds(RoundState, Bound):
         self.unfinished.clear()
         self._late.clear()
         self.routes.clear()
+        for exchange in list(self.exchanges.values()):
+            exchange.window.close()
+        self.exchanges.clear()

@@ -26,7 +26,7 @@ from moecomm.router import random_routing
 from moecomm.testing.cases import random_placement
 from tests.backends.conftest import run_ranks
 from tests.few import few
-from tests.live import wait_until
+from tests.live import ROOM_S, wait_until
 from tests.ops.ranks import on_threads
 
 RANKS, HIDDEN, INNER, EXPERTS, SLOTS, TOPK, MOST, STEPS = 3, 16, 8, 7, 5, 3, 12, 4
@@ -392,6 +392,30 @@ def test_ranks_with_other_weights_or_other_ranks() -> None:
 
     for error in run_ranks(RANKS, body):
         assert error is None
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_an_exchange_ends_with_the_buffer(end: str) -> None:
+    """Of the rank that waits in it, and of another."""
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+
+    def body(group: Any) -> tuple[str, float]:
+        mine = experts_of(group.rank, EXPERTS, RANKS)
+        buffer = moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=60)
+        ops.slot_weights(buffer, [torch.zeros(len(mine))])
+        if group.rank == 1:
+            time.sleep(0.3)
+            getattr(buffer, end)()
+            return "", 0.0
+        started = time.monotonic()
+        with pytest.raises(moecomm.MoecommError) as raised:
+            ops.slot_weights(buffer, [torch.zeros(len(mine))])
+        return type(raised.value).__name__, time.monotonic() - started
+
+    found = run_ranks(RANKS, body)
+    error = {"abort": "Aborted", "close": "PeerLost"}[end]
+    assert [name for name, _ in found] == [error, "", error]
+    assert all(seconds < ROOM_S for _, seconds in found)
 
 
 def _exchange_until_a_rank_is_gone(rank: int, group: Any, seed: int, opened: str) -> str:
