@@ -217,7 +217,7 @@ class ExpertParallel(torch.nn.Module):
 
         Raises:
             BadInput: arguments that do not fit; no open Buffer in a compiled layer.
-            As Buffer.dispatch and Buffer.combine.
+            As Buffer.dispatch and Buffer.combine; with a placement, also as ops.slot_weights().
         """
         if torch.compiler.is_compiling():
             if not self._buffer_name:

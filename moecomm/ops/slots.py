@@ -4,8 +4,8 @@ The owner of an expert does not depend on the placement: rank r owns the experts
 parameters, optimizers and checkpoints are those of a layer without a placement, and every slot is a copy.
 
 Ranks exchange weights and gradients over a Window, which layers of the same shapes share, and which ends with the
-Buffer.  A rank writes into its own
-part what others need, and reads theirs after a barrier.  A second barrier lets the next exchange write.
+Buffer.  A rank writes what others need into its own memory there, and reads theirs after a barrier.  A second barrier
+lets the next exchange write.
 """
 
 from __future__ import annotations
