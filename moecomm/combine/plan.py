@@ -67,6 +67,7 @@ class Plan:
         self._peers_read_weights &= like.topk_weights is None
         self.native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = rounds.session
+        self._expected_tokens = rounds.settings.expected_tokens
         self._flight = rounds.flight
         self._recorded = self._flight.kind("combine", args.call, key.dtype, rounds.hidden * key.dtype.itemsize)
         sizes = (pitch, rounds.num_ranks * rounds.max_tokens)
@@ -91,8 +92,9 @@ class Plan:
         )
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else key.layout
+        expected = self._expected_tokens(num_tokens)
         schedule = self._session.schedule(
-            "combine", num_tokens=num_tokens, layout=layout, num_sms=key.options.num_sms, casts=self._casts
+            "combine", num_tokens=expected, layout=layout, num_sms=key.options.num_sms, casts=self._casts
         )
         self.native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens, few)
 

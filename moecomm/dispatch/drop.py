@@ -54,7 +54,7 @@ def drop(
 
     Runs on the device and does not wait for it.  Of equal weights, and without weights, the first tokens stay.
     """
-    quota = min(_quota(settings, layout, alignment, max_rows, rank) for rank in (0, settings.ranks - 1))
+    quota = min(_quota(settings, layout, alignment, max_rows, rank) for rank in settings.extremes)
     weights = torch.zeros(topk_idx.shape, device=topk_idx.device) if topk_weights is None else topk_weights
     ids = topk_idx.long()
     known = (ids >= 0) & (ids < settings.num_experts)  # the dispatch reports others

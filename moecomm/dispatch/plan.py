@@ -26,6 +26,7 @@ class Plan(outputs.ByName):
 
     def __init__(self, rounds: Rounds, key: Key, like: Tensors) -> None:
         self._session = session = rounds.session
+        self._expected_tokens = rounds.settings.expected_tokens
         self.layout, self._key, self._is_layer = key.layout, key, key.descriptors
         self.device, self.owner = session.device, session.owner
         self.base = session.context.peers[rounds.rank]
@@ -57,8 +58,9 @@ class Plan(outputs.ByName):
 
     def schedule(self, num_tokens: int) -> None:
         """See core.plans.Plan."""
+        expected = self._expected_tokens(num_tokens)
         schedule = self._session.schedule(
-            "dispatch", num_tokens=num_tokens, layout=self.layout, num_sms=self._key.options.num_sms
+            "dispatch", num_tokens=expected, layout=self.layout, num_sms=self._key.options.num_sms
         )
         self.native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 

@@ -147,7 +147,7 @@ def prepare(
     check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
     if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not rounds.dtype:
         raise BadInput("bias", str(given.dtype), str(rounds.dtype))
-    rows = max(1, x.shape[0] * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if ranks are alike
+    rows = rounds.settings.expected_rows(x.shape[0])
     check_max_rows(max_rows)
     count = _check_overflow(rounds, options, dropped)
     by_channel: tuple[ByChannel, ByChannel] | None = None

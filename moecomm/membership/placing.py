@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moecomm.base.placement import Placement, checked, of_ranks, with_slots
 from moecomm.errors import BadInput
@@ -39,8 +40,20 @@ def set_placement(rounds: Rounds, placement: Placement) -> None:
         ranks.all_gather(b"")  # no rank is in a round any more, and none begins one
         rounds.generation += 1
         rounds.place(placed)
+        _make_room(rounds, placed)
         ranks.settle()
         rounds.next_placement = None
+
+
+def _make_room(rounds: Rounds, placed: Placement) -> None:
+    """Let rounds make room for rows on ranks that had no expert.  All ranks decide alike, as one drops for the others.
+
+    Other changes leave the room as it is, so that compiled layers keep their shapes.
+    """
+    settings = replace(rounds.settings, placement=placed)
+    if any(held and not before for held, before in zip(settings.held, rounds.settings.held, strict=True)):
+        rounds.settings = settings
+        rounds.plans.clear()
 
 
 def left(ranks: Opening, rounds: Rounds, stay: Sequence[int]) -> Placement | None:

@@ -15,7 +15,7 @@ import torch
 
 from moecomm import _native
 from moecomm.base.choices import ON_TIMEOUT, WIRES, OnTimeout, Wire
-from moecomm.base.placement import Placement, checked
+from moecomm.base.placement import NONE, Placement, checked
 from moecomm.base.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.base.sampling import hash_words, told_bytes
 from moecomm.base.validation import check_dtype, is_integer
@@ -300,6 +300,35 @@ class Settings:
         least, longer = divmod(self.num_experts, self.ranks)
         return least + (rank < longer)
 
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """The number of experts of each rank: those of its slots that are not empty."""
+        if self.placement is not None:
+            return tuple((self.placement.experts != NONE).sum(1).tolist())
+        return tuple(map(self.local_experts, range(self.ranks)))
+
+    @cached_property
+    def extremes(self) -> tuple[int, int]:
+        """The rank with the most experts, and the one with the fewest of those that have any."""
+        some = [rank for rank, held in enumerate(self.held) if held] or [0]
+        return max(some, key=self.held.__getitem__), min(some, key=self.held.__getitem__)
+
+    def expected_tokens(self, tokens: int) -> int:
+        """Return the tokens by which a rank that has so many chooses blocks and schedules.
+
+        Where some ranks have no expert, a rank without tokens expects `max_tokens` of each of them.
+        """
+        return self.max_tokens if tokens == 0 and 0 in self.held else tokens
+
+    def expected_rows(self, tokens: int) -> int:
+        """Return the rows of an expert in a round in which ranks have as many tokens as this one, at least 1.
+
+        Of a rank without tokens: see expected_tokens().
+        """
+        expected = self.expected_tokens(tokens)
+        senders = self.ranks if expected == tokens else self.held.count(0)
+        return max(1, expected * self.topk * senders // max(1, sum(self.held)))
+
     def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None, *, rank: int = 0) -> int:
         """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
         return self._worst_rows(layout, alignment, self.local_experts(rank), self.max_tokens, max_rows)
@@ -323,11 +352,15 @@ class Settings:
 
         They are those of even routing times the capacity factor, with room for padding and for a token of each rank,
         at most those of the worst case.  Without a factor of the caller, as many as fit _ROOM are not too many either.
+        Rows go to slots that hold an expert: a rank that has none makes room for none.
         """
-        local = self.local_experts(rank)
+        local, held = self.local_experts(rank), self.held[rank]
+        if held == 0:
+            return 0
         groups = local if layout == "batched" else 1
-        even = self.max_tokens * (min(self.topk, self.ranks) if layout == "flat" else self.topk)
-        even = -(-even * local * self.ranks // self.num_experts)  # a rank with more experts gets more rows
+        even = self.max_tokens * (min(self.topk, sum(map(bool, self.held))) if layout == "flat" else self.topk)
+        share = local if layout == "batched" else held  # empty slots are groups of a batched output, as large as others
+        even = -(-even * share * self.ranks // sum(self.held))  # a rank with more experts gets more rows
         factor = CAPACITY_FACTOR if self.capacity_factor is None else self.capacity_factor
         worst = self._worst_rows(layout, alignment, local, self.max_tokens)
         if factor * even >= worst:
@@ -377,8 +410,9 @@ class Settings:
     @cached_property
     def _largest_rows(self) -> int:
         """Rows of the layout that takes the most.  The worst case of `batched` counts up to 2 GiB."""
-        rows = max(self.capacity_rows("flat"), self.capacity_rows("expert", 128))
-        batched = self.capacity_rows("batched")
+        most = self.extremes[0]
+        rows = max(self.capacity_rows("flat", rank=most), self.capacity_rows("expert", 128, rank=most))
+        batched = self.capacity_rows("batched", rank=most)
         return max(rows, batched) if batched * self._output_row_bytes <= 2 << 30 else rows
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -195,6 +196,18 @@ def placed(case: Case) -> Case:
     if case.layout != "batched" or case.max_rows is None:
         return case
     return replace(case, max_rows=[max(case.max_rows)] * len(case.max_rows))
+
+
+def without_tokens(case: Case, ranks: Collection[int]) -> Case:
+    """Return a case in which these ranks have no tokens, as ranks of experts whose tokens come from other ranks."""
+    lists: dict[str, Any] = {}
+    for name in ("x", "topk_idx", "topk_weights", "scales", "bias", "own_weights"):
+        if (given := getattr(case, name)) is not None:
+            lists[name] = [
+                one[:0] if rank in ranks and one is not None and one.ndim > 1 else one for rank, one in enumerate(given)
+            ]
+    extras = [tuple(one[:0] for one in of) if rank in ranks else of for rank, of in enumerate(case.extras)]
+    return replace(case, **lists, extras=extras)
 
 
 def _with_payload(case: Case, most: int, rng: random.Random, g: torch.Generator, few_kernels: bool) -> Case:

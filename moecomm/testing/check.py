@@ -156,9 +156,17 @@ class Wanted:
             layout=self.case.layout,
             expert_alignment=self.case.alignment,
             max_tokens=self.buffer.max_tokens,
-            max_rows=self.case.max_rows,
+            max_rows=self._max_rows(),
             scales=scales,
         )
+
+    def _max_rows(self) -> list[int] | None:
+        """Return those of the case; of batched rows without, what ranks make room for: nothing where no expert is."""
+        settings = self.buffer.rounds.settings
+        if self.case.layout != "batched" or self.case.max_rows is not None:
+            return self.case.max_rows
+        rows = [settings.capacity_rows("batched", rank=rank) for rank in range(self.ranks)]
+        return [count // settings.local_experts(rank) for rank, count in enumerate(rows)]
 
     def _slots(self, rank: int) -> torch.Tensor:
         """Return the ids of a rank as rounds know them."""
