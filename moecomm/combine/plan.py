@@ -86,13 +86,12 @@ class Plan:
 
     def schedule(self, num_tokens: int) -> None:
         """See core.plans.Plan."""
-        key = self._key
+        key, expected = self._key, self._expected_tokens(num_tokens)
         few = self._row_bytes > 0 and packets.fit_return_packets(
-            self._row_bytes, num_tokens, self._topk, self._room, scaled=self._casts
+            self._row_bytes, expected, self._topk, self._room, scaled=self._casts
         )
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else key.layout
-        expected = self._expected_tokens(num_tokens)
         schedule = self._session.schedule(
             "combine", num_tokens=expected, layout=layout, num_sms=key.options.num_sms, casts=self._casts
         )

@@ -199,6 +199,29 @@ def test_layers_follow_a_placement(
             ranks.check()
 
 
+@pytest.mark.parametrize("published", few((True, False), True), ids=["ids", "rows"])
+def test_layers_of_ranks_without_experts_or_tokens(
+    published: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come from the first rank alone, and go to the second, which has all experts."""
+    emulated = Emulated(machine, monkeypatch)
+    sizes: dict[str, Any] = {"ranks": 2, "hidden": 32, "topk": 2, "max_tokens": 20 if published else 2100}
+    apart = moecomm.Placement([[], [3, 1, 0, 2]])
+    with LocalBuffers(**sizes, num_experts=4, backend="host", timeout_s=20, placement=apart) as ranks:
+        case = random_layer(0, **{**sizes, "max_tokens": 20}, num_experts=8, intermediate=32, dtype=torch.bfloat16)
+        case.wire = None
+        case.topk_idx = [torch.where(ids < 0, ids, ids % 4) for ids in case.topk_idx]
+        calls = [case.call(rank) for rank in range(2)]
+        for name in ("x", "topk_idx", "topk_weights", "bias"):
+            if (given := calls[1].get(name)) is not None and given.ndim > 1:
+                calls[1][name] = given[:0]
+        others = ranks.moe([{**call, "fused": False} for call in calls])
+        assert len(others[0]) == len(calls[0]["x"]) > 0 and len(others[1]) == 0
+        for out, other in zip(emulated.fused(ranks, calls), others, strict=True):
+            assert torch.equal(out.view(torch.int16), other.view(torch.int16))
+        ranks.check()
+
+
 @pytest.mark.parametrize("sizes", few(SIZES, SIZES[2]), ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}")
 @pytest.mark.parametrize("kind", [kernels.FP8, torch.int8])
 def test_layers_with_scales_of_channels_have_the_bits_of_unfused_ones(

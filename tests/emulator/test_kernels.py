@@ -22,7 +22,7 @@ from moecomm.dispatch import reference as dispatch_reference
 from moecomm.dispatch.tables import tables_of
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
-from moecomm.testing.cases import placed, random_placement
+from moecomm.testing.cases import placed, random_placement, without_tokens
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 from ..combine import test_bias_first as bias_first
@@ -178,6 +178,25 @@ def test_balanced_replicas(packs: bool, machine: Machine, monkeypatch: pytest.Mo
             for seed in range(6):
                 check_case(ranks, placed(random_case(seed, ranks=4, **UNEVEN, few_kernels=True)))
                 ranks.set_placement(random_placement(seed + 1, **drawn))
+        finally:
+            machine.forget()
+
+
+@pytest.mark.parametrize("sizes", few([DOMAINS, {"ranks": 4}], {"ranks": 4}), ids=["domains", "one"])
+@pytest.mark.parametrize("packs", few((True, False), True))
+def test_ranks_without_experts_or_tokens(
+    packs: bool, sizes: dict[str, int], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens on two ranks and experts on the two others: no rank has both."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    if not packs:
+        monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
+    apart = moecomm.Placement([[], [*range(5)], [], [*range(5, 10)]])
+    with LocalBuffers(**sizes, **UNEVEN, backend="host", placement=apart) as ranks:
+        try:
+            for seed in range(6):
+                case = placed(random_case(seed, ranks=4, **UNEVEN, few_kernels=True))
+                check_case(ranks, without_tokens(case, (1, 3)))
         finally:
             machine.forget()
 
