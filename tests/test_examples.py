@@ -22,6 +22,7 @@ from moecomm.nn import Gate
 from moecomm.router import Gating
 
 from .conftest import Ranks
+from .few import few
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
@@ -100,6 +101,23 @@ def test_a_recommendation_model_learns(example_on_forks: Callable[..., tuple[lis
 def test_a_tensor_parallel_mlp_learns(example_on_forks: Callable[..., tuple[list[float], str]]) -> None:
     losses, last = example_on_forks("tensor_parallel_mlp.py", 10, 2)
     assert losses[-1] < 0.8 * losses[0] and last.startswith("largest relative difference: 0.00")
+
+
+@pytest.mark.parametrize(("attention", "experts"), few([(3, 2), (1, 4), (6, 1)], (3, 2)))
+def test_attention_and_experts_on_different_ranks(
+    attention: int, experts: int, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import attention_and_experts as example
+
+    def launch(target: str, job: dict[str, Any], processes: int) -> list[Any]:
+        return ranks.run(processes, _called, target, job)
+
+    monkeypatch.setattr(example, "launch", launch)
+    monkeypatch.setattr(sys, "argv", ["example", "--attention", str(attention), "--experts", str(experts)])
+    assert example.main() == 0
+    *found, last = capsys.readouterr().out.splitlines()
+    assert last == "the tokens of one process: the same" and len(found) == attention + experts
+    assert [int(line.split()[2]) for line in found] == [12 // attention] * attention + [0] * experts
 
 
 @pytest.mark.long

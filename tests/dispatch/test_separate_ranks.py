@@ -90,7 +90,7 @@ def test_ranks_expect_the_tokens_of_others() -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_layers(ratio: tuple[int, int]) -> None:
-    """Layers and operators with gradients give the sums of one process, and gradients of experts are where these are."""
+    """Layers and operators with gradients give the sums of one process; gradients of experts are where these are."""
     attention, experts = ratio
     whole = nn.Experts(range(EXPERTS), HIDDEN, INNER, seed=3, dtype=torch.float32)
     w13, w2 = whole.w13.detach(), whole.w2.detach()
