@@ -64,8 +64,9 @@ class Buffer(Bound):
         backend: "auto", "host" (CPU ranks), or for GPUs "lsa" (NVLink), "gin" (NCCL) or "nvshmem".
         timeout_s: how long any wait for a peer may take, in seconds.
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
-        capacity_factor: rows a round makes room for, as a multiple of those of even routing, `max_tokens * topk`;
-            math.inf: the worst case.  Default: 1.5, or as many as fit 512 MiB.  dispatch() says what becomes of more.
+        capacity_factor: rows a round makes room for, as a multiple of those of even routing, `max_tokens * topk`; with
+            a `placement`, of a rank's part of the slots that hold an expert.  math.inf: the worst case.  Default: 1.5,
+            or as many as fit 512 MiB.  dispatch() says what becomes of more.
         window_bytes: room for the outputs of rounds, in bytes; default: two such rounds.  Of outputs that stay alive,
             those that find no room are copied out of it.
         wire: None: the sums that ranks return in combine travel in the dtype of `y`, each rounded once; "exact": in

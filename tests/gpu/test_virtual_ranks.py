@@ -18,7 +18,7 @@ from moecomm.backends.windows import local, vmm
 from moecomm.base import packets
 from moecomm.base.choices import ReplicaChoice
 from moecomm.testing import LocalBuffers, check_case, random_case
-from moecomm.testing.cases import placed, random_placement
+from moecomm.testing.cases import placed, random_placement, without_tokens
 
 pytestmark = pytest.mark.gpu1
 
@@ -171,6 +171,22 @@ def test_placements(
             check_case(ranks, placed(random_case(number, **of_cases(sizes), few_kernels=True)))
             if number % 3 == 2:
                 ranks.set_placement(random_placement(number, **drawn))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", [SIZES[3], SIZES[7], DOMAINS[0]], ids=["small", "model", "domains"])
+def test_ranks_without_experts_or_tokens(
+    sizes: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens on two ranks and experts on the two others."""
+    if "domain_ranks" not in sizes:
+        monkeypatch.setattr(packets, "room", packet_room(sizes))
+    half = sizes["num_experts"] // 2
+    apart = moecomm.Placement([[], range(half), [], range(half, sizes["num_experts"])])
+    with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20, placement=apart) as ranks:
+        for number in random_seeds(sizes, request.config.getoption("--gpu-cases")):
+            case = placed(random_case(number, **of_cases(sizes), few_kernels=True))
+            check_case(ranks, without_tokens(case, (1, 3)))
 
 
 # Kernels of all ranks are resident at once: of 132 multiprocessors, each of 64 ranks has two.
@@ -409,6 +425,44 @@ def test_a_graph_replays_with_other_placements(choice: ReplicaChoice) -> None:
             for out, mine in zip(outs, given, strict=True):
                 want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
                 torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+        pair.check()
+
+
+def test_graphs_of_ranks_without_experts_or_tokens() -> None:
+    """Two micro-batches in flight: the rows of one are at the experts while those of the other leave."""
+    apart = moecomm.Placement([[], [0, 1, 2, 3]])
+    with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=20, placement=apart) as pair:
+        given = [[call(0), call(1, 0)], [call(2), call(3, 0)]]
+        for _ in range(2):  # compiles before the capture
+            first = pair.dispatch_end(pair.dispatch_begin(given[0]))
+            second = pair.dispatch_begin(given[1])
+            pair.combine([{"y": r.x, "handle": r.handle} for r in first])
+            pair.combine([{"y": r.x, "handle": r.handle} for r in pair.dispatch_end(second)])
+        torch.cuda.synchronize()
+        graphs, outs = [], []
+        for rank, (buffer, stream) in enumerate(zip(pair.buffers, pair.streams, strict=True)):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                here = buffer.dispatch_end(buffer.dispatch_begin(**given[0][rank]))
+                other = buffer.dispatch_begin(**given[1][rank])
+                out = buffer.combine(here.x, here.handle)
+                other = buffer.dispatch_end(other)
+                outs.append((out, buffer.combine(other.x, other.handle)))
+            assert (len(here.x) == 0) == (rank == 0)
+            graphs.append(graph)
+        for seed in range(50):
+            for batch, calls in enumerate(given):
+                for name, value in call(2 * seed + batch).items():
+                    calls[0][name].copy_(value)
+            torch.cuda.synchronize()
+            for graph, stream in zip(graphs, pair.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            torch.cuda.synchronize()
+            for found, (mine, _) in zip(outs[0], given, strict=True):
+                want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
+                torch.testing.assert_close(found.float(), want, rtol=2**-7, atol=2**-7)
+        assert [len(found) for found in outs[1]] == [0, 0]
         pair.check()
 
 
