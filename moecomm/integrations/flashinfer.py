@@ -5,8 +5,8 @@
     comm = flashinfer.moe_ep.create_communication(bootstrap, params, "moecomm")
 
 or, in its layers, `SplitConfig(comm="moecomm")`.  Rows of any dtype, with or without scales; dispatch_payloads() takes
-any list of tensors.  `eplb_local_stats` is Unsupported.  Ranks are masked by
-`active_rank_mask`, as in its one-sided all-to-all, and by the calls of its Fleet (flashinfer_masks.py).
+any list of tensors.  Ranks are masked by `active_rank_mask`, as in its one-sided all-to-all, and by the calls of its
+Fleet (flashinfer_masks.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any, ClassVar
 import flashinfer
 import torch
 
+from moecomm.base.arrays import check_tensor
 from moecomm.base.choices import BackendName, OnTimeout, Wire
+from moecomm.base.experts import experts_of
 from moecomm.base.validation import check_flag
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Closed, Unsupported
@@ -48,6 +50,10 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         moecomm_backend, timeout_s, window_bytes, on_timeout: of the Buffer, whose `backend` is the first.
         use_low_precision_combine: of NVLinkOneSidedConfig: results travel in FP8 with a scale for 128 columns, and are
             added in float32.
+
+    Attributes:
+        eplb_gathered_stats: int32 `[ranks, n]`, what all ranks passed as `eplb_local_stats` to the last dispatch; zeros
+            of masked ranks.  None: they passed none.
     """
 
     supports_cuda_graph: ClassVar[bool] = True
@@ -81,7 +87,9 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
             capacity_factor=math.inf,  # results have `ep_size * max_tokens_per_rank` rows, whatever the routing
             on_timeout=on_timeout,
         )
+        self.eplb_gathered_stats: torch.Tensor | None = None
         self._wire: Wire | None = "fp8" if use_low_precision_combine else None
+        self._everybody = _an_expert_of_each_rank(self._buffer)
         self._handle: Handle | None = None
 
     @classmethod
@@ -108,7 +116,8 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         a row of FP8, INT8 or packed FP4 as well as one of `params.token_dtype`, with at most as many bytes.
         `runtime_max_tokens_per_rank`: another name of `max_tokens_per_rank`.  `active_rank_mask`: uint64 `[1]` on the
         CPU, one bit for each rank that takes part, alike on all of these; a rank of which the bit is set again makes
-        this call, too.  None: those of the call before.
+        this call, too.  None: those of the call before.  `eplb_local_stats`: int32 `[n]`, n up to the number of
+        experts, on all ranks or none; a round more gathers them.
 
         Raises:
             As Buffer.dispatch.
@@ -132,6 +141,7 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
             topk_weights=None if topk_weights is None else torch.where(here, arrived, 0.0).to(topk_weights.dtype),
             tokens_per_rank=most,
             hidden_states_scale=scales,
+            eplb_gathered_stats=self.eplb_gathered_stats,
         )
 
     @counted("self", 0)
@@ -190,8 +200,6 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         buffer = self._open()
         if self._handle is not None:
             raise BadInput("dispatch", "a second one", "the combine of the first")
-        if stats is not None:
-            raise Unsupported("eplb_local_stats: statistics are not gathered")
         if not max(1, len(rows)) <= most <= self.params.max_tokens_per_rank:
             least, limit = max(1, len(rows)), self.params.max_tokens_per_rank
             raise BadInput("max_tokens_per_rank", most, f"{least} to {limit}")
@@ -199,6 +207,7 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
             self.follow(active_ranks(mask, self.ep_size))
         if scales is None and rows.dtype is torch.float8_e4m3fn:
             rows = rows.view(torch.uint8)  # a scale of all rows does not travel
+        self.eplb_gathered_stats = None if stats is None else self._gathered(buffer, stats)
         routed = buffer.dispatch(
             rows.contiguous(),
             topk_ids.contiguous(),
@@ -211,6 +220,21 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         )
         self._handle = routed.handle
         return routed
+
+    def _gathered(self, buffer: Buffer, stats: torch.Tensor) -> torch.Tensor:
+        """Return int32 `[ranks, n]`, by a round in which each rank sends its row to all."""
+        most = self.params.max_tokens_per_rank
+        if len(self._everybody) > most:
+            need = f"{len(self._everybody)}, the number of ranks over top_k"
+            raise Unsupported(f"eplb_local_stats with max_tokens_per_rank = {most}: they want at least {need}")
+        check_tensor("eplb_local_stats", stats, device=buffer.device, dtypes=(torch.int32,), shape=(None,))
+        if not 1 <= len(stats) <= self.params.num_experts:
+            raise BadInput("eplb_local_stats", f"{len(stats)} words", f"1 to num_experts = {self.params.num_experts}")
+        rows = stats.repeat(len(self._everybody), 1)
+        routed = buffer.dispatch(rows, self._everybody, layout="flat", max_rows=self.ep_size, sync=False)
+        source = torch.where(_in_use(routed), routed.src[:, 0], self.ep_size).long()
+        found = stats.new_zeros(self.ep_size + 1, len(stats))  # the last one is of rows that are not in use
+        return found.index_copy_(0, source, routed.x)[: self.ep_size]
 
     @counted("self", 0)
     def combine(
@@ -252,6 +276,13 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         if self._buffer is None:
             raise Closed("communication")
         return self._buffer
+
+
+def _an_expert_of_each_rank(buffer: Buffer) -> torch.Tensor:
+    """Return ids int64 `[tokens, topk]`, each rank's first expert once."""
+    ranks, topk = buffer.num_ranks, buffer.topk
+    first = [experts_of(rank, buffer.num_experts, ranks).start for rank in range(ranks)]
+    return torch.tensor(first + [-1] * (-ranks % topk), device=buffer.device).view(-1, topk)
 
 
 def _by_row(tensor: torch.Tensor) -> torch.Tensor:

@@ -307,6 +307,36 @@ def test_any_list_of_payloads(moe_ep: Any, first: str) -> None:
     assert on_ranks(body, moe_ep) == [True] * RANKS
 
 
+@pytest.mark.parametrize("payloads", [False, True])
+def test_statistics_are_gathered(moe_ep: Any, payloads: bool) -> None:
+    """Each rank's row arrives at all ranks, also while one is masked; a dispatch without them gathers none."""
+
+    def body(rank: Rank) -> None:
+        comm = rank.comm
+
+        def gathered(stats: torch.Tensor | None) -> torch.Tensor | None:
+            if payloads:
+                comm.dispatch_payloads(rank.ids, [rank.x, rank.ids.int()], MOST, eplb_local_stats=stats)
+                comm.combine(torch.zeros(RANKS, MOST, HIDDEN))
+                return comm.eplb_gathered_stats
+            got = comm.dispatch(rank.x, rank.ids, rank.weights, eplb_local_stats=stats)
+            assert torch.equal(comm.combine(rank.experts(got)), rank.wanted())
+            assert got.eplb_gathered_stats is comm.eplb_gathered_stats
+            return got.eplb_gathered_stats
+
+        for words in (EXPERTS, 3, 1):
+            found = gathered(torch.arange(words).int() + 100 * rank.rank)
+            assert found is not None and found.dtype is torch.int32
+            assert found.tolist() == [[100 * source + word for word in range(words)] for source in range(RANKS)]
+        assert gathered(None) is None
+        if rank.rank != 1:
+            mask = torch.tensor([0b1101], dtype=torch.uint64)
+            comm.dispatch(rank.x, rank.ids, eplb_local_stats=torch.full((2,), rank.rank).int(), active_rank_mask=mask)
+            assert comm.eplb_gathered_stats.tolist() == [[0, 0], [0, 0], [2, 2], [3, 3]]
+
+    on_ranks(body, moe_ep)
+
+
 def test_ranks_with_different_payloads_are_told(moe_ep: Any) -> None:
     def body(rank: Rank) -> None:
         more = [rank.ids.int()] if rank.rank == 2 else []
@@ -326,8 +356,9 @@ def test_what_is_out_of_turn_or_unsupported_is_named(moe_ep: Any) -> None:
     for most in (4, MOST + 1):
         with pytest.raises(moecomm.BadInput, match="max_tokens_per_rank"):
             comm.dispatch(*given, max_tokens_per_rank=most)
-    with pytest.raises(moecomm.Unsupported, match="eplb_local_stats"):
-        comm.dispatch(*given, eplb_local_stats=torch.zeros(EXPERTS))
+    for stats in (torch.zeros(EXPERTS), torch.zeros(EXPERTS + 1).int(), torch.zeros(0).int(), torch.zeros(2, 3).int()):
+        with pytest.raises(moecomm.BadInput, match="eplb_local_stats"):
+            comm.dispatch(*given, eplb_local_stats=stats)
     with pytest.raises(moecomm.BadInput, match="bytes"):
         comm.dispatch(torch.zeros(5, 4 * HIDDEN + 16, dtype=torch.uint8), *given[1:])
     with pytest.raises(moecomm.BadInput, match="float64"):
@@ -358,7 +389,7 @@ def test_a_call_that_fails_on_one_rank_ends_the_next_one_on_all(moe_ep: Any, ste
         try:
             if step == "dispatch":
                 if rank.rank == 1:
-                    with pytest.raises(moecomm.Unsupported, match="eplb_local_stats"):
+                    with pytest.raises(moecomm.BadInput, match="eplb_local_stats"):
                         comm.dispatch(*given, eplb_local_stats=torch.zeros(EXPERTS))
                 with pytest.raises(moecomm.OutOfStep):
                     comm.dispatch(*given)
