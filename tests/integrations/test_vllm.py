@@ -15,6 +15,8 @@ from tests.integrations import vllm_stub as stub
 from tests.integrations.vllm_ranks import EXPERTS, HIDDEN, MOST, TOPK, Rank, everybody, finalized, on_ranks
 from tests.little_room import little_room
 
+DELEGATE = stub.TopKWeightAndReduceDelegate
+
 
 @pytest.mark.parametrize("kind", ["standard", "batched"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -446,6 +448,52 @@ def test_experts_that_are_placed_elsewhere_are_found(batches: Any) -> None:
         return torch.equal(out, rank.wanted())
 
     assert on_ranks(body, global_to_physical=placed.to(torch.int32)) == [True] * 4
+
+
+def test_layers_that_place_experts_alike_share_a_buffer(batches: Any) -> None:
+    """The map is the Buffer's placement, so that no pass over ids is needed; a map that is none is named."""
+    placed = torch.arange(EXPERTS).roll(3)
+
+    def body(rank: Rank) -> None:
+        from moecomm.integrations.vllm.batched import BatchedPrepareAndFinalize
+
+        shared = rank.managers[1].get_handle({})
+        layers = [BatchedPrepareAndFinalize(shared, MOST, 4, global_to_physical=placed.clone()) for _ in range(2)]
+        for layer in layers:
+            layer.prepare(**rank.arguments())
+            layer.finalize(rank.x, torch.zeros(2, 4 * MOST, HIDDEN), rank.weights, rank.ids, False, DELEGATE())
+        (buffer,) = shared.pool.low_latency()
+        assert buffer.placement is not None and buffer.placement.log2phy[:, 0].tolist() == placed.tolist()
+        for bad in (torch.zeros(EXPERTS), torch.arange(EXPERTS) + 1):
+            with pytest.raises(moecomm.BadInput, match="global_to_physical"):
+                BatchedPrepareAndFinalize(shared, MOST, 4, global_to_physical=bad)
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("kind", ["standard", "batched"])
+def test_ids_that_eplb_has_rewritten(batches: Any, kind: str) -> None:
+    """Its router passes physical ids, of replicas in turns: two of the six experts have two here."""
+    logical = torch.tensor([0, 1, 2, 3, 4, 5, 0, 3])  # by physical id
+    slots = moecomm.Placement(logical.view(4, 2), choice="token")
+
+    def body(rank: Rank) -> bool:
+        named = torch.where(rank.ids < 0, -1, rank.ids % 6)
+        rank.ids = slots.slots_of(named, rank.rank)
+        x, _, meta, ids, weights = getattr(rank, kind).prepare(**rank.arguments())
+        out = torch.empty_like(rank.x)
+        if kind == "batched":
+            held = logical.view(4, 2)[rank.rank]
+            y = x * (held + 1)[:, None, None]
+            rank.batched.finalize(out, y, rank.weights, rank.ids, False, DELEGATE())
+        else:
+            mine = ids // rank.local == rank.rank
+            y = x.unsqueeze(1) * torch.where(mine, logical[ids] + 1, 0).unsqueeze(2)
+            rank.standard.finalize(out, y, weights, ids, False, DELEGATE())
+        scale = torch.where(named < 0, 0, named + 1) * rank.weights
+        return torch.equal(out, rank.x * scale.sum(dim=1, keepdim=True))
+
+    assert on_ranks(body) == [True] * 4
 
 
 def test_experts_may_write_reduced_rows_where_peers_read_them(batches: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from moecomm.base.arrays import check_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.choices import Layout, OnTimeout
+from moecomm.base.placement import Placement
 from moecomm.base.validation import MOST_SIZE, check_alignment, check_integer, is_integer
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.absent import Presence
@@ -149,10 +150,17 @@ class Pool:
         return self._opened_with(key, x.device, settings, room_for(settings, "flat"))
 
     def batched(
-        self, device: torch.device, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype
+        self,
+        device: torch.device,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        tokens: int,
+        dtype: torch.dtype,
+        placement: Placement | None = None,
     ) -> Buffer:
-        """Return the Buffer for low-latency rounds."""
-        key = ("batched", hidden, num_experts, topk, tokens, dtype)
+        """Return the Buffer for low-latency rounds; `placement`: see Buffer, of as many slots as experts."""
+        key = ("batched", hidden, num_experts, topk, tokens, dtype, placement)
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
@@ -161,7 +169,7 @@ class Pool:
         check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
         sizes = (hidden, num_experts, topk, dtype)
         self.most(0, *sizes, method=_LOW_LATENCY, num_max_dispatch_tokens_per_rank=tokens)
-        settings = self._settings(hidden, num_experts, topk, tokens, dtype)
+        settings = self._settings(hidden, num_experts, topk, tokens, dtype).placed(placement)
         return self._opened_with(key, device, settings, batched_room(settings), "mask" if self.masks else "raise")
 
     def low_latency(self) -> list[Buffer]:
@@ -234,6 +242,7 @@ class Pool:
             window_bytes=-(-window_bytes // 4096) * 4096,
             capacity_factor=settings.capacity_factor,
             on_timeout=on_timeout,
+            placement=settings.placement,
         )
         if on_timeout == "mask" and len(self._members) < self.ranks.ranks:
             assert self._presence is not None, "it has told who is there"

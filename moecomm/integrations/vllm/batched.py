@@ -13,8 +13,9 @@ from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 
 from moecomm import combine as combining
+from moecomm.base.placement import Placement
 from moecomm.buffer import Buffer
-from moecomm.errors import Unsupported
+from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, counted_by_pool, nothing, weighted_input
@@ -32,7 +33,8 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         max_tokens_per_rank: of all ranks alike.
         num_dispatchers: ranks.
         use_fp8_dispatch: rows travel and arrive as FP8 with a scale for every 128 columns.
-        global_to_physical: where experts are placed, by their ids; None: as they are numbered.
+        global_to_physical: the slot of each expert, by its id, which becomes the placement of the Buffer; None: experts
+            in a row.
         physical_to_global, local_expert_global_ids: not used.
     """
 
@@ -50,7 +52,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         self._most_tokens = max_tokens_per_rank
         self._fp8, self._ue8m0 = use_fp8_dispatch, False
         self._fp4 = bool(getattr(envs, "VLLM_DEEPEPLL_NVFP4_DISPATCH", False))
-        self._placed = None if global_to_physical is None else global_to_physical.to(torch.int64)
+        self._placement = None if global_to_physical is None else _placement(global_to_physical, num_dispatchers)
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
@@ -89,10 +91,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         if scale is not None and scale.numel() != 1:
             raise Unsupported("scales of the caller's, one a token: batched rows have none from outside")
         rows = weighted_input(a1, topk_weights, apply_router_weight_on_input).contiguous()
-        ids, weights = self._place(topk_ids).contiguous(), topk_weights.float().contiguous()
-        buffer = self._rounds.pool.batched(
-            rows.device, rows.shape[1], num_experts, ids.shape[1], self._most_tokens, rows.dtype
-        )
+        ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+        sizes = (rows.shape[1], num_experts, ids.shape[1], self._most_tokens, rows.dtype)
+        buffer = self._rounds.pool.batched(rows.device, *sizes, self._placement)
         sent, options = self._cast(rows, quant_config)
         routed = buffer.dispatch_begin(
             sent.rows,
@@ -205,13 +206,16 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         hook()
         receive()
 
-    def _place(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        if self._placed is None:
-            return topk_ids
-        return torch.where(topk_ids < 0, -1, self._placed[topk_ids.clamp(min=0)])
-
 
 def _end(buffer: Buffer, routed: Routed) -> None:
     """Once; a second call does nothing."""
     if buffer.rounds.begun is routed:
         buffer.dispatch_end(routed, sync=False)
+
+
+def _placement(global_to_physical: torch.Tensor, ranks: int) -> Placement:
+    """Return the placement of experts by their slots.  Raises BadInput, unless each slot has one."""
+    slots = global_to_physical.long().cpu()
+    if not torch.equal(slots.sort().values, torch.arange(len(slots))):
+        raise BadInput("global_to_physical", slots.tolist(), f"each of 0 to {len(slots) - 1} once")
+    return Placement.of_plan(slots.argsort(), ranks)
