@@ -440,7 +440,7 @@ class Buffer(Bound):
         self._take(rounds)
         return shrunk
 
-    def grow(self, group: Any) -> None:
+    def grow(self, group: Any, *, placement: Placement | None = None) -> None:
         """Go on with more ranks, or others.  Collective among all of them.
 
         Ranks that join open a Buffer over this group, with the arguments of this one, and wait until the others call
@@ -451,6 +451,8 @@ class Buffer(Bound):
             group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.  It needs a store, but no
                 backend: torch.distributed.ProcessGroup(store, rank, ranks) is enough, of a store that outlives the
                 ranks.
+            placement: of a Buffer that has one: that of all ranks that go on, which those that join open with, too.  It
+                may have other slots, and leave those of a rank that joins empty.  None: of a Buffer without.
 
         Raises:
             As opening a Buffer does: this one then stays as it was, and goes on with rounds, or with shrink() if it has
@@ -458,7 +460,7 @@ class Buffer(Bound):
             BadInput: also for a call during a capture.
             Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
         """
-        self._take(self._membership.grow(group))
+        self._take(self._membership.grow(group, placement))
 
     def compile_for(self, ranks: int, *, keep_ids: bool = False, domain_ranks: int | None = None) -> int:
         """Compile the kernels of the rounds so far for another number of ranks, so that shrink() or grow() need not.

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from moecomm import backends
+from moecomm.base.placement import Placement, checked
 from moecomm.base.processes import memory_bytes
 from moecomm.base.protocol import MAX_HOST_RANKS
 from moecomm.base.validation import check_flag, check_integer
-from moecomm.errors import MoecommError, RoundFailed, Unsupported
+from moecomm.errors import BadInput, MoecommError, RoundFailed
 from moecomm.fused import forms
 from moecomm.gpu import limits
 from moecomm.membership import placing
@@ -124,14 +125,15 @@ class Membership:
         rounds.members = members_of(group, old, rounds, ranks.number, timeout_s)
         return rounds, shrunk
 
-    def grow(self, group: Any) -> Rounds:
+    def grow(self, group: Any, placement: Placement | None = None) -> Rounds:
         """See Buffer.grow.  Returns the rounds of the Buffer from now on."""
         old = self._rounds
         timeout_s = old.members.timeout_s
         with CollectiveCall(old, 0), span(old.flight.spans, "grow"):
             old.require_usable()
-            if old.placement is not None:
-                raise Unsupported("grow() of a Buffer with a placement: close it, and open one of all ranks")
+            if (checked(placement) is None) != (old.placement is None):
+                got, want = ("None", "that of all ranks") if placement is None else (repr(placement), "None")
+                raise BadInput("placement", got, f"{want}, as the Buffer was opened with one or without")
             require_idle(old, "grow")
             found = rendezvous(group)
             with opening(
@@ -141,7 +143,8 @@ class Membership:
                 note="grow()",
                 others=lambda: last_calls.others(old),
             ) as ranks:
-                settings = replace(old.settings, ranks=ranks.ranks, num_experts=_experts_of_callers(old))
+                among: dict[str, Any] = {"ranks": ranks.ranks, "num_experts": _experts_of_callers(old)}
+                settings = replace(old.settings, placement=None, **among).placed(placement)
                 rounds = open_rounds(ranks, settings, old.chosen_because, old.device, timeout_s)
         rounds.members = Members(found, ranks.number, timeout_s)
         return rounds
@@ -154,8 +157,10 @@ class Membership:
             check_integer("domain_ranks", domain_ranks, 1, ranks)
         rounds, found = self._rounds, 0
         rounds.require_open()
-        for experts in counts_of(rounds, ranks) if keep_ids else [_experts_of_callers(rounds)]:
-            settings = replace(rounds.settings, ranks=ranks, num_experts=experts, domain_ranks=domain_ranks)
+        keeps = keep_ids or rounds.placement is not None
+        for experts in counts_of(rounds, ranks) if keeps else [_experts_of_callers(rounds)]:
+            among: dict[str, Any] = {"ranks": ranks, "num_experts": experts, "domain_ranks": domain_ranks}
+            settings = replace(rounds.settings, placement=None, **among)
             settings.check()
             found += rounds.session.compile_for(settings.shape(backends.load(settings.backend)))
         return found
@@ -172,7 +177,12 @@ class Membership:
 
 
 def _experts_of_callers(rounds: Rounds) -> int:
-    """Return the number of experts that the Buffer was opened with.  Rounds know fewer after shrink(keep_ids=True)."""
+    """Return the number of experts that the Buffer was opened with.
+
+    Rounds know fewer after shrink(keep_ids=True), and slots where there is a placement.
+    """
+    if rounds.placement is not None:
+        return rounds.placement.num_experts
     return rounds.num_experts if rounds.ids is None else rounds.ids.count
 
 

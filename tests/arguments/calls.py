@@ -405,7 +405,10 @@ def of_moecomm() -> dict[str, list[Call]]:
         "moecomm.Buffer.compile_for": [
             Call(elastic.compile_for, {"ranks": 2, "keep_ids": False, "domain_ranks": 1}),
         ],
-        "moecomm.Buffer.grow": [Call(elastic.grow, {"group": "self"})],
+        "moecomm.Buffer.grow": [
+            Call(elastic.grow, {"group": "self"}),
+            Call(placed.grow, {"group": "self", "placement": placement}),
+        ],
         "moecomm.Buffer.joining": [Call(elastic.joining, {"group": "self"})],
         "moecomm.Buffer.dump_flight_record": [Call(write, {"path": "record.json"})],
         "moecomm.Buffer.stats": [Call(made.stats, {"gather": False, "reset": False})],

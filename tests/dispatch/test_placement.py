@@ -15,7 +15,7 @@ import moecomm
 from moecomm import Placement, nn
 from moecomm.base import replicas
 from moecomm.base.choices import ReplicaChoice
-from moecomm.errors import BadInput, Mismatch, PeerLost, Unsupported
+from moecomm.errors import BadInput, Mismatch, PeerLost
 from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
 from moecomm.testing.cases import placed, random_placement
 
@@ -308,6 +308,59 @@ def test_ranks_that_are_left_keep_their_slots(amid: bool, monkeypatch: pytest.Mo
     assert sum(sum(counts) for _, counts in found) == 3 * 12 * 2
 
 
+def test_ranks_join_with_empty_slots() -> None:
+    """The others keep theirs; then a rank that has joined gets experts, and a rank is lost."""
+    joins = moecomm.local_ranks(4)
+    joined = Placement([*HELD[:3], []], num_experts=4, slots=3)
+    moved = Placement([[2, 0], [1], [3], [2, 1, 0]], num_experts=4)
+    sizes: dict[str, Any] = {**SIZES, "backend": "host"}
+
+    def counted(buffer: moecomm.Buffer, rank: int) -> list[int]:
+        x, ids, weights = tokens(rank)
+        routed = buffer.dispatch(x, ids, weights)
+        out = buffer.combine(routed.x, routed.handle)
+        torch.testing.assert_close(out.float(), x.float() * weights.sum(1, keepdim=True), rtol=2e-2, atol=2e-2)
+        return routed.tokens_per_expert.tolist()
+
+    def body(group: Any) -> list[list[int]]:
+        rank = group.rank
+        if rank == 3:
+            buffer = moecomm.Buffer(joins[3], **sizes, placement=joined)
+        else:
+            buffer = moecomm.Buffer(group.of(3), **sizes, placement=Placement(HELD[:3]))
+            counted(buffer, rank)
+            with pytest.raises(BadInput, match="placement"):
+                buffer.grow(joins[rank])
+            with pytest.raises(BadInput, match="placement"):
+                buffer.grow(joins[rank], placement=HELD)  # type: ignore[arg-type]
+            assert buffer.compile_for(4) == 0
+            buffer.grow(joins[rank], placement=joined)
+        with buffer:
+            found = [counted(buffer, rank)]
+            assert buffer.num_ranks == 4 and buffer.placement == joined and buffer.num_experts == 4
+            buffer.set_placement(moved)
+            found.append(counted(buffer, rank))
+            if rank == 1:
+                return found
+            while buffer.num_ranks == 4:
+                try:
+                    counted(buffer, rank)
+                except PeerLost:
+                    buffer.shrink()
+            return [*found, list(buffer.local_experts)]
+
+    starts = moecomm.local_ranks(3)
+
+    class Started:
+        def __init__(self, group: Any) -> None:
+            self.rank, self.of = group.rank, lambda _: starts[group.rank]
+
+    found = run_ranks(4, lambda group: body(Started(group) if group.rank < 3 else group))
+    assert found[3][0] == [0, 0, 0] and sum(found[3][1]) > 0
+    assert [sum(map(sum, (one[step] for one in found))) for step in (0, 1)] == [4 * 12 * 2] * 2
+    assert found[0][2] == [2, 0, -1] and found[3][2] == [2, 1, 0]
+
+
 def test_what_cannot_be_placed() -> None:
     for bad, argument in (
         (lambda: Placement([[0, 1], [1, 3]]), "experts"),  # 2 has no slot
@@ -335,6 +388,6 @@ def test_what_cannot_be_placed() -> None:
         for placement in (Placement([[0, 1, 2]]), Placement([[0, 1, 2, 3, 3]]), None):
             with pytest.raises(BadInput, match=r"placement|slots"):
                 buffer.set_placement(placement)  # type: ignore[arg-type]
-        with pytest.raises(Unsupported, match="placement"):
+        with pytest.raises(BadInput, match="placement"):
             buffer.grow("self")
         assert replace(buffer.rounds.settings).placement == buffer.placement

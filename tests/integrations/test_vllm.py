@@ -480,7 +480,7 @@ def test_ids_that_eplb_has_rewritten(batches: Any, kind: str) -> None:
     def body(rank: Rank) -> bool:
         named = torch.where(rank.ids < 0, -1, rank.ids % 6)
         rank.ids = slots.slots_of(named, rank.rank)
-        x, _, meta, ids, weights = getattr(rank, kind).prepare(**rank.arguments())
+        x, _, _, ids, weights = getattr(rank, kind).prepare(**rank.arguments())
         out = torch.empty_like(rank.x)
         if kind == "batched":
             held = logical.view(4, 2)[rank.rank]
