@@ -352,12 +352,13 @@ class Settings:
 
         They are those of even routing times the capacity factor, with room for padding and for a token of each rank,
         at most those of the worst case.  Without a factor of the caller, as many as fit _ROOM are not too many either.
-        Rows go to slots that hold an expert: a rank that has none makes room for none.
+        Rows go to slots that hold an expert.  A rank that has none makes room for one row, in `batched` for each slot,
+        because kernels clamp a wrong row to the last one (row_inside in csrc/dispatch/place.cuh).
         """
         local, held = self.local_experts(rank), self.held[rank]
-        if held == 0:
-            return 0
         groups = local if layout == "batched" else 1
+        if held == 0:
+            return groups
         even = self.max_tokens * (min(self.topk, sum(map(bool, self.held))) if layout == "flat" else self.topk)
         share = local if layout == "batched" else held  # empty slots are groups of a batched output, as large as others
         even = -(-even * share * self.ranks // sum(self.held))  # a rank with more experts gets more rows
