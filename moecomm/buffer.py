@@ -64,9 +64,8 @@ class Buffer(Bound):
         backend: "auto", "host" (CPU ranks), or for GPUs "lsa" (NVLink), "gin" (NCCL) or "nvshmem".
         timeout_s: how long any wait for a peer may take, in seconds.
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
-        capacity_factor: rows a round makes room for, as a multiple of those of even routing, `max_tokens * topk`; with
-            a `placement`, of a rank's part of the slots that hold an expert.  math.inf: the worst case.  Default: 1.5,
-            or as many as fit 512 MiB.  dispatch() says what becomes of more.
+        capacity_factor: rows a round makes room for, as a multiple of those of even routing, `max_tokens * topk`;
+            math.inf: the worst case.  Default: 1.5, or as many as fit 512 MiB.  dispatch() says what becomes of more.
         window_bytes: room for the outputs of rounds, in bytes; default: two such rounds.  Of outputs that stay alive,
             those that find no room are copied out of it.
         wire: None: the sums that ranks return in combine travel in the dtype of `y`, each rounded once; "exact": in
@@ -448,11 +447,9 @@ class Buffer(Bound):
         `local_experts` says.  Outputs, handles and graphs are as in shrink().  A rank that leaves closes its Buffer.
 
         Args:
-            group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.  It needs a store, but no
-                backend: torch.distributed.ProcessGroup(store, rank, ranks) is enough, of a store that outlives the
-                ranks.
-            placement: of a Buffer that has one: that of all ranks that go on, which those that join open with, too.  It
-                may have other slots, and leave those of a rank that joins empty.  None: of a Buffer without.
+            group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.  It needs no backend:
+                torch.distributed.ProcessGroup(store, rank, ranks) is enough, of a store that outlives the ranks.
+            placement: of all these ranks, if the Buffer has one.  Those that join open with it, maybe in empty slots.
 
         Raises:
             As opening a Buffer does: this one then stays as it was, and goes on with rounds, or with shrink() if it has
