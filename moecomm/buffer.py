@@ -449,7 +449,7 @@ class Buffer(Bound):
         Args:
             group: of all ranks that go on, as for opening a Buffer.  It sets their numbers.  It needs no backend:
                 torch.distributed.ProcessGroup(store, rank, ranks) is enough, of a store that outlives the ranks.
-            placement: of all these ranks, if the Buffer has one.  Those that join open with it; their slots may be empty.
+            placement: of all these ranks, if the Buffer has one.  Those that join open with it.  Slots may be empty.
 
         Raises:
             As opening a Buffer does: this one then stays as it was, and goes on with rounds, or with shrink() if it has

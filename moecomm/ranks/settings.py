@@ -308,6 +308,11 @@ class Settings:
         return tuple(map(self.local_experts, range(self.ranks)))
 
     @cached_property
+    def held_by_all(self) -> int:
+        """Their sum, at least 1."""
+        return max(1, sum(self.held))
+
+    @cached_property
     def extremes(self) -> tuple[int, int]:
         """The rank with the most experts, and the one with the fewest of those that have any."""
         some = [rank for rank, held in enumerate(self.held) if held] or [0]
@@ -327,7 +332,7 @@ class Settings:
         """
         expected = self.expected_tokens(tokens)
         senders = self.ranks if expected == tokens else self.held.count(0)
-        return max(1, expected * self.topk * senders // max(1, sum(self.held)))
+        return max(1, expected * self.topk * senders // self.held_by_all)
 
     def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None, *, rank: int = 0) -> int:
         """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
@@ -361,7 +366,7 @@ class Settings:
             return groups
         even = self.max_tokens * (min(self.topk, sum(map(bool, self.held))) if layout == "flat" else self.topk)
         share = local if layout == "batched" else held  # empty slots are groups of a batched output, as large as others
-        even = -(-even * share * self.ranks // sum(self.held))  # a rank with more experts gets more rows
+        even = -(-even * share * self.ranks // self.held_by_all)  # a rank with more experts gets more rows
         factor = CAPACITY_FACTOR if self.capacity_factor is None else self.capacity_factor
         worst = self._worst_rows(layout, alignment, local, self.max_tokens)
         if factor * even >= worst:
