@@ -1,7 +1,7 @@
 """Rows of ranks by the choice of replicas: python bench/balanced_rounds.py.
 
-CPU ranks dispatch tokens that `moecomm.routing.synthesize` draws by Zipf's law.  Experts are placed by a plan for as
-many other tokens: by the same law ("known"), or those of which a half have other favorites ("changed").  A figure is the
+CPU ranks dispatch tokens that `moecomm.routing.synthesize` draws by Zipf's law.  Experts are placed by a plan for other
+tokens of the same law ("known"); or half of the tokens of a round have other favorites ("changed").  A figure is the
 rows of the busiest rank over the mean, of one round; the mean and the most of all rounds are kept.
 """
 

@@ -505,6 +505,16 @@ def balance() -> str:
     return f"{table(heads, plans)}\n\n{table(later, changes)}"
 
 
+def balanced_rounds() -> str:
+    """Rows of ranks by the choice of replicas."""
+    found, rows = load("balanced-rounds-cpu"), []
+    choices = ("none", "token", "nearest", "balanced")
+    for row in found["rows"]:
+        figures = (f"{row[choice]['mean']:.3f}" for choice in choices)
+        rows.append(line(found, (), row["favorites"], f"{row['zipf']:g}", str(row["slots"]), *figures))
+    return table('favorites | Zipf | slots | no replicas | "token" | "nearest" | "balanced"', rows)
+
+
 _CHANGES = {"even": ".3f", "made": ".0f"}
 
 
@@ -639,6 +649,15 @@ TOPICS = (
         "and renumbered, and made anew by `eplb`.",
         "balance-cpu",
         balance,
+    ),
+    Topic(
+        "Balanced rounds",
+        "Rows of the busiest rank over the mean, by the [choice](placement.md#which-replica) of replicas (`python "
+        "bench/balanced_rounds.py`): 64 CPU ranks, 256 experts, top-8, 512 tokens a rank, drawn by Zipf's law; means "
+        "of four rounds.  Experts are placed by `spread`, for other tokens of the same law.  `changed`: half of the "
+        "tokens have other favorites than those that the plan knew.",
+        "balanced-rounds-cpu",
+        balanced_rounds,
     ),
     Topic(
         "Placed experts",
