@@ -295,6 +295,11 @@ TABLE = (
         ("int8", "by column", "with gaps", "negated", "a parameter"),
         ("log2phy", "logcnt", "phy2log"),
     ),
+    Row(
+        "numbers that torch reads",
+        ("by column", "with gaps", "rows that are one", "negated", "a parameter", "an array"),
+        ("moecomm.Placement.slots_of(counts)",),
+    ),
     Row("as before", ("None",), _of("balance.plan", "groups", "nodes", "previous", "ranks", "slots")),
     Row("slots of two ranks", ("(1, 2)",), ("balance.plan(slots)",)),
     Row("any number of copies and bytes", ("None", "0", "2**31"), ("max_moves", "max_bytes", "expert_bytes")),

@@ -364,7 +364,13 @@ def of_moecomm() -> dict[str, list[Call]]:
         ],
         "moecomm.ExpertWeights.prefetch": [Call(moved.prefetch, {"target": placement})],
         "moecomm.Placement.by_expert": [Call(placement.by_expert, {"numbers": torch.arange(E)})],
-        "moecomm.Placement.slots_of": [Call(placement.slots_of, {"topk_idx": idx, "rank": 0, "domain_ranks": 1})],
+        "moecomm.Placement.slots_of": [
+            Call(placement.slots_of, {"topk_idx": idx, "rank": 0, "domain_ranks": 1}),
+            Call(
+                moecomm.Placement([range(E)], choice="balanced").slots_of,
+                {"topk_idx": idx, "rank": 0, "counts": torch.ones(1, E, dtype=torch.int64)},
+            ),
+        ],
         "moecomm.Buffer.dispatch": [
             Call(made.dispatch, {**given, "sync": None}),
             Call(made.dispatch, {"x": x, "topk_idx": idx, **beside}),
