@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from moecomm import _native
 from moecomm.base.choices import ReplicaChoice
 from moecomm.base.experts import experts_of
-from moecomm.base.placement import Placement
+from moecomm.base.placement import Placement, candidates
+from moecomm.base.replicas import shares
 from moecomm.base.validation import check_dense, check_integer, check_name, check_same_device, is_integer
 from moecomm.errors import BadInput
 
@@ -26,7 +27,10 @@ __all__ = ["Move", "Plan", "moves", "plan"]
 Policy = Literal["eplb", "spread"]
 Choice = Literal["even", "nearest"]
 POLICIES: tuple[Policy, ...] = ("eplb", "spread")
+Taken = Literal["even", "nearest", "balanced"]  # how replicas are, by which loads are predicted
 CHOICES: tuple[Choice, ...] = ("even", "nearest")
+TAKEN: tuple[Taken, ...] = ("even", "nearest", "balanced")
+_PARTS = 1 << 30  # of a layer's load, as whole numbers
 MOST_RANKS, MOST_SLOTS = 1 << 12, 1 << 16
 
 
@@ -158,24 +162,27 @@ class Plan:
         experts = [part.tolist() for part in torch.split(self.phy2log[layer], list(self.slots))]
         return Placement(experts, num_experts=self.logcnt.shape[1], choice=choice)
 
-    def rank_loads(self, load: torch.Tensor, choice: Choice = "even") -> torch.Tensor:
+    def rank_loads(self, load: torch.Tensor, choice: Taken = "even") -> torch.Tensor:
         """Predict the load of each rank: float64 `[L, R]`, in the unit of `load`.
 
         Args:
             load: of experts, `[L, E]`, or `[E]` for all layers: tokens, or anything in proportion.
             choice: how tokens choose among the replicas of an expert.  "even": replicas share its load evenly.
                 "nearest": a token takes a replica on the node of its rank, evenly if there are several, and any replica
-                if there is none; all nodes send equally many tokens.
+                if there is none; all nodes send equally many tokens.  "balanced": as a Buffer with that choice divides
+                tokens in a round with this load.
 
         Raises:
             BadInput: a load of another shape, one that is negative or not finite, or an unknown choice.
         """
         of_experts = _load(load, self.phy2log.shape[0], self.num_experts)
-        check_name("choice", choice, CHOICES)
+        check_name("choice", choice, TAKEN)
+        if choice == "balanced":
+            return torch.stack([self._balanced(layer, load) for layer, load in enumerate(of_experts)])
         of_slots = of_experts.gather(1, self.phy2log) * self._shares(choice)
         return torch.zeros(len(of_slots), self.ranks, dtype=torch.float64).index_add_(1, self.rank_of_slot(), of_slots)
 
-    def predicted(self, load: torch.Tensor, choice: Choice = "even") -> torch.Tensor:
+    def predicted(self, load: torch.Tensor, choice: Taken = "even") -> torch.Tensor:
         """Predict the load of the busiest rank over the mean of those that have slots: float64 `[L]`; 1 without load.
 
         Arguments and errors are those of rank_loads().
@@ -192,6 +199,15 @@ class Plan:
         of_experts = _load(load, self.phy2log.shape[0], self.num_experts)
         away = (self._on_nodes() == 0).double().mean(2)
         return (of_experts * away).sum(1) / of_experts.sum(1).clamp(min=torch.finfo(torch.float64).tiny)
+
+    def _balanced(self, layer: int, load: torch.Tensor) -> torch.Tensor:
+        """Return the loads of ranks in a layer: float64 [R]."""
+        placement, unit = self.placement(layer, choice="balanced"), float(load.sum()) / _PARTS
+        slots = candidates(placement, 0)
+        parts = (load / unit if unit > 0 else load).round().long().tolist()
+        given = torch.tensor([share for one in shares(parts, slots, self.ranks, placement.slots) for share in one])
+        ranks = torch.tensor([slot // placement.slots for one in slots for slot in one])
+        return torch.zeros(self.ranks, dtype=torch.float64).index_add_(0, ranks, given.double() * unit)
 
     def _on_nodes(self) -> torch.Tensor:
         """Return the number of replicas of each expert on each node: [L, E, nodes]."""

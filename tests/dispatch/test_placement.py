@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies
 
 import moecomm
-from moecomm import Placement, nn
+from moecomm import Placement, balance, nn
 from moecomm.base import replicas
 from moecomm.base.choices import ReplicaChoice
 from moecomm.errors import BadInput, Mismatch, PeerLost, Unsupported
@@ -104,6 +104,23 @@ def test_balanced_ranks_have_equally_many_rows() -> None:
             return [int(buffer.dispatch(x[:n], ids[:n]).tokens_per_expert.sum()) for n in (12, 0, 12)]
 
     assert run_ranks(4, body) == [[24, 0, 24]] * 4
+
+
+def test_balanced_rounds_are_predicted() -> None:
+    """The loads that a plan predicts for the tokens of a round are the rows of its ranks."""
+    load = torch.tensor([9, 1, 7, 3, 2, 2])  # entries of each expert
+    made = balance.plan(load[None], ranks=3, slots=8)
+    ids = torch.arange(6).repeat_interleave(load).view(3, -1, 2)
+
+    def body(group: Any) -> int:
+        sizes = {**SIZES, "num_experts": 6}
+        with moecomm.Buffer(group, **sizes, backend="host", placement=made.placement(choice="balanced")) as buffer:
+            x = torch.ones(len(ids[group.rank]), 16).bfloat16()
+            return int(buffer.dispatch(x, ids[group.rank]).tokens_per_expert.sum())
+
+    assert run_ranks(3, body) == made.rank_loads(load, "balanced")[0].round().long().tolist()
+    with pytest.raises(BadInput, match="choice"):
+        made.predicted(load, "token")  # type: ignore[arg-type]
 
 
 def test_what_balanced_replicas_refuse() -> None:
