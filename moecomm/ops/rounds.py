@@ -145,7 +145,7 @@ def run_new(
     )
     handles.remember(owner, routed)
     memory = tables_of(routed)
-    rows, scales = _rows_as_asked(owner, routed, cast_to)
+    rows, scales = rows_as_asked(owner, routed, cast_to)
     src, counts, num_rows = routed.src, routed.tokens_per_expert, routed.num_rows
     if zero_padding:
         empty_rows = padding.told(layout, src, counts, num_rows)
@@ -173,7 +173,7 @@ def _options(
     return dispatch_options.Options(layout, expert_alignment, name, scale_format, num_sms=num_sms)
 
 
-def _rows_as_asked(owner: Rounds, routed: Routed, cast_to: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
+def rows_as_asked(owner: Rounds, routed: Routed, cast_to: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return contiguous rows that have arrived: in the Buffer's dtype, or in their format with their scales."""
     rows, scales = routed.x, routed.scales
     if cast_to.quantize is None:
@@ -281,7 +281,7 @@ def run_again(
     wanted = dispatch_options.Gradients(gradients)
     of: dict[str, Any] = {"gradients": wanted, "call": call, "layer": layer}
     routed = run_dispatch(owner, _options(cast_to, num_sms=num_sms), rows_of(x), handle=handle, sync=False, **of)
-    rows, _ = _rows_as_asked(owner, routed, cast_to)
+    rows, _ = rows_as_asked(owner, routed, cast_to)
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
     return rows

@@ -22,6 +22,7 @@ from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from moecomm.base import formats
 from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
 from moecomm.integrations.megatron.exchange import ExpertExchange
 from moecomm.integrations.megatron.padded import PaddedExchange
@@ -163,7 +164,7 @@ def _padded(rank: int, group: Any) -> tuple[Any, ...]:
     # Leftovers of an earlier round in the window.
     exchange = mine.token_dispatcher._comm_manager._exchange
     ids = torch.arange(400).view(200, 2) % EXPERTS
-    exchange.route(torch.full((200, HIDDEN), torch.nan), ids, torch.full((200, 2), torch.nan), 1)
+    exchange.route(torch.full((200, HIDDEN), torch.nan), ids, torch.full((200, 2), torch.nan), 1, None)
     seen: list[Any] = []
     mine.experts.register_forward_pre_hook(lambda _, args: seen.extend(a.detach().clone() for a in args))
     assert all(t.isfinite().all() for t in results(mine, rank, 5, torch.float32))
@@ -228,6 +229,33 @@ def _starved(rank: int, group: Any, padded: bool) -> list[float]:
     (exchange.combine(y, found.way).sum() + x.sum()).backward()
     assert x.grad is not None
     return x.grad.unique().tolist()
+
+
+def _cast_rows(rank: int, group: Any, padded: bool) -> list[bool]:
+    """Whether rows, and gradients of the experts' results, are those that MXFP8 makes of them."""
+    without_cuda()
+    parallel(2)
+    to_capacity = {"moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True}
+    config = config_of(2, **(to_capacity if padded else {}))
+    config.moe_dispatch_fwd_dtype = config.moe_combine_bwd_dtype = "mxfp8"  # fields of newer versions
+    manager = Manager(group, EXPERTS // 2, 1, EXPERTS, config, Limits(timeout_s=20))
+    g = torch.Generator().manual_seed(rank)
+    x, seen = torch.randn((2, 4, HIDDEN), generator=g)
+    x.requires_grad_()
+    here = torch.zeros(4, EXPERTS)
+    here[:, rank * EXPERTS // 2] = 1.0  # each rank keeps its tokens
+    manager.setup_metadata(here.bool().view(4, 2, -1), here.view(4, 2, -1))
+    rows = manager.dispatch(x)
+    rows.retain_grad()
+    manager.combine(rows * 1.0).backward(seen)
+    assert rows.grad is not None
+    wanted = [formats.dequantize(*formats.quantize(t.detach(), "mxfp8"), "mxfp8") for t in (x, seen)]
+    return [torch.equal(found[:4], want) for found, want in zip((rows.detach(), rows.grad), wanted, strict=True)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_and_gradients_travel_in_mxfp8_where_the_configuration_says_so(ranks: Any, padded: bool) -> None:
+    assert ranks.run(2, _cast_rows, padded) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("padded", [False, True])

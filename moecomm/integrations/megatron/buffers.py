@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from moecomm.base.choices import BackendName
+from moecomm.base.choices import BackendName, Quantize
 from moecomm.buffer import Buffer
 from moecomm.ranks.opening import gather
 from moecomm.ranks.rendezvous import rendezvous
@@ -42,6 +42,18 @@ class Limits(NamedTuple):
     num_sms: int | None = None
     timeout_s: float = 600.0
     backend: BackendName | None = None
+
+
+class Formats(NamedTuple):
+    """In which rows travel; None: as they are.  See moecomm.ops.dispatch and combine.
+
+    Attributes:
+        quantize: rows of a dispatch.
+        grad_wire: gradients of the experts' results.
+    """
+
+    quantize: Quantize | None = None
+    grad_wire: Quantize | None = None
 
 
 class Buffers:

@@ -15,18 +15,20 @@ from torch.autograd.function import once_differentiable
 
 from moecomm import combine as combining
 from moecomm import dispatch
+from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.dispatch.tables import over, tables_of
 from moecomm.errors import Mismatch
 from moecomm.gpu import padding
-from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
+from moecomm.integrations.megatron.buffers import Buffers, Formats, Key, Limits
 from moecomm.ops import handles
-from moecomm.ops.rounds import rows_of
+from moecomm.ops.rounds import Cast, rows_as_asked, rows_of
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import ChunkedHandle, Handle, Routed
 
+_PLAIN = Formats()
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
 
 
@@ -45,7 +47,12 @@ class ExpertExchange(Buffers):
         self._buffers: dict[Key, Buffer] = {}
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, alignment: int
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        alignment: int,
+        formats: Formats = _PLAIN,
     ) -> ExpertDispatched:
         """Collective.  Gradients: x and topk_weights.
 
@@ -54,11 +61,13 @@ class ExpertExchange(Buffers):
             topk_idx: int64 `[T, K]`, -1 picks none.
             topk_weights: floating `[T, K]`.
             alignment: the rows of an expert are filled up to a multiple of it, with zeros.
+            formats: see there.
 
         Raises:
             As Buffer and Buffer.dispatch.
         """
-        found = _ExpertDispatch.apply(x, topk_weights, topk_idx, self, alignment)  # type: ignore[no-untyped-call]
+        given = (x, topk_weights, topk_idx, self, alignment, formats)
+        found = _ExpertDispatch.apply(*given)  # type: ignore[no-untyped-call]
         rows, weights, counts, way, graph = found
         return ExpertDispatched(rows, weights, counts, way._replace(graph=graph))
 
@@ -74,7 +83,14 @@ class ExpertExchange(Buffers):
         out: torch.Tensor = _ExpertCombine.apply(y, graph, way._replace(graph=None))  # type: ignore[no-untyped-call]
         return out
 
-    def route(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, alignment: int) -> Routed:
+    def route(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor,
+        alignment: int,
+        quantize: Quantize | None,
+    ) -> Routed:
         """Buffer.dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
         key = (x.shape[1], x.dtype, x.device)
         buffer = self._buffers.get(key)
@@ -85,17 +101,23 @@ class ExpertExchange(Buffers):
             ask_to_grow(buffer, x, topk_idx, None, "expert", alignment)
         else:
             try:
-                return self._dispatch(buffer, x, topk_idx, weights, alignment)
+                return self._dispatch(buffer, x, topk_idx, weights, alignment, quantize)
             except Mismatch as error:
                 if not asks_to_grow(error):
                     raise
         # Handles of the smaller one stay good, and keep it, until the backward passes they wait for.
         tokens = max(len(x), buffer.max_tokens + buffer.max_tokens // 4)
         buffer = self._buffers[key] = self._open(key, tokens, self._window)
-        return self._dispatch(buffer, x, topk_idx, weights, alignment)
+        return self._dispatch(buffer, x, topk_idx, weights, alignment, quantize)
 
     def _dispatch(
-        self, buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, alignment: int
+        self,
+        buffer: Buffer,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor,
+        alignment: int,
+        quantize: Quantize | None,
     ) -> Routed:
         return buffer.dispatch(
             x,
@@ -103,6 +125,7 @@ class ExpertExchange(Buffers):
             weights,
             layout="expert",
             expert_alignment=alignment,
+            quantize=quantize,
             max_rows=self.limits.max_rows,
             num_sms=self.limits.num_sms,
             sync=True,
@@ -123,6 +146,7 @@ class ReturnWay(NamedTuple):
 
     handle: Handle
     num_sms: int | None
+    grad_wire: Quantize | None
     graph: torch.Tensor | None = None
 
 
@@ -148,10 +172,12 @@ class _ExpertDispatch(torch.autograd.Function):
         topk_idx: torch.Tensor,
         exchange: ExpertExchange,
         alignment: int,
+        formats: Formats,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ReturnWay, torch.Tensor]:
-        routed = exchange.route(rows_of(x), topk_idx.contiguous(), weights.float().contiguous(), alignment)
-        rows: torch.Tensor = routed.x
+        given = (rows_of(x), topk_idx.contiguous(), weights.float().contiguous())
+        routed = exchange.route(*given, alignment, formats.quantize)
         handle = routed.handle
+        rows, _ = rows_as_asked(handle.rounds, routed, Cast(formats.quantize))
         if isinstance(handle, ChunkedHandle):  # rows and tables lie outside of the window, with zeros in padding
             row_weights: torch.Tensor = routed.row_weights  # type: ignore[assignment]  # by expert, there are some
         else:
@@ -159,7 +185,7 @@ class _ExpertDispatch(torch.autograd.Function):
                 padding.zero(rows, src=routed.src)
             handle = over(tables_of(routed), handle)
             row_weights = handles.row_weights(handle)
-        ctx.way, ctx.weights_dtype = ReturnWay(handle, exchange.limits.num_sms), weights.dtype
+        ctx.way, ctx.weights_dtype = ReturnWay(handle, exchange.limits.num_sms, formats.grad_wire), weights.dtype
         counts = routed.rows_per_expert.to("cpu", copy=True)
         ctx.mark_non_differentiable(counts)
         return rows, row_weights, counts, ctx.way, x.new_empty(0)
@@ -168,10 +194,10 @@ class _ExpertDispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         if not ctx.needs_input_grad[1]:  # alike on all ranks, as their models are
-            return _home(grad_x, ctx.way), None, None, None, None
+            return _home(grad_x, ctx.way), None, None, None, None, None
         with CollectiveCall(ctx.way.handle.rounds):
             x, weights = _home(grad_x, ctx.way, weight_grads=grad_weights.float().contiguous())
-        return x, weights.to(ctx.weights_dtype), None, None, None
+        return x, weights.to(ctx.weights_dtype), None, None, None, None
 
 
 class _ExpertCombine(torch.autograd.Function):
@@ -184,10 +210,11 @@ class _ExpertCombine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        handle, num_sms, _ = ctx.way
+        handle, num_sms, grad_wire, _ = ctx.way
         with CollectiveCall(handle.rounds):
-            grad, options = rows_of(grad.to(handle.rounds.dtype)), dispatch.Options(num_sms=num_sms)
-            rows = dispatch.dispatch(handle.rounds, options, grad, handle=handle).x
+            grad, options = rows_of(grad.to(handle.rounds.dtype)), dispatch.Options(quantize=grad_wire, num_sms=num_sms)
+            routed = dispatch.dispatch(handle.rounds, options, grad, handle=handle)
+            rows, _ = rows_as_asked(handle.rounds, routed, Cast(grad_wire))
         if isinstance(handle, ChunkedHandle):
             return rows.to(ctx.dtype), None, None
         if handle.args.alignment > 1:
@@ -200,7 +227,7 @@ def _home(rows: torch.Tensor, way: ReturnWay, **tensors: Any) -> Any:
 
     The call names the dtype of the rows, so that no default of a Buffer changes it.
     """
-    handle, num_sms, _ = way
+    handle, num_sms, _, _ = way
     with CollectiveCall(handle.rounds):
         options = combining.Options(weighted=False, wire=rows.dtype, num_sms=num_sms)
         return combining.combine(handle.rounds, options, rows_of(rows), handle, **tensors)

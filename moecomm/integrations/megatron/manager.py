@@ -8,9 +8,10 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import _DispatchManager
 
-from moecomm.errors import BadInput
+from moecomm.base.choices import Quantize
+from moecomm.errors import BadInput, Unsupported
 from moecomm.gpu.routing_map import ids_of
-from moecomm.integrations.megatron.buffers import Limits, shared
+from moecomm.integrations.megatron.buffers import Formats, Limits, shared
 from moecomm.integrations.megatron.exchange import ExpertExchange
 from moecomm.integrations.megatron.padded import PaddedExchange
 from moecomm.rounds.call_count import counted
@@ -52,6 +53,8 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         self._padded = bool(config.moe_pad_expert_input_to_capacity)
         kind: type[ExpertExchange] | type[PaddedExchange] = PaddedExchange if self._padded else ExpertExchange
         self._exchange = shared(kind, group, num_experts, router_topk, limits or Limits())
+        names = ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")  # of newer versions
+        self._formats = Formats(*(_format_of(name, getattr(config, name, "bf16")) for name in names))
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Find the experts of each token.
@@ -82,7 +85,7 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         if self.token_indices is None or self.token_probs is None:
             raise BadInput("dispatch", "no routing", "setup_metadata first")
         sizes = self._rows_of_expert(len(hidden_states)) if self._padded else self.alignment
-        found = self._exchange.dispatch(hidden_states, self.token_indices, self.token_probs, sizes)
+        found = self._exchange.dispatch(hidden_states, self.token_indices, self.token_probs, sizes, self._formats)
         self.dispatched_probs, self.tokens_per_expert, self.handle = found.weights, found.tokens_per_expert, found.way
         return found.x
 
@@ -123,3 +126,12 @@ class Manager(_DispatchManager):  # type: ignore[misc]
             raise BadInput("combine", "no dispatch before it", "one combine to a dispatch")
         way, self.handle = self.handle, None  # it lives on in the graph of autograd
         return self._exchange.combine(hidden_states, way)
+
+
+def _format_of(name: str, value: Any) -> Quantize | None:
+    """Return the format that an option of the configuration names.  Raises Unsupported."""
+    if value in (None, "bf16"):
+        return None
+    if value != "mxfp8":
+        raise Unsupported(f"{name}={value!r}: it is bf16 or mxfp8")
+    return "mxfp8"

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from moecomm import ops
+from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
-from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
+from moecomm.integrations.megatron.buffers import Buffers, Formats, Key, Limits
 from moecomm.integrations.megatron.exchange import ExpertDispatched
 from moecomm.ranks.settings import Settings
 
+_PLAIN = Formats()
 _ROUNDS = 3  # that the window has room for: two that graphs keep to themselves, and one
 
 
@@ -32,7 +34,12 @@ class PaddedExchange(Buffers):
         self._captured: list[Buffer] = []  # in whose windows a replay writes, also when there is a larger one
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, rows: int
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        rows: int,
+        formats: Formats = _PLAIN,
     ) -> ExpertDispatched:
         """Collective.  Gradients: x and topk_weights.
 
@@ -41,6 +48,7 @@ class PaddedExchange(Buffers):
             topk_idx: int64 `[T, K]`, -1 picks none.
             topk_weights: floating `[T, K]`.
             rows: of each expert, on all ranks alike; the expert gets no more.
+            formats: see there.
 
         Returns:
             Dispatched, with `rows` in every place of tokens_per_expert.
@@ -49,24 +57,26 @@ class PaddedExchange(Buffers):
             As Buffer and moecomm.ops.dispatch; Unsupported for the first dispatch of so many tokens in a graph.
         """
         buffer = self._buffer(x, rows)
-        sms = self.limits.num_sms
-        routed = ops.dispatch(buffer, x, topk_idx, topk_weights, layout="batched", max_rows=rows, num_sms=sms)
+        about: dict[str, Any] = {"layout": "batched", "max_rows": rows, "num_sms": self.limits.num_sms}
+        routed = ops.dispatch(buffer, x, topk_idx, topk_weights, quantize=formats.quantize, **about)
         assert routed.row_weights is not None
         counts = torch.full((len(routed.x),), rows, dtype=torch.int64)
-        return ExpertDispatched(routed.x.flatten(0, 1), routed.row_weights.flatten(), counts, routed.handle)
+        way = routed.handle, formats.grad_wire
+        return ExpertDispatched(routed.x.flatten(0, 1), routed.row_weights.flatten(), counts, way)
 
     @staticmethod
-    def combine(y: torch.Tensor, way: ops.Handle) -> torch.Tensor:
+    def combine(y: torch.Tensor, way: tuple[ops.Handle, Quantize | None]) -> torch.Tensor:
         """The sum of each token's rows, without weights: `[T, H]`.  Collective.  Gradient: y.
 
         Raises:
             As moecomm.ops.combine.
         """
-        assert way.row_weights is not None
-        y = y.reshape(*way.row_weights.shape, y.shape[-1])
+        handle, grad_wire = way
+        assert handle.row_weights is not None
+        y = y.reshape(*handle.row_weights.shape, y.shape[-1])
         if y.requires_grad:  # schedules cut y off from the dispatch: see exchange.py
-            way = way._replace(graph=None)
-        return ops.combine(y, way, weighted=False, wire=y.dtype)
+            handle = handle._replace(graph=None)
+        return ops.combine(y, handle, weighted=False, wire=y.dtype, grad_wire=grad_wire)
 
     def _buffer(self, x: torch.Tensor, rows: int) -> Buffer:
         """One with room for these; a larger one is opened by all ranks, which have as many tokens."""
