@@ -666,6 +666,15 @@ def gloo(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         yield times | {"gloo over it": [] if by == "gloo" else [against / of["both_ms"]]}
 
 
+@derives('favorites | Zipf | slots | no replicas | "token"', "favorites")
+def balanced_rounds(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    (found,) = table.results
+    for row in found["rows"]:
+        if row["favorites"] == cells["favorites"]:
+            means = {f'"{choice}"': [row[choice]["mean"]] for choice in ("token", "nearest", "balanced")}
+            yield {"Zipf": [row["zipf"]], "slots": [row["slots"]], "no replicas": [row["none"]["mean"]], **means}
+
+
 @derives("rounds that are verified", "rounds that are verified")
 def verified(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     keys = {"none": "every_0", "each": "every_1", "none, mean": "unverified_mean", "one of 100, mean": "every_100"}
