@@ -63,11 +63,11 @@ def run(group: Any, given: World, how: str) -> tuple[bool, list[torch.Tensor]]:
     """Run a layer with room for even routing.  Return whether it took several rounds, its output and its gradients."""
     x, ids, weights, w13, w2 = given.of(group.rank)
     with moecomm.Buffer(group, **LAYER, capacity_factor=1.5) as buffer:
-        free = buffer.rounds.session.arena.largest_free
+        free = buffer.rounds.memory.arena.largest_free
         if how == "moe":
             out = buffer.moe(x, ids, weights, w13, w2)
             made = buffer.rounds.made
-            assert buffer.rounds.session.arena.largest_free == free
+            assert buffer.rounds.memory.arena.largest_free == free
             return made > 2, [out]
         leaves = [t.clone().requires_grad_() for t in (x, weights, w13, w2)]
         if how == "ops.moe":

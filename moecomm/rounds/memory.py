@@ -27,16 +27,17 @@ class WindowMemory:
     that a replay writes to.
 
     Attributes:
-        parts: how the heap is divided.
+        arena: of the heap, or of what a choice of replicas leaves of it.
+        parts: how it is divided.
 
     Args:
-        arena: of the heap.
+        arena: see Attributes.
         capturing: returns whether a graph is being captured.
         tables, reserve: see divide().
     """
 
     def __init__(self, arena: _native.Arena, capturing: Callable[[], bool], tables: int = 0, reserve: int = 0) -> None:
-        self._arena = arena
+        self.arena = arena
         self.parts = _native.HeapParts(arena)
         self._capturing = capturing
         self._tables_of_graphs: _Pieces = []  # apart from rows: other graphs may need more of the one or the other
@@ -51,9 +52,9 @@ class WindowMemory:
         takes more than the reserve enlarges it.
         """
         parts = self.parts
-        parts.reserve = min(-(-reserve // _UNIT) * _UNIT, self._arena.end - self._arena.begin)
-        parts.end = self._arena.end - parts.reserve
-        parts.first_row = self._arena.begin + max(0, tables - _SLACK)
+        parts.reserve = min(-(-reserve // _UNIT) * _UNIT, self.arena.end - self.arena.begin)
+        parts.end = self.arena.end - parts.reserve
+        parts.first_row = self.arena.begin + max(0, tables - _SLACK)
 
     @property
     def end(self) -> int:
@@ -63,12 +64,12 @@ class WindowMemory:
     @property
     def used(self) -> int:
         """Bytes allocated, with the pieces reserved for graphs."""
-        return self._arena.used
+        return self.arena.used
 
     @property
     def held(self) -> int:
         """Bytes in blocks of eager rounds, which tensors or handles still hold."""
-        return self._arena.used - sum(piece.nbytes for _, piece in self._tables_of_graphs + self._rows_of_graphs)
+        return self.arena.used - sum(piece.nbytes for _, piece in self._tables_of_graphs + self._rows_of_graphs)
 
     def stays(self, block: _native.Block) -> bool:
         """Return whether a block may be in use when its call has returned."""
@@ -79,12 +80,12 @@ class WindowMemory:
         if tables + rows > self.parts.reserve:
             self._enlarge(tables + rows)
         if self._capturing():
-            captured = self._for_graph(self._tables_of_graphs, tables, self._arena.begin)
+            captured = self._for_graph(self._tables_of_graphs, tables, self.arena.begin)
             return captured, self._for_graph(self._rows_of_graphs, rows, self.parts.first_row)
-        kept = self._arena.allocate(tables)
+        kept = self.arena.allocate(tables)
         if kept is None:
             raise self._no_room(tables)
-        payload = self._arena.allocate(rows, self.parts.first_row)
+        payload = self.arena.allocate(rows, self.parts.first_row)
         if payload is None:
             raise self._no_room(rows)
         return kept, payload
@@ -95,14 +96,14 @@ class WindowMemory:
             self._enlarge(nbytes)
         if self._capturing():
             return self._for_graph(self._rows_of_graphs, nbytes, self.parts.first_row)
-        block = self._arena.allocate(nbytes, self.parts.first_row)
+        block = self.arena.allocate(nbytes, self.parts.first_row)
         if block is None:
             raise self._no_room(nbytes)
         return block
 
     def scratch(self, nbytes: int) -> _native.Block:
         """Allocate a block that is freed before the call returns.  Raises BadInput when there is no room."""
-        block = self._arena.allocate(nbytes, self.end)
+        block = self.arena.allocate(nbytes, self.end)
         if block is None or (block.offset < self.end and self._capturing()):
             raise self._no_room(nbytes)
         return block
@@ -112,24 +113,24 @@ class WindowMemory:
         if self._warned:
             return
         self._warned = True
-        heap = self._arena.end - self._arena.begin
+        heap = self.arena.end - self.arena.begin
         warnings.warn(
             f"a window of {heap} bytes has no room for further outputs beside those that are alive or belong to "
             f"graphs: new ones are copied out of it.  Keep fewer outputs, or "
-            f"open the Buffer with window_bytes={max(heap, self._arena.used) + self.parts.reserve} for one more round",
+            f"open the Buffer with window_bytes={max(heap, self.arena.used) + self.parts.reserve} for one more round",
             stacklevel=2,
         )
 
     def _enlarge(self, nbytes: int) -> None:
         """Enlarge the reserve for a round that takes so much."""
-        self.divide(self.parts.first_row - self._arena.begin + _SLACK, nbytes + 2 * _UNIT)
+        self.divide(self.parts.first_row - self.arena.begin + _SLACK, nbytes + 2 * _UNIT)
 
     def _for_graph(self, pieces: _Pieces, nbytes: int, first: int) -> _native.Block:
         """Allocate a block in a piece for graphs, or in the reserve when no further piece fits below it."""
         for arena, _ in pieces:
             if block := arena.allocate(nbytes):
                 return block
-        piece = self._arena.allocate(-(-max(1, nbytes) // _UNIT) * _UNIT, first)
+        piece = self.arena.allocate(-(-max(1, nbytes) // _UNIT) * _UNIT, first)
         if piece is None or not self.stays(piece):
             del piece
             return self.scratch(nbytes)
@@ -142,6 +143,6 @@ class WindowMemory:
     def _no_room(self, nbytes: int) -> BadInput:
         return BadInput(
             "window_bytes",
-            f"a window with {self._arena.largest_free} bytes free in one piece",
+            f"a window with {self.arena.largest_free} bytes free in one piece",
             f"{nbytes} for this round: keep fewer outputs, pass max_rows=, or open the Buffer with more",
         )

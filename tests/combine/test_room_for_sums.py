@@ -79,6 +79,6 @@ def test_none_where_rows_go_through_the_ring(pair: LocalBuffers) -> None:
     given = prepare_combine(buffer, here.x, here.handle, topk_weights=torch.rand(TOKENS, TOPK))
     assert given.args.reduced_rows == 0, "source ranks give the weights"
     kept = []
-    while (block := buffer.rounds.session.arena.allocate(here.x.nbytes)) is not None:
+    while (block := buffer.rounds.memory.arena.allocate(here.x.nbytes)) is not None:
         kept.append(block)
     assert prepare_combine(buffer, here.x, here.handle).args.reduced_rows == 0, "no room"
