@@ -41,7 +41,7 @@ def exercise(group: Rendezvous, device: int) -> str:
     assert not any(pinned.read(0, min(layout.staging, 64 << 10))), "control memory starts as zeros"
     group.all_gather(b"\0")
 
-    block = memory.arena.allocate(group.ranks * WORDS * 4)
+    block = _native.Arena(layout.heap, shape.heap_bytes).allocate(group.ranks * WORDS * 4)
     offsets = [int.from_bytes(data, "little") for data in group.all_gather(block.offset.to_bytes(8, "little"))]
     for peer in range(group.ranks):
         words = torch.arange(WORDS, dtype=torch.int32) + 1000 * group.rank + 100_000 * peer
