@@ -33,50 +33,74 @@ from types import ModuleType
 
 import torch
 
-from moecomm.compat.deep_ep import buffer, elastic, event, hybrid
+from moecomm.compat.deep_ep import allocator, base, buffer, comm, elastic, ep, event, hybrid
+from moecomm.compat.deep_ep.allocator import (
+    BufferAllocator,
+    get_num_allocation_alignment,
+    get_num_rdma_alignment,
+    get_num_tma_alignment,
+)
+from moecomm.compat.deep_ep.base import BufferBase
 from moecomm.compat.deep_ep.buffer import Buffer
+from moecomm.compat.deep_ep.comm import destroy_all_managed_nccl_comm
 from moecomm.compat.deep_ep.config import Config
 from moecomm.compat.deep_ep.elastic import ElasticBuffer
+from moecomm.compat.deep_ep.ep import BucketBuffer, BucketSession, EngramBuffer, EPBuffer, PPBuffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
 from moecomm.compat.deep_ep.hybrid import HybridEPBuffer
-from moecomm.ranks.rendezvous import rendezvous
 
 __version__ = "2.1.0"  # of the interface
 topk_idx_t = torch.int64
 utils = event  # deep_ep.utils has the events
-buffers = ModuleType("deep_ep.buffers")  # deep_ep 2's path to both
-vars(buffers).update(legacy=buffer, elastic=elastic)
+buffers = ModuleType("deep_ep.buffers")  # deep_ep 2's path to its classes
+vars(buffers).update(legacy=buffer, elastic=elastic, ep=ep, allocator=allocator, base=base)
 buffers.__spec__ = ModuleSpec("deep_ep.buffers", None, is_package=True)  # which importlib.util.find_spec asks for
 MODULES = {  # import paths below deep_ep
     "buffer": buffer,
     "buffers": buffers,
     "buffers.legacy": buffer,
     "buffers.elastic": elastic,
+    "buffers.ep": ep,
+    "buffers.allocator": allocator,
+    "buffers.base": base,
+    "comm": comm,
     "hybrid_ep_buffer": hybrid,
     "utils": event,
     "utils.event": event,
 }
 
 __all__ = [
+    "BucketBuffer",
+    "BucketSession",
     "Buffer",
+    "BufferAllocator",
+    "BufferBase",
     "Config",
+    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
+    "EngramBuffer",
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
+    "PPBuffer",
+    "comm",
+    "destroy_all_managed_nccl_comm",
     "get_logical_domain_size",
+    "get_num_allocation_alignment",
+    "get_num_rdma_alignment",
+    "get_num_tma_alignment",
     "get_physical_domain_size",
     "topk_idx_t",
 ]
 
 
 def get_physical_domain_size(group: object) -> tuple[int, int]:
-    """RDMA ranks, 1, and NVLink ranks, all."""
-    return 1, rendezvous(group).ranks
+    """RDMA ranks, 1, and NVLink ranks, all, of a group or a buffer of deep_ep 2."""
+    return comm.get_physical_domain_size(group)
 
 
 def get_logical_domain_size(group: object, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Scale-out ranks, 1, and scale-up ranks, all."""
-    return 1, rendezvous(group).ranks
+    """Scale-out ranks, 1, and scale-up ranks, all, of a group or a buffer of deep_ep 2."""
+    return comm.get_logical_domain_size(group)

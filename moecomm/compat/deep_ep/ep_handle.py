@@ -9,14 +9,16 @@ import torch
 from moecomm.compat.deep_ep import layout
 from moecomm.compat.deep_ep.lazy import by_token, num_rows, of_chunks, source, tokens_per_expert
 from moecomm.dispatch.tables import table
+from moecomm.errors import BadInput
 from moecomm.routed import ChunkedHandle, Handle
 
 
 class EPHandle:
-    """The handle that ElasticBuffer.dispatch returns, and combine and a cached dispatch take.
+    """The handle that ElasticBuffer's and EPBuffer's dispatch return, and combine and a cached dispatch take.
 
-    `topk_idx` is a copy, or the caller's tensor with `do_handle_copy=False`.  `token_metadata_at_forward` and
-    `channel_linked_list` are of deep_ep's hybrid mode, and None, as they are there within one NVLink domain.
+    `topk_idx` is a copy, or the caller's tensor with `do_handle_copy=False` and in EPBuffer.
+    `token_metadata_at_forward` and `channel_linked_list` are of deep_ep's hybrid mode, and None, as they are there
+    within one NVLink domain.
     """
 
     token_metadata_at_forward: torch.Tensor | None = None
@@ -36,7 +38,21 @@ class EPHandle:
         self.do_expand = native.layout == "expert"
         self.num_experts, self.expert_alignment = num_experts, expert_alignment
         self.num_max_tokens_per_rank, self.num_sms = num_max_tokens_per_rank, num_sms
-        self.topk_idx = topk_idx
+        self._topk_idx = topk_idx
+        self._version = None if topk_idx.is_inference() else topk_idx._version
+
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        """`[T, K]`: the experts that were dispatched to.
+
+        Raises:
+            BadInput: the caller has changed this tensor since.
+        """
+        if self._version is not None and self._topk_idx._version != self._version:
+            raise BadInput(
+                "topk_idx", "a tensor that has changed since its dispatch", "one that stays while the handle is in use"
+            )
+        return self._topk_idx
 
     @cached_property
     def num_recv_tokens_per_expert_list(self) -> list[int]:

@@ -80,6 +80,11 @@ class Pool:
         self._by_sizes.clear()
         self.receiving.clear()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's windows."""
+        return sum(buffer.nbytes for buffer in self._opened)
+
     def get(self, key: tuple[Any, ...], open_: Callable[[], Buffer]) -> Buffer:
         """The Buffer of a key; `open_` makes it when the key is new."""
         buffer = self._by_sizes.get(key)

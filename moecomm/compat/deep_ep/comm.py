@@ -1,0 +1,90 @@
+"""deep_ep.comm, of deep_ep 2.5: calls on groups and buffers.  There is no communicator of NCCL beneath them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moecomm.base.validation import check_integer
+from moecomm.compat.deep_ep.base import BufferBase
+from moecomm.compat.deep_ep.event import uses_cuda
+from moecomm.compat.deep_ep.pool import not_here
+from moecomm.errors import BadInput, Unsupported
+from moecomm.ranks.rendezvous import rendezvous
+
+__all__ = [
+    "NCCLCommHandle",
+    "barrier",
+    "destroy_all_managed_nccl_comm",
+    "get_comm_stream",
+    "get_logical_domain_size",
+    "get_nccl_comm_handle",
+    "get_physical_domain_size",
+]
+
+_NO_COMM = "moecomm makes no communicator of NCCL for a buffer"
+get_nccl_comm_handle = not_here("get_nccl_comm_handle", _NO_COMM)
+
+
+class NCCLCommHandle:
+    """Raises Unsupported: moecomm makes no communicator of NCCL for a buffer."""
+
+    __init__ = not_here("NCCLCommHandle", _NO_COMM)
+
+
+def destroy_all_managed_nccl_comm() -> None:
+    """Do nothing: no communicator is kept for a group."""
+
+
+def barrier(
+    buffer: Any,
+    wait_comm_stream: bool = True,
+    with_cpu_sync: bool = False,
+    sequential: bool = True,
+    context_idx: int | None = None,
+) -> None:
+    """Return when the work before it is done on every rank.  Collective; the host always waits.
+
+    Raises:
+        BadInput: no EPBuffer, or an index of another context than the first.
+        As EPBuffer.barrier().
+    """
+    if not isinstance(buffer, BufferBase):
+        raise BadInput("buffer", type(buffer).__name__, "an EPBuffer")
+    check_context(context_idx)
+    given: Any = buffer
+    given.barrier(wait_comm_stream, with_cpu_sync, sequential)
+
+
+def check_context(context_idx: int | None) -> None:
+    """Raise BadInput unless a buffer of one group has this context."""
+    if context_idx is not None:
+        check_integer("context_idx", context_idx, 0, 0)
+
+
+def get_comm_stream(buffer: Any) -> torch.cuda.Stream:
+    """Return the current stream, which is where moecomm works.
+
+    Raises:
+        Unsupported: CPU ranks have no stream.
+    """
+    if not uses_cuda():
+        raise Unsupported("get_comm_stream: CPU ranks have no stream")
+    return torch.cuda.current_stream()
+
+
+def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
+    """RDMA ranks, 1, and NVLink ranks, all."""
+    return 1, _ranks(group_or_buffer)
+
+
+def get_logical_domain_size(group_or_buffer: Any, allow_hybrid_mode: bool | None = None) -> tuple[int, int]:
+    """Scale-out ranks, 1, and scale-up ranks, all."""
+    return 1, _ranks(group_or_buffer)
+
+
+def _ranks(group_or_buffer: Any) -> int:
+    if isinstance(group_or_buffer, BufferBase):
+        return group_or_buffer.num_ranks
+    return rendezvous(group_or_buffer).ranks

@@ -1,0 +1,313 @@
+"""deep_ep.EPBuffer: the interface of deep_ep 2.5, which has neither ElasticBuffer nor the classes of V1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moecomm.base.validation import check_flag, check_integer
+from moecomm.compat.deep_ep import comm
+from moecomm.compat.deep_ep.allocator import BufferAllocator, planned
+from moecomm.compat.deep_ep.base import BufferBase
+from moecomm.compat.deep_ep.elastic_rounds import ElasticRounds
+from moecomm.compat.deep_ep.ep_handle import EPHandle
+from moecomm.compat.deep_ep.event import EventOverlap, finished, wait_for
+from moecomm.compat.deep_ep.pool import check_dimensions, counted_by_pool, not_here
+from moecomm.compat.deep_ep.redundant import Exchange, RedundantExperts
+from moecomm.errors import BadInput
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+class EPBuffer(ElasticRounds):
+    """Dispatch and combine of deep_ep 2.5, and its exchange of redundant experts; see the package for differences.
+
+    As ElasticBuffer.  With `lb_allocation_plan_or_num_bytes` the constructor is collective: it opens a region for
+    redundant experts, which `lb_storage` and the tensors of a plan are views of.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        lb_allocation_plan_or_num_bytes: BufferAllocator | int = 0,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int | None = None,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        plan, self.num_lb_bytes = planned("lb_allocation_plan_or_num_bytes", lb_allocation_plan_or_num_bytes)
+        super().__init__(
+            group,
+            num_bytes,
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+            deterministic,
+            allow_hybrid_mode,
+            allow_multiple_reduction,
+            prefer_overlap_with_compute,
+            num_allocated_qps,
+            num_gpu_timeout_secs,
+            explicitly_destroy,
+        )
+        self._redundant: RedundantExperts | None = None
+        if self.num_lb_bytes:
+            self._redundant = RedundantExperts(group, self.num_lb_bytes, float(num_gpu_timeout_secs))
+            if plan is not None:
+                plan.materialize(self._redundant.storage)
+
+    def destroy(self) -> None:
+        """Give the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
+        super().destroy()
+        if self._redundant is not None:
+            self._redundant.close()
+
+    @property
+    def lb_storage(self) -> torch.Tensor | None:
+        """uint8 `[num_lb_bytes]`: this rank's region of redundant experts; None without one."""
+        return None if self._redundant is None else self._redundant.storage
+
+    def barrier(
+        self,
+        wait_comm_stream: bool = True,
+        with_cpu_sync: bool = False,
+        sequential: bool = True,
+        context_idx: int | None = None,
+    ) -> None:
+        """Return when the work before it is done on every rank: see `comm.barrier`."""
+        comm.check_context(context_idx)
+        self._barrier()
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
+        """Return few or many SMs, as `prefer_overlap_with_compute` asks; num_sms=0 lets moecomm's own table decide."""
+        return self._theoretical_num_sms()
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = False,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+        defer_epilogue: bool = False,
+    ) -> Any:
+        """recv_x or (recv_x, recv_sf), recv_topk_idx, recv_topk_weights, handle, event.
+
+        With `defer_epilogue` an event alone, whose wait returns the other four.  The rows have been received when this
+        returns, with and without it.
+        """
+        _check_deferred(defer_epilogue, async_with_compute_stream)
+        if do_handle_copy is not False:
+            raise BadInput("do_handle_copy", do_handle_copy, "False: a handle has the caller's topk_idx")
+        made = self._dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            num_experts,
+            num_max_tokens_per_rank,
+            expert_alignment,
+            num_sms,
+            (previous_event,),
+            async_with_compute_stream,
+            handle,
+            do_handle_copy,
+            do_cpu_sync,
+            do_expand,
+            do_zero_padding,
+            use_tma_aligned_col_major_sf,
+        )
+        return _deferred(made) if defer_epilogue else made
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        defer_epilogue: bool = False,
+    ) -> Any:
+        """combined_x, combined_topk_weights (None without `topk_weights`), event.  Rows are added without weights.
+
+        With `defer_epilogue` an event alone, whose wait returns the other two.  The rows have been added up when this
+        returns, with and without it.
+        """
+        _check_deferred(defer_epilogue, async_with_compute_stream)
+        events = (previous_event,)
+        made = self._combine(x, handle, topk_weights, bias, num_sms, events, async_with_compute_stream)
+        return _deferred(made) if defer_epilogue else made
+
+    def lb_get_theoretical_num_sms(self) -> int:
+        """0: weights travel by copy engines, and torch's additions choose their own SMs."""
+        return 0
+
+    def lb_prefetch_weights(
+        self,
+        redundant_expert_weights: Tensors,
+        expert_weights: Tensors,
+        redundancy_mapping: torch.Tensor,
+        num_sms: int = 0,
+        previous_event: Any = None,
+    ) -> EventOverlap:
+        """Write this rank's expert weights to the redundant slots that have them, on the current stream.  Collective.
+
+        Args:
+            redundant_expert_weights: contiguous `[num_redundant_experts, ...]`, one or several, in the region of this
+                buffer, at the same place on all ranks.
+            expert_weights: contiguous `[num_local_experts, ...]` each, with as many bytes of an expert, a multiple of
+                get_num_tma_alignment().
+            redundancy_mapping: int32 `[ranks, num_redundant_experts]`: the expert of each slot, or -1; no expert on
+                its own rank.  The host reads it, so one on the CPU saves a wait for the device.
+            num_sms: changes nothing.
+
+        Raises:
+            BadInput: names the argument.
+            Mismatch: ranks passed other mappings or sizes.
+            Timeout, PeerLost, Aborted: a rank did not come.
+        """
+        there, here = _listed(redundant_expert_weights), _listed(expert_weights)
+        run = RedundantExperts.push
+        return self._exchange("lb_prefetch_weights", run, there, here, redundancy_mapping, num_sms, previous_event)
+
+    def lb_reduce_grads(
+        self,
+        redundant_expert_grads: torch.Tensor,
+        expert_grads: torch.Tensor,
+        redundancy_mapping: torch.Tensor,
+        num_sms: int = 0,
+        previous_event: Any = None,
+    ) -> EventOverlap:
+        """Add the gradients of redundant slots to those of this rank's experts, on the current stream.  Collective.
+
+        They are added in float32, in the order of ranks and slots.
+
+        Args:
+            redundant_expert_grads: float32 `[num_redundant_experts, n]`, in the region of this buffer; unchanged.
+            expert_grads: float32 `[num_local_experts, n]`, which is added to.
+            redundancy_mapping, num_sms: see lb_prefetch_weights().
+
+        Raises:
+            As lb_prefetch_weights().
+        """
+        named = {"redundant_expert_grads": redundant_expert_grads, "expert_grads": expert_grads}
+        for name, grads in named.items():
+            check_dimensions(name, grads, "experts", "n")
+            if grads.dtype is not torch.float32:
+                raise BadInput(name, str(grads.dtype), "torch.float32")
+        there, here, run = [redundant_expert_grads], [expert_grads], RedundantExperts.pull
+        return self._exchange("lb_reduce_grads", run, there, here, redundancy_mapping, num_sms, previous_event)
+
+    @counted_by_pool
+    def _exchange(
+        self,
+        call: str,
+        run: Callable[[RedundantExperts, Exchange], None],
+        there: list[Any],
+        here: list[Any],
+        mapping: Any,
+        num_sms: Any,
+        previous_event: Any,
+    ) -> EventOverlap:
+        self._pool.require_open()
+        if self._redundant is None:
+            raise BadInput("lb_allocation_plan_or_num_bytes", 0, f"a region for redundant experts, for {call}")
+        check_integer("num_sms", num_sms, 0)
+        wait_for(previous_event)
+        exchange = self._redundant.exchange(call.split("_")[-1], there, here, mapping)
+        self._pool.calls.agree(f"EPBuffer.{call}", exchange.text)
+        run(self._redundant, exchange)
+        return finished(True)
+
+    def _memory(self) -> dict[str, int]:
+        return {**super()._memory(), "redundant experts": self.num_lb_bytes}
+
+
+def _check_deferred(defer_epilogue: bool, async_with_compute_stream: bool) -> None:
+    if defer_epilogue is False:
+        return
+    check_flag("defer_epilogue", defer_epilogue)
+    if not async_with_compute_stream:
+        raise BadInput("defer_epilogue", True, "async_with_compute_stream=True beside it")
+
+
+def _deferred(made: tuple[Any, ...]) -> EventOverlap:
+    """The event of a call, which hands out its other results."""
+    event: EventOverlap
+    *results, event = made
+    event.register_hook_after_wait(lambda: tuple(results))
+    return event
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+
+
+class _Elsewhere(BufferBase):
+    """Base of the buffers of deep_ep 2.5 that moecomm does not have."""
+
+    def destroy(self) -> None: ...
+
+
+class EngramBuffer(_Elsewhere):
+    """Raises Unsupported: moecomm has no storage of entries that ranks fetch."""
+
+    __init__ = not_here("EngramBuffer", "moecomm has no storage of entries that ranks fetch")
+
+
+class BucketBuffer(_Elsewhere):
+    """Raises Unsupported: moecomm has no collectives of buckets."""
+
+    __init__ = not_here(
+        "BucketBuffer", "moecomm has no collectives of buckets: see moecomm.Window and torch.distributed"
+    )
+
+
+class BucketSession:
+    """Raises Unsupported: see BucketBuffer."""
+
+    __init__ = not_here("BucketSession", "see BucketBuffer")
+
+
+class PPBuffer(_Elsewhere):
+    """Raises Unsupported: moecomm has no pipeline stages."""
+
+    __init__ = not_here("PPBuffer", "moecomm has no sends between pipeline stages: see moecomm.Window")

@@ -1,0 +1,145 @@
+"""Weights and gradients of redundant experts: copies of experts of other ranks, in memory that all ranks reach.
+
+A mapping says which expert each redundant slot of each rank has.  Owners write weights to these slots, and read
+gradients from them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm.base.arrays import check_tensor
+from moecomm.compat.deep_ep.allocator import get_num_tma_alignment
+from moecomm.compat.deep_ep.event import uses_cuda
+from moecomm.compat.deep_ep.pool import described
+from moecomm.errors import BadInput, Unsupported
+from moecomm.window import Window
+
+_NONE = -1
+
+
+class _Pair(NamedTuple):
+    """An expert's tensor: of redundant slots, by its offset in the region, and of the experts of this rank."""
+
+    offset: int
+    expert_bytes: int
+    own: torch.Tensor
+
+
+class Exchange(NamedTuple):
+    """Arguments of push() and pull() that have been checked, and their text, alike on all ranks that pass the same."""
+
+    pairs: list[_Pair]
+    mapping: list[list[int]]
+    local_experts: int
+    text: str
+
+
+class RedundantExperts:
+    """The region of redundant experts of every rank, a Window.  Opening it, push() and pull() are collective.
+
+    Args:
+        group, nbytes, timeout_s: see Window.
+    """
+
+    def __init__(self, group: Any, nbytes: int, timeout_s: float) -> None:
+        self._window = Window(group, nbytes, timeout_s=timeout_s)
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """uint8 `[nbytes]`: the region of this rank."""
+        return self._window.local
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region of a rank."""
+        return self._window.nbytes
+
+    def close(self) -> None:
+        """Give the memory back.  Tensors that are still referenced stay valid."""
+        self._window.close()
+
+    def exchange(self, what: str, redundant: Sequence[Any], own: Sequence[Any], mapping: Any) -> Exchange:
+        """Check the arguments of an exchange.  Waits for the device if the mapping is there.
+
+        Args:
+            what: "weights" or "grads", of which the names of arguments are made.
+            redundant: `[num_redundant_experts, ...]` each, in the region.
+            own: `[num_local_experts, ...]` each, with as many bytes of an expert.
+            mapping: int32 `[ranks, num_redundant_experts]`: the expert of each slot, or -1.
+
+        Raises:
+            BadInput: names the argument.
+            Unsupported: a CUDA graph is being captured.
+        """
+        if uses_cuda() and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(f"redundant experts' {what} in a CUDA graph: the host reads redundancy_mapping")
+        name, device, ranks = f"expert_{what}", self._window.device, self._window.num_ranks
+        if not own or len(own) != len(redundant):
+            raise BadInput(name, f"{len(own)} beside {len(redundant)} redundant tensors", "as many, and at least one")
+        if not isinstance(mapping, torch.Tensor) or mapping.ndim != 2 or len(mapping) != ranks:
+            raise BadInput("redundancy_mapping", described(mapping), f"int32 [{ranks}, num_redundant_experts]")
+        check_tensor("redundancy_mapping", mapping, device=mapping.device, dtypes=(torch.int32,), shape=mapping.shape)
+        pairs: list[_Pair] = []
+        slots = mapping.shape[1]
+        experts = len(own[0]) if isinstance(own[0], torch.Tensor) and own[0].ndim else 0
+        for there, here in zip(redundant, own, strict=True):
+            for argument, tensor, first in ((f"redundant_{name}", there, slots), (name, here, experts)):
+                if not isinstance(tensor, torch.Tensor) or not tensor.ndim or len(tensor) != first or not first:
+                    raise BadInput(argument, described(tensor), f"a tensor [{first or 'experts'}, ...]")
+                check_tensor(argument, tensor, device=device, dtypes=(tensor.dtype,), shape=tensor.shape)
+                if not tensor.is_contiguous():
+                    raise BadInput(argument, "a tensor with gaps", "a contiguous one")
+            size, offset = here.nbytes // experts, there.data_ptr() - self.storage.data_ptr()
+            if not size or size % get_num_tma_alignment():
+                raise BadInput(name, f"{size} bytes an expert", f"a multiple of {get_num_tma_alignment()}")
+            if there.nbytes != slots * size:
+                raise BadInput(f"redundant_{name}", f"{there.nbytes // slots} bytes an expert", f"{size}, as {name}")
+            if not 0 <= offset <= self.nbytes - there.nbytes:
+                raise BadInput(f"redundant_{name}", "memory elsewhere", "a tensor in the region of redundant experts")
+            pairs.append(_Pair(offset, size, here.detach()))
+        rows = mapping.tolist()
+        for rank, row in enumerate(rows):
+            for expert in row:
+                if not _NONE <= expert < ranks * experts or expert // experts == rank:
+                    want = f"-1 or an expert of 0 to {ranks * experts - 1} that is not of rank {rank}"
+                    raise BadInput("redundancy_mapping", f"expert {expert} on rank {rank}", want)
+        text = f"num_local_experts={experts}, redundancy_mapping={zlib.crc32(repr(rows).encode()):08x}"
+        text += f", {what} at={[pair.offset for pair in pairs]}, bytes={[pair.expert_bytes for pair in pairs]}"
+        return Exchange(pairs, rows, experts, text)
+
+    def push(self, exchange: Exchange) -> None:
+        """Write this rank's experts to the redundant slots that have them.  On GPUs by copy engines.
+
+        Raises:
+            As Window.barrier().
+        """
+        self._window.barrier()  # ranks have read what is in their slots
+        for rank, slot, expert in self._held_elsewhere(exchange):
+            for offset, size, own in exchange.pairs:
+                self._window.put(own[expert], rank, offset=offset + slot * size)
+        self._window.barrier()
+
+    def pull(self, exchange: Exchange) -> None:
+        """Add what redundant slots hold to the tensors of this rank's experts, in the order of ranks and slots.
+
+        Raises:
+            As Window.barrier().
+        """
+        self._window.barrier()  # ranks have written their slots
+        for rank, slot, expert in self._held_elsewhere(exchange):
+            for offset, size, own in exchange.pairs:
+                there = self._window.tensor(own[expert].shape, own.dtype, rank=rank, offset=offset + slot * size)
+                own[expert].add_(there)
+        self._window.barrier()
+
+    def _held_elsewhere(self, exchange: Exchange) -> Iterator[tuple[int, int, int]]:
+        """Rank, slot and local expert of redundant slots that hold experts of this rank."""
+        for rank, row in enumerate(exchange.mapping):
+            for slot, expert in enumerate(row):
+                if expert != _NONE and expert // exchange.local_experts == self._window.rank:
+                    yield rank, slot, expert % exchange.local_experts
