@@ -46,6 +46,7 @@ _SMALL = (  # read by small operations of torch, or copied first
     *("routing_map", "scaling_factor", "is_token_in_rank", "mask_status", "num_tokens_per_expert"),
     *("dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"),
     *("cumulative_local_expert_recv_stats", "deep_ep.Buffer.dispatch(x)", "deep_ep.ElasticBuffer.dispatch(x)"),
+    "deep_ep.EPBuffer.dispatch(x)",
 )
 _OF_TORCH = (  # operations of torch
     *("ops.dispatch(x)", "ops.dispatch_again(x)", "ops.combine(y)", "ops.moe(x)", "nn.ExpertParallel.forward(x)"),
@@ -64,6 +65,16 @@ _ROWS = (
 _HINTS = (
     *_of("deep_ep.ElasticBuffer", "num_max_tokens_per_rank", "hidden", "num_topk"),
     *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "num_max_tokens_per_rank", "hidden", "num_topk"),
+    *_of("deep_ep.EPBuffer", "num_max_tokens_per_rank", "hidden", "num_topk"),
+    *_of("deep_ep.EPBuffer.get_buffer_size_hint", "num_max_tokens_per_rank", "hidden", "num_topk"),
+)
+_REDUNDANT = (
+    *_of("deep_ep.EPBuffer.lb_prefetch_weights", "redundant_expert_weights", "redundancy_mapping"),
+    *_of("deep_ep.EPBuffer.lb_reduce_grads", "redundant_expert_grads", "redundancy_mapping"),
+)
+_OWN = (
+    *_of("deep_ep.EPBuffer.lb_prefetch_weights", "expert_weights"),
+    *_of("deep_ep.EPBuffer.lb_reduce_grads", "expert_grads"),
 )
 
 _PRODUCTS = tuple(
@@ -95,6 +106,7 @@ TABLE = (
                 "grad_wire",
             ),
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
+            "deep_ep.EPBuffer.dispatch(expert_alignment)",
             *("activation_alpha", "activation_limit", "w13_bias", "w2_bias"),
             *("activation", "capacity_factor", "dropped", "offsets", "overflow", "nn.Experts(num_experts)"),
             *_of("routing.RoutingRecorder", "watch", "experts"),
@@ -114,6 +126,7 @@ TABLE = (
                 "async_finish",
                 "enable_shrink",
                 "async_with_compute_stream",
+                "defer_epilogue",
                 "check_weights",
                 "corrected",
                 "nn.Experts(bias)",
@@ -188,6 +201,10 @@ TABLE = (
             *("router.random_routing(tokens)", "nn.ExpertParallel(max_rows)", "deep_ep.Config(num_sms)"),
             *_of("deep_ep.ElasticBuffer.dispatch", "num_sms"),
             *_of("deep_ep.ElasticBuffer.combine", "num_sms"),
+            *_of("deep_ep.EPBuffer.dispatch", "num_sms"),
+            *_of("deep_ep.EPBuffer.combine", "num_sms"),
+            "lb_allocation_plan_or_num_bytes",
+            *(f"deep_ep.EPBuffer.{call}(num_sms)" for call in ("lb_prefetch_weights", "lb_reduce_grads")),
         ),
     ),
     Row(
@@ -261,7 +278,25 @@ TABLE = (
     ),
     Row("a norm", ("2**31", "2**63", "2**70", "inf", "0.5", "2.0", "True", "np.float64"), ("max_norm", "norm_type")),
     Row("a norm of nothing", ("0", "False"), ("max_norm",)),
-    Row("memory is taken when it is touched", ("2**31",), ("nbytes",)),
+    Row("memory is taken when it is touched", ("2**31",), ("nbytes", "lb_allocation_plan_or_num_bytes")),
+    Row(
+        "a number that is not looked at",
+        ("2**31",),
+        tuple(f"deep_ep.EPBuffer.{call}(num_sms)" for call in ("lb_prefetch_weights", "lb_reduce_grads")),
+    ),
+    Row("the first one, or none", ("0", "None"), ("context_idx",)),
+    Row("any dtype", ("torch.int64", "torch.float64"), ("deep_ep.BufferAllocator.allocate(dtype)",)),
+    Row(
+        "where they are: a dimension of 1 has any stride", ("rows that are one", "a parameter", "by column"), _REDUNDANT
+    ),
+    Row("read by torch", ("with gaps",), _REDUNDANT[1::2]),
+    Row("the same memory", ("one dimension more",), _REDUNDANT[:1]),
+    Row(
+        "any number of experts, of any type of that size",
+        ("one row fewer", "one row more", "a parameter", "requires_grad", "int8", "bool"),
+        _OWN,
+    ),
+    Row("in memory that is that of the plan", ("a parameter",), ("deep_ep.BufferAllocator.materialize(storage)",)),
     Row("memory of its own", ("None",), ("moecomm.Window(memory)",)),
     Row(
         "a number to count with",
@@ -369,7 +404,7 @@ TABLE = (
     Row(
         "rows beside scales are bytes, as many as they are",
         ("int8", "bool", "one column fewer"),
-        ("deep_ep.Buffer.dispatch(x)", "deep_ep.ElasticBuffer.dispatch(x)"),
+        ("deep_ep.Buffer.dispatch(x)", "deep_ep.ElasticBuffer.dispatch(x)", "deep_ep.EPBuffer.dispatch(x)"),
     ),
     Row(
         "rows of any type and width, as those of moecomm.Buffer",
@@ -435,6 +470,7 @@ TABLE = (
             *("num_dispatched_tokens", "num_of_hybrid_ep_ranks_per_nvlink_domain", "num_qps", "num_qps_per_rank"),
             *("num_sms_preprocessing_api", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "nvlink_gbs", "rdma_gbs"),
             *("num_scaleout_topk", "sequential", "sl_idx", "sm_read_gbs", "sm_write_gbs", "use_comm_stream"),
+            "wait_comm_stream",
             *("use_fabric", "use_fp8_dispatch", "use_mnnvl", "use_rdma_buffer", "use_shared_buffer", "with_cpu_sync"),
             *("deep_ep.HybridEPBuffer(use_fp8)", "deep_ep.HybridEPBuffer.dispatch_with_permute(use_fp8)"),
             *("deep_ep.HybridEPBuffer.combine_with_unpermute(pad_multiple)",),
@@ -442,9 +478,12 @@ TABLE = (
             *_of("deep_ep.Config.get_rdma_buffer_size_hint", "hidden_bytes", "num_ranks"),
             *_of("deep_ep.Buffer.clean_low_latency_buffer", "num_max_dispatch_tokens_per_rank", "hidden"),
             *_of("deep_ep.ElasticBuffer.get_theoretical_num_sms", "num_experts", "num_topk"),
+            *_of("deep_ep.EPBuffer.get_theoretical_num_sms", "num_experts", "num_topk"),
             *_of("deep_ep.Buffer.low_latency_dispatch", "x_global_scale"),
             *_of("deep_ep.ElasticBuffer.get_theoretical_num_qps", "num_sms"),
+            *_of("deep_ep.EPBuffer.get_theoretical_num_qps", "num_sms"),
             *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "allow_multiple_reduction"),
+            *_of("deep_ep.EPBuffer.get_buffer_size_hint", "allow_multiple_reduction"),
         ),
     ),
     Row("a number, as Megatron's backward pass has it", ("a tensor of one",), ("num_permuted_tokens",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -632,10 +633,15 @@ def of_compat() -> dict[str, list[Call]]:
     in_rank = torch.ones(T, 1, dtype=torch.bool)
     normal, low, elastic = deep_ep.Buffer(group), deep_ep.Buffer(group), deep_ep.ElasticBuffer(group)
     hybrid = deep_ep.HybridEPBuffer(group, hidden, 8, E)
+    plan = deep_ep.BufferAllocator()
+    redundant, redundant_grads = plan.allocate((1, 32), torch.uint8), plan.allocate((1, 8), torch.float32)
+    with patch.dict(os.environ, MOECOMM_BACKEND="host"):
+        ep = deep_ep.EPBuffer(group, lb_allocation_plan_or_num_bytes=plan)
     recv, _, _, _, handle, _ = normal.dispatch(x, topk_idx=idx, topk_weights=weights, num_tokens_per_expert=per_expert)
     rows, _, low_handle, _, _ = low.low_latency_dispatch(x, idx, 8, E, use_fp8=False)
     low.get_next_low_latency_combine_buffer(low_handle)
     elastic_x, _, _, elastic_handle, _ = elastic.dispatch(x, idx, weights, num_experts=E, num_max_tokens_per_rank=8)
+    ep_x, _, _, ep_handle, _ = ep.dispatch(x, idx, weights, num_experts=E, num_max_tokens_per_rank=8)
     hybrid_x, hybrid_probs, _, _, hybrid_handle = hybrid.dispatch_with_permute(
         hidden=x, topk_idx=idx, topk_weights=weights, num_of_experts=E
     )
@@ -648,6 +654,8 @@ def of_compat() -> dict[str, list[Call]]:
         "async_with_compute_stream": False,
         "allocate_on_comm_stream": False,
     }
+    ep_events = {name: value for name, value in elastic_events.items() if name != "previous_event_before_epilogue"}
+    mapping = torch.full((1, 1), -1, dtype=torch.int32)
     nothing = {"overlap": False, "src_signals": None, "src_signal_expect_value": None, "packed_recv_count": None}
     nothing |= {"comp_signal": None, "block_m": None, "threshold": None, "num_sms": None}
     config = deep_ep.Config()
@@ -900,6 +908,123 @@ def of_compat() -> dict[str, list[Call]]:
                     **elastic_events,
                 },
             )
+        ],
+        "deep_ep.EPBuffer": [
+            Call(
+                deep_ep.EPBuffer,
+                {
+                    "group": group,
+                    "num_bytes": None,
+                    **hint,
+                    "lb_allocation_plan_or_num_bytes": 0,
+                    "deterministic": False,
+                    "prefer_overlap_with_compute": True,
+                    "sl_idx": None,
+                    "num_allocated_qps": 0,
+                    "num_cpu_timeout_secs": 300,
+                    "num_gpu_timeout_secs": 100,
+                    "explicitly_destroy": False,
+                },
+                _destroy,
+            )
+        ],
+        "deep_ep.EPBuffer.get_buffer_size_hint": [
+            Call(deep_ep.EPBuffer.get_buffer_size_hint, {"group": group, **hint})
+        ],
+        "deep_ep.EPBuffer.barrier": [
+            Call(
+                ep.barrier,
+                {"wait_comm_stream": True, "with_cpu_sync": False, "sequential": True, "context_idx": None},
+            )
+        ],
+        "deep_ep.EPBuffer.get_theoretical_num_sms": [
+            Call(
+                ep.get_theoretical_num_sms,
+                {
+                    "num_experts": E,
+                    "num_topk": K,
+                    "num_scaleout_topk": 0,
+                    "rdma_gbs": 0,
+                    "nvlink_gbs": 0,
+                    "sm_read_gbs": 0,
+                    "sm_write_gbs": 0,
+                },
+            )
+        ],
+        "deep_ep.EPBuffer.get_theoretical_num_qps": [Call(ep.get_theoretical_num_qps, {"num_sms": 16})],
+        "deep_ep.EPBuffer.dispatch": [
+            Call(
+                ep.dispatch,
+                {
+                    "x": x,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32),
+                    "num_experts": E,
+                    "num_max_tokens_per_rank": 8,
+                    "expert_alignment": 1,
+                    "num_sms": 0,
+                    "num_qps": 0,
+                    **ep_events,
+                    "async_with_compute_stream": True,
+                    "do_handle_copy": False,
+                    "do_cpu_sync": None,
+                    "do_expand": True,
+                    "do_zero_padding": True,
+                    "use_tma_aligned_col_major_sf": False,
+                    "defer_epilogue": True,
+                },
+            ),
+            Call(ep.dispatch, {"x": (x, torch.rand(T, 1)), "handle": ep_handle, "topk_weights": weights}),
+        ],
+        "deep_ep.EPBuffer.combine": [
+            Call(
+                ep.combine,
+                {
+                    "x": ep_x.clone(),
+                    "handle": ep_handle,
+                    "bias": (x.clone(), x.clone()),
+                    "topk_weights": torch.rand(len(ep_x), K),
+                    "num_sms": 0,
+                    "num_qps": 0,
+                    **ep_events,
+                    "async_with_compute_stream": True,
+                    "defer_epilogue": True,
+                },
+            )
+        ],
+        "deep_ep.EPBuffer.lb_prefetch_weights": [
+            Call(
+                ep.lb_prefetch_weights,
+                {
+                    "redundant_expert_weights": redundant,
+                    "expert_weights": torch.zeros(E, 32, dtype=torch.uint8),
+                    "redundancy_mapping": mapping,
+                    "num_sms": 0,
+                    "previous_event": None,
+                },
+            )
+        ],
+        "deep_ep.EPBuffer.lb_reduce_grads": [
+            Call(
+                ep.lb_reduce_grads,
+                {
+                    "redundant_expert_grads": redundant_grads,
+                    "expert_grads": torch.zeros(E, 8),
+                    "redundancy_mapping": mapping,
+                    "num_sms": 0,
+                    "previous_event": None,
+                },
+            )
+        ],
+        "deep_ep.BufferAllocator.allocate": [
+            Call(
+                lambda **given: deep_ep.BufferAllocator().allocate(**given),
+                {"shape": (3, 5), "dtype": torch.float32},
+            )
+        ],
+        "deep_ep.BufferAllocator.materialize": [
+            Call(lambda **given: deep_ep.BufferAllocator().materialize(**given), {"storage": torch.empty(0).byte()})
         ],
         "deep_ep.HybridEPBuffer": [
             Call(

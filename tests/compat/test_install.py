@@ -31,6 +31,11 @@ import deep_ep.buffers.legacy
 from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
 from deep_ep import ElasticBuffer, EPHandle
 from deep_ep.buffers.elastic import ElasticBuffer as E
+from deep_ep import comm, EPBuffer, BufferAllocator, BucketBuffer, BufferBase
+import deep_ep.comm
+from deep_ep.buffers.ep import EPBuffer as F, EPHandle as G
+from deep_ep.buffers.allocator import BufferAllocator as H
+assert (F, G, H) == (EPBuffer, EPHandle, BufferAllocator) and deep_ep.comm is comm
 assert deep_ep.buffers.legacy.Buffer is Buffer and E is ElasticBuffer
 assert deep_ep is module and (A, B, C, D) == (EventHandle, EventOverlap, EventOverlap, Buffer)
 print("found")

@@ -97,7 +97,48 @@ HYBRID = {
     "HybridEPBuffer.combine_with_unpermute": "self hidden probs=None handle=None pad_multiple=None"
     " fuse_unpermute_combine=False num_dispatched_tokens=None",
 }
-CALLS = LEGACY | ELASTIC | HYBRID
+# deep_ep 2.5.0, deep_ep/buffers/ep.py, allocator.py, base.py and deep_ep/comm; `self` where a call of comm is a method.
+DEFERRED = "previous_event=None async_with_compute_stream=False allocate_on_comm_stream=False"
+EP = {
+    "EPBuffer": f"group num_bytes=None {MOE} lb_allocation_plan_or_num_bytes=0 deterministic=False"
+    " allow_hybrid_mode=True allow_multiple_reduction=True prefer_overlap_with_compute=True sl_idx=None"
+    " num_allocated_qps=0 num_cpu_timeout_secs=300 num_gpu_timeout_secs=100 explicitly_destroy=False",
+    **{
+        f"EPBuffer.{name}": ELASTIC[f"ElasticBuffer.{name}"]
+        for name in (
+            *("destroy", "get_buffer_size_hint", "capture", "get_comm_stream", "get_physical_domain_size"),
+            *("get_logical_domain_size", "get_theoretical_num_qps"),
+        )
+    },
+    "EPBuffer.barrier": "self wait_comm_stream=True with_cpu_sync=False sequential=True context_idx=None",
+    "EPBuffer.get_theoretical_num_sms": "self num_experts num_topk num_scaleout_topk=0 rdma_gbs=0 nvlink_gbs=0"
+    " sm_read_gbs=0 sm_write_gbs=0",
+    "EPBuffer.dispatch": "self x topk_idx=None topk_weights=None cumulative_local_expert_recv_stats=None"
+    f" num_experts=None num_max_tokens_per_rank=None expert_alignment=None num_sms=0 num_qps=0 {DEFERRED} handle=None"
+    " do_handle_copy=False do_cpu_sync=None do_expand=False do_zero_padding=False use_tma_aligned_col_major_sf=False"
+    " defer_epilogue=False",
+    "EPBuffer.combine": f"self x handle topk_weights=None bias=None num_sms=0 num_qps=0 {DEFERRED}"
+    " defer_epilogue=False",
+    "EPBuffer.lb_get_theoretical_num_sms": "self",
+    "EPBuffer.lb_prefetch_weights": "self redundant_expert_weights expert_weights redundancy_mapping num_sms=0"
+    " previous_event=None",
+    "EPBuffer.lb_reduce_grads": "self redundant_expert_grads expert_grads redundancy_mapping num_sms=0"
+    " previous_event=None",
+    "EPBuffer.print_memory_usage": "self",
+    "BufferAllocator": "",
+    "BufferAllocator.allocate": "self shape dtype",
+    "BufferAllocator.materialize": "self storage",
+    "comm.barrier": "buffer wait_comm_stream=True with_cpu_sync=False sequential=True context_idx=None",
+    "comm.get_comm_stream": "buffer",
+    "comm.get_physical_domain_size": "group_or_buffer",
+    "comm.get_logical_domain_size": "group_or_buffer allow_hybrid_mode=None",
+    "comm.destroy_all_managed_nccl_comm": "",
+    "destroy_all_managed_nccl_comm": "",
+    "get_num_allocation_alignment": "",
+    "get_num_rdma_alignment": "",
+    "get_num_tma_alignment": "",
+}
+CALLS = LEGACY | ELASTIC | HYBRID | EP
 # nixl_ep (8770b655), examples/device/ep/nixl_ep/buffer.py.
 NIXL = {
     "Buffer": "disable_ll_nvlink=False explicitly_destroy=False rank=0 low_latency_mode=True group=None comm=None"
@@ -136,6 +177,8 @@ REFUSED = {
     " pp_set_config pp_send pp_recv get_agrs_num_max_session_bytes get_agrs_buffer_size_hint agrs_set_config"
     " create_agrs_session destroy_agrs_session agrs_new_session agrs_get_inplace_tensor all_gather",
     deep_ep.HybridEPBuffer: "dispatch combine",
+    deep_ep: "EngramBuffer BucketBuffer BucketSession PPBuffer",
+    deep_ep.comm: "NCCLCommHandle get_nccl_comm_handle",
     nixl_ep.Buffer: "get_dispatch_layout ht_dispatch ht_combine",
 }
 # Attributes of objects; `runtime` is None after destroy().
@@ -145,6 +188,10 @@ ATTRIBUTES = {
     deep_ep.ElasticBuffer: "group num_bytes num_max_tokens_per_rank num_ranks rank_idx num_rdma_ranks num_nvlink_ranks"
     " num_scaleout_ranks num_scaleup_ranks scaleout_rank_idx scaleup_rank_idx deterministic allow_hybrid_mode"
     " allow_multiple_reduction prefer_overlap_with_compute num_allocated_qps explicitly_destroy runtime",
+    deep_ep.EPBuffer: "group num_bytes num_lb_bytes num_max_tokens_per_rank num_ranks rank_idx num_rdma_ranks"
+    " num_nvlink_ranks num_scaleout_ranks num_scaleup_ranks scaleout_rank_idx scaleup_rank_idx deterministic"
+    " allow_hybrid_mode allow_multiple_reduction prefer_overlap_with_compute num_allocated_qps explicitly_destroy"
+    " runtime context main_context",
     deep_ep.HybridEPBuffer: "group rank group_size local_rank node_rank num_of_nodes configurer runtime"
     " num_of_hybrid_ep_ranks_per_nvlink_domain",
     nixl_ep.Buffer: "rank group_size low_latency_mode timeout_ms explicitly_destroy group comm tcp_store_group"

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from moecomm.base.arrays import check_tensor
 from moecomm.base.validation import check_integer, check_shape
+from moecomm.compat.deep_ep.pool import check_dimensions
 from moecomm.errors import BadInput
 
 _ALLOCATION, _RDMA, _TMA = 2 << 20, 64, 32  # bytes
@@ -49,10 +51,10 @@ class BufferAllocator:
             BadInput: the plan is materialized, or the storage is another one.
         """
         self._require_plan()
-        if not isinstance(storage, torch.Tensor) or storage.dtype is not torch.uint8 or not storage.is_contiguous():
-            raise BadInput("storage", type(storage).__name__, "a contiguous uint8 tensor")
-        if storage.shape != (self.num_bytes,):
-            raise BadInput("storage", tuple(storage.shape), f"[{self.num_bytes}], the bytes of the plan")
+        check_dimensions("storage", storage, "num_bytes")
+        check_tensor("storage", storage, device=storage.device, dtypes=(torch.uint8,), shape=(self.num_bytes,))
+        if not storage.is_contiguous() or storage.is_meta:
+            raise BadInput("storage", "a tensor with gaps, or without memory", "a contiguous one")
         for tensor, offset in self.allocations:
             memory = storage.narrow(0, offset, tensor.nbytes)
             torch.utils.swap_tensors(tensor, memory.view(tensor.dtype).view(tensor.shape))  # type: ignore[no-untyped-call]

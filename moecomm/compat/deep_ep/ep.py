@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moecomm.base.validation import check_flag, check_integer
+from moecomm.base.validation import check_flags, check_integer
 from moecomm.compat.deep_ep import comm
 from moecomm.compat.deep_ep.allocator import BufferAllocator, planned
 from moecomm.compat.deep_ep.base import BufferBase
@@ -264,8 +264,8 @@ class EPBuffer(ElasticRounds):
 def _check_deferred(defer_epilogue: bool, async_with_compute_stream: bool) -> None:
     if defer_epilogue is False:
         return
-    check_flag("defer_epilogue", defer_epilogue)
-    if not async_with_compute_stream:
+    check_flags(defer_epilogue=defer_epilogue, async_with_compute_stream=async_with_compute_stream)
+    if defer_epilogue and not async_with_compute_stream:
         raise BadInput("defer_epilogue", True, "async_with_compute_stream=True beside it")
 
 

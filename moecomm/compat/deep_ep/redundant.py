@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm.base.arrays import check_tensor
+from moecomm.base.validation import check_dense
 from moecomm.compat.deep_ep.allocator import get_num_tma_alignment
 from moecomm.compat.deep_ep.event import uses_cuda
 from moecomm.compat.deep_ep.pool import described
@@ -91,6 +92,7 @@ class RedundantExperts:
             for argument, tensor, first in ((f"redundant_{name}", there, slots), (name, here, experts)):
                 if not isinstance(tensor, torch.Tensor) or not tensor.ndim or len(tensor) != first or not first:
                     raise BadInput(argument, described(tensor), f"a tensor [{first or 'experts'}, ...]")
+                check_dense(argument, tensor)
                 check_tensor(argument, tensor, device=device, dtypes=(tensor.dtype,), shape=tensor.shape)
                 if not tensor.is_contiguous():
                     raise BadInput(argument, "a tensor with gaps", "a contiguous one")
