@@ -73,6 +73,12 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "agrs_*": lambda b: ElasticBuffer.get_agrs_buffer_size_hint(Alone(), 1),
     "all_gather": lambda b: ElasticBuffer(Alone()).all_gather(X),
     "ElasticBuffer.dispatch(handle=)": lambda b: expand_what_was_not(ElasticBuffer(Alone())),
+    "EngramBuffer": lambda b: deep_ep.EngramBuffer(Alone(), 1 << 21, 1 << 21, False, 1, 1),
+    "PPBuffer": lambda b: deep_ep.PPBuffer(Alone(), 1 << 21, 1),
+    "BucketBuffer": lambda b: deep_ep.BucketBuffer(Alone(), 1 << 21),
+    "BucketSession": lambda b: deep_ep.BucketSession(b),
+    "comm.NCCLCommHandle": lambda b: deep_ep.comm.NCCLCommHandle(0, managed=True),
+    "comm.get_nccl_comm_handle": lambda b: deep_ep.comm.get_nccl_comm_handle(Alone()),
     "HybridEPBuffer.dispatch": lambda b: HybridEPBuffer(Alone(), 128, 4, 2).dispatch(X),
     "HybridEPBuffer.combine": lambda b: HybridEPBuffer(Alone(), 128, 4, 2).combine(X),
     "HybridEPBuffer.dispatch_with_permute(handle=)": lambda b: weights_beside_a_handle(
@@ -93,6 +99,8 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
     "low_latency_clean_mask_buffer",
     "routing_map",
     "ElasticBuffer",
+    "lb_prefetch_weights",
+    "lb_reduce_grads",
 }
 
 

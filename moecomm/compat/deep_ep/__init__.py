@@ -21,6 +21,10 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `ElasticBuffer.engram_*`, `pp_*`, `agrs_*`, `all_gather` | nothing |
 | `ElasticBuffer.dispatch(handle=)` with another `do_expand` | the handle's |
 | `ElasticBuffer`: `recv_topk_weights` beside `recv_topk_idx == -1` | 0 |
+| `EngramBuffer`, `PPBuffer` | nothing |
+| `BucketBuffer`, `BucketSession` | a `moecomm.Window`, or torch.distributed |
+| `comm.NCCLCommHandle`, `comm.get_nccl_comm_handle` | nothing: a buffer makes no communicator of NCCL |
+| `lb_prefetch_weights`, `lb_reduce_grads` in a CUDA graph | outside of it: the host reads the mapping |
 | `HybridEPBuffer.dispatch`, `HybridEPBuffer.combine` | `dispatch_with_permute`, `combine_with_unpermute` |
 | `HybridEPBuffer.dispatch_with_permute(handle=)` with `probs` or `topk_weights` | rows only |
 | a row of `routing_map` with more than 32 experts | `BadInput`; beside `num_permuted_tokens` a call later |
