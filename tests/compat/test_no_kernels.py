@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer, hybrid
+from moecomm.compat.deep_ep import Buffer, ElasticBuffer, EPBuffer, HybridEPBuffer, hybrid
 from moecomm.gpu import padding
 from moecomm.gpu.budgets import Kept
 from moecomm_bench.case import RoundsCase
@@ -123,9 +123,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("expand", [False, True])
-def test_elastic_buffer(expand: bool, launches: list[str]) -> None:
+@pytest.mark.parametrize("kind", [ElasticBuffer, EPBuffer])
+def test_elastic_buffer(kind: type[ElasticBuffer | EPBuffer], expand: bool, launches: list[str]) -> None:
     def body(group: Any) -> None:
-        buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK)
+        buffer = kind(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK)
         x, ids, weights = given(buffer.rank_idx)
         options: dict[str, Any] = {"num_experts": EXPERTS, "do_expand": expand, "do_cpu_sync": False}
         options["do_handle_copy"] = False

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer, HybridEPBuffer
+from moecomm.compat.deep_ep import Buffer, BufferAllocator, Config, ElasticBuffer, EPBuffer, HybridEPBuffer
 from tests.conftest import Ranks
 
 from . import oracle
@@ -36,6 +38,12 @@ def everything(rank: int, group: Any, kind: str) -> str:
     for case in cases:
         elastic(buffer, case, rank, device)
     buffer.destroy()
+    buffer = EPBuffer(group, num_max_tokens_per_rank=TOKENS)
+    for case in cases:
+        elastic(buffer, case, rank, device)
+        deferred(buffer, case, rank, device)
+    buffer.destroy()
+    redundant(group, rank, device)
     for case in cases:
         hybrid(HybridEPBuffer(group, HIDDEN, TOKENS, case.local_experts), case, rank, device)
     return f"{len(cases)} cases on {device}"
@@ -136,7 +144,7 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def elastic(buffer: ElasticBuffer, case: oracle.Case, rank: int, device: torch.device) -> None:
+def elastic(buffer: ElasticBuffer | EPBuffer, case: oracle.Case, rank: int, device: torch.device) -> None:
     x, idx, weights = on(device, case, rank)
     flat, expanded = oracle.normal(case, 1)[rank], oracle.expanded(case, 8)[rank]
     for expand in (False, True):
@@ -172,6 +180,50 @@ def elastic(buffer: ElasticBuffer, case: oracle.Case, rank: int, device: torch.d
             exact = times.sum(1, keepdim=True) * case.x[rank].float()
             torch.testing.assert_close(combined.cpu().float(), exact, rtol=2**-7, atol=0)
             assert torch.equal(returned, torch.where(idx >= 0, weights, 0.0))
+
+
+def deferred(buffer: EPBuffer, case: oracle.Case, rank: int, device: torch.device) -> None:
+    x, idx, weights = on(device, case, rank)
+    how = {"async_with_compute_stream": True, "defer_epilogue": True}
+    event = buffer.dispatch(x, idx, weights, num_experts=case.num_experts, **how)
+    recv_x, recv_idx, _, handle = event.wait()
+    want = oracle.normal(case, 1)[rank]
+    assert torch.equal(recv_x.cpu(), oracle.rows(case, want.src)) and recv_idx.tolist() == want.recv_topk_idx
+    combined, none = buffer.combine(recv_x, handle, **how).wait()
+    exact = want.is_token_in_rank.sum(1, keepdim=True) * case.x[rank].float()
+    torch.testing.assert_close(combined.cpu().float(), exact, rtol=2**-7, atol=0)
+    assert none is None
+
+
+def redundant(group: Any, rank: int, device: torch.device) -> None:
+    """Rank 0 has experts 2, none and 3 of rank 1 in its slots, rank 1 has experts 1, 0 and 1 of rank 0."""
+    plan, n = BufferAllocator(), 3088
+    weights, grads = plan.allocate((3, n), torch.bfloat16), plan.allocate((3, n), torch.float32)
+    with patch.dict(os.environ, {"MOECOMM_BACKEND": "host"} if device.type == "cpu" else {}):
+        buffer = EPBuffer(group, lb_allocation_plan_or_num_bytes=plan)
+    assert weights.device == grads.device == device
+    mapping = torch.tensor([[2, -1, 3], [1, 0, 1]], dtype=torch.int32)
+    g = torch.Generator().manual_seed(0)
+    all_weights, all_grads = torch.randn(4, n, generator=g).bfloat16(), torch.randn(4, n, generator=g)
+    of_slots = torch.randn(2, 3, n, generator=g)
+    mine = slice(2 * rank, 2 * rank + 2)
+    for where in (device, torch.device("cpu")):
+        weights.fill_(7)
+        own = all_weights[mine].to(device)
+        buffer.lb_prefetch_weights(weights, own, mapping.to(where), previous_event=buffer.capture()).wait()
+        for slot, expert in enumerate(mapping[rank].tolist()):
+            assert torch.equal(
+                weights[slot].cpu(), all_weights[expert] if expert >= 0 else torch.full((n,), 7).bfloat16()
+            )
+        grads.copy_(of_slots[rank])
+        sums, want = all_grads[mine].to(device), all_grads[mine].clone()
+        buffer.lb_reduce_grads(grads, sums, mapping.to(where)).wait()
+        for source, row in enumerate(mapping.tolist()):
+            for slot, expert in enumerate(row):
+                if expert >= 0 and expert // 2 == rank:
+                    want[expert % 2] += of_slots[source, slot]
+        assert torch.equal(sums.cpu(), want) and torch.equal(grads.cpu(), of_slots[rank])
+    buffer.destroy()
 
 
 def hybrid(buffer: HybridEPBuffer, case: oracle.Case, rank: int, device: torch.device) -> None:

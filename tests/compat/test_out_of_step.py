@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from moecomm.compat.deep_ep import Buffer, ElasticBuffer, EPBuffer, HybridEPBuffer
 from tests.compat.together import together
 
 TOKENS, HIDDEN, EXPERTS = 3, 128, 4
@@ -78,6 +78,11 @@ class Elastic(Normal):
     wrong: ClassVar[dict[str, Any]] = {"num_experts": None}
 
 
+class EP(Elastic):
+    kind = EPBuffer
+    wrong: ClassVar[dict[str, Any]] = {"defer_epilogue": True}  # without async_with_compute_stream
+
+
 class Hybrid(Normal):
     kind = HybridEPBuffer
     most = (HIDDEN, 4, EXPERTS // 2)
@@ -109,7 +114,7 @@ def on_ranks(kind: type[Normal], body: Callable[[Normal, int], Any]) -> list[Any
     return together(2, run)
 
 
-KINDS = [Normal, WithoutIds, LowLatency, Elastic, Hybrid]
+KINDS = [Normal, WithoutIds, LowLatency, Elastic, EP, Hybrid]
 
 
 @pytest.mark.parametrize("kind", KINDS)

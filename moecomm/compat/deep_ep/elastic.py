@@ -10,7 +10,7 @@ from moecomm.compat.deep_ep.elastic_rounds import ElasticRounds
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventOverlap
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import not_here
+from moecomm.compat.deep_ep.pool import counted_by_pool, not_here
 
 
 class ElasticBuffer(ElasticRounds):
@@ -57,6 +57,7 @@ class ElasticBuffer(ElasticRounds):
             explicitly_destroy,
         )
 
+    @counted_by_pool
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Return when the work before it is done on every rank: the host waits, with or without `with_cpu_sync`."""
         self._barrier()
@@ -74,6 +75,7 @@ class ElasticBuffer(ElasticRounds):
         """Return few or many SMs, as `prefer_overlap_with_compute` asks; num_sms=0 lets moecomm's own table decide."""
         return self._theoretical_num_sms()
 
+    @counted_by_pool
     def dispatch(
         self,
         x: Any,
@@ -120,6 +122,7 @@ class ElasticBuffer(ElasticRounds):
             use_tma_aligned_col_major_sf,
         )
 
+    @counted_by_pool
     def combine(
         self,
         x: torch.Tensor,

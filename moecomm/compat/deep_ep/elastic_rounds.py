@@ -23,7 +23,6 @@ from moecomm.compat.deep_ep.pool import (
     check_dispatch_sizes,
     check_hint,
     check_stats,
-    counted_by_pool,
     limit_of,
 )
 from moecomm.errors import BadInput, Unsupported
@@ -136,14 +135,12 @@ class ElasticRounds(BufferBase):
     def _theoretical_num_sms(self) -> int:
         return _FEW_SMS if self.prefer_overlap_with_compute else _MANY_SMS
 
-    @counted_by_pool
     def _barrier(self) -> None:
         self._pool.require_open()
         if uses_cuda():
             torch.cuda.synchronize()
         self._pool.calls.agree(f"{type(self).__name__}.barrier", "")
 
-    @counted_by_pool
     def _dispatch(
         self,
         x: Any,
@@ -239,7 +236,6 @@ class ElasticRounds(BufferBase):
         packed = recv_x if scales is None else (recv_x, recv_sf)
         return packed, recv_topk_idx, recv_topk_weights, handle, finished(async_with_compute_stream)
 
-    @counted_by_pool
     def _combine(
         self,
         x: torch.Tensor,

@@ -79,6 +79,7 @@ class EPBuffer(ElasticRounds):
         """uint8 `[num_lb_bytes]`: this rank's region of redundant experts; None without one."""
         return None if self._redundant is None else self._redundant.storage
 
+    @counted_by_pool
     def barrier(
         self,
         wait_comm_stream: bool = True,
@@ -103,6 +104,7 @@ class EPBuffer(ElasticRounds):
         """Return few or many SMs, as `prefer_overlap_with_compute` asks; num_sms=0 lets moecomm's own table decide."""
         return self._theoretical_num_sms()
 
+    @counted_by_pool
     def dispatch(
         self,
         x: Any,
@@ -153,6 +155,7 @@ class EPBuffer(ElasticRounds):
         )
         return _deferred(made) if defer_epilogue else made
 
+    @counted_by_pool
     def combine(
         self,
         x: torch.Tensor,
@@ -180,6 +183,7 @@ class EPBuffer(ElasticRounds):
         """0: weights travel by copy engines, and torch's additions choose their own SMs."""
         return 0
 
+    @counted_by_pool
     def lb_prefetch_weights(
         self,
         redundant_expert_weights: Tensors,
@@ -208,6 +212,7 @@ class EPBuffer(ElasticRounds):
         run = RedundantExperts.push
         return self._exchange("lb_prefetch_weights", run, there, here, redundancy_mapping, num_sms, previous_event)
 
+    @counted_by_pool
     def lb_reduce_grads(
         self,
         redundant_expert_grads: torch.Tensor,
@@ -236,7 +241,6 @@ class EPBuffer(ElasticRounds):
         there, here, run = [redundant_expert_grads], [expert_grads], RedundantExperts.pull
         return self._exchange("lb_reduce_grads", run, there, here, redundancy_mapping, num_sms, previous_event)
 
-    @counted_by_pool
     def _exchange(
         self,
         call: str,
