@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 import moecomm
 from moecomm.compat import deep_ep
 from moecomm.compat.deep_ep import BufferAllocator, EPBuffer, EPHandle
+from tests.conftest import Ranks
 
 from . import oracle
 from .together import together
@@ -264,6 +268,52 @@ def test_ranks_agree_on_redundant_experts() -> None:
         same = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32)
         buffer.lb_prefetch_weights(redundant, own + 1 + buffer.rank_idx, same).wait()
         assert redundant[:, 0].tolist() == ([2, 0] if buffer.rank_idx == 0 else [1, 1])
+
+    together(2, body)
+
+
+def test_all_ranks_learn_of_a_bad_mapping() -> None:
+    """And stay in step."""
+    x, ids = torch.ones(2, 128).bfloat16(), torch.tensor([[0], [1]])
+
+    def body(group: Any) -> None:
+        plan = BufferAllocator()
+        redundant, own = plan.allocate((1, 32), torch.uint8), torch.ones(1, 32, dtype=torch.uint8)
+        buffer = EPBuffer(group, num_max_tokens_per_rank=2, lb_allocation_plan_or_num_bytes=plan)
+        buffer.dispatch(x, ids, num_experts=2)
+        mapping = torch.tensor([[1], [-1]], dtype=torch.int32)
+        with pytest.raises(moecomm.BadInput, match="redundancy_mapping"):
+            buffer.lb_prefetch_weights(redundant, own, mapping + 2 * buffer.rank_idx)
+        rows, _, _, handle, _ = buffer.dispatch(x, ids, num_experts=2)
+        assert torch.equal(buffer.combine(rows, handle)[0], x)
+        buffer.lb_prefetch_weights(redundant, own, mapping)
+        assert redundant[0, 0] == 1 - buffer.rank_idx
+
+    together(2, body)
+
+
+def different_calls(rank: int, group: Any) -> None:
+    x, ids = torch.ones(2, 128).bfloat16(), torch.tensor([[0], [1]])
+    plan = BufferAllocator()
+    redundant, own = plan.allocate((1, 32), torch.uint8), torch.zeros(1, 32, dtype=torch.uint8)
+    with patch.dict(os.environ, MOECOMM_BACKEND="host"):
+        buffer = EPBuffer(group, num_max_tokens_per_rank=2, lb_allocation_plan_or_num_bytes=plan)
+    buffer.dispatch(x, ids, num_experts=2)
+    mapping = torch.tensor([[-1], [-1]], dtype=torch.int32)
+    exchange = partial(buffer.lb_prefetch_weights, redundant, own, mapping)
+    call = partial(buffer.dispatch, x, ids, num_experts=2) if rank == 1 else exchange
+    with pytest.raises(moecomm.Mismatch, match=r"EPBuffer\.(dispatch.*lb_prefetch|lb_prefetch.*dispatch)"):
+        call()
+
+
+def test_ranks_that_make_different_calls_are_told(ranks: Ranks) -> None:
+    ranks.run(2, different_calls)
+
+
+def test_regions_have_one_size() -> None:
+    def body(group: Any) -> None:
+        with pytest.raises(moecomm.Mismatch, match="nbytes"):
+            EPBuffer(group, lb_allocation_plan_or_num_bytes=(1 + group.rank) * 2 * MIB)
 
     together(2, body)
 

@@ -51,25 +51,28 @@ class Calls(CallCount):
         self._words: list[_Words] = []  # by rank
         self._neighbours: list[_Words] = []
 
-    def agree(self, method: str, sizes: str, tokens: int = 0) -> int:
+    def agree(self, method: str, sizes: str | Callable[[], str], tokens: int = 0) -> int:
         """Return the most tokens that a rank has, once all ranks make this call.  Collective.
 
         Args:
             method: name of the call.
-            sizes: with which it opens a window; alike on all ranks.
+            sizes: with which it opens a window, or what it takes; alike on all ranks.  A function returns the text, and
+                what it raises is raised on all ranks.
             tokens: that this rank has.
 
         Raises:
             Mismatch: a rank makes another call, or has other sizes; names both.
             Timeout, PeerLost, Aborted: a rank did not come.
         """
-        text = f"{method}({sizes})"
+        text = f"{method}({sizes if isinstance(sizes, str) else ''})"
         self._last = self._noted(text)
         self._store(self._last | _OPENS)
         if any(self._differs(words) for words in self._words):
             self._fail(begun=False)
         try:
             with opening(self._ranks, self._timeout_s, of=f"window of {method}") as opened:
+                if not isinstance(sizes, str):
+                    text = f"{method}({sizes()})"
                 everybody = opened.all_gather(struct.pack("<q", tokens) + text.encode())
                 opened.settle()
         except Mismatch:

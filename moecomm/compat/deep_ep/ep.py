@@ -14,7 +14,7 @@ from moecomm.compat.deep_ep.base import BufferBase
 from moecomm.compat.deep_ep.elastic_rounds import ElasticRounds
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventOverlap, finished, wait_for
-from moecomm.compat.deep_ep.pool import check_dimensions, counted_by_pool, not_here
+from moecomm.compat.deep_ep.pool import counted_by_pool, not_here
 from moecomm.compat.deep_ep.redundant import Exchange, RedundantExperts
 from moecomm.errors import BadInput
 
@@ -204,7 +204,7 @@ class EPBuffer(ElasticRounds):
             num_sms: changes nothing.
 
         Raises:
-            BadInput: names the argument.
+            BadInput: an argument of any rank, on all ranks; names it.
             Mismatch: ranks passed other mappings or sizes.
             Timeout, PeerLost, Aborted: a rank did not come.
         """
@@ -233,11 +233,6 @@ class EPBuffer(ElasticRounds):
         Raises:
             As lb_prefetch_weights().
         """
-        named = {"redundant_expert_grads": redundant_expert_grads, "expert_grads": expert_grads}
-        for name, grads in named.items():
-            check_dimensions(name, grads, "experts", "n")
-            if grads.dtype is not torch.float32:
-                raise BadInput(name, str(grads.dtype), "torch.float32")
         there, here, run = [redundant_expert_grads], [expert_grads], RedundantExperts.pull
         return self._exchange("lb_reduce_grads", run, there, here, redundancy_mapping, num_sms, previous_event)
 
@@ -252,13 +247,18 @@ class EPBuffer(ElasticRounds):
         previous_event: Any,
     ) -> EventOverlap:
         self._pool.require_open()
-        if self._redundant is None:
+        if (region := self._redundant) is None:
             raise BadInput("lb_allocation_plan_or_num_bytes", 0, f"a region for redundant experts, for {call}")
-        check_integer("num_sms", num_sms, 0)
-        wait_for(previous_event)
-        exchange = self._redundant.exchange(call.split("_")[-1], there, here, mapping)
-        self._pool.calls.agree(f"EPBuffer.{call}", exchange.text)
-        run(self._redundant, exchange)
+        made: list[Exchange] = []
+
+        def checked() -> str:
+            check_integer("num_sms", num_sms, 0)
+            wait_for(previous_event)
+            made.append(region.exchange("grads" if run is RedundantExperts.pull else "weights", there, here, mapping))
+            return made[0].text
+
+        self._pool.calls.agree(f"EPBuffer.{call}", checked)
+        run(region, made[0])
         return finished(True)
 
     def _memory(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -64,11 +64,13 @@ class RedundantExperts:
         """Give the memory back.  Tensors that are still referenced stay valid."""
         self._window.close()
 
-    def exchange(self, what: str, redundant: Sequence[Any], own: Sequence[Any], mapping: Any) -> Exchange:
+    def exchange(
+        self, what: Literal["weights", "grads"], redundant: Sequence[Any], own: Sequence[Any], mapping: Any
+    ) -> Exchange:
         """Check the arguments of an exchange.  Waits for the device if the mapping is there.
 
         Args:
-            what: "weights" or "grads", of which the names of arguments are made.
+            what: of which the names of arguments are made; gradients are float32 of two dimensions.
             redundant: `[num_redundant_experts, ...]` each, in the region.
             own: `[num_local_experts, ...]` each, with as many bytes of an expert.
             mapping: int32 `[ranks, num_redundant_experts]`: the expert of each slot, or -1.
@@ -93,7 +95,8 @@ class RedundantExperts:
                 if not isinstance(tensor, torch.Tensor) or not tensor.ndim or len(tensor) != first or not first:
                     raise BadInput(argument, described(tensor), f"a tensor [{first or 'experts'}, ...]")
                 check_dense(argument, tensor)
-                check_tensor(argument, tensor, device=device, dtypes=(tensor.dtype,), shape=tensor.shape)
+                kind, shape = (torch.float32, (None, None)) if what == "grads" else (tensor.dtype, tensor.shape)
+                check_tensor(argument, tensor, device=device, dtypes=(kind,), shape=shape)
                 if not tensor.is_contiguous():
                     raise BadInput(argument, "a tensor with gaps", "a contiguous one")
             size, offset = here.nbytes // experts, there.data_ptr() - self.storage.data_ptr()
