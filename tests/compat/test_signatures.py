@@ -97,7 +97,7 @@ HYBRID = {
     "HybridEPBuffer.combine_with_unpermute": "self hidden probs=None handle=None pad_multiple=None"
     " fuse_unpermute_combine=False num_dispatched_tokens=None",
 }
-# deep_ep 2.5.0, deep_ep/buffers/ep.py, allocator.py, base.py and deep_ep/comm; `self` where a call of comm is a method.
+# deep_ep 2.5.0 (13b3abaa), deep_ep/buffers/{ep,allocator,base}.py and deep_ep/comm, whose calls are methods, too.
 DEFERRED = "previous_event=None async_with_compute_stream=False allocate_on_comm_stream=False"
 EP = {
     "EPBuffer": f"group num_bytes=None {MOE} lb_allocation_plan_or_num_bytes=0 deterministic=False"

@@ -285,19 +285,19 @@ def _listed(tensors: Any) -> list[Any]:
     return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
 
 
-class _Elsewhere(BufferBase):
+class _Refused(BufferBase):
     """Base of the buffers of deep_ep 2.5 that moecomm does not have."""
 
     def destroy(self) -> None: ...
 
 
-class EngramBuffer(_Elsewhere):
+class EngramBuffer(_Refused):
     """Raises Unsupported: moecomm has no storage of entries that ranks fetch."""
 
     __init__ = not_here("EngramBuffer", "moecomm has no storage of entries that ranks fetch")
 
 
-class BucketBuffer(_Elsewhere):
+class BucketBuffer(_Refused):
     """Raises Unsupported: moecomm has no collectives of buckets."""
 
     __init__ = not_here(
@@ -311,7 +311,7 @@ class BucketSession:
     __init__ = not_here("BucketSession", "see BucketBuffer")
 
 
-class PPBuffer(_Elsewhere):
+class PPBuffer(_Refused):
     """Raises Unsupported: moecomm has no pipeline stages."""
 
     __init__ = not_here("PPBuffer", "moecomm has no sends between pipeline stages: see moecomm.Window")
