@@ -480,16 +480,16 @@ class Buffer(Bound):
     def set_placement(self, placement: Placement) -> None:
         """Let rounds from now on, and replays of captured graphs, follow another placement.  Collective.
 
-        Waits until all ranks have finished their rounds.  Weights are the caller's business: those of each slot are in
-        place before.  Handles stay valid.  If a rank is lost meanwhile, shrink() goes on with the same on all ranks.
-        Ranks that meet in a round with different placements raise Mismatch.
+        Waits for nothing: it takes its place among the rounds of a rank, on the current stream.  Weights are the
+        caller's business: those of each slot are in place before.  Leave those of slots that change until a later round
+        has ended: after a loss, shrink() goes on with the oldest placement that any rank has.  Handles stay valid.
 
         Args:
             placement: of the same experts and ranks as before, with at most as many slots a rank.
 
         Raises:
             BadInput: a Buffer that was opened without one, masked ranks, a call during a capture.
-            Mismatch: ranks passed different ones; nothing has changed.  Others: as everywhere.
+            Mismatch: in the next dispatch, if ranks passed different ones, or passed them between other rounds.
         """
         placing.set_placement(self.rounds, placement)
 

@@ -1,4 +1,10 @@
-"""ExpertWeights: the weights of a Buffer's slots in memory that all ranks read, and their way to another placement."""
+"""ExpertWeights: the weights of a Buffer's slots in memory that all ranks read, and their way to another placement.
+
+A slot is read by layers of its own rank, and by copies of others.  prefetch() writes slots that are empty.  It orders
+these writes after both kinds of reads: its copies follow the last round of this rank and all work that is enqueued on
+the current stream, which by then has no round of a placement that names the slot; and they follow a barrier of the
+copies of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +16,23 @@ import torch
 
 from moecomm.base import placement as placements
 from moecomm.base.placement import NONE, Placement
-from moecomm.base.validation import check_dtype, check_shape
+from moecomm.base.validation import check_dtype, check_real, check_shape
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
+from moecomm.gpu import plain_kernel
+from moecomm.membership.suspension import refuse_capture
 from moecomm.window import Window
+from moecomm.window.pace import PAUSE, Pace
 
 _ALIGNMENT = 256  # bytes; of a tensor in the window
+_RATES = 1e-3, 1e6  # GB/s
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn)
 
 
 class ExpertWeights:
     """Weights of the slots of a Buffer with a placement, in a Window.  Ranks copy experts from each other.
 
-    A rank fills slots that are empty, while rounds go on, and all ranks then switch at once:
+    A rank fills slots that are empty, while rounds go on, and all ranks then switch at the same round:
 
         weights = ExpertWeights(buffer, {"w13": (2 * I, H), "w2": (H, I)}, dtype=torch.bfloat16)
         weights["w13"][slot].copy_(...)  # of each slot that holds an expert
@@ -33,8 +43,11 @@ class ExpertWeights:
     Slots that are in use are never written, so where all slots are full nothing can move: leave some empty.  Opening
     is collective, and so are prefetch() and commit().
 
+    Weights of experts that a commit() takes away stay where they are until the next prefetch().  Enqueue what reads
+    them before that, on the current stream.  Should a rank be lost, shrink() may go back to that placement.
+
     Args:
-        buffer: opened with a placement, in one domain.
+        buffer: opened with a placement.  GPUs: in one NVLink domain.
         shapes: of an expert's tensors, by name.
         dtype: of all of them, or of each by name.
 
@@ -65,14 +78,18 @@ class ExpertWeights:
         group, device = buffer.rounds.members.group, buffer.device
         backend: Any = buffer.rounds.settings.backend
         self._window = Window(group, at, backend=backend, device=device, timeout_s=buffer.timeout_s)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._next: Placement | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            plain_kernel.load(PAUSE, device.index)  # now: loading waits for kernels that are running
+        self._next: Placement | None = None  # fills slots that are empty in the placement of generation `_since`
+        self._since = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return `[slots, *shape]`, the tensor of that name of this rank."""
         return self._of(name, self._window.rank)
 
-    def prefetch(self, target: Placement) -> Placement:
+    def prefetch(self, target: Placement, *, max_gbs: float | None = None) -> Placement:
         """Start to copy the experts that a placement has in other slots, and return what commit() sets.
 
         That is `target` but for the order of a rank's slots, where ranks have empty slots enough; else a step towards
@@ -81,39 +98,46 @@ class ExpertWeights:
 
         Args:
             target: of the same experts, ranks and at most as many slots.
+            max_gbs: copies of this rank take at most so many GB/s (10^9 bytes a second); None: all that they get.
+                CPU ranks: the call takes as long.
 
         Raises:
             BadInput: what can't be placed, or a Buffer that has shrunk: its ranks open other ExpertWeights.
             As Window.barrier().
         """
-        if self._buffer.rounds is not self._rounds:
-            raise BadInput("buffer", "one that has shrunk", "other ExpertWeights of the ranks that are left")
+        self._require_same_ranks()
+        if max_gbs is not None:
+            check_real("max_gbs", max_gbs, *_RATES)
+        refuse_capture(self._rounds, "prefetch")
         before = self._buffer.placement
         assert before is not None
         after = step(before, target)
+        self._rounds.session.order()
         if self._stream is None:
-            self._window.barrier()
-            self._copy(before, after)
+            self._fill(before, after, max_gbs)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
             with torch.cuda.stream(self._stream):
-                self._window.barrier()
-                self._copy(before, after)
-        self._next = after
+                self._fill(before, after, max_gbs)
+        self._next, self._since = after, self._rounds.generation
         return after
 
     def commit(self) -> None:
-        """Wait for the copies of the last prefetch(), and let all ranks follow its placement from the next round on.
+        """Let all ranks follow the placement of the last prefetch() from the next round on: Buffer.set_placement().
+
+        Waits for no rank and no round, but for copies of this rank that have not come yet.  GPUs: make some rounds
+        between prefetch() and commit(), or the rounds that are enqueued may end during this wait.
 
         Raises:
-            BadInput: nothing was prefetched.
-            As Buffer.set_placement() and Window.check().
+            BadInput: nothing was prefetched, or the placement has changed since; a Buffer that has shrunk.
+            As Buffer.set_placement() and Window.barrier().
         """
-        if self._next is None:
-            raise BadInput("commit", "nothing to commit", "prefetch() first")
+        self._require_same_ranks()
+        if self._next is None or self._rounds.generation != self._since:
+            raise BadInput("commit", "nothing to commit", "prefetch() first, by the placement that the Buffer has now")
         if self._stream is not None:
             self._stream.synchronize()
-        self._window.check()
+        self._window.raise_failure()
         self._buffer.set_placement(self._next)
         self._next = None
 
@@ -121,19 +145,32 @@ class ExpertWeights:
         """Give the memory back.  Tensors that are still referenced stay valid."""
         self._window.close()
 
+    def _require_same_ranks(self) -> None:
+        if self._buffer.rounds is not self._rounds:
+            raise BadInput("buffer", "one that has shrunk", "other ExpertWeights of the ranks that are left")
+
     def _of(self, name: str, rank: int) -> torch.Tensor:
         at, shape, dtype = self._parts[name]
         return self._window.tensor(shape, dtype, rank=rank, offset=at)
 
-    def _copy(self, before: Placement, after: Placement) -> None:
-        me = self._window.rank
+    def _fill(self, before: Placement, after: Placement, max_gbs: float | None) -> None:
+        self._window.barrier()  # earlier copies of all ranks have ended
+        pace = None if max_gbs is None else Pace(self._buffer.device, max_gbs)
+        me, domain = self._window.rank, self._rounds.domain_ranks
         for slot, (old, new) in enumerate(zip(before.experts[me].tolist(), after.experts[me].tolist(), strict=True)):
             if new in (NONE, old):
                 continue
-            held = before.slots_by_expert[new]
-            source = min(held, key=lambda one: (one // before.slots != me, (one // before.slots - me) % before.ranks))
+            self._rounds.filled[slot] = self._rounds.generation + 1
+            held = [divmod(one, before.slots) for one in before.slots_by_expert[new]]
+            rank, source = min(
+                held, key=lambda one: (one[0] != me, one[0] // domain != me // domain, (one[0] - me) % before.ranks)
+            )
             for name in self._parts:
-                self._of(name, me)[slot].copy_(self._of(name, source // before.slots)[source % before.slots])
+                to, origin = self._of(name, me)[slot], self._of(name, rank)[source]
+                if pace is None:
+                    to.copy_(origin)
+                else:
+                    pace.copy(to, origin)
 
 
 def step(before: Placement, target: Placement) -> Placement:

@@ -46,6 +46,7 @@ void bind_constants(py::module_& m) {
                                               {"most_slots", kMostSlots},
                                               {"most_replicas", kMostReplicas},
                                               {"generation", kGeneration},
+                                              {"digest_bits", kDigestBits},
                                               {"by_table", kByTable},
                                               {"balanced", kBalanced},
                                               {"share_passes", kSharePasses}};

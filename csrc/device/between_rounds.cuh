@@ -1,4 +1,4 @@
-// Kernels that put between rounds, to ranks of other domains: `leave` and `quiesce`.
+// Kernels between rounds: `leave` and `quiesce` put to ranks of other domains, `set_placement` writes this rank's table.
 #pragma once
 #include "../protocol/domains.h"
 #include "../protocol/resumed.h"
@@ -89,6 +89,15 @@ MOECOMM_FN void quiesce(const QuiesceArgs& a) {
         transport.set_signal(which, resumed_signal(shape.ranks, static_cast<u32>(a.last_round), which));
         *own<u64>(a.ctx, signal_value_at(a.ctx.window, which)) = 0;
     }
+}
+
+// Write the table of a placement (protocol/placement.h). Called by all threads of one block; cannot fail. Begins when all earlier kernels
+// of the stream have ended, so that no round reads words of two tables. A dispatch reads the table before it waits for earlier kernels. It
+// may be launched when this kernel has ended, and not before: launch_dependents is never called here, and the words are visible by then.
+MOECOMM_FN void set_placement(const SetPlacementArgs& a) {
+    for (i32 i = threadIdx.x; i < a.count; i += blockDim.x)
+        store_relaxed(reinterpret_cast<u32*>(a.to) + i, reinterpret_cast<const u32*>(a.words)[i]);
+    fence_system();
 }
 
 }  // namespace moecomm

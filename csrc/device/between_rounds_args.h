@@ -18,4 +18,9 @@ struct QuiesceArgs {
     u64 missing;     // u32[2], host-visible: bits of the ranks whose adds have not all arrived
 };
 
+struct SetPlacementArgs {
+    u64 words, to;  // u32[count]: Placement and its table, in device memory
+    i32 count, pad;
+};
+
 }  // namespace moecomm

@@ -15,7 +15,7 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
     n.route_round = Call::cfg.repeat ? round_of(c.a.route, Call::cfg.ranks) : 0;
-    if constexpr (Call::cfg.placed && !Call::cfg.repeat) n.route_round = kGeneration | c.placement().generation;
+    if constexpr (Call::cfg.placed && !Call::cfg.repeat) n.route_round = generation_of(c.placement());
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     n.max_rows = c.a.max_rows;

@@ -194,6 +194,24 @@ MOECOMM_FN void run(const Call& c, const DescriptorSender<Call>&) {
     if (blockIdx.x == 0) await_descriptors(c);
 }
 
+// Copy the table of slots to shared memory. Called by all threads of a block; a __syncthreads follows. Needs no wait for earlier kernels:
+// the one that writes the table lets no later one begin before it has (set_placement). Bypasses L1, which may hold an earlier table.
+template <i32 threads, class Shared>
+MOECOMM_FN void copy_placement(Shared& shared, const Context& ctx) {
+    constexpr i32 words = Shared::kWords, together = words > 3 * threads ? 4 : ceil_div(words, threads);  // loads of a thread in flight
+    const u32* const table = own<const u32>(ctx, placement_at(ctx.window));
+#pragma unroll 1
+    for (i32 first = threadIdx.x; first < words; first += together * threads) {
+        u32 held[together];
+#pragma unroll
+        for (i32 i = 0; i < together; ++i)
+            if (first + i * threads < words) held[i] = load_relaxed(table + first + i * threads);
+#pragma unroll
+        for (i32 i = 0; i < together; ++i)
+            if (first + i * threads < words) shared.placement[first + i * threads] = held[i];
+    }
+}
+
 // Called first by all threads of either kernel. Copies arguments, initializes shared memory, and ends in a __syncthreads. The result has no
 // round tag and no share yet.
 template <DispatchConfig cfg, class Transport>
@@ -206,10 +224,7 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     const DispatchArgs& a = shared.args;
     u64 masked = 0;
     if constexpr (cfg.domains() > 1) masked = read_masked(args.ctx);  // arrives while arguments load
-    if constexpr (cfg.placed && !cfg.balanced) {
-        const u32* const words = own<const u32>(args.ctx, placement_at(args.ctx.window));
-        for (i32 i = threadIdx.x; i < shared.kWords; i += cfg.threads()) shared.placement[i] = words[i];
-    }
+    if constexpr (cfg.placed && !cfg.balanced) copy_placement<cfg.threads()>(shared, args.ctx);
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);

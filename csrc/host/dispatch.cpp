@@ -41,7 +41,7 @@ void announce(Dispatch& d, const BadEntry& bad) {
     else if (bad.argument != Argument::none)
         n.bad_value = bad.value;
     else if (a.ctx.placed != 0)
-        n.route_round = kGeneration | d.r.placement.generation;
+        n.route_round = generation_of(d.r.placement);
     n.num_tokens = a.num_tokens;
     n.chunk_tokens = a.chunk_tokens;
     n.max_rows = a.max_rows;

@@ -43,7 +43,7 @@ MOECOMM_BOTH constexpr bool is_stale(const Mask& mask, u32 route_round) {
     return mask.since != 0 && static_cast<i32>(route_round - mask.since) < 0;
 }
 
-constexpr u64 kPlacementBytes = 8;  // of Placement, whose table has two words an expert
+constexpr u64 kPlacementBytes = 16;  // of Placement, whose table has two words an expert
 
 struct WindowLayout {
     u64 abort;  // u32, its own line: any rank may set it

@@ -2,22 +2,30 @@
 // Shape::experts counts those of all ranks. An expert may have several slots (replicas), and a slot may hold none.
 //
 // The table lies in each rank's window, so that it changes between replays of a captured graph. Only this rank reads it: a choice of
-// replicas is that of the source rank. Its host writes it, while no round runs.
+// replicas is that of the source rank. It changes between two of this rank's rounds, in their order: on CPU ranks the thread that makes
+// them writes it, on GPUs a kernel in their stream (device/between_rounds.cuh). Ranks make the same calls in the same order, so all change
+// between the same two rounds, each in its own time. A rank that does not shows in the header of its next dispatch.
 #pragma once
 #include "layout.h"
 
 namespace moecomm {
 
 struct Placement {
-    u32 generation;  // grows with each change; ranks that differ in it make an invalid round
+    u32 generation;  // grows with each change
     i32 experts;     // callers name 0 to experts - 1
+    u32 digest;      // of the placement, which is the same on all ranks, unlike the table
+    u32 pad;
 };
 static_assert(sizeof(Placement) == kPlacementBytes, "window_layout leaves room for it");
 // Behind Placement, u32[2 * Shape::experts]: for each expert, the number of its slots here, and above it the slot if there is one, else
 // where its list begins, in words; then the lists. An expert without a slot is not there: its entries are like those of id -1.
 constexpr u32 kMostReplicas = 1 << 12, kMostSlots = 1 << 19;  // fewer replicas of an expert, and slots in all
-// RoundHeader::route_round of a dispatch of ids: this bit, and the generation.
+// RoundHeader::route_round of a dispatch of ids: this bit, the digest, and the generation. Ranks that differ in it make an invalid round.
 constexpr i64 kGeneration = 1ll << 62;
+constexpr i32 kDigestBits = 30;
+MOECOMM_FN i64 generation_of(const Placement& placement) {
+    return kGeneration | static_cast<i64>(placement.digest) << 32 | placement.generation;
+}
 
 MOECOMM_BOTH constexpr u64 placement_at(const WindowLayout& w) { return mask_at(w) + sizeof(Mask); }
 

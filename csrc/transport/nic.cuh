@@ -7,7 +7,7 @@
 // signals stalls, and others go on; a NIC would stall neither. Data is stored early, but no reader looks at it before its signal. Several
 // senders to one receiver do not share its bandwidth, and queues have no end.
 #pragma once
-#include "../protocol/deadline.h"
+#include "../device/globaltimer.cuh"
 #include "puts.cuh"
 
 namespace moecomm {
@@ -40,9 +40,6 @@ struct Nic : Puts {
     MOECOMM_FN u64 reserve(u64 bytes) const {
         return max(take(link().processor_ns, link().message_ps), take(link().wire_ns, bytes * link().byte_ps));
     }
-    // Called by one thread. Sleeps for up to twice as long. Orders nothing.
-    MOECOMM_FN static void doze(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
-
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
         if (threadIdx.x % kWarp == 0) atomicMax(sent(peer), reserve(bytes));
         Puts::put(peer, to, from, bytes);

@@ -1,8 +1,8 @@
-"""Kernels between rounds, for ranks of other domains: csrc/device/between_rounds_args.h.
+"""Kernels between rounds: csrc/device/between_rounds_args.h.
 
 A rank that closes its Buffer sends the others its last round header.  The host copies it into the windows of peers that
 load and store reach; a kernel puts it to those of other domains.  Another kernel quiesces a transport that puts, before
-ranks go on without others.
+ranks go on without others.  A third one writes the table of a placement.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ REPORT_BYTES = 8  # of what the kernel that quiesces reports
 _HEADER_WORDS = ROUND_HEADER_BYTES // 4
 _PUT_TIMEOUT_NS = 1_000_000_000  # a peer that is gone must not delay close()
 _QUIESCE_THREADS = 512  # at least one a rank
+_PLACEMENT_THREADS = 256
 _NAP_S = 1e-4
 
 
@@ -128,6 +129,25 @@ def reported(report: bytes) -> set[int]:
     """Return the ranks that the kernel has reported."""
     missing = int.from_bytes(report, "little")
     return {rank for rank in range(8 * REPORT_BYTES) if missing >> rank & 1}
+
+
+class SetPlacementArgs(ctypes.Structure):
+    """SetPlacementArgs of csrc/device/between_rounds_args.h."""
+
+    _fields_ = fields_of("SetPlacementArgs")
+
+
+SET_PLACEMENT = plain_kernel.PlainKernel(
+    "device/between_rounds", "set_placement", "SetPlacementArgs", _PLACEMENT_THREADS
+)
+
+
+def set_placement(words: Sequence[int], to: int) -> None:
+    """Write words to the window of this rank, on the current stream of the current device.  Does not wait for it."""
+    given = torch.tensor(words, dtype=torch.int32, pin_memory=True).cuda(non_blocking=True)
+    # Without `overlap`: the table changes when all earlier rounds have ended.
+    args = SetPlacementArgs(words=given.data_ptr(), to=to, count=len(words))
+    plain_kernel.launch(SET_PLACEMENT, 1, args)
 
 
 def _members(context: _native.Context, masked: Collection[int]) -> int:

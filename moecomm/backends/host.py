@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -137,10 +137,10 @@ class HostSession:
         words = (ctypes.c_int64 * (self._counter_bytes // 8)).from_address(self._counters)
         return torch.frombuffer(words, dtype=torch.int64)
 
-    def placement(self) -> torch.Tensor:
+    def place(self, words: Sequence[int]) -> None:
         """See Session."""
-        count = 2 + 2 * self.context.shape.experts
-        return torch.frombuffer((ctypes.c_int32 * count).from_address(self._placement), dtype=torch.int32)
+        table = array("I", words)
+        ctypes.memmove(self._placement, table.buffer_info()[0], table.itemsize * len(table))
 
     def read_counters(self) -> bytes | None:
         """See Session."""

@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -256,10 +256,10 @@ class LsaSession:
     def counters(self) -> torch.Tensor:
         return self._counters.tensor()
 
-    def placement(self) -> torch.Tensor:
+    def place(self, words: Sequence[int]) -> None:
         assert self._window is not None, "the session is open"
-        at = self._window.address + self.context.window.placement
-        return cuda_driver.int32_at(at, self.device, 2 + 2 * self.context.shape.experts)
+        self.order()
+        self.with_device(between_rounds.set_placement, words, self._window.address + self.context.window.placement)
 
     def read_counters(self) -> bytes | None:
         """See Session.  A capture of this thread must not see the copy."""

@@ -265,8 +265,13 @@ def with_slots(placement: Placement, slots: int) -> Placement:
 
 def of_ranks(placement: Placement, ranks: Sequence[int]) -> Placement:
     """Return what these ranks hold.  Experts that no other rank holds may be left without a slot."""
+    return unchecked(placement, placement.experts[list(ranks)], placement.choice)
+
+
+def unchecked(placement: Placement, experts: torch.Tensor, choice: ReplicaChoice) -> Placement:
+    """Return a placement of the same experts in other slots, int64 `[ranks, slots]`, where some may have none."""
     found = copy.copy(placement)
-    found.ranks, found.experts = len(ranks), placement.experts[list(ranks)]
+    found.ranks, found.experts, found.choice = len(experts), experts, choice
     for name in ("digest", "slots_by_expert"):
         vars(found).pop(name, None)
     return found

@@ -27,7 +27,7 @@ _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = 16, 64 * 1024
 def _tables(spec: KernelSpec) -> int:
     """A bound of the shared memory of the arguments, of several words a column, and of what each rank sends."""
     words = 4 * (spec.experts + spec.ranks) + most_experts(spec.experts, spec.ranks)
-    words += (2 + 2 * spec.experts) * (spec.placed and not spec.balanced)
+    words += (4 + 2 * spec.experts) * (spec.placed and not spec.balanced)
     of_rank = 8 + _HEADER_BYTES + 8 + 4 + 4 + 2 * 4 * WANTED_WORDS
     return _ARGS_BYTES + 4 * words + spec.ranks * of_rank + _HEADER_BYTES + 512
 

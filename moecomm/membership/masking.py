@@ -269,6 +269,7 @@ def _update_experts(rounds: Rounds) -> None:
     """Let ids of experts of masked ranks mean their replicas, or none, from the next round on."""
     if rounds.placement is not None:
         rounds.place(rounds.placement)
+        rounds.session.synchronize()
         return
     masked = {expert for rank in rounds.masked for expert in experts_of(rank, rounds.num_experts, rounds.num_ranks)}
     if rounds.live is None:

@@ -1,15 +1,23 @@
-"""Placements of an open Buffer: ranks agree on the next one, and on which of two goes on after a loss."""
+"""Placements of an open Buffer: its next one, and the one with which ranks go on after a loss.
+
+Ranks do not meet for a change: each makes it between the same two of its rounds, and the header of a dispatch says
+which placement its rank has.  A rank that is ahead has made changes that others have not come to.  After a loss, all
+go back to the oldest placement that any of them has: weights of a later one may be missing somewhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moecomm.base.placement import Placement, checked, of_ranks, with_slots
+import torch
+
+from moecomm.base.placement import NONE, Placement, checked, of_ranks, unchecked, with_slots
 from moecomm.errors import BadInput
-from moecomm.membership.suspension import agreement, refuse_capture
+from moecomm.membership.suspension import refuse_capture
+from moecomm.ranks import messages
+from moecomm.ranks.messages import Placed
 from moecomm.ranks.opening import Opening
-from moecomm.ranks.settings import compare
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective
 
@@ -32,17 +40,9 @@ def set_placement(rounds: Rounds, placement: Placement) -> None:
     if rounds.masked:
         raise BadInput("set_placement", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
     refuse_capture(rounds, "set_placement")
-    with agreement(rounds, "set_placement") as ranks:
-        compare(ranks, {"placement": placed.digest}, rounds.settings.backend, lambda _, digest: f"{digest:#x}")
-        rounds.next_placement = placed
-        rounds.session.synchronize()
-        rounds.raise_failure()
-        ranks.all_gather(b"")  # no rank is in a round any more, and none begins one
-        rounds.generation += 1
-        rounds.place(placed)
-        _make_room(rounds, placed)
-        ranks.settle()
-        rounds.next_placement = None
+    rounds.generation += 1
+    rounds.place(placed)
+    _make_room(rounds, placed)
 
 
 def _make_room(rounds: Rounds, placed: Placement) -> None:
@@ -57,15 +57,23 @@ def _make_room(rounds: Rounds, placed: Placement) -> None:
 
 
 def left(ranks: Opening, rounds: Rounds, stay: Sequence[int]) -> Placement | None:
-    """Return what ranks that are left hold, of the newest placement that any of them has.  Collective.
+    """Return what ranks that are left hold, of the oldest placement that any of them has.  Collective.
 
-    Experts whose ranks are all lost have no slot in it.
+    Experts whose ranks are all lost have no slot in it, nor has one whose weights a rank ahead may have replaced.
     """
-    if rounds.placement is None:
+    placement = rounds.placement
+    if placement is None:
         return None
     found = [int.from_bytes(data, "little") for data in ranks.all_gather(rounds.generation.to_bytes(8, "little"))]
-    newest = rounds.placement
-    if rounds.generation < max(found):
-        assert rounds.next_placement is not None, "no rank places one before all have agreed on it"
-        newest = rounds.next_placement
-    return of_ranks(newest, stay)
+    oldest = min(found)
+    if max(found) == oldest:
+        return of_ranks(placement, stay)
+    mine = Placed([], placement.choice, sorted(slot for slot, since in rounds.filled.items() if since > oldest))
+    if ranks.rank == found.index(oldest):
+        mine = mine._replace(experts=placement.experts.tolist())
+    everybody = [messages.unpack(data, Placed) for data in ranks.all_gather(messages.pack(mine))]
+    of_oldest = everybody[found.index(oldest)]
+    experts = torch.tensor(of_oldest.experts)[list(stay)]
+    for held, one in zip(experts, everybody, strict=True):
+        held[one.replaced] = NONE
+    return unchecked(placement, experts, of_oldest.choice)

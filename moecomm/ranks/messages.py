@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
+from moecomm.base.choices import ReplicaChoice
 from moecomm.errors import Unsupported
 
 _Kind = TypeVar("_Kind", bound=tuple[Any, ...])
@@ -86,6 +87,20 @@ class Lost(NamedTuple):
     """The ranks that were lost before all had begun anew after a Decision.  If there are any, ranks agree again."""
 
     ranks: list[int]
+
+
+class Placed(NamedTuple):
+    """What a rank that stays tells of placements, where ranks have made different numbers of changes.
+
+    Attributes:
+        experts: by rank those of its slots, in the oldest placement; none: another rank tells.
+        choice: of replicas.
+        replaced: slots of this rank that may no longer have the weights of that placement.
+    """
+
+    experts: list[list[int]]
+    choice: ReplicaChoice
+    replaced: list[int]
 
 
 class Agreed(NamedTuple):

@@ -7,7 +7,7 @@ round is over when its call returns (synchronous).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -115,10 +115,10 @@ class Session(Maskable, Protocol):
         """
         ...
 
-    def placement(self) -> torch.Tensor:
-        """Return the words of csrc/protocol/placement.h, int32 `[2 + 2 * experts]`, on the device, not a copy.
+    def place(self, words: Sequence[int]) -> None:
+        """Write Placement and its table of csrc/protocol/placement.h, for rounds from now on.
 
-        Valid while the session is open.
+        GPUs: enqueue that on the current stream, in the order of the rounds.
         """
         ...
 

@@ -73,8 +73,7 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str], last: s
         return _bad_input(record)
     if record.code == Failure.mismatch:
         if record.argument == Argument.handle and (record.expected | record.seen) >= GENERATION:
-            mine, theirs = (f"generation {number % GENERATION}" for number in (record.expected, record.seen))
-            return Mismatch("placement", mine, theirs, record.peer)
+            return Mismatch("placement", _generation(record.expected), _generation(record.seen), record.peer)
         if record.argument == Argument.handle:
             mine, theirs = (f"that of the dispatch of round {tag // 2}" for tag in (record.expected, record.seen))
             return Mismatch("handle", mine, theirs, record.peer)
@@ -105,6 +104,11 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str], last: s
         )
     by = stopper(record.rank, record.peer)
     return Aborted(f"rank {record.rank} was stopped by {by} ({where}){why}", **known)
+
+
+def _generation(word: int) -> str:
+    """Show what ranks compare of their placements: generation_of of csrc/protocol/placement.h."""
+    return f"generation {word % (1 << 32)} with digest {word % GENERATION >> 32:#x}"
 
 
 def known_of(record: _native.FailureRecordView, op: str) -> dict[str, Any]:

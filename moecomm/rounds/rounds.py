@@ -11,7 +11,7 @@ from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
 from moecomm.base.placement import Placement, table
-from moecomm.base.protocol import BALANCED, BY_TABLE
+from moecomm.base.protocol import BALANCED, BY_TABLE, DIGEST_BITS
 from moecomm.base.sampling import RowTables, Sampling
 from moecomm.ranks.session import Session
 from moecomm.ranks.settings import Settings
@@ -85,21 +85,21 @@ class Rounds(RoundState, Bound):
         self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
         self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
         self.placement, self.generation = settings.placement, 1
-        # The next one, from its agreement until all ranks have it: after a loss, those that are left go on with it.
-        self.next_placement: Placement | None = None
+        # By slot of this rank, the generation from which on its weights are those of its expert: see placing.left().
+        self.filled: dict[int, int] = {}
         masks = settings.on_timeout == "mask" and self.placement is None  # else the table of a placement does
         self.live = LiveExperts(self.num_experts, self.device) if masks else None
         if self.placement is not None:
             session.context.placed = BALANCED if settings.balances else BY_TABLE
             self.place(self.placement)
+            session.synchronize()
 
     def place(self, placement: Placement) -> None:
-        """Write the table of a placement, for rounds from now on.  No round runs.  Waits for the device."""
+        """Write the table of a placement, for rounds from now on.  Does not wait for the device."""
         words = table(placement, self.rank, self.domain_ranks, self.masked)
         self.placement = placement
-        words_here = self.session.placement()
-        new = torch.tensor([self.generation, placement.num_experts, *words], dtype=torch.int32)
-        words_here[: len(new)].copy_(new)
+        head = self.generation, placement.num_experts, placement.digest % (1 << DIGEST_BITS), 0
+        self.session.place([*head, *words])
 
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread."""

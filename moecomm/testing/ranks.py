@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -83,7 +84,9 @@ class LocalBuffers:
 
     def set_placement(self, placement: Placement) -> None:
         """Call Buffer.set_placement() on every rank."""
-        self._together([partial(buffer.set_placement, placement) for buffer in self.buffers])
+        for nth, buffer in enumerate(self.buffers):
+            with torch.cuda.stream(self.streams[nth]) if self.streams else nullcontext():
+                buffer.set_placement(placement)
 
     def mask(self, ranks: Collection[int], **options: Any) -> None:
         """Call Buffer.mask(ranks) on the other ranks. Later calls are of those that take part, in rank order."""

@@ -268,6 +268,15 @@ class Window(Bound):
             self._opened.calls.synchronize()
             self._raise_failure()
 
+    def raise_failure(self) -> None:
+        """Raise the error of a wait that has failed, if any.  GPUs: do not wait for waits that are enqueued.
+
+        Raises:
+            Closed, Timeout, PeerLost, Aborted: as put().
+        """
+        with self._call():
+            pass
+
     def abort(self) -> None:
         """End every wait of all ranks at once, from any thread.  The Window can then only be closed."""
         with suppress(Closed), self._while_open():

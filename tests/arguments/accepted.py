@@ -259,6 +259,7 @@ TABLE = (
     Row("the replicas given before, or none", ("None", "{}"), ("moecomm.Buffer.mask(replicas)",)),
     Row("an exponent", ("0", "0.5", "2.0", "True", "False", "np.float64"), ("zipf",)),
     Row("as many tokens as there are", ("2**31",), ("routing.RoutingRecorder(max_tokens)",)),
+    Row("a rate, or none", ("None", "0.5", "2.0", "True", "np.float64"), ("max_gbs",)),
     Row("seconds", ("0.5", "2.0", "True", "np.float64"), ("timeout_s", "num_gpu_timeout_secs", "limit_s")),
     Row(
         "as many rows as that, at most the worst case",

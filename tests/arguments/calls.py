@@ -363,7 +363,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                 lambda weights: weights.close(),
             )
         ],
-        "moecomm.ExpertWeights.prefetch": [Call(moved.prefetch, {"target": placement})],
+        "moecomm.ExpertWeights.prefetch": [Call(moved.prefetch, {"target": placement, "max_gbs": 1.5})],
         "moecomm.Placement.by_expert": [Call(placement.by_expert, {"numbers": torch.arange(E)})],
         "moecomm.Placement.slots_of": [
             Call(placement.slots_of, {"topk_idx": idx, "rank": 0, "domain_ranks": 1}),

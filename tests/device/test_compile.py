@@ -194,12 +194,20 @@ SPECS |= {
     if spec.wire == E4M3
 }
 
+SPECS |= {
+    "dispatch of a placement": dispatch(placed=True),
+    "dispatch of a placement, 64 ranks, 1024 slots": dispatch(placed=True, ranks=64, experts=1024, hidden=4096),
+    "dispatch of a placement, few tokens": dispatch(placed=True, packets=True),
+    "dispatch of a placement, row descriptors": dispatch(placed=True, descriptors=True, row_bytes=16),
+    "dispatch of a placement across domains": dispatch(placed=True, **ACROSS),
+}
 
 PLAIN_RUN = (
     *(
         "dispatch flat, ue8m0 by column",
         "dispatch of row descriptors",
         "dispatch few tokens",
+        "dispatch of a placement, few tokens",
         "dispatch across domains, flat",
     ),
     *("combine", "combine few tokens by weights of the source ranks"),

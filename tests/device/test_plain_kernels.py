@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moecomm.backends.between_rounds import SET_PLACEMENT
 from moecomm.base.protocol import DTYPES
 from moecomm.gpu import budgets, expert_table, padding, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
+from moecomm.window.pace import PAUSE
 
 from ..compiled import check_kernel
 from ..few import few
@@ -22,7 +24,7 @@ KERNELS = (
     | {f"SwiGLU, {dtype}": swiglu.kernel(dtype) for dtype in DTYPES}
     | {entry: routing_map.kernel(entry) for entry in MAPS}
     | {entry: budgets.kernel(entry) for entry in BUDGETS}
-    | {"table of experts": expert_table.kernel()}
+    | {"table of experts": expert_table.kernel(), "table of a placement": SET_PLACEMENT, "pause": PAUSE}
     | {
         f"{name} of {dtype}, {'aligned' if aligned else 'any'}": quantize_rows.kernel(name, dtype, aligned)
         for name in quantize_rows.NAMES
@@ -30,12 +32,13 @@ KERNELS = (
         for aligned in (True, False)
     }
 )
+ALWAYS = ("table of a placement", "pause")
 CASTS = [f"{name} of {torch.bfloat16}, aligned" for name in ("fp8_token", "nvfp4")]
 
 
 @pytest.mark.compiled(KERNELS)
 @pytest.mark.parametrize(
-    "name", few(KERNELS, "padding, u32", "copy, uint4", "tidy, i64", "ids_of_map", "keep_entries<i64>", *CASTS)
+    "name", few(KERNELS, "padding, u32", "copy, uint4", "tidy, i64", "ids_of_map", "keep_entries<i64>", *ALWAYS, *CASTS)
 )
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name])

@@ -58,10 +58,10 @@ MUTANTS = [
         "placed rows",
     ),
     Mutant(
-        "half of the table is copied",
+        "a quarter of the table is copied",
         "dispatch/dispatch.cuh",
-        "i < shared.kWords;",
-        "i < shared.kWords / 2;",
+        "constexpr i32 words = Shared::kWords,",
+        "constexpr i32 words = Shared::kWords / 4,",
         "placed rows",
     ),
     Mutant(

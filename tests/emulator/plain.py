@@ -62,7 +62,7 @@ BODIES: dict[str, dict[str, str]] = {
         "add": "if (!ahead) emulator::emulator_add(ctx.rank, peer, way, reinterpret_cast<unsigned long long*>("
         "remote(peer, signal_at(ctx.window, which))), amount);",
     },
-    "transport/nic.cuh": {"doze": "emulator::emulator_yield();"},
+    "device/globaltimer.cuh": {"doze": "emulator::emulator_yield();"},
 }
 SHARED = r"extern __shared__ .*? memory\[\];", "u8* memory = emulator::emulator_thread->of_block->shared;"
 TEXTS: dict[str, list[tuple[str, str]]] = {

@@ -15,6 +15,7 @@ from moecomm.base import formats
 from moecomm.base.protocol import DTYPES
 from moecomm.gpu import budgets, expert_table, padding, plain_kernel, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
+from moecomm.window.pace import Pace
 from tests.gpu import test_plain_kernels as cases
 
 from .machine import LIMIT, Launch, Machine
@@ -109,6 +110,21 @@ def test_tables(dtype: torch.dtype) -> None:
         meant = expert_table.by_kernel(ids, table, absent)
         assert torch.equal(meant, expert_table.looked_up(ids, table, wanted))
         assert torch.equal(absent, wanted)
+
+
+def test_copies_at_a_rate(machine: Machine) -> None:
+    """In pieces of 20 us: a pause ends when the copies so far may have ended, and slow copies are not made up for."""
+    pace = Pace(torch.device("cpu"), 1.0)  # a byte in a nanosecond
+    pace._device, begin = torch.device("cuda"), machine.now()
+    pace._pause(0)
+    due = int(pace._due)
+    assert begin <= due <= machine.now()
+    source, to = torch.rand(3, 20_000), torch.zeros(3, 20_000)
+    pace.copy(to, source)
+    assert torch.equal(to, source) and int(pace._due) == due + source.nbytes <= machine.now()
+    pace._due.fill_(due)  # copies have taken longer than they had to
+    pace.copy(to[0, :1], source[1, :1])
+    assert due + source.nbytes <= int(pace._due) <= machine.now() and to[0, 0] == source[1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

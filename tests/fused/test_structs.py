@@ -15,7 +15,7 @@ from moecomm.fused import structs
 from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.overlap import kernels
-from moecomm.window import gpu_calls
+from moecomm.window import gpu_calls, pace
 
 TABLE = _native.structs()
 
@@ -38,8 +38,8 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
         "GradientArgs": combine_gradients._Args,
         "LeaveArgs": between_rounds.LeaveArgs,
     }
-    found |= {"QuiesceArgs": between_rounds.QuiesceArgs}
-    found |= {"Window": gpu_calls.WindowStruct, "WindowCallArgs": gpu_calls.CallArgs}
+    found |= {"QuiesceArgs": between_rounds.QuiesceArgs, "SetPlacementArgs": between_rounds.SetPlacementArgs}
+    found |= {"Window": gpu_calls.WindowStruct, "WindowCallArgs": gpu_calls.CallArgs, "PauseArgs": pace.PauseArgs}
     of_operators = inspect.getmembers(kernels, inspect.isclass)
     found |= {name: one for name, one in of_operators if one.__module__ == kernels.__name__}
     assert set(found) == set(TABLE)
