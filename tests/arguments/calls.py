@@ -324,7 +324,7 @@ def of_moecomm() -> dict[str, list[Call]]:
     four = nn.Experts(range(E), H, I)
     elastic = moecomm.Buffer(**SIZES, backend="host")
     placement = moecomm.Placement([range(E)])
-    placed = moecomm.Buffer(**SIZES, backend="host", placement=placement)
+    placed, grown = (moecomm.Buffer(**SIZES, backend="host", placement=placement) for _ in range(2))
     moved = moecomm.ExpertWeights(placed, {"w": (2,)})
     buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
     return {
@@ -414,7 +414,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         ],
         "moecomm.Buffer.grow": [
             Call(elastic.grow, {"group": "self"}),
-            Call(placed.grow, {"group": "self", "placement": placement}),
+            Call(grown.grow, {"group": "self", "placement": placement}),
         ],
         "moecomm.Buffer.joining": [Call(elastic.joining, {"group": "self"})],
         "moecomm.Buffer.dump_flight_record": [Call(write, {"path": "record.json"})],
