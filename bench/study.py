@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tables import LEGEND, OVERLAP, ROOT, line, load, names, source, table
+from tables import LEGEND, OVERLAP, ROOT, line, load, names, older, source, table, with_mark
 
 from moecomm_bench.gather_study import VARIANTS
 from moecomm_bench.gather_table import cells
@@ -11,6 +11,12 @@ PAGE = ROOT / "docs" / "maintainers" / "all_gather_matmul_study.md"
 RESULT = "all-gather-study-h100-2"
 RESULTS = "../../bench/results"  # from the page
 COMMAND = "moecomm bench all-gather-study"
+# Parts of the variants that are moecomm's: see tables.older.  Variant 1 is NCCL and cuBLAS.
+PARTS = {**dict.fromkeys((3, 4, 6), ("all-gather study",)), 8: ("overlap",)}
+OF_FP8 = (
+    "In FP8, the product alone and that behind NCCL are moecomm's grouped GEMM, which has the same scales; torch's is "
+    "`torch._scaled_mm` behind NCCL, with one scale for each row, which is less work."
+)
 
 
 def figures() -> str:
@@ -36,7 +42,8 @@ def variants() -> list[str]:
             continue
         of = found["rows"][number - 1]
         measured = {**of, "ms": of["us"]["p50"] / 1e3} if "us" in of else None
-        rows.append(line(found, ("all-gather study", "overlap"), *row, *cells(measured)))
+        at = [len(row)] if measured and number in PARTS else []
+        rows.append(line(found, PARTS.get(number, ()), *row, *cells(measured), at=at))
     return [table(f"# | variant (name in the source) {heads}", rows), f"of 1: TFLOP/s over those of variant 1. {ours}"]
 
 
@@ -48,10 +55,15 @@ def sizes() -> list[str]:
         if "^3" in row["case"] and "us" in row:
             case = (row["dtype"], row["case"].removesuffix("^3"))
             of_cases.setdefault(case, {})[row["who"]] = row["tflops"]
-    whos = ("moecomm", "nccl", "torch", "alone")
-    rows = [line(found, ("overlap",), *case, *(f"{of[who]:.1f}" for who in whos)) for case, of in of_cases.items()]
-    heads = "type | M = N = K | 8: one kernel, TFLOP/s | 1: NCCL, cuBLAS | torch's fused operator | the product alone"
-    return [table(heads, rows), f"{found['ranks']} {_gpu(found)}s: {source(OVERLAP[0], RESULTS)}. {LEGEND}"]
+    rows = []
+    for case, of in of_cases.items():
+        ours, nccl, torchs, alone = (f"{of[who]:.1f}" for who in ("moecomm", "nccl", "torch", "alone"))
+        if case[0] == "fp8" and older(found, ("GEMM",)):
+            nccl, alone = with_mark(nccl), with_mark(alone)
+        rows.append(line(found, ("overlap",), *case, ours, nccl, torchs, alone, at=(2,)))
+    heads = "type | M = N = K | 8: one kernel, TFLOP/s | 1: NCCL and a product | torch's | the product alone"
+    about = f"{found['ranks']} {_gpu(found)}s: {source(OVERLAP[0], RESULTS)}. torch's: its fused operator. {OF_FP8}"
+    return [table(heads, rows), f"{about} {LEGEND}"]
 
 
 def _gpu(found: dict) -> str:

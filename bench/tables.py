@@ -130,8 +130,13 @@ def line(
         at: the cells to mark; in rows with other libraries, the cells of moecomm.
     """
     if any(older(one, parts) for one in (found, beside) if one):
-        cells = tuple(f"{cell} {OLDER}" if index in at and cell else cell for index, cell in enumerate(cells))
+        cells = tuple(with_mark(cell) if index in at else cell for index, cell in enumerate(cells))
     return f"| {' | '.join(cells)} |"
+
+
+def with_mark(cell: str) -> str:
+    """Mark a cell, unless it is empty."""
+    return f"{cell} {OLDER}" if cell else cell
 
 
 def table(heads: str, rows: Iterable[str]) -> str:

@@ -23,11 +23,13 @@ from tables import (
     layer_parts,
     line,
     load,
+    older,
     round_parts,
     table,
     time_of,
     window_in,
     window_of,
+    with_mark,
 )
 
 from moecomm.base import formats
@@ -406,10 +408,10 @@ def concurrent() -> str:
             for (_, dtype), of in of_cases.items():
                 if who in of:
                     of_kinds.setdefault("FP8: " if dtype == "fp8" else "", []).append(of[who] / of["moecomm"])
-            cells.append("; ".join(f"{kind}{min(over):.2f} to {max(over):.2f}" for kind, over in of_kinds.items()))
+            cell = "; ".join(f"{kind}{min(over):.2f} to {max(over):.2f}" for kind, over in of_kinds.items())
+            cells.append(with_mark(cell) if older(load(name), ("overlap",)) else cell)
     operators = (f"`{name.replace('-', '_')}`" for name in OPERATORS[:-1])
-    found = load(OVERLAP_H200[0])
-    rows = [line(found, ("overlap",), who, *cells) for who, cells in ratios.items()]
+    rows = [f"| {' | '.join((who, *cells))} |" for who, cells in ratios.items()]
     heads = " | ".join(("2 H200s, time over that of our fused kernel", *operators))
     return f"{rounds}\n\n{table(heads, rows)}"
 
@@ -709,6 +711,7 @@ TOPICS = (
         "4096 tokens a rank, `flat`, 16 blocks: time alone; the share of its speed that a GEMM on another stream "
         "keeps, and the share it keeps beside 16 blocks that do nothing.  Then the operators of `moecomm.overlap`: "
         "more than 1 is slower than ours.  NCCL with cuBLAS (or torch's bags), torch's own fused operators; graphs.  "
+        f"{study.OF_FP8}  "
         "[Overlapped operators](overlap.md) has those of two H100s, and [a "
         "study](maintainers/all_gather_matmul_study.md) seven more ways to one of them.  All "
         "sizes: ![time of fused operators, and over that with NCCL](../bench/results/overlap-h100-2.svg)",

@@ -201,3 +201,20 @@ def test_exact_sums_travel_at_the_share_of_the_fastest_copy_that_the_results_say
         in_bytes = row["wire_bytes"] * (one + 2 * (1 - none - one)) / (1 - none)  # wire_bytes: a bfloat16 row each
         want.append(f"{in_bytes / (row['us']['p50'] * 1e3) / max(copy['gbs'] for copy in found['ceiling']):.2f}")
     assert re.findall(r"\d\.\d\d", sentence) == want
+
+
+def test_the_study_says_where_torch_and_nccl_are_ahead() -> None:
+    text = (ROOT / "docs" / "maintainers" / "all_gather_matmul_study.md").read_text()
+    ahead: dict[tuple[str, str], list[int]] = {}
+    times: dict[tuple[str, int], dict[str, float]] = {}
+    for row in content("overlap-all-gather-matmul-h100-2")["rows"]:
+        if "^3" in row["case"]:
+            size = int(row["case"].removesuffix("^3"))
+            times.setdefault((row["dtype"], size), {})[row["who"]] = row["us"]["p50"]
+    for (dtype, size), of in times.items():
+        for who in ("nccl", "torch"):
+            if of[who] < of["moecomm"]:
+                ahead.setdefault((dtype, who), []).append(size)
+    assert ahead == {("fp16", "torch"): [4096, 8192], ("fp16", "nccl"): [8192], ("fp8", "torch"): [8192]}
+    said = "In float16 torch's fused operator is ahead of it from 4096 on, and NCCL with cuBLAS at 8192."
+    assert f"{said} In FP8 torch's product behind NCCL is ahead at 8192." in " ".join(text.split())

@@ -10,6 +10,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -141,6 +142,26 @@ def test_a_changed_number_is_found(page: str) -> None:
             column = next(numbers)
             changed = [*row[:column], off_by_two(row[column]), *row[column + 1 :]]
             assert list(mistakes(table._replace(rows=[changed]))), f"{page}: {changed} passes in place of {row}"
+
+
+DTYPE = re.compile(r"\b(bf16|fp16|fp8)\b")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figures_of_another_dtype_are_found(page: str) -> None:
+    """A row whose labels name a dtype is wrong with the name of another one, which the table has."""
+    for table in tables(page):
+        labels, _ = derivation_of(table)
+        columns = [at for at, head in enumerate(table.heads) if head in labels]
+        named = {dtype for row in table.rows for at in columns for dtype in DTYPE.findall(row[at])}
+        for row in table.rows:
+            for at, other in product(columns, sorted(named)):
+                renamed = DTYPE.sub(other, row[at])
+                changed = [*row[:at], renamed, *row[at + 1 :]]
+                if changed in table.rows:
+                    continue
+                with suppress(ValueError):  # no result has a row with these labels
+                    assert list(mistakes(table._replace(rows=[changed]))), f"{page}: {changed} passes in place of {row}"
 
 
 def off_by_two(cell: str) -> str:
@@ -808,6 +829,9 @@ def instructions(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
 def correctness(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     (found,) = (found for found in table.results if f"`{found['name']}`" == cells["result"])
     assert all(not row.get("failed") for row in found["rows"])
+    kinds = [row.get("kind") or row.get("dtype", "domains of CPU ranks") for row in found["rows"]]
+    if cells["kinds"].split("; ") != [*dict.fromkeys(kinds)]:
+        return
     yield {"number, none failed": [sum(row[cells["what"].replace(" ", "_")] for row in found["rows"])]}
 
 
@@ -873,7 +897,7 @@ def squares(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     size = int(cells["M = N = K"])
     work = 2 * size**3 / 1e6
     of = {row["who"]: work / row["us"]["p50"] for row in rows(found, case=f"{size}^3", dtype=cells["type"])}
-    heads = {"8: one kernel, TFLOP/s": "moecomm", "1: NCCL, cuBLAS": "nccl", "torch's fused operator": "torch"}
+    heads = {"8: one kernel, TFLOP/s": "moecomm", "1: NCCL and a product": "nccl", "torch's": "torch"}
     yield {head: [of[who]] for head, who in (heads | {"the product alone": "alone"}).items()}
 
 
