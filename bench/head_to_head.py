@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import OLDER, WINDOW, gpu, line, load, names, round_parts, source, table, time_of, window_in
+from tables import AGED, OLDER, WINDOW, gpu, line, load, names, round_parts, source, table, time_of, window_in
 
 from moecomm_bench import beside
 
@@ -47,7 +47,7 @@ def front() -> list[str]:
     )
     about = f"Source: {source(used, 'bench/results')}."
     if OLDER in shown:
-        about += f" {OLDER}: moecomm's kernel has changed since the run, so its time today may be another."
+        about += f" {AGED}"
     picture = f"![Time of other libraries over that of moecomm](bench/results/{used}.svg)"
     more = "[Measurements](docs/measurements.md) has all sizes and layouts, the conditions, and the marks in full."
     return [picture, head, shown, f"{about} {more}"]

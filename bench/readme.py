@@ -1,16 +1,19 @@
 """Write all pages and plots from bench/results/*.json: python bench/readme.py.
 
-These are the pages of bench/pages.py, and the figures of README.md and docs/maintainers/all_gather_matmul_study.md.
+These are the pages of bench/pages.py, and the figures of README.md, of docs/maintainers/all_gather_matmul_study.md, and
+of pages for users (bench/ratios.py).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import head_to_head
 import pages
+import ratios
 import study
 from tables import OVERLAP, ROOT, load, names
 
@@ -49,10 +52,15 @@ def filled(page: str, figures: str) -> str:
     return pattern.sub(lambda _: f"{BEGIN}\n{figures}\n{END}", page)
 
 
+def blocks() -> dict[Path, Callable[[], str]]:
+    """Return what makes the figures of each page that is otherwise written by hand."""
+    return {ROOT / "README.md": headlines, study.PAGE: study.figures, **ratios.FIGURES}
+
+
 def write_pages() -> None:
-    """Write the pages of bench/pages.py, and the figures of README and of the study."""
-    for path, figures in ((ROOT / "README.md", headlines()), (study.PAGE, study.figures())):
-        path.write_text(filled(path.read_text(), figures))
+    """Write the pages of bench/pages.py, and the figures between marks on other pages."""
+    for path, figures in blocks().items():
+        path.write_text(filled(path.read_text(), figures()))
     for path, content in pages.pages().items():
         path.write_text(content)
 

@@ -23,6 +23,7 @@ LEGEND = (
     "other libraries are not affected. Marks do not cover the Python that a call runs, on which eager times and host "
     "times depend."
 )
+AGED = f"{OLDER}: moecomm's kernel has changed since the run, so its time today may be another."
 MANY = ("dispatch", "combine")  # of one domain
 FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
 ROUNDS = (*MANY, *FEW)

@@ -48,20 +48,15 @@ ROUNDS: list[dict[str, Any]] = [
 
 
 def test_shares_of_the_line_rate_of_an_emulated_nic() -> None:
-    """The table has every result; other sentences have the range of its cells."""
+    """Sentences have the range of the table's cells, which tests/docs/test_tables.py derives."""
     text = (ROOT / "docs" / "backends.md").read_text()
-    found = re.findall(r"^\| (\d H\d+)s? \|((?: [\d.]+ \|){5}) `bench/results/(nic-.*)\.json` \|$", text, re.MULTILINE)
+    found = re.findall(r"^\| (\d H\d+)s?[ †]* \|((?: [\d.]+ \|){5}) `(nic-.*)` \|$", text, re.MULTILINE)
     assert {result for _, _, result in found} == {path.stem for path in RESULTS.glob("nic-*.json")}
     shares: dict[str, list[str]] = {"dispatch": [], "combine": []}
-    for gpus, cells, result in found:
-        gbs = float(content(result)["case"]["nic"].split(",")[0])
-        assert f"-{gpus[2:].lower()}-{2 * int(gpus[0])}" in result
-        want = []
-        for named in ROUNDS:
-            row = row_of(result, tokens=4096, sms_asked=32, **named)
-            want.append(f"{row['across_bytes'] / (gbs * 1e3) / row['us']['p50']:.2f}")
-            shares[named["what"]].append(want[-1])
-        assert re.findall(r"[\d.]+", cells) == want, result
+    for _, cells, _ in found:
+        dispatches, combines = re.findall(r"[\d.]+", cells)[:2], re.findall(r"[\d.]+", cells)[2:]
+        shares["dispatch"] += dispatches
+        shares["combine"] += combines
     ranges = {what: f"{min(of_what)} to {max(of_what)}" for what, of_what in shares.items()}
     measured = aim("An emulated NIC at 0.93 of its line rate")[0]
     assert measured.startswith(f"Dispatch {ranges['dispatch']}, combine {ranges['combine']} ")

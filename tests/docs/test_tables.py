@@ -20,7 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 STUDY = "docs/maintainers/all_gather_matmul_study.md"
-PAGES = ("README.md", "docs/measurements.md", STUDY)
+BLOCKS = ("README.md", STUDY, "docs/overlap.md", "docs/backends.md")  # pages with a generated part
+PAGES = (*BLOCKS, "docs/measurements.md")
 PAGES += tuple(f"docs/maintainers/{name}.md" for name in ("measured_calls", "measured_checks", "wide_ep", "dlrm"))
 GENERATED = re.compile(r"<!-- figures: .*?-->(.*?)<!-- end of figures -->", re.DOTALL)
 UNITS = {"us": 1.0, "ms": 1e3, "GiB": 2.0**30, "%": 0.01}
@@ -61,7 +62,7 @@ def result(name: str) -> Result:
 
 def tables(page: str) -> list[Table]:
     text = (ROOT / page).read_text()
-    if page in ("README.md", STUDY):
+    if page in BLOCKS:
         (text,) = GENERATED.findall(text)
     found = []
     for run in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -899,6 +900,46 @@ def squares(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     of = {row["who"]: work / row["us"]["p50"] for row in rows(found, case=f"{size}^3", dtype=cells["type"])}
     heads = {"8: one kernel, TFLOP/s": "moecomm", "1: NCCL and a product": "nccl", "torch's": "torch"}
     yield {head: [of[who]] for head, who in (heads | {"the product alone": "alone"}).items()}
+
+
+# Ratios on pages for users.
+
+
+@derives("operator | over NCCL", "operator | slower than NCCL")
+def operator_speeds(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    operator, *kind = cells["operator"].split(", ")
+    for found in table.results:
+        over: dict[str, dict[tuple[str, str], float]] = {"nccl": {}, "torch": {}}
+        for row in rows(found, operator=operator.strip("`")):
+            few = "batch" in row["case"] and operator == "`matmul_all_reduce`"
+            if row["who"] not in over or (row["dtype"] == "fp8") != ("FP8" in kind) or few != ("up to 16 rows" in kind):
+                continue
+            (ours,) = rows(found, who="moecomm", case=row["case"], dtype=row["dtype"])
+            over[row["who"]][row["case"], row["dtype"]] = row["us"]["p50"] / ours["us"]["p50"]
+        behind = "; ".join(case for (case, _), ratio in over["nccl"].items() if ratio < 1)
+        if over["nccl"] and cells["slower than NCCL"] == (behind or "-"):
+            ranges = {who: [min(some.values()), max(some.values())] if some else [] for who, some in over.items()}
+            yield {"over NCCL": ranges["nccl"], "over torch": ranges["torch"]}
+
+
+@derives("GPUs a domain | dispatch, `flat`", "GPUs a domain | result")
+def shares_of_a_nic(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    found = next(one for one in table.results if f"`{one['name']}`" == cells["result"])
+    each = found["case"]["ranks"] // 2
+    assert cells["GPUs a domain"] == f"{each} {kind_of(found)}{'s' * (each > 1)}"
+    gbs = float(found["case"]["nic"].split(",")[0])
+    expected = Cells()
+    for head, what, layout, variant in (
+        ("dispatch, `flat`", "dispatch", "flat", ""),
+        ("`expert`", "dispatch", "expert", ""),
+        ("combine, `flat`, rows in the window", "combine", "flat", "y in the window"),
+        ("rows outside", "combine", "flat", "y outside"),
+        ("`expert`#2", "combine", "expert", "bf16 wire"),
+    ):
+        named = {"what": what, "layout": layout, "variant": variant, "payload": "bf16" if what == "dispatch" else ""}
+        (row,) = rows(found, who="moecomm", tokens=4096, sms_asked=32, **named)
+        expected[head] = [row["across_bytes"] / gbs / row["us"]["p50"] / 1e3]
+    yield expected
 
 
 # docs/maintainers/wide_ep.md and docs/maintainers/dlrm.md.

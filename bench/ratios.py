@@ -1,0 +1,77 @@
+"""Tables of ratios on pages for users: overlapped operators over NCCL and torch, and shares of a NIC's line rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tables import AGED, DOMAINS, OVERLAP, ROOT, THROUGH, gpu, line, load, names, source, table
+
+OPERATORS_PAGE, NETWORKS_PAGE = ROOT / "docs" / "overlap.md", ROOT / "docs" / "backends.md"
+RESULTS = "../bench/results"  # from the pages
+_FEW_ROWS = ", batch "  # in the names of cases of at most 16 rows
+
+
+def speeds() -> str:
+    """Return the range of the times of NCCL and torch over ours, for each operator."""
+    rows = []
+    for name in OVERLAP:
+        found = load(name)
+        times: dict[tuple[str, str], dict[str, float]] = {}
+        for row in found["rows"]:
+            if "us" in row:
+                times.setdefault((row["case"], row["dtype"]), {})[row["who"]] = row["us"]["p50"]
+        kinds: dict[str, list[tuple[str, dict[str, float]]]] = {}
+        for (case, dtype), of in times.items():
+            kinds.setdefault(_kind(found["rows"][0]["operator"], case, dtype), []).append((case, of))
+        for kind, cases in kinds.items():
+            over = [[of[who] / of["moecomm"] for _, of in cases if who in of] for who in ("nccl", "torch")]
+            behind = [case for case, of in cases if of["nccl"] < of["moecomm"]]
+            cells = (
+                *(f"{min(some):.2f} to {max(some):.2f}" if some else "-" for some in over),
+                "; ".join(behind) or "-",
+            )
+            parts = ("overlap", *["GEMM"] * ("FP8" in kind))  # in FP8 NCCL is beside moecomm's grouped GEMM
+            rows.append(line(found, parts, kind, *cells))
+    sources = "; ".join(source(name, RESULTS) for name in OVERLAP)
+    return f"{table('operator | over NCCL | over torch | slower than NCCL', rows)}\n\n{sources}. {AGED}"
+
+
+def _kind(operator: str, case: str, dtype: str) -> str:
+    rows = ""
+    if operator == "matmul_all_reduce":
+        rows = ", up to 16 rows" if _FEW_ROWS in case else ", more rows"
+    return f"`{operator}`{rows}{', FP8' if dtype == 'fp8' else ''}"
+
+
+def shares() -> str:
+    """Return the share of an emulated NIC's line rate that each round of 4096 tokens reaches."""
+    rows = []
+    for name in sorted((name for name in names() if name.startswith("nic-")), key=lambda name: (gpu(load(name)), name)):
+        found = load(name)
+        gbs = float(found["case"]["nic"].split(",")[0])
+        cells = []
+        for round_ in _ROUNDS:
+            asked = {"who": "moecomm", "tokens": 4096, "sms_asked": 32, "payload": "", "variant": "", **round_}
+            (row,) = (row for row in found["rows"] if asked.items() <= row.items())
+            cells.append(f"{row['across_bytes'] / (gbs * 1e3) / row['us']['p50']:.2f}")
+        each = found["case"]["ranks"] // 2
+        kind = gpu(found) if each > 1 else gpu(found)[:-1]
+        rows.append(line(found, (*DOMAINS, *THROUGH["emulated NIC"]), f"{each} {kind}", *cells, f"`{name}`"))
+    heads = (
+        "GPUs a domain | dispatch, `flat` | `expert` | combine, `flat`, rows in the window | rows outside | `expert`"
+    )
+    sources = "; ".join(source(name, RESULTS) for name in names() if name.startswith("nic-"))
+    return f"{table(f'{heads} | result', rows)}\n\n{sources}. {AGED}"
+
+
+_ROUNDS: tuple[dict[str, Any], ...] = (
+    {"what": "dispatch", "layout": "flat", "payload": "bf16"},
+    {"what": "dispatch", "layout": "expert", "payload": "bf16"},
+    {"what": "combine", "layout": "flat", "variant": "y in the window"},
+    {"what": "combine", "layout": "flat", "variant": "y outside"},
+    {"what": "combine", "layout": "expert", "variant": "bf16 wire"},
+)
+
+FIGURES: dict[Path, Callable[[], str]] = {OPERATORS_PAGE: speeds, NETWORKS_PAGE: shares}
