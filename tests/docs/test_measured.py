@@ -213,3 +213,22 @@ def test_the_study_says_where_torch_and_nccl_are_ahead() -> None:
     assert ahead == {("fp16", "torch"): [4096, 8192], ("fp16", "nccl"): [8192], ("fp8", "torch"): [8192]}
     said = "In float16 torch's fused operator is ahead of it from 4096 on, and NCCL with cuBLAS at 8192."
     assert f"{said} In FP8 torch's product behind NCCL is ahead at 8192." in " ".join(text.split())
+
+
+def test_recorded_routing_takes_as_much_longer_as_the_results_say() -> None:
+    """Pairs with recorded routing beside those with drawn routing, of another run."""
+    keys = ("tokens", "layout", "payload", "variant")
+    even = {tuple(row[key] for key in keys): row for row in _pairs("recorded-even-h200-4")}
+    shares = [
+        100 * (row["us"]["p50"] / even[tuple(row[key] for key in keys)]["us"]["p50"] - 1)
+        for row in _pairs("recorded-h200-4")
+    ]
+    text = (ROOT / "docs" / "routing.md").read_text()
+    assert f"between {-min(shares):.1f} % less and {max(shares):.1f} % more than with drawn routing" in text
+    assert f"take {max(shares):.1f} % more at most than with drawn routing" in aim("Routing of a large model")[0]
+
+
+def _pairs(result: str) -> list[dict[str, Any]]:
+    return [
+        row for row in content(result)["rows"] if "us" in row and (MOECOMM | {"what": "pair"}).items() <= row.items()
+    ]
