@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tables import DOMAINS, LAYER, ROUNDS, Topic, line, load, round_parts, table
+from tables import CALLS, DOMAINS, LAYER, ROUNDS, Topic, line, load, round_parts, table
 
 
 def checks() -> str:
@@ -23,7 +23,7 @@ def recorder() -> str:
     found, rows = load("recorder-host-time-h100-4"), []
     for row in found["rows"]:
         cells = [f"{row[us][part]:.1f} us" for us in ("us", "us_off") for part in ("p50", "p99")]
-        rows.append(line(found, (), str(row["tokens"]), *cells, f"{row['a_call_us']:.1f} us"))
+        rows.append(line(found, CALLS, str(row["tokens"]), *cells, f"{row['a_call_us']:.1f} us"))
     return table("tokens | recorded, p50 | p99 | without, p50 | p99 | a call takes more", rows)
 
 
@@ -131,7 +131,8 @@ def after_kills() -> str:
         for row, beside in zip(found["rows"], shared, strict=True):
             times = [row.get(f"{step}_ms") for step in _STEPS]
             cells = ["" if ms is None else f"{ms['p50']:,.0f}; {ms['p99']:,.0f}" for ms in times]
-            rows.append(line(found, ("host",) if name.endswith("cpu") else ROUNDS, f"`{name}`", beside, *cells))
+            parts = ("membership", *(("host",) if name.endswith("cpu") else ROUNDS))
+            rows.append(line(found, parts, f"`{name}`", beside, *cells))
     heads = "noticed | `mask()` | first round | `shrink()` | first round | `grow()` | joined"
     return table(f"result | conditions | {heads}", rows)
 

@@ -1,20 +1,28 @@
-"""Digests of the choices by which the host launches what is measured: python bench/launches.py.
+"""Digests of what the host decides and runs for what is measured: python bench/launches.py.
 
-A time depends on more than the source of a kernel.  Python and the tuning tables choose a kernel's configuration, its
-warps and shared memory, its blocks and chunks, and the schedules of GEMMs.  This module evaluates these choices for
-usual sizes.  A digest of them changes with a choice, and not with a comment or a name.
+A time depends on more than the source of a kernel:
+
+- Python chooses a kernel's configuration, its warps and shared memory, its blocks and chunks, and the schedules of
+  GEMMs.  This module evaluates these choices for usual sizes.
+- Tuning tables have most of these choices.  Those of the shipped table are evaluated for all models and sizes that are
+  measured, with the code of today.
+- Eager times and host times depend on the Python that a call runs.  This module runs calls a second time, and takes
+  the source of each function of moecomm that they enter.
+
+A digest changes with a choice or with code, and not with a comment or a docstring.
 
 launches.json has the digests at the commit of each result.  The script adds those of commits that it lacks: it runs
 this file with the Python of a work tree of that commit and today's native module.  Where that fails, nothing is noted,
-and results of the commit are marked.  It also notes the digests of kernels' sources that results of the commit lack,
-because the part is younger.
-
-Not covered: the Python that a call runs.  Eager times and host times depend on it.
+and results of the commit are marked.  It also notes the digests of sources that results of the commit lack, because
+the part is younger.
 """
 
 from __future__ import annotations
 
+import ast
+import gc
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -22,20 +30,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from functools import lru_cache
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # of `tests`
-NOTED = Path(__file__).with_suffix(".json")  # {commit: {"launches": {part: digest}, "kernels": {part: digest}}}
+NOTED = Path(__file__).with_suffix(".json")  # {commit: {"launches", "kernels" and "tables": {part: digest}}}
 FEW = " of few tokens"
 _MULTIPROCESSORS = 132
 _GPU = ""  # of no table: that of moecomm.tuning.DEFAULT_GPU
 _TOKENS = {FEW: (1, 128), "": (4096,)}
 _TABLE_TOKENS = {FEW: (1, 8, 16, 32, 64, 128), "": (1024, 2048, 4096, 8192)}
+_TABLE = Path("moecomm", "tuning", "h200.json")  # the shipped table, which holds for GPUs without one of their own
+_ALL_TOKENS = {FEW: tuple(2**n for n in range(8)), "": tuple(2**n for n in range(8, 14))}
 _WAYS = {"nic": "rounds by NIC", "gin_proxy": "rounds by gin", "nvshmem": "rounds by nvshmem"}
 _RING_TOKENS = (768, 2496)
 _LAYER_MODELS = ("deepseek-v3", "qwen3-235b")
@@ -48,9 +60,18 @@ def digests() -> dict[str, str]:
     return {part: digest for kind in KINDS for part, digest in _digests(kind).items()}
 
 
+def today() -> dict[str, dict[str, str]]:
+    """Return what launches.json would have of a commit with today's code."""
+    return {"launches": digests(), "tables": decided()}
+
+
 def _digests(kind: str) -> dict[str, str]:
+    return _hashed(KINDS[kind]())
+
+
+def _hashed(found: Iterable[tuple[str, str]]) -> dict[str, str]:
     texts: dict[str, list[str]] = {}
-    for part, text in KINDS[kind]():
+    for part, text in found:
         texts.setdefault(part, []).append(text)
     return {part: hashlib.sha256("\n".join(found).encode()).hexdigest()[:12] for part, found in texts.items()}
 
@@ -115,7 +136,126 @@ def _products() -> Iterator[tuple[str, str]]:
         yield "overlap", repr(choose_split(rows, columns, _MULTIPROCESSORS))
 
 
-KINDS = {"rounds": _rounds, "domains": _between_domains, "layers": _layers, "products": _products}
+def _calls() -> Iterator[tuple[str, str]]:
+    """Yield the part of eager calls, and the Python of a repeated dispatch and combine, which GPUs share."""
+    from tests.test_walks import opened, tensors
+
+    x, ids, weights = tensors()
+    for layout in ("flat", "expert", "batched"):
+        with opened() as buffer:
+            dispatch = partial(buffer.dispatch, x, ids, weights, layout=layout)
+            routed = dispatch()
+            yield "calls", _functions(dispatch)
+            for y in (routed.x, buffer.empty(routed.handle)):
+                yield "calls", _functions(partial(buffer.combine, y, routed.handle))
+
+
+def _layer_calls() -> Iterator[tuple[str, str]]:
+    """Yield the part of eager layers, and the Python of a repeated layer on a GPU that takes launches alone."""
+    from tests.fused.test_host_calls import layers_of_a_gpu
+
+    with layers_of_a_gpu() as (_, call):
+        for fused in (True, False):
+            yield "layer calls", _functions(partial(call, fused))
+
+
+def _functions(call: Callable[[], object]) -> str:
+    """Return the source of each function of moecomm that a repeated call enters."""
+    import moecomm
+
+    package, codes = str(Path(moecomm.__file__).parent), set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            codes.add(frame.f_code)
+
+    call()
+    call()
+    gc.collect()
+    gc.disable()  # finalizers of what was there before
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return "\n".join(sorted({_code(code) for code in codes}))
+
+
+def _code(code: CodeType) -> str:
+    """Return the source of the function or method that code is of, or is inside of."""
+    text = Path(code.co_filename).read_text()
+    nodes = list(ast.parse(text).body)
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            nodes += node.body
+        elif isinstance(node, ast.FunctionDef):
+            first = min(line.lineno for line in (*node.decorator_list, node))
+            if first <= code.co_firstlineno <= (node.end_lineno or 0):
+                lines = text.splitlines(keepends=True)[first - 1 : node.end_lineno]
+                return _todays_sources().python(textwrap.dedent("".join(lines)))
+    return code.co_name  # a lambda of the module, or a class of a NamedTuple
+
+
+@lru_cache(maxsize=1)
+def _todays_sources() -> ModuleType:
+    """Return moecomm_bench.sources of this file's tree, whichever moecomm is imported."""
+    spec = importlib.util.spec_from_file_location("todays_sources", ROOT / "moecomm_bench" / "sources.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+KINDS = {
+    "rounds": _rounds,
+    "domains": _between_domains,
+    "layers": _layers,
+    "products": _products,
+    "calls": _calls,
+    "layer calls": _layer_calls,
+}
+
+
+def of_table(text: str) -> dict[str, str]:
+    """Return digests of what a tuning table decides, by part; "forms" is whether layers run fused by default."""
+    from moecomm import tuning
+
+    with tuning.use(tuning.parse(text)):
+        return _hashed(_decided())
+
+
+@lru_cache(maxsize=1)
+def decided() -> dict[str, str]:
+    """Return the digests of what today's table decides."""
+    return of_table((ROOT / _TABLE).read_text())
+
+
+def _decided() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from moecomm import tuning
+    from moecomm.fused import schedules
+    from moecomm.router import MODELS
+
+    bf16, fp8 = ((torch.bfloat16, schedules.SCHEDULES), (torch.float8_e4m3fn, schedules.FP8_SCHEDULES))
+    for few, sizes in _ALL_TOKENS.items():
+        for op, layout, ranks, tokens in itertools.product(tuning.OPS, tuning.LAYOUTS, (2, 4, 8), sizes):
+            choice = tuning.choose(_GPU, ranks, op, layout, tokens)
+            for part in (op + few, f"{op} between domains"):
+                yield part, f"{choice.blocks} {choice.chunk_tokens}"
+    for model, ranks, tokens in itertools.product(MODELS.values(), (2, 4, 8), (*_ALL_TOKENS[FEW], *_ALL_TOKENS[""])):
+        local, rows = model.num_experts // ranks, max(1, tokens * model.topk * ranks // model.num_experts)
+        for dtype, named in (bf16, fp8):
+            names = {schedule: name for name, schedule in named.items()}
+            for columns, depth in ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)):
+                yield "GEMM", names[schedules.schedule_of(dtype, rows, local, columns, depth, _MULTIPROCESSORS)]
+            yield "fused layer", names[schedules.schedule_of_both(dtype, rows, model.intermediate)]
+    for weights, ranks in itertools.product(("bf16", "fp8"), (2, 4, 8)):
+        bounds = tuning.fused_from(_GPU, weights, ranks)
+        least = bounds and (bounds.least_rows_of_expert, bounds.least_rows_of_rank, bounds.most_rows_of_expert)
+        yield "forms", f"{least}"
 
 
 def keys(part: str, ranks: int | None) -> list[str]:
@@ -149,15 +289,17 @@ def of_commit(commit: str) -> dict[str, dict[str, str]]:
         tree = Path(folder) / "tree"
         command = ["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", str(tree), commit]
         if subprocess.run(command, check=False).returncode:
-            return {"launches": {}, "kernels": {}}
+            return {"launches": {}, "kernels": {}, "tables": {}}
         try:
             for built in (ROOT / "moecomm").glob("_native*.so"):
                 shutil.copy(built, tree / "moecomm")
             launched = {part: digest for kind in KINDS for part, digest in _in(tree, kind).items()}
             kernels = sources.digests(tree / "csrc")
+            decided = of_table((tree / _TABLE).read_text()) if (tree / _TABLE).exists() else {}
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
-    return {"launches": launched, "kernels": {part: kernels[part] for part in sources.YOUNGER if part in kernels}}
+    younger = {part: kernels[part] for part in sources.YOUNGER if part in kernels}
+    return {"launches": launched, "kernels": younger, "tables": decided}
 
 
 def _in(tree: Path, kind: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aims
 import head_to_head
 import pages
 import ratios
@@ -58,10 +59,10 @@ def blocks() -> dict[Path, Callable[[], str]]:
 
 
 def write_pages() -> None:
-    """Write the pages of bench/pages.py, and the figures between marks on other pages."""
+    """Write the pages of bench/pages.py, the figures between marks on other pages, and the marks of bench/aims.py."""
     for path, figures in blocks().items():
         path.write_text(filled(path.read_text(), figures()))
-    for path, content in pages.pages().items():
+    for path, content in (pages.pages() | {aims.PAGE: aims.marked(aims.PAGE.read_text())}).items():
         path.write_text(content)
 
 

@@ -19,9 +19,8 @@ OLDER = "†"
 WINDOW = " | window"  # the end of the heads of a table
 LEGEND = (
     f"{OLDER}: moecomm's kernels behind this time, or the blocks, chunks or schedules that the host chooses for them, "
-    "have changed since the run, or are not shown to be the same. Today's time may be shorter or longer. Times of "
-    "other libraries are not affected. Marks do not cover the Python that a call runs, on which eager times and host "
-    "times depend."
+    "have changed since the run, or are not shown to be the same; behind eager times and host times, also the Python "
+    "and C++ that a call runs. Today's time may be shorter or longer. Times of other libraries are not affected."
 )
 AGED = f"{OLDER}: moecomm's kernel has changed since the run, so its time today may be another."
 MANY = ("dispatch", "combine")  # of one domain
@@ -36,6 +35,7 @@ THROUGH = {
     "nvshmem": ("nvshmem", "rounds by nvshmem"),
 }
 LAYER = (*ROUNDS, "GEMM", "fused layer")
+CALLS, LAYER_CALLS = ("calls",), ("calls", "layer calls")  # what the host runs for eager rounds and layers
 # Overlapped operators, and their results.
 OPERATORS = (
     "all-gather-matmul",
@@ -75,21 +75,22 @@ def names() -> list[str]:
 def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
     """Return True if any of these parts (moecomm_bench.sources, bench/launches.py) has changed since the measurement.
 
-    A part has changed if its source has, unless bench/equal_kernels.py has found the machine code to be the same, or if
-    the host launches it otherwise.
+    A part has changed if its source has, unless bench/equal_kernels.py has found the machine code to be the same, if
+    the host launches it otherwise, if the tuning table decides otherwise for it, or if the host runs other code.
     """
     now, launched, ranks = digests(), launches.digests(), found.get("case", {}).get("ranks")
-    then = launches.noted(found.get("commit", ""))
-    kernels, chosen = then.get("kernels", {}) | found["kernels"], then.get("launches", {})
+    decided, then = launches.decided(), launches.noted(found.get("commit", ""))
+    kernels, chosen, tables = (then.get(kind, {}) for kind in ("kernels", "launches", "tables"))
+    kernels = kernels | found["kernels"]
 
     def changed(part: str) -> bool:
         source, choices = equal_kernels.source_of(part), launches.keys(part, ranks)
+        assert choices or source in now or part in decided, f"no part: {part}"
         if any(chosen.get(key) != launched[key] for key in choices):
             return True
-        if source not in now:
-            assert choices, f"no part: {part}"
-            return False
-        return kernels.get(source) not in (now[source], *equal_kernels.equal(part, now[source]))
+        if part in decided and tables.get(part) != decided[part]:
+            return True
+        return source in now and kernels.get(source) not in (now[source], *equal_kernels.equal(part, now[source]))
 
     return any(map(changed, parts))
 
@@ -120,8 +121,10 @@ def line(
     *cells: str,
     beside: dict[str, Any] | None = None,
     at: Iterable[int] = (0,),
+    eager: Iterable[int] = (),
+    called: Iterable[str] = CALLS,
 ) -> str:
-    """Return one row of a table, marked if its figures are older than the kernels they measure.
+    """Return one row of a table, marked if its figures are older than what they measure.
 
     Args:
         found: the result with the figures.
@@ -129,10 +132,14 @@ def line(
         cells: the cells of the row.
         beside: a second result with figures in the row.
         at: the cells to mark; in rows with other libraries, the cells of moecomm.
+        eager: the cells with eager times and host times, which are marked by themselves if `parts` are as they were.
+        called: the parts of what the host runs for them.
     """
     if any(older(one, parts) for one in (found, beside) if one):
-        cells = tuple(with_mark(cell) if index in at else cell for index, cell in enumerate(cells))
-    return f"| {' | '.join(cells)} |"
+        marked = at
+    else:
+        marked = eager if eager and older(found, called) else ()
+    return f"| {' | '.join(with_mark(cell) if index in marked else cell for index, cell in enumerate(cells))} |"
 
 
 def with_mark(cell: str) -> str:

@@ -9,10 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tables import WINDOW, Topic, gpu, layer_parts, line, load, names, round_parts, table, time_of, window_in, window_of
+from tables import (
+    LAYER_CALLS,
+    WINDOW,
+    Topic,
+    gpu,
+    layer_parts,
+    line,
+    load,
+    names,
+    round_parts,
+    table,
+    time_of,
+    window_in,
+    window_of,
+)
 
 OPERATIONS = ("times", "zipf", "recorded", "symm-mem")
 _LIBRARY = 2  # the column that names the library
+_EAGER = (8, 9)  # the columns of eager times and host times, of operations and of layers
 _SLOW = 1.2  # eager over graph: above it, the host alone does not explain the time
 _TAIL = 1.5  # p99 over p50 of a decode step
 
@@ -70,7 +85,7 @@ def rows_of(name: str) -> list[str]:
             continue
         where = f"{case['ranks']} {gpu(result)}"
         parts = round_parts(row["tokens"], row["what"]) if ours else ()
-        lines.append(line(result, parts, where, *_cells(result, row), at=(_LIBRARY,)))
+        lines.append(line(result, parts, where, *_cells(result, row), at=(_LIBRARY,), eager=_EAGER * ours))
     return lines
 
 
@@ -114,7 +129,9 @@ def layers() -> str:
             alone = [time_of(row["alone_us"][part]) for part in ("p50", "p99")]
             others = (row["us"]["p50"], row["sustained_us"], row["eager_us"]["p50"], row["host_us"])
             cells = (str(row["tokens"]), row["variant"], *alone, *map(time_of, others), window_of(row))
-            lines.append(line(result, layer_parts(row["tokens"]), where, row["model"], *cells, at=(1,)))
+            parts = (*layer_parts(row["tokens"]), *["forms"] * (row["variant"] == "default"))
+            marks: dict[str, Any] = {"at": (1,), "eager": _EAGER, "called": LAYER_CALLS}
+            lines.append(line(result, parts, where, row["model"], *cells, **marks))
     return table(heads, lines)
 
 
@@ -165,7 +182,7 @@ def training() -> str:
                 times = (time_of(row["us"]["p50"]), time_of(row["layer_us"]), f"{row['tflops']:.0f}")
                 torchs = f"{row['of_torch']:.2f}" if "of_torch" in row else ""
                 where = (f"{result['case']['ranks']} {gpu(result)}", str(row["tokens"]), row["what"])
-                parts = layer_parts(row["tokens"])
+                parts = (*layer_parts(row["tokens"]), *LAYER_CALLS)  # eager
                 cells = (*where, *times, torchs, window_of(row))
                 lines.append(line(result, parts, result["case"]["model"], *cells))
     return table(heads, lines)

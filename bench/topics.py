@@ -10,6 +10,7 @@ from typing import Any
 import head_to_head
 import study
 from tables import (
+    CALLS,
     DOMAINS,
     OPERATORS,
     OVERLAP,
@@ -142,7 +143,7 @@ def payloads() -> str:
             for us in (given, cast):
                 cells += [time_of(us), f"{us / bf16:.2f}"] if us else ["", ""]
         if any(cells[2:]):
-            rows.append(line(found, round_parts(128, "dispatch"), *cells, at=(2, 4, 6, 8)))
+            rows.append(line(found, (*round_parts(128, "dispatch"), "dispatch"), *cells, at=(2, 4, 6, 8)))
     given, cast = ("rows given | over bf16", "sent as bf16, cast | over bf16")
     heads = [f"{head.replace(' |', f', {tokens} |')}" for tokens in (128, 8192) for head in (given, cast)]
     dispatches = table(f"payload | layout | {' | '.join(heads)}", rows)
@@ -162,7 +163,7 @@ def placed_experts() -> str:
                 us = layers[model, zipf, choice]["us"]["p50"]
                 cells += [time_of(us), f"{us / even:.2f}"]
             cells += [f"{layers[model, zipf, choice]['busiest']:.2f}" for choice in ("", "token")]
-            rows.append(line(found, ("fused layer",), *cells, at=(2, 4, 6)))
+            rows.append(line(found, (*layer_parts(4096), "forms"), *cells, at=(2, 4, 6)))
     heads = "experts in a row | over even | placed, `token` | over even | placed, `nearest` | over even"
     first = table(f"layer | routing | {heads} | busiest | busiest, placed", rows)
     times = {
@@ -201,7 +202,7 @@ def _fp8_sums(found: dict[str, Any]) -> str:
                 for variant in (default, "fp8 wire", "int8 wire")
             ]
             cells += [*map(time_of, us), f"{us[1] / us[0]:.2f}"]
-        rows.append(line(found, round_parts(128, "combine"), *cells, at=(1, 5)))
+        rows.append(line(found, (*round_parts(128, "combine"), "combine"), *cells, at=(1, 5)))
     heads = [f"combine, {tokens} | in FP8, {tokens} | in INT8, {tokens} | FP8 over it" for tokens in (128, 8192)]
     return table(f"layout | {' | '.join(heads)}", rows)
 
@@ -378,8 +379,9 @@ def backends() -> str:
         for backend in ("lsa", "nvshmem", "gin"):
             of_backend = (r for r in found["rows"] if (r["backend"], r.get("bytes")) == (backend, size))
             cells.append(next((time_of(r["us"]["p50"]) for r in of_backend), ""))
-        cells.append(next(time_of(r["us"]["p50"]) for r in (*tcp["rows"], *longer["rows"]) if r["bytes"] == size))
-        rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells, beside=tcp))
+        over, of_size = next((o, r) for o in (tcp, longer) for r in o["rows"] if r["bytes"] == size)
+        cells.append(time_of(of_size["us"]["p50"]))
+        rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells, beside=over))
     heads = "put + signal, bytes | `lsa` | `nvshmem` | `gin`, proxy on one host | `gin`, TCP over 127.0.0.1, 2 GPUs"
     return f"{rounds}\n\n{table(heads, rows)}"
 
@@ -458,7 +460,7 @@ def peers() -> str:
         cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
         cells += _more_on_the_host(found["rows"])
         where = f"{case['ranks']} {gpu(found)}"
-        rows.append(line(found, ROUNDS, where, *cells, window_of(*found["rows"])))
+        rows.append(line(found, (*ROUNDS, *CALLS, "deep_ep"), where, *cells, window_of(*found["rows"])))
     heads = (
         "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
         f" | added host time, median | with a clone of `topk_idx` | with a budget{WINDOW}"
@@ -496,11 +498,11 @@ def balance() -> str:
         for name, policy in (("eplb", "`eplb`"), ("spread", "`spread`"), ("nearest", "`spread` for nearest")):
             figures = row[name]
             cells = [f"{row['none']:.2f}", *(f"{figures[key]:.3f}" for key in ("even", "nearest", "crossing"))]
-            plans.append(line(found, (), what, policy, *cells, f"{figures['ms']:.1f} ms"))
+            plans.append(line(found, ("balance",), what, policy, *cells, f"{figures['ms']:.1f} ms"))
         within = [f"{budget['even']:.3f}" for budget in row["budgets"]]
         others = [f"{row[name][key]:{form}}" for name in ("renumbered", "anew") for key, form in _CHANGES.items()]
         most = max(budget["ms"] for budget in row["budgets"])
-        changes.append(line(found, (), what, f"{row['kept']:.2f}", *within, *others, f"{most:.0f} ms"))
+        changes.append(line(found, ("balance",), what, f"{row['kept']:.2f}", *within, *others, f"{most:.0f} ms"))
     heads = "model | policy | no replicas | even choice | nearest | rows to other nodes | time"
     copies = " | ".join(f"{budget['copies']} copies a layer" for budget in found["rows"][0]["budgets"])
     later = f"model, later | kept | {copies} | renumbered | copies a layer | `eplb` | copies a layer | longest time"

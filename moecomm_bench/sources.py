@@ -1,21 +1,24 @@
-"""Digests of the kernel sources behind each measurement.
+"""Digests of the sources behind each measurement: kernels, and what the host runs.
 
 A result stores the digests of its day, so that a page of results can mark figures of older kernels.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import posixpath
 import re
 import subprocess
+import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 
 from moecomm.gpu import loader
 
-# Files in csrc that a part is compiled from. A digest also covers the files that these include, and name.cpp of each
-# name.h.
+# Files in csrc that a part is compiled from, and Python from beside it; of a folder, all files in it. A digest also
+# covers the files that these include, and name.cpp of each name.h.
 PARTS: dict[str, tuple[str, ...]] = {
     "dispatch": ("dispatch/dispatch.cuh",),
     "combine": ("combine/combine.cuh",),
@@ -37,8 +40,19 @@ PARTS: dict[str, tuple[str, ...]] = {
     "nvshmem": ("transport/nvshmem.cuh", "shims/nvshmem.cu"),
     "RMA plugin": ("../rma_plugin/src/plugin.cpp",),
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
+    "calls": ("bindings/known_calls.cpp", "bindings/runner.cpp"),
+    "balance": ("runtime/balance.cpp", "../moecomm/balance.py"),
+    "membership": ("../moecomm/elastic.py", "../moecomm/membership"),
+    "deep_ep": ("../moecomm/compat/deep_ep",),
 }
-YOUNGER = ("puts", "NIC")  # parts that older results lack: bench/launches.json has them by commit
+YOUNGER = (
+    "puts",
+    "NIC",
+    "calls",
+    "balance",
+    "membership",
+    "deep_ep",
+)  # parts that older results lack: bench/launches.json has them by commit
 # Parts of one domain leave out files named `scaleout_*` (once `scaleout/*`). Kernels of one domain use nothing there
 # but constants of ScaleoutSums, which say that rows of a token begin at lane 0.
 _ONE_DOMAIN = ("dispatch", "combine")
@@ -54,10 +68,24 @@ def digests(csrc: Path | None = None) -> dict[str, str]:
     """
     root = csrc or loader.headers()
     return {
-        part: _digest(files, root, part in _ONE_DOMAIN)
-        for part, files in PARTS.items()
-        if all((root / f).is_file() for f in files)
+        part: _digest(_files(named, root), root, part in _ONE_DOMAIN)
+        for part, named in PARTS.items()
+        if all((root / f).exists() for f in named)
     }
+
+
+def python(text: str) -> str:
+    """Return the source of a module or function without docstrings, comments and white space."""
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        first = node.body[0] if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            lines[first.lineno - 1 : first.end_lineno] = ["\n"] * ((first.end_lineno or 0) - first.lineno + 1)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "".join("".join(lines).split())
 
 
 def commit() -> str:
@@ -76,6 +104,15 @@ def commit() -> str:
     return found.stdout.strip() + "-dirty" * (changed.returncode == 1)
 
 
+def _files(named: Iterable[str], root: Path) -> list[str]:
+    """Return the files that are named, and those of the folders."""
+    found = []
+    for name in named:
+        folder = root / name
+        found += [f"{name}/{path.name}" for path in sorted(folder.glob("*.py"))] if folder.is_dir() else [name]
+    return found
+
+
 def _digest(files: Iterable[str], root: Path, one_domain: bool) -> str:
     """Return the digest of files and of what they include; `one_domain`: without those of scale-out."""
     found: dict[str, str] = {}
@@ -85,7 +122,7 @@ def _digest(files: Iterable[str], root: Path, one_domain: bool) -> str:
         if name in found or (one_domain and _SCALEOUT.search(name)):
             continue
         text = (root / name).read_text()
-        found[name] = "".join(_COMMENT.sub("", text).split())
+        found[name] = python(text) if name.endswith(".py") else "".join(_COMMENT.sub("", text).split())
         # The search order of compilers: the folder of the including file, then csrc.
         for included in _INCLUDED.findall(text):
             beside = posixpath.normpath(posixpath.join(posixpath.dirname(name), included))

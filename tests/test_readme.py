@@ -98,12 +98,14 @@ def test_the_example_runs_over_all_processes(ranks: Ranks) -> None:
 
 
 def test_figures_are_what_the_results_say() -> None:
+    import aims
     from pages import pages
     from readme import BEGIN, END, blocks, filled
 
     for page, figures in blocks().items():
         assert filled(page.read_text(), figures()) == page.read_text(), f"{page.name}: run: python bench/readme.py"
     assert {path: path.read_text() for path in pages()} == pages(), "run: python bench/readme.py"
+    assert aims.marked(aims.PAGE.read_text()) == aims.PAGE.read_text(), "run: python bench/readme.py"
     measured = README.split(BEGIN)[1].split(END)[0]
     assert re.search(r"\d us", measured), "no result is shown"
     # Nowhere else.
@@ -158,7 +160,7 @@ def launched_today(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every result is of a commit at which the host launched what it launches today."""
     import launches
 
-    monkeypatch.setattr(launches, "noted", lambda commit: {"launches": launches.digests()})
+    monkeypatch.setattr(launches, "noted", lambda commit: launches.today())
 
 
 def test_a_figure_that_is_older_than_its_kernels_is_marked(
@@ -229,6 +231,7 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(
         ("dispatch between domains", True, False, False),
         ("host", True, False, False),
         ("gin", True, False, False),
+        ("calls", True, True, False),
     ):
         monkeypatch.setattr(tables, "digests", lambda part=part: now | {part: "other"})
         assert marked() == (of_page, of_calls, True, of_headlines), part

@@ -60,13 +60,13 @@ def test_a_result_is_marked_if_the_host_launches_its_part_otherwise_or_nothing_i
     import launches
     import tables
 
-    found, now = {"kernels": tables.digests(), "commit": "of today"}, launches.digests()
-    monkeypatch.setattr(launches, "noted", lambda commit: {"launches": now} if commit == "of today" else {})
+    found, now, today = {"kernels": tables.digests(), "commit": "of today"}, launches.digests(), launches.today()
+    monkeypatch.setattr(launches, "noted", lambda commit: today if commit == "of today" else {})
     assert not tables.older(found, tables.ROUNDS)
     assert tables.older({**found, "commit": "unknown"}, tables.ROUNDS)
     assert tables.older({**found, "commit": ""}, tables.ROUNDS)
     assert not tables.older({**found, "commit": "unknown"}, ("host",)), "a part of which nothing is chosen"
-    monkeypatch.setattr(launches, "noted", lambda commit: {"launches": now | {"combine": "otherwise"}})
+    monkeypatch.setattr(launches, "noted", lambda commit: today | {"launches": now | {"combine": "otherwise"}})
     assert tables.older(found, ("combine",)) and not tables.older(found, ("dispatch",))
 
 
@@ -76,7 +76,7 @@ def test_a_result_of_two_ranks_is_not_marked_by_a_choice_for_four(monkeypatch: p
 
     now = launches.digests()
     then = now | {"combine between domains, 4 ranks": "otherwise"}
-    monkeypatch.setattr(launches, "noted", lambda commit: {"launches": then})
+    monkeypatch.setattr(launches, "noted", lambda commit: launches.today() | {"launches": then})
     found = {"kernels": tables.digests(), "commit": "of today"}
     marked = {ranks: tables.older({**found, "case": {"ranks": ranks}}, tables.DOMAINS) for ranks in (2, 3, 4)}
     assert marked == {2: False, 3: True, 4: True} and tables.older(found, tables.DOMAINS)
@@ -99,3 +99,77 @@ def test_rounds_between_domains_are_marked_by_what_they_go_through() -> None:
     for part in {part for parts in tables.THROUGH.values() for part in parts}:
         assert part in sources.PARTS or launches.keys(part, None), part
     assert "puts" in tables.THROUGH["lsa"] and "NIC" in tables.THROUGH["emulated NIC"]
+
+
+# Rules that decide for no model of moecomm.router at the sizes that are measured.
+UNUSED = [("gemms", 4), ("fused_gemms", 3)]
+
+
+def test_each_line_of_the_tuning_table_marks_what_it_decides() -> None:
+    import launches
+
+    text, now = json.loads((ROOT / launches._TABLE).read_text()), launches.decided()
+    parts = {"gemms": {"GEMM"}, "fused_gemms": {"fused layer"}, "layers": {"forms"}}
+    unused = []
+    for kind, lines in text.items():
+        for number, line in enumerate(lines if kind != "gpu" else ()):
+            other = launches.of_table(
+                json.dumps({**text, kind: [*lines[:number], changed_line(kind, line), *lines[number + 1 :]]})
+            )
+            marked = {part for part in now if other[part] != now[part]}
+            if not marked:
+                unused.append((kind, number))
+            elif kind == "entries":
+                few = launches.FEW if line["tokens"] <= 132 else ""
+                assert marked == {f"{line['op']}{few}", f"{line['op']} between domains"}
+            else:
+                assert marked == parts[kind]
+    assert unused == UNUSED
+
+
+def changed_line(kind: str, line: dict[str, Any]) -> dict[str, Any]:
+    if kind == "entries":
+        return line | {"blocks": line["blocks"] % 132 + 1}
+    if kind == "layers":
+        return line | {"least_rows_of_rank": line["least_rows_of_rank"] + 1}
+    names = (*(schedules.SCHEDULES if line["dtype"] == "bf16" else schedules.FP8_SCHEDULES),)
+    return line | {"schedule": names[names[0] == line["schedule"]]}
+
+
+def test_a_result_is_marked_if_the_tuning_table_decides_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    import launches
+    import tables
+
+    found, today = {"kernels": tables.digests(), "commit": "any"}, launches.today()
+    decided = today["tables"] | {"forms": "otherwise"}
+    monkeypatch.setattr(launches, "noted", lambda commit: today | {"tables": decided})
+    assert tables.older(found, ("forms",)) and not tables.older(found, tables.LAYER)
+
+
+def test_the_code_of_repeated_calls_is_that_of_the_functions_they_enter() -> None:
+    import launches
+
+    rounds = [text for _, text in launches._calls()]
+    assert all("def_begin_call(" in text and text.count("\n") < 10 for text in rounds)
+    assert sum("defdispatch(" in text for text in rounds) == 3 and sum("defcombine(" in text for text in rounds) == 6
+    assert all("defpublish(" in text for _, text in launches._layer_calls())
+    assert {name for kind in ("calls", "layer calls") for name in launches._digests(kind)} == {"calls", "layer calls"}
+
+
+def test_eager_times_are_marked_by_themselves_if_only_calls_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import launches
+    import tables
+    import times
+
+    today = launches.today()
+    other = today | {"launches": today["launches"] | {"calls": "other functions"}}
+    load = tables.load
+    for module in (tables, times):
+        monkeypatch.setattr(module, "load", lambda name: load(name) | {"kernels": tables.digests()})
+    name = "times-few-h200-4"
+    for noted, marked in ((today, set()), (other, {"eager", "host"})):
+        monkeypatch.setattr(launches, "noted", lambda commit, noted=noted: noted)
+        heads = next(line for line in times.operations().splitlines()).strip("| ").split(" | ")
+        rows = [row.strip("|").split(" | ") for row in times.rows_of(name)]
+        found = {heads[at] for row in rows for at, cell in enumerate(row) if "†" in cell}
+        assert found == marked and all("moecomm" in row[2] for row in rows if any("†" in cell for cell in row))

@@ -36,6 +36,33 @@ def test_a_digest_covers_what_is_included_but_no_comments(tmp_path: Path, monkey
         assert digest(files | {name: files[name] + "int more;"}) != before, name
 
 
+def test_docstrings_and_comments_of_python_change_nothing() -> None:
+    text = "def f(a):\n    return g(a, '# text')\n\n\nclass C:\n    x = 1\n"
+    said = (
+        '"""Module."""\n\n\ndef f(a):  # why\n    """F.\n\n    More.\n    """\n    return g(a, \'# text\')  # é\n\n\n'
+        'class C:\n    """C."""\n\n    # one\n    x = 1\n'
+    )
+    assert sources.python(said) == sources.python(text) == "".join(text.split())
+    assert sources.python(text.replace("1", "2")) != sources.python(text)
+
+
+def test_a_part_of_python_is_all_files_of_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PARTS", {"a": ("../a/one.py", "../b")})
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "b").mkdir()
+    assert sources.digests(tmp_path / "csrc") == {}
+    for name in ("a/one.py", "b/two.py", "b/three.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+        before = sources.digests(tmp_path / "csrc")
+    for name in ("a/one.py", "b/two.py", "b/three.py"):
+        (tmp_path / name).write_text('"""Text."""\nx = 1\n')
+        assert sources.digests(tmp_path / "csrc") == before
+        (tmp_path / name).write_text(f"{name[0]} = 2\n")
+        assert sources.digests(tmp_path / "csrc") != before
+        (tmp_path / name).write_text("x = 1\n")
+
+
 def test_every_part_has_its_source_here(tmp_path: Path) -> None:
     found = sources.digests(CSRC)
     assert set(found) == set(sources.PARTS) and len(set(found.values())) == len(found)

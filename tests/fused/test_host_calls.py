@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -63,32 +64,40 @@ class Gpu:
         enqueue(*args)
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    yield Gpu(monkeypatch)
-    tuning.forget()  # plans for such a GPU
-
-
-@pytest.fixture
-def call() -> Iterator[Callable[[bool], Any]]:
+@contextmanager
+def layers_of_a_gpu() -> Iterator[tuple[Gpu, Callable[[bool], Any]]]:
+    """Yield such a GPU, and what calls a layer on it, fused or not."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16()
     ids = torch.rand(TOKENS, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
     weights = torch.rand(TOKENS, TOPK, generator=g)
     w13, w2 = (torch.zeros(EXPERTS, *shape, dtype=x.dtype) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
-    with Buffer("self", hidden=HIDDEN, num_experts=EXPERTS, topk=TOPK, max_tokens=TOKENS, backend="host") as buffer:
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        Buffer("self", hidden=HIDDEN, num_experts=EXPERTS, topk=TOPK, max_tokens=TOKENS, backend="host") as buffer,
+    ):
+        gpu = Gpu(patched)
         buffer.rounds.on_cpu = False
-        yield lambda fused: buffer.moe(x, ids, weights, w13, w2, fused=fused)
+        yield gpu, lambda fused: buffer.moe(x, ids, weights, w13, w2, fused=fused)
+    tuning.forget()  # plans for such a GPU
 
 
-def test_a_layer_launches_on_the_device_of_its_rank(gpu: Gpu, call: Callable[[bool], Any]) -> None:
+@pytest.fixture
+def layers() -> Iterator[tuple[Gpu, Callable[[bool], Any]]]:
+    with layers_of_a_gpu() as found:
+        yield found
+
+
+def test_a_layer_launches_on_the_device_of_its_rank(layers: tuple[Gpu, Callable[[bool], Any]]) -> None:
+    gpu, call = layers
     call(True)
     assert gpu.launched == [structs.LayerArgs, _native.DispatchArgs, structs.ExpertLayerArgs, structs.LayerArgs]
     assert gpu.entered == 3, "the session puts its own rounds there"
 
 
-def test_a_fused_layer_takes_no_more_calls_than_an_unfused_one(gpu: Gpu, call: Callable[[bool], Any]) -> None:
+def test_a_fused_layer_takes_no_more_calls_than_an_unfused_one(layers: tuple[Gpu, Callable[[bool], Any]]) -> None:
     """Else the host, and not the GPU, would decide how long an eager layer with few tokens takes."""
+    call = layers[1]
     fused, unfused = (counted(lambda form=form: call(form)) for form in (True, False))  # type: ignore[misc]
     assert fused <= unfused
 
