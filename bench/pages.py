@@ -9,7 +9,7 @@ from pathlib import Path
 import checks
 import times
 import topics
-from tables import LEGEND, ROOT, Topic, load
+from tables import LEGEND, OPENED, ROOT, Topic, load
 
 MEASUREMENTS = ROOT / "docs" / "measurements.md"
 CALLS, CHECKED = (ROOT / "docs" / "maintainers" / f"measured_{what}.md" for what in ("calls", "checks"))
@@ -32,6 +32,8 @@ Weights and activations are bfloat16 unless FP8 is named, sums travel as the tab
 top-8 of 256 experts.  Below each table are the hosts, backend, model, mode, date and commit of its results, and a
 command for long tables.  Figures move from machine to machine: compare ratios within one run.
 
+{OPENED}
+
 {LEGEND}
 
 [Performance](performance.md) says how things are timed.  [Calls and steps](maintainers/measured_calls.md) and
@@ -42,7 +44,7 @@ CALLS_HEAD = f"""# Measured calls and steps
 
 Written by `python bench/readme.py`.  Single calls of moecomm, of NCCL and of torch, and steps of many layers.
 [How things are timed](../performance.md).
-{LEGEND}  [bench](../../bench/README.md) says which times are marked.
+{OPENED}  {LEGEND}  [bench](../../bench/README.md) says which times are marked.
 
 `torch-symm-mem`, torch's own all-to-all over symmetric memory, was measured with Mixtral 8x7B alone: torch 2.11 takes
 at most 15 experts a rank, and with these numbers of ranks a rank of DeepSeek-V3 has more.  UCCL-EP was not measured:

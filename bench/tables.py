@@ -16,11 +16,16 @@ from moecomm_bench import sources
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 OLDER = "†"
+_LAYERS_AS_CALLED = "2026-11-28"  # since then layers note a caller's window
 WINDOW = " | window"  # the end of the heads of a table
 LEGEND = (
     f"{OLDER}: moecomm's kernels behind this time, or the blocks, chunks or schedules that the host chooses for them, "
     "have changed since the run, or are not shown to be the same; behind eager times and host times, also the Python "
     "and C++ that a call runs. Today's time may be shorter or longer. Times of other libraries are not affected."
+)
+OPENED = (
+    "`window`: peer-visible memory of a rank in the run; behind >, that of a Buffer that a caller opens for these "
+    "sizes: the run had more open, for the rows of several inputs, and did not note it. Empty: the result lacks it."
 )
 AGED = f"{OLDER}: moecomm's kernel has changed since the run, so its time today may be another."
 MANY = ("dispatch", "combine")  # of one domain
@@ -155,16 +160,28 @@ def table(heads: str, rows: Iterable[str]) -> str:
     return "\n".join([f"| {heads} |", "| --- |" + " --- |" * heads.count("|"), *rows])
 
 
-def window_of(*rows: dict[str, Any]) -> str:
-    """Format the largest window in these rows or entries of `memory`; empty if none has it."""
-    sizes = [row[key] for row in rows for key in ("window_bytes", "window") if key in row]
-    return f"{max(sizes) / 2**30:.1f} GiB" if sizes else ""
+def window_of(found: dict[str, Any], *rows: dict[str, Any]) -> str:
+    """Format the largest window in these rows or entries of `memory` of a result; empty if none has it.
+
+    Behind `>` is a caller's window, which the run, in order to rotate among inputs, exceeded by what it did not note.
+    """
+    for keys, least in ((("opened_bytes", "opened"), ""), (("window_bytes", "window"), _least(found))):
+        if sizes := [row[key] for row in rows for key in keys if key in row]:
+            return f"{least}{max(sizes) / 2**30:.1f} GiB"
+    return ""
+
+
+def _least(found: dict[str, Any]) -> str:
+    """Return ">" and a blank for a result whose windows are a caller's, and empty text if they were open in the run."""
+    if found.get("benchmark") == "moe":
+        return "> " if found["date"] >= _LAYERS_AS_CALLED else ""
+    return "> " if found.get("case", {}).get("inputs", 1) > 1 else ""
 
 
 def window_in(found: dict[str, Any], tokens: int, layout: str) -> str:
     """Format the window of a rank in `memory` of a result, at one size in one layout; empty if the result lacks it."""
     of_size = (memory for memory in found.get("memory", ()) if memory["tokens"] == tokens)
-    return window_of(*(memory for memory in of_size if memory.get("layout", layout) == layout))
+    return window_of(found, *(memory for memory in of_size if memory.get("layout", layout) == layout))
 
 
 def time_of(us: float) -> str:

@@ -128,7 +128,7 @@ def layers() -> str:
                 continue
             alone = [time_of(row["alone_us"][part]) for part in ("p50", "p99")]
             others = (row["us"]["p50"], row["sustained_us"], row["eager_us"]["p50"], row["host_us"])
-            cells = (str(row["tokens"]), row["variant"], *alone, *map(time_of, others), window_of(row))
+            cells = (str(row["tokens"]), row["variant"], *alone, *map(time_of, others), window_of(result, row))
             parts = (*layer_parts(row["tokens"]), *["forms"] * (row["variant"] == "default"))
             marks: dict[str, Any] = {"at": (1,), "eager": _EAGER, "called": LAYER_CALLS}
             lines.append(line(result, parts, where, row["model"], *cells, **marks))
@@ -153,7 +153,9 @@ def decode() -> str:
             cells = (str(row["tokens"]), f"`{row['layout']}`, {row['payload']}", experts, *times)
             waits = time_of(result["waits_us"])
             where = f"{result['case']['ranks']} {gpu(result)}"
-            lines.append(line(result, round_parts(row["tokens"]), where, *cells, waits, window_of(row), at=(_LIBRARY,)))
+            lines.append(
+                line(result, round_parts(row["tokens"]), where, *cells, waits, window_of(result, row), at=(_LIBRARY,))
+            )
     return "\n\n".join([table(heads, lines), *tails()])
 
 
@@ -183,7 +185,7 @@ def training() -> str:
                 torchs = f"{row['of_torch']:.2f}" if "of_torch" in row else ""
                 where = (f"{result['case']['ranks']} {gpu(result)}", str(row["tokens"]), row["what"])
                 parts = (*layer_parts(row["tokens"]), *LAYER_CALLS)  # eager
-                cells = (*where, *times, torchs, window_of(row))
+                cells = (*where, *times, torchs, window_of(result, row))
                 lines.append(line(result, parts, result["case"]["model"], *cells))
     return table(heads, lines)
 

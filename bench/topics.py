@@ -85,7 +85,7 @@ def few_tokens() -> str:
     for layout in ("flat", "expert"):
         alike = {"tokens": 1, "layout": layout, "what": "dispatch"}
         of_ranks = [row for row in found["rows"] if alike.items() <= row.items()]
-        cells = [*(time_of(row["us"]) for row in of_ranks), window_of(*of_ranks)]
+        cells = [*(time_of(row["us"]) for row in of_ranks), window_of(found, *of_ranks)]
         rows.append(line(found, round_parts(1, "dispatch"), f"`{layout}`", *cells))
     heads = f"1 token, 2 blocks: dispatch of the last of so many ranks on one GPU | 4 | 8 | 16 | 32 | 64{WINDOW}"
     virtual = table(heads, rows)
@@ -104,8 +104,7 @@ def _rounds(name: str, layout: str, sizes: Iterable[int]) -> list[str]:
         how = ", ".join(
             [case["model"], *["H100s"] * ("H100" in found["machine"]["gpus"][0]), *["caches flushed"] * case["cold"]]
         )
-        window = next(memory["window"] for memory in found["memory"] if memory["tokens"] == tokens)
-        cells.append(f"{window / 2**30:.1f} GiB")
+        cells.append(window_in(found, tokens, layout))
         rows.append(line(found, round_parts(tokens), how, str(case["ranks"]), f"`{layout}`", str(tokens), *cells))
     return rows
 
@@ -293,7 +292,7 @@ def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
         apart, fused, fp8 = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
         best = min(apart, fused, key=lambda row: row["us"]["p50"])
         ratios = [f"{best[key]:.2f}" if best.get(key) else "" for key in ("of_gemms", "of_torch")]
-        window = window_of(apart, fused, fp8)
+        window = window_of(found, apart, fused, fp8)
         *both, eight = (time_of(row["us"]["p50"]) for row in (apart, fused, fp8))
         cells = (gpus, best["model"], str(tokens), *both, *ratios, eight, window)
         lines.append(line(found, layer_parts(tokens), *cells, at=(1,)))
@@ -313,7 +312,7 @@ def expert_layers() -> str:
             ways = [of_model["GEMMs"], of_model["one after the other"], turns]
             cells = [time_of(r["at_work_us"]) for r in ways]
             power = f"{turns['mhz']} MHz, {turns['watts']} W"
-            rows.append(line(found, layer_parts(8192), model, turns["dtype"], *cells, power, window_of(turns)))
+            rows.append(line(found, layer_parts(8192), model, turns["dtype"], *cells, power, window_of(found, turns)))
     heads = "model, 4 H100s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
     return f"{four}\n\n{table(heads + WINDOW, rows)}"
 
@@ -348,7 +347,7 @@ def backends() -> str:
                 f"`{through}`{nic}",
                 f"2, {each} each, 32 SMs",
                 *cells,
-                window_of(*found.get("memory", found["rows"])),
+                window_of(found, *found.get("memory", found["rows"])),
             )
         )
     for name in ("backends-h100-4", "backends-domains-h100-4"):
@@ -367,7 +366,7 @@ def backends() -> str:
             domains = found["case"]["ranks"] // (ranks or found["case"]["ranks"])
             parts = ROUNDS if domains == 1 else (*DOMAINS, *THROUGH[backend])
             where = f"{domains}, {found['case']['ranks'] // domains} {gpu(found)}{' each' * (domains > 1)}"
-            window = window_of(*(row for row in found["rows"] if of_way.items() <= row.items()))
+            window = window_of(found, *(row for row in found["rows"] if of_way.items() <= row.items()))
             rows.append(line(found, parts, f"`{through}`", where, *cells, window))
     heads = f"through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096{WINDOW}"
     rounds = table(heads, rows)
@@ -460,7 +459,7 @@ def peers() -> str:
         cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
         cells += _more_on_the_host(found["rows"])
         where = f"{case['ranks']} {gpu(found)}"
-        rows.append(line(found, (*ROUNDS, *CALLS, "deep_ep"), where, *cells, window_of(*found["rows"])))
+        rows.append(line(found, (*ROUNDS, *CALLS, "deep_ep"), where, *cells, window_of(found, *found["rows"])))
     heads = (
         "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
         f" | added host time, median | with a clone of `topk_idx` | with a budget{WINDOW}"
@@ -563,9 +562,8 @@ def predicted() -> str:
 TOPICS = (
     Topic(
         "Other libraries",
-        "DeepSeek-V3 on 4 H200s.  `window`: peer-visible memory of a rank of moecomm, of a Buffer that a caller opens "
-        "for these sizes.  NCCL, in the second table: the same rows by all_to_all_single.  DeepEP on 8 H200s: times of "
-        "its kernels alone, in runs of its own; launches and gaps between kernels come on top.\n\n"
+        "DeepSeek-V3 on 4 H200s.  NCCL, in the second table: the same rows by all_to_all_single.  DeepEP on 8 H200s: "
+        "times of its kernels alone, in runs of its own; launches and gaps between kernels come on top.\n\n"
         "![Time of other libraries over that of moecomm, 4 H200s](../bench/results/peers-h200-4.svg)\n"
         "![the same on 2 H200s](../bench/results/peers-h200-2.svg)\n"
         "![the same on 2 H100s](../bench/results/peers-h100-2.svg)",
@@ -575,8 +573,7 @@ TOPICS = (
     Topic(
         "Whole operations by layout",
         "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
-        "in the type of `wire`.  `window`: memory of a rank's Buffer as a caller opens it for these sizes; runs had "
-        "more open, for the outputs of several inputs.  Caches flushed: the time of the flush is subtracted.  "
+        "in the type of `wire`.  Caches flushed: the time of the flush is subtracted.  "
         "The picture is a sweep over tokens of `flat`.",
         (
             "times-many-h200-4 times-many-h200-8 ht-h200-4 layouts-h200-4 qwen3-h200-4 ht-h200-8 cold-h100-4 "
@@ -677,7 +674,7 @@ TOPICS = (
         "`buffer.moe`, bfloat16, in a captured graph.  Unfused: dispatch, experts and combine as separate launches.  "
         "Fused: rows travel while the GEMMs run.  The first ratio divides the faster of these two layers by our two "
         "grouped GEMMs alone, which are separate launches: a fused layer can take a little less.  The second divides "
-        "torch's layer (all_to_all and grouped GEMMs, same run) by the faster of ours.  `window`: of a Buffer with "
+        "torch's layer (all_to_all and grouped GEMMs, same run) by the faster of ours.  Windows have "
         "room for any routing; a Buffer takes [less](memory.md) by default.  No fused layer of another library "
         f"(DeepGEMM's Mega MoE, FlashInfer) was measured.  {torchs_forms(LAYER_SIZES)}  "
         "The second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` "
@@ -695,8 +692,7 @@ TOPICS = (
         "Backends and domains",
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
-        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  `window`: the largest "
-        "window of a rank, as a caller opens it; empty if the result lacks it.  "
+        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  "
         "![Put + signal over bytes, by backend](../bench/results/latency-backends-h100-4.svg) "
         "![Rounds between two domains over tokens, by backend](../bench/results/backends-domains-h100-4.svg) "
         "![4096 tokens over the number of domains](../bench/results/domain-counts-h100-4.svg)",

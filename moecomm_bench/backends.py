@@ -54,9 +54,10 @@ def dispatch_combine(
     """Measure dispatch-combine through several backends, and pass the growing result to `keep`.
 
     The result is {benchmark, case, ways, rows}. Rows are those of `dispatch_combine.merge`, without ceiling and peers,
-    plus backend, domain_ranks, `through` (the full name of the opened backend), `window_bytes` (of a rank), and
-    `of_first` (the time, divided by that of the same operation through the first of `chosen`). `case_of` may raise
-    Unsupported. `limit_s` holds for one backend at one size.
+    plus backend, domain_ranks, `through` (the full name of the opened backend), `window_bytes` and `opened_bytes` (the
+    window of a rank as a caller opens it, and as opened here), and `of_first` (the time, divided by that of the same
+    operation through the first of `chosen`). `case_of` may raise Unsupported. `limit_s` holds for one backend at one
+    size.
     """
     case: dict[str, Any] = {}
 
@@ -65,9 +66,12 @@ def dispatch_combine(
         case.update(replay.shown(one) | {"tokens": list(tokens)})
         found = whole.run(one, limit_s)
         assert found is not None, "ranks are processes of our own"
-        windows = {memory["layout"]: memory["window"] for memory in found["memory"]}
+        windows = {
+            memory["layout"]: {"window_bytes": memory["window"], "opened_bytes": memory["opened"]}
+            for memory in found["memory"]
+        }
         about = {"through": found["backend"]}
-        return [{**about, "window_bytes": windows[row["layout"]], **row} for row in found["rows"]]
+        return [{**about, **windows[row["layout"]], **row} for row in found["rows"]]
 
     for rows in _measure(chosen, tokens, measure):
         about = {name: value for name, value in case.items() if name not in ("backend", "domain_ranks")}

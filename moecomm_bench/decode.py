@@ -138,7 +138,7 @@ class DecodeStep:
         for delays in (False, True):
             announce(f"{self._ours.tokens} tokens: {layout} {payload} {experts}{' out of step' * delays}")
             row: dict[str, Any] = {"tokens": self._ours.tokens, "layout": layout, "payload": payload}
-            row |= {"experts": experts, "delays": delays, "window_bytes": self._ours.memory()["window"]}
+            row |= {"experts": experts, "delays": delays, **self._ours.windows()}
             try:
                 row["us"] = self._singles([partial(self._step, make(), delays)], self._device.type == "cuda")
                 self._ours.buffer.check()
@@ -205,10 +205,10 @@ class DecodeStep:
 def merge(decode: Decode, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
-    A row is {tokens, layout, payload, experts, delays, window_bytes, us: {p50, p90, p99}, layer_us, beside_us}, or has
-    `why` in place of figures.
+    A row is {tokens, layout, payload, experts, delays, window_bytes, opened_bytes, us: {p50, p90, p99}, layer_us,
+    beside_us}, or has `why` in place of figures.
 
-    - `window_bytes`: window of a rank as a caller opens it.
+    - `window_bytes`, `opened_bytes`: window of a rank as a caller opens it, and as opened here.
     - `us`: a step of the slowest rank, from a common start.
     - `layer_us`: p50 of a layer.
     - `beside_us`: what a layer takes beside its stand-in and, with delays, the wait for the latest rank (`waits_us` of

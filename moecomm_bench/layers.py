@@ -249,7 +249,7 @@ class Layers:
         settings = self.buffer.rounds.settings
         rows = settings.capacity_rows("expert") if self.max_rows is None else self.max_rows
         about = {"model": self._model.name, "tokens": self._tokens, "who": who, "what": what, "variant": variant}
-        return about | {"max_rows": rows, "window_bytes": self._as_called}
+        return about | {"max_rows": rows, "window_bytes": self._as_called, "opened_bytes": self.buffer.nbytes}
 
     def _flops(self, what: str) -> float:
         """Return the floating-point operations of this rank's experts, the mean over inputs."""

@@ -70,12 +70,13 @@ def _weights(case: ModelsCase, model: Model, rank: int, device: torch.device) ->
 def merge(case: ModelsCase, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
-    A row is {model, tokens, who, what, variant, max_rows, window_bytes, us: {p50, p90, p99}, host_us, tflops, of_gemms,
-    of_torch}, or has `why` in place of figures. Variants are those of moecomm_bench.layers.
+    A row is {model, tokens, who, what, variant, max_rows, window_bytes, opened_bytes, us: {p50, p90, p99}, host_us,
+    tflops, of_gemms, of_torch}, or has `why` in place of figures. Variants are those of moecomm_bench.layers.
 
     - `max_rows`: rows that a dispatch makes room for: the Buffer's default, or with replayed routing exactly as many as
       arrive. Older results lack it: their dispatches made room for exactly the rows that arrived.
-    - `window_bytes`: window of a rank as a caller opens it; of older results that of the benchmark, which is larger.
+    - `window_bytes`, `opened_bytes`: window of a rank as a caller opens it, and that of the benchmark, which is larger.
+      Older results have one of them, as `window_bytes`.
     - `us`: times of the slowest rank, in the mode of the case: a call of many in a row.
     - `alone_us`, `eager_us` (layers and GEMMs, if the case has single calls): see moecomm_bench.dispatch_combine.
     - `sustained_us` (layers and GEMMs, on GPUs): a call in a run without a pause, of the slowest rank.

@@ -166,6 +166,11 @@ class Ours:
         sizes = {"window": window - self._extra, "beyond_outputs": beyond, "opened": window}
         return {"tokens": self.tokens, "layout": layout, **sizes}
 
+    def windows(self) -> dict[str, int]:
+        """Return the bytes of this rank's window, for a row: as a caller opens it, and as opened here."""
+        memory = self.memory()
+        return {"window_bytes": memory["window"], "opened_bytes": memory["opened"]}
+
     def row(self, op: TimedOperation, *, host: bool = True) -> dict[str, Any]:
         """Measure an operation on this rank; returns its row, or one with `why` it has no figures.
 

@@ -182,6 +182,7 @@ class _MemoryJson(TypedDict):
     window: Count
     beyond_outputs: Number
     layout: NotRequired[Name]
+    opened: NotRequired[Count]
 
 
 class _DispatchCombine(_RowsJson):
@@ -212,6 +213,7 @@ class _RoundOfWay(_RoundJson):
     across_gbs: Number
     of_first: NotRequired[Number]
     window_bytes: NotRequired[Count]
+    opened_bytes: NotRequired[Count]
 
 
 class _Ways(_RowsJson):
@@ -309,6 +311,7 @@ class _LayerJson(_LayerAbout):
     of_gemms: NotRequired[Positive]
     of_torch: NotRequired[Number]
     window_bytes: NotRequired[Count]
+    opened_bytes: NotRequired[Count]
     eager_us: NotRequired[Percentiles]
     alone_us: NotRequired[Percentiles]
 
@@ -382,6 +385,7 @@ class _DecodeStepJson(_DecodeAbout):
     layer_us: Number
     beside_us: NotRequired[Number]
     window_bytes: NotRequired[Count]
+    opened_bytes: NotRequired[Count]
 
 
 class _TrainingJson(_RowsJson):
@@ -403,6 +407,7 @@ class _Step(_StepAbout):
     tflops: Number
     of_torch: NotRequired[Number]
     window_bytes: NotRequired[Count]
+    opened_bytes: NotRequired[Count]
 
 
 class _DeepEp(_RowsJson):

@@ -290,8 +290,9 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
 
 
 def window_mib(row: dict[str, Any]) -> str:
-    """Format the window of a rank, empty if the row lacks it."""
-    return f"{row['window_bytes'] / 2**20:.0f}" if "window_bytes" in row else ""
+    """Format the window of a rank, as it was open in the run if the row says it; empty if the row lacks it."""
+    nbytes = row.get("opened_bytes", row.get("window_bytes"))
+    return "" if nbytes is None else f"{nbytes / 2**20:.0f}"
 
 
 def show_rows(rows: list[dict[str, Any]], out: Console) -> None:

@@ -96,7 +96,7 @@ def _rows(
         for what in WHAT:
             call = partial(_step, training.layers, layers, ours.inputs[0].x, (w13, w2), what == WHAT[1])
             row: dict[str, Any] = {"tokens": ours.tokens, "who": who, "what": what}
-            row |= {"window_bytes": ours.memory()["window"]} if who == OURS else {}
+            row |= ours.windows() if who == OURS else {}
             _, why = together(group, partial(_tried, call))
             row |= {"why": why} if why else {"us": clock(call), "flops": flops * (3 if what == WHAT[1] else 1)}
             found.append(row)
@@ -137,10 +137,10 @@ def _step(
 def merge(training: Training, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
-    A row is {tokens, who, what, window_bytes, us: {p50, p90, p99}, layer_us, tflops, of_torch}, or has `why` in place
-    of figures.
+    A row is {tokens, who, what, window_bytes, opened_bytes, us: {p50, p90, p99}, layer_us, tflops, of_torch}, or has
+    `why` in place of figures.
 
-    - `window_bytes` (moecomm only): window of a rank as a caller opens it.
+    - `window_bytes`, `opened_bytes` (moecomm only): window of a rank as a caller opens it, and as opened here.
     - `us`: a step of the slowest rank, in eager mode.
     - `layer_us`: p50 of a layer.
     - `tflops`: a rank's, of the experts' forward and, if measured, backward products without recomputation.

@@ -138,7 +138,7 @@ def test_a_backend_that_fails_is_not_asked_again_and_loses_nobody_elses_rows(mon
         if case.backend == "gin":
             raise RanksFailed([Failure(1, "Timeout", "had not ended after 9 s", consequence=False)])
         slower = {"lsa": 100.0, "nvshmem": 150.0}[case.backend] * (1 + case.domain_ranks)
-        memory = [{"layout": "flat", "window": 1 << 20}]
+        memory = [{"layout": "flat", "window": 1 << 20, "opened": 3 << 20}]
         return {"backend": f"{case.backend}/x", "memory": memory, "rows": [row(slower, tokens=case.tokens[0])]}
 
     def case_of(way: Way) -> RoundsCase:
@@ -197,7 +197,8 @@ def test_latencies_of_several_backends_are_one_table(tmp_path: Path) -> None:
 
 def test_rows_have_the_window_of_their_backend_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"tokens": 5, "what": "dispatch", "payload": "fp8", "variant": "", "sms_asked": 0, "us": {"p50": 1.0}}
-    memory = [{"layout": layout, "window": nbytes} for layout, nbytes in (("flat", 7 << 20), ("expert", 9 << 20))]
+    sizes = (("flat", 7 << 20), ("expert", 9 << 20))
+    memory = [{"layout": layout, "window": nbytes, "opened": 2 * nbytes} for layout, nbytes in sizes]
 
     def run(case: RoundsCase, limit_s: float) -> dict[str, Any]:
         rows = [{**about, "layout": layout} for layout in case.layouts]
@@ -207,5 +208,5 @@ def test_rows_have_the_window_of_their_backend_and_layout(monkeypatch: pytest.Mo
     found: list[dict[str, Any]] = []
     case = replace(CASE, layouts=["flat", "expert"])
     backends.dispatch_combine([Way("host")], [5], lambda way: case, 1.0, found.append)
-    windows = [(row["layout"], row["window_bytes"]) for row in found[-1]["rows"]]
-    assert windows == [("flat", 7 << 20), ("expert", 9 << 20)]
+    windows = [(row["layout"], row["window_bytes"], row["opened_bytes"]) for row in found[-1]["rows"]]
+    assert windows == [(layout, nbytes, 2 * nbytes) for layout, nbytes in sizes]

@@ -65,7 +65,8 @@ def test_a_row_for_each_way_to_decode(ranks: Ranks) -> None:
     out = io.StringIO()
     steps_table.show_decode(found, Console(file=out, width=160))
     assert "4 layers a step" in out.getvalue() and out.getvalue().count("out of step") == 1 + 5
-    windows = {row["window_bytes"] for row in found["rows"]}
+    windows = {row["opened_bytes"] for row in found["rows"]}
+    assert all(row["opened_bytes"] > row["window_bytes"] for row in found["rows"])
     assert min(windows) > 1 << 16 and all(f"{nbytes / 2**20:.0f}\n" in out.getvalue() for nbytes in windows)
 
 
@@ -138,6 +139,7 @@ def test_a_training_step_is_forward_and_backward_and_stands_beside_torchs(ranks:
     steps_table.show_training(found, Console(file=out, width=160))
     assert out.getvalue().count("forward and backward") == 2
     assert all((row.get("window_bytes", 0) > 1 << 16) == (row["who"] == "moecomm") for row in found["rows"])
+    assert all(row.keys() >= {"opened_bytes"} for row in found["rows"] if row["who"] == "moecomm")
 
 
 def _gradients(rank: int, group: Any) -> list[float]:

@@ -10,6 +10,8 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moecomm_bench.simulate.excluded import FORMAT, GONE, HOST, PROXY, RINGS, SINGLE, SWEPT, THREADS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -232,3 +234,16 @@ def _pairs(result: str) -> list[dict[str, Any]]:
     return [
         row for row in content(result)["rows"] if "us" in row and (MOECOMM | {"what": "pair"}).items() <= row.items()
     ]
+
+
+def test_a_window_is_that_of_the_run_or_more_than_a_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import tables
+
+    several, one = ({"benchmark": "dispatch-combine", "case": {"inputs": inputs}} for inputs in (4, 1))
+    assert tables.window_of(several, {"window": 2 << 30}, {"window": 1 << 30}) == "> 2.0 GiB"
+    assert tables.window_of(several, {"window": 2 << 30, "opened": 3 << 30}) == "3.0 GiB"
+    assert tables.window_of(several, {"window_bytes": 2 << 30, "opened_bytes": 3 << 30}) == "3.0 GiB"
+    assert tables.window_of(one, {"window": 2 << 30}) == "2.0 GiB" and tables.window_of(one, {}) == ""
+    layers = [tables.load(name) for name in ("moe-deepseek-v3-h100-4", "moe-mixtral-8x7b-h200-4")]
+    assert [tables.window_of(found, *found["rows"])[0] for found in layers] == ["3", ">"]

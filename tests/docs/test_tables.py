@@ -192,8 +192,15 @@ def kind_of(found: Result) -> str:
 
 def windows(found: Result, tokens: int, layout: str) -> list[float]:
     """Return [the window of a size in a layout], or [] if the result lacks it."""
-    sizes = [m["window"] for m in found["memory"] if m["tokens"] == tokens and m.get("layout", layout) == layout]
-    return [max(sizes)] if sizes else []
+    return opened([m for m in found["memory"] if m["tokens"] == tokens and m.get("layout", layout) == layout])
+
+
+def opened(entries: list[dict[str, Any]]) -> list[float]:
+    """Return [the largest window] of rows or entries of memory: as it was open, else as a caller opens it; else []."""
+    noted = [entry.get("opened", entry.get("opened_bytes", 0)) for entry in entries]
+    callers = [entry.get("window", entry.get("window_bytes", 0)) for entry in entries]
+    largest = max(noted, default=0) or max(callers, default=0)
+    return [largest] if largest else []
 
 
 def operation(cell: str) -> dict[str, str]:
@@ -320,7 +327,7 @@ def layers(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
             "over GEMMs alone": [best / products["us"]["p50"]],
             "torch's over it": [min(others) / best],
             "fused, FP8 weights": times[2:],
-            "window": [max(row["window_bytes"] for row in three)],
+            "window": opened(three),
         }
 
 
@@ -566,11 +573,10 @@ def _through(found: Result, mine: list[Result], sms: int) -> Cells:
         named |= {"payload": "bf16"} if what == "dispatch" else {"variant": "y in the window"}
         return next((timed(row) for row in mine if named.items() <= row.items()), [])
 
-    sizes = [m["window"] for m in found.get("memory", [])] or [r["window_bytes"] for r in mine if "window_bytes" in r]
     heads = ("dispatch of 128 tokens, bf16", "of 4096", "combine of 128", "of 4096#2")
     asked = [(what, tokens) for what in ("dispatch", "combine") for tokens in (128, 4096)]
     times = {head: time(*one) for head, one in zip(heads, asked, strict=True)}
-    return times | {"window": [max(sizes)] if sizes else []}
+    return times | {"window": opened(found.get("memory", mine))}
 
 
 @derives("put + signal, bytes", "put + signal, bytes")
@@ -742,9 +748,7 @@ def single_layers(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
                 "in a graph": row["us"]["p50"],
             }
             times |= {"sustained": row["sustained_us"], "eager": row["eager_us"]["p50"], "host": row["host_us"]}
-            yield {head: [us] for head, us in times.items()} | {
-                "window": [row[k] for k in ("window_bytes",) if k in row]
-            }
+            yield {head: [us] for head, us in times.items()} | {"window": opened([row])}
 
 
 @derives("GPUs | tokens a rank | layout, payload", "GPUs | tokens a rank | layout, payload | experts")
@@ -759,7 +763,7 @@ def decode(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         for step, late in product(rows(found, **named, delays=False), rows(found, **named, delays=True)):
             heads = ("a token, p50", "p99", "out of step, p50", "p99#2")
             times = [row["us"][part] for row in (step, late) for part in ("p50", "p99")]
-            window = [step["window_bytes"]] if "window_bytes" in step else []
+            window = opened([step])
             shown = {head: [us] for head, us in zip(heads, times, strict=True)}
             yield shown | {"waits": [found["waits_us"]], "window": window}
 
@@ -778,7 +782,7 @@ def training(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
                 "a layer": [us / found["layers"]],
                 "TFLOP/s": [row["tflops"]],
                 "torch's": [min(times) / us] if times else [],
-                "window": [row["window_bytes"]] if "window_bytes" in row else [],
+                "window": opened([row]),
             }
 
 
