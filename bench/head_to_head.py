@@ -10,8 +10,15 @@ from typing import Any
 from tables import AGED, OLDER, WINDOW, gpu, line, load, names, round_parts, source, table, time_of, window_in
 
 from moecomm_bench import beside
+from moecomm_bench.deep_ep import NOT_COPIED
 
 _WORDS = {"pair": "dispatch and combine"}
+_OVER = "fastest of these over moecomm"
+_BEST = "moecomm, best number of SMs"
+_COPIED = (
+    "- DeepEP V2 copies `topk_idx` in each dispatch of this run, which takes it a small kernel: its default, "
+    "`do_handle_copy`. The benchmark now leaves the copy out, as moecomm's dispatch makes none."
+)
 _PPLX = (
     "- pplx-kernels runs with its defaults, too, and has one time, because its calls must alternate. Its published "
     "times cover at most 128 tokens, as here. It returns one bf16 row for each (token, expert) and rounds "
@@ -59,12 +66,13 @@ def others() -> str:
     result = load(used)
     head = (
         "All libraries in one run. A time is the period of many calls in a captured graph; in parentheses, the time of "
-        "one call alone with caches flushed. Both are medians of the slowest rank. The ratio divides the graph time of "
-        "the fastest other library by moecomm's: below 1, that library is faster. "
-        f"{_sms_of_deep_ep(result)} NCCL EP and FlashInfer run with their defaults; NCCL EP's high-throughput "
-        "kernels use 16 SMs. UCCL-EP was not measured: the benchmark has no adapter for it, and its CPU proxies need "
-        "a network, which these machines lack. torch's all-to-all over symmetric memory was not measured either: "
-        "torch 2.11 takes at most 15 experts a rank there, and a rank has more here:"
+        "one call alone with caches flushed, and the number of SMs where the library has one to set: moecomm's is that "
+        "of its table, another library's the fastest of those tried. Both are medians of the slowest rank. The ratio "
+        "divides the graph time of the fastest other library by moecomm's: below 1, that library is faster. "
+        f"{_sms_of_deep_ep(result)} {_sms_of_nccl_ep(result)} FlashInfer runs with its defaults. UCCL-EP was not "
+        "measured: the benchmark has no adapter for it, and its CPU proxies need a network, which these machines "
+        "lack. torch's all-to-all over symmetric memory was not measured either: torch 2.11 takes at most 15 experts "
+        "a rank there, and a rank has more here:"
     )
     notes = (
         "- `y in the window`: experts wrote `y` to memory from `buffer.empty()`, so combine does not copy it. `y "
@@ -82,10 +90,12 @@ def others() -> str:
         "high throughput.\n"
         "- FlashInfer has one time for dispatch and combine, because its calls must alternate."
     )
+    if not any(row["who"] == "deep_ep elastic" and NOT_COPIED in row["variant"] for row in result["rows"]):
+        notes += f"\n{_COPIED}"
     whos = [name for name in beside.libraries(result) if name != "moecomm"]
     if "pplx-kernels" in whos:
         notes += f"\n{_PPLX}"
-    columns = ("GPUs", "tokens a rank", "layout", "operation", "moecomm", *whos, "fastest of these over moecomm")
+    columns = ("GPUs", "tokens a rank", "layout", "operation", "moecomm", *_more(result), *whos, _OVER)
     return "\n\n".join([head, table(" | ".join(columns) + WINDOW, _rows(result, whos)), notes, _versions(result)])
 
 
@@ -95,7 +105,7 @@ def _sms_of_deep_ep(result: dict[str, Any]) -> str:
     for one in beside.operations(result):
         alike = {"tokens": one.tokens, "layout": one.layout, "what": one.what, "payload": one.payload}
         rows = [row for row in result["rows"] if "us" in row and alike.items() <= row.items()]
-        (ours,) = (row["sms"] for row in rows if (row["who"], row["variant"]) == ("moecomm", one.variant))
+        ours = one.best["moecomm"].sms
         theirs = {row["sms"] for row in rows if row["who"] in ("deep_ep", "deep_ep elastic")}
         if theirs and ours not in theirs:
             what = " of ".join(filter(None, (one.what, one.payload or one.variant)))
@@ -107,20 +117,36 @@ def _sms_of_deep_ep(result: dict[str, Any]) -> str:
     return f"{said}, and the fastest counts. It has no run with the SMs of moecomm in these rows ({missing})."
 
 
+def _sms_of_nccl_ep(result: dict[str, Any]) -> str:
+    """Say with how many SMs the high-throughput kernels of NCCL EP run."""
+    ours = {row["sms"] for row in result["rows"] if "us" in row and row["who"] in ("nccl_ep", "nccl_ep expert-major")}
+    numbers = ", ".join(map(str, sorted(ours)))
+    more = "and the fastest counts" if len(ours) > 1 else "its default; other numbers were not tried in this run"
+    return f"NCCL EP's high-throughput kernels run with {numbers} SMs, {more}."
+
+
+def _more(result: dict[str, Any]) -> list[str]:
+    """Return the head of moecomm's best numbers of SMs, if several were measured."""
+    return [_BEST] * any(one.ours for one in beside.operations(result))
+
+
 def _rows(result: dict[str, Any], others: list[str]) -> list[str]:
     lines = []
     for one in beside.operations(result):
         what = ", ".join(filter(None, (_WORDS.get(one.what, one.what), one.payload, one.variant)))
-        times = [_time(one.best.get(name)) for name in ("moecomm", *others)]
+        ours = [_time(one.best["moecomm"]), *(_time(one.ours) for _ in _more(result))]
+        times = [*ours, *(_time(one.best.get(name)) for name in others)]
         where = f"{result['case']['ranks']} {gpu(result)}"
         cells = (where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}")
         cells = (*cells, window_in(result, one.tokens, one.layout))
-        lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=(4,)))
+        lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=range(4, 4 + len(ours))))
     return lines
 
 
 def _time(best: beside.Best | None) -> str:
-    return "" if best is None else f"{time_of(best.us)} ({time_of(best.alone_us)})"
+    if best is None:
+        return ""
+    return f"{time_of(best.us)} ({time_of(best.alone_us)}{f'; {best.sms} SMs' if best.sms else ''})"
 
 
 def _versions(result: dict[str, Any]) -> str:

@@ -22,10 +22,11 @@ _PAIRS = {"flat": "y in the window", "expert": "fp32 wire", "batched": "fp32 wir
 
 
 class Best(NamedTuple):
-    """The fastest setting of a library: microseconds in a graph, and of a call alone."""
+    """The fastest setting of a library: microseconds in a graph, and of a call alone; its SMs, 0 if it does not say."""
 
     us: float
     alone_us: float
+    sms: int
 
 
 class SizedOperation(NamedTuple):
@@ -33,7 +34,8 @@ class SizedOperation(NamedTuple):
 
     Attributes:
         variant: of moecomm's combine: where `y` lies, or the wire.
-        best: by library; those that lack it are not there.
+        best: by library; those that lack it are not there.  moecomm's is with the SMs of its table.
+        ours: moecomm's fastest number of SMs; None if no other number was measured.
     """
 
     tokens: int
@@ -42,6 +44,7 @@ class SizedOperation(NamedTuple):
     payload: str
     variant: str
     best: dict[str, Best]
+    ours: Best | None
 
     @property
     def ratio(self) -> float:
@@ -87,14 +90,23 @@ def operations(result: dict[str, Any]) -> Iterator[SizedOperation]:
                 for variant in {"dispatch": ("",), "combine": _OURS[layout], "pair": (_PAIRS[layout],)}[what]:
                     best = _best(rows, variant)
                     if len(best) > 1 and "moecomm" in best:
-                        yield SizedOperation(**about, variant=variant, best=best)
+                        yield SizedOperation(**about, variant=variant, best=best, ours=_fastest(rows, variant))
 
 
 def _best(rows: Iterable[dict[str, Any]], variant: str) -> dict[str, Best]:
     best: dict[str, Best] = {}
     for row in rows:
         name = LIBRARIES.get(row["who"])
-        if name is not None and (name != "moecomm" or row["variant"] == variant):
-            found = Best(row["us"]["p50"], row["alone_us"]["p50"])
+        if name is not None and (name != "moecomm" or (row["variant"] == variant and not row["sms_asked"])):
+            found = _of(row)
             best[name] = min(found, best.get(name, found))
     return best
+
+
+def _fastest(rows: Iterable[dict[str, Any]], variant: str) -> Best | None:
+    ours = [row for row in rows if (row["who"], row["variant"]) == ("moecomm", variant)]
+    return min(map(_of, ours)) if any(row["sms_asked"] for row in ours) else None
+
+
+def _of(row: dict[str, Any]) -> Best:
+    return Best(row["us"]["p50"], row["alone_us"]["p50"], row["sms"])

@@ -26,6 +26,7 @@ _ROWS = 4  # the low-latency kernels want a multiple of so many rows of all rank
 _QUEUE_ROWS = 256
 _DISPATCH_CHUNKS, _COMBINE_CHUNKS = range(4, 33, 2), range(1, 17)  # tried by DeepEP's test
 _TRIALS, _TRIAL_CALLS = 3, 8
+NOT_COPIED = "ids not copied"  # do_handle_copy=False: a caller's ids do not change while a handle is in use, as ours
 
 
 def module() -> ModuleType:
@@ -241,7 +242,8 @@ class Elastic:
     """ElasticBuffer without a wait on the host: layout `flat`, and with its rows expanded `expert`. Collective.
 
     Its SMs are the number that it chooses where nothing overlaps, as in DeepEP's test, that of the intranode kernels,
-    and those of moecomm's operations in this layout; a second kernel in each call takes all of them.
+    and those of moecomm's operations in this layout; a second kernel in each call takes all of them.  A dispatch does
+    not copy the ids into its handle.
     """
 
     def __init__(self, module: ModuleType, group: dist.ProcessGroup, case: RoundsCase, ours: Ours) -> None:
@@ -262,7 +264,7 @@ class Elastic:
         expand = layout == "expert"
         found = [
             Timed(
-                _about("dispatch", name, layout, sms, ", ".join(_cast(name))),
+                _about("dispatch", name, layout, sms, ", ".join([*_cast(name), NOT_COPIED])),
                 [
                     partial(self._dispatch, rows[name], given, expand, sms)
                     for rows, given in zip(payloads, self._ours.inputs, strict=True)
@@ -292,4 +294,5 @@ class Elastic:
             num_sms=sms,
             do_cpu_sync=False,
             do_expand=expand,
+            do_handle_copy=False,
         )

@@ -25,6 +25,7 @@ from moecomm.routed import Handle
 from moecomm.tools.progress import progress
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Clock, percentiles
+from moecomm_bench.deep_ep import NOT_COPIED
 from moecomm_bench.ranks import device_of, on_ranks
 
 MOST_LOW_LATENCY = 512  # tokens of a low-latency call: DeepEP's own limit; more would take most of the memory
@@ -33,7 +34,6 @@ BY = ("native", "compat")
 AGAIN = "again"  # the native call a second time, on the host: its difference from itself is noise
 ORDERS = ((*BY, AGAIN), ("compat", AGAIN, "native"), (AGAIN, *BY))
 HOST_BATCHES = 100  # so that 30 of 3000 calls are behind a 99th percentile
-NOT_COPIED = "ids not copied"  # do_handle_copy=False
 _COLUMNS: dict[str, Any] = {
     "quantize": "fp8",
     "scale_layout": "column",

@@ -42,6 +42,7 @@ from moecomm_bench.nccl_ep_library import (
 from moecomm_bench.ours import Input, Ours
 
 _SMS = 16  # the library's default for high throughput
+_MORE_SMS = (32, 64, 128)  # with which high throughput runs as well
 
 
 @dataclass(frozen=True)
@@ -101,25 +102,35 @@ class NcclEP:
         return nccl_group()
 
     def ways(self) -> dict[str, Callable[[Ours], list[Timed]]]:
-        """Return the modes by name; each returns the timed calls for the size of `ours`."""
-        return {name: partial(self._calls, mode) for name, mode in MODES.items() if mode.ours in self._case.layouts}
+        """Return the modes by name, high throughput with several numbers of SMs.
 
-    def rounds(self, mode: Mode, inputs: list[Input]) -> list[NcclEpRound]:
-        """Return the rounds of a mode, one for each input."""
+        Each returns the timed calls for the size of `ours`.  One that fails leaves the rows of the others.
+        """
+        found: dict[str, Callable[[Ours], list[Timed]]] = {}
+        for name, mode in MODES.items():
+            if mode.ours in self._case.layouts:
+                found[name] = partial(self._calls, name, mode, 0)
+                if not mode.low_latency:
+                    found |= {f"{name} {sms} SMs": partial(self._calls, name, mode, sms) for sms in _MORE_SMS}
+        return found
+
+    def rounds(self, mode: Mode, inputs: list[Input], sms: int = 0) -> list[NcclEpRound]:
+        """Return the rounds of a mode, one for each input; with `sms` 0 by the library's number of SMs."""
         if self._open is not None:
             self._open.close()
             self._open = None
-        self._open = NcclEpGroup(self.library, self._ranks, mode, self._case, inputs)
+        self._open = NcclEpGroup(self.library, self._ranks, mode, self._case, inputs, sms)
         return [NcclEpRound(self._open, given) for given in inputs]
 
-    def _calls(self, mode: Mode, ours: Ours) -> list[Timed]:
+    def _calls(self, name: str, mode: Mode, sms: int, ours: Ours) -> list[Timed]:
         if ours.tokens > mode.most_tokens:
             return []
         mode.check(self._case)
-        rounds = self.rounds(mode, ours.inputs)
+        rounds = self.rounds(mode, ours.inputs, sms)
         for one in rounds:
             one.dispatch("bf16")  # leaves the rows that combine returns
-        about = {"layout": mode.ours, "sms": 0 if mode.low_latency else _SMS, "version": self.library.version}
+        used = 0 if mode.low_latency else sms or _SMS
+        about = {"who": name, "layout": mode.ours, "sms": used, "version": self.library.version}
         found = [
             Timed({"what": "dispatch", "payload": payload, **about}, [partial(one.dispatch, payload) for one in rounds])
             for payload in self._case.payloads
@@ -139,7 +150,13 @@ class NcclEpGroup:
     """
 
     def __init__(
-        self, library: Library, ranks: dist.ProcessGroup, mode: Mode, case: RoundsCase, inputs: list[Input]
+        self,
+        library: Library,
+        ranks: dist.ProcessGroup,
+        mode: Mode,
+        case: RoundsCase,
+        inputs: list[Input],
+        sms: int,
     ) -> None:
         self.library, self.mode, self.case, self._ranks = library, mode, case, ranks
         self.device, tokens = inputs[0].x.device, len(inputs[0].x)
@@ -156,6 +173,7 @@ class NcclEpGroup:
             max_dispatch_tokens_per_rank=self.tokens,
             max_recv_tokens_per_rank=0 if mode.low_latency else self.rows,
             max_token_bytes=2 * case.hidden,
+            max_num_sms=sms,
             zero_copy=0 if mode.low_latency else WINDOWS_ONLY,
             num_topk=case.topk,
         )

@@ -190,7 +190,13 @@ def _round(rank: int, group: Any, name: str) -> list[Any]:
         Ours(CASE, group, torch.device("cpu"), TOKENS) as ours,
     ):
         peer = nccl_ep.NcclEP(CASE)
-        timed = peer.ways()[name](ours)
+        ways = peer.ways()
+        assert [sms for sms in (32, 64, 128) if f"{name} {sms} SMs" in ways] == (
+            [] if mode.low_latency else [32, 64, 128]
+        )
+        with_32 = [] if mode.low_latency else ways[f"{name} 32 SMs"](ours)
+        assert {(one.about["who"], one.about["sms"]) for one in with_32} == ({(name, 32)} if with_32 else set())
+        timed = ways[name](ours)
         abouts = [(one.about["what"], one.about["payload"], one.about["layout"], one.by_expert) for one in timed]
         fine = []
         for given, one in zip(ours.inputs, peer.rounds(mode, ours.inputs), strict=True):
@@ -206,7 +212,9 @@ def _round(rank: int, group: Any, name: str) -> list[Any]:
             weight = given.topk_weights.sum(1, keepdim=True) if mode.low_latency else CASE.topk
             wanted = given.x.float() * (ranks if mode.ours == "flat" else weight)
             fine.append(torch.allclose(one.combine().float(), wanted, rtol=2**-8))
-    configs = [(one.algorithm, one.max_dispatch_tokens_per_rank, one.zero_copy) for one in library.groups]
+    configs = [
+        (one.algorithm, one.max_dispatch_tokens_per_rank, one.zero_copy, one.max_num_sms) for one in library.groups
+    ]
     closed = [library.names.count(call) for call in ("ncclEpCreateGroup", "ncclEpGroupDestroy")]
     return [abouts, fine, configs, closed, timed[0].about["version"]]
 
@@ -214,7 +222,8 @@ def _round(rank: int, group: Any, name: str) -> list[Any]:
 @pytest.mark.parametrize("name", MODES)
 def test_rows_arrive_as_ours_do_and_come_home_summed(ranks: Ranks, name: str) -> None:
     mode = MODES[name]
-    config = (0, 6, 0) if mode.low_latency else (1, 8, 2)  # high throughput: tokens in fours
+    config = (0, 6, 0, 0) if mode.low_latency else (1, 8, 2, 0)  # high throughput: tokens in fours
+    before = [] if mode.low_latency else [(*config[:3], 32)]
     for abouts, fine, configs, closed, version in ranks.run(2, _round, name):
         assert abouts == [
             ("dispatch", "bf16", mode.ours, False),
@@ -222,8 +231,8 @@ def test_rows_arrive_as_ours_do_and_come_home_summed(ranks: Ranks, name: str) ->
             ("combine", "", mode.ours, name == "nccl_ep low-latency"),
         ]
         assert fine == [True] * 6
-        assert configs == [config] * 2
-        assert closed == [2, 1]  # one at a time
+        assert configs == [*before, *[config] * 2]
+        assert closed == [len(configs), len(configs) - 1]  # one at a time
         assert version == "1.2.3"
 
 
@@ -235,7 +244,8 @@ def _absent(rank: int, group: Any) -> list[tuple[str, str]]:
 
 def test_a_library_that_is_absent_is_named(ranks: Ranks) -> None:
     for found in ranks.run(2, _absent):
-        assert [who for who, _ in found] == list(MODES)
+        more = [f"{name} {sms} SMs" for name in list(MODES)[1:] for sms in (32, 64, 128)]
+        assert sorted(who for who, _ in found) == sorted([*MODES, *more])
         assert all(why.startswith("Unsupported: nccl_ep: libnccl_ep.so: cannot open") for _, why in found)
 
 

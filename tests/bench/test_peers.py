@@ -165,7 +165,8 @@ class ElasticBuffer:
         return 64
 
     def dispatch(self, x: Any, num_sms: int, do_expand: bool, **given: Any) -> tuple[Any, ...]:
-        assert given["do_cpu_sync"] is False and given["num_max_tokens_per_rank"] == 6
+        assert given["do_cpu_sync"] is False and given["do_handle_copy"] is False
+        assert given["num_max_tokens_per_rank"] == 6
         Buffer.calls.append(("elastic dispatch", num_sms, do_expand))
         return "rows", "ids", "weights", f"handle {do_expand}", "event"
 
@@ -237,7 +238,7 @@ def test_deep_ep_is_measured_like_for_like(deep_ep_found: list[Any]) -> None:
     elastic = [
         ("deep_ep elastic", what, payload, layout, sms, how, True, False, 1)
         for layout in ("flat", "expert")
-        for part in (flat[:2], flat[2:])
+        for part in ([(*flat[0][:2], "ids not copied"), (*flat[1][:2], "cast before, ids not copied")], flat[2:])
         for sms in (64, 24, 8)
         for what, payload, how in part
     ]

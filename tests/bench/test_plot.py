@@ -98,6 +98,7 @@ def layers() -> dict[str, Any]:
 def test_other_libraries_have_a_dot_where_they_have_a_time() -> None:
     us = {"p50": 40.0, "p99": 41.0}
     about = {"tokens": 128, "layout": "batched", "what": "pair", "payload": "fp8", "us": us, "alone_us": us}
+    about |= {"sms": 0, "sms_asked": 0}
     case = {**result()["case"], "tokens": [128, 4096], "layouts": ["batched"]}
     slow = {"p50": 100.0}
     rows = [{**about, "who": "pplx", "variant": "", "us": slow}, {**about, "who": "moecomm", "variant": "fp32 wire"}]

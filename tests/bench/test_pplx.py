@@ -194,8 +194,34 @@ def test_what_is_absent_or_would_end_the_process_is_named(ranks: Ranks) -> None:
 def test_its_pairs_stand_beside_ours_that_round_once() -> None:
     us = {"p50": 40.0, "p99": 41.0}
     about = {"tokens": 128, "layout": "batched", "what": "pair", "payload": "fp8", "us": us, "alone_us": us}
+    about |= {"sms": 0, "sms_asked": 0}
     rows = [{**about, "who": "pplx", "variant": ""}, {**about, "who": "moecomm", "variant": "fp32 wire"}]
     result = {"case": {"tokens": [128], "layouts": ["batched"]}, "rows": [*rows, {"who": "nccl_ep", "why": "absent"}]}
     (found,) = beside.operations(result)
     assert (found.variant, found.ratio, sorted(found.best)) == ("fp32 wire", 1.0, ["moecomm", "pplx-kernels"])
-    assert beside.libraries(result) == ["moecomm", "pplx-kernels"]
+    assert beside.libraries(result) == ["moecomm", "pplx-kernels"] and found.ours is None
+
+
+def test_the_number_of_sms_of_the_table_counts_and_the_fastest_is_beside_it() -> None:
+    about = {"tokens": 4096, "layout": "flat", "what": "combine", "payload": ""}
+    rows = [
+        {
+            **about,
+            "who": who,
+            "variant": variant,
+            "sms": sms,
+            "sms_asked": asked,
+            "us": {"p50": us},
+            "alone_us": {"p50": us},
+        }
+        for who, variant, sms, asked, us in (
+            ("moecomm", "y outside", 64, 0, 50.0),
+            ("moecomm", "y outside", 128, 128, 40.0),
+            ("moecomm", "y in the window", 16, 16, 30.0),
+            ("nccl_ep", "", 16, 0, 60.0),
+            ("nccl_ep", "", 32, 0, 45.0),
+        )
+    ]
+    (found,) = beside.operations({"case": {"tokens": [4096], "layouts": ["flat"]}, "rows": rows})
+    assert (found.variant, found.ratio, found.best["NCCL EP"].sms) == ("y outside", 0.9, 32)
+    assert found.best["moecomm"].sms == 64 and found.ours == beside.Best(40.0, 40.0, 128)

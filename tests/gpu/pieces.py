@@ -59,8 +59,8 @@ PIECES = (
     # Other libraries in pieces of their own, because they may hang.
     Piece(
         "peers",
-        300,
-        f"{CASES} --tokens 128,4096 --layout flat,expert,batched --replays 20 --no-ceiling "
+        420,
+        f"{CASES} --tokens 128,4096 --layout flat,expert,batched --sms 0,16,64,128 --replays 20 --no-ceiling "
         "--others deep_ep,nccl_ep,flashinfer,pplx",
     ),
     # torch takes at most 15 experts a rank: of a model with few experts.
