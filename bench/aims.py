@@ -25,6 +25,7 @@ _PARTS = {
     "counters": ROUNDS,
     "virtual-ranks": ROUNDS,
     "kill-plans": ("membership", *ROUNDS),
+    "megatron-training": ("host",),
     "simulate": (),
     "simulate-check": (),
     "accuracy": (),
@@ -40,8 +41,8 @@ def parts_of(name: str, found: dict[str, Any]) -> tuple[str, ...]:
         return (*parts, *CALLS) if case["mode"] == "eager" else parts
     if name == "kill-plans-cpu":
         return ("membership", "host")
-    kind = found.get("benchmark") or next(begin for begin in _PARTS if name.startswith(begin))
-    return _PARTS[kind]
+    kinds = [found.get("benchmark") or name, *(begin for begin in _PARTS if name.startswith(begin))]
+    return next(_PARTS[kind] for kind in kinds if kind in _PARTS)
 
 
 def marked(page: str) -> str:

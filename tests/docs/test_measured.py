@@ -14,6 +14,8 @@ import pytest
 
 from moecomm_bench.simulate.excluded import FORMAT, GONE, HOST, PROXY, RINGS, SINGLE, SWEPT, THREADS
 
+from ..overlap import test_table
+
 ROOT = Path(__file__).parent.parent.parent
 MOECOMM = {"who": "moecomm"}
 RESULTS = ROOT / "bench" / "results"
@@ -247,3 +249,46 @@ def test_a_window_is_that_of_the_run_or_more_than_a_callers(monkeypatch: pytest.
     assert tables.window_of(one, {"window": 2 << 30}) == "2.0 GiB" and tables.window_of(one, {}) == ""
     layers = [tables.load(name) for name in ("moe-deepseek-v3-h100-4", "moe-mixtral-8x7b-h200-4")]
     assert [tables.window_of(found, *found["rows"])[0] for found in layers] == ["3", ">"]
+
+
+def test_combines_of_128_tokens_take_as_long_as_the_result_says() -> None:
+    measured = aim("4 H200s, 128 tokens, `expert` and `batched`")[0]
+    for layout in ("expert", "batched"):
+        wires = ("bf16 wire", "fp32 wire")
+        rows = [
+            row_of("times-few-h200-4", tokens=128, what="combine", layout=layout, variant=wire, sms_asked=0)
+            for wire in wires
+        ]
+        assert re.findall(r"\d+\.\d(?= us)", measured) == [f"{row['us']['p50']:.1f}" for row in rows]
+
+
+def test_operators_are_as_far_behind_as_the_results_say() -> None:
+    """The longest time of the default form over that of NCCL and of torch, on two H200s."""
+    measured = aim("Overlapped operators never slower")[0]
+    (said,) = re.findall(r"The longest by operator, over NCCL and over torch: (.*?) \(`overlap-\*-h200-2", measured)
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for ranks, sizes, times in test_table.measured(RESULTS.glob("overlap-*-h200-2.json")):
+        chosen = times["moecomm unfused"] if test_table.is_slower(ranks, sizes) else times["moecomm"]
+        for who in {"nccl", "torch"} & times.keys():
+            ratios.setdefault(sizes.operator, {}).setdefault(who, []).append(chosen / times[who])
+    names = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
+    want = [f"{max(ratios[name][who]):.2f}" for name in names for who in ("nccl", "torch")]
+    assert re.findall(r"\d\.\d\d", said) == want
+    over_nccl, over_torch = ([one for of in ratios.values() for one in of[who]] for who in ("nccl", "torch"))
+    assert f"NCCL with cuBLAS: {min(over_nccl):.2f} to {max(over_nccl):.2f}, and over torch's" in measured
+    assert f"operators up to {max(over_torch):.2f}. The longest" in measured
+
+
+def test_batched_rows_are_measured_inside_one_domain_alone() -> None:
+    """The aim names every kind of result that lacks them."""
+    measured = aim("`batched` wherever")[0]
+    layouts: dict[str, set[str]] = {}
+    for path in RESULTS.glob("*.json"):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict) and found.get("benchmark") in ("dispatch-combine", "backends"):
+            layouts[path.stem] = {row["layout"] for row in found["rows"] if "us" in row and row["who"] == "moecomm"}
+    with_it = {name for name, of in layouts.items() if "batched" in of}
+    assert with_it >= {path.stem for kind in ("few", "many") for path in RESULTS.glob(f"times-{kind}-*.json")}
+    lacking = ("domains", "nic", "backends", "gin", "zipf", "skew", "recorded", "few-sms", "ht")
+    assert not any(name.startswith(lacking) for name in with_it)
+    assert all(word in measured for word in ("Between domains", "NIC", "NVSHMEM and GIN", "skewed", "blocks"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ def dims_of(operator: str, shapes: list[list[int]], ranks: int) -> dict[str, int
     return {"M": first[0], "K": first[1], "N": second[0]}
 
 
-def measured() -> Iterator[tuple[int, Sizes, dict[str, float]]]:
+def measured(results: Iterable[Path] = RESULTS) -> Iterator[tuple[int, Sizes, dict[str, float]]]:
     """The ranks, the call and the times of everybody."""
-    for path in RESULTS:
+    for path in results:
         found: dict[str, Any] = json.loads(path.read_text())
         times: dict[Any, dict[str, float]] = {}
         for row in found["rows"]:
