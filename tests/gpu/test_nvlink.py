@@ -162,31 +162,37 @@ def test_survivors_name_the_rank_and_go_on(gpu_ranks: Ranks, kind: str, how: str
         print(f"rank {rank}: {name} after {seconds:.3f} s, resumed in {resumed:.3f} s")
 
 
-def _replay(rank: int, group: Any, kind: str) -> str:
+def _replay(rank: int, group: Any, kind: str) -> int:
+    """Return how many values of all replays were wrong.  A replay has two pairs of rounds, and compares both."""
     with open_kind(rank, group, kind, **SMALL, timeout_s=20) as buffer:
         mine = routing(rank)
         for _ in range(2):
             routed = buffer.dispatch(**mine)
             buffer.combine(routed.x, routed.handle)
         buffer.check()
+        want = torch.empty_like(mine["x"])
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            here = buffer.dispatch(**mine)
-            out = buffer.combine(here.x, here.handle, wire="exact")  # want rounds once
+            outs = []
+            for _ in range(2):
+                here = buffer.dispatch(**mine)
+                outs.append(buffer.combine(here.x, here.handle, wire="exact"))  # want rounds once
+            for out in outs:
+                wrong += (out != want).sum()
+                out.fill_(torch.nan)  # what a later replay leaves out is wrong there
         # GIN's proxy takes ten milliseconds a round, and over tcp a hundred.
-        for seed in range(10_000 if kind in ("vmm", "nccl") else 200 if "tcp" in kind else 1000):
-            if seed % 50 == 0:
+        for seed in range(5_000 if kind in ("vmm", "nccl") else 100 if "tcp" in kind else 500):
+            if seed % 25 == 0:
                 for name, value in routing(seed + rank).items():
                     mine[name].copy_(value)
+                want.copy_(mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True))
             graph.replay()
-            if seed % 50 == 49:
-                want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
-                assert torch.equal(out, want.bfloat16())
         buffer.check()
-    return "done"
+        return int(wrong)
 
 
 @pytest.mark.gpu2
 def test_graph_replay(gpu_ranks: Ranks, kind: str) -> None:
     count = min(4, torch.cuda.device_count())
-    assert gpu_ranks.run(count, _replay, kind) == ["done"] * count
+    assert gpu_ranks.run(count, _replay, kind) == [0] * count
