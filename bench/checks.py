@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tables import CALLS, DOMAINS, LAYER, ROUNDS, Topic, line, load, round_parts, table
+from typing import Any
+
+from tables import CALLS, DOMAINS, LAYER, ROUNDS, Topic, line, load, names, round_parts, table
+
+GPU_TESTS = "gpu-tests"  # the result of tests/gpu/passed.py
 
 
 def checks() -> str:
@@ -137,7 +141,34 @@ def after_kills() -> str:
     return table(f"result | conditions | {heads}", rows)
 
 
+def gpu_tests() -> str:
+    """Which steps of tests/gpu/run passed when, and which failed since."""
+    last: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in load(GPU_TESTS)["rows"]:
+        of = last.setdefault((row["step"], row["on"]), {})
+        of.pop(row["outcome"], None)
+        of[row["outcome"]] = row  # the latest is the last
+    rows = []
+    for (step, on), of in sorted(last.items()):
+        passed, outcome = of.get("passed"), next(reversed(of))
+        when = [f"{passed['date']}", f"`{passed['commit']}`", str(passed["tests"] or "")] if passed else [""] * 3
+        since = "" if outcome == "passed" else f"{outcome}, {of[outcome]['date']}, `{of[outcome]['commit']}`"
+        rows.append(f"| {' | '.join((f'`{step}`', on, *when, since))} |")
+    return table("step | on | passed | at | tests | since", rows)
+
+
+# Without a kept run there is no table.
+_GPU_TESTS = (
+    Topic(
+        "GPU tests",
+        "Steps of `tests/gpu/run` ([testing](testing.md#on-gpus)): when each passed last, at which commit, on what, "
+        "and what became of it since.  Written by the runner.",
+        GPU_TESTS,
+        gpu_tests,
+    ),
+)
 TOPICS = (
+    *(_GPU_TESTS if GPU_TESTS in names() else ()),
     Topic(
         "What checks take",
         "One rank alone, so without links: before kernels knew of failed calls, seals of handles, tags that wrap and "

@@ -9,7 +9,7 @@ from pathlib import Path
 import checks
 import times
 import topics
-from tables import LEGEND, OPENED, ROOT, Topic, load
+from tables import LEGEND, OPENED, ROOT, Topic, load, names
 
 MEASUREMENTS = ROOT / "docs" / "measurements.md"
 CALLS, CHECKED = (ROOT / "docs" / "maintainers" / f"measured_{what}.md" for what in ("calls", "checks"))
@@ -50,10 +50,11 @@ Written by `python bench/readme.py`.  Single calls of moecomm, of NCCL and of to
 at most 15 experts a rank, and with these numbers of ranks a rank of DeepSeek-V3 has more.  UCCL-EP was not measured:
 the benchmark has no adapter for it, and its CPU proxies need a network, which these machines lack."""
 
+GPU_TESTS = "" if checks.GPU_TESTS in names() else "No run of `tests/gpu/run` is kept since the runner notes them.  "
 CHECKED_HEAD = f"""# Measured checks
 
 Written by `python bench/readme.py`.  Runs that compare every value with a reference, and the time that checks inside
-kernels take.  {LEGEND}
+kernels take.  {GPU_TESTS}{LEGEND}
 [bench](../../bench/README.md) says which times are marked."""
 
 

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from moecomm_bench import schema
+
 from .conftest import GPU_MARKS
+from .docs import test_tables
 from .gpu import __main__ as steps
-from .gpu import compile_overlap, test_nvlink
+from .gpu import compile_overlap, passed, test_nvlink
 from .gpu.__main__ import PARTS, Step
 from .live import alive, wait_until
 
@@ -123,6 +126,46 @@ def test_a_step_that_fails_or_is_not_there_fails_the_run(
     with pytest.raises(SystemExit):
         steps.main(["a", "--beside", "c"])
     assert "c: the parts are a" in capfd.readouterr().err
+
+
+def test_a_run_notes_what_passed_and_keeps_what_was_noted(
+    monkeypatch: pytest.MonkeyPatch, logs: Path, tmp_path: Path
+) -> None:
+    """The last row of each outcome of a step on a machine; a step whose tests were all skipped has not passed."""
+    kept = tmp_path / "kept.json"
+    old = {"step": "a", "on": "4 x H200", "outcome": "passed", "tests": 3, "date": "2026-01-02", "commit": "0123abcd"}
+    kept.write_text(json.dumps({"rows": [old, old | {"on": "no GPU"}, old | {"on": "no GPU", "outcome": "failed"}]}))
+    monkeypatch.setattr(passed, "KEPT", kept)
+    logs.mkdir()
+    for step, fine, tests, line in (
+        ("a", True, True, "2 passed, 1 skipped in 3.1s"),
+        ("b", True, True, "12 skipped in 0.1s"),
+        ("b", False, True, "1 failed, 2 passed in 0.1s"),
+        ("c", True, False, "done"),
+    ):
+        passed.note(logs, step, fine, tests, line, 3.2)
+    rows = json.loads((logs / passed.NAME).read_text())["rows"]
+    assert [(row["step"], row["on"], row["outcome"], row["tests"]) for row in rows] == [
+        ("a", "4 x H200", "passed", 3),
+        ("a", "no GPU", "failed", 3),
+        ("a", "no GPU", "passed", 2),
+        ("b", "no GPU", "skipped", 0),
+        ("b", "no GPU", "failed", 2),
+        ("c", "no GPU", "passed", 0),
+    ]
+    schema.read(logs / passed.NAME)
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import checks
+
+    monkeypatch.setattr(checks, "load", lambda name: {"rows": rows})
+    shown = checks.gpu_tests()
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in shown.splitlines()]
+    assert len(cells) == 2 + 4 and cells[2] == ["`a`", "4 x H200", "2026-01-02", "`0123abcd`", "3", ""]
+    assert cells[4][2:5] == ["", "", ""] and cells[4][5].startswith("failed, ") and cells[3][4:] == ["2", ""]
+    made = test_tables.Table("page", cells[0], cells[2:], [{"rows": rows, "name": "gpu-tests"}])
+    assert list(test_tables.mistakes(made)) == []
+    wrong = [*cells[2][:4], "4", ""], [*cells[4][:5], ""]
+    assert all(list(test_tables.mistakes(made._replace(rows=[row]))) for row in wrong)
 
 
 def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:

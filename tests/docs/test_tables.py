@@ -836,6 +836,19 @@ def instructions(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     yield {f"{row['ranks']} ranks": [row["of_a_thread"], row["of_a_block"] / 1e3] for row in of if row["blocks"] == 32}
 
 
+@derives("step | on | passed", "step | on | passed | at | since")
+def gpu_tests(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    (found,) = table.results
+    mine = [row for row in found["rows"] if (f"`{row['step']}`", row["on"]) == (cells["step"], cells["on"])]
+    passed = [at for at, row in enumerate(mine) if row["outcome"] == "passed"]
+    when = [cells["passed"], cells["at"]]
+    if when == ([mine[passed[-1]]["date"], f"`{mine[passed[-1]]['commit']}`"] if passed else ["", ""]):
+        later = mine[passed[-1] + 1 :] if passed else mine
+        since = f"{later[-1]['outcome']}, {later[-1]['date']}, `{later[-1]['commit']}`" if later else ""
+        if cells["since"] == since:
+            yield {"tests": [mine[passed[-1]]["tests"]] if passed and mine[passed[-1]]["tests"] else []}
+
+
 @derives("result | what | number, none failed", "result | what | kinds")
 def correctness(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     (found,) = (found for found in table.results if f"`{found['name']}`" == cells["result"])

@@ -6,6 +6,8 @@ Parts go one after the other.  Of those behind --beside, the steps of one GPU go
 rest.  The native module must have been built, by `pip install -e .` or `python setup.py build_ext --inplace`, and for
 GIN without a NIC the plugin, by `pip install ./rma_plugin`.
 
+gpu-tests.json among the logs says which steps passed, see passed.py.
+
 CASES: random cases of a test (default 300; limits grow with it).  SEED: which ones (default 0).  LOGS: where logs and
 the JSON of `measure` go (default: a new folder).  A step that hangs ends at its limit, and its log says where each
 Python thread was.
@@ -24,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu import figures, processes
+from tests.gpu import figures, passed, processes
 from tests.gpu.processes import ENVIRONMENT, all_gpus
 
 CASES, SEED = int(os.environ.get("CASES", "300")), os.environ.get("SEED", "0")
@@ -248,6 +250,7 @@ def run(step: Step, gpu: str | None = None) -> bool:
     # One write: print() writes the end of a line separately, and a concurrent step could write in between.
     sys.stdout.write(f"{step.name:<20} {word:<6} {seconds:4.0f} s  {lines[-1][:120] if lines else ''}\n")
     sys.stdout.flush()
+    passed.note(LOGS, step.name, fine, bool(step.pytest), lines[-1] if lines else "", seconds)
     return fine
 
 
