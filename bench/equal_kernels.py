@@ -32,6 +32,7 @@ from moecomm_bench import sources
 ROOT = Path(__file__).parent.parent
 NOTED = Path(__file__).with_suffix(".json")  # {digest of today, FEW behind it or not: [digests of earlier sources]}
 FEW = " of few tokens"
+CASTS = " that casts"  # combines in FP8 and INT8, which are not compared: only the same source is the same
 SETS = {
     "rounds": ("dispatch", "combine", f"dispatch{FEW}", f"combine{FEW}"),
     "domains": ("dispatch between domains", "combine between domains"),
@@ -129,7 +130,7 @@ def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str])
 
 def source_of(part: str) -> str:
     """Return the part of moecomm_bench.sources with the sources of a part."""
-    return part.removesuffix(FEW)
+    return part.removesuffix(FEW).removesuffix(CASTS)
 
 
 def key(part: str, digest: str) -> str:

@@ -42,6 +42,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # of `tests`
 NOTED = Path(__file__).with_suffix(".json")  # {commit: {"launches", "kernels" and "tables": {part: digest}}}
 FEW = " of few tokens"
+CASTING = "combine that casts"  # see equal_kernels.CASTS
 _MULTIPROCESSORS = 132
 _GPU = ""  # of no table: that of moecomm.tuning.DEFAULT_GPU
 _TOKENS = {FEW: (1, 128), "": (4096,)}
@@ -96,6 +97,28 @@ def _rounds() -> Iterator[tuple[str, str]]:
         for op, layout, tokens in itertools.product(tuning.OPS, tuning.LAYOUTS, _TABLE_TOKENS[few]):
             choice = tuning.choose(_GPU, ranks, op, layout, tokens)
             yield op + few, f"{tokens} {choice.blocks} {choice.chunk_tokens} {cluster(choice.blocks, _MULTIPROCESSORS)}"
+
+
+def _casts() -> Iterator[tuple[str, str]]:
+    """Yield the part of combines whose sums are cast, and their kernels and blocks."""
+    import torch
+
+    from moecomm import tuning
+    from moecomm.backends.lsa_kernels import combine_spec
+    from moecomm.router import MODELS
+    from moecomm.testing.prepare import prepare_combine, prepare_dispatch
+    from tests.gpu.compile_models import opened
+
+    for ranks, tokens, layout in itertools.product((2, 4), (128, 8192), ("flat", "expert")):
+        with opened(MODELS["deepseek-v3"], ranks, tokens) as buffer:
+            x = torch.zeros(tokens, buffer.hidden, dtype=torch.bfloat16)
+            ids, weights = torch.full((tokens, buffer.topk), -1), torch.zeros(tokens, buffer.topk)
+            routed = prepare_dispatch(buffer, x, ids, weights, layout=layout, max_rows=64)
+            y = x.new_empty(routed.handle.y_shape)
+            for wire in ("fp8", "int8"):
+                yield CASTING, _source(combine_spec(prepare_combine(buffer, y, routed.handle, wire=wire).args))
+        choice = tuning.choose(_GPU, ranks, "combine", layout, tokens, casts=True)
+        yield CASTING, f"{choice.blocks} {choice.chunk_tokens}"
 
 
 def _between_domains() -> Iterator[tuple[str, str]]:
@@ -210,6 +233,7 @@ def _todays_sources() -> ModuleType:
 
 KINDS = {
     "rounds": _rounds,
+    "casts": _casts,
     "domains": _between_domains,
     "layers": _layers,
     "products": _products,

@@ -31,6 +31,7 @@ AGED = f"{OLDER}: moecomm's kernel has changed since the run, so its time today 
 MANY = ("dispatch", "combine")  # of one domain
 FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
 ROUNDS = (*MANY, *FEW)
+CASTING = (launches.CASTING,)
 DOMAINS = ("dispatch between domains", "combine between domains")
 # Further parts of rounds between domains, by what they put through.
 THROUGH = {

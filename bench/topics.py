@@ -11,6 +11,7 @@ import head_to_head
 import study
 from tables import (
     CALLS,
+    CASTING,
     DOMAINS,
     OPERATORS,
     OVERLAP,
@@ -201,7 +202,9 @@ def _fp8_sums(found: dict[str, Any]) -> str:
                 for variant in (default, "fp8 wire", "int8 wire")
             ]
             cells += [*map(time_of, us), f"{us[1] / us[0]:.2f}"]
-        rows.append(line(found, (*round_parts(128, "combine"), "combine"), *cells, at=(1, 5)))
+        parts = (*round_parts(128, "combine"), "combine")
+        marked = [*(1, 5) * older(found, parts), *(2, 3, 6, 7) * older(found, CASTING)]
+        rows.append(f"| {' | '.join(with_mark(cell) if at in marked else cell for at, cell in enumerate(cells))} |")
     heads = [f"combine, {tokens} | in FP8, {tokens} | in INT8, {tokens} | FP8 over it" for tokens in (128, 8192)]
     return table(f"layout | {' | '.join(heads)}", rows)
 
@@ -465,7 +468,10 @@ def peers() -> str:
         f" | added host time, median | with a clone of `topk_idx` | with a budget{WINDOW}"
     )
     passes = load("passes-h100")
-    own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
+    own = [
+        line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us", at=(1,))
+        for r in passes["rows"]
+    ]
     first = f"{head_to_head.others()}\n\n{nccl}\n\n{alone}\n\n"
     return f"{first}{table(heads, rows)}\n\n{table('pass, one H100 | ours | torch operations', own)}"
 
@@ -533,7 +539,8 @@ def cpu() -> str:
     ):
         times = [f"{found['medians'][way][key]:.1f} ms" for key in ("dispatch_ms", "combine_ms", "both_ms")]
         ratio = f"{found['ratios'][way]:.1f}" if way in found["ratios"] else ""
-        rows.append(line(found, ("host",), what, "gloo" if way.startswith("gloo") else f"`{way}`", *times, ratio))
+        gloos = way.startswith("gloo")
+        rows.append(line(found, () if gloos else ("host",), what, "gloo" if gloos else f"`{way}`", *times, ratio))
     return "\n\n".join((table("rows | by | dispatch | combine | both | gloo over it", rows), verified()))
 
 

@@ -173,3 +173,18 @@ def test_eager_times_are_marked_by_themselves_if_only_calls_have_changed(monkeyp
         rows = [row.strip("|").split(" | ") for row in times.rows_of(name)]
         found = {heads[at] for row in rows for at, cell in enumerate(row) if "†" in cell}
         assert found == marked and all("moecomm" in row[2] for row in rows if any("†" in cell for cell in row))
+
+
+def test_a_combine_that_casts_is_as_it_was_with_the_same_source_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench/equal_kernels.py does not compare such kernels."""
+    import equal_kernels
+    import launches
+    import tables
+
+    assert equal_kernels.source_of(launches.CASTING) == "combine"
+    now = tables.digests()
+    monkeypatch.setattr(launches, "noted", lambda commit: launches.today())
+    monkeypatch.setattr(equal_kernels, "_noted", lambda: {now["combine"]: ["other"]})
+    earlier = {"kernels": now | {"combine": "other"}}
+    assert not tables.older(earlier, ("combine",)) and tables.older(earlier, tables.CASTING)
+    assert not tables.older({"kernels": now}, tables.CASTING)
