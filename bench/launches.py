@@ -109,16 +109,17 @@ def _casts() -> Iterator[tuple[str, str]]:
     from moecomm.testing.prepare import prepare_combine, prepare_dispatch
     from tests.gpu.compile_models import opened
 
-    for ranks, tokens, layout in itertools.product((2, 4), (128, 8192), ("flat", "expert")):
+    for ranks, tokens in itertools.product((2, 4), (128, 8192)):
         with opened(MODELS["deepseek-v3"], ranks, tokens) as buffer:
             x = torch.zeros(tokens, buffer.hidden, dtype=torch.bfloat16)
             ids, weights = torch.full((tokens, buffer.topk), -1), torch.zeros(tokens, buffer.topk)
-            routed = prepare_dispatch(buffer, x, ids, weights, layout=layout, max_rows=64)
-            y = x.new_empty(routed.handle.y_shape)
-            for wire in ("fp8", "int8"):
-                yield CASTING, _source(combine_spec(prepare_combine(buffer, y, routed.handle, wire=wire).args))
-        choice = tuning.choose(_GPU, ranks, "combine", layout, tokens, casts=True)
-        yield CASTING, f"{choice.blocks} {choice.chunk_tokens}"
+            for layout in ("flat", "expert"):
+                routed = prepare_dispatch(buffer, x, ids, weights, layout=layout, max_rows=64)
+                y = x.new_empty(routed.handle.y_shape)
+                for wire in ("fp8", "int8"):
+                    yield CASTING, _source(combine_spec(prepare_combine(buffer, y, routed.handle, wire=wire).args))
+                choice = tuning.choose(_GPU, ranks, "combine", layout, tokens, casts=True)
+                yield CASTING, f"{choice.blocks} {choice.chunk_tokens}"
 
 
 def _between_domains() -> Iterator[tuple[str, str]]:
