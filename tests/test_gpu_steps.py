@@ -23,6 +23,7 @@ from .live import alive, wait_until
 ROOT = Path(__file__).parent.parent
 TESTS = [step for part in PARTS.values() for step in part if step.pytest]
 ALL_MARKS = set(GPU_MARKS)
+ORIGIN = passed._origin
 
 
 # One process for all: most of the time goes into what tests import.  From where this one has it: "python -m" would look
@@ -104,6 +105,7 @@ SAY = "import os; print('on', os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(steps, "LOGS", tmp_path / "logs")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(passed, "_origin", lambda: {"machine": {"gpus": []}, "date": "2026-01-02", "commit": ""})
     return tmp_path / "logs"
 
 
@@ -136,6 +138,7 @@ def test_a_run_notes_what_passed_and_keeps_what_was_noted(
     old = {"step": "a", "on": "4 x H200", "outcome": "passed", "tests": 3, "date": "2026-01-02", "commit": "0123abcd"}
     kept.write_text(json.dumps({"rows": [old, old | {"on": "no GPU"}, old | {"on": "no GPU", "outcome": "failed"}]}))
     monkeypatch.setattr(passed, "KEPT", kept)
+    monkeypatch.setattr(passed, "_origin", ORIGIN)
     logs.mkdir()
     for step, fine, tests, line in (
         ("a", True, True, "2 passed, 1 skipped in 3.1s"),
