@@ -6,8 +6,8 @@ A time depends on more than the source of a kernel:
   GEMMs.  This module evaluates these choices for usual sizes.
 - Tuning tables have most of these choices.  Those of the shipped table are evaluated for all models and sizes that are
   measured, with the code of today.
-- Eager times and host times depend on the Python that a call runs.  This module runs calls a second time, and takes
-  the source of each function of moecomm that they enter.
+- Eager times, host times and times of plans depend on the Python that a call runs.  This module repeats calls, and
+  takes the source of each function of moecomm that they enter.
 
 A digest changes with a choice or with code, and not with a comment or a docstring.
 
@@ -183,6 +183,20 @@ def _layer_calls() -> Iterator[tuple[str, str]]:
             yield "layer calls", _functions(partial(call, fused))
 
 
+def _plans() -> Iterator[tuple[str, str]]:
+    """Yield the part of plans of placement, and the Python that a plan enters."""
+    import torch
+
+    from moecomm.balance import plan
+
+    loads = torch.arange(1, 33, dtype=torch.int64).view(2, 16)
+    sizes: dict[str, Any] = {"ranks": 4, "slots": 24, "nodes": 2}
+    for way in ({"policy": "eplb"}, {"policy": "spread"}, {"policy": "spread", "choice": "nearest"}):
+        yield "balance", _functions(partial(plan, loads, **sizes, **way))
+    present = plan(loads, **sizes, policy="spread")
+    yield "balance", _functions(partial(plan, loads.flip(1), previous=present, policy="spread", max_moves=4))
+
+
 def _functions(call: Callable[[], object]) -> str:
     """Return the source of each function of moecomm that a repeated call enters."""
     import moecomm
@@ -240,6 +254,7 @@ KINDS = {
     "products": _products,
     "calls": _calls,
     "layer calls": _layer_calls,
+    "plans": _plans,
 }
 
 

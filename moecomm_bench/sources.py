@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "RMA plugin": ("../rma_plugin/src/plugin.cpp",),
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
     "calls": ("bindings/known_calls.cpp", "bindings/runner.cpp"),
-    "balance": ("runtime/balance.cpp", "../moecomm/balance.py"),
+    "balance": ("runtime/balance.cpp",),
     "membership": ("../moecomm/elastic.py", "../moecomm/membership"),
     "deep_ep": ("../moecomm/compat/deep_ep",),
 }
