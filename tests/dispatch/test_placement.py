@@ -307,18 +307,19 @@ def test_ranks_with_different_placements(early: bool) -> None:
     run_ranks(2, opening)
 
 
-def test_masked_ranks_leave_their_replicas_to_others() -> None:
+@pytest.mark.parametrize("choice", ["token", "balanced"])
+def test_masked_ranks_leave_their_replicas_to_others(choice: ReplicaChoice) -> None:
     def body(group: Any) -> list[int]:
         x, ids, weights = tokens(group.rank)
         ids[:] = torch.tensor([2, 3])
-        with moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD, choice="token")) as buffer:
+        with moecomm.Buffer(group, **SIZES, backend="host", placement=Placement(HELD, choice=choice)) as buffer:
             with pytest.raises(BadInput, match="replicas"):
                 buffer.mask((), replicas={0: 1})
             if group.rank == 2:
                 return []
             buffer.mask([2])
             with pytest.raises(BadInput, match="masked"):
-                buffer.set_placement(Placement(HELD))
+                buffer.set_placement(Placement(HELD, choice=choice))
             routed = buffer.dispatch(x, ids, weights)
             return routed.tokens_per_expert.tolist()
 
