@@ -19,6 +19,8 @@ import moecomm
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
+# What libstdc++ and the compiler call where glibc has it, and what older glibcs have under older versions.
+YOUNGER = {"__libc_single_threaded", "dlopen", "dlsym", "fstat", "pthread_cond_clockwait", "pthread_sigmask"}
 FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 NATIVE = {".h", ".cuh", ".cpp", ".cu", ".map"}
 KERNELS = {".h", ".cuh", ".cu"}
@@ -55,7 +57,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository as a checkout has it: nothing built, with tests."""
     tree = tmp_path_factory.mktemp("packaging") / "tree"
     ignored = shutil.ignore_patterns("*.so", "*.fatbin", "built.json", "__pycache__")
-    for folder in ("bench", "csrc", "docs", "examples", "moecomm", "moecomm_bench", "rma_plugin", "tests"):
+    for folder in (".ci", "bench", "csrc", "docs", "examples", "moecomm", "moecomm_bench", "rma_plugin", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
     for name in FILES:
         shutil.copy(ROOT / name, tree)
@@ -93,9 +95,8 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def built(tree: Path) -> tuple[Path, Path]:
     """The sdist, and the wheel that is built from it."""
-    python = new_environment(tree.parent / "builder")
-    run(python, "-m", "pip", "install", "--quiet", "build", cwd=tree.parent)
-    run(python, "-m", "build", "--outdir", tree.parent / "dist", tree, cwd=tree.parent)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run(tree / ".ci" / "package", "dist", cwd=tree.parent, PATH=path)
     (sdist,), (wheel,) = (tree.parent / "dist").glob("*.tar.gz"), (tree.parent / "dist").glob("*.whl")
     return sdist, wheel
 
@@ -131,6 +132,20 @@ def test_the_wheel_holds_the_package_and_the_headers_of_its_kernels(built: tuple
     assert included and included - set(held) == set()
 
 
+def test_the_wheel_is_for_machines_with_an_older_glibc(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """auditwheel has named it and added no library.  Nothing in the sources is younger than manylinux_2_28."""
+    name = rf"moecomm-{moecomm.__version__}-cp3\d+-cp3\d+-manylinux_2_\d+_{os.uname().machine}\.whl"
+    assert re.fullmatch(name, built[1].name)
+    with zipfile.ZipFile(built[1]) as archive:
+        (module,) = (entry for entry in archive.namelist() if entry.endswith(".so"))
+        archive.extract(module, tmp_path)
+    needed = re.findall(r"\(NEEDED\).*\[(.*?)\]", run("readelf", "-dW", module, cwd=tmp_path).stdout)
+    assert "libc.so.6" in needed and not any("torch" in library or "python" in library for library in needed)
+    symbols = run("readelf", "--dyn-syms", "-W", module, cwd=tmp_path).stdout
+    versions = {symbol: int(minor) for symbol, minor in re.findall(r"UND (\w+)@GLIBC_2\.(\d+)", symbols)}
+    assert {symbol for symbol, minor in versions.items() if minor > 28} - YOUNGER == set()
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["sdist", "wheel"])
 def test_what_is_installed_runs_the_demo(built: tuple[Path, Path], which: int, tmp_path: Path) -> None:
     python = new_environment(tmp_path / "environment")
@@ -142,9 +157,13 @@ def test_what_is_installed_runs_the_demo(built: tuple[Path, Path], which: int, t
     assert Path(module).is_relative_to(site)
     command = tmp_path / "environment" / "bin" / "moecomm"
     assert run(command, "--version", cwd=tmp_path).stdout == f"moecomm {moecomm.__version__}\n"
-    said = run(command, "demo", "--tokens", "16", "--ranks", "2", "--backend", "host", cwd=tmp_path).stdout
+    bare = {"PATH": str(command.parent), "CC": None, "CXX": None}  # no compiler
+    said = run(command, "demo", "--tokens", "16", "--ranks", "2", "--backend", "host", cwd=tmp_path, **bare).stdout
     assert "Every output equals the single-rank layer" in said
     assert "not measured" in run(command, "simulate", "--domains", "1", "--tokens", "1", cwd=tmp_path).stdout
+    # moecomm is on no index.  Its extras can be added to it nevertheless, as `moecomm doctor` says.
+    dry = (python, "-m", "pip", "install", "--dry-run", "moecomm[cu13]")
+    assert re.search(r"^Would install .*nccl4py-0\.6", run(*dry, cwd=tmp_path).stdout, re.MULTILINE)
 
 
 def test_without_a_compiler_the_build_says_what_to_install(tree: Path, tmp_path: Path) -> None:

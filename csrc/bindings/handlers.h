@@ -2,6 +2,7 @@
 // runs them itself.
 #pragma once
 #include <pybind11/pybind11.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <functional>
@@ -17,7 +18,8 @@ class Handlers {
 
     // In a wait, without the GIL.
     void run() {
-        if (::gettid() != ::getpid() || raised_) return;  // other threads have none to run, and need not wait for the GIL
+        // Other threads have none to run, and need not wait for the GIL.  gettid() is younger than the glibc of manylinux_2_28.
+        if (::syscall(SYS_gettid) != ::getpid() || raised_) return;
         pybind11::gil_scoped_acquire locked;
         if (PyErr_CheckSignals() == 0) return;
         raised_.emplace();

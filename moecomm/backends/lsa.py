@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from moecomm.gpu import jit
 
 _CAPABILITY = (9, 0)  # bulk copies (TMA) and mbarriers
-_INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 
 _ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets in the pinned control memory
 
@@ -56,8 +55,12 @@ def missing() -> str:
         return reason
     for module in ("cuda.bindings", "cuda.core", "cuda.pathfinder"):
         if not _installed(module):
-            return f"the Python package {module.replace('.', '-')} is not installed; {_INSTALL}"
+            return f"the Python package {module.replace('.', '-')} is not installed; {_install()}"
     return _missing_compiler()
+
+
+def _install() -> str:
+    return f"pip install 'moecomm[{cuda_driver.wheel_suffix()}]'"
 
 
 def _missing_gpu() -> str:
@@ -92,12 +95,12 @@ def _missing_compiler() -> str:
     if driver_major < int(cuda.bindings.__version__.split(".")[0]):
         return (
             f"the driver is of CUDA {driver_major}, too old for cuda-bindings {cuda.bindings.__version__}; "
-            f"update the driver or pip install moecomm[cu{driver_major}]"
+            f"update the driver or pip install 'moecomm[cu{driver_major}]'"
         )
     try:
         load_nvidia_dynamic_lib("nvrtc")
     except (DynamicLibNotFoundError, RuntimeError):
-        return f"libnvrtc, which compiles the kernels, is not installed; {_INSTALL}"
+        return f"libnvrtc, which compiles the kernels, is not installed; {_install()}"
     return ""
 
 

@@ -65,8 +65,9 @@ def build(into: Path, sources: Path, homes: Mapping[str, str]) -> dict[str, str]
 def recipe(shim: str) -> str:
     """Return the command that builds a shim in this environment, as a sentence.
 
-    nvcc is of the release of the nvJitLink that is installed, which reads no LTO IR of a later one.  The parts of the
-    compiler come as one package: those of different releases do not compile together.
+    nvcc is of the release of the cuda-toolkit package, which torch pins, or of nvJitLink if that is older: it reads no
+    LTO IR of a later release.  The parts of the compiler come as one package: those of different releases do not
+    compile together.
     """
     _, _, library, oldest = SHIMS[shim]
     linker = {name: _installed(f"nvidia-nvjitlink{name}") for name in ("", "-cu12")}
@@ -77,8 +78,10 @@ def recipe(shim: str) -> str:
             f"CUDA {linker['-cu12']} toolkit."
         )
     wanted = f"nvidia-{library.lower()}-cu13>={dotted(oldest)}"
+    releases = [release for release in (_installed("cuda-toolkit"), linker[""]) if release]
+    release = min(releases, key=lambda release: [int(part) for part in release.split(".")], default="13")
     return (
-        f"To build it: pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={linker[''] or '13'}.*' '{wanted}', then "
+        f"To build it: pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={release}.*' '{wanted}', then "
         "python -m moecomm.shims.build."
     )
 

@@ -37,7 +37,6 @@ _PACKAGES = {  # name in the report: distributions that provide it; the first in
     "cuda.bindings": ("cuda-bindings",),
     "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
     "nvJitLink": ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
-    "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
 }
 
 

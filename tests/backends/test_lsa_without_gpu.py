@@ -60,8 +60,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: st
     monkeypatch.setattr(lsa, "_missing_compiler", lambda: "")
     monkeypatch.setattr(lsa, "_installed", lambda module: module != package)
     assert lsa.missing() == (
-        f"the Python package {package.replace('.', '-')} is not installed; "
-        "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
+        f"the Python package {package.replace('.', '-')} is not installed; pip install 'moecomm[cu13]'"
     )
 
 

@@ -96,8 +96,17 @@ def test_a_directory_that_was_tampered_with(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("installed", "wanted"),
     [
-        # Torch pins nvJitLink: nvcc, and all that it compiles with, must be of its release.
+        # nvcc, and all that it compiles with, must not be of a later release than nvJitLink.
         ({"nvidia-nvjitlink": "13.0.88"}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*' "),
+        # Torch pins cuda-toolkit, and pip may bring a later nvJitLink.
+        (
+            {"nvidia-nvjitlink": "13.5.37", "cuda-toolkit": "13.0.3"},
+            "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*' ",
+        ),
+        (
+            {"nvidia-nvjitlink": "13.2.1", "cuda-toolkit": "13.10.0"},
+            "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.2.*' ",
+        ),
         ({"nvidia-nvjitlink": "13.5.1"}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.5.*' "),
         ({}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.*' "),
         ({"nvidia-nvjitlink-cu12": "12.8.93"}, "shims.build --cuda DIR, with the nvcc of a CUDA 12.8 toolkit."),

@@ -160,7 +160,7 @@ FAR = "can run: Not between domains: "
     [
         ({}, PROXY, INSIDE),
         ({"rdma": True}, NIC, NIC),
-        ({"nccl": ""}, r"cannot run: nccl4py can't be imported \(.*\); pip install nccl4py", INSIDE),
+        ({"nccl": ""}, r"cannot run: nccl4py can't be imported \(.*\); pip install 'nccl4py==0\.6\.\*'", INSIDE),
         (
             {"nccl": "2.28.9"},
             r"cannot run: NCCL 2.28.9 is loaded \(/lib/libnccl.so.2\) and windows need 2.30; "
@@ -235,7 +235,7 @@ def test_a_driver_that_is_too_old_and_a_compiler_that_is_not_there_are_named(mon
     monkeypatch.setattr(bindings, "__version__", "13.1.0")
     monkeypatch.setattr(cuda_driver, "call", lambda name: 12090)
     too_old = (
-        "the driver is of CUDA 12, too old for cuda-bindings 13.1.0; update the driver or pip install moecomm[cu12]"
+        "the driver is of CUDA 12, too old for cuda-bindings 13.1.0; update the driver or pip install 'moecomm[cu12]'"
     )
     assert lsa.missing() == too_old
     monkeypatch.setattr(cuda_driver, "call", lambda name: 13000)
@@ -244,10 +244,11 @@ def test_a_driver_that_is_too_old_and_a_compiler_that_is_not_there_are_named(mon
         raise RuntimeError(name)
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", gone)
-    assert lsa.missing() == (
-        "libnvrtc, which compiles the kernels, is not installed; "
-        "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
-    )
+    for cuda, extra in (("12.8", "cu12"), ("13.0", "cu13")):  # that of torch
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert lsa.missing() == (
+            f"libnvrtc, which compiles the kernels, is not installed; pip install 'moecomm[{extra}]'"
+        )
     lines = str(doctor.doctor()).splitlines()[1:4]
     assert all("cannot run: libnvrtc, which compiles the kernels, is not installed" in line for line in lines)
 

@@ -18,6 +18,7 @@ from moecomm.gpu.cuda_driver import no_room, wheel_suffix
 from moecomm.ranks.collective import all_or_none
 from moecomm.ranks.group import Rendezvous
 
+_INSTALL = "pip install 'nccl4py==0.6.*'"  # as the extras pin it
 _MINIMUM = (2, 30)  # ncclGetPeerDevicePointer
 _NVLS_FIELD = (2, 32)  # ncclConfig_t::nvlsHostMode
 
@@ -27,9 +28,9 @@ def missing() -> str:
     try:
         import nccl.core
     except ImportError as error:
-        return f"nccl4py can't be imported ({error}); pip install nccl4py"
+        return f"nccl4py can't be imported ({error}); {_INSTALL}"
     if not hasattr(nccl.core, "LibraryInfo"):
-        return f"nccl4py {nccl.core.__version__} is installed and windows need 0.6; pip install -U nccl4py"
+        return f"nccl4py {nccl.core.__version__} is installed and windows need 0.6; {_INSTALL}"
     library = nccl.core.get_version().libnccl
     if library is None:
         return f"nccl4py finds no libnccl.so.2; pip install 'nvidia-nccl-{wheel_suffix()}>=2.30.7'"
