@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from .test_driver import with_driver
 
 # A CPU rank stands for the rank: its rounds go to the driver, or, where its session has to look, are run here.
@@ -55,6 +58,10 @@ calls("known call")
 """
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="this torch asks the driver for its streams, and there is none",
+)
 def test_a_known_call_is_launched_without_the_session(tmp_path: Path) -> None:
     by_session = "['0xabc', '0xabd']"
     said = with_driver(tmp_path, PROGRAM, load="")

@@ -231,6 +231,7 @@ def test_wheels_are_those_of_the_cuda_of_torch(machine: Machine, monkeypatch: py
 def test_a_driver_that_is_too_old_and_a_compiler_that_is_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pathfinder = pytest.importorskip("cuda.pathfinder")
     bindings = pytest.importorskip("cuda.bindings")
+    pytest.importorskip("cuda.core")  # which a CUDA build of torch does not bring
     monkeypatch.setattr(lsa, "_missing_gpu", lambda: "")
     monkeypatch.setattr(bindings, "__version__", "13.1.0")
     monkeypatch.setattr(cuda_driver, "call", lambda name: 12090)
