@@ -516,7 +516,7 @@ def test_tables_that_cannot_be() -> None:
     with pytest.raises(BadInput, match="load"):
         good.predicted(torch.ones(4))
     with pytest.raises(BadInput, match="choice"):
-        good.predicted(torch.ones(3), "balanced")  # type: ignore[arg-type]
+        good.predicted(torch.ones(3), "token")  # type: ignore[arg-type]
 
 
 def test_plans_are_placements_of_buffers() -> None:

@@ -1,5 +1,5 @@
 // The step ahead of a dispatch in a Buffer whose placement balances replicas, in a kernel of its own: ranks exchange how many entries each
-// has for each expert, and choose the slots of their entries. moecomm/base/replicas.py is its specification and has the names;
+// has for each expert, and choose the slots of their entries. moecomm/base/replicas.py is the specification;
 // host/choose.cpp does the same on CPU ranks.
 //
 // Each block counts a part of the entries. It then knows the counts of all blocks and all ranks, and divides all entries by itself.

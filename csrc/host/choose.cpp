@@ -20,7 +20,7 @@ Candidates candidates_of(const Placement& placement, i32 expert, u32& single) {
     return {count > 1 ? words + single : &single, count};
 }
 
-// moecomm/base/replicas.py, with the names of that file.
+// The shares of candidates, as moecomm/base/replicas.py computes them.
 class Shares {
   public:
     Shares(const Placement& placement, const std::vector<i32>& totals, const ExpertRanges& ranges, i32 ranks)

@@ -31,11 +31,15 @@ MOECOMM_BOTH constexpr u64 placement_at(const WindowLayout& w) { return mask_at(
 
 // Values of Context::placed. With kByTable an entry's slot is a lookup. With kBalanced a step ahead of the dispatch chooses the slots of
 // all entries, by what all ranks send to each expert in this round (dispatch/choose.cuh, host/choose.cpp). Ranks need not agree on these
-// slots: the dispatch counts what was chosen. The window's heap then begins with
-//   u64[2][ranks][experts]: word_signal, by round parity and sender: its entries for each expert that callers name. Two parities are
-//   enough: a peer sends those of round n + 2 when its round n + 1 has ended, which saw this rank's words of round n + 1, sent after those
-//   of round n had been read; u64[kChoosingBlocks][experts]: word_signal: scratch of kernels: the entries of each block;
-//   i32[max_tokens][topk]: the slot of each entry of this round, as slot_of() says.
+// slots: the dispatch counts what was chosen. The window's heap then begins with three tables.
+//
+// u64[2][ranks][experts]: word_signal, by round parity and sender: its entries for each expert that callers name. Two parities are enough:
+// a peer sends those of round n + 2 when its round n + 1 has ended. That one has seen this rank's words of round n + 1, which this rank
+// sent after it had read those of round n.
+//
+// u64[kChoosingBlocks][experts]: word_signal: scratch of kernels, with the entries of each block.
+//
+// i32[max_tokens][topk]: the slot of each entry of this round, as slot_of() says.
 constexpr i32 kByTable = 1, kBalanced = 2;
 constexpr i32 kChoosingBlocks = 16;
 // Blocks of the kernel that chooses the slots of so many entries.
