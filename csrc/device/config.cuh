@@ -85,7 +85,7 @@ struct DispatchConfig {
         return tokens;
     }
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
-    // Of rows that `quantize` casts: columns that share a scale (without scales: those of a row), scales of a row, and bytes of values.
+    // Where `quantize` casts rows: the columns that share a scale (all, if there is none), the scales of a row, and the bytes of columns.
     MOECOMM_BOTH constexpr i32 group() const { return group_of(format) == 0 ? hidden : group_of(format); }
     MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, group()); }
     MOECOMM_BOTH constexpr i32 value_bytes(i32 columns) const { return is_e2m1(format) ? columns / 2 : columns; }

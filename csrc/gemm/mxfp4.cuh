@@ -186,7 +186,7 @@ MOECOMM_FN void multiply_group(const PackedTile<c>& tile, const PackedSlot& slot
     start_group<c, n, group>(slot.x, a, accum);
     wgmma_wait<1>();
 }
-// The same with few registers: the products of the group before are complete before the group is widened.
+// multiply_group with fewer registers: completes the products of the group before, and widens its own group after that.
 template <GemmConfig c, i32 n, i32 group, i32 size>
 MOECOMM_FN void multiply_group_alone(const PackedTile<c>& tile, const PackedSlot& slot, const StepScales& scales, u32 (&a)[8],
                                      float (&accum)[size]) {

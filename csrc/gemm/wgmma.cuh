@@ -107,7 +107,7 @@ MOECOMM_FN void wgmma(float (&accum)[size], u64 a, u64 b, i32 keep) {
     static_assert(type == Type::bf16 || type == Type::fp16 || type == Type::e4m3, "types that are multiplied so");
     MOECOMM_ALL(MOECOMM_WGMMA)
 }
-// The same of int8, which lies where e4m3 would; the registers hold s32.
+// Issues one product of int8, as wgmma() does of e4m3. The registers hold s32.
 template <i32 n, i32 size>
 MOECOMM_FN void wgmma_integers(i32 (&accum)[size], u64 a, u64 b, i32 keep) {
     static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");

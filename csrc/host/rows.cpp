@@ -108,7 +108,7 @@ MOECOMM_CLONES void quantize_group(u8* __restrict out, u8* __restrict scale, Sca
     }
 }
 
-// The same to int8: scale = max(max |value|, 1e-10) / 127, out = value / scale. A group that is not finite gets values of 0.
+// Cast a group to int8: scale = max(max |value|, 1e-10) / 127, out = value / scale. A group that is not finite gets values of 0.
 MOECOMM_CLONES void quantize_group_int8(u8* __restrict out, u8* __restrict scale, const float* __restrict values, i64 n) {
     u32 largest = 0;
     for (i64 i = 0; i < n; ++i) {

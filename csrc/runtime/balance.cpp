@@ -52,7 +52,7 @@ class Layer {
     i64 copies() const { return copies_; }
     double rank_load(i64 rank) const { return rank_load_[rank]; }
     double slot_load(i64 slot) const { return slot_load_[slot]; }
-    // Of a replica on node `at`, once there are so many more of them on `node`.
+    // The load of a replica on node `at`, if `node` had so many more replicas of the expert.
     double load_after(i64 expert, i64 more, i64 node, i64 at) {
         if (!by_node()) return load_[expert] / static_cast<double>(total_[expert] + more);
         counts_.assign(nodes(expert), nodes(expert) + slots_.nodes());

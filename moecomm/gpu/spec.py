@@ -106,7 +106,7 @@ class KernelSpec:
 
     @property
     def casts(self) -> bool:
-        """Whether rows travel with scales: CombineConfig::casts."""
+        """True if rows travel with scales: CombineConfig::casts."""
         return self.wire in _SCALED
 
 
