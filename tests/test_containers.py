@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+import moecomm
+
 # Less than the defaults of a container: 64 KiB of /dev/shm, no capability, and no way to get one.
 CONTAINER = """
 mount -t tmpfs -o size=64k tmpfs /dev/shm
@@ -26,7 +27,7 @@ def in_container(*command: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("this machine makes no namespaces")
     return subprocess.run(
         [*made, "sh", "-ec", CONTAINER, "sh", *command],
-        cwd=ROOT,
+        cwd=Path(moecomm.__file__).parent.parent,  # not a folder with a moecomm that is not built
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

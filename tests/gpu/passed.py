@@ -7,6 +7,7 @@ outcome is kept, in the order of time.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -47,7 +48,10 @@ def note(logs: Path, step: str, fine: bool, tests: bool, last_line: str, seconds
 def _origin() -> dict[str, Any]:
     """Return what results say of machine and commit.  Another process asks, so that this one has no CUDA context."""
     words = [sys.executable, "-c", _ORIGIN]
-    how: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **ENVIRONMENT}, "timeout": 120}
+    spec = importlib.util.find_spec("moecomm")
+    assert spec is not None and spec.origin is not None
+    home = Path(spec.origin).parent.parent  # of the one that is built
+    how: dict[str, Any] = {"cwd": home, "env": {**os.environ, **ENVIRONMENT}, "timeout": 120}
     found = subprocess.run(words, **how, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(found.stdout.splitlines()[-1]))
 
