@@ -21,6 +21,7 @@ from moecomm import _native
 from moecomm.backends import emulated_nic
 from moecomm.backends.lsa_kernels import Choice, choice_of, combine_spec, dispatch_spec
 from moecomm.gpu import jit
+from moecomm.gpu.plain_kernel import PlainKernel
 
 from . import plain
 from .units import CSRC, Units, scheduler
@@ -179,12 +180,17 @@ class Machine:
         return self._kernels[spec]
 
 
+def plain_unit(kernel: PlainKernel) -> str:
+    """The translation unit of a plain kernel with an entry that any thread calls."""
+    head = kernel.source.split('extern "C"', 1)[0]
+    call = f"{kernel.entry}(*static_cast<const {kernel.args}*>(args));"
+    return f'#include "cuda.h"\n{head}extern "C" void kernel(const void* args) {{ {call} }}\n'
+
+
 def _unit(spec: jit.KernelSpec | Choice) -> str:
     """The translation unit of jit.source with an entry that any thread calls."""
     if isinstance(spec, Choice):
-        head = spec.source.split('extern "C"', 1)[0]
-        call = f"{spec.entry}(*static_cast<const {spec.args}*>(args));"
-        return f'#include "cuda.h"\n{head}extern "C" void kernel(const void* args) {{ {call} }}\n'
+        return plain_unit(spec)
     head, kernel = jit.source(spec).split('extern "C"', 1)
     call = re.search(r"\{ (\w+<config, \w+>)\(args\); \}", kernel)
     assert call is not None

@@ -18,7 +18,7 @@ from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.window.pace import Pace
 from tests.gpu import test_plain_kernels as cases
 
-from .machine import LIMIT, Launch, Machine
+from .machine import LIMIT, Launch, Machine, plain_unit
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64, g++"
@@ -33,9 +33,7 @@ def launcher(scheduler: ctypes.CDLL, library: Callable[[str], ctypes.CDLL], laun
     """Return what stands in for plain_kernel.launch_on: launches end before they return, and `launched` gets names."""
 
     def launch_on(device: torch.device, kernel: plain_kernel.PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-        head = kernel.source.split('extern "C"', 1)[0]
-        entry = f"{kernel.entry}(*static_cast<const {kernel.args}*>(args));"
-        unit = library(f'#include "cuda.h"\n{head}extern "C" void kernel(const void* args) {{ {entry} }}\n')
+        unit = library(plain_unit(kernel))
         address = ctypes.cast(unit.kernel, ctypes.c_void_p).value
         launch = Launch(address, ctypes.addressof(args), blocks, kernel.threads, SHARED, -1)
         assert scheduler.emulator_run(ctypes.addressof(launch), 1, LIMIT, len(launched)) == 0
