@@ -56,6 +56,9 @@ class Formats(NamedTuple):
     grad_wire: Quantize | None = None
 
 
+PLAIN = Formats()
+
+
 class Buffers:
     """Opens them.
 

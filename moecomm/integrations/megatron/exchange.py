@@ -21,14 +21,13 @@ from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.dispatch.tables import over, tables_of
 from moecomm.errors import Mismatch
 from moecomm.gpu import padding
-from moecomm.integrations.megatron.buffers import Buffers, Formats, Key, Limits
+from moecomm.integrations.megatron.buffers import PLAIN, Buffers, Formats, Key, Limits
 from moecomm.ops import handles
 from moecomm.ops.rounds import Cast, rows_as_asked, rows_of
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import ChunkedHandle, Handle, Routed
 
-_PLAIN = Formats()
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
 
 
@@ -52,7 +51,7 @@ class ExpertExchange(Buffers):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         alignment: int,
-        formats: Formats = _PLAIN,
+        formats: Formats = PLAIN,
     ) -> ExpertDispatched:
         """Collective.  Gradients: x and topk_weights.
 

@@ -13,11 +13,10 @@ from moecomm import ops
 from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
-from moecomm.integrations.megatron.buffers import Buffers, Formats, Key, Limits
+from moecomm.integrations.megatron.buffers import PLAIN, Buffers, Formats, Key, Limits
 from moecomm.integrations.megatron.exchange import ExpertDispatched
 from moecomm.ranks.settings import Settings
 
-_PLAIN = Formats()
 _ROUNDS = 3  # that the window has room for: two that graphs keep to themselves, and one
 
 
@@ -39,7 +38,7 @@ class PaddedExchange(Buffers):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         rows: int,
-        formats: Formats = _PLAIN,
+        formats: Formats = PLAIN,
     ) -> ExpertDispatched:
         """Collective.  Gradients: x and topk_weights.
 
