@@ -1,4 +1,4 @@
-"""What docs/containers.md promises of the environment that CPU ranks need."""
+"""The promises of docs/containers.md on the environment that CPU ranks need."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Lost(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What a rank that stays tells of placements, where ranks have made different numbers of changes.
+    """The placement of a rank that stays, where ranks have made different numbers of changes.
 
     Attributes:
         experts: by rank those of its slots, in the oldest placement; none: another rank tells.

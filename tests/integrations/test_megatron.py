@@ -232,7 +232,7 @@ def _starved(rank: int, group: Any, padded: bool) -> list[float]:
 
 
 def _cast_rows(rank: int, group: Any, padded: bool) -> list[bool]:
-    """Whether rows, and gradients of the experts' results, are those that MXFP8 makes of them."""
+    """Return whether rows, and gradients of the experts' results, are those that MXFP8 makes of them."""
     without_cuda()
     parallel(2)
     to_capacity = {"moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True}

@@ -145,7 +145,7 @@ def test_steps_have_the_bits_of_one_process(case: int) -> None:
 
 
 def test_gradients_are_those_of_the_formula() -> None:
-    """Of x, the routing weights, the weights and the biases; a pass without gradients has the same outputs."""
+    """Gradients of x, the routing weights, weights and biases; a pass without gradients has the same outputs."""
     whole = ExpertParallel("self", **SIZES, gate=None, bias=True).double()
     xs, ids, weights = inputs(0)
     biases = [torch.randn(param.shape, generator=generator(7)) for param in list(whole.experts.parameters())[2:]]
@@ -396,7 +396,7 @@ def test_ranks_with_other_weights_or_other_ranks() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "close"])
 def test_an_exchange_ends_with_the_buffer(end: str) -> None:
-    """Of the rank that waits in it, and of another."""
+    """Rank 1 aborts or closes while the others wait in an exchange."""
     sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
 
     def body(group: Any) -> tuple[str, float]:
