@@ -140,10 +140,13 @@ def collected() -> None:
 
 
 class Ranks:
-    """Processes of one gloo group.  Each runs `body(rank, group, *args)`; what it returns or raises comes back."""
+    """Processes of one gloo group.  Each runs `body(rank, group, *args)`; what it returns or raises comes back.
 
-    def __init__(self, directory: Path, method: str) -> None:
-        self._directory = directory
+    `on_gpus`: each takes the GPU of its rank first.
+    """
+
+    def __init__(self, directory: Path, method: str, on_gpus: bool = False) -> None:
+        self._directory, self._on_gpus = directory, on_gpus
         self._context: Any = multiprocessing.get_context(method)
         self._runs = 0
         self.processes: list[Any] = []
@@ -155,7 +158,9 @@ class Ranks:
         self._queue = self._context.Queue()
         store = self._directory / f"store{self._runs}"
         self.processes = [
-            self._context.Process(target=_rank_main, args=(self._queue, str(store), rank, ranks, body, args))
+            self._context.Process(
+                target=_rank_main, args=(self._queue, str(store), rank, ranks, self._on_gpus, body, args)
+            )
             for rank in range(ranks)
         ]
         for process in self.processes:
@@ -188,13 +193,17 @@ class Ranks:
             process.join()
 
 
-def _rank_main(queue: Any, store: str, rank: int, ranks: int, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    queue: Any, store: str, rank: int, ranks: int, on_gpus: bool, body: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no listener that other machines reach
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
         )
+        if on_gpus:
+            torch.cuda.set_device(rank)
         result = body(rank, dist.group.WORLD, *args)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
         traceback.print_exc()
@@ -234,8 +243,8 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 @pytest.fixture
 def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Processes of one gloo group, each to take the GPU of its rank; spawned, because CUDA does not survive a fork."""
-    group = Ranks(tmp_path, "spawn")
+    """Processes of one gloo group, each on the GPU of its rank; spawned, because CUDA does not survive a fork."""
+    group = Ranks(tmp_path, "spawn", on_gpus=True)
     yield group
     group.stop()
 

@@ -25,7 +25,6 @@ def words_of(rank: int) -> torch.Tensor:
 
 
 def _joins(rank: int, group: Any, kind: str) -> str:
-    torch.cuda.set_device(rank)
     # Settings of moecomm for NVSHMEM on one host without a NIC: torch initialises it here, so it must have them.
     os.environ.update(NVSHMEM_DISABLE_NVLS="1", NVSHMEM_REMOTE_TRANSPORT="none")
     symmetric.set_backend("NVSHMEM")
@@ -74,12 +73,11 @@ def check_sums(group: Any) -> None:
 
 
 def _reduces(rank: int, group: Any, first: str, kind: str) -> str:
-    torch.cuda.set_device(rank)
     if first == "torch":  # NCCL looks for GIN when torch makes its communicator, and never again
         os.environ.update({} if nic.has_rdma() else rma_plugin.environment())
         theirs = dist.new_group(backend="nccl")
         check_sums(theirs)
-    with open_kind(rank, group, kind, **SMALL, timeout_s=20) as buffer:
+    with open_kind(group, kind, **SMALL, timeout_s=20) as buffer:
         if first == "moecomm":  # NCCL keeps what the Buffer has set
             theirs = dist.new_group(backend="nccl")
         for seed in range(20):

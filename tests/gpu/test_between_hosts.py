@@ -44,7 +44,7 @@ def connections() -> dict[str, socket.socket]:
 def _until_a_link_breaks(rank: int, group: Any) -> tuple[str, int, float, str]:
     _apart()
     before = connections()
-    with open_kind(rank, group, KIND, **SMALL, timeout_s=TIMEOUT_S) as buffer:
+    with open_kind(group, KIND, **SMALL, timeout_s=TIMEOUT_S) as buffer:
         links = [one for what, one in connections().items() if what not in before]
         mine = routing(rank)
         try:
@@ -72,7 +72,7 @@ def _leaves_last(rank: int, group: Any) -> float:
         waited.append(time.monotonic() - begin)
 
     lsa.LsaSession._linger = timed  # type: ignore[method-assign]
-    buffer = open_kind(rank, group, KIND, **SMALL, timeout_s=TIMEOUT_S)
+    buffer = open_kind(group, KIND, **SMALL, timeout_s=TIMEOUT_S)
     mine = routing(rank)
     routed = buffer.dispatch(**mine, sync=True)
     buffer.combine(routed.x, routed.handle)

@@ -239,7 +239,6 @@ def test_a_layer_does_not_wait_in_a_capture() -> None:
 
 
 def _all_to_one(rank: int, group: Any, first: int) -> str:
-    torch.cuda.set_device(rank)
     for layout, factor in (("expert", 1.0), ("flat", 0.7), ("batched", 1.0)):
         at_once, want = rounds(group, call(rank, first), math.inf, layout, {})
         chunked, got = rounds(group, call(rank, first), factor, layout, {})
@@ -270,7 +269,6 @@ def _raises_too_many_rows(buffer: moecomm.Buffer) -> None:
 
 
 def _all_at_rank_0(rank: int, group: Any) -> str:
-    torch.cuda.set_device(rank)
     quota = TOKENS * TOPK // group.size()
     given = call(rank, EXPERTS // group.size())
     fitting = {**given, "topk_idx": without_room(given, quota)}

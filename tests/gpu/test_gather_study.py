@@ -47,7 +47,6 @@ def test_virtual_ranks_compute_the_product(ranks: int) -> None:
 
 def _processes(rank: int, group: Any) -> str:
     """Each variant eagerly, and replayed in a graph with new values."""
-    torch.cuda.set_device(rank)
     load_kernels()
     with moecomm.Window(group, NBYTES, backend="lsa", timeout_s=20.0, signals=2 * SIZE) as window:
         study = Study(window, SIZE)

@@ -129,7 +129,6 @@ def test_the_others_go_on_after_a_kill(gpu_ranks: Ranks, call: str, tmp_path: Pa
 
 
 def _replays(rank: int, group: Any, tokens: int) -> tuple[int, ...]:
-    torch.cuda.set_device(rank)
     buffer = moecomm.Buffer(group, **{**OF_KILLS, "max_tokens": tokens}, timeout_s=5, on_timeout="mask")
     given = tokens_of(rank, buffer.device, tokens)
     for _ in range(2):
@@ -167,7 +166,6 @@ def test_captured_graphs_follow_a_mask(gpu_ranks: Ranks, tokens: int) -> None:
 
 
 def _replayed_layers(rank: int, group: Any, fp8: bool) -> tuple[int, ...]:
-    torch.cuda.set_device(rank)
     buffer = moecomm.Buffer(group, **OF_KILLS, timeout_s=5, on_timeout="mask")
     local, hidden, inner = OF_KILLS["num_experts"] // group.size(), OF_KILLS["hidden"], 128
     generator = torch.Generator(buffer.device).manual_seed(rank)

@@ -41,7 +41,7 @@ def _captured(buffer: moecomm.Buffer, given: dict[str, torch.Tensor]) -> tuple[t
 def _goes_and_comes(rank: int, group: Any, kind: str, direct: bool) -> tuple[int, ...]:
     if not direct:
         moecomm.backends.load(backend_of(kind)).direct_bytes = lambda *_: 0  # type: ignore[method-assign]
-    buffer = open_kind(rank, group, kind, **SIZES, timeout_s=10, on_timeout="mask")
+    buffer = open_kind(group, kind, **SIZES, timeout_s=10, on_timeout="mask")
     given = tokens_of(rank, buffer.device)
     everybody, others = sums_of(given), sums_of(given, experts_of(1, SIZES["num_experts"], group.size()))
     exact_round(buffer, given, everybody)
@@ -84,7 +84,7 @@ def _rounds_for_ever(buffer: moecomm.Buffer, given: dict[str, torch.Tensor]) -> 
 
 
 def _goes_on(rank: int, group: Any, kind: str, seed: int) -> tuple[int, ...]:
-    buffer = open_kind(rank, group, kind, **SIZES, timeout_s=5)
+    buffer = open_kind(group, kind, **SIZES, timeout_s=5)
     given = tokens_of(rank, buffer.device)
     for _ in range(3):
         exact_round(buffer, given, sums_of(given))

@@ -340,7 +340,6 @@ def called(buffer: moecomm.Buffer, call: dict[str, Any]) -> None:
 def layers_of_a_process(
     rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, numbers: range, fused: bool, fp8: bool
 ) -> str:
-    torch.cuda.set_device(rank)
     share_cores(group.size())
     with moecomm.Buffer(group, **of_buffer(sizes), dtype=dtype, backend="lsa") as buffer:
         for done, seed in enumerate(numbers):
@@ -373,7 +372,6 @@ def test_random_layers_of_processes(
 
 
 def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool, fp8: bool = False) -> str:
-    torch.cuda.set_device(rank)
     cases = [full_layer(seed, sizes) for seed in range(20)]
     for case in cases:
         case.fp8 = fp8

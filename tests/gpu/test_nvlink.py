@@ -46,8 +46,7 @@ def backend_of(kind: str) -> str:
     return how if how in moecomm.backends.NAMES else "lsa"
 
 
-def open_kind(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
-    torch.cuda.set_device(rank)
+def open_kind(group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     first, _, domains = kind.partition(",")
     how, _, way = first.partition(" ")
     near = max(1, group.size() // int(domains.split()[0])) if domains else group.size()
@@ -87,7 +86,7 @@ def random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str
     for sizes in SIZES[:2] if "domains" in kind else SIZES:
         if "domains" in kind and sizes is SIZES[1]:
             moecomm.backends.load(backend_of(kind)).direct_bytes = direct_bytes  # type: ignore[method-assign]
-        with open_kind(rank, group, kind, **sizes, timeout_s=60) as buffer:
+        with open_kind(group, kind, **sizes, timeout_s=60) as buffer:
             for done, number in enumerate(random_seeds(sizes, cases, seed * 1_000_000)):
                 if rank == 0 and done and done % 1000 == 0:  # pytest -s shows how far a long run has come
                     print(f"{kind}: {done} cases of {sizes['hidden']} columns", flush=True)
@@ -115,7 +114,7 @@ def routing(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
-    buffer = open_kind(rank, group, kind, **SMALL, timeout_s=3)
+    buffer = open_kind(group, kind, **SMALL, timeout_s=3)
     mine = routing(rank)
     routed = buffer.dispatch(**mine, sync=True)
     want = buffer.combine(routed.x, routed.handle)
@@ -164,7 +163,7 @@ def test_survivors_name_the_rank_and_go_on(gpu_ranks: Ranks, kind: str, how: str
 
 def _replay(rank: int, group: Any, kind: str) -> int:
     """Return how many values of all replays were wrong.  A replay has two pairs of rounds, and compares both."""
-    with open_kind(rank, group, kind, **SMALL, timeout_s=20) as buffer:
+    with open_kind(group, kind, **SMALL, timeout_s=20) as buffer:
         mine = routing(rank)
         for _ in range(2):
             routed = buffer.dispatch(**mine)

@@ -102,7 +102,6 @@ def tensors(inputs: tuple[Any, Any]) -> list[torch.Tensor]:
 
 def _processes(rank: int, group: Any, fused: bool) -> str:
     """Each case eagerly, and replayed in a graph with new inputs."""
-    torch.cuda.set_device(rank)
     load_kernels()
     ranks = group.size()
     with moecomm.Window(group, NBYTES, backend="lsa", timeout_s=20.0) as window:

@@ -59,7 +59,6 @@ def _there_and_back(buffer: moecomm.Buffer, rounds: list[Round], wrong: torch.Te
 
 
 def _stress(rank: int, group: Any, kind: str) -> tuple[int, int]:
-    torch.cuda.set_device(rank)
     os.environ["MOECOMM_WINDOW"] = kind
     tokens = TOKENS[rank % len(TOKENS) :] + TOKENS[: rank % len(TOKENS)]
     with moecomm.Buffer(group, **SIZES, backend="lsa", timeout_s=20, window_bytes=2 << 30) as buffer:

@@ -102,7 +102,6 @@ def test_random_rounds_between_pauses() -> None:
 
 
 def _a_pause(rank: int, group: Any) -> str:
-    torch.cuda.set_device(rank)
     os.environ["MOECOMM_WINDOW"] = "vmm"
     with moecomm.Buffer(group, **SIZES, window_bytes=ROOM, backend="lsa", timeout_s=20) as buffer:
         given = call(rank)
@@ -137,7 +136,6 @@ def test_graphs_of_processes_replay_after_a_pause(gpu_ranks: Ranks) -> None:
 
 
 def _refused(rank: int, group: Any) -> str:
-    torch.cuda.set_device(rank)
     os.environ["MOECOMM_WINDOW"] = "nccl"
     with moecomm.Buffer(group, **SIZES, backend="lsa", timeout_s=20) as buffer:
         with pytest.raises(moecomm.Unsupported, match="MOECOMM_WINDOW=vmm"):

@@ -277,8 +277,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return how
 
 
-def options_of(rank: int, kind: str, timeout_s: float) -> dict[str, Any]:
-    torch.cuda.set_device(rank)
+def options_of(kind: str, timeout_s: float) -> dict[str, Any]:
     load_kernels()
     if kind in moecomm.backends.NAMES:
         return {"backend": kind, "timeout_s": timeout_s}
@@ -290,7 +289,7 @@ def _examples(rank: int, group: Any, kind: str) -> str:
     import window_halo
     import window_ring
 
-    options, ranks = options_of(rank, kind, 60), group.size()
+    options, ranks = options_of(kind, 60), group.size()
     gather = window_ring.AllGather(group, 8192, **options)
     for call in range(20):
         rows = gather(torch.full((8192,), rank + 10.0 * call, device="cuda"))
@@ -323,7 +322,6 @@ def _on_memory_of_torch(rank: int, group: Any) -> str:
     import torch.distributed._symmetric_memory as symmetric_memory
     import window_ring
 
-    torch.cuda.set_device(rank)
     load_kernels()
     ranks, last, following = group.size(), (rank - 1) % group.size(), (rank + 1) % group.size()
     memory = symmetric_memory.empty(1 << 28, dtype=torch.float32, device=torch.device("cuda", rank))  # 1 GiB
@@ -369,7 +367,7 @@ def test_torchs_symmetric_memory_is_adopted_and_allocated(gpu_ranks: Ranks) -> N
 
 
 def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
-    window = moecomm.Window(group, 4096, **options_of(rank, kind, 3))
+    window = moecomm.Window(group, 4096, **options_of(kind, 3))
     window.barrier()
     window.check()
     if rank == 1 and how == "silent":
@@ -406,7 +404,6 @@ def _triton(rank: int, group: Any) -> str:
     from window_halo_triton import spread
     from window_ring_triton import AllGather
 
-    torch.cuda.set_device(rank)
     ranks, cells, steps = group.size(), 1000, 200
     for memory in (None, "torch"):  # with signals behind the memory, and elsewhere
         options: dict[str, Any] = {"backend": "lsa", "timeout_s": 60, "memory": memory}

@@ -36,7 +36,6 @@ def _over_nccl(rank: int, group: Any, store: str) -> int:
     """Megatron-core's groups on the GPU of this rank; how many ranks."""
     ranks: int = group.size()
     dist.destroy_process_group()
-    torch.cuda.set_device(rank)
     dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     parallel(ranks)
     without_transformer_engine()
