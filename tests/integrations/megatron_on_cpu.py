@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.moe import fused_a2a, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -36,6 +37,8 @@ def without_cuda() -> None:
     without_transformer_engine()
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _sizes_as_lists
     CudaRNGStatesTracker.fork = lambda self, *name: nullcontext()  # attention drops nothing out
+    random._get_cuda_rng_state = lambda *where, **how: torch.empty(0)  # what is computed again asks for it
+    random._set_cuda_rng_state = lambda *where, **how: None
     for module in (token_dispatcher, manager):  # 0.18 and later pad beside FP8 only, which needs TransformerEngine
         module.get_align_size_for_quantization = lambda config: 16
 
