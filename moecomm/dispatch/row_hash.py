@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from moecomm import _native
@@ -72,9 +70,11 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int32)
 
 
-@lru_cache(maxsize=16)
 def _factors(count: int, device: torch.device) -> torch.Tensor:
-    """Return odd numbers: those of the generator splitmix64, wrapped to int64."""
+    """Return odd numbers: those of the generator splitmix64, wrapped to int64.
+
+    Made anew for each call: another stream, or one after a capture, would read kept ones before they are written.
+    """
     at = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         at = (at ^ _shifted(at, shift)) * factor

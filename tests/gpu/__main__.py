@@ -2,9 +2,11 @@
 
 tests/gpu/run figures: the measurements behind the pages, see figures.py.
 
-Parts go one after the other.  Of those behind --beside, the steps of one GPU go side by side, a part a GPU; then the
-rest.  The native module must have been built, by `pip install -e .` or `python setup.py build_ext --inplace`, and for
-GIN without a NIC the plugin, by `pip install ./rma_plugin`.
+Parts go one after the other.  Of those behind --beside, the steps of one GPU go side by side, SHARE of them (default 1)
+on each GPU; then the rest.  With 15 on an H200 the driver said that it was out of memory, of which most was free.
+
+The native module must have been built, by `pip install -e .` or `python setup.py build_ext --inplace`, and for GIN
+without a NIC the plugin, by `pip install ./rma_plugin`.
 
 gpu-tests.json among the logs says which steps passed, see passed.py.
 
@@ -30,6 +32,7 @@ from tests.gpu import figures, passed, processes
 from tests.gpu.processes import ENVIRONMENT, all_gpus
 
 CASES, SEED = int(os.environ.get("CASES", "300")), os.environ.get("SEED", "0")
+SHARE = int(os.environ.get("SHARE", "1"))
 LOGS = Path(os.environ.get("LOGS") or f"{tempfile.gettempdir()}/moecomm-{os.getpid()}")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--seed", SEED)
 SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
@@ -255,21 +258,22 @@ def run(step: Step, gpu: str | None = None) -> bool:
 
 
 def beside(parts: Sequence[str], gpus: Iterable[str | None]) -> list[bool]:
-    """The steps of one GPU, a part a GPU, then the others."""
+    """The steps of one GPU side by side, then the others."""
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    for gpu in gpus:
+    for gpu in [*gpus] * SHARE:
         free.put(gpu)
 
-    def alone(part: str) -> list[bool]:
+    def alone(step: Step) -> bool:
         gpu = free.get()
         try:
-            return [run(step, gpu) for step in PARTS[part] if step.gpus == 1]
+            return run(step, gpu)
         finally:
             free.put(gpu)
 
+    steps = [step for part in parts for step in PARTS[part]]
     with ThreadPoolExecutor(free.qsize()) as pool:
-        found = [fine for part in pool.map(alone, parts) for fine in part]
-    return found + [run(step) for part in parts for step in PARTS[part] if step.gpus != 1]
+        found = list(pool.map(alone, [step for step in steps if step.gpus == 1]))
+    return found + [run(step) for step in steps if step.gpus != 1]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ import moecomm
 from moecomm import _native
 from moecomm.combine import verify as combine_verify
 from moecomm.dispatch import outputs, verify
+from moecomm.dispatch.row_hash import hash_rows
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 from .. import flips
@@ -30,6 +31,25 @@ def test_verified_rounds_match_the_reference(domain_ranks: int) -> None:
         for seed in range(CASES):
             check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
         ranks.check()
+
+
+def test_hashes_depend_on_no_other_stream() -> None:
+    """Not on the first one of such rows, nor on a graph that has been captured and not replayed."""
+    for columns, captured in ((774, False), (776, True)):
+        rows = torch.randn(5, columns, device="cuda")
+        want = hash_rows(rows.cpu(), None)
+        torch.cuda.synchronize()
+        first, second = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=first) if captured else torch.cuda.stream(first):
+            torch.cuda._sleep(1 << 28)  # type: ignore[no-untyped-call]
+            kept = hash_rows(rows, None)
+        with torch.cuda.stream(second):
+            assert torch.equal(hash_rows(rows, None).cpu(), want)
+        if captured:
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(kept.cpu(), want)
 
 
 @pytest.mark.parametrize("domain_ranks", DOMAIN_RANKS)
