@@ -18,7 +18,8 @@ def show(result: dict[str, Any], out: Console) -> None:
     )
     table = new_table(("operator", "case", "dtype", "by"), ("p50", "p90 us", "TFLOP/s", "speedup", "of alone"))
     for row in result["rows"]:
-        about = (row["operator"], row["case"], row["dtype"], row["who"])
+        form = f": {row['form']}" if row.get("form") else ""
+        about = (row["operator"], row["case"], row["dtype"], row["who"] + form)
         table.add_row(*about, *(["-"] * 5 if "why" in row else _figures(row)))
     show_table(table, out, names=4)
     for row in result["rows"]:

@@ -1,4 +1,4 @@
-"""The fused operators of moecomm.overlap beside torch's products and NCCL's collectives, in the same run."""
+"""The operators of moecomm.overlap, in each form, beside torch's products and NCCL's collectives, in the same run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from moecomm import config
 from moecomm.base.choices import BackendName
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import BadInput, MoecommError, Unsupported
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
-from moecomm.overlap.unfused import UnfusedExecutor
+from moecomm.overlap import Workspace, sizes
+from moecomm.overlap.executors import GpuExecutors
 from moecomm.tools.progress import progress
 from moecomm.window import Window
 from moecomm_bench import operator_peers
@@ -23,7 +24,8 @@ from moecomm_bench.exchange import nccl_group
 from moecomm_bench.operator_cases import DTYPES, OPERATORS, OperatorCase, cases
 from moecomm_bench.ranks import device_of, on_ranks, together
 
-OURS, UNFUSED, NCCL, TORCH, ALONE = "moecomm", "moecomm unfused", "nccl", "torch", "alone"
+OURS, UNFUSED, DEFAULT = "moecomm", "moecomm unfused", "moecomm default"  # fused=True, False and None
+NCCL, TORCH, ALONE = "nccl", "torch", "alone"
 # NVLink multicast stays off: fused operators do not use it, and a rank that dies in it takes others with it.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _CHAIN_US, _MOST_CHAINED = 3000.0, 20
@@ -83,19 +85,16 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
 
 
 def _measure(group: dist.ProcessGroup, settings: OperatorRun) -> list[dict[str, Any]]:
-    from moecomm.overlap.gpu import GpuExecutor
-
     device = device_of(group, settings.backend)
     transport = nccl_group() if settings.peers else None
     rows: list[dict[str, Any]] = []
-    with (
-        Window(group, settings.window_bytes, backend=settings.backend, device=device) as window,
+    with (  # over the group of NCCL, if there is one, so that its collectives are a form of ours
+        Workspace(transport or group, settings.window_bytes, backend=settings.backend, device=device) as workspace,
         progress(group, len(settings.cases)) as step,
     ):
-        executor = GpuExecutor(window)
         for case in settings.cases:
             step(f"{case.operator}, {case.name}")
-            rows += _MeasuredOperator(settings, case, executor, window, group, transport).rows()
+            rows += _MeasuredOperator(settings, case, workspace, group, transport).rows()
     return rows
 
 
@@ -106,15 +105,19 @@ class _MeasuredOperator:
         self,
         settings: OperatorRun,
         case: OperatorCase,
-        executor: Any,
-        window: Window,
+        workspace: Workspace,
         group: dist.ProcessGroup,
         transport: dist.ProcessGroup | None,
     ) -> None:
-        self._settings, self._case, self._executor = settings, case, executor
-        self._window, self._group, self._transport = window, group, transport
-        self._unfused = UnfusedExecutor(window, executor.staging, executor.all_reduce)
-        self._x, self._w = case.inputs(window.device, group.rank())
+        self._settings, self._case, self._window = settings, case, workspace.window
+        self._workspace, self._group, self._transport = workspace, group, transport
+        executors = workspace.executors
+        assert isinstance(executors, GpuExecutors)
+        if isinstance(executors.fused, MoecommError):
+            raise executors.fused
+        self._executors = executors
+        self._executor: Any = executors.fused
+        self._x, self._w = case.inputs(workspace.device, group.rank())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each way, with `us` by replay, or with `why` there are none."""
@@ -126,6 +129,7 @@ class _MeasuredOperator:
                 failed.append({**self._about(who), "why": why})
             elif call is not None:
                 calls[who] = call
+        chosen = {DEFAULT: {"form": self._form}}
         clock = partial(Clock, self._group, self._window.device, graph=True, cold=False)
         short = clock(chain=2, replays=1)
         longest = torch.tensor(max(short(call, self._window.barrier)[0] for call in calls.values()))
@@ -133,13 +137,14 @@ class _MeasuredOperator:
         chain = max(2, min(_MOST_CHAINED, int(_CHAIN_US / float(longest))))
         us = clock(chain=chain, replays=self._settings.replays).alternately(calls, self._window.barrier)
         self._window.check()
-        return [{**self._about(who), "us": times} for who, times in us.items()] + failed
+        return [{**self._about(who), **chosen.get(who, {}), "us": times} for who, times in us.items()] + failed
 
     def _ways(self) -> dict[str, Callable[[], Call | None]]:
         case, x, w, ranks = self._case, self._x, self._w, self._settings.ranks
         ways: dict[str, Callable[[], Call | None]] = {
             OURS: lambda: self._ours,
-            UNFUSED: lambda: partial(self._call, self._unfused),
+            UNFUSED: lambda: self._planned(False),
+            DEFAULT: lambda: self._planned(None),
             **{f"{OURS} {name}": partial(self._scheduled, name) for name in self._schedules},
             ALONE: lambda: operator_peers.alone(case, x, w, ranks),
         }
@@ -165,12 +170,26 @@ class _MeasuredOperator:
         return call
 
     def _ours(self) -> Any:
-        return self._call(self._executor)
+        return self._executor.plan(self._sizes)(self._x, self._w)
 
-    def _call(self, executor: Any) -> Any:
-        operator = getattr(executor, self._case.operator)
-        more = {"all_gather_matmul": (False,), "embedding_all_to_all": (None,)}
-        return operator(self._x, self._w, *more.get(self._case.operator, ()))
+    def _planned(self, fused: bool | None) -> Call:
+        """Return a call whose form is chosen once."""
+        given = self._x, self._w
+        run, _ = self._executors.choose(self._sizes, fused, False, given)
+        return partial(run, *given)
+
+    @property
+    def _form(self) -> str:
+        """The measured form of the default; "": there was only one."""
+        dims, dtype = self._sizes.dims.items(), self._sizes.given
+        found = (of for of in self._workspace.choices if (of.operator, of.dtype) == (self._case.operator, dtype))
+        return next((of.form for of in found if of.sizes.items() <= dims), "")
+
+    @property
+    def _sizes(self) -> sizes.Sizes:
+        more = (None,) if self._case.operator == "embedding_all_to_all" else ()
+        found: sizes.Sizes = getattr(sizes, self._case.operator)(self._settings.ranks, self._x, self._w, *more)
+        return found
 
     def _about(self, who: str) -> dict[str, Any]:
         case = self._case
@@ -197,7 +216,7 @@ def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Merge the rows of all ranks.
 
     A row is {operator, case, dtype, shapes, who, us: {p50, p90, p99}, tflops, speedup, of_alone}, or has `why` in place
-    of figures.
+    of figures.  That of the default has `form`, too: see moecomm.overlap.Choice.
 
     - `us`: times of the slowest rank.
     - `tflops`: of a rank; None for an embedding.

@@ -325,6 +325,7 @@ class _OperatorAbout(_Why):
     case: Name
     dtype: Name
     who: Name
+    form: NotRequired[Name]
 
 
 class _Operator(_OperatorAbout):

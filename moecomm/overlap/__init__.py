@@ -5,11 +5,16 @@
     y = moecomm.overlap.matmul_reduce_scatter(torch.relu(inner), w2, workspace)
 
 Each operator is collective: all ranks make the same calls in the same order, those of backward passes included.  Sizes
-whose names appear under "agreed" are the same on all ranks.  Results are new tensors, and their bits depend neither on
-timing nor on which peer comes first.
+whose names appear under "agreed" are the same on all ranks.  Results are new tensors, and their bits do not depend on
+which peer comes first.
 
 Products accumulate in float32.  A rank's part of a sum over ranks is rounded to the dtype once, its own part too; the
-sum is in float32, in rank order, and rounded once.
+sum is in float32, in rank order, and rounded once.  Sums of NCCL's collectives have NCCL's order and roundings.
+
+On GPUs a call has several forms, whose bits may differ: docs/overlap.md has them.  `fused=None` measures the forms at
+the first call of a kind, on all ranks, and keeps the fastest of the slowest rank for the life of the Workspace: see
+Workspace.choices.  So the bits of another run may differ; `fused=True` and `fused=False` choose without a measurement.
+Rows count up to the next power of two, so that few calls are measured.  In a graph's capture nothing is measured.
 
 Matrices in FP8 are pairs, as of moecomm.fused.grouped_gemm (an Fp8): x is float8_e4m3fn with float32 scales
 `[..., K / 128]`, one for 128 columns of a row; w is float8_e4m3fn with scales `[..., ceil(N / 128), K / 128]`, one for
@@ -24,7 +29,8 @@ Errors of every operator:
 - BadInput: a tensor that can't be used, or no room in the Workspace; names the bytes that are needed.
 - Mismatch: ranks made different calls.  CPU ranks compare every call, GPUs the first call of each kind.
 - OutOfStep: a call failed on some ranks and not on others.
-- Timeout, PeerLost, Aborted: as of a moecomm.Window.  On GPUs a later call raises them, or Workspace.check().
+- Timeout, PeerLost, Aborted: as of a moecomm.Window.  On GPUs a later call raises them, or Workspace.check().  A wait
+  in a collective of NCCL ends as the process group's waits do.
 - Closed, ConcurrentCall: the Workspace is closed, or in a call of another thread.
 - Unsupported: `fused=True` where there is no fused kernel; FP8 tensors that require gradients.
 """
@@ -40,9 +46,11 @@ from moecomm.base.arrays import as_tensor
 from moecomm.base.validation import check_flag, check_same_device
 from moecomm.fused.fp8 import Fp8, Operand, as_operand
 from moecomm.overlap import operators
+from moecomm.overlap.measured import Choice
 from moecomm.overlap.workspace import Workspace, first, name_of, outer, repeated, run_plan
 
 __all__ = [
+    "Choice",
     "Workspace",
     "all_gather_matmul",
     "embedding_all_to_all",
@@ -103,7 +111,8 @@ def all_gather_matmul(
         w: `[N, K]` of the same dtype, as torch.nn.Linear has it; each rank has its own, and its own N.
         workspace: a Workspace, or its `name`.
         return_gathered: return the gathered rows, too.  They have a gradient, which all ranks use or none.
-        fused: GPUs: True or False; None: as measured.  CPU ranks have one form.
+        fused: GPUs: True, False, or None: the fastest form, measured at the first call of its kind.  CPU ranks have
+            one form.
 
     Returns:
         `[R*M, N]`: concat(x of all ranks) @ w.T; and with `return_gathered` `[R*M, K]`, x of all ranks: in FP8 an Fp8.

@@ -28,15 +28,15 @@ _FUSED = (False, True, None)
 
 def header(sizes: Sizes, failed_calls: int = 0, fused: bool | None = False, of: int = FORWARD) -> list[int]:
     """Describe a call of this rank, in WORDS numbers.  `of`: see Workspace.call."""
-    dims = [sizes.dims[name] for name in _compared(sizes, fused)]
+    dims = [sizes.dims[name] for name in compared_names(sizes, fused)]
     words = [OPERATORS.index(sizes.operator), failed_calls, _DTYPES.index(sizes.given), _FUSED.index(fused), of, *dims]
     return words + [0] * (WORDS - len(words))
 
 
-def _compared(sizes: Sizes, fused: bool | None) -> tuple[str, ...]:
+def compared_names(sizes: Sizes, fused: bool | None) -> tuple[str, ...]:
     """Return the names of the sizes in a header.
 
-    Those of a product decide whether a call is fused, so that all of them must then be the same on all ranks.
+    Those of a product decide its form, unless that is given as unfused: all of them must then be the same on all ranks.
     """
     more = () if fused is False else tuple(name for name in ("N", "K") if name in sizes.dims)
     return tuple(dict.fromkeys((*sizes.agreed, *more)))
@@ -59,7 +59,7 @@ def difference(
     if mine[4] != theirs[4] and UNKNOWN not in (mine[4], theirs[4]):
         return Mismatch("backward pass", _pass(mine[4]), _pass(theirs[4]), rank)
     at = next((at for at in range(_FIRST, WORDS) if mine[at] != theirs[at]), None)
-    return None if at is None else Mismatch(_compared(sizes, fused)[at - _FIRST], mine[at], theirs[at], rank)
+    return None if at is None else Mismatch(compared_names(sizes, fused)[at - _FIRST], mine[at], theirs[at], rank)
 
 
 def _pass(of: int) -> str:
@@ -67,7 +67,7 @@ def _pass(of: int) -> str:
 
 
 class FirstCalls:
-    """Comparison of the first call of each kind, on GPUs, where comparing every call would cost too much.
+    """Agreement on the first call of each kind, on GPUs, where comparing every call would cost too much.
 
     Args:
         window: of all ranks.
@@ -97,16 +97,20 @@ class FirstCalls:
         key = (mine[0], *mine[2:])
         if key in self._seen:
             return True
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self._window._opened.calls.capturing():
             return False
-        window = self._window
-        self._headers[window.rank].copy_(torch.tensor(mine))
-        window.barrier()
-        found = [theirs.tolist() for theirs in self._headers]
-        window.barrier()  # every rank has read them
-        window.check()
-        for rank, theirs in enumerate(found):
+        for rank, theirs in enumerate(self.exchange(mine)):
             if (error := difference(sizes, mine, theirs, rank, fused)) is not None:
                 raise error
         self._seen.add(key)
         return True
+
+    def exchange(self, mine: list[int]) -> list[list[int]]:
+        """Return the WORDS numbers of every rank, by rank.  Collective.  The host waits for the device."""
+        window = self._window
+        self._headers[window.rank].copy_(torch.tensor(mine))
+        window.barrier()
+        found: list[list[int]] = [theirs.tolist() for theirs in self._headers]
+        window.barrier()  # every rank has read them
+        window.check()
+        return found

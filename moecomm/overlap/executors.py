@@ -1,16 +1,19 @@
-"""Executors: who runs a call.  HostExecutor for CPU ranks; for GPUs the fused kernels, or the unfused form."""
+"""Executors: who runs a call.  HostExecutor for CPU ranks; for GPUs the fused kernels, or an unfused form."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
 from moecomm.errors import BadInput, MoecommError, Unsupported
 from moecomm.overlap.agreement import FirstCalls
+from moecomm.overlap.exchanges import Copies, collectives_of
 from moecomm.overlap.host import HostExecutor
+from moecomm.overlap.measured import Choice, Choices, Run
 from moecomm.overlap.plans import CallNumbers, Operators
 from moecomm.overlap.sizes import Sizes
 from moecomm.overlap.unfused import UnfusedExecutor
@@ -56,8 +59,13 @@ class Executors(Protocol):
 
     counted_ahead: int  # 1: choose() and later calls count themselves in CallNumbers.made; 0: their rounds do
 
-    def choose(self, sizes: Sizes, fused: bool | None, gather: bool) -> tuple[Callable[..., Any], bool]:
-        """Return what runs a call, and whether calls like it need not be chosen for again."""
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Forms that have been chosen by a measurement."""
+        ...
+
+    def choose(self, sizes: Sizes, fused: bool | None, gather: bool, given: tuple[Any, ...]) -> tuple[Run, bool]:
+        """Return what runs a call of these arguments, and whether calls like it need not be chosen for again."""
         ...
 
 
@@ -65,90 +73,116 @@ class HostExecutors:
     """The executor of CPU ranks, which has one form of each operator."""
 
     counted_ahead = 0
+    choices = ()
 
     def __init__(self, window: Window, numbers: CallNumbers) -> None:
         self._host = HostExecutor(window, numbers)
 
-    def choose(self, sizes: Sizes, fused: bool | None, gather: bool) -> tuple[Callable[..., Any], bool]:
+    def choose(self, sizes: Sizes, fused: bool | None, gather: bool, given: tuple[Any, ...]) -> tuple[Run, bool]:
         """See Executors.  Every call is compared."""
         return self._host.plan(sizes, gather), True
 
 
-class FusedFirst(Operators):
-    """The fused operators, and the unfused form of calls that those do not take.
-
-    Sizes and room decide which, so all ranks take the same: see FirstCalls.
-    """
-
-    def __init__(self, fused: FusedOperators, unfused: UnfusedExecutor) -> None:
-        self._fused, self._unfused = fused, unfused
-
-    def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]:
-        """See Operators."""
-        try:
-            fused = self._fused.plan(call, gather)
-        except (BadInput, Unsupported):
-            return self._unfused.plan(call, gather)
-
-        def run(*given: Any) -> Any:
-            try:
-                return fused(*given)
-            except (BadInput, Unsupported):
-                return self._unfused.plan(call, gather)(*given)
-
-        return run
-
-
 class GpuExecutors:
-    """The executors of GPUs.  First calls are compared ahead of either.
+    """The executors of GPUs.  First calls are compared ahead of any.
+
+    Attributes:
+        fused: the fused operators, or the error that says why there are none.
 
     Args:
         window: of all ranks.
-        nbytes: the first bytes of it, for executors; agreement.BYTES behind them are for comparing first calls.
+        nbytes: the first bytes of it, for executors; agreement.BYTES behind them are for agreements.
         numbers: of the Workspace.
     """
 
     counted_ahead = 1
 
     def __init__(self, window: Window, nbytes: int, numbers: CallNumbers) -> None:
-        self._ranks, self._numbers, self._first_calls = window.num_ranks, numbers, FirstCalls(window, nbytes)
-        self._fused: FusedOperators | MoecommError  # why there are none
+        self._window, self._numbers = window, numbers
+        self._first_calls = FirstCalls(window, nbytes)
+        self._choices = Choices(window, self._first_calls)
+        self._collectives = collectives_of(window)
+        self.fused: FusedOperators | MoecommError
+        staging = range(nbytes)
         try:
-            self._fused = _fused_operators(window, nbytes)
+            self.fused = _fused_operators(window, nbytes)
+            staging = self.fused.staging
         except (BadInput, Unsupported) as error:
-            self._fused = error
-            self._unfused = UnfusedExecutor(window, range(nbytes))
-        else:
-            self._unfused = UnfusedExecutor(window, self._fused.staging, self._fused.all_reduce)
-            self._fused_first = FusedFirst(self._fused, self._unfused)
+            self.fused = error
+        self._copies = Copies(window, staging)
 
-    def choose(self, sizes: Sizes, fused: bool | None, gather: bool) -> tuple[Callable[..., Any], bool]:
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """See Executors."""
+        return self._choices.made
+
+    def choose(self, sizes: Sizes, fused: bool | None, gather: bool, given: tuple[Any, ...]) -> tuple[Run, bool]:
         """Return what runs a call, after comparing it with those of the other ranks if it is the first such.
+
+        With `fused=None` the forms of the call are measured, unless they have been, or a graph is captured.
 
         Raises:
             Mismatch: see FirstCalls.
             Unsupported, BadInput: `fused=True`, and there are no fused operators, or they do not take it.
+            Timeout, PeerLost, Aborted: a rank does not take part in a measurement.
         """
-        operators: Any = self._unfused
-        if isinstance(self._fused, MoecommError):
+        if isinstance(self.fused, MoecommError):
             if fused:
-                raise self._fused
+                raise self.fused
             fused = False
-        elif fused:
-            operators = self._fused
-        elif fused is None and not is_slower(self._ranks, sizes, self._fused.can_sum):
-            operators, fused = self._fused_first, True
         self._numbers.made += 1
         compared = self._first_calls.check(sizes, self._numbers.failed, fused)
-        return operators.plan(sizes, gather), compared
+        if fused:
+            return self.forms(sizes)["fused"].plan(sizes, gather), compared
+        forms = self.forms(sizes)
+        if fused is False or self._window.num_ranks == 1:  # one rank alone has nothing to hide
+            forms.pop("fused", None)
+            return next(iter(forms.values())).plan(sizes, gather), compared
+        runs: dict[str, Run] = {}
+        for form, operators in forms.items():
+            with suppress(BadInput, Unsupported):  # it depends on sizes and room alone, so that all ranks have the same
+                runs[form] = operators.plan(sizes, gather)
+        if len(runs) == 1:
+            return next(iter(runs.values())), compared
+        if (known := self._choices.find(sizes, runs)) is not None:
+            return runs[known], compared
+        if self._window._opened.calls.capturing():
+            return runs[self._unmeasured(sizes, runs)], False
+        return runs[self._choices.measure(sizes, runs, given)], compared
+
+    def forms(self, sizes: Sizes) -> dict[str, Operators | FusedOperators]:
+        """Return the forms that a call may have, those with the fewest roundings first.
+
+        - fused: one kernel.
+        - kernel: a product of torch, and a kernel that adds up the products.
+        - collectives: a product or a lookup of torch, and a collective of the process group.
+        - copies: the same with copies through the Window, where there are no collectives.
+        """
+        found: dict[str, Operators | FusedOperators] = {}
+        if not isinstance(self.fused, MoecommError):
+            found["fused"] = self.fused
+            if sizes.operator == "matmul_all_reduce" and self.fused.can_sum(sizes.bytes_of("M", "N")):
+                found["kernel"] = UnfusedExecutor(self._copies, self.fused.all_reduce)
+        # A communicator can't be made while a graph is captured.
+        if (of := self._collectives) is not None and (of.used or not self._window._opened.calls.capturing()):
+            found["collectives"] = UnfusedExecutor(of)
+        else:
+            found["copies"] = UnfusedExecutor(self._copies)
+        return found
+
+    def _unmeasured(self, sizes: Sizes, forms: Iterable[str]) -> str:
+        """Return the form of a call that can't be measured now."""
+        assert not isinstance(self.fused, MoecommError)
+        slower = is_slower(self._window.num_ranks, sizes, self.fused.can_sum)
+        return next(form for form in forms if form != "fused" or not slower)
 
 
 def is_slower(num_ranks: int, sizes: Sizes, can_sum: Callable[[int], bool]) -> bool:
-    """Return whether the fused form of a call is slower than the unfused one, or does not exist: for `fused=None`.
+    """Return whether the fused form of a call is slower than the unfused one, or does not exist.
 
-    A fused kernel is the default wherever it takes the sizes, on any GPU and with any number of ranks, because it hides
-    communication that the unfused form adds.  One rank alone has nothing to hide; among several, two kinds of calls are
-    the exception.
+    It decides where a call is captured that has not been measured.  A fused kernel is faster wherever it takes the
+    sizes, because it hides communication that the unfused form adds.  One rank alone has nothing to hide; among
+    several, two kinds of calls are the exception.
 
     Args:
         num_ranks: number of ranks.

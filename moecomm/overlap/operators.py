@@ -158,10 +158,10 @@ def _call(
     with find(workspace).call(of=of) as owner:
         of_ranks: Any = getattr(sizes, operator)
         found = of_ranks(owner.num_ranks, *given.values(), *([None] if len(given) == 2 and "tables" in given else []))
-        ready = [_plain_matrix(owner, argument, matrix) for argument, matrix in given.items()]
+        ready = tuple(_plain_matrix(owner, argument, matrix) for argument, matrix in given.items())
         *gather, fused = options
         with torch.inference_mode(False):  # a plan keeps tensors, for calls in either mode
-            run, again = owner.executors.choose(found, fused, bool(gather and gather[0]))
+            run, again = owner.executors.choose(found, fused, bool(gather and gather[0]), ready)
         result = run(*ready)
         if again:
             keep(owner, key_of(operator, options, tuple(given.values())), run)

@@ -18,6 +18,7 @@ from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep
 from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import agreement
 from moecomm.overlap.executors import Executors, GpuExecutors, HostExecutors
+from moecomm.overlap.measured import Choice
 from moecomm.overlap.plans import MOST_PLANS, CallKey, CallNumbers, CallPlan, key_of, new_plan
 from moecomm.window import Window
 
@@ -118,6 +119,14 @@ class Workspace(Bound):
         if self._executors is None:
             raise Closed("Workspace")
         return self._executors
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Forms that calls with `fused=None` have chosen by a measurement, which this Workspace keeps.  CPUs: none.
+
+        Raises Closed.
+        """
+        return self.executors.choices
 
     @contextmanager
     def call(self, of: int = agreement.FORWARD) -> Iterator[Workspace]:

@@ -103,6 +103,7 @@ class Window(Bound):
                 undo.pop_all()
         self.rank, self.num_ranks, self.timeout_s = ranks.rank, ranks.ranks, timeout_s
         self.nbytes, self.num_signals = handle.nbytes, handle.num_signals
+        self._group = group
         self._opened = OpenedWindow(peers, of_ranks, handle, calls)
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"

@@ -81,6 +81,7 @@ def test_rows_are_those_of_the_slowest_rank_and_are_compared() -> None:
     times = [{"moecomm": 2.0, "alone": 1.0, "nccl": 6.0}, {"moecomm": 4.0, "alone": 2.0, "nccl": 5.0}]
     by_rank = [[{**about, "who": who, "us": [us]} for who, us in of_rank.items()] for of_rank in times]
     for rows in by_rank:
+        rows.append({**about, "who": "moecomm default", "form": "collectives", "us": [5.0]})
         rows.append({**about, "who": "torch", "why": "not here"})
     found = {row["who"]: row for row in operators.merge(by_rank)}
     assert found["moecomm"]["us"]["p50"] == 4.0 and found["nccl"]["us"]["p50"] == 6.0
@@ -89,6 +90,7 @@ def test_rows_are_those_of_the_slowest_rank_and_are_compared() -> None:
     result = {"ranks": 2, "backend": "lsa", "replays": 1, "rows": list(found.values())}
     operator_table.show(json.loads(json.dumps(result)), console)
     assert "x1.50" in (text := console.export_text()) and "not here" in text
+    assert "moecomm default: collectives" in text
 
 
 def test_what_can_not_be_measured_is_refused() -> None:

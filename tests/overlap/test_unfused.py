@@ -1,22 +1,20 @@
-"""The unfused form, which GPUs use, over Windows of CPU ranks; and what decides between the forms."""
+"""The unfused forms, which GPUs use, over Windows of CPU ranks: by copies, by collectives, and by a kernel for sums."""
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import moecomm
-from moecomm.overlap import local, sizes, unfused
+from moecomm.overlap import exchanges, local, sizes
 from moecomm.overlap.agreement import BYTES, FirstCalls
-from moecomm.overlap.executors import GpuExecutors
-from moecomm.overlap.plans import CallNumbers
+from moecomm.overlap.exchanges import Copies, collectives_of
 from moecomm.overlap.unfused import UnfusedExecutor
 
 from ..backends.conftest import run_ranks
+from ..conftest import Ranks
 from .cases import FP8, HOST, OPERATORS, PRODUCTS, Case, gathers, random_case, same
 
 BEGIN, ROOM = 512, 1 << 16
@@ -55,13 +53,13 @@ def run(executor: UnfusedExecutor, case: Case, rank: int) -> torch.Tensor:
 def test_the_unfused_form_has_the_bits_of_the_reference(
     operator: str, dtype: torch.dtype | None, one_shot_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unfused, "_ONE_SHOT_BYTES", one_shot_bytes)  # of all-reduces
+    monkeypatch.setattr(exchanges, "_ONE_SHOT_BYTES", one_shot_bytes)  # of all-reduces
     for ranks in (1, 2, 5):
         cases = [random_case(operator, ranks, seed, dtype=dtype) for seed in range(12)]
         wanted = [case.want() for case in cases]
 
         def body(window: moecomm.Window, cases: list[Case] = cases) -> list[torch.Tensor]:
-            executor = UnfusedExecutor(window, range(BEGIN, ROOM))
+            executor = UnfusedExecutor(Copies(window, range(BEGIN, ROOM)))
             return [run(executor, case, window.rank) for case in cases]
 
         for rank, found in enumerate(on_windows(ranks, body)):
@@ -69,9 +67,57 @@ def test_the_unfused_form_has_the_bits_of_the_reference(
                 assert same(got, want[rank], case.dtype), f"rank {rank} of {ranks}, seed {seed}"
 
 
+def _by_collectives(rank: int, group: Any) -> list[str]:
+    """Run random calls by the collectives of gloo; return those with other bits than the reference."""
+    exchanges._LIBRARIES["cpu"] = "gloo"
+    wrong = []
+    with moecomm.Window(group, 4096, **HOST) as window:
+        exchange = collectives_of(window)
+        assert exchange is not None
+        executor = UnfusedExecutor(exchange)
+        for operator in OPERATORS:
+            if window.num_ranks > 2 and operator in SUMS:
+                continue  # a sum of three has the order of the library
+            for seed in range(12):
+                for dtype in (None, FP8) if operator in PRODUCTS else (None,):
+                    case = random_case(operator, window.num_ranks, seed, dtype=dtype)
+                    if not same(run(executor, case, rank), case.want()[rank], case.dtype):
+                        wrong.append(f"{operator}, {dtype}, seed {seed}")
+        window.close()
+        with pytest.raises(moecomm.Closed):
+            executor.all_to_all(torch.ones(window.num_ranks, 3))
+    return wrong
+
+
+SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_collectives_have_the_bits_of_the_reference(ranks: Ranks, count: int) -> None:
+    assert ranks.run(count, _by_collectives) == [[]] * count
+
+
+def _which_groups(rank: int, group: Any) -> list[bool]:
+    found = []
+    for library in ("nccl", "gloo"):
+        exchanges._LIBRARIES["cpu"] = library
+        with moecomm.Window(group, 4096, **HOST) as window:
+            found.append(collectives_of(window) is not None)
+    with moecomm.Window("self", 4096, **HOST) as window:
+        found.append(collectives_of(window) is not None)
+    return found
+
+
+def test_collectives_are_those_of_the_library_for_the_device(ranks: Ranks) -> None:
+    """On GPUs that is NCCL; threads and a rank alone have no process group."""
+    assert set(exchanges._LIBRARIES) == {"cuda"}
+    assert ranks.run(2, _which_groups) == [[False, True, False]] * 2
+    assert on_windows(2, collectives_of) == [None, None]
+
+
 def test_no_room_names_the_bytes() -> None:
     def body(window: moecomm.Window) -> None:
-        executor = UnfusedExecutor(window, range(4096 - BYTES))
+        executor = UnfusedExecutor(Copies(window, range(4096 - BYTES)))
         with pytest.raises(moecomm.BadInput, match="nbytes: got 65664; want at least 65696"):
             executor.all_to_all(torch.zeros(2, 1000, dtype=torch.bfloat16))
         executor.all_to_all(torch.zeros(2, 992, dtype=torch.bfloat16))
@@ -84,7 +130,7 @@ def test_a_rank_alone_needs_no_memory(operator: str) -> None:
     for seed in range(8):
         case = random_case(operator, 1, seed)
         with moecomm.Window("self", 4096, **HOST) as window:
-            executor = UnfusedExecutor(window, range(0))
+            executor = UnfusedExecutor(Copies(window, range(0)))
             assert same(run(executor, case, 0), case.want()[0], case.dtype), f"seed {seed}"
 
 
@@ -94,7 +140,8 @@ def test_an_all_reduce_of_its_own_is_used_where_it_takes_the_sum() -> None:
     def body(window: moecomm.Window) -> list[torch.Tensor]:
         given: list[torch.Tensor] = []
         for takes in (True, False):
-            found = run(UnfusedExecutor(window, range(BEGIN, ROOM), sums := Sums(takes)), case, window.rank)
+            executor = UnfusedExecutor(Copies(window, range(BEGIN, ROOM)), sums := Sums(takes))
+            found = run(executor, case, window.rank)
             assert takes or same(found, case.want()[window.rank], case.dtype)
             assert not takes or found is sums.given[0]
             given += sums.given
@@ -171,72 +218,3 @@ def test_bags_by_embedding_bag_are_those_of_sums(dtype: torch.dtype) -> None:
         indices = torch.where(indices == 0, tables.shape[1] + 3, indices)
         want = local.bag_sums(tables, indices, offsets, batch)
         assert torch.equal(local.bag_sums_by_torch(tables, indices, offsets, batch), want), f"seed {seed}"
-
-
-class Fused:
-    """Stands for the fused operators of a GPU.  It takes no depth of 16, and has no room for one of 24."""
-
-    def __init__(self, window: moecomm.Window, offset: int, nbytes: int) -> None:
-        if window.num_signals == 1:
-            raise moecomm.BadInput("nbytes", nbytes, "more")
-        self.staging, self.calls = range(1024, nbytes), 0
-
-    def all_reduce(self, y: torch.Tensor) -> None:
-        """Take no sum."""
-
-    def can_sum(self, nbytes: int) -> bool:
-        return False
-
-    def plan(self, call: sizes.Sizes, gather: bool = False) -> Any:
-        if call.dims["K"] == 16:
-            raise moecomm.Unsupported("a depth of 16")
-
-        def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, None]:
-            if x.shape[1] == 24:
-                raise moecomm.BadInput("nbytes", 0, "more")
-            self.calls += 1
-            return x, None
-
-        return run
-
-
-@pytest.mark.parametrize("module", [None, SimpleNamespace(GpuExecutor=Fused)])
-def test_what_runs_a_call_on_gpus(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice, over Windows of CPU ranks: without fused operators, and with some."""
-    monkeypatch.setitem(sys.modules, "moecomm.overlap.gpu", module)
-
-    def body(window: moecomm.Window) -> None:
-        executors = GpuExecutors(window, ROOM, numbers := CallNumbers())
-        for depth, fits in ((8, True), (16, False), (24, False), (12, False)):
-            x, w = torch.ones(3, depth).bfloat16(), torch.ones(8, depth).bfloat16()
-            call = sizes.all_gather_matmul(2, x, w)
-            right = torch.full((6, 8), float(depth)).bfloat16()
-            run, again = executors.choose(call, None, False)
-            found, _ = run(x, w)
-            assert again and (found is x if module is not None and fits else torch.equal(found, right))
-            assert torch.equal(executors.choose(call, False, False)[0](x, w)[0], right)
-            made = numbers.made
-            if module is None:
-                with pytest.raises(moecomm.Unsupported, match="fused operators on GPUs"):
-                    executors.choose(call, True, False)
-                assert numbers.made == made  # it has not reached the other ranks
-            elif depth not in (16, 24):
-                assert executors.choose(call, True, False)[0](x, w)[0] is x
-            else:
-                with pytest.raises((moecomm.Unsupported, moecomm.BadInput)):
-                    executors.choose(call, True, False)[0](x, w)
-
-    on_windows(2, body)
-
-
-def test_too_little_memory_for_fused_operators_is_said_when_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "moecomm.overlap.gpu", SimpleNamespace(GpuExecutor=Fused))  # type: ignore[arg-type]
-    with moecomm.Window("self", ROOM + BYTES, signals=1, **HOST) as window:
-        executors = GpuExecutors(window, ROOM, CallNumbers())
-        call = sizes.all_to_all(1, torch.zeros(1, 3, dtype=torch.bfloat16))
-        x = torch.ones(1, 3, dtype=torch.bfloat16)
-        assert torch.equal(executors.choose(call, None, False)[0](x), x)
-        with pytest.raises(moecomm.BadInput, match="nbytes: got 65536; want more"):
-            executors.choose(call, True, False)

@@ -1,0 +1,227 @@
+"""Exchanges of the unfused form: collectives of the Window's process group, or copies through the Window."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from moecomm.errors import BadInput
+from moecomm.overlap.local import sum_in_order
+from moecomm.overlap.sizes import FP8
+from moecomm.ranks.rendezvous import ProcessGroup
+from moecomm.window import Window
+
+_ONE_SHOT_BYTES = 256 << 10  # up to this size an all-reduce by copies reads whole tensors, in one exchange, not two
+_LIBRARIES = {"cuda": "nccl"}  # whose collectives are used, by kind of device
+
+Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
+
+
+class Exchange(Protocol):
+    """Plans of exchanges, the same on all ranks, R of them.  Tensors are contiguous."""
+
+    num_ranks: int
+
+    def all_gather(self, parts: Sequence[Part]) -> Callable[..., list[torch.Tensor]]:
+        """Plan an exchange whose tensors go whole to all ranks.  Its run returns each of all ranks, `[R, ...]`."""
+        ...
+
+    def all_to_all(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Plan an exchange whose part q of a tensor `[R, ...]` goes to rank q.
+
+        Its run returns the parts for this rank, by the rank that sent them.
+        """
+        ...
+
+    def reduce_scatter(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Plan a sum over ranks of tensors `[R, ...]`, of which rank q gets part q."""
+        ...
+
+    def all_reduce(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Plan a sum over ranks, which all get.  Its run may write to its argument, and return it."""
+        ...
+
+
+class Collectives:
+    """Collectives of torch.distributed.  Sums have their order and roundings.
+
+    A rank that does not come holds up the others until the process group ends the collective: the deadline of the
+    Window does not apply, nor does its abort().
+
+    Attributes:
+        used: a collective has been made, so that the process group has its communicator.
+
+    Args:
+        window: of all ranks.  Once it is closed or has failed, runs raise what its calls do.
+        group: process group of the same ranks in the same order, with collectives for the device of the Window.
+    """
+
+    def __init__(self, window: Window, group: Any) -> None:
+        self._window, self._group = window, group
+        self.num_ranks, self.used = window.num_ranks, False
+
+    def all_gather(self, parts: Sequence[Part]) -> Callable[..., list[torch.Tensor]]:
+        """See Exchange."""
+        gather = _collective("all_gather_single", "all_gather_into_tensor")
+
+        def run(*given: torch.Tensor) -> list[torch.Tensor]:
+            whole = [of.new_empty((self.num_ranks, *of.shape)) for of in given]
+            for to, of in zip(whole, given, strict=True):
+                self._run(gather, to, of)
+            return whole
+
+        return run
+
+    def all_to_all(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See Exchange."""
+        send = _collective("all_to_all_single")
+        return lambda given: self._run(send, torch.empty_like(given), given)
+
+    def reduce_scatter(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See Exchange."""
+        scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        return lambda given: self._run(scatter, given.new_empty(shape[1:]), given)
+
+    def all_reduce(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See Exchange."""
+        reduce = _collective("all_reduce")
+        return lambda given: self._run(reduce, given)
+
+    def _run(self, collective: Callable[..., Any], to: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        """Run a collective on flat tensors, unless they are empty; return its result.  Raises as a call of a Window."""
+        self._window._enter()
+        try:
+            if to.numel():
+                collective(*(_numbers(of) for of in (to, *given)), group=self._group)
+                self.used = True
+        finally:
+            self._window._opened.gate.leave()
+        return to
+
+
+def collectives_of(window: Window) -> Collectives | None:
+    """Return the collectives of a Window's process group; None: a rank alone, or there are none for its device."""
+    group = window._group
+    if window.num_ranks == 1 or not isinstance(group, ProcessGroup) or not group.global_ranks():
+        return None
+    try:
+        library = group.process_group._get_backend(window.device).name()
+    except RuntimeError:  # none for this kind of device
+        return None
+    return Collectives(window, group.process_group) if library == _LIBRARIES.get(window.device.type) else None
+
+
+def _collective(*names: str) -> Callable[..., Any]:
+    """Return a function of torch.distributed: the first of these names that this torch has."""
+    import torch.distributed as dist
+
+    found: Callable[..., Any] = getattr(dist, next(name for name in names if hasattr(dist, name)))
+    return found
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of what collectives take: they move FP8 as bytes."""
+    return (tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor).view(-1)
+
+
+def _whole(parts: torch.Tensor) -> torch.Tensor:
+    return parts
+
+
+class Copies:
+    """Copies through the Window.  Sums are in float32, in rank order, and rounded once.
+
+    Each exchange has two barriers: before peers read a rank's memory, and after they have read it.  Every call, a fused
+    one too, ends its use of the memory so, which is why none comes first.  A graph can capture it.  Without room an
+    exchange raises BadInput when it runs: an all-reduce may need none.
+
+    Args:
+        window: of all ranks; CPU ranks will do as well.
+        staging: bytes of its memory that copies use, from a multiple of 16 on.
+    """
+
+    def __init__(self, window: Window, staging: range) -> None:
+        self._window, self._staging = window, staging
+        self._rank, self.num_ranks = window.rank, window.num_ranks
+
+    def all_gather(self, parts: Sequence[Part]) -> Callable[..., list[torch.Tensor]]:
+        """See Exchange."""
+        return self._exchange(parts, [((self.num_ranks, *shape), dtype) for shape, dtype in parts])
+
+    def all_to_all(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See Exchange."""
+        return self._exchange([(shape, dtype)], [(shape, dtype)], _whole)
+
+    def reduce_scatter(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See Exchange."""
+        return self._exchange([(shape, dtype)], [(shape, dtype)], sum_in_order)
+
+    def all_reduce(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See Exchange."""
+        count = math.prod(shape)
+        if count * dtype.itemsize <= _ONE_SHOT_BYTES:
+            collect = self.all_gather([(shape, dtype)])
+            return lambda given: sum_in_order(collect(given)[0])
+        part = -(-count // self.num_ranks)
+        scatter, collect = self.reduce_scatter((self.num_ranks, part), dtype), self.all_gather([((part,), dtype)])
+
+        def run(given: torch.Tensor) -> torch.Tensor:
+            padded = torch.nn.functional.pad(given.flatten(), (0, part * self.num_ranks - count))
+            sums = scatter(padded.view(self.num_ranks, part))
+            return collect(sums)[0].flatten()[:count].view_as(given).clone()
+
+        return run
+
+    def _exchange(
+        self, mine: Sequence[Part], found: Sequence[Part], parted: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> Callable[..., Any]:
+        """Plan an exchange: tensors like `mine` are published, one behind the other; `found` is read of all ranks.
+
+        parted: read the part for this rank, and not all of a tensor; the run then returns what this makes of the one
+            tensor, else a list.
+        """
+        window, ranks, staging = self._window, self.num_ranks, self._staging
+        calls = window._opened.calls
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in mine]
+        ends = list(itertools.accumulate(sizes))
+        if ranks > 1 and (more := ends[-1] - len(staging)) > 0:
+
+            def refuse(*given: torch.Tensor) -> NoReturn:
+                raise BadInput("nbytes", window.nbytes, f"at least {window.nbytes + more} for these sizes")
+
+            return refuse
+        begins = [staging.start + end - size for end, size in zip(ends, sizes, strict=True)] if ranks > 1 else []
+        published = [window.tensor(*part, offset=at) for part, at in zip(mine, begins, strict=False)]
+        rotation = [(self._rank + step) % ranks for step in range(ranks)]
+        copies: list[tuple[int, int, torch.Tensor]] = []  # tensor, rank, and where they are read
+        for rank in rotation if ranks > 1 else ():
+            for nth, ((shape, dtype), at) in enumerate(zip(found, begins, strict=True)):
+                offset = 0 if parted is None else self._rank * (sizes[nth] // ranks)
+                copies.append((nth, rank, window.tensor(shape[1:], dtype, rank=rank, offset=at + offset)))
+
+        def run(*given: torch.Tensor) -> Any:
+            out = []
+            for of, (shape, dtype) in zip(given, found, strict=True):
+                out.append(of.new_empty(shape, dtype=dtype))
+            if ranks == 1:
+                for of, to in zip(given, out, strict=True):
+                    to.view(of.shape).copy_(of)
+                return out if parted is None else parted(out[0])
+            window._enter_barriers()
+            try:
+                for of, to in zip(given, published, strict=True):
+                    to.copy_(of)
+                come = calls.barrier()
+                for nth, rank, of in copies if come else ():
+                    out[nth][rank].copy_(of)
+                if not (come and calls.barrier()):
+                    window._raise_failure()
+            finally:
+                window._leave_barriers()
+            return out if parted is None else parted(out[0])
+
+        return run

@@ -1,0 +1,180 @@
+"""Measured forms of calls, for `fused=None` on GPUs: the forms of a first call are timed, and all ranks take one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm.errors import BadInput, MoecommError, Timeout, Unsupported
+from moecomm.overlap.agreement import OPERATORS, WORDS, FirstCalls, compared_names
+from moecomm.overlap.sizes import Sizes
+from moecomm.window import Window
+
+_REPETITIONS, _CALLS = 5, 3  # timed runs of each form, which alternate, and calls in a run
+_HEAD_START = 1_000_000  # cycles of delay on the device, for the host to enqueue a run first
+_MARGIN = 1.02  # an earlier form is taken unless a later one is faster by more than the noise of a measurement
+_NEVER = 1 << 62  # nanoseconds of a form that a rank can't run
+_LOOK_S = 1e-4  # between two looks at the device
+_GRACE_S = 1.0  # for kernels, whose errors name the rank that they waited for
+_ROWS = ("M", "C", "B")  # sizes that vary from call to call
+
+Run = Callable[..., Any]
+
+
+class Choice(NamedTuple):
+    """A measured form of calls.
+
+    Attributes:
+        operator: its name.
+        dtype: of the matrices or tables.
+        sizes: those of the call that was measured and are the same on all ranks, by name.
+        us: microseconds of each form on the slowest rank; forms are "fused", "kernel", "collectives" and "copies".
+        form: the one that is taken.
+    """
+
+    operator: str
+    dtype: torch.dtype
+    sizes: dict[str, int]
+    us: dict[str, float]
+    form: str
+
+
+class Clock:
+    """Times on the current stream of a GPU."""
+
+    def delay(self) -> None:
+        """Delay the stream, so that the host enqueues what is timed before it begins."""
+        torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event:
+        """Enqueue a mark."""
+        found = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        found.record()
+        return found
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """Return whether the stream has passed a mark."""
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def us(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the microseconds between two marks that the stream has passed."""
+        return float(begin.elapsed_time(end)) * 1e3
+
+
+class Choices:
+    """The forms that all ranks have chosen by measuring them, by operator, dtype and sizes.
+
+    Rows count up to the next power of two, so that batches of any size need few measurements.
+
+    Args:
+        window: of all ranks.
+        first_calls: the agreement of its Workspace.
+    """
+
+    def __init__(self, window: Window, first_calls: FirstCalls) -> None:
+        self._window, self._first_calls = window, first_calls
+        self._clock = Clock()
+        self._made: dict[tuple[Any, ...], Choice] = {}
+
+    @property
+    def made(self) -> tuple[Choice, ...]:
+        """All of them, in the order of the measurements."""
+        return tuple(self._made.values())
+
+    def find(self, sizes: Sizes, forms: Iterable[str]) -> str | None:
+        """Return the form that has been chosen among these; None: they have not been measured."""
+        found = self._made.get(_key(sizes, forms))
+        return None if found is None else found.form
+
+    def measure(self, sizes: Sizes, runs: dict[str, Run], given: tuple[Any, ...]) -> str:
+        """Run a call in each form, and return the fastest one of the slowest rank.  Collective; not in a capture.
+
+        The host waits for the device.  A form that raises BadInput or Unsupported is not taken.
+
+        Args:
+            sizes: of the call, for which find() returns None.
+            runs: what runs the call, by form: the same forms in the same order on all ranks.
+            given: arguments.
+
+        Raises:
+            Timeout, PeerLost, Aborted: a rank does not take part.
+        """
+        window = self._window
+        try:
+            times = self._times({form: partial(run, *given) for form, run in runs.items()})
+        except MoecommError:
+            raise
+        except BaseException:
+            window.abort()  # others would wait for what this rank does not run
+            raise
+        mine = [round(1e3 * times[form]) if form in times else _NEVER for form in runs]
+        by_rank = self._first_calls.exchange(mine + [0] * (WORDS - len(mine)))
+        slowest = dict(zip(runs, map(max, zip(*by_rank, strict=True)), strict=False))
+        least = min(slowest.values())
+        form = next(form for form, ns in slowest.items() if ns <= _MARGIN * least)
+        us = {form: ns / 1e3 for form, ns in slowest.items() if ns < _NEVER}
+        compared = {name: sizes.dims[name] for name in compared_names(sizes, None)}
+        self._made[_key(sizes, runs)] = Choice(sizes.operator, sizes.given, compared, us, form)
+        return form
+
+    def _times(self, calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        """Return the microseconds of each on this rank: the median of runs that all ranks begin together."""
+        clock, ready = self._clock, dict[str, Callable[[], Any]]()
+        for form, call in calls.items():  # compiles kernels, and connects to peers
+            try:
+                call()
+            except (BadInput, Unsupported):
+                continue
+            self._wait(clock.mark())
+            ready[form] = call
+        found: dict[str, list[float]] = {form: [] for form in ready}
+        for _ in range(_REPETITIONS):
+            for form, call in ready.items():
+                clock.delay()
+                self._window.barrier()
+                begin = clock.mark()
+                for _ in range(_CALLS):
+                    call()
+                end = clock.mark()
+                self._wait(end)
+                found[form].append(clock.us(begin, end) / _CALLS)
+        return {form: statistics.median(us) for form, us in found.items()}
+
+    def _wait(self, mark: torch.cuda.Event) -> None:
+        """Wait until the device has passed a mark: a collective has no deadline, and does not see that a rank is lost.
+
+        Raises Timeout, PeerLost, Aborted.
+        """
+        window = self._window
+        end = time.monotonic() + window.timeout_s + _GRACE_S
+        while not self._clock.passed(mark):
+            window.raise_failure()
+            if time.monotonic() > end:
+                window.abort()
+                raise Timeout(
+                    f"rank {window.rank} measured the forms of a call, and waited for the device; gave up after "
+                    f"{window.timeout_s:.1f} s",
+                    rank=window.rank,
+                    peer=-1,
+                    phase="signal",
+                    op="wait",
+                    round=0,
+                )
+            time.sleep(_LOOK_S)
+        window.raise_failure()
+
+
+def _key(sizes: Sizes, forms: Iterable[str]) -> tuple[Any, ...]:
+    """Return what a choice is found by, the same on all ranks.  It leaves out what a rank alone decides."""
+    names = compared_names(sizes, None)
+    dims = [_rounded(sizes.dims[name]) if name in _ROWS else sizes.dims[name] for name in names]
+    return OPERATORS.index(sizes.operator), sizes.given, *dims, *forms
+
+
+def _rounded(rows: int) -> int:
+    return 1 << (rows - 1).bit_length() if rows else 0
