@@ -62,6 +62,7 @@ NOT_CALLED = {
     "balance.Move",
     "routing.Load",
     "routing.Recorded",
+    "overlap.Choice",
     "overlap.Workspace.call",  # of the operators
     "deep_ep.EPHandle",
     "deep_ep.EventHandle",
