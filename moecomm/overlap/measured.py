@@ -47,14 +47,18 @@ class Choice(NamedTuple):
 class Clock:
     """Times on the current stream of a GPU."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def delay(self) -> None:
         """Delay the stream, so that the host enqueues what is timed before it begins."""
-        torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
         """Enqueue a mark."""
         found = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        found.record()
+        found.record(torch.cuda.current_stream(self._device))
         return found
 
     def passed(self, mark: torch.cuda.Event) -> bool:
@@ -78,7 +82,7 @@ class Choices:
 
     def __init__(self, window: Window, first_calls: FirstCalls) -> None:
         self._window, self._first_calls = window, first_calls
-        self._clock = Clock()
+        self._clock = Clock(window.device)
         self._made: dict[tuple[Any, ...], Choice] = {}
 
     @property
@@ -94,7 +98,7 @@ class Choices:
     def measure(self, sizes: Sizes, runs: dict[str, Run], given: tuple[Any, ...]) -> str:
         """Run a call in each form, and return the fastest one of the slowest rank.  Collective; not in a capture.
 
-        The host waits for the device.  A form that raises BadInput or Unsupported is not taken.
+        The host waits for the device.  A form that raises BadInput or Unsupported, or runs out of memory, is not taken.
 
         Args:
             sizes: of the call, for which find() returns None.
@@ -128,7 +132,7 @@ class Choices:
         for form, call in calls.items():  # compiles kernels, and connects to peers
             try:
                 call()
-            except (BadInput, Unsupported):
+            except (BadInput, Unsupported, torch.cuda.OutOfMemoryError):  # another form may take less memory
                 continue
             self._wait(clock.mark())
             ready[form] = call

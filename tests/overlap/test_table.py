@@ -1,4 +1,4 @@
-"""fused=None on GPUs: fused wherever it exists, but for kinds of calls that bench/results shows to be slower."""
+"""The rule for calls of GPUs that have not been measured: fused, but for kinds that bench/results shows to be slower."""
 
 from __future__ import annotations
 
