@@ -95,6 +95,7 @@ class Choices:
         found = self._made.get(_key(sizes, forms))
         return None if found is None else found.form
 
+    @torch.no_grad()
     def measure(self, sizes: Sizes, runs: dict[str, Run], given: tuple[Any, ...]) -> str:
         """Run a call in each form, and return the fastest one of the slowest rank.  Collective; not in a capture.
 

@@ -274,10 +274,11 @@ def shapes(given: dict[str, torch.Tensor]) -> list[torch.Size]:
 
 
 @pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("form", ["fused", "copies"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_measured_call_has_the_bits_of_the_reference(
-    operator: str, form: str, monkeypatch: pytest.MonkeyPatch
+    operator: str, form: str, inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs stay as they are, and repeated calls are not measured again."""
     monkeypatch.setattr(workspaces, "HostExecutors", lambda window, numbers: GpuExecutors(window, 1 << 20, numbers))
@@ -288,10 +289,11 @@ def test_a_measured_call_has_the_bits_of_the_reference(
 
     def body(workspace: overlap.Workspace) -> None:
         for case in cases:
-            mine = case.given[workspace.rank]
-            before = {name: tensor.clone() for name, tensor in mine.items()}
-            for _ in range(3):
-                assert same(case.run(workspace), case.want()[workspace.rank], case.dtype)
+            with torch.inference_mode(inference):
+                mine = {name: tensor.clone() for name, tensor in case.given[workspace.rank].items()}
+                before = {name: tensor.clone() for name, tensor in mine.items()}
+                for _ in range(3):
+                    assert same(case.run(workspace, **mine), case.want()[workspace.rank], case.dtype)
             assert all(torch.equal(before[name], tensor) for name, tensor in mine.items())
         assert {choice.form for choice in workspace.choices} == {form}
 
@@ -429,6 +431,29 @@ def _by_forms(rank: int, group: Any) -> list[Any]:
         large = sizes.matmul_all_reduce(2, x.repeat(32, 1), w)  # no kernel of its own adds up so much
         found.append(list(executors.forms(large)))
     return found
+
+
+def _trains(rank: int, group: Any) -> tuple[list[float], list[str]]:
+    """Run a forward and a backward pass by collectives, with leaves as arguments."""
+    exchanges._LIBRARIES["cpu"] = "gloo"
+    sys.modules["moecomm.overlap.gpu"] = SimpleNamespace(GpuExecutor=Fused)  # type: ignore[assignment]
+    workspaces.HostExecutors = lambda window, numbers: GpuExecutors(window, ROOM, numbers)  # type: ignore
+    set_costs(setattr, lambda rank: {"fused": 2.0, "kernel": 2.0, "collectives": 1.0})
+    x, w1, w2 = (torch.full((4, 4), value, dtype=BF16, requires_grad=True) for value in (rank + 1.0, 1.0, 2.0))
+    with overlap.Workspace(group, ROOM + 4096, **HOST) as workspace:
+        inner = overlap.all_gather_matmul(x, w1, workspace)
+        y = overlap.matmul_reduce_scatter(inner, w2, workspace)
+        (overlap.matmul_all_reduce(y, w2, workspace).float().sum() + inner.float().sum()).backward()
+        chosen = [f"{choice.operator} {choice.form}" for choice in workspace.choices]
+    return [float(of.grad[0, 0]) for of in (x, w1, w2) if of.grad is not None], chosen
+
+
+def test_leaves_are_arguments_of_a_measurement(ranks: Ranks) -> None:
+    operators = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    chosen = [f"{operator} collectives" for operator in operators]  # those of the backward pass have the same sizes
+    inner = 8 * 2 * 4 + 1  # the gradient of inner; that of y is 8, and y is 64 on rank 0 and 128 on rank 1
+    of_x, of_w1, of_sum = 2 * 4 * inner, (4 * 1 + 4 * 2) * inner, 8 * (4 * 4 + 4 * 8)
+    assert ranks.run(2, _trains) == [([of_x, of_w1, of_sum + 4 * y], chosen) for y in (64, 128)]
 
 
 def test_sums_have_three_forms(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""The rule for calls of GPUs that have not been measured: fused, but for kinds that bench/results shows to be slower."""
+"""The rule for GPUs where nothing was measured: fused, but for kinds of calls that bench/results shows to be slower."""
 
 from __future__ import annotations
 
