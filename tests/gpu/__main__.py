@@ -191,7 +191,7 @@ PARTS: dict[str, list[Step]] = {
         Step("compile-overlap", 200, gpus=0, command=(sys.executable, "-m", "tests.gpu.compile_overlap", GPUS)),
         one("overlap", 300, "tests/gpu/test_overlap.py", random=False),
         one("gather-study", 150, "tests/gpu/test_gather_study.py", random=False),
-        Step("overlap2", 300, ("tests/gpu/test_overlap.py", "-m", "gpu2"), gpus=2),
+        Step("overlap2", 480, ("tests/gpu/test_overlap.py", "-m", "gpu2"), gpus=2),
         Step("gather-study2", 150, ("tests/gpu/test_gather_study.py", "-m", "gpu2"), gpus=2),
     ],
     "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],

@@ -21,7 +21,7 @@ from moecomm.overlap.gpu import SUMMED, GpuExecutor
 from moecomm.window.gpu_calls import kernel
 from moecomm_bench import operator_cases
 from tests.backends.conftest import run_ranks
-from tests.gpu.overlap_cases import cases
+from tests.gpu.overlap_cases import cases, exact_cases
 
 _WINDOW_BYTES = 2 << 30  # of address space: nothing is written
 
@@ -37,7 +37,7 @@ def kernels(ranks: int, units: int = 132, every: bool = False) -> Iterator[Plain
             patch.object(tensor_maps, "encode", lambda *_: structs.TensorMap()),
             patch.object(executor, "_launch", lambda kernel, blocks, args: found.append(kernel)),
         ):
-            for case in cases(ranks):
+            for case in (*cases(ranks), *exact_cases(ranks)):
                 case.call(executor, *case.empty())
             for dtype in SUMMED:
                 executor.all_reduce(torch.empty(8, dtype=dtype))

@@ -131,3 +131,15 @@ def cases(ranks: int) -> list[Case]:
         Case("embedding_all_to_all", (5, 777, 40), (5, 33 * ranks, 7)),
         Case("embedding_all_to_all", (2, 100, 520), (2, 100 * ranks, 1), fp16),
     ]
+
+
+def exact_cases(ranks: int) -> list[Case]:
+    """Cases whose sums over up to four ranks have no rounding, so that NCCL's order does not matter."""
+    without = [case for case in cases(ranks) if case.operator not in ("matmul_reduce_scatter", "matmul_all_reduce")]
+    fp16 = torch.float16
+    return [
+        *without,
+        Case("matmul_reduce_scatter", (100 * ranks, 128), (1096, 128), fp16),
+        Case("matmul_all_reduce", (3, 128), (1096, 128), fp16),
+        Case("matmul_all_reduce", (1500, 128), (2056, 128), fp16),
+    ]

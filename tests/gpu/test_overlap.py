@@ -30,7 +30,7 @@ from moecomm_bench.exchange import nccl_group
 
 from ..conftest import Ranks
 from ..live import ROOM_S
-from .overlap_cases import Case, cases, same
+from .overlap_cases import Case, cases, exact_cases, same
 from .test_windows import load_kernels, windows
 
 NBYTES = 1 << 28
@@ -147,18 +147,6 @@ def _processes(rank: int, group: Any, form: str) -> str:
         for case in exact_cases(ranks) if form == "collectives" else cases(ranks):
             _check(executor, window, case, rank, ranks)
     return "done"
-
-
-def exact_cases(ranks: int) -> list[Case]:
-    """Cases whose sums over up to four ranks have no rounding, so that NCCL's order does not matter."""
-    without = [case for case in cases(ranks) if case.operator not in ("matmul_reduce_scatter", "matmul_all_reduce")]
-    fp16 = torch.float16
-    return [
-        *without,
-        Case("matmul_reduce_scatter", (100 * ranks, 128), (1096, 128), fp16),
-        Case("matmul_all_reduce", (3, 128), (1096, 128), fp16),
-        Case("matmul_all_reduce", (1500, 128), (2056, 128), fp16),
-    ]
 
 
 def _check(executor: GpuExecutor | UnfusedExecutor, window: moecomm.Window, case: Case, rank: int, ranks: int) -> None:
