@@ -188,7 +188,6 @@ def _call_of(case: Case, first: Any, second: Any, workspace: overlap.Workspace) 
 
 def _defaults(rank: int, group: Any) -> list[tuple[str, list[tuple[str, float]], str]]:
     """Each case measured, repeated, and in a graph; return what the measurements were."""
-    torch.cuda.set_device(rank)
     ranks = group.size()
     with overlap.Workspace(nccl_group(), NBYTES, backend="lsa", timeout_s=60.0) as workspace:
         for case in exact_cases(ranks):
@@ -226,7 +225,6 @@ def test_the_default_is_measured_and_the_same_on_all_ranks(gpu_ranks: Ranks) -> 
 
 def _until_a_rank_dies(rank: int, group: Any) -> Any:
     """Rank 1 ends in its first collective of a measurement, for which the GPUs of the others wait without an end."""
-    torch.cuda.set_device(rank)
     theirs = nccl_group()
     dist.all_reduce(torch.ones(1, device="cuda"), group=theirs)  # it connects the ranks, which waits for all of them
     workspace = overlap.Workspace(theirs, NBYTES, backend="lsa", timeout_s=60.0)
