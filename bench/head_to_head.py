@@ -40,7 +40,7 @@ def front() -> list[str]:
     others = [name for name in beside.libraries(result) if name not in ("moecomm", "pplx-kernels")]
     lines = []
     for one in beside.operations(result):
-        if one.payload == "bf16" or not {*others} & {*one.best} or (one.tokens, one.layout) == (128, "expert"):
+        if one.payload not in beside.MAIN or not {*others} & {*one.best} or (one.tokens, one.layout) == (128, "expert"):
             continue
         times = [time_of(one.best[name].us) if name in one.best else "" for name in ("moecomm", *others)]
         cells = (str(one.tokens), beside.words(one), *times)

@@ -16,7 +16,7 @@ LIBRARIES = {  # by what their rows are called
     "flashinfer": "FlashInfer",
     "pplx": "pplx-kernels",
 }
-_WHAT = (("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", ""), ("pair", "bf16"), ("pair", "fp8"))
+MAIN = ("", "fp8")  # payloads in pictures and short tables
 _OURS = {"flat": ("y in the window", "y outside"), "expert": ("bf16 wire",), "batched": ("bf16 wire",)}  # of combine
 _PAIRS = {"flat": "y in the window", "expert": "fp32 wire", "batched": "fp32 wire"}
 
@@ -84,13 +84,20 @@ def operations(result: dict[str, Any]) -> Iterator[SizedOperation]:
     with_times = [row for row in result["rows"] if {"us", "alone_us"} <= row.keys()]
     for tokens in result["case"]["tokens"]:
         for layout in result["case"]["layouts"]:
-            for what, payload in _WHAT:
+            for what, payload in _parts(result["case"]["payloads"]):
                 about = {"tokens": tokens, "layout": layout, "what": what, "payload": payload}
                 rows = [row for row in with_times if about.items() <= row.items()]
                 for variant in {"dispatch": ("",), "combine": _OURS[layout], "pair": (_PAIRS[layout],)}[what]:
                     best = _best(rows, variant)
                     if len(best) > 1 and "moecomm" in best:
                         yield SizedOperation(**about, variant=variant, best=best, ours=_fastest(rows, variant))
+
+
+def _parts(payloads: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield operations and their payloads."""
+    yield from (("dispatch", payload) for payload in payloads)
+    yield "combine", ""
+    yield from (("pair", payload) for payload in payloads)
 
 
 def _best(rows: Iterable[dict[str, Any]], variant: str) -> dict[str, Best]:

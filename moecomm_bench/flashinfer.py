@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from moecomm.dispatch.reference import quantize
 from moecomm.errors import Unsupported
-from moecomm_bench.case import RoundsCase
+from moecomm_bench.case import GIVEN, RoundsCase
 from moecomm_bench.clock import Timed
-from moecomm_bench.ours import Input, Ours
+from moecomm_bench.ours import Input, Ours, cast_before
 
 NAME = "flashinfer"
 _BACKEND = "nvlink_one_sided"
@@ -64,14 +63,14 @@ class FlashInfer:
         return [
             Timed({**about, "payload": payload}, [pair(communicator, given, payload) for given in ours.inputs])
             for payload in self._case.payloads
-            if payload in ("bf16", "fp8")
+            if payload in ("bf16", "fp8") or payload.endswith(GIVEN)
         ]
 
 
 def pair(communicator: Any, given: Input, payload: str) -> Callable[[], torch.Tensor]:
-    """Return a dispatch and a combine of an input; rows in FP8 are cast in advance, as for DeepEP."""
+    """Return a dispatch and a combine of an input; rows but for bf16 are cast in advance, as for DeepEP."""
     ids, out = given.topk_idx.int(), torch.empty_like(given.x)
-    rows, scales = (given.x, None) if payload == "bf16" else quantize(given.x)
+    rows, scales = (given.x, None) if payload == "bf16" else cast_before(given.x, payload)
 
     def run() -> torch.Tensor:
         arrived = communicator.dispatch(rows, ids, given.topk_weights, hidden_states_scale=scales)

@@ -13,9 +13,9 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 
-from moecomm.dispatch.reference import quantize
+from moecomm.base.formats import FORMATS
 from moecomm.errors import Unsupported
-from moecomm_bench.case import QUANT_GROUP, RoundsCase
+from moecomm_bench.case import GIVEN, QUANT_GROUP, RoundsCase
 from moecomm_bench.clock import Timed
 from moecomm_bench.exchange import by_expert, by_rank, nccl_group
 from moecomm_bench.nccl_ep_library import (
@@ -39,8 +39,10 @@ from moecomm_bench.nccl_ep_library import (
     NcclEpTensor,
     NcclEpWindow,
 )
-from moecomm_bench.ours import Input, Ours
+from moecomm_bench.ours import Input, Ours, cast_before
 
+_UNIT = 16  # bytes of which rows and their scales are multiples
+_CAST_COLUMNS = 512  # of which rows that low-latency casts are a multiple
 _SMS = 16  # the library's default for high throughput
 _MORE_SMS = (32, 64, 128)  # with which high throughput runs as well
 
@@ -66,6 +68,16 @@ class Mode:
     @property
     def expert_major(self) -> bool:
         return self.layout == EXPERT_MAJOR
+
+    def takes(self, case: RoundsCase, payload: str) -> bool:
+        """Return True for bf16 and fp8, and for given rows that have scales: the library forwards the bytes of both."""
+        fmt = FORMATS.get(payload.removesuffix(GIVEN))
+        if payload == "bf16" or fmt is None:
+            return payload == "bf16"
+        if payload == "fp8" and self.low_latency:
+            return case.hidden % _CAST_COLUMNS == 0
+        given = payload == "fp8" or payload.endswith(GIVEN)
+        return given and fmt.scales is not None and fmt.row_bytes(case.hidden) % _UNIT == 0
 
     def check(self, case: RoundsCase) -> None:
         """Raise Unsupported for sizes that the library does not take: it would end the process."""
@@ -134,7 +146,7 @@ class NcclEP:
         found = [
             Timed({"what": "dispatch", "payload": payload, **about}, [partial(one.dispatch, payload) for one in rounds])
             for payload in self._case.payloads
-            if payload in ("bf16", "fp8")
+            if mode.takes(self._case, payload)
         ]
         # Dispatch sends a row to a rank once, and copies it there; so does combine but for low-latency expert-major.
         each = mode.low_latency and mode.expert_major
@@ -251,8 +263,12 @@ class NcclEpRound:
         self.rows: dict[str, NcclEpTensor] = {}
         self.scales: dict[str, NcclEpTensor] = {}
         self._dispatches = {"bf16": self._dispatch_of(given.x)}
-        if "fp8" in case.payloads:
-            self._dispatches["fp8"] = self._dispatch_of_fp8(given.x)
+        for payload in case.payloads:
+            if payload != "bf16" and self._mode.takes(case, payload):
+                inside = payload == "fp8" and self._mode.low_latency
+                self._dispatches[payload] = (
+                    self._dispatch_and_cast(given.x) if inside else self._dispatch_of_cast(given.x, payload)
+                )
         self.out = torch.empty_like(given.x)
         weights = {"topk_weights": self._weights} if self._mode.low_latency and self._mode.expert_major else {}
         self._y = CombineInputs(tokens=self.rows["bf16"])
@@ -277,17 +293,23 @@ class NcclEpRound:
         given = DispatchInputs(tokens=NcclEpTensor.of(x), **self._sent())
         return given, DispatchOutputs(tokens=self.rows["bf16"], **self._arriving()), DispatchConfig()
 
-    def _dispatch_of_fp8(self, x: torch.Tensor) -> tuple[DispatchInputs, DispatchOutputs, DispatchConfig]:
-        """Low-latency casts the rows. For high throughput they are cast in advance, as for DeepEP."""
-        window, groups = not self._mode.low_latency, -(-x.shape[1] // QUANT_GROUP)
-        self.rows["fp8"] = self._group.slots_of(x.shape[1], dtype=torch.float8_e4m3fn, window=window)
-        self.scales["fp8"] = self._group.slots_of(groups, dtype=torch.float32, window=window)
+    def _dispatch_and_cast(self, x: torch.Tensor) -> tuple[DispatchInputs, DispatchOutputs, DispatchConfig]:
+        """Let low-latency cast the rows to fp8."""
+        self.rows["fp8"] = self._group.slots_of(x.shape[1], dtype=torch.float8_e4m3fn)
+        self.scales["fp8"] = self._group.slots_of(x.shape[1] // QUANT_GROUP, dtype=torch.float32)
         arriving = DispatchOutputs(tokens=self.rows["fp8"], scales=self.scales["fp8"], **self._arriving())
-        if self._mode.low_latency:
-            given = DispatchInputs(tokens=NcclEpTensor.of(x), **self._sent())
-            return given, arriving, DispatchConfig(quant_recipe=CAST_INSIDE)
-        cast, scales = map(NcclEpTensor.of, quantize(x))
-        given = DispatchInputs(tokens=cast, scales=scales, **self._sent())
+        given = DispatchInputs(tokens=NcclEpTensor.of(x), **self._sent())
+        return given, arriving, DispatchConfig(quant_recipe=CAST_INSIDE)
+
+    def _dispatch_of_cast(
+        self, x: torch.Tensor, payload: str
+    ) -> tuple[DispatchInputs, DispatchOutputs, DispatchConfig]:
+        """Forward rows that are cast in advance, as for DeepEP, with their scales."""
+        window, (cast, scales) = not self._mode.low_latency, forwarded(x, payload)
+        self.rows[payload] = self._group.slots_of(cast.shape[1], dtype=cast.dtype, window=window)
+        self.scales[payload] = self._group.slots_of(scales.shape[1], dtype=scales.dtype, window=window)
+        arriving = DispatchOutputs(tokens=self.rows[payload], scales=self.scales[payload], **self._arriving())
+        given = DispatchInputs(tokens=NcclEpTensor.of(cast), scales=NcclEpTensor.of(scales), **self._sent())
         return given, arriving, DispatchConfig(quant_recipe=CAST_FORWARD)
 
     def _sent(self) -> dict[str, NcclEpTensor]:
@@ -300,6 +322,20 @@ class NcclEpRound:
             return {} if self._mode.low_latency else {"topk_weights": room(dtype=torch.float32)}
         ids = torch.int32 if self._mode.low_latency else torch.int64
         return {"topk_weights": room(topk, dtype=torch.float32), "topk_idx": room(topk, dtype=ids)}
+
+
+def forwarded(x: torch.Tensor, payload: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and scales of a payload in dtypes that the library forwards.
+
+    Its rows cannot be int8, so these are called e4m3; it copies bytes. Scales are padded to a multiple of 16 bytes.
+    """
+    rows, scales = cast_before(x, payload)
+    assert scales is not None
+    rows = rows.view(torch.float4_e2m1fn_x2 if rows.dtype == torch.uint8 else torch.float8_e4m3fn)
+    if scales.itemsize == 1:
+        scales = scales.view(torch.uint8)
+    missing = -scales.shape[1] % (_UNIT // scales.itemsize)
+    return rows, torch.nn.functional.pad(scales, (0, missing)) if missing else scales
 
 
 def _communicator(ranks: dist.ProcessGroup, device: torch.device) -> int:

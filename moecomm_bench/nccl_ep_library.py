@@ -1,6 +1,6 @@
 """The C interface of NCCL EP by ctypes: its structs, and calls that raise.
 
-Written for API version 2 of nccl_ep.h (NVIDIA/nccl-extensions), which NCCL 2.30.7 can run.
+Written for API version 2 of nccl_ep.h (NVIDIA/nccl-extensions, library 0.2.0), which NCCL 2.30.7 can run.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _DTYPES = {
     torch.float32: 7,
     torch.bfloat16: 9,
     torch.float8_e4m3fn: 10,
+    torch.float4_e2m1fn_x2: 12,
 }  # ncclDataType_t
 _Fields = Sequence[tuple[str, Any]]
 

@@ -87,6 +87,12 @@ class Input:
     topk_weights: torch.Tensor
 
 
+def cast_before(x: torch.Tensor, payload: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the rows of a payload and their scales: see formats.quantize(). Its name may lack GIVEN."""
+    name = payload.removesuffix(GIVEN)
+    return quantize_rows.cast(x, name, global_scale=_OF_ALL.get(name))
+
+
 class Ours:
     """A Buffer for one size, and its timed operations on several inputs in turn. Collective; a context manager.
 
@@ -230,15 +236,15 @@ class Ours:
     def dispatches(self, op: TimedOperation) -> list[dict[str, Any]]:
         """Return the arguments of dispatch for each input."""
         options: dict[str, Any] = {"layout": op.layout, "sync": False, "num_sms": op.sms or None}
-        name, of_all = op.payload.removesuffix(GIVEN), _OF_ALL.get(op.payload.removesuffix(GIVEN))
         found = []
         for given in self.inputs:
             routing = {"topk_idx": given.topk_idx, "topk_weights": given.topk_weights}
-            if name == op.payload:
+            if not op.payload.endswith(GIVEN):
+                of_all = _OF_ALL.get(op.payload)
                 more = {} if of_all is None else {"x_global_scale": of_all}
-                found.append({"x": given.x, **routing, **options, **_QUANTIZE[name], **more})
+                found.append({"x": given.x, **routing, **options, **_QUANTIZE[op.payload], **more})
             else:
-                x, scales = quantize_rows.cast(given.x, name, global_scale=of_all)
+                x, scales = cast_before(given.x, op.payload)
                 found.append({"x": x, "scales": scales, **routing, **options})
                 if scales is None:
                     found[-1]["x"] = x.view(torch.uint8)

@@ -78,7 +78,7 @@ def _ceiling(result: Result, rows: list[Result]) -> tuple[list[Line], list[Line]
 
 def others(result: Result, tokens: int) -> Dots:
     """Return the time of each other library over that of moecomm, for FP8 dispatches and all combines."""
-    found = [one for one in beside.operations(result) if one.tokens == tokens and one.payload != "bf16"]
+    found = [one for one in beside.operations(result) if one.tokens == tokens and one.payload in beside.MAIN]
     cases = [f"{beside.words(one)} ({_us(one.best['moecomm'].us)})" for one in found]
     dots = {
         name: {case: one.best[name].us / one.best["moecomm"].us for case, one in enumerate(found) if name in one.best}

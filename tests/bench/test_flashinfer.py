@@ -10,20 +10,22 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm.dispatch.reference import quantize
-from moecomm_bench import flashinfer
-from moecomm_bench.ours import Ours
+from moecomm.base import formats
+from moecomm_bench import beside, flashinfer
+from moecomm_bench.case import FORMATS, GIVEN
+from moecomm_bench.ours import _OF_ALL, Ours
 from moecomm_bench.peers import OtherLibraries
 
 from ..conftest import Ranks
 from .test_case import OF_PEERS
 
 TOKENS = 6
-CASE = dataclasses.replace(OF_PEERS, layouts=["flat"], others=["flashinfer"])
+PAYLOADS = ["bf16", "fp8", f"fp8{GIVEN}", *(name + GIVEN for name in FORMATS)]
+CASE = dataclasses.replace(OF_PEERS, layouts=["flat"], others=["flashinfer"], payloads=[*PAYLOADS, "mxfp8"])
 
 
 class Communicator:
-    """A communicator whose ranks keep their rows: a combine adds nothing."""
+    """A communicator that keeps the rows of each dispatch: a combine adds nothing."""
 
     def __init__(self, bootstrap: Any, params: Any, backend: str) -> None:
         assert (bootstrap.world_size, bootstrap.rank, backend) == (
@@ -41,6 +43,7 @@ class Communicator:
     ) -> Any:
         assert not self.between and ids.dtype == torch.int32 and weights.dtype == torch.float32
         self.between = True
+        assert all(one.is_contiguous() and one.dim() == 2 for one in (rows, hidden_states_scale) if one is not None)
         self.rows.append((rows, hidden_states_scale))
         return SimpleNamespace(hidden_states=self.slots)
 
@@ -51,7 +54,11 @@ class Communicator:
     def combine(self, y: torch.Tensor, *, output: torch.Tensor) -> torch.Tensor:
         assert self.between and y is self.slots
         self.between = False
-        return output.copy_(self.rows[-1][0])
+        return output.zero_()
+
+
+def _cast(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return formats.quantize(x, name, global_scale=_OF_ALL.get(name))
 
 
 def _measured(rank: int, group: Any) -> tuple[list[tuple[str, str, str]], dict[str, str]]:
@@ -77,20 +84,33 @@ def _measured(rank: int, group: Any) -> tuple[list[tuple[str, str, str]], dict[s
         rows = peers.rows(ours, lambda text: None)
         (communicator,) = made
         for given in ours.inputs:
-            for payload in CASE.payloads:
+            for payload in PAYLOADS:
                 out = flashinfer.pair(communicator, given, payload)()
                 sent, scales = communicator.rows[-1]
-                cast = (given.x, None) if payload == "bf16" else quantize(given.x)
-                assert torch.equal(sent.float(), cast[0].float()) and out.dtype == torch.bfloat16
-                assert (scales is None) == (payload == "bf16") and (scales is None or torch.equal(scales, cast[1]))
-        of_rows = CASE.wire_bytes("dispatch", "fp8") + CASE.wire_bytes("combine", "")
-        assert rows[1]["wire_bytes"] == ours.traffic.wire() * of_rows
+                name = payload.removesuffix(GIVEN)
+                cast = (given.x, None) if payload == "bf16" else _cast(given.x, name)
+                assert torch.equal(sent.view(torch.uint8), cast[0].view(torch.uint8)) and out.dtype == torch.bfloat16
+                assert (scales is None) == (cast[1] is None)
+                assert scales is None or torch.equal(scales.view(torch.uint8), cast[1].view(torch.uint8))
+        for row in rows:
+            of_rows = CASE.wire_bytes("dispatch", row["payload"]) + CASE.wire_bytes("combine", "")
+            assert row["wire_bytes"] == ours.traffic.wire() * of_rows
         return [(row["what"], row["payload"], row.get("why", "")) for row in rows], peers.versions
 
 
 def test_pairs_are_timed_in_turn(ranks: Ranks) -> None:
     for found in ranks.run(2, _measured):
-        assert found == ([("pair", "bf16", ""), ("pair", "fp8", "")], {"flashinfer": "9.8.7"})
+        assert found == ([("pair", payload, "") for payload in PAYLOADS], {"flashinfer": "9.8.7"})
+
+
+def test_given_rows_stand_beside_ours() -> None:
+    us = {"p50": 40.0, "p99": 41.0}
+    about = {"tokens": 8, "layout": "flat", "what": "pair", "payload": f"nvfp4{GIVEN}", "sms": 0, "sms_asked": 0}
+    about |= {"us": us, "alone_us": us}
+    rows = [{**about, "who": "flashinfer", "variant": ""}, {**about, "who": "moecomm", "variant": "y in the window"}]
+    case = {"tokens": [8], "layouts": ["flat"], "payloads": PAYLOADS}
+    (found,) = beside.operations({"case": case, "rows": rows})
+    assert (found.payload, sorted(found.best)) == (f"nvfp4{GIVEN}", ["FlashInfer", "moecomm"])
 
 
 def _absent(rank: int, group: Any) -> list[str]:

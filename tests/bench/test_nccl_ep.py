@@ -11,18 +11,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moecomm.base import formats
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import Unsupported
 from moecomm_bench import nccl_ep, nccl_ep_library
+from moecomm_bench.case import FORMATS, GIVEN
 from moecomm_bench.nccl_ep import MODES, Mode
-from moecomm_bench.ours import Ours
+from moecomm_bench.ours import _OF_ALL, Ours
 from moecomm_bench.peers import OtherLibraries
 
 from ..conftest import Ranks
 from .test_case import OF_PEERS
 
 TOKENS = 6
-CASE = dataclasses.replace(OF_PEERS, experts=8, layouts=["flat", "expert", "batched"], others=["nccl_ep"])
+FORWARDED = [f"fp8{GIVEN}", *(name + GIVEN for name in FORMATS if name != "fp8_tensor")]
+CASE = dataclasses.replace(
+    OF_PEERS,
+    hidden=512,
+    experts=8,
+    layouts=["flat", "expert", "batched"],
+    payloads=["bf16", "fp8", *FORWARDED, f"fp8_tensor{GIVEN}", "mxfp8"],
+    others=["nccl_ep"],
+)
 _DTYPES = {code: dtype for dtype, code in nccl_ep_library._DTYPES.items()}
 
 
@@ -138,6 +148,9 @@ class Library:
         assert arriving._obj.tokens.contents.window is not None or low_latency  # high throughput: windows alone
         if recipe == 2:
             sent["tokens"], sent["scales"] = quantize(sent["tokens"])
+        if recipe == 1:
+            _check_forwarded(sent, out)
+            sent, out = _as_bytes(sent), _as_bytes(out)
         everybody = {name: self._everybody(sent[name]) for name in sent if name != "topk_weights"}
         ids = self._everybody(about["ids"])
         places = self._places(about, self.ranks.rank(), ids)
@@ -171,11 +184,42 @@ class Library:
         out["tokens"].copy_(total)
 
 
+def _check_forwarded(sent: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
+    """Check what nccl_ep.h wants of rows and scales that are forwarded."""
+    floats = {torch.float32, torch.bfloat16, torch.float8_e4m3fn}
+    assert sent["tokens"].dtype in floats | {torch.float4_e2m1fn_x2} and sent["scales"].dtype in floats | {torch.uint8}
+    for name in ("tokens", "scales"):
+        assert sent[name].dtype == out[name].dtype and sent[name].shape[-1] == out[name].shape[-1]
+        assert sent[name].shape[-1] * sent[name].itemsize % 16 == 0
+
+
+def _as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one if one.dtype == torch.int64 else one.view(torch.uint8) for name, one in tensors.items()}
+
+
 def _values(mode: Mode, one: Any, payload: str) -> torch.Tensor:
     """The rows that have arrived, in order, without empty slots."""
-    rows, counts = one.rows[payload].held.float(), one.counts.held.tolist()
+    if payload in FORWARDED:
+        return _dequantized(mode, one, payload)
+    rows = one.rows[payload].held.float()
     if payload == "fp8":
         rows = (rows.view(*rows.shape[:-1], -1, 128) * one.scales["fp8"].held.unsqueeze(-1)).view(rows.shape)
+    return _arrived(mode, one, rows)
+
+
+def _dequantized(mode: Mode, one: Any, payload: str) -> torch.Tensor:
+    name = payload.removesuffix(GIVEN)
+    fmt = formats.FORMATS[name]
+    assert fmt.scales is not None
+    rows = _arrived(mode, one, one.rows[payload].held.view(torch.uint8)).contiguous().view(fmt.values)
+    scales = _arrived(mode, one, one.scales[payload].held.view(torch.uint8))[
+        :, : fmt.scale_columns(512) * fmt.scales.itemsize
+    ]
+    return formats.dequantize(rows, scales.contiguous().view(fmt.scales), name, global_scale=_OF_ALL.get(name))
+
+
+def _arrived(mode: Mode, one: Any, rows: torch.Tensor) -> torch.Tensor:
+    counts = one.counts.held.tolist()
     if mode.low_latency:
         return torch.cat([slots[:count] for slots, count in zip(rows, counts, strict=True)])
     return rows
@@ -201,12 +245,15 @@ def _round(rank: int, group: Any, name: str) -> list[Any]:
         fine = []
         for given, one in zip(ours.inputs, peer.rounds(mode, ours.inputs), strict=True):
             layout = "flat" if mode.ours == "flat" else "expert"  # the rows of batched, without its empty slots
-            for payload, limit in (("fp8", 0.3), ("bf16", 0.0)):
-                routed = ours.buffer.dispatch(given.x, given.topk_idx, given.topk_weights, layout=layout)
-                want = routed.x[: int(routed.num_rows)].float()
+            routed = ours.buffer.dispatch(given.x, given.topk_idx, given.topk_weights, layout=layout)
+            sent = routed.x[: int(routed.num_rows)]
+            for payload in ("fp8", *FORWARDED, "bf16"):
+                name = payload.removesuffix(GIVEN)
+                of_all = {"global_scale": _OF_ALL.get(name)}
+                cast = () if payload == "bf16" else formats.quantize(sent, name, **of_all)
+                want = formats.dequantize(*cast, name, **of_all) if cast else sent.float()
                 one.dispatch(payload)
-                got = _values(mode, one, payload)[: len(want)]
-                fine.append(got.shape == want.shape and float((got - want).abs().max()) <= limit)
+                fine.append(torch.equal(_values(mode, one, payload)[: len(want)], want))
             local = CASE.experts // CASE.ranks
             ranks = (given.topk_idx.unsqueeze(2) // local == torch.arange(CASE.ranks)).any(1).sum(1, keepdim=True)
             weight = given.topk_weights.sum(1, keepdim=True) if mode.low_latency else CASE.topk
@@ -226,11 +273,10 @@ def test_rows_arrive_as_ours_do_and_come_home_summed(ranks: Ranks, name: str) ->
     before = [] if mode.low_latency else [(*config[:3], 32)]
     for abouts, fine, configs, closed, version in ranks.run(2, _round, name):
         assert abouts == [
-            ("dispatch", "bf16", mode.ours, False),
-            ("dispatch", "fp8", mode.ours, False),
+            *(("dispatch", payload, mode.ours, False) for payload in ("bf16", "fp8", *FORWARDED)),
             ("combine", "", mode.ours, name == "nccl_ep low-latency"),
         ]
-        assert fine == [True] * 6
+        assert fine == [True] * 2 * (3 + len(FORWARDED))
         assert configs == [*before, *[config] * 2]
         assert closed == [len(configs), len(configs) - 1]  # one at a time
         assert version == "1.2.3"

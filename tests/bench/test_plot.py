@@ -99,7 +99,7 @@ def test_other_libraries_have_a_dot_where_they_have_a_time() -> None:
     us = {"p50": 40.0, "p99": 41.0}
     about = {"tokens": 128, "layout": "batched", "what": "pair", "payload": "fp8", "us": us, "alone_us": us}
     about |= {"sms": 0, "sms_asked": 0}
-    case = {**result()["case"], "tokens": [128, 4096], "layouts": ["batched"]}
+    case = {**result()["case"], "tokens": [128, 4096], "layouts": ["batched"], "payloads": ["fp8"]}
     slow = {"p50": 100.0}
     rows = [{**about, "who": "pplx", "variant": "", "us": slow}, {**about, "who": "moecomm", "variant": "fp32 wire"}]
     found = {**result(), "case": case, "rows": rows}

@@ -196,7 +196,8 @@ def test_its_pairs_stand_beside_ours_that_round_once() -> None:
     about = {"tokens": 128, "layout": "batched", "what": "pair", "payload": "fp8", "us": us, "alone_us": us}
     about |= {"sms": 0, "sms_asked": 0}
     rows = [{**about, "who": "pplx", "variant": ""}, {**about, "who": "moecomm", "variant": "fp32 wire"}]
-    result = {"case": {"tokens": [128], "layouts": ["batched"]}, "rows": [*rows, {"who": "nccl_ep", "why": "absent"}]}
+    case = {"tokens": [128], "layouts": ["batched"], "payloads": ["fp8"]}
+    result = {"case": case, "rows": [*rows, {"who": "nccl_ep", "why": "absent"}]}
     (found,) = beside.operations(result)
     assert (found.variant, found.ratio, sorted(found.best)) == ("fp32 wire", 1.0, ["moecomm", "pplx-kernels"])
     assert beside.libraries(result) == ["moecomm", "pplx-kernels"] and found.ours is None
@@ -222,6 +223,7 @@ def test_the_number_of_sms_of_the_table_counts_and_the_fastest_is_beside_it() ->
             ("nccl_ep", "", 32, 0, 45.0),
         )
     ]
-    (found,) = beside.operations({"case": {"tokens": [4096], "layouts": ["flat"]}, "rows": rows})
+    case = {"tokens": [4096], "layouts": ["flat"], "payloads": ["bf16"]}
+    (found,) = beside.operations({"case": case, "rows": rows})
     assert (found.variant, found.ratio, found.best["NCCL EP"].sms) == ("y outside", 0.9, 32)
     assert found.best["moecomm"].sms == 64 and found.ours == beside.Best(40.0, 40.0, 128)
