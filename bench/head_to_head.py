@@ -28,7 +28,7 @@ _PPLX = (
 
 def found() -> str:
     """Return the name of the result of the most GPUs, of several the latest; empty without a result."""
-    results = {name: load(name) for name in names()}
+    results = {name: load(name) for name in names() if name.startswith("peers-")}
     of_peers = [name for name, result in results.items() if beside.has_peers(result)]
     return max(of_peers, key=lambda name: (results[name]["case"]["ranks"], results[name]["date"]), default="")
 

@@ -63,6 +63,14 @@ PIECES = (
         f"{CASES} --tokens 128,4096 --layout flat,expert,batched --sms 0,16,64,128 --replays 20 --no-ceiling "
         "--others deep_ep,nccl_ep,flashinfer,pplx",
     ),
+    # NCCL EP compiles a kernel for each payload, layout, size and number of SMs.
+    Piece(
+        "formats-peers",
+        400,
+        f"dispatch-combine {DEEPSEEK} --tokens 128,8192 --layout flat "
+        "--payload bf16,fp8-given,mxfp8-given,fp8_token-given,int8_token-given,nvfp4-given "
+        "--replays 9 --no-ceiling --others nccl_ep,flashinfer",
+    ),
     # torch takes at most 15 experts a rank: of a model with few experts.
     Piece(
         "symm-mem",
