@@ -864,6 +864,9 @@ def clear_record(address: int) -> None:
 def constants() -> dict[str, int]:
     """Constants and sizes of csrc/protocol by name."""
 
+def copied_at(window: WindowLayout, shape: Shape) -> int:
+    """Offset in a window of the table of copies for a round: csrc/protocol/placement.h."""
+
 def count_rejected(context: Context) -> None:
     """Count a host call that failed before its rounds were made, in State::rejected of this rank's window."""
 

@@ -385,6 +385,10 @@ class Buffer(Bound):
             overflow: as in dispatch().  "chunks", not in a capture: the host waits for the dispatch, and sums have the
                 bits of one round of moecomm's GEMMs.  "drop": `dropped` counts; combine does not scale the remaining
                 weights.  None: on CPUs without `max_rows` "chunks", else "error".
+            balance: "replicate": experts of busy ranks are copied to empty slots of idle ranks for this layer, by what
+                all ranks send in it.  The Buffer has balanced replicas, and weights, their scales and the biases of
+                experts are tensors of ExpertWeights, whose empty slots the call writes.  Leave the weights as they are
+                until it has ended.  Sums are as with replicas (docs/placement.md).  CPU ranks.  None: no copies.
 
         Returns:
             `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias; zeros (plus bias)
@@ -394,7 +398,7 @@ class Buffer(Bound):
             BadInput: what does not fit.
             Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
                 experts a rank, or where the Buffer's dtype is float32, likewise scales of channels; MXFP4 with H or I
-                no multiple of 32, or where the Buffer's dtype is not bfloat16.
+                no multiple of 32, or where the Buffer's dtype is not bfloat16; `balance` on GPUs.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         number = options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from moecomm.base.placement import NONE, Placement
 from moecomm.base.validation import check_dtype, check_real, check_shape
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
+from moecomm.fused.copies import SlotTensor
 from moecomm.gpu import plain_kernel
 from moecomm.membership.suspension import refuse_capture
 from moecomm.window import Window
@@ -68,16 +70,19 @@ class ExpertWeights:
         if not isinstance(shapes, Mapping) or not shapes:
             raise BadInput("shapes", repr(shapes), "shapes by name")
         self._buffer, self._rounds, slots, at = buffer, buffer.rounds, buffer.placement.slots, 0
-        self._parts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
         for name, shape in shapes.items():
             kind: Any = dtype.get(name) if isinstance(dtype, Mapping) else dtype
             check_dtype("dtype", kind, _DTYPES)
             whole = (slots, *check_shape("shapes", shape))
-            self._parts[name] = at, whole, kind
+            parts[name] = whole, kind, at
             at += -(-math.prod(whole) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
         group, device = buffer.rounds.members.group, buffer.device
         backend: Any = buffer.rounds.settings.backend
         self._window = Window(group, at, backend=backend, device=device, timeout_s=buffer.timeout_s)
+        self._tensors = {name: SlotTensor(partial(_of, self._window, *part)) for name, part in parts.items()}
+        for tensor in self._tensors.values():
+            self._rounds.slot_tensors[tensor.of(self._window.rank).data_ptr()] = tensor
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -87,7 +92,7 @@ class ExpertWeights:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return `[slots, *shape]`, the tensor of that name of this rank."""
-        return self._of(name, self._window.rank)
+        return self._tensors[name].of(self._window.rank)
 
     def prefetch(self, target: Placement, *, max_gbs: float | None = None) -> Placement:
         """Start to copy the experts that a placement has in other slots, and return what commit() sets.
@@ -120,6 +125,7 @@ class ExpertWeights:
             with torch.cuda.stream(self._stream):
                 self._fill(before, after, max_gbs)
         self._next, self._since = after, self._rounds.generation
+        self._set_filling(after != before)
         return after
 
     def commit(self) -> None:
@@ -140,18 +146,19 @@ class ExpertWeights:
         self._window.raise_failure()
         self._buffer.set_placement(self._next)
         self._next = None
+        self._set_filling(False)
 
     def close(self) -> None:
         """Give the memory back.  Tensors that are still referenced stay valid."""
         self._window.close()
 
+    def _set_filling(self, filling: bool) -> None:
+        for tensor in self._tensors.values():
+            tensor.filling = filling
+
     def _require_same_ranks(self) -> None:
         if self._buffer.rounds is not self._rounds:
             raise BadInput("buffer", "one that has shrunk", "other ExpertWeights of the ranks that are left")
-
-    def _of(self, name: str, rank: int) -> torch.Tensor:
-        at, shape, dtype = self._parts[name]
-        return self._window.tensor(shape, dtype, rank=rank, offset=at)
 
     def _fill(self, before: Placement, after: Placement, max_gbs: float | None) -> None:
         self._window.barrier()  # earlier copies of all ranks have ended
@@ -165,12 +172,16 @@ class ExpertWeights:
             rank, source = min(
                 held, key=lambda one: (one[0] != me, one[0] // domain != me // domain, (one[0] - me) % before.ranks)
             )
-            for name in self._parts:
-                to, origin = self._of(name, me)[slot], self._of(name, rank)[source]
+            for tensor in self._tensors.values():
+                to, origin = tensor.of(me)[slot], tensor.of(rank)[source]
                 if pace is None:
                     to.copy_(origin)
                 else:
                     pace.copy(to, origin)
+
+
+def _of(window: Window, shape: tuple[int, ...], dtype: torch.dtype, offset: int, rank: int) -> torch.Tensor:
+    return window.tensor(shape, dtype, rank=rank, offset=offset)
 
 
 def step(before: Placement, target: Placement) -> Placement:

@@ -49,7 +49,9 @@ void bind_constants(py::module_& m) {
                                               {"digest_bits", kDigestBits},
                                               {"by_table", kByTable},
                                               {"balanced", kBalanced},
-                                              {"share_passes", kSharePasses}};
+                                              {"replicated", kReplicated},
+                                              {"share_passes", kSharePasses},
+                                              {"copy_part", kCopyPart}};
         },
         "Constants and sizes of csrc/protocol by name.");
     m.def(

@@ -73,7 +73,8 @@ class KnownCalls {
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
         if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none() && max_rows.is_none())) return nothing_;
         const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(options, known_.layout);
-        const py::object plans = plans_of(py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer));
+        const py::object plans =
+            plans_of(py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer, false));
         if (!plans) return nothing_;
         const DispatchTensors given(x, scales, topk_idx, topk_weights);
         if (!given.readable() || any_requires_grad(x, topk_weights)) return nothing_;

@@ -136,6 +136,8 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
     m.def("window_layout", &window_layout, py::arg("shape"), "The layout of a window of this shape.");
     m.def("choice_bytes", &choice_bytes, py::arg("shape"),
           "Bytes at the begin of a heap for the choice of balanced replicas: csrc/protocol/placement.h.");
+    m.def("copied_at", &copied_at, py::arg("window"), py::arg("shape"),
+          "Offset in a window of the table of copies for a round: csrc/protocol/placement.h.");
     m.def("takes_weights", &takes_weights, py::arg("shape"),
           "Return whether source ranks may give a combine routing weights of their own.");
     m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"),

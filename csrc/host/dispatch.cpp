@@ -150,7 +150,7 @@ void end(const DispatchArgs& args) {
 void whole_or_begin(const DispatchArgs& args) {
     Dispatch d(args);
     if (d.r.watch.aborted()) return;
-    if (args.ctx.placed == kBalanced && !d.repeat && !choose_replicas(d)) return;
+    if (is_balanced(args.ctx.placed) && !d.repeat && !choose_replicas(d)) return;
     Team team(args.workers);
     announce(d, count(d, team));
     const std::optional<ValidationResult> validation = agree(d);

@@ -24,7 +24,7 @@ Plan::Plan(const DispatchArgs& args, const Round& round)
 }
 
 i64 Plan::expert_of(i64 given, i64 entry) const {
-    if (a_.ctx.placed == kBalanced) return at<const i32>(a_.ctx, r_.me, chosen_at(a_.ctx.window, shape_))[entry];
+    if (is_balanced(a_.ctx.placed)) return at<const i32>(a_.ctx, r_.me, chosen_at(a_.ctx.window, shape_))[entry];
     return a_.ctx.placed == kByTable ? slot_of(r_.placement, given, entry, shape_.topk, shape_.experts) : given;
 }
 

@@ -14,11 +14,12 @@ struct Placement {
     u32 generation;  // grows with each change
     i32 experts;     // callers name 0 to experts - 1
     u32 digest;      // of the placement, which is the same on all ranks, unlike the table
-    u32 pad;
+    u32 empty;       // where the list of empty slots begins, in words
 };
 static_assert(sizeof(Placement) == kPlacementBytes, "window_layout leaves room for it");
 // Behind Placement, u32[2 * Shape::experts]: for each expert, the number of its slots here, and above it the slot if there is one, else
-// where its list begins, in words; then the lists. An expert without a slot is not there: its entries are like those of id -1.
+// where its list begins, in words; then the lists; then how many slots hold no expert, and these slots, ascending. An expert without a slot
+// is not there: its entries are like those of id -1.
 constexpr u32 kMostReplicas = 1 << 12, kMostSlots = 1 << 19;  // fewer replicas of an expert, and slots in all
 // RoundHeader::route_round of a dispatch of ids: this bit, the digest, and the generation. Ranks that differ in it make an invalid round.
 constexpr i64 kGeneration = 1ll << 62;
@@ -31,7 +32,9 @@ MOECOMM_BOTH constexpr u64 placement_at(const WindowLayout& w) { return mask_at(
 
 // Values of Context::placed. With kByTable an entry's slot is a lookup. With kBalanced a step ahead of the dispatch chooses the slots of
 // all entries, by what all ranks send to each expert in this round (dispatch/choose.cuh, host/choose.cpp). Ranks need not agree on these
-// slots: the dispatch counts what was chosen. The window's heap then begins with three tables.
+// slots: the dispatch counts what was chosen. With kReplicated, which a call asks for in a Buffer with kBalanced, that step first chooses
+// experts to copy to empty slots for this round. All ranks choose the same: they have the same counts, placement and masks. The window's
+// heap then begins with four tables.
 //
 // u64[2][ranks][experts]: word_signal, by round parity and sender: its entries for each expert that callers name. Two parities are enough:
 // a peer sends those of round n + 2 when its round n + 1 has ended. That one has seen this rank's words of round n + 1, which this rank
@@ -40,14 +43,18 @@ MOECOMM_BOTH constexpr u64 placement_at(const WindowLayout& w) { return mask_at(
 // u64[kChoosingBlocks][experts]: word_signal: scratch of kernels, with the entries of each block.
 //
 // i32[max_tokens][topk]: the slot of each entry of this round, as slot_of() says.
-constexpr i32 kByTable = 1, kBalanced = 2;
+//
+// i32[experts], with kReplicated: for each slot of all ranks, the slot of which it is a copy in this round; -1: of none.
+constexpr i32 kByTable = 1, kBalanced = 2, kReplicated = 3;
+MOECOMM_BOTH constexpr bool is_balanced(i32 placed) { return placed >= kBalanced; }
 constexpr i32 kChoosingBlocks = 16;
 // Blocks of the kernel that chooses the slots of so many entries.
 MOECOMM_BOTH constexpr i32 choosing_blocks(i64 entries) {
     const i64 blocks = ceil_div<i64>(entries, 4096);
     return static_cast<i32>(blocks < 1 ? 1 : blocks > kChoosingBlocks ? kChoosingBlocks : blocks);
 }
-constexpr i32 kSharePasses = 4;  // by moecomm/base/replicas.py
+constexpr i32 kSharePasses = 4;  // by moecomm/base/replicas.py, as the next one
+constexpr i32 kCopyPart = 32;    // a copy takes at least such a part of the mean rows off the busiest rank
 MOECOMM_BOTH constexpr u64 choice_words_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from) {
     return w.heap + (round_parity(tag) * static_cast<u64>(s.ranks) + from) * s.experts * sizeof(u64);
 }
@@ -55,9 +62,10 @@ MOECOMM_BOTH constexpr u64 choice_counting_at(const WindowLayout& w, const Shape
     return w.heap + (2ull * s.ranks + block) * s.experts * sizeof(u64);
 }
 MOECOMM_BOTH constexpr u64 chosen_at(const WindowLayout& w, const Shape& s) { return choice_counting_at(w, s, kChoosingBlocks); }
-MOECOMM_BOTH constexpr u64 choice_bytes(const Shape& s) {
-    return chosen_at({}, s) + static_cast<u64>(s.max_tokens) * static_cast<u64>(s.topk) * sizeof(i32);
+MOECOMM_BOTH constexpr u64 copied_at(const WindowLayout& w, const Shape& s) {
+    return chosen_at(w, s) + static_cast<u64>(s.max_tokens) * static_cast<u64>(s.topk) * sizeof(i32);
 }
+MOECOMM_BOTH constexpr u64 choice_bytes(const Shape& s) { return copied_at({}, s) + s.experts * sizeof(i32); }
 
 // Returns the slot of an entry (token * topk + k) by the table; -1: none; Shape::experts, which no slot is: the id is invalid.
 MOECOMM_FN i64 slot_of(const Placement& placement, i64 id, i64 entry, i32 topk, i32 slots) {

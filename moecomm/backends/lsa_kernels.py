@@ -105,7 +105,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         repeat=bool(args.repeat),
         descriptors=bool(args.descriptors),
         placed=bool(args.ctx.placed) and not args.repeat,
-        balanced=args.ctx.placed == BALANCED and not args.repeat,
+        balanced=args.ctx.placed >= BALANCED and not args.repeat,
         part=args.part,
         **_domains(shape),
     )
@@ -157,7 +157,7 @@ class Choice(PlainKernel):
 def choice_of(args: _native.DispatchArgs) -> Choice | None:
     """Return the kernel that chooses the slots of a dispatch with these arguments; None: no kernel does."""
     shape = args.ctx.shape
-    if args.ctx.placed != BALANCED or args.repeat or args.part == _native.Part.end:
+    if args.ctx.placed < BALANCED or args.repeat or args.part == _native.Part.end:
         return None
     words = (2 + _CHOOSE_WARPS + 6) * shape.experts + shape.ranks
     shared = 4 * words + ROUND_HEADER_BYTES + 64

@@ -17,6 +17,8 @@ ScaleLayout: TypeAlias = Literal["row", "column", "swizzled"]
 ReplicaChoice: TypeAlias = Literal[
     "token", "nearest", "balanced"
 ]  # of an expert, for each entry: moecomm/base/placement.py
+Balance: TypeAlias = Literal["replicate"]  # of the ranks of an expert layer
+BALANCES: tuple[Balance, ...] = ("replicate",)
 OnTimeout: TypeAlias = Literal["raise", "mask"]
 ON_TIMEOUT: tuple[OnTimeout, ...] = ("raise", "mask")
 Wire: TypeAlias = Literal["exact", "fp8", "int8"] | torch.dtype  # a dtype: that of y, or that which a word stands for

@@ -13,7 +13,7 @@ import torch
 from moecomm.base.arrays import as_tensor, check_tensor
 from moecomm.base.choices import ReplicaChoice
 from moecomm.base.protocol import MOST_REPLICAS, MOST_SLOTS
-from moecomm.base.replicas import balanced
+from moecomm.base.replicas import balanced, copies
 from moecomm.base.validation import check_integer, check_name, is_integer
 from moecomm.errors import BadInput
 
@@ -244,15 +244,39 @@ def slots_of(
     return torch.where(ids == NONE, NONE, found).to(topk_idx.dtype)
 
 
-def table(placement: Placement, rank: int, domain_ranks: int | None, masked: Collection[int]) -> list[int]:
-    """Return the words behind Placement in csrc/protocol/placement.h, for a rank.  Args: those of candidates()."""
+def replicated(placement: Placement, counts: torch.Tensor, masked: Collection[int] = ()) -> Placement:
+    """Return the placement of a round with balance="replicate": the specification of its copies.
+
+    Args:
+        placement: of the Buffer, whose choice is "balanced".
+        counts: int64 `[ranks, num_experts]`, the entries of each rank in this round, of each expert.
+        masked: ranks that take no part.
+    """
+    experts = placement.experts.clone()
+    lists, free = candidates(placement, 0, masked=masked), empty(placement)
+    for expert, slot in copies(counts.sum(0).tolist(), lists, free, placement.ranks, placement.slots):
+        experts[slot // placement.slots, slot % placement.slots] = expert
+    return unchecked(placement, experts, placement.choice)
+
+
+def empty(placement: Placement) -> list[int]:
+    """Return the slots that hold no expert, ascending."""
+    return (placement.experts.flatten() == NONE).nonzero().flatten().tolist()
+
+
+def table(placement: Placement, rank: int, domain_ranks: int | None, masked: Collection[int]) -> tuple[int, list[int]]:
+    """Return Placement::empty of csrc/protocol/placement.h for a rank, and the words behind that struct.
+
+    Args: those of candidates().
+    """
     words, lists = [0] * placement.num_experts, list[int]()
     for expert, slots in enumerate(candidates(placement, rank, domain_ranks, masked)):
         at = slots[0] if len(slots) == 1 else placement.num_experts + len(lists)
         words[expert] = at * MOST_REPLICAS + len(slots)
         if len(slots) > 1:
             lists += slots
-    return words + lists
+    free = empty(placement)
+    return len(words + lists), [*words, *lists, len(free), *free]
 
 
 def with_slots(placement: Placement, slots: int) -> Placement:

@@ -26,7 +26,8 @@ SCALAR_COUNTERS, PEER_COUNTERS = _CONSTANTS["scalar_counters"], _CONSTANTS["peer
 ROUNDS, DROPPED = range(SCALAR_COUNTERS)
 MOST_SLOTS, MOST_REPLICAS = _CONSTANTS["most_slots"], _CONSTANTS["most_replicas"]
 GENERATION, DIGEST_BITS = _CONSTANTS["generation"], _CONSTANTS["digest_bits"]  # csrc/protocol/placement.h
-BY_TABLE, BALANCED, SHARE_PASSES = (_CONSTANTS[name] for name in ("by_table", "balanced", "share_passes"))
+BY_TABLE, BALANCED, REPLICATED = (_CONSTANTS[name] for name in ("by_table", "balanced", "replicated"))
+SHARE_PASSES, COPY_PART = _CONSTANTS["share_passes"], _CONSTANTS["copy_part"]
 
 TYPES = {  # Type by dtype
     torch.bfloat16: _native.Type.bf16,

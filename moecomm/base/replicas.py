@@ -8,6 +8,8 @@ passes approach the most even loads that the placement allows.
 
 A rank's own entries stay on the rank as far as its share goes.  The others are in order of source ranks, and fill what
 is left of the shares in order of slots.
+
+With copies for a round (copies()), experts of busy ranks become candidates in empty slots of idle ranks first.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moecomm.base.protocol import SHARE_PASSES
+from moecomm.base.protocol import COPY_PART, SHARE_PASSES
 
 
 def pour(entries: int, loads: Sequence[int]) -> list[int]:
@@ -59,6 +61,51 @@ def shares(totals: Sequence[int], candidates: Sequence[Sequence[int]], ranks: in
         for rank, share in zip(owners[expert], found[expert], strict=True):
             loads[rank] += share
     return found
+
+
+def copies(
+    totals: Sequence[int], candidates: Sequence[Sequence[int]], empty: Sequence[int], ranks: int, slots: int
+) -> list[tuple[int, int]]:
+    """Choose experts to copy to empty slots for one round.
+
+    One copy after the other goes from the busiest rank to the idlest of those that hold an expert and have an empty
+    slot: of the experts that are not there yet, the one with the largest share on the busiest rank.  Of equals, the
+    first counts.  The expert then pours its entries anew.  The last copy is the one that takes fewer entries off the
+    busiest rank than a `COPY_PART`-th of the mean, and is not made.
+
+    Args:
+        totals, candidates, ranks, slots: see shares().
+        empty: slots, ascending.
+
+    Returns:
+        Pairs of an expert and its further slot, in the order of their choice.
+    """
+    found = shares(totals, candidates, ranks, slots)
+    lists, loads = [list(one) for one in candidates], [0] * ranks
+    for one, given in zip(lists, found, strict=True):
+        for slot, share in zip(one, given, strict=True):
+            loads[slot // slots] += share
+    held = {slot // slots for one in lists for slot in one}
+    free = {rank: [slot for slot in empty if slot // slots == rank] for rank in sorted(held)}
+    least, made = max(1, sum(totals) // (ranks * COPY_PART)), list[tuple[int, int]]()
+    while any(free.values()):
+        busiest = max(range(ranks), key=lambda rank: loads[rank])
+        idlest = min((rank for rank, left in free.items() if left), key=lambda rank: loads[rank])
+        best, most = 0, 0
+        for expert, (one, given) in enumerate(zip(lists, found, strict=True)):
+            here = {slot // slots: share for slot, share in zip(one, given, strict=True)}
+            if idlest not in here and here.get(busiest, 0) > most:
+                best, most = expert, here[busiest]
+        if min(most, (loads[busiest] - loads[idlest]) // 2) < least:
+            break
+        for slot, share in zip(lists[best], found[best], strict=True):
+            loads[slot // slots] -= share
+        made.append((best, free[idlest].pop(0)))
+        lists[best] = sorted([*lists[best], made[-1][1]])
+        found[best] = pour(totals[best], [loads[slot // slots] for slot in lists[best]])
+        for slot, share in zip(lists[best], found[best], strict=True):
+            loads[slot // slots] += share
+    return made
 
 
 def balanced(

@@ -79,9 +79,10 @@ def dispatch(
     gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
+    replicates: bool = False,
 ) -> Routed:
-    """Buffer.dispatch.  `grow`, `chunk`, `gradients`, `call`, `layer`: see prepare(); `global_scale`: pack()."""
-    asks_for_more = grow or chunk or options.overflow is not None or observers.active
+    """Buffer.dispatch.  `grow` and later ones: see prepare(); `global_scale`: pack()."""
+    asks_for_more = grow or chunk or replicates or options.overflow is not None or observers.active
     packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None
     packs = packs or getattr(x, "dtype", None) is torch.uint8
     words: tuple[object, object] = options.quantize, options.scale_layout  # any other object is refused later
@@ -106,7 +107,7 @@ def dispatch(
             if routed is not None:
                 routed.form = form
     if routed is None:
-        about = (False, grow, None, chunk, gradients, call, layer)
+        about = (False, grow, None, chunk, gradients, call, layer, replicates)
         routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
         routed.form = form
         if not chunk:  # the whole has been shown
@@ -185,6 +186,7 @@ def prepare(
     gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
+    replicates: bool = False,
 ) -> Routed:
     """Check the arguments of Buffer.dispatch and make room for the outputs.
 
@@ -195,7 +197,7 @@ def prepare(
             all ask.
         descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
             It has waited for all kernels before it, and dispatch reads nothing else that it writes.
-        chunk, gradients, call, layer: see Key.
+        chunk, gradients, call, layer, replicates: see Key.
     """
     rounds.require_usable()
     if sync is not None:
@@ -219,7 +221,8 @@ def prepare(
                 "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
             )
     # Not a Key, which takes longer to make.
-    key = (layout, options, handle is not None, begin, descriptors is not None, grow, chunk, gradients, call, layer)
+    how = (handle is not None, begin, descriptors is not None, grow, chunk, gradients, call, layer, replicates)
+    key = (layout, options, *how)
     routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)

@@ -62,6 +62,7 @@ class Key(NamedTuple):
     # "moe" or, where published rows are cast, "moe in " and their format.
     call: str = "dispatch"
     layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
+    replicates: bool = False  # experts are copied to empty slots for this round
 
     def described(self) -> int:
         """Return the index of the call in signature.DISPATCHES."""

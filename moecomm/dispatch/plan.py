@@ -10,7 +10,7 @@ import torch
 
 from moecomm import _native
 from moecomm.base import formats
-from moecomm.base.protocol import DESCRIPTOR_BYTES, LAYOUTS, SCALE_FORMATS, TYPES
+from moecomm.base.protocol import DESCRIPTOR_BYTES, LAYOUTS, REPLICATED, SCALE_FORMATS, TYPES
 from moecomm.base.validation import is_integer
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype, travel_as_bytes
@@ -159,6 +159,8 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     options = key.options
     args = _native.DispatchArgs()
     args.ctx = rounds.session.context
+    if key.replicates:
+        args.ctx.placed = REPLICATED
     raw, as_bytes = like.x.dtype is torch.uint8, travel_as_bytes(options, like.x)
     args.hidden = like.x.shape[1] if raw else rounds.hidden
     args.in_type = TYPES[torch.float8_e4m3fn if raw else like.x.dtype]
@@ -194,5 +196,6 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
         asks_for_a_larger_buffer=int(key.grow),
         gradients_wanted=int(key.gradients is not Gradients.NONE),
         weight_grads_given=int(key.gradients is Gradients.WEIGHTS),  # by the backward pass
+        balance=int(key.replicates),
     )
     return args

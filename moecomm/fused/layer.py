@@ -25,6 +25,7 @@ from moecomm.fused import kernels, pipeline, reference
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
 from moecomm.fused.biases import Biases, add_bias, check_biases
 from moecomm.fused.channel_experts import apply_channel_experts, check_channels, lacks_kernel
+from moecomm.fused.copies import check_balance
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import multiply
@@ -169,6 +170,7 @@ def prepare(
         values, fp8 = w2, False
     intermediate = values.shape[2] * (2 if isinstance(w2, Mxfp4) else 1)
     biases = check_biases(rounds, w13_bias, w2_bias, intermediate)
+    copies = check_balance(rounds, options.balance, w13=w13, w2=w2, w13_bias=biases[0], w2_bias=biases[1])
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
@@ -200,6 +202,8 @@ def prepare(
         )
 
     def experts(routed: Routed) -> torch.Tensor:
+        if copies is not None:
+            copies.run()
         counts = routed.tokens_per_expert
         how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
         how |= {"activation": activation, "biases": biases}
@@ -214,7 +218,7 @@ def prepare(
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
 
     quantize: Quantize | None = "fp8" if fp8 else None
-    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe"}
+    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe", "replicates": copies is not None}
     if by_channel is not None:  # bytes are bytes: rows of int8 travel as rows of FP8
         data, room["scales"] = quantize_rows(x, values.dtype)
         x = data.view(kernels.FP8)
@@ -264,6 +268,8 @@ def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, o
         return "weights are MXFP4"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
+    if options.balance is not None:
+        return "experts are copied for the round"
     if options.wire is not None or options.check_weights or back is not None:
         return "wire, check_weights, or arrays that are not torch's"
     return ours_lacks(x.device.index, x.dtype, rounds.settings.local_experts(), *w2.shape[1:])

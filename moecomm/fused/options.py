@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-from moecomm.base.choices import Activation, Overflow, Wire
+from moecomm.base.choices import Activation, Balance, Overflow, Wire
 
 
 class Options(NamedTuple):
@@ -20,6 +20,7 @@ class Options(NamedTuple):
     check_weights: bool = False
     fused: bool | None = None
     overflow: Overflow | None = None
+    balance: Balance | None = None
 
 
 class OptionsDict(TypedDict, total=False):
@@ -40,3 +41,4 @@ class OptionsDict(TypedDict, total=False):
     check_weights: bool
     fused: bool | None
     overflow: Overflow | None
+    balance: Balance | None

@@ -32,7 +32,17 @@ import torch
 
 from moecomm.base import formats, tangents
 from moecomm.base.arrays import as_tensor, shown_tensors
-from moecomm.base.choices import Activation, Layout, Overflow, Quantize, ScaleFormat, Wire, dtype_of_wire
+from moecomm.base.choices import (
+    BALANCES,
+    Activation,
+    Balance,
+    Layout,
+    Overflow,
+    Quantize,
+    ScaleFormat,
+    Wire,
+    dtype_of_wire,
+)
 from moecomm.base.validation import (
     check_flag,
     check_flags,
@@ -357,6 +367,7 @@ def moe(
     check_weights: bool = False,
     fused: bool | None = None,
     overflow: Overflow | None = None,
+    balance: Balance | None = None,
     dropped: torch.Tensor | None = None,
     layer: int = 0,
 ) -> torch.Tensor:
@@ -381,6 +392,9 @@ def moe(
         bias, max_rows, wire, num_sms, check_weights, fused, dropped: see Buffer.moe.
         overflow: see Buffer.moe.  "chunks" waits in a graph of torch.compile, too, and in its backward pass.  Entries
             that "drop" drops have no gradients.
+        balance: see Buffer.moe.  Weights may be parameters over tensors of ExpertWeights.  The backward pass copies
+            experts anew; a slot gets the sum of its gradients and those of its copies, in the order of slots, in
+            float32 and rounded once.  Those of copies are 0.
         layer: see dispatch().
 
     Returns:
@@ -410,6 +424,8 @@ def moe(
         check_same_device(x=x, **{argument: scales})
     tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias, w13_bias, w2_bias)
     check_overflow(overflow, max_rows)
+    if balance is not None:
+        check_name("balance", balance, BALANCES)
     if (count := check_dropped(overflow, dropped, x.device)) is not None:
         priorities = None if topk_weights is None else topk_weights.detach()
         topk_idx, entries = rounds.drop(topk_idx, priorities, name, "expert", 1, max_rows)
@@ -440,6 +456,7 @@ def moe(
         layer,
         activation_limit,
         activation_alpha,
+        balance,
     )
     return out
 

@@ -111,6 +111,7 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.layer,
         limit,
         alpha,
+        ctx.balance,
     ) = inputs
     if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
         raise Unsupported(
@@ -128,7 +129,7 @@ def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if wants_x or wants_weights or wants_w13 or wants_w2 or wants_w13_bias or wants_w2_bias:
         about = ctx.buffer, ctx.interleaved, ctx.max_rows, ctx.overflow
         wants = wants_w13, wants_w2, ctx.layer
-        found = layer.moe_backward(grad, *ctx.saved_tensors, *about, *wants, *ctx.activation)
+        found = layer.moe_backward(grad, *ctx.saved_tensors, *about, *wants, *ctx.activation, ctx.balance)
         x, weights, w13, w2, w13_bias, w2_bias = found
     if wants_bias:
         bias = grad.sum(dim=0) if ctx.one_bias else grad

@@ -14,17 +14,18 @@ from typing import NamedTuple, cast
 import torch
 
 from moecomm.base import tangents
-from moecomm.base.choices import Activation, Overflow
+from moecomm.base.choices import Activation, Balance, Overflow
 from moecomm.dispatch import observers
 from moecomm.dispatch.chunks import in_parts
 from moecomm.dispatch.options import Gradients
-from moecomm.errors import TooManyRows
+from moecomm.errors import TooManyRows, Unsupported
 from moecomm.fused import layer
 from moecomm.fused.activations import GatedActivation, check_activation
 from moecomm.fused.biases import add_bias
+from moecomm.fused.copies import Copies, check_balance
 from moecomm.fused.options import Options
 from moecomm.fused.weights import GRANULARITY, deinterleave, interleave
-from moecomm.ops import rounds, swiglu
+from moecomm.ops import rounds, slots, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 from moecomm.rounds import names
 from moecomm.rounds.state import CollectiveCall, SeveralRounds
@@ -61,6 +62,7 @@ def moe(
     number: int = 0,
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
+    balance: str | None = None,
 ) -> torch.Tensor:
     """Operator of moecomm.ops.moe; scales only for FP8 weights.
 
@@ -80,8 +82,11 @@ def moe(
         check_weights=check_weights,
         fused=fused,
         overflow=cast("Overflow | None", overflow),
+        balance=cast("Balance | None", balance),
     )
     owner = names.find(buffer)
+    if balance is not None and gradients and owner.masked:
+        raise Unsupported(f"gradients with balance={balance!r} beside masked ranks {sorted(owner.masked)}")
     out: torch.Tensor = layer.moe(
         owner,
         options,
@@ -124,6 +129,7 @@ def moe_backward(
     activation: str = "swiglu",
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
+    balance: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Map the gradient of the output to those of x [T, H], topk_weights [T, K], weights and biases of experts.
 
@@ -134,7 +140,8 @@ def moe_backward(
     on_gpu = waits and not owner.on_cpu  # CPU ranks wait by themselves
     gated = check_activation(activation, activation_limit, activation_alpha)
     experts = _Experts(w13, w2, w13_bias, w2_bias, interleaved, gated)
-    how = (experts, buffer, max_rows, wants_w13, wants_w2, on_gpu, number)
+    copies = check_balance(owner, cast("Balance | None", balance), w13=w13, w2=w2, w13_bias=w13_bias, w2_bias=w2_bias)
+    how = (experts, copies, buffer, max_rows, wants_w13, wants_w2, on_gpu, number)
 
     def part(tokens: slice) -> _Gradients:
         weights = None if topk_weights is None else topk_weights[tokens]
@@ -187,6 +194,7 @@ def _backward(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
     experts: _Experts,
+    copies: Copies | None,
     buffer: str,
     max_rows: int | None,
     wants_w13: bool,
@@ -197,9 +205,10 @@ def _backward(
 ) -> _Gradients:
     room = -1 if max_rows is None else max_rows
     how = (buffer, *_ROWS, room, False, None, chunk, number)
-    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD)
+    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD, replicates=copies is not None)
     if wait:
         names.find(buffer).check()
+    sources = None if copies is None else copies.run()
     rows, _, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
     seen = rounds.run_again(grad, *back, False, None, number, _BACKWARD)
@@ -220,14 +229,18 @@ def _backward(
     grad_w13_bias = _sums(found.both, torch.ones_like(row_weights), ends, w13_bias)
     if interleaved and w13_bias is not None:
         grad_w13_bias = deinterleave(grad_w13_bias.unsqueeze(2)).squeeze(2)
-    return (
-        grad_x,
-        grad_topk_weights,
-        grouped_outer(found.both, rows, ends) if wants_w13 else w13.new_empty(0),
-        grouped_outer(seen, found.inner, ends) if wants_w2 else w2.new_empty(0),
-        grad_w13_bias,
-        _sums(seen, row_weights, ends, w2_bias),
-    )
+    # Another rank may want the gradient of an expert of which this one has a copy.
+    grad_w13 = grouped_outer(found.both, rows, ends) if wants_w13 or copies is not None else w13.new_empty(0)
+    grad_w2 = grouped_outer(seen, found.inner, ends) if wants_w2 or copies is not None else w2.new_empty(0)
+    grads = [grad_w13, grad_w2, grad_w13_bias, _sums(seen, row_weights, ends, w2_bias)]
+    if sources is not None:
+        there = [nth for nth, weights in enumerate((w13, w2, w13_bias, w2_bias)) if weights is not None]
+        sums = slots.add_copies(names.find(buffer), [grads[nth] for nth in there], sources)
+        for nth, total in zip(there, sums, strict=True):
+            grads[nth] = total
+    for nth, wanted in enumerate((wants_w13, wants_w2)):
+        grads[nth] = grads[nth] if wanted else w13.new_empty(0)
+    return grad_x, grad_topk_weights, grads[0], grads[1], grads[2], grads[3]
 
 
 def _sums(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -261,6 +274,7 @@ def _(
     activation: str = "swiglu",
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
+    balance: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         x.new_empty(x.shape),

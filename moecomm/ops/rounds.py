@@ -123,10 +123,14 @@ def run_new(
     call: str,
     gradients: int = 0,
     cast_to: Cast = _NO_CAST,
+    replicates: bool = False,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:
-    """Run a dispatch with routing: the operator's arguments, and the call of the user that it belongs to."""
+    """Run a dispatch with routing: the operator's arguments, and the call of the user that it belongs to.
+
+    `replicates`: see dispatch_options.Key.
+    """
     owner = names.find(buffer)
     _check_rows(owner, x)
     routed = run_dispatch(
@@ -141,6 +145,7 @@ def run_new(
         gradients=dispatch_options.Gradients(gradients),
         call=call,
         layer=layer,
+        replicates=replicates,
         global_scale=cast_to.global_scale,
     )
     handles.remember(owner, routed)

@@ -123,21 +123,66 @@ def slot_gradients(grads: Sequence[torch.Tensor], experts: torch.Tensor, buffer:
     rounds = names.find(buffer)
     me, mine, exchange = rounds.rank, _owned(rounds), _exchange_of(rounds, grads)
     found = [grad.new_zeros(len(mine), *grad.shape[1:]) for grad in grads]
-    with exchange.in_turn():
-        for slot, expert in enumerate(experts[me].tolist()):
-            if expert != NONE and expert not in mine:
-                for part, grad in zip(exchange.of(me), grads, strict=True):
-                    part[slot].copy_(grad[slot])
-        exchange.window.barrier()
-        of_ranks = [grads if rank == me else exchange.of(rank) for rank in range(rounds.num_ranks)]
-        for expert in mine:
-            held = (experts.flatten() == expert).nonzero().flatten().tolist()
-            for nth, total in enumerate(found):
-                terms = [of_ranks[slot // exchange.slots][nth][slot % exchange.slots] for slot in held]
-                if terms:
-                    total[expert - mine.start].copy_(_sum(terms))
-        exchange.window.barrier()
+    given = [slot for slot, expert in enumerate(experts[me].tolist()) if expert != NONE and expert not in mine]
+    held = {expert - mine.start: (experts.flatten() == expert).nonzero().flatten().tolist() for expert in mine}
+    _add_slots(exchange, grads, given, held, found)
     return found
+
+
+def add_copies(rounds: Rounds, grads: list[torch.Tensor], sources: torch.Tensor) -> list[torch.Tensor]:
+    """Add the gradients of copies for a round to those of the slots that were copied, in the order of slots.
+
+    Args:
+        grads: `[slots, ...]` of each tensor.
+        sources: the slot of which each slot is a copy, or -1; see moecomm.fused.copies.
+
+    Returns:
+        `[slots, ...]` of each tensor: sums in float32 or a wider dtype, rounded once; 0 for copies.
+    """
+    me, slots = rounds.rank, sources.shape[1]
+    held: dict[int, list[int]] = {}  # by slot that was copied: that and its copies
+    for slot, source in enumerate(sources.flatten().tolist()):
+        if source != NONE:
+            held.setdefault(source, [source]).append(slot)
+    if not held:
+        return grads
+    found, copied = [grad.clone() for grad in grads], (sources[me] != NONE).nonzero().flatten().tolist()
+    mine = {source % slots: sorted(one) for source, one in held.items() if source // slots == me}
+    _add_slots(_exchange_of(rounds, grads), grads, copied, mine, found)
+    for grad in found:
+        grad[copied] = 0
+    return found
+
+
+def _add_slots(
+    exchange: _Exchange,
+    grads: Sequence[torch.Tensor],
+    given: list[int],
+    held: dict[int, list[int]],
+    found: list[torch.Tensor],
+) -> None:
+    """Add gradients of slots of all ranks.  Collective.
+
+    Args:
+        exchange: for tensors as `grads`.
+        grads: `[slots, ...]` of each tensor.
+        given: slots of this rank that others add.
+        held: by row of `found`, the slots of all ranks to add, in this order.
+        found: written, a tensor for each of `grads`.
+    """
+    me = exchange.window.rank
+    with exchange.in_turn():
+        for slot in given:
+            for part, grad in zip(exchange.of(me), grads, strict=True):
+                part[slot].copy_(grad[slot])
+        exchange.window.barrier()
+        of_ranks = [grads if rank == me else exchange.of(rank) for rank in range(exchange.window.num_ranks)]
+        for row, slots in held.items():
+            for nth, total in enumerate(found):
+                terms = [of_ranks[slot // exchange.slots][nth][slot % exchange.slots] for slot in slots]
+                if terms:
+                    total[row].copy_(_sum(terms))
+        exchange.window.barrier()
 
 
 @slot_gradients.register_fake

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,8 @@ class Rounds(RoundState, Bound):
         self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
         self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
         self.placement, self.generation = settings.placement, 1
+        # moecomm.fused.copies.SlotTensor by address.
+        self.slot_tensors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # By slot of this rank, the generation from which on its weights are those of its expert: see placing.left().
         self.filled: dict[int, int] = {}
         masks = settings.on_timeout == "mask" and self.placement is None  # else the table of a placement does
@@ -96,9 +99,9 @@ class Rounds(RoundState, Bound):
 
     def place(self, placement: Placement) -> None:
         """Write the table of a placement, for rounds from now on.  Does not wait for the device."""
-        words = table(placement, self.rank, self.domain_ranks, self.masked)
+        empty, words = table(placement, self.rank, self.domain_ranks, self.masked)
         self.placement = placement
-        head = self.generation, placement.num_experts, placement.digest % (1 << DIGEST_BITS), 0
+        head = self.generation, placement.num_experts, placement.digest % (1 << DIGEST_BITS), empty
         self.session.place([*head, *words])
 
     def abort(self) -> None:

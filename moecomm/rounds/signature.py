@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from moecomm.base.choices import Quantize, ScaleLayout
+from moecomm.base.choices import BALANCES, Quantize, ScaleLayout
 from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS, TYPES
 
 GROW = "asks for a larger buffer"
@@ -55,7 +55,8 @@ _DISPATCH: tuple[_Field, ...] = (
 _GROW: _Field = (GROW, 1, _NO_YES)
 _LONG = ("scale bytes", "expert_alignment")
 # A dispatch has one of three forms.  Its lowest bits say which: 0, 1 and then 0, 1 and then 1.
-_SHORT_FORM = (("", 1, ()), _LAYER, *_DISPATCH, *((name, 12, ()) for name in _LONG), _GROW, _WEIGHTS)
+_BALANCE: _Field = ("balance", 1, (None, *BALANCES))
+_SHORT_FORM = (("", 1, ()), _LAYER, *_DISPATCH, *((name, 12, ()) for name in _LONG), _GROW, _WEIGHTS, _BALANCE)
 _LONG_FORM = (("", 2, ()), *_DISPATCH, *((name, 20, ()) for name in _LONG), _GROW)
 # Rows that travel as bytes.  Scales and extras beside them fill whole words.
 _ROW_BYTES: _Field = ("row bytes", 16, range(0, 1 << 20, 16))
@@ -85,8 +86,9 @@ _COMBINE: tuple[_Field, ...] = (
 def pack(op: str = "dispatch", /, **fields: int) -> int:
     """Pack the fields of a call (names with underscores) into one integer.
 
-    `op`: "combine", "dispatch", or "bytes": a dispatch whose rows travel as bytes.  A dispatch drops `layer` and
-    `weight_grads given` beside rows of scales, or an alignment, of 4096 and more; one of bytes drops `layer`.
+    `op`: "combine", "dispatch", or "bytes": a dispatch whose rows travel as bytes.  A dispatch drops `layer`,
+    `weight_grads given` and `balance` beside rows of scales, or an alignment, of 4096 and more; one of bytes drops the
+    first and the last of these.
     """
     if op == "combine":
         table = _COMBINE

@@ -108,7 +108,7 @@ TABLE = (
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
             "deep_ep.EPBuffer.dispatch(expert_alignment)",
             *("activation_alpha", "activation_limit", "w13_bias", "w2_bias"),
-            *("activation", "capacity_factor", "dropped", "offsets", "overflow", "nn.Experts(num_experts)"),
+            *("activation", "balance", "capacity_factor", "dropped", "offsets", "overflow", "nn.Experts(num_experts)"),
             *_of("routing.RoutingRecorder", "watch", "experts"),
             *_of("routing.RoutingRecorder.add", "rank", "ranks"),
             *_of("routing.join", "layer"),

@@ -268,6 +268,7 @@ def of_moecomm() -> dict[str, list[Call]]:
     scaled = {"x": x, "topk_idx": idx, "scales": scales, "scale_layout": "row"}
     experts = {"topk_idx": idx, "topk_weights": weights, "w13": w13, "w2": w2, "activation": "swiglu"}
     how = {"interleaved": False, "max_rows": None, "wire": None, "num_sms": None, "check_weights": False}
+    how |= {"balance": None}
     gates: dict[str, Any] = {"activation": "swigluoai", "activation_limit": 7.0, "activation_alpha": 1.702}
     gates |= {"w13_bias": torch.zeros(w13.shape[:2]), "w2_bias": torch.zeros(w2.shape[:2], dtype=BF16)}
     out, bias = torch.empty(T, H, dtype=BF16), torch.randn(T, H).to(BF16)

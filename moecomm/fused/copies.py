@@ -1,0 +1,97 @@
+"""Copies of experts for one round: balance="replicate" of an expert layer.
+
+The step ahead of the dispatch has chosen experts and empty slots, alike on all ranks (moecomm/base/replicas.py).  A
+rank fills its own slots behind the dispatch, and reads the weights where their owner has them, in a Window.
+
+The owner has written them before it entered the round, and may write them again when the layer has ended: its combine
+has a header of every rank, which each rank sends after it has read what it copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm import _native
+from moecomm.base.choices import BALANCES, Balance
+from moecomm.base.placement import NONE
+from moecomm.base.validation import check_name
+from moecomm.errors import BadInput, Unsupported
+from moecomm.rounds.rounds import Rounds
+
+
+class SlotTensor:
+    """A tensor `[slots, ...]` of this rank in a Window, and those of its peers.
+
+    Attributes:
+        of: returns that of a rank.
+        filling: copies that may not have ended write empty slots.
+    """
+
+    def __init__(self, of: Callable[[int], torch.Tensor]) -> None:
+        self.of, self.filling = of, False
+
+
+class Copies(NamedTuple):
+    """What a layer copies: all tensors of its experts."""
+
+    rounds: Rounds
+    tensors: list[SlotTensor]
+
+    def sources(self) -> torch.Tensor:
+        """Return the slot of which each slot is a copy in the last dispatch, -1: of none: int64 `[ranks, slots]`."""
+        rounds, context = self.rounds, self.rounds.session.context
+        at = context.peers[rounds.rank] + _native.copied_at(context.window, context.shape)
+        words = (ctypes.c_int32 * rounds.num_experts).from_address(at)
+        return torch.tensor(list(words), dtype=torch.int64).view(rounds.num_ranks, -1)
+
+    def run(self) -> torch.Tensor:
+        """Fill slots of this rank by the copies of the last dispatch, and return sources()."""
+        rounds, found = self.rounds, self.sources()
+        for slot, source in enumerate(found[rounds.rank].tolist()):
+            if source == NONE:
+                continue
+            rank, theirs = divmod(source, found.shape[1])
+            for tensor in self.tensors:
+                tensor.of(rounds.rank)[slot].copy_(tensor.of(rank)[theirs])
+        return found
+
+
+def check_balance(rounds: Rounds, balance: Balance | None, **weights: Any) -> Copies | None:
+    """Return what moe() copies; None: nothing.
+
+    Args:
+        rounds, balance: see Buffer.moe.
+        weights: tensors of the experts by argument, or tuples of them, or None.
+
+    Raises:
+        BadInput: another word, a Buffer without balanced replicas, tensors that are not those of ExpertWeights.
+        Unsupported: GPUs.
+    """
+    if balance is None:
+        return None
+    check_name("balance", balance, BALANCES)
+    placement = rounds.placement
+    if placement is None or placement.choice != "balanced":
+        want = 'a Buffer whose placement has choice="balanced", and empty slots'
+        raise BadInput("balance", f"{balance!r} in a Buffer with {placement}", want)
+    if not rounds.on_cpu:
+        raise Unsupported('balance="replicate" on GPUs')
+    tensors = []
+    for name, given in weights.items():
+        for part in given if isinstance(given, tuple) else (given,):
+            if part is None:
+                continue
+            found = rounds.slot_tensors.get(part.data_ptr())
+            if found is None:
+                raise BadInput(name, "a tensor of its own", "one of ExpertWeights of this Buffer")
+            if found.filling:
+                raise BadInput("balance", f"{balance!r} between prefetch() and commit()", "commit() first")
+            tensors.append(found)
+    for slot, expert in enumerate(placement.experts[rounds.rank].tolist()):
+        if expert == NONE:  # an older placement may have had weights there: see placing.left()
+            rounds.filled[slot] = rounds.generation
+    return Copies(rounds, tensors)
