@@ -80,7 +80,10 @@ class ExpertWeights:
         group, device = buffer.rounds.members.group, buffer.device
         backend: Any = buffer.rounds.settings.backend
         self._window = Window(group, at, backend=backend, device=device, timeout_s=buffer.timeout_s)
-        self._tensors = {name: SlotTensor(partial(_of, self._window, *part)) for name, part in parts.items()}
+        reach = self._window.pointers
+        self._tensors = {
+            name: SlotTensor(partial(_of, self._window, *part), reach, part[2]) for name, part in parts.items()
+        }
         for tensor in self._tensors.values():
             self._rounds.slot_tensors[tensor.of(self._window.rank).data_ptr()] = tensor
         self._stream: torch.cuda.Stream | None = None

@@ -1,6 +1,6 @@
 // The step ahead of a dispatch in a Buffer whose placement balances replicas, in a kernel of its own: ranks exchange how many entries each
 // has for each expert, and choose the slots of their entries. moecomm/base/replicas.py is the specification;
-// host/choose.cpp does the same on CPU ranks.
+// host/choose.cpp does the same on CPU ranks. With kReplicated they choose experts to copy to empty slots, too.
 //
 // Each block counts a part of the entries. It then knows the counts of all blocks and all ranks, and divides all entries by itself.
 #pragma once
@@ -26,6 +26,15 @@ struct ChooseShared {
     i32 loads[ranks];
     RoundHeader mine;  // as far as call_differs() reads it
     Begin begin;
+};
+
+// For copies.
+template <i32 ranks, i32 experts>
+struct CopyShared {
+    i32 empty[experts];           // slots, ascending
+    i32 source[experts];          // by expert that callers name: its first candidate that is no copy
+    i32 next[ranks], end[ranks];  // of each rank, the empty slots that are left, by their places in `empty`
+    i32 holds[ranks];             // the rank holds an expert
 };
 
 template <i32 ranks, i32 experts, i32 topk, i32 idx_bytes>
@@ -183,6 +192,134 @@ struct Chooser {
         __syncwarp();
     }
 
+    // By all threads: the shares of all candidates, and the loads that they make.
+    MOECOMM_FN void share() const {
+        for (i32 expert = threadIdx.x; expert < named; expert += kChooseThreads) share_evenly(expert);
+        __syncthreads();
+        if (warp_id() == 0) {
+            list_several();
+            for (i32 pass = 0; pass < kSharePasses; ++pass)
+                for (i32 i = 0; i < shared.num_several; ++i) pour(shared.several[i]);
+        }
+        __syncthreads();
+    }
+
+    // The share of an expert on a rank; -1: no candidate is there.
+    MOECOMM_FN i32 share_on(i32 expert, i32 rank) const {
+        const Candidates c = candidates(expert);
+        if (c.count == 1) return ranges.owner(c.at) == rank ? shared.totals[expert] : -1;
+        for (i32 i = 0; i < c.count; ++i)
+            if (owner(c.at + i) == rank) return found(c.at + i);
+        return -1;
+    }
+
+    // By one warp: the first of the indices up to n for which value(index) is largest; -1 where none is above -1.
+    template <class Value>
+    MOECOMM_FN static i32 first_of_largest(i32 n, Value value) {
+        i32 best = -1;
+        u32 most = 0;
+        for (i32 first = 0; first < n; first += kWarp) {
+            const i32 index = first + lane_id();
+            const u32 here = index < n ? static_cast<u32>(value(index) + 1) : 0;
+            const u32 top = __reduce_max_sync(kAllLanes, here);
+            if (top <= most) continue;
+            most = top;
+            best = first + __ffs(__ballot_sync(kAllLanes, here == top)) - 1;
+        }
+        return best;
+    }
+
+    // By one warp: make a slot a candidate of an expert without entries. `tail`: where the last list ends, in `words`.
+    MOECOMM_FN void add_candidate(i32 expert, i32 slot, i32& tail) const {
+        const Candidates c = candidates(expert);
+        __syncwarp();
+        if (c.count == 1) {
+            if (lane_id() == 0) {
+                const bool later = slot > c.at;
+                shared.words[tail] = later ? c.at : slot, shared.words[tail + 1] = later ? slot : c.at;
+                found(tail) = later ? shared.totals[expert] : 0, found(tail + 1) = later ? 0 : shared.totals[expert];
+                shared.words[expert] = tail * kMostReplicas + 2;
+            }
+            tail += 2;
+        } else {
+            i32 place = c.at;
+            while (place < c.at + c.count && static_cast<i32>(shared.words[place]) < slot) ++place;
+            for (i32 end = tail; end > place; end -= kWarp) {  // one further for all behind it, the last ones first
+                const i32 from = end - 1 - lane_id();
+                const bool moves = from >= place;
+                const u32 word = moves ? shared.words[from] : 0;
+                const i32 share = moves ? found(from) : 0;
+                __syncwarp();
+                if (moves) shared.words[from + 1] = word, found(from + 1) = share;
+                __syncwarp();
+            }
+            if (lane_id() == 0) shared.words[place] = slot, found(place) = 0;
+            for (i32 other = lane_id(); other < named; other += kWarp) {
+                const Candidates theirs = candidates(other);
+                if (other == expert) shared.words[other] += 1;
+                if (theirs.count > 1 && theirs.at > c.at) shared.words[other] += kMostReplicas;
+            }
+            tail += 1;
+        }
+        __syncwarp();
+    }
+
+    // By all threads, after share(), whose loads it takes for its own: experts that are copied to empty slots, and in the window the slots
+    // of which these are copies. Then share() again.
+    MOECOMM_FN void choose_copies(CopyShared<ranks, experts>& copies, const Placement& placement) const {
+        const u32* const list = shared.words + placement.empty;
+        const i32 num_empty = static_cast<i32>(list[0]);
+        for (i32 i = threadIdx.x; i < num_empty; i += kChooseThreads) copies.empty[i] = static_cast<i32>(list[1 + i]);
+        for (i32 rank = threadIdx.x; rank < ranks; rank += kChooseThreads) copies.holds[rank] = 0;
+        __syncthreads();
+        for (i32 expert = threadIdx.x; expert < named; expert += kChooseThreads) {
+            const Candidates c = candidates(expert);
+            if (c.count > 0) copies.source[expert] = c.count == 1 ? c.at : static_cast<i32>(shared.words[c.at]);
+            if (c.count == 1) copies.holds[ranges.owner(c.at)] = 1;
+            for (i32 i = 0; c.count > 1 && i < c.count; ++i) copies.holds[owner(c.at + i)] = 1;
+        }
+        i32* const copied = own<i32>(a.ctx, copied_at(a.ctx.window, a.ctx.shape));
+        for (i32 slot = threadIdx.x; blockIdx.x == 0 && slot < experts; slot += kChooseThreads) copied[slot] = -1;
+        __syncthreads();
+        for (i32 rank = threadIdx.x; rank < ranks; rank += kChooseThreads) {
+            i32 first = 0, end = 0;
+            for (; first < num_empty && ranges.owner(copies.empty[first]) < rank; ++first) {
+            }
+            for (end = first; end < num_empty && ranges.owner(copies.empty[end]) == rank; ++end) {
+            }
+            copies.next[rank] = first, copies.end[rank] = copies.holds[rank] != 0 ? end : first;
+        }
+        __syncthreads();
+        if (warp_id() == 0) {
+            u32 entries = 0;
+            for (i32 expert = lane_id(); expert < named; expert += kWarp) entries += static_cast<u32>(shared.totals[expert]);
+            const i32 mean = static_cast<i32>(__reduce_add_sync(kAllLanes, entries) / (ranks * kCopyPart));
+            const i32 least = mean > 1 ? mean : 1;
+            for (i32 tail = static_cast<i32>(placement.empty);;) {
+                const i32 busiest = first_of_largest(ranks, [&](i32 rank) { return shared.loads[rank]; });
+                const i32 most = shared.loads[busiest];
+                const i32 idlest = first_of_largest(
+                    ranks, [&](i32 rank) { return copies.next[rank] < copies.end[rank] ? most - shared.loads[rank] : -1; });
+                if (idlest < 0) break;
+                const i32 expert =
+                    first_of_largest(named, [&](i32 one) { return share_on(one, idlest) < 0 ? share_on(one, busiest) : -1; });
+                const i32 gap = (most - shared.loads[idlest]) / 2;
+                if (expert < 0 || min(share_on(expert, busiest), gap) < least) break;
+                const i32 slot = copies.empty[copies.next[idlest]];
+                __syncwarp();
+                if (lane_id() == 0) {
+                    ++copies.next[idlest];
+                    if (blockIdx.x == 0) copied[slot] = copies.source[expert];
+                }
+                add_candidate(expert, slot, tail);
+                pour(expert);
+            }
+        }
+        __syncthreads();
+        for (i32 rank = threadIdx.x; rank < ranks; rank += kChooseThreads) shared.loads[rank] = 0;
+        __syncthreads();
+    }
+
     // By one thread for an expert: what stays on its rank, and where the rest of each share ends.
     MOECOMM_FN void divide(i32 expert) const {
         const Candidates c = candidates(expert);
@@ -231,10 +368,10 @@ struct Chooser {
 // The kernel's body, for a launch of choosing_blocks() blocks of kChooseThreads threads with ChooseShared as dynamic shared memory. It
 // belongs to the round that the next dispatch begins. If a wait fails, the failure record is filled; if a peer makes another call, the
 // slots are those of earlier rounds, and the dispatch finds out.
-template <i32 ranks, i32 experts, i32 topk, i32 idx_bytes, i32 shared_bytes>
+template <i32 ranks, i32 experts, i32 topk, i32 idx_bytes, i32 shared_bytes, bool replicates = false>
 MOECOMM_FN void choose_replicas(const DispatchArgs& a) {
     using Shared = ChooseShared<ranks, experts>;
-    static_assert(sizeof(Shared) <= shared_bytes, "lsa_kernels.py and ChooseShared disagree");
+    static_assert(sizeof(Shared) + replicates * sizeof(CopyShared<ranks, experts>) <= shared_bytes, "lsa_kernels.py disagrees");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<Shared*>(memory);
     await_earlier_kernels();
@@ -255,18 +392,17 @@ MOECOMM_FN void choose_replicas(const DispatchArgs& a) {
     if (!not_aborted(chooser.round, shared.begin, Phase::header)) return;
     chooser.count();
     __syncthreads();
+    if constexpr (replicates) fence_system();  // weights that this rank has written go ahead of its counts
     const u64 masked = own_mask(a.ctx).ranks[0];
     bool known = true;
     for (i32 expert = threadIdx.x; expert < chooser.named && known; expert += kChooseThreads) known = chooser.exchange(expert, masked);
     if (__syncthreads_or(!known)) return;
-    for (i32 expert = threadIdx.x; expert < chooser.named; expert += kChooseThreads) chooser.share_evenly(expert);
-    __syncthreads();
-    if (warp_id() == 0) {
-        chooser.list_several();
-        for (i32 pass = 0; pass < kSharePasses; ++pass)
-            for (i32 i = 0; i < shared.num_several; ++i) chooser.pour(shared.several[i]);
+    chooser.share();
+    if constexpr (replicates) {
+        fence_system();
+        chooser.choose_copies(*reinterpret_cast<CopyShared<ranks, experts>*>(&shared + 1), placement);
+        chooser.share();
     }
-    __syncthreads();
     for (i32 expert = threadIdx.x; expert < chooser.named; expert += kChooseThreads) chooser.divide(expert);
     __syncthreads();
     chooser.choose();

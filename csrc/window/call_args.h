@@ -1,4 +1,4 @@
-// Arguments of the kernels in calls.cuh and pace.cuh, for their launches as well.
+// Arguments of the kernels in calls.cuh, pace.cuh and copies.cuh, for their launches as well.
 #pragma once
 #include "window.h"
 
@@ -14,6 +14,16 @@ struct WindowCallArgs {
 struct PauseArgs {
     u64 due;  // of a u64 in device memory: when the copies so far may have ended, by the GPU's clock
     u64 ns;   // that the last copy takes at the wanted rate
+};
+
+// Tensors of slots in Windows, of which some slots are copies for a round (kReplicated in protocol/placement.h).
+constexpr i32 kMostCopied = 6;  // of both GEMMs: weights, scales and biases
+struct CopyArgs {
+    u64 copied;                // i32[ranks][slots]: the slot of all ranks of which a slot is a copy, or -1
+    u64 peers[kMostCopied];    // u64[ranks]: address of every rank's memory in the Window of a tensor, as this rank reaches it
+    u64 offsets[kMostCopied];  // of the tensor there
+    u64 nbytes[kMostCopied];   // of a slot
+    i32 tensors, rank, slots, pad;
 };
 
 }  // namespace moecomm

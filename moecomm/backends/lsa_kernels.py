@@ -10,7 +10,7 @@ import torch
 
 from moecomm import _native
 from moecomm.base.choices import CAST_WIRES
-from moecomm.base.protocol import BALANCED, ROUND_HEADER_BYTES, TYPES
+from moecomm.base.protocol import BALANCED, REPLICATED, ROUND_HEADER_BYTES, TYPES
 from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.rounds.signature import QUANTIZED
 
@@ -159,9 +159,10 @@ def choice_of(args: _native.DispatchArgs) -> Choice | None:
     shape = args.ctx.shape
     if args.ctx.placed < BALANCED or args.repeat or args.part == _native.Part.end:
         return None
-    words = (2 + _CHOOSE_WARPS + 6) * shape.experts + shape.ranks
+    words, replicates = (2 + _CHOOSE_WARPS + 6) * shape.experts + shape.ranks, args.ctx.placed == REPLICATED
+    words += (2 * shape.experts + 3 * shape.ranks) * replicates
     shared = 4 * words + ROUND_HEADER_BYTES + 64
-    sizes = f"{shape.ranks}, {shape.experts}, {shape.topk}, {args.idx_bytes}, {shared}"
+    sizes = f"{shape.ranks}, {shape.experts}, {shape.topk}, {args.idx_bytes}, {shared}" + ", true" * replicates
     return Choice("dispatch/choose", f"choose_replicas<{sizes}>", "DispatchArgs", 32 * _CHOOSE_WARPS, shared=shared)
 
 

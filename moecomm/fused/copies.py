@@ -1,7 +1,8 @@
 """Copies of experts for one round: balance="replicate" of an expert layer.
 
 The step ahead of the dispatch has chosen experts and empty slots, alike on all ranks (moecomm/base/replicas.py).  A
-rank fills its own slots behind the dispatch, and reads the weights where their owner has them, in a Window.
+rank fills its own slots behind the dispatch, and reads the weights where their owner has them, in a Window.  On GPUs a
+kernel does (csrc/window/copies.cuh), because addresses depend on the choice, which no host knows.
 
 The owner has written them before it entered the round, and may write them again when the layer has ended: its combine
 has a header of every rank, which each rank sends after it has read what it copied.
@@ -19,8 +20,21 @@ from moecomm import _native
 from moecomm.base.choices import BALANCES, Balance
 from moecomm.base.placement import NONE
 from moecomm.base.validation import check_name
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import BadInput
+from moecomm.gpu import plain_kernel
+from moecomm.gpu.structs import fields_of
 from moecomm.rounds.rounds import Rounds
+
+_BLOCKS = 128  # which wait for nothing: as many multiprocessors as there are share them
+
+
+class CopyArgs(ctypes.Structure):
+    """CopyArgs of csrc/window/call_args.h."""
+
+    _fields_ = fields_of("CopyArgs")
+
+
+COPY = plain_kernel.PlainKernel("window/copies", "copy_experts", "CopyArgs", 512)
 
 
 class SlotTensor:
@@ -28,11 +42,13 @@ class SlotTensor:
 
     Attributes:
         of: returns that of a rank.
+        pointers: int64 `[R]` on the device: of the memory of each rank, as this one reaches it.
+        offset: of the tensor there, in bytes.
         filling: copies that may not have ended write empty slots.
     """
 
-    def __init__(self, of: Callable[[int], torch.Tensor]) -> None:
-        self.of, self.filling = of, False
+    def __init__(self, of: Callable[[int], torch.Tensor], pointers: torch.Tensor, offset: int) -> None:
+        self.of, self.pointers, self.offset, self.filling = of, pointers, offset, False
 
 
 class Copies(NamedTuple):
@@ -41,15 +57,30 @@ class Copies(NamedTuple):
     rounds: Rounds
     tensors: list[SlotTensor]
 
-    def sources(self) -> torch.Tensor:
-        """Return the slot of which each slot is a copy in the last dispatch, -1: of none: int64 `[ranks, slots]`."""
-        rounds, context = self.rounds, self.rounds.session.context
-        at = context.peers[rounds.rank] + _native.copied_at(context.window, context.shape)
-        words = (ctypes.c_int32 * rounds.num_experts).from_address(at)
-        return torch.tensor(list(words), dtype=torch.int64).view(rounds.num_ranks, -1)
+    @property
+    def _table(self) -> int:
+        """Address of the window's table of copies."""
+        context = self.rounds.session.context
+        return int(context.peers[self.rounds.rank]) + _native.copied_at(context.window, context.shape)
 
-    def run(self) -> torch.Tensor:
-        """Fill slots of this rank by the copies of the last dispatch, and return sources()."""
+    def sources(self) -> torch.Tensor:
+        """Return the slot of which each slot is a copy in the last dispatch, -1: of none: int64 `[ranks, slots]`.
+
+        CPU ranks.
+        """
+        words = (ctypes.c_int32 * self.rounds.num_experts).from_address(self._table)
+        return torch.tensor(list(words), dtype=torch.int64).view(self.rounds.num_ranks, -1)
+
+    def load(self) -> None:
+        """Compile the kernel, on GPUs."""
+        if not self.rounds.on_cpu:
+            plain_kernel.load(COPY, self.rounds.device.index)
+
+    def run(self) -> None:
+        """Fill slots of this rank by the copies of the last dispatch.  GPUs: on the current stream."""
+        if not self.rounds.on_cpu:
+            self.run_kernel()
+            return
         rounds, found = self.rounds, self.sources()
         for slot, source in enumerate(found[rounds.rank].tolist()):
             if source == NONE:
@@ -57,7 +88,17 @@ class Copies(NamedTuple):
             rank, theirs = divmod(source, found.shape[1])
             for tensor in self.tensors:
                 tensor.of(rounds.rank)[slot].copy_(tensor.of(rank)[theirs])
-        return found
+
+    def run_kernel(self) -> None:
+        """Do so by the kernel."""
+        rounds = self.rounds
+        args = CopyArgs(copied=self._table, tensors=len(self.tensors), rank=rounds.rank)
+        args.slots = len(rounds.local_experts)
+        for nth, tensor in enumerate(self.tensors):
+            slots = tensor.of(rounds.rank)
+            args.peers[nth], args.offsets[nth] = tensor.pointers.data_ptr(), tensor.offset
+            args.nbytes[nth] = slots.nbytes // len(slots)
+        plain_kernel.launch_on(rounds.device, COPY, _BLOCKS, args)
 
 
 def check_balance(rounds: Rounds, balance: Balance | None, **weights: Any) -> Copies | None:
@@ -69,7 +110,6 @@ def check_balance(rounds: Rounds, balance: Balance | None, **weights: Any) -> Co
 
     Raises:
         BadInput: another word, a Buffer without balanced replicas, tensors that are not those of ExpertWeights.
-        Unsupported: GPUs.
     """
     if balance is None:
         return None
@@ -78,8 +118,6 @@ def check_balance(rounds: Rounds, balance: Balance | None, **weights: Any) -> Co
     if placement is None or placement.choice != "balanced":
         want = 'a Buffer whose placement has choice="balanced", and empty slots'
         raise BadInput("balance", f"{balance!r} in a Buffer with {placement}", want)
-    if not rounds.on_cpu:
-        raise Unsupported('balance="replicate" on GPUs')
     tensors = []
     for name, given in weights.items():
         for part in given if isinstance(given, tuple) else (given,):
@@ -94,4 +132,6 @@ def check_balance(rounds: Rounds, balance: Balance | None, **weights: Any) -> Co
     for slot, expert in enumerate(placement.experts[rounds.rank].tolist()):
         if expert == NONE:  # an older placement may have had weights there: see placing.left()
             rounds.filled[slot] = rounds.generation
-    return Copies(rounds, tensors)
+    found = Copies(rounds, tensors)
+    found.load()
+    return found

@@ -85,8 +85,9 @@ def moe(
         balance=cast("Balance | None", balance),
     )
     owner = names.find(buffer)
-    if balance is not None and gradients and owner.masked:
-        raise Unsupported(f"gradients with balance={balance!r} beside masked ranks {sorted(owner.masked)}")
+    if balance is not None and gradients and (owner.masked or not owner.on_cpu):
+        where = "on GPUs" if not owner.on_cpu else f"beside masked ranks {sorted(owner.masked)}"
+        raise Unsupported(f"gradients with balance={balance!r} {where}")
     out: torch.Tensor = layer.moe(
         owner,
         options,
@@ -208,7 +209,10 @@ def _backward(
     arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD, replicates=copies is not None)
     if wait:
         names.find(buffer).check()
-    sources = None if copies is None else copies.run()
+    sources = None
+    if copies is not None:
+        copies.run()
+        sources = copies.sources()
     rows, _, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
     seen = rounds.run_again(grad, *back, False, None, number, _BACKWARD)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.base.placement import replicated
 from moecomm.testing.cases import random_placement
 
 from ..conftest import Ranks
@@ -62,6 +63,44 @@ def test_layers_go_on_while_experts_move(gpu_ranks: Ranks, fused: bool) -> None:
     count = min(4, torch.cuda.device_count())
     commits = gpu_ranks.run(count, _moves, fused)
     assert len(set(commits)) == 1 and commits[0] >= 4
+
+
+def _replicates(rank: int, group: Any) -> int:
+    """Make layers whose experts are copied, behind each of which every rank changes its weights at once."""
+    ranks, g = group.size(), torch.Generator().manual_seed(0)
+    placement = moecomm.Placement(
+        [range(first, EXPERTS, ranks) for first in range(ranks)], slots=SLOTS, choice="balanced"
+    )
+    w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=g).bfloat16() / 16
+    w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=g).bfloat16() / 16
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(100 + rank)).bfloat16().cuda()
+    loads = [torch.rand(EXPERTS, generator=g) ** 8 + 1e-6 for _ in range(4)]
+    every = [[torch.multinomial(load.expand(TOKENS, -1), TOPK, generator=g) for _ in range(ranks)] for load in loads]
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS}
+    sizes |= {"timeout_s": 20, "capacity_factor": float(ranks)}
+    with moecomm.Buffer(group, **sizes, placement=placement) as buffer:
+        weights = moecomm.ExpertWeights(buffer, {"w13": (2 * INNER, HIDDEN), "w2": (HIDDEN, INNER)})
+        held = torch.tensor(list(buffer.local_experts))
+        for name, whole in (("w13", w13), ("w2", w2)):
+            weights[name].fill_(torch.nan)[(held >= 0).cuda()] = whole[held[held >= 0]].cuda()
+        given = [(x, ids[rank].cuda(), None, weights["w13"], weights["w2"]) for ids in every]
+        wants = [buffer.moe(*some).float() for some in given]
+        outs = []
+        for nth in range(60):
+            outs.append(buffer.moe(*given[nth % 4], balance="replicate").float() * (-1) ** nth)
+            weights["w2"].mul_(-1)
+        buffer.check()
+        for nth, out in enumerate(outs):
+            torch.testing.assert_close(out, wants[nth % 4], rtol=2**-6, atol=2**-6)
+        weights.close()
+    counts = [torch.stack([torch.bincount(one.flatten(), minlength=EXPERTS) for one in ids]) for ids in every]
+    return sum(int((replicated(placement, one).experts != placement.experts).sum()) for one in counts)
+
+
+@pytest.mark.timeout(300)
+def test_weights_change_as_soon_as_a_layer_with_copies_has_ended(gpu_ranks: Ranks) -> None:
+    made = gpu_ranks.run(min(4, torch.cuda.device_count()), _replicates)
+    assert len(set(made)) == 1 and made[0] > 0
 
 
 def _commits(rank: int, group: Any) -> tuple[bool, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +18,7 @@ from moecomm.backends import lsa
 from moecomm.backends.windows import local, vmm
 from moecomm.base import packets
 from moecomm.base.choices import ReplicaChoice
+from moecomm.base.placement import replicated
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing.cases import placed, random_placement, without_tokens
 
@@ -171,6 +173,130 @@ def test_placements(
             check_case(ranks, placed(random_case(number, **of_cases(sizes), few_kernels=True)))
             if number % 3 == 2:
                 ranks.set_placement(random_placement(number, **drawn))
+
+
+def skewed(seed: int, ranks: int, experts: int, tokens: int, topk: int) -> list[torch.Tensor]:
+    """Ids of all ranks, of which a few experts are in most tokens."""
+    g = torch.Generator().manual_seed(seed)
+    load = torch.rand(experts, generator=g) ** (1, 4, 12)[seed % 3] + 1e-6
+    return [torch.multinomial(load.expand(tokens, -1), topk, generator=g) for _ in range(ranks)]
+
+
+def opened_weights(ranks: LocalBuffers, whole: dict[str, torch.Tensor]) -> list[moecomm.ExpertWeights]:
+    """Open weights of slots on all ranks, and fill them; NaN in empty slots."""
+    shapes = {name: tuple(one.shape[1:]) for name, one in whole.items()}
+    found = ranks._together([partial(moecomm.ExpertWeights, buffer, shapes) for buffer in ranks.buffers])
+    for buffer, weights in zip(ranks.buffers, found, strict=True):
+        fill_weights(weights, whole, list(buffer.local_experts))
+    return found
+
+
+def fill_weights(weights: moecomm.ExpertWeights, whole: dict[str, torch.Tensor], experts: list[int]) -> None:
+    held = torch.tensor(experts)
+    for name, one in whole.items():
+        weights[name].fill_(torch.nan)[(held >= 0).cuda()] = one[held[held >= 0]].cuda()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("count", "experts", "slots", "hidden"), [(4, 15, 6, 144), (4, 256, 70, 512), (8, 64, 12, 256)]
+)
+def test_layers_with_copies_are_those_of_the_replicated_placement(
+    count: int, experts: int, slots: int, hidden: int
+) -> None:
+    """The same bits in a Buffer that has the copies all along, at loads that change from round to round."""
+    tokens, topk, inner = 100, 4, 72
+    sizes: dict[str, Any] = {"ranks": count, "hidden": hidden, "num_experts": experts, "topk": topk}
+    sizes |= {"max_tokens": tokens, "backend": "lsa", "device": 0, "timeout_s": 20, "capacity_factor": float(count)}
+    g = torch.Generator().manual_seed(0)
+    whole = {
+        "w13": torch.randn(experts, 2 * inner, hidden, generator=g).bfloat16() / 8,
+        "w2": torch.randn(experts, hidden, inner, generator=g).bfloat16() / 8,
+        "w13_bias": torch.randn(experts, 2 * inner, generator=g).bfloat16(),
+        "w2_bias": torch.randn(experts, hidden, generator=g).bfloat16(),
+    }
+    placement = random_placement(0, ranks=count, num_experts=experts, slots=slots, balanced=True)
+    made = 0
+    with LocalBuffers(**sizes, placement=placement) as ranks, LocalBuffers(**sizes, placement=placement) as others:
+        weights, theirs = opened_weights(ranks, whole), opened_weights(others, whole)
+        for seed in range(12):
+            ids = skewed(seed, count, experts, tokens, topk)
+            counts = torch.stack([torch.bincount(one.flatten(), minlength=experts) for one in ids])
+            after = replicated(placement, counts)
+            made += int((after.experts != placement.experts).sum())
+            others.set_placement(after)
+            for rank, one in enumerate(theirs):
+                fill_weights(one, whole, after.experts[rank].tolist())
+            x = [torch.randn(tokens, hidden, generator=g).bfloat16().cuda() for _ in ids]
+            outs = [
+                of.moe(
+                    [
+                        {"x": x[rank], "topk_idx": ids[rank].cuda(), "topk_weights": None, "fused": False, **how}
+                        | {name: held[rank][name] for name in whole}
+                        for rank in range(count)
+                    ]
+                )
+                for of, held, how in ((ranks, weights, {"balance": "replicate"}), (others, theirs, {}))
+            ]
+            ranks.check(), others.check()
+            for rank, (out, want) in enumerate(zip(*outs, strict=True)):
+                assert torch.equal(out, want), (seed, rank)
+                for name in whole:
+                    got = weights[rank][name].view(torch.int16)[(after.experts[rank] >= 0).cuda()]
+                    expected = theirs[rank][name].view(torch.int16)[(after.experts[rank] >= 0).cuda()]
+                    assert torch.equal(got, expected), (seed, rank, name)
+        for one in (*weights, *theirs):
+            one.close()
+    assert made > 0
+
+
+def test_graphs_copy_experts_and_write_weights_anew() -> None:
+    """Replays with other ids, of a layer behind which each rank changes its weights at once."""
+    count, experts, hidden, inner, tokens = 2, 6, 64, 32, 40
+    placement = moecomm.Placement([[0, 1, 2], [3, 4, 5]], slots=5, choice="balanced")
+    sizes: dict[str, Any] = {"ranks": count, "hidden": hidden, "num_experts": experts, "topk": 1, "max_tokens": tokens}
+    g = torch.Generator().manual_seed(1)
+    whole = {
+        "w13": torch.randn(experts, 2 * inner, hidden, generator=g).bfloat16() / 8,
+        "w2": torch.randn(experts, hidden, inner, generator=g).bfloat16() / 8,
+    }
+    x = [torch.randn(tokens, hidden, generator=g).bfloat16().cuda() for _ in range(count)]
+    ids = [torch.zeros(tokens, 1, dtype=torch.int64).cuda() for _ in range(count)]
+    with LocalBuffers(
+        **sizes, backend="lsa", device=0, timeout_s=20, placement=placement, capacity_factor=2.0
+    ) as ranks:
+        weights = opened_weights(ranks, whole)
+        given = [
+            {"x": x[rank], "topk_idx": ids[rank], "topk_weights": None, "fused": False, "balance": "replicate"}
+            | {name: weights[rank][name] for name in whole}
+            for rank in range(count)
+        ]
+        ranks.moe(given)
+        torch.cuda.synchronize()
+        graphs, outs = [], []
+        for rank, (buffer, stream) in enumerate(zip(ranks.buffers, ranks.streams, strict=True)):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                outs.append(buffer.moe(**given[rank]))
+                weights[rank]["w2"].mul_(-1)
+            graphs.append(graph)
+        for nth in range(20):
+            for rank, one in enumerate(skewed(nth, count, experts, tokens, 1)):
+                ids[rank].copy_(one)
+            torch.cuda.synchronize()
+            for graph, stream in zip(graphs, ranks.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            torch.cuda.synchronize()
+            for rank, out in enumerate(outs):
+                w13, w2 = (whole[name].cuda().float()[ids[rank][:, 0]] for name in ("w13", "w2"))
+                gate, up = torch.einsum("th,tih->ti", x[rank].float(), w13).chunk(2, dim=1)
+                want = torch.einsum("ti,thi->th", torch.nn.functional.silu(gate) * up, w2) * (-1) ** nth
+                torch.testing.assert_close(out.float(), want, rtol=2**-5, atol=2**-5)
+        ranks.check()
+        del graphs, outs
+        for one in weights:
+            one.close()
 
 
 @pytest.mark.timeout(900)

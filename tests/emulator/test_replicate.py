@@ -1,0 +1,151 @@
+"""Kernels that choose experts to copy, and copy them, against the specification and CPU ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.base.placement import NONE, Placement, replicated
+from moecomm.fused.copies import Copies
+from moecomm.gpu import plain_kernel
+from moecomm.testing import LocalBuffers
+from moecomm.testing import ranks as local
+from moecomm.testing.cases import random_placement
+
+from ..few import few
+from .machine import Machine
+from .test_kernels import pytestmark as of_emulator
+from .test_plain_kernels import launcher
+
+pytestmark = of_emulator
+HIDDEN, INNER, TOKENS, TOPK = 64, 21, 40, 2
+SIZES: dict[str, Any] = {"hidden": HIDDEN, "topk": TOPK, "max_tokens": TOKENS, "backend": "host", "timeout_s": 20}
+# Ranks, experts, slots of a rank: experts that have no copy and several; more experts, or ranks, than lanes.
+SHAPES = ((4, 10, 5), (5, 40, 12), (2, 3, 4), (3, 12, 9), (34, 40, 2))
+
+
+def routing(seed: int, ranks: int, experts: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    load = torch.rand(experts, generator=g) ** (1, 4, 12)[seed % 3] + 1e-6
+    ids = [torch.multinomial(load.expand(TOKENS, -1), TOPK, generator=g) for _ in range(ranks)]
+    return [
+        torch.where(torch.rand(one.shape, generator=g) < 0.05, -1, one)[: 7 if seed % 4 == 3 else None] for one in ids
+    ]
+
+
+def counted(ids: list[torch.Tensor], experts: int) -> torch.Tensor:
+    return torch.stack([torch.bincount(one[one >= 0], minlength=experts) for one in ids])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seeds", few((range(6), range(6, 60)), range(6)), ids=lambda seeds: f"{seeds.start}")
+def test_choices_are_those_of_the_specification(
+    seeds: range, shape: tuple[int, int, int], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots that are copies, and the rows that go to each slot."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    ranks, experts, slots = shape
+    drawn: dict[str, Any] = {"ranks": ranks, "num_experts": experts, "slots": slots, "balanced": True}
+    made = 0
+    with LocalBuffers(ranks, **SIZES, num_experts=experts, placement=random_placement(seeds.start, **drawn)) as buffers:
+        try:
+            for seed in seeds:
+                buffers.set_placement(placement := random_placement(seed, **drawn))
+                ids = routing(seed, ranks, experts)
+                after, counts = replicated(placement, counted(ids, experts)), counted(ids, experts)
+                x = [torch.zeros(len(one), HIDDEN).bfloat16() for one in ids]
+                calls = [{"x": rows, "topk_idx": one, "replicates": True} for rows, one in zip(x, ids, strict=True)]
+                routed = buffers.dispatch(calls)
+                chosen = torch.cat([after.slots_of(one, rank, counts=counts).flatten() for rank, one in enumerate(ids)])
+                want = torch.bincount(chosen[chosen >= 0], minlength=ranks * slots).view(ranks, slots)
+                copied = after.experts != placement.experts
+                for rank, (buffer, here) in enumerate(zip(buffers.buffers, routed, strict=True)):
+                    assert torch.equal(here.tokens_per_expert.long(), want[rank])
+                    sources = Copies(buffer.rounds, []).sources()
+                    assert torch.equal(sources != NONE, copied), seed
+                    of = placement.experts.flatten()[sources.clamp(min=0)]
+                    assert torch.equal(of[copied], after.experts[copied])
+                made += int(copied.sum())
+                del routed, here
+        finally:
+            machine.forget()
+    assert made > 0
+
+
+def test_layers_have_the_bits_of_cpu_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel fills slots of even and uneven sizes, and no others."""
+    ranks, experts, slots = 4, 10, 5
+    launched: list[str] = []
+    monkeypatch.setattr(plain_kernel, "launch_on", launcher(machine.scheduler, machine.library, launched))
+    placement = random_placement(0, ranks=ranks, num_experts=experts, slots=slots, balanced=True)
+    g = torch.Generator().manual_seed(0)
+    whole = {
+        "w13": torch.randn(experts, 2 * INNER, HIDDEN, generator=g).bfloat16() / 8,
+        "w2": torch.randn(experts, HIDDEN, INNER, generator=g).bfloat16() / 8,
+        "w13_bias": torch.randn(experts, 2 * INNER, generator=g).bfloat16(),
+        "w2_bias": torch.randn(experts, HIDDEN, generator=g).bfloat16(),
+    }
+
+    def opened(buffers: LocalBuffers) -> list[moecomm.ExpertWeights]:
+        shapes = {name: tuple(one.shape[1:]) for name, one in whole.items()}
+        found = buffers._together([partial(moecomm.ExpertWeights, buffer, shapes) for buffer in buffers.buffers])
+        for buffer, weights in zip(buffers.buffers, found, strict=True):
+            held = torch.tensor(list(buffer.local_experts))
+            for name, one in whole.items():
+                weights[name].fill_(torch.nan)[held >= 0] = one[held[held >= 0]]
+        return found
+
+    sizes: dict[str, Any] = {**SIZES, "num_experts": experts, "placement": placement}
+    with LocalBuffers(ranks, **sizes) as plain, LocalBuffers(ranks, **sizes) as emulated:
+        sets, copied = (opened(plain), opened(emulated)), 0
+        for seed in range(6):
+            ids, outs = routing(seed, ranks, experts), []
+            x = [torch.randn(len(one), HIDDEN, generator=g).bfloat16() for one in ids]
+            for buffers, weights, by_kernel in ((plain, sets[0], False), (emulated, sets[1], True)):
+                calls = [
+                    {"x": x[rank], "topk_idx": ids[rank], "topk_weights": None, "balance": "replicate"}
+                    | {name: weights[rank][name] for name in whole}
+                    for rank in range(ranks)
+                ]
+                with monkeypatch.context() as patch:
+                    if by_kernel:
+                        patch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+                        patch.setattr(Copies, "run", Copies.run_kernel)
+                    try:
+                        outs.append(buffers.moe(calls))
+                    finally:
+                        machine.forget()
+            assert all(torch.equal(*pair) for pair in zip(*outs, strict=True)), seed
+            for name in whole:
+                for one, other in zip(*sets, strict=True):
+                    assert torch.equal(one[name].view(torch.int16), other[name].view(torch.int16)), (seed, name)
+            after = replicated(placement, counted(ids, experts))
+            copied += int((after.experts != placement.experts).sum())
+        for one in (*sets[0], *sets[1]):
+            one.close()
+    assert copied > 0 and launched.count("copy_experts") == 6 * ranks
+
+
+def test_masked_ranks_get_no_copies(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    held, experts = [[0, 1, 2], [3, 4], [5, 6], [7, 8]], 9
+    placement = Placement(held, slots=5, choice="balanced")
+    with LocalBuffers(4, **SIZES, num_experts=experts, placement=placement) as buffers:
+        try:
+            buffers.mask([1])
+            ids = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+            ids[:, 1] = 1
+            x = torch.zeros(TOKENS, HIDDEN).bfloat16()
+            buffers.dispatch([{"x": x, "topk_idx": ids, "replicates": True} for _ in range(3)])
+            counts = counted([ids, ids[:0], ids, ids], experts)
+            want = replicated(placement, counts, masked=[1]).experts != placement.experts
+            for buffer in buffers.buffers:
+                assert torch.equal(Copies(buffer.rounds, []).sources() != NONE, want)
+            assert not want[1].any() and want.any()
+        finally:
+            machine.forget()
