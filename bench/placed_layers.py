@@ -6,8 +6,9 @@ A plan is moecomm.balance's ("spread"), for the routing that is then measured, i
 experts.  Layers are those of Buffer.moe in bf16, by its defaults, whole in a graph; routing is moecomm.routing's, even
 or by Zipf's law.  Dispatches have even routing and, with a placement, replicas of some experts.
 
-Keys of a row: `what`, `zipf`, `placed` ("" for experts in a row, else the choice of replicas), `tokens`, `us` of the
-slowest rank, `busiest`: rows of the busiest rank over the mean.
+Keys of a row: `what`, `zipf`, `placed` ("" for experts in a row, "replicate" for these with as many empty slots beside
+them and balance="replicate", else the choice of replicas), `tokens`, `us` of the slowest rank, `busiest`: rows of the
+busiest rank over the mean, `copies`: of experts in a layer.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import Buffer, Placement
+from moecomm import Buffer, ExpertWeights, Placement
 from moecomm.balance import plan
 from moecomm.base.choices import ReplicaChoice
+from moecomm.base.placement import replicated
 from moecomm.router import MODELS, Model
 from moecomm.routing import synthesize
 from moecomm_bench.clock import Call, Clock
@@ -82,7 +84,45 @@ def _layers(group: dist.ProcessGroup, device: torch.device, name: str, replays: 
             buffers.append(buffer)
             rows.append({"what": "layer", "model": name, "tokens": LAYER_TOKENS, "zipf": zipf, "placed": choice})
             rows[-1] |= {"busiest": round(busiest, 4), "key": key}
-    return _timed(group, device, rows, calls, buffers, 4, replays)
+    buffer, weights = _with_copies(group, device, name, slots, calls, rows)
+    found = _timed(group, device, rows, calls, [*buffers, buffer], 4, replays)
+    weights.close()
+    return found
+
+
+def _with_copies(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    name: str,
+    slots: int,
+    calls: dict[str, Call],
+    rows: list[dict[str, Any]],
+) -> tuple[Buffer, ExpertWeights]:
+    """Add layers whose experts are copied, of one Buffer with experts in a row."""
+    model, ranks, me = MODELS[name], group.size(), group.rank()
+    per, experts = model.num_experts // ranks, model.num_experts
+    held = [range(rank * per, (rank + 1) * per) for rank in range(ranks)]
+    placement = Placement(held, slots=slots, choice="balanced")
+    buffer = _open(group, device, model, LAYER_TOKENS, placement=placement, capacity_factor=float(ranks))
+    weights = ExpertWeights(
+        buffer, {"w13": (2 * model.intermediate, model.hidden), "w2": (model.hidden, model.intermediate)}
+    )
+    for one in (weights["w13"], weights["w2"]):
+        one.normal_(std=1 / 64)
+    x = torch.randn(LAYER_TOKENS, model.hidden, device=device, dtype=torch.bfloat16)
+    for zipf in ZIPF:
+        every = synthesize(name, LAYER_TOKENS * ranks, zipf=zipf).topk_idx.long().view(ranks, LAYER_TOKENS, -1)
+        counts = torch.stack([torch.bincount(ids.flatten(), minlength=experts) for ids in every])
+        after = replicated(placement, counts)
+        sent = torch.stack([after.slots_of(ids, rank, counts=counts) for rank, ids in enumerate(every)]) // slots
+        busiest = float(torch.bincount(sent.flatten(), minlength=ranks).max() * ranks / sent.numel())
+        given = (x, every[me].to(device), torch.rand(every.shape[1:], device=device), weights["w13"], weights["w2"])
+        key = f"layer {zipf} replicate"
+        calls[key] = lambda g=given: buffer.moe(*g, balance="replicate")  # type: ignore[misc]
+        rows.append({"what": "layer", "model": name, "tokens": LAYER_TOKENS, "zipf": zipf, "placed": "replicate"})
+        copies = int((after.experts != placement.experts).sum())
+        rows[-1] |= {"busiest": round(busiest, 4), "copies": copies, "key": key}
+    return buffer, weights
 
 
 def _dispatches(group: dist.ProcessGroup, device: torch.device, name: str, replays: int) -> list[dict[str, Any]]:

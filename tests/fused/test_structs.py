@@ -11,7 +11,7 @@ import pytest
 from moecomm import _native
 from moecomm.backends import between_rounds
 from moecomm.base.protocol import DESCRIPTOR_BYTES
-from moecomm.fused import structs
+from moecomm.fused import copies, structs
 from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.overlap import kernels
@@ -40,6 +40,7 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
     }
     found |= {"QuiesceArgs": between_rounds.QuiesceArgs, "SetPlacementArgs": between_rounds.SetPlacementArgs}
     found |= {"Window": gpu_calls.WindowStruct, "WindowCallArgs": gpu_calls.CallArgs, "PauseArgs": pace.PauseArgs}
+    found |= {"CopyArgs": copies.CopyArgs}
     of_operators = inspect.getmembers(kernels, inspect.isclass)
     found |= {name: one for name, one in of_operators if one.__module__ == kernels.__name__}
     assert set(found) == set(TABLE)
