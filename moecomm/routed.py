@@ -204,6 +204,7 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
         "args",
         "back",
         "check",
+        "copies",
         "dropped",
         "form",
         "handle",
@@ -222,6 +223,7 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
         self.back: Callable[[torch.Tensor], Any] | None = None  # to the caller's kind of arrays; None: torch's
         self.inputs: Any = None  # kept until the executor has read them
         self.check: Any = None  # of a verified dispatch, until it has run
+        self.copies: Callable[[], None] | None = None  # see dispatch.prepare(), until it has run
         self._tensors: dict[str, Any] = {}
 
     def __repr__(self) -> str:

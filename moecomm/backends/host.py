@@ -142,6 +142,9 @@ class HostSession:
         table = array("I", words)
         ctypes.memmove(self._placement, table.buffer_info()[0], table.itemsize * len(table))
 
+    def choose(self, args: _native.DispatchArgs) -> None:
+        """Do nothing: a dispatch chooses by itself."""
+
     def read_counters(self) -> bytes | None:
         """See Session."""
         window = self._window  # keeps the memory mapped, whatever another thread does

@@ -24,7 +24,7 @@ from moecomm.backends.lsa_kernels import Choice, Kernels, choice_of, cluster, is
 from moecomm.backends.presence import leave_exit_error
 from moecomm.backends.reach import Reach
 from moecomm.base import packets
-from moecomm.base.protocol import MAX_BLOCKS, MAX_CHUNK
+from moecomm.base.protocol import MAX_BLOCKS, MAX_CHUNK, REPLICATED
 from moecomm.base.sampling import RowTables
 from moecomm.gpu import cuda_driver, expert_table, plain_kernel
 from moecomm.ranks.collective import all_or_none
@@ -318,8 +318,25 @@ class LsaSession:
         self._peers.close()
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
-        """Return the function that enqueues a dispatch on the current stream."""
-        return self._runner(self._kernels.dispatch(args), args.workers, choice_of(args))
+        """Return the function that enqueues a dispatch on the current stream: with copies, without its choice."""
+        choice = choice_of(args)
+        if choice is not None and args.ctx.placed == REPLICATED:
+            plain_kernel.load(choice, self.device.index)
+            choice = None
+        return self._runner(self._kernels.dispatch(args), args.workers, choice)
+
+    def choose(self, args: _native.DispatchArgs) -> None:
+        choice = choice_of(args)
+        assert choice is not None
+
+        def enqueue() -> None:
+            stream = _native.current_stream(self.device.index)
+            self._order(stream)
+            function = plain_kernel.load(choice, self.device.index)
+            ahead = (function, choice.threads, choice.shared_bytes)
+            _native.cuda_launch_choice(*ahead, stream, args, self.exclusive_gpu)
+
+        self.with_device(enqueue)
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Return the function that enqueues a combine on the current stream."""

@@ -79,10 +79,10 @@ def dispatch(
     gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
-    replicates: bool = False,
+    copies: Callable[[], None] | None = None,
 ) -> Routed:
     """Buffer.dispatch.  `grow` and later ones: see prepare(); `global_scale`: pack()."""
-    asks_for_more = grow or chunk or replicates or options.overflow is not None or observers.active
+    asks_for_more = grow or chunk or copies is not None or options.overflow is not None or observers.active
     packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None
     packs = packs or getattr(x, "dtype", None) is torch.uint8
     words: tuple[object, object] = options.quantize, options.scale_layout  # any other object is refused later
@@ -107,7 +107,7 @@ def dispatch(
             if routed is not None:
                 routed.form = form
     if routed is None:
-        about = (False, grow, None, chunk, gradients, call, layer, replicates)
+        about = (False, grow, None, chunk, gradients, call, layer, copies)
         routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
         routed.form = form
         if not chunk:  # the whole has been shown
@@ -186,7 +186,7 @@ def prepare(
     gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
-    replicates: bool = False,
+    copies: Callable[[], None] | None = None,
 ) -> Routed:
     """Check the arguments of Buffer.dispatch and make room for the outputs.
 
@@ -197,7 +197,9 @@ def prepare(
             all ask.
         descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
             It has waited for all kernels before it, and dispatch reads nothing else that it writes.
-        chunk, gradients, call, layer, replicates: see Key.
+        chunk, gradients, call, layer: see Key.
+        copies: experts are copied to empty slots for this round, by this call.  GPUs: enqueues that, between the choice
+            and the dispatch.  CPU ranks: behind the dispatch.
     """
     rounds.require_usable()
     if sync is not None:
@@ -221,12 +223,13 @@ def prepare(
                 "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
             )
     # Not a Key, which takes longer to make.
-    how = (handle is not None, begin, descriptors is not None, grow, chunk, gradients, call, layer, replicates)
+    how = (handle is not None, begin, descriptors is not None, grow, chunk, gradients, call, layer, copies is not None)
     key = (layout, options, *how)
     routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
     routed.sync = rounds.on_cpu if sync is None else sync
+    routed.copies = copies
     if dropped is not None:
         routed.dropped = dropped
         routed.inputs = routed.inputs, topk_idx  # ids that nobody else keeps
@@ -253,6 +256,9 @@ def run(pending: Routed | Ending) -> None:
 
 def launch(pending: Routed | Ending) -> None:
     """Run it without what verifies it."""
+    if isinstance(pending, Routed) and pending.copies is not None and not pending.handle.rounds.on_cpu:
+        pending.handle.rounds.session.choose(pending.args)
+        pending.copies()
     pending.plan.run(pending.args)
 
 
@@ -306,6 +312,9 @@ def finish(rounds: Rounds, pending: Routed | Ending, *, copied: bool = False) ->
         rounds.wait()
     if routed.sync or rounds.on_cpu:  # there the round is over when the call is
         rounds.raise_failure()
+    if routed.copies is not None and rounds.on_cpu:
+        routed.copies()
+    routed.copies = None
     rounds.unfinished.clear()
     if routed.sync and not rounds.on_cpu:
         rounds.flight.settle()

@@ -198,12 +198,11 @@ def prepare(
                 "gradients": gradients,
                 "call": "moe" if travels is None else f"moe in {travels}",
                 "layer": number,
+                "copies": None if copies is None else copies.run,
             },
         )
 
     def experts(routed: Routed) -> torch.Tensor:
-        if copies is not None:
-            copies.run()
         counts = routed.tokens_per_expert
         how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
         how |= {"activation": activation, "biases": biases}
@@ -218,7 +217,7 @@ def prepare(
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
 
     quantize: Quantize | None = "fp8" if fp8 else None
-    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe", "replicates": copies is not None}
+    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe", "copies": None if copies is None else copies.run}
     if by_channel is not None:  # bytes are bytes: rows of int8 travel as rows of FP8
         data, room["scales"] = quantize_rows(x, values.dtype)
         x = data.view(kernels.FP8)
@@ -268,8 +267,6 @@ def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, o
         return "weights are MXFP4"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
-    if options.balance is not None:
-        return "experts are copied for the round"
     if options.wire is not None or options.check_weights or back is not None:
         return "wire, check_weights, or arrays that are not torch's"
     return ours_lacks(x.device.index, x.dtype, rounds.settings.local_experts(), *w2.shape[1:])

@@ -206,13 +206,11 @@ def _backward(
 ) -> _Gradients:
     room = -1 if max_rows is None else max_rows
     how = (buffer, *_ROWS, room, False, None, chunk, number)
-    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD, replicates=copies is not None)
+    copy = None if copies is None else copies.run
+    arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD, copies=copy)
     if wait:
         names.find(buffer).check()
-    sources = None
-    if copies is not None:
-        copies.run()
-        sources = copies.sources()
+    sources = None if copies is None else copies.sources()
     rows, _, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
     seen = rounds.run_again(grad, *back, False, None, number, _BACKWARD)

@@ -6,6 +6,7 @@ GPU, and graphs of torch.compile or CUDA can capture them all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -123,13 +124,13 @@ def run_new(
     call: str,
     gradients: int = 0,
     cast_to: Cast = _NO_CAST,
-    replicates: bool = False,
+    copies: Callable[[], None] | None = None,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:
     """Run a dispatch with routing: the operator's arguments, and the call of the user that it belongs to.
 
-    `replicates`: see dispatch_options.Key.
+    `copies`: see moecomm.dispatch.prepare.
     """
     owner = names.find(buffer)
     _check_rows(owner, x)
@@ -145,7 +146,7 @@ def run_new(
         gradients=dispatch_options.Gradients(gradients),
         call=call,
         layer=layer,
-        replicates=replicates,
+        copies=copies,
         global_scale=cast_to.global_scale,
     )
     handles.remember(owner, routed)

@@ -156,6 +156,10 @@ class Session(Maskable, Protocol):
         """Return whether the current stream is being captured into a graph."""
         ...
 
+    def choose(self, args: _native.DispatchArgs) -> None:
+        """GPUs: enqueue the choice of slots, and of experts to copy, for a dispatch with copies, which comes next."""
+        ...
+
     def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None, casts: bool = False) -> Schedule:
         """Choose workers and chunks of a "dispatch" or "combine" of so many tokens.
 

@@ -8,6 +8,7 @@ import platform
 import random
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ from moecomm.fused import (
     tensor_maps,
 )
 from moecomm.fused.activations import SWIGLU
+from moecomm.fused.copies import Copies
 from moecomm.fused.kernels import row_pitch
 from moecomm.fused.operands import check_operands
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
@@ -197,6 +199,55 @@ def test_layers_follow_a_placement(
             for out, other in zip(emulated.fused(ranks, calls), others, strict=True):
                 assert torch.equal(out.view(torch.int16), other.view(torch.int16)), seed
             ranks.check()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_layers_copy_experts(fp8: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of loads that change, in both forms: weights, and their scales."""
+    emulated, copied = Emulated(machine, monkeypatch), 0
+    sizes: dict[str, Any] = {"ranks": 3, "hidden": 32, "topk": 2, "max_tokens": 20}
+    placement = moecomm.Placement([[3, 1], [0, 2], [4, 5]], slots=4, choice="balanced")
+    with LocalBuffers(
+        **sizes, num_experts=6, backend="host", timeout_s=20, placement=placement, capacity_factor=3.0
+    ) as ranks:
+        for seed in range(3):
+            case = random_layer(seed, **sizes, num_experts=12, intermediate=32, dtype=torch.bfloat16, fp8=fp8)
+            case.wire = None
+            case.topk_idx = [torch.where(ids < 0, ids, ids % 2 + 4 * (ids % 7 == 6)) for ids in case.topk_idx]
+            calls = [case.call(rank) for rank in range(3)]
+            opened = _weights_of_slots(ranks, calls)
+            for call in calls:
+                call["balance"] = "replicate"
+            others = ranks.moe([{**call, "fused": False} for call in calls])
+            for out, other in zip(emulated.fused(ranks, calls), others, strict=True):
+                assert torch.equal(out.view(torch.int16), other.view(torch.int16)), seed
+            copied += sum(int((Copies(b.rounds, []).sources() >= 0).sum()) for b in ranks.buffers)
+            ranks.check()
+            for weights in opened:
+                weights.close()
+    assert copied > 0
+
+
+def _weights_of_slots(ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[moecomm.ExpertWeights]:
+    """Let the weights of calls be tensors of ExpertWeights.  Bytes of empty slots are 255, NaN in any format."""
+    first = {(name, nth): part for name in ("w13", "w2") for nth, part in enumerate(_parts(calls[0][name]))}
+    shapes = {f"{name} {nth}": tuple(part.shape[1:]) for (name, nth), part in first.items()}
+    kinds = {f"{name} {nth}": part.dtype for (name, nth), part in first.items()}
+    opened = ranks._together([partial(moecomm.ExpertWeights, b, shapes, dtype=kinds) for b in ranks.buffers])
+    for weights, buffer, call in zip(opened, ranks.buffers, calls, strict=True):
+        for name in ("w13", "w2"):
+            own = [weights[f"{name} {nth}"] for nth in range(len(_parts(call[name])))]
+            for to, part in zip(own, _parts(call[name]), strict=True):
+                to.view(torch.uint8).fill_(255)
+                for slot, expert in enumerate(buffer.local_experts):
+                    if expert >= 0:
+                        to[slot] = part[slot]
+            call[name] = tuple(own) if len(own) > 1 else own[0]
+    return opened
+
+
+def _parts(weights: Any) -> tuple[torch.Tensor, ...]:
+    return weights if isinstance(weights, tuple) else (weights,)
 
 
 @pytest.mark.parametrize("published", few((True, False), True), ids=["ids", "rows"])

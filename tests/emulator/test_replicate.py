@@ -59,8 +59,12 @@ def test_choices_are_those_of_the_specification(
                 ids = routing(seed, ranks, experts)
                 after, counts = replicated(placement, counted(ids, experts)), counted(ids, experts)
                 x = [torch.zeros(len(one), HIDDEN).bfloat16() for one in ids]
-                calls = [{"x": rows, "topk_idx": one, "replicates": True} for rows, one in zip(x, ids, strict=True)]
-                routed = buffers.dispatch(calls)
+                routed = buffers.dispatch(
+                    [
+                        {"x": x[rank], "topk_idx": ids[rank], "copies": Copies(buffer.rounds, []).run}
+                        for rank, buffer in enumerate(buffers.buffers)
+                    ]
+                )
                 chosen = torch.cat([after.slots_of(one, rank, counts=counts).flatten() for rank, one in enumerate(ids)])
                 want = torch.bincount(chosen[chosen >= 0], minlength=ranks * slots).view(ranks, slots)
                 copied = after.experts != placement.experts
@@ -141,7 +145,9 @@ def test_masked_ranks_get_no_copies(machine: Machine, monkeypatch: pytest.Monkey
             ids = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
             ids[:, 1] = 1
             x = torch.zeros(TOKENS, HIDDEN).bfloat16()
-            buffers.dispatch([{"x": x, "topk_idx": ids, "replicates": True} for _ in range(3)])
+            buffers.dispatch(
+                [{"x": x, "topk_idx": ids, "copies": Copies(buffer.rounds, []).run} for buffer in buffers.buffers]
+            )
             counts = counted([ids, ids[:0], ids, ids], experts)
             want = replicated(placement, counts, masked=[1]).experts != placement.experts
             for buffer in buffers.buffers:
