@@ -388,7 +388,7 @@ class Buffer(Bound):
             balance: "replicate": experts of busy ranks are copied to empty slots of idle ranks for this layer, by what
                 all ranks send in it.  The Buffer has balanced replicas, and weights, their scales and the biases of
                 experts are tensors of ExpertWeights, whose empty slots the call writes.  Leave the weights as they are
-                until it has ended.  Sums are as with replicas (docs/placement.md).  CPU ranks.  None: no copies.
+                until it has ended.  Sums are as with replicas (docs/placement.md).  None: no copies.
 
         Returns:
             `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias; zeros (plus bias)
@@ -398,7 +398,7 @@ class Buffer(Bound):
             BadInput: what does not fit.
             Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
                 experts a rank, or where the Buffer's dtype is float32, likewise scales of channels; MXFP4 with H or I
-                no multiple of 32, or where the Buffer's dtype is not bfloat16; `balance` on GPUs.
+                no multiple of 32, or where the Buffer's dtype is not bfloat16.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         number = options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe

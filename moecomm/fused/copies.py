@@ -1,11 +1,13 @@
 """Copies of experts for one round: balance="replicate" of an expert layer.
 
 The step ahead of the dispatch has chosen experts and empty slots, alike on all ranks (moecomm/base/replicas.py).  A
-rank fills its own slots behind the dispatch, and reads the weights where their owner has them, in a Window.  On GPUs a
-kernel does (csrc/window/copies.cuh), because addresses depend on the choice, which no host knows.
+rank then fills its own slots, and reads the weights where their owner has them, in a Window.  On GPUs a kernel does
+(csrc/window/copies.cuh), because addresses depend on the choice, which no host knows.
 
-The owner has written them before it entered the round, and may write them again when the layer has ended: its combine
-has a header of every rank, which each rank sends after it has read what it copied.
+The owner has written the weights before it entered the round, and may write them again when the layer has ended: it
+then has a header that each rank has sent behind its copies.  GPUs copy before the dispatch, which waits for the headers
+of all ranks; the rest of a fused layer does not.  CPU ranks copy behind the dispatch and before the combine, which
+waits for headers as well.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Copies(NamedTuple):
         return int(context.peers[self.rounds.rank]) + _native.copied_at(context.window, context.shape)
 
     def sources(self) -> torch.Tensor:
-        """Return the slot of which each slot is a copy in the last dispatch, -1: of none: int64 `[ranks, slots]`.
+        """Return the slot of which each slot is a copy, by the last choice, -1: of none: int64 `[ranks, slots]`.
 
         CPU ranks.
         """
@@ -77,7 +79,7 @@ class Copies(NamedTuple):
             plain_kernel.load(COPY, self.rounds.device.index)
 
     def run(self) -> None:
-        """Fill slots of this rank by the copies of the last dispatch.  GPUs: on the current stream."""
+        """Fill slots of this rank by the copies that have been chosen last.  GPUs: on the current stream."""
         if not self.rounds.on_cpu:
             self.run_kernel()
             return

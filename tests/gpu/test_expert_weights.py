@@ -65,7 +65,7 @@ def test_layers_go_on_while_experts_move(gpu_ranks: Ranks, fused: bool) -> None:
     assert len(set(commits)) == 1 and commits[0] >= 4
 
 
-def _replicates(rank: int, group: Any) -> int:
+def _replicates(rank: int, group: Any, fused: bool) -> int:
     """Make layers whose experts are copied, behind each of which every rank changes its weights at once."""
     ranks, g = group.size(), torch.Generator().manual_seed(0)
     placement = moecomm.Placement(
@@ -87,7 +87,7 @@ def _replicates(rank: int, group: Any) -> int:
         wants = [buffer.moe(*some).float() for some in given]
         outs = []
         for nth in range(60):
-            outs.append(buffer.moe(*given[nth % 4], balance="replicate").float() * (-1) ** nth)
+            outs.append(buffer.moe(*given[nth % 4], fused=fused, balance="replicate").float() * (-1) ** nth)
             weights["w2"].mul_(-1)
         buffer.check()
         for nth, out in enumerate(outs):
@@ -98,8 +98,9 @@ def _replicates(rank: int, group: Any) -> int:
 
 
 @pytest.mark.timeout(300)
-def test_weights_change_as_soon_as_a_layer_with_copies_has_ended(gpu_ranks: Ranks) -> None:
-    made = gpu_ranks.run(min(4, torch.cuda.device_count()), _replicates)
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_change_as_soon_as_a_layer_with_copies_has_ended(gpu_ranks: Ranks, fused: bool) -> None:
+    made = gpu_ranks.run(min(4, torch.cuda.device_count()), _replicates, fused)
     assert len(set(made)) == 1 and made[0] > 0
 
 

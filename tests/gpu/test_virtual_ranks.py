@@ -198,11 +198,12 @@ def fill_weights(weights: moecomm.ExpertWeights, whole: dict[str, torch.Tensor],
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     ("count", "experts", "slots", "hidden"), [(4, 15, 6, 144), (4, 256, 70, 512), (8, 64, 12, 256)]
 )
 def test_layers_with_copies_are_those_of_the_replicated_placement(
-    count: int, experts: int, slots: int, hidden: int
+    count: int, experts: int, slots: int, hidden: int, fused: bool
 ) -> None:
     """The same bits in a Buffer that has the copies all along, at loads that change from round to round."""
     tokens, topk, inner = 100, 4, 72
@@ -231,7 +232,7 @@ def test_layers_with_copies_are_those_of_the_replicated_placement(
             outs = [
                 of.moe(
                     [
-                        {"x": x[rank], "topk_idx": ids[rank].cuda(), "topk_weights": None, "fused": False, **how}
+                        {"x": x[rank], "topk_idx": ids[rank].cuda(), "topk_weights": None, "fused": fused, **how}
                         | {name: held[rank][name] for name in whole}
                         for rank in range(count)
                     ]
@@ -250,7 +251,8 @@ def test_layers_with_copies_are_those_of_the_replicated_placement(
     assert made > 0
 
 
-def test_graphs_copy_experts_and_write_weights_anew() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_graphs_copy_experts_and_write_weights_anew(fused: bool) -> None:
     """Replays with other ids, of a layer behind which each rank changes its weights at once."""
     count, experts, hidden, inner, tokens = 2, 6, 64, 32, 40
     placement = moecomm.Placement([[0, 1, 2], [3, 4, 5]], slots=5, choice="balanced")
@@ -267,7 +269,7 @@ def test_graphs_copy_experts_and_write_weights_anew() -> None:
     ) as ranks:
         weights = opened_weights(ranks, whole)
         given = [
-            {"x": x[rank], "topk_idx": ids[rank], "topk_weights": None, "fused": False, "balance": "replicate"}
+            {"x": x[rank], "topk_idx": ids[rank], "topk_weights": None, "fused": fused, "balance": "replicate"}
             | {name: weights[rank][name] for name in whole}
             for rank in range(count)
         ]
