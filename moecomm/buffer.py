@@ -344,8 +344,7 @@ class Buffer(Bound):
 
         Both GEMMs add in float32, in an order that depends on nothing but their sizes, then biases, and activate the
         sums.  The result and each expert's row are rounded once to the Buffer's dtype.  Combine multiplies rows by the
-        routing weights in float32 as it adds them up.  The same inputs give the same bits.  There are no gradients:
-        moecomm.ops.moe has them.
+        routing weights in float32 as it adds them up.  The same inputs give the same bits.  moecomm.ops has gradients.
 
         On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm.  What that does not take (another GPU, float32, I that
         is no multiple of 8, more than 512 experts a rank) goes through torch's grouped GEMM; a warning says so once.
@@ -385,14 +384,11 @@ class Buffer(Bound):
             overflow: as in dispatch().  "chunks", not in a capture: the host waits for the dispatch, and sums have the
                 bits of one round of moecomm's GEMMs.  "drop": `dropped` counts; combine does not scale the remaining
                 weights.  None: on CPUs without `max_rows` "chunks", else "error".
-            balance: "replicate": experts of busy ranks are copied to empty slots of idle ranks for this layer, by what
-                all ranks send in it.  The Buffer has balanced replicas, and weights, their scales and the biases of
-                experts are tensors of ExpertWeights, whose empty slots the call writes.  Leave the weights as they are
-                until it has ended.  Sums are as with replicas (docs/placement.md).  None: no copies.
+            balance: "replicate": experts of busy ranks are copied to empty slots of idle ranks for this layer.  Their
+                tensors are those of ExpertWeights; see docs/placement.md.  None: no copies.
 
         Returns:
-            `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias; zeros (plus bias)
-            for a token without an expert.
+            `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias.
 
         Raises:
             BadInput: what does not fit.
