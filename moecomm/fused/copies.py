@@ -103,7 +103,7 @@ class Copies(NamedTuple):
         plain_kernel.launch_on(rounds.device, COPY, _BLOCKS, args)
 
 
-def check_balance(rounds: Rounds, balance: Balance | None, **weights: Any) -> Copies | None:
+def copies_of(rounds: Rounds, balance: Balance | None, **weights: Any) -> Copies | None:
     """Return what moe() copies; None: nothing.
 
     Args:

@@ -25,7 +25,7 @@ from moecomm.fused import kernels, pipeline, reference
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
 from moecomm.fused.biases import Biases, add_bias, check_biases
 from moecomm.fused.channel_experts import apply_channel_experts, check_channels, lacks_kernel
-from moecomm.fused.copies import check_balance
+from moecomm.fused.copies import copies_of
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import multiply
@@ -170,7 +170,7 @@ def prepare(
         values, fp8 = w2, False
     intermediate = values.shape[2] * (2 if isinstance(w2, Mxfp4) else 1)
     biases = check_biases(rounds, w13_bias, w2_bias, intermediate)
-    copies = check_balance(rounds, options.balance, w13=w13, w2=w2, w13_bias=biases[0], w2_bias=biases[1])
+    copies = copies_of(rounds, options.balance, w13=w13, w2=w2, w13_bias=biases[0], w2_bias=biases[1])
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)

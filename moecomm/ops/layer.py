@@ -22,7 +22,7 @@ from moecomm.errors import TooManyRows, Unsupported
 from moecomm.fused import layer
 from moecomm.fused.activations import GatedActivation, check_activation
 from moecomm.fused.biases import add_bias
-from moecomm.fused.copies import Copies, check_balance
+from moecomm.fused.copies import Copies, copies_of
 from moecomm.fused.options import Options
 from moecomm.fused.weights import GRANULARITY, deinterleave, interleave
 from moecomm.ops import rounds, slots, swiglu
@@ -141,7 +141,7 @@ def moe_backward(
     on_gpu = waits and not owner.on_cpu  # CPU ranks wait by themselves
     gated = check_activation(activation, activation_limit, activation_alpha)
     experts = _Experts(w13, w2, w13_bias, w2_bias, interleaved, gated)
-    copies = check_balance(owner, cast("Balance | None", balance), w13=w13, w2=w2, w13_bias=w13_bias, w2_bias=w2_bias)
+    copies = copies_of(owner, cast("Balance | None", balance), w13=w13, w2=w2, w13_bias=w13_bias, w2_bias=w2_bias)
     how = (experts, copies, buffer, max_rows, wants_w13, wants_w2, on_gpu, number)
 
     def part(tokens: slice) -> _Gradients:

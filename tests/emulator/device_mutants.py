@@ -128,6 +128,63 @@ MUTANTS = [
         "chosen_at(window(), a.ctx.shape))[entry ^ 1];",
         "balanced",
     ),
+    # Experts that are copied for a round.
+    Mutant(
+        "copies go to the first rank with an empty slot",
+        "dispatch/choose.cuh",
+        "most - shared.loads[rank] : -1",
+        "0 : -1",
+        "copies",
+    ),
+    Mutant(
+        "ranks without an expert get copies",
+        "dispatch/choose.cuh",
+        "copies.holds[rank] != 0 ? end : first",
+        "end",
+        "copies",
+    ),
+    Mutant(
+        "the second candidate of an expert is its copy",
+        "dispatch/choose.cuh",
+        "later = slot > c.at;",
+        "later = true;",
+        "copies",
+    ),
+    Mutant(
+        "lists of candidates do not move",
+        "dispatch/choose.cuh",
+        "theirs.count > 1 && theirs.at > c.at)",
+        "theirs.at < 0)",
+        "copies",
+    ),
+    Mutant(
+        "entries stay where they are when an expert is copied",
+        "dispatch/choose.cuh",
+        "add_candidate(expert, slot, tail);\n                pour(expert);",
+        "add_candidate(expert, slot, tail);",
+        "copies",
+    ),
+    Mutant(
+        "copies are made for next to nothing",
+        "dispatch/choose.cuh",
+        "gap) < least) break;",
+        "gap) < 1) break;",
+        "copies",
+    ),
+    Mutant(
+        "loads before the copies count",
+        "dispatch/choose.cuh",
+        "shared.loads[rank] = 0;",
+        "shared.loads[rank] += 0;",
+        "copies",
+    ),
+    Mutant(
+        "a copy is one of the next slot",
+        "dispatch/choose.cuh",
+        "copied[slot] = copies.source[expert];",
+        "copied[slot] = copies.source[expert] + 1;",
+        "copies",
+    ),
     # Sums that are cast.
     Mutant(
         "the scale of a lane's first group goes with all groups of a packet",

@@ -31,6 +31,7 @@ from .machine import Machine, units
 from .test_emulated_nic import FAST
 from .test_kernels import DOMAINS
 from .test_kernels import pytestmark as of_emulator
+from .test_replicate import SHAPES, check_choices
 from .units import Units
 
 pytestmark = [*of_emulator, pytest.mark.long]
@@ -56,6 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "placed packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "placement": PLACED},
     "placed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": PLACED},
     "balanced": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": Placement(HELD, choice="balanced")},
+    "copies": {},  # see test_replicate.py
     # Sums that are cast, in rows that end inside of a block of scales.
     "casts": {"ranks": 4, "packet_bytes": lambda *_: 0, "hidden": 2576, "wire": "int8"},
     "casts in packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "hidden": 2576, "wire": "int8"},
@@ -69,6 +71,10 @@ NOT_COMPILED = 3
 
 def rounds(way: str, machine: Machine) -> None:
     """Compare rounds by the machine with the reference."""
+    if way == "copies":
+        for shape in SHAPES[:-1]:
+            check_choices(range(12), shape, machine)
+        return
     sizes = {**SIZES, **WAYS[way]}
     rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
     chunk_tokens, wire = sizes.pop("chunk_tokens", 0), sizes.pop("wire", None)

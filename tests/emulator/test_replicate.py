@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,24 +45,32 @@ def counted(ids: list[torch.Tensor], experts: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("seeds", few((range(6), range(6, 60)), range(6)), ids=lambda seeds: f"{seeds.start}")
-def test_choices_are_those_of_the_specification(
-    seeds: range, shape: tuple[int, int, int], machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slots that are copies, and the rows that go to each slot."""
-    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+def test_choices_are_those_of_the_specification(seeds: range, shape: tuple[int, int, int], machine: Machine) -> None:
+    check_choices(seeds, shape, machine)
+
+
+def check_choices(seeds: range, shape: tuple[int, int, int], machine: Machine) -> None:
+    """Compare the slots that are copies, and the rows that go to each slot, with the specification."""
     ranks, experts, slots = shape
     drawn: dict[str, Any] = {"ranks": ranks, "num_experts": experts, "slots": slots, "balanced": True}
     made = 0
-    with LocalBuffers(ranks, **SIZES, num_experts=experts, placement=random_placement(seeds.start, **drawn)) as buffers:
+    with (
+        mock.patch.object(local, "_native", SimpleNamespace(host_run_all=machine.run_all)),
+        LocalBuffers(ranks, **SIZES, num_experts=experts, placement=random_placement(seeds.start, **drawn)) as buffers,
+    ):
         try:
             for seed in seeds:
                 buffers.set_placement(placement := random_placement(seed, **drawn))
                 ids = routing(seed, ranks, experts)
-                after, counts = replicated(placement, counted(ids, experts)), counted(ids, experts)
-                x = [torch.zeros(len(one), HIDDEN).bfloat16() for one in ids]
+                counts = counted(ids, experts)
+                after = replicated(placement, counts)
                 routed = buffers.dispatch(
                     [
-                        {"x": x[rank], "topk_idx": ids[rank], "copies": Copies(buffer.rounds, []).run}
+                        {
+                            "x": torch.zeros(len(ids[rank]), HIDDEN).bfloat16(),
+                            "topk_idx": ids[rank],
+                            "copies": Copies(buffer.rounds, []).run,
+                        }
                         for rank, buffer in enumerate(buffers.buffers)
                     ]
                 )
