@@ -120,6 +120,9 @@ class ExpertWeights:
         before = self._buffer.placement
         assert before is not None
         after = step(before, target)
+        if before.choice == "balanced":
+            new = (after.experts != before.experts) & (after.experts != NONE)
+            self._rounds.reserve(new.flatten().nonzero().flatten().tolist())
         self._rounds.session.order()
         if self._stream is None:
             self._fill(before, after, max_gbs)
@@ -128,7 +131,6 @@ class ExpertWeights:
             with torch.cuda.stream(self._stream):
                 self._fill(before, after, max_gbs)
         self._next, self._since = after, self._rounds.generation
-        self._set_filling(after != before)
         return after
 
     def commit(self) -> None:
@@ -147,17 +149,17 @@ class ExpertWeights:
         if self._stream is not None:
             self._stream.synchronize()
         self._window.raise_failure()
-        self._buffer.set_placement(self._next)
+        reserved, self._rounds.reserved = self._rounds.reserved, frozenset()
+        try:
+            self._buffer.set_placement(self._next)
+        except BaseException:
+            self._rounds.reserved = reserved
+            raise
         self._next = None
-        self._set_filling(False)
 
     def close(self) -> None:
         """Give the memory back.  Tensors that are still referenced stay valid."""
         self._window.close()
-
-    def _set_filling(self, filling: bool) -> None:
-        for tensor in self._tensors.values():
-            tensor.filling = filling
 
     def _require_same_ranks(self) -> None:
         if self._buffer.rounds is not self._rounds:

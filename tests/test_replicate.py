@@ -332,25 +332,56 @@ def test_what_cannot_be_replicated() -> None:
         weights.close()
 
 
-def test_no_copies_while_slots_are_filled() -> None:
-    """Between prefetch() and commit() empty slots have weights that are on their way."""
-    model, target = Model(8), Placement([[0, 1], [3, 4, 2], [5, 6], [7, 8]], slots=SLOTS, choice="balanced")
+def test_slots_that_are_filled_get_no_copies() -> None:
+    """Between prefetch() and commit(), also where a rank is late to its copies."""
+    model, target = Model(8), Placement([[0, 1], [3, 4, 2], [5, 6], [7, 8]], slots=4, choice="balanced")
+    before = Placement([[0, 1, 2], [3, 4], [5, 6], [7, 8]], slots=4, choice="balanced")
 
-    def body(group: Any) -> None:
-        ids = torch.tensor([[0, 1]]).repeat(TOKENS, 1)
+    def body(group: Any) -> list[list[int]]:
+        ids, made = torch.tensor([[0, 1]]).repeat(TOKENS, 1), []
         x, _, scale = tokens(8, group.rank, ids)
-        with moecomm.Buffer(group, **FLOAT, placement=SKEWED) as buffer:
+        with moecomm.Buffer(group, **FLOAT, placement=before) as buffer:
             weights = model.fill(buffer)
             given = (x, ids, scale, weights["w13"], weights["w2"])
-            first = buffer.moe(*given, balance="replicate")
-            while weights.prefetch(target) != buffer.placement:
-                with pytest.raises(BadInput, match="prefetch"):
-                    buffer.moe(*given, balance="replicate")
-                weights.commit()
-                torch.testing.assert_close(buffer.moe(*given, balance="replicate"), first, rtol=1e-4, atol=1e-4)
-            weights.close()
+            want = buffer.moe(*given)
 
-    assert run_ranks(RANKS, body) == [None] * RANKS
+            def layer() -> None:
+                out = buffer.moe(*given, balance="replicate")
+                torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+                sources = fused_copies.Copies(buffer.rounds, []).sources()
+                made.append((sources[1] != NONE).nonzero().flatten().tolist())
+
+            layer()
+            assert weights.prefetch(target) != buffer.placement
+            assert weights.prefetch(target) != buffer.placement, "which changes nothing"
+            layer()
+            assert torch.equal(weights["w13"][2], model.w13[2]) or group.rank != 1
+            weights.commit()
+            layer()
+            assert torch.equal(weights["w13"][2], model.w13[2]) or group.rank != 1
+            weights.close()
+            return made
+
+    assert run_ranks(RANKS, body) == [[[2], [3], [3]]] * RANKS
+
+
+def test_no_weights_are_taken_for_those_of_an_older_placement() -> None:
+    """Slots that copies may have overwritten count as replaced, also where graphs of an earlier capture write them."""
+    placements = [Placement([held], slots=4, num_experts=3, choice="balanced") for held in ([0, 1, 2], [0, -1, 1, 2])]
+    sizes = {**FLOAT, "num_experts": 3}
+    with moecomm.Buffer("self", **sizes, placement=placements[0]) as buffer:
+        weights = ExpertWeights(buffer, SHAPES, dtype=torch.float32)
+        for name in SHAPES:
+            weights[name].zero_()
+        buffer.set_placement(placements[1])
+        assert buffer.rounds.filled == {}, "no layer copies"
+        buffer.set_placement(placements[0])
+        given = (torch.zeros(2, HIDDEN), torch.tensor([[0, 1], [1, 2]]), None, weights["w13"], weights["w2"])
+        buffer.moe(*given, balance="replicate")
+        assert buffer.rounds.filled == {3: 3}
+        buffer.set_placement(placements[1])
+        assert buffer.rounds.filled == {3: 3, 1: 4}
+        weights.close()
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])

@@ -264,10 +264,18 @@ def empty(placement: Placement) -> list[int]:
     return (placement.experts.flatten() == NONE).nonzero().flatten().tolist()
 
 
-def table(placement: Placement, rank: int, domain_ranks: int | None, masked: Collection[int]) -> tuple[int, list[int]]:
+def table(
+    placement: Placement,
+    rank: int,
+    domain_ranks: int | None,
+    masked: Collection[int],
+    reserved: Collection[int] = (),
+) -> tuple[int, list[int]]:
     """Return Placement::empty of csrc/protocol/placement.h for a rank, and the words behind that struct.
 
-    Args: those of candidates().
+    Args:
+        placement, rank, domain_ranks, masked: see candidates().
+        reserved: empty slots that get no copies.
     """
     words, lists = [0] * placement.num_experts, list[int]()
     for expert, slots in enumerate(candidates(placement, rank, domain_ranks, masked)):
@@ -275,7 +283,7 @@ def table(placement: Placement, rank: int, domain_ranks: int | None, masked: Col
         words[expert] = at * MOST_REPLICAS + len(slots)
         if len(slots) > 1:
             lists += slots
-    free = empty(placement)
+    free = [slot for slot in empty(placement) if slot not in reserved]
     return len(words + lists), [*words, *lists, len(free), *free]
 
 

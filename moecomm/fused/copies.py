@@ -46,11 +46,10 @@ class SlotTensor:
         of: returns that of a rank.
         pointers: int64 `[R]` on the device: of the memory of each rank, as this one reaches it.
         offset: of the tensor there, in bytes.
-        filling: copies that may not have ended write empty slots.
     """
 
     def __init__(self, of: Callable[[int], torch.Tensor], pointers: torch.Tensor, offset: int) -> None:
-        self.of, self.pointers, self.offset, self.filling = of, pointers, offset, False
+        self.of, self.pointers, self.offset = of, pointers, offset
 
 
 class Copies(NamedTuple):
@@ -128,12 +127,9 @@ def copies_of(rounds: Rounds, balance: Balance | None, **weights: Any) -> Copies
             found = rounds.slot_tensors.get(part.data_ptr())
             if found is None:
                 raise BadInput(name, "a tensor of its own", "one of ExpertWeights of this Buffer")
-            if found.filling:
-                raise BadInput("balance", f"{balance!r} between prefetch() and commit()", "commit() first")
             tensors.append(found)
-    for slot, expert in enumerate(placement.experts[rounds.rank].tolist()):
-        if expert == NONE:  # an older placement may have had weights there: see placing.left()
-            rounds.filled[slot] = rounds.generation
+    rounds.replicates = True
+    rounds.note_copies()
     found = Copies(rounds, tensors)
     found.load()
     return found

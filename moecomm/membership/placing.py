@@ -42,6 +42,8 @@ def set_placement(rounds: Rounds, placement: Placement) -> None:
     refuse_capture(rounds, "set_placement")
     rounds.generation += 1
     rounds.place(placed)
+    if rounds.replicates:
+        rounds.note_copies()
     _make_room(rounds, placed)
 
 

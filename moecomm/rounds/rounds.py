@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
-from moecomm.base.placement import Placement, table
+from moecomm.base.placement import NONE, Placement, table
 from moecomm.base.protocol import BALANCED, BY_TABLE, DIGEST_BITS
 from moecomm.base.sampling import RowTables, Sampling
 from moecomm.ranks.session import Session
@@ -90,6 +90,8 @@ class Rounds(RoundState, Bound):
         self.slot_tensors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # By slot of this rank, the generation from which on its weights are those of its expert: see placing.left().
         self.filled: dict[int, int] = {}
+        self.reserved: frozenset[int] = frozenset()  # empty slots that get no copies: they are being filled
+        self.replicates = False  # layers copy experts to empty slots, also in replays of captured graphs
         masks = settings.on_timeout == "mask" and self.placement is None  # else the table of a placement does
         self.live = LiveExperts(self.num_experts, self.device) if masks else None
         if self.placement is not None:
@@ -99,10 +101,27 @@ class Rounds(RoundState, Bound):
 
     def place(self, placement: Placement) -> None:
         """Write the table of a placement, for rounds from now on.  Does not wait for the device."""
-        empty, words = table(placement, self.rank, self.domain_ranks, self.masked)
+        empty, words = table(placement, self.rank, self.domain_ranks, self.masked, self.reserved)
         self.placement = placement
         head = self.generation, placement.num_experts, placement.digest % (1 << DIGEST_BITS), empty
         self.session.place([*head, *words])
+
+    def reserve(self, slots: Collection[int]) -> None:
+        """Let no layer copy experts to these slots from now on, also in replays of graphs.
+
+        A change of generation, so that ranks which reserve them between other rounds raise Mismatch.
+        """
+        assert self.placement is not None
+        if not self.reserved.issuperset(slots):
+            self.reserved, self.generation = self.reserved.union(slots), self.generation + 1
+            self.place(self.placement)
+
+    def note_copies(self) -> None:
+        """Note that layers write slots that are empty in this generation, where older placements had weights."""
+        assert self.placement is not None
+        for slot, expert in enumerate(self.placement.experts[self.rank].tolist()):
+            if expert == NONE:
+                self.filled[slot] = self.generation
 
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread."""
