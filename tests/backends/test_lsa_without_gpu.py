@@ -19,12 +19,15 @@ import moecomm
 from moecomm import _native, backends, tuning
 from moecomm.backends import between_rounds, gpu_counters, gpu_masks, lsa, lsa_kernels
 from moecomm.backends.gpu_peers import GpuPeers
+from moecomm.base.protocol import BALANCED, REPLICATED
+from moecomm.dispatch import launch
 from moecomm.errors import Unsupported
-from moecomm.gpu import cuda_driver
+from moecomm.gpu import cuda_driver, plain_kernel
 from moecomm.ranks.collective import NoRoom
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.rendezvous import Alone
 from moecomm.ranks.settings import Settings
+from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 
 from ..live import FAR_S, ROOM_S
@@ -453,6 +456,31 @@ def test_rounds_are_launched_on_the_current_stream(session: lsa.LsaSession, cuda
     other(combine)
     assert cuda.launched == [(1002, 512, 4096, 1, dispatch, True, 4), (2002, 256, 8192, 1, combine, True, 1)]
     assert cuda.entered == []
+
+
+@pytest.mark.parametrize("placed", [BALANCED, REPLICATED])
+def test_experts_are_copied_between_the_choice_and_the_dispatch(
+    placed: int, session: lsa.LsaSession, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is copied, one native call launches both."""
+    sizes = {"topk": 2, "max_tokens": 64, "ring_tokens": 32, "staged_row_bytes": 64, "heap_bytes": 1 << 20}
+    args = _native.DispatchArgs()
+    args.ctx.shape, args.ctx.placed = _native.Shape(ranks=2, experts=6, **sizes), placed
+    args.idx_bytes, args.workers = 8, 16
+    order: list[str] = []
+    monkeypatch.setattr(plain_kernel, "load", lambda kernel, device: order.append(f"load {kernel.header}") or 3000)
+    monkeypatch.setattr(_native, "cuda_launch", lambda *launch: order.append(f"dispatch on {launch[3]}"))
+    monkeypatch.setattr(_native, "cuda_launch_choice", lambda *launch: order.append(f"choice on {launch[3]}"))
+    run = session.dispatcher(args)
+    rounds = SimpleNamespace(on_cpu=False, session=session)
+    routed: Any = Routed(SimpleNamespace(rounds=rounds), SimpleNamespace(run=run), args, None)  # type: ignore[arg-type]
+    if placed == REPLICATED:
+        routed.copies = lambda: order.append("copies")
+    assert order == ["load dispatch/choose"], "before any round waits"
+    order.clear()
+    launch(routed)
+    both = ["choice on 1", "dispatch on 1"]
+    assert order == (["load dispatch/choose", both[0], "copies", both[1]] if placed == REPLICATED else both)
 
 
 def test_ranks_that_share_a_gpu_leave_each_other_room(session: lsa.LsaSession, cuda: Cuda) -> None:
