@@ -25,12 +25,12 @@ namespace {
 struct Known {
     static py::object name(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
 
-    const py::object args = name("args"), back = name("back"), block = name("block"), check = name("check"), data_ptr = name("data_ptr"),
-                     dropped = name("dropped"), form = name("form"), dtype = name("dtype"), extend = name("extend"),
-                     handle = name("handle"), inputs = name("inputs"), layout = name("layout"), native = name("native"),
-                     new_empty = name("new_empty"), payload = name("payload"), plan = name("plan"), requires_grad = name("requires_grad"),
-                     rounds = name("rounds"), sync = name("sync"), tensors = name("_tensors"), unfinished = name("unfinished"),
-                     weighted = name("weighted"), weights_read = name("weights_read");
+    const py::object args = name("args"), back = name("back"), block = name("block"), check = name("check"), copies = name("copies"),
+                     data_ptr = name("data_ptr"), dropped = name("dropped"), form = name("form"), dtype = name("dtype"),
+                     extend = name("extend"), handle = name("handle"), inputs = name("inputs"), layout = name("layout"),
+                     native = name("native"), new_empty = name("new_empty"), payload = name("payload"), plan = name("plan"),
+                     requires_grad = name("requires_grad"), rounds = name("rounds"), sync = name("sync"), tensors = name("_tensors"),
+                     unfinished = name("unfinished"), weighted = name("weighted"), weights_read = name("weights_read");
     const py::module_ routed = py::module_::import("moecomm.routed");
     const py::object handle_type = routed.attr("Handle"), routed_type = routed.attr("Routed");
     const py::object increment_version = py::module_::import("torch").attr("autograd").attr("graph").attr("increment_version");
@@ -260,7 +260,7 @@ class KnownCalls {
         set(routed, known_.args, args);
         set(routed, known_.payload, payload);
         set(routed, known_.sync, sync ? Py_True : Py_False);
-        for (const py::object* none : {&known_.dropped, &known_.form, &known_.back, &known_.inputs, &known_.check})
+        for (const py::object* none : {&known_.dropped, &known_.form, &known_.back, &known_.inputs, &known_.check, &known_.copies})
             set(routed, *none, Py_None);
         set(routed, known_.tensors, py::dict());
         return routed;
