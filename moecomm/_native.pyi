@@ -353,10 +353,22 @@ class HeapParts:
     """
     Where blocks of a heap go: see moecomm.rounds.memory.
 
-    `first_row`: rows begin there, where they can.  `end`: of blocks that stay; the `reserve` follows.
+    `first_row`: rows begin there, where they can.  `end`: of blocks that stay in `arena`; the `reserve` follows.
+    Blocks in extensions stay, too.
     """
     def __init__(self, arena: Arena) -> None: ...
+    def allocate_rows(self, nbytes: int) -> Block | None:
+        """As allocate_tables(), for rows."""
+    def allocate_tables(self, nbytes: int) -> Block | None:
+        """A block that stays; None if there is no such room."""
+    def extend(self, arena: Arena, first_row: int) -> None:
+        """Add memory behind the arena."""
+    def stays(self, block: Block) -> bool:
+        """Return whether a block may be in use when its call has returned."""
     end: int
+    @property
+    def extensions(self) -> list[Arena]:
+        """The arenas of extend(): a copy."""
     first_row: int
     reserve: int
 

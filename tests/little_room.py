@@ -1,4 +1,4 @@
-"""Windows with room for a token of each rank, so that rows of small tests have none."""
+"""Windows with room for a token of each rank, so that rows of small tests have none, and windows of a fixed size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,33 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from moecomm.backends.host import HostSession
 from moecomm.dispatch import chunks
 from moecomm.ranks.settings import Settings
+
+
+@contextmanager
+def fixed_windows() -> Iterator[None]:
+    """Let windows of CPU ranks keep the size that they open with, as those of NCCL and NVSHMEM do."""
+    with patch.object(HostSession, "extend", lambda session, nbytes: None):
+        yield
+
+
+@contextmanager
+def late_windows() -> Iterator[None]:
+    """Let CPU ranks use memory in the third call that asks for it, as GPUs whose peers map it later."""
+    extend, offered = HostSession.extend, {}
+
+    def late(session: HostSession, nbytes: int) -> tuple[int, int] | None:
+        found, asked = offered.get(id(session)) or (extend(session, nbytes), 0)
+        offered[id(session)] = (found, asked + 1) if asked < 2 else None
+        return found if asked == 2 else None
+
+    def extending(session: HostSession) -> bool:
+        return offered.get(id(session)) is not None
+
+    with patch.object(HostSession, "extend", late), patch.object(HostSession, "extending", property(extending)):
+        yield
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from moecomm import _native
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
+from .little_room import fixed_windows
+
 SIZES = {"ranks": 3, "hidden": 64, "num_experts": 12, "topk": 4, "max_tokens": 16, "dtype": torch.bfloat16}
 T = 8
 
@@ -253,6 +255,7 @@ def test_ranks_that_call_differently_are_told_the_field(field: str) -> None:
 
 def test_no_room_left_says_how_much_is_needed() -> None:
     with (
+        fixed_windows(),
         LocalBuffers(**{**SIZES, "ranks": 1}, backend="host", window_bytes=4096) as ranks,
         pytest.raises(moecomm.BadInput, match="window_bytes"),
     ):

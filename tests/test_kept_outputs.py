@@ -1,9 +1,13 @@
-"""Outputs that callers keep: later rounds find room, whatever is alive, and what is alive stays as it is."""
+"""Outputs that callers keep: later rounds find room, whatever is alive, and what is alive stays as it is.
+
+Windows grow at once, or later, or have a fixed size.  Outputs without room are copied.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,13 +23,29 @@ from .backends.conftest import run_ranks
 from .compat.together import together
 from .few import few
 from .keeper import Keeper, draw, window_for
+from .little_room import fixed_windows, late_windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:a window of:UserWarning")
 TOKENS, HIDDEN, EXPERTS, TOPK = 16, 64, 8, 2
+LAYOUTS = ("flat", "expert", "batched")
 SIZES: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS}
 PAIR = {"ranks": 2, "dtype": torch.bfloat16, **SIZES}
 PLAIN = (1, 9, 33)  # seeds
 WINDOW = window_for(3, PAIR)
+
+
+@pytest.fixture(params=["grows", "late", "fixed"])
+def windows(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whether windows grow."""
+    with {"grows": nullcontext, "late": late_windows, "fixed": fixed_windows}[request.param]():
+        yield request.param
+
+
+@pytest.fixture
+def fixed() -> Iterator[None]:
+    """See fixed_windows()."""
+    with fixed_windows():
+        yield
 
 
 def results(found: list[Any]) -> list[Any]:
@@ -37,18 +57,22 @@ def results(found: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", few(range(40), *PLAIN))
-def test_random_cases_of_which_each_rank_keeps_others(seed: int) -> None:
+def test_random_cases_of_which_each_rank_keeps_others(seed: int, windows: str) -> None:
     sizes = random_sizes(seed, ranks=(2, 3))
     sizes["max_tokens"] = max(8, sizes["max_tokens"])
     with LocalBuffers(**sizes, backend="host", window_bytes=window_for(1.2, sizes)) as ranks:
         keeper = Keeper(ranks, seed, 14)
         keeper.run(range(40 * seed, 40 * seed + 40), **sizes)
-    if seed in PLAIN:
+    if windows == "grows":
+        assert keeper.outside == 0
+    elif windows == "late":
+        assert keeper.outside < keeper.inside
+    elif seed in PLAIN:
         assert keeper.inside > 10 and keeper.outside > 10, "some find room in the window, and some do not"
 
 
 @pytest.mark.parametrize("seed", few(range(20), 4))
-def test_rounds_between_domains(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_between_domains(seed: int, windows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 4:
         monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)  # all tokens go by way of a forwarder
     sizes = random_sizes(seed, ranks=(4,))
@@ -58,7 +82,7 @@ def test_rounds_between_domains(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("seed", few(range(20), 2))
-def test_verified_rounds(seed: int) -> None:
+def test_verified_rounds(seed: int, windows: str) -> None:
     sizes = random_sizes(seed, ranks=(2, 3))
     sizes["max_tokens"] = max(8, sizes["max_tokens"])
     every = 1 + seed % 3
@@ -66,7 +90,7 @@ def test_verified_rounds(seed: int) -> None:
         Keeper(ranks, seed, 14).run(range(30 * seed, 30 * seed + 30), **sizes)
 
 
-def test_rows_that_arrive_in_chunks() -> None:
+def test_rows_that_arrive_in_chunks(windows: str) -> None:
     """Each chunk needs room of its own, beside what callers keep."""
 
     def body(group: Any) -> None:
@@ -92,7 +116,7 @@ def test_rows_that_arrive_in_chunks() -> None:
 
 
 @pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
-def test_what_a_kept_handle_is_for(layout: str) -> None:
+def test_what_a_kept_handle_is_for(layout: str, fixed: None) -> None:
     """Handles alone are kept, until their tables find no room; rounds with them have the same results."""
 
     window = window_for(2, PAIR, [layout])
@@ -117,7 +141,7 @@ def test_what_a_kept_handle_is_for(layout: str) -> None:
         assert 0 < inside < count
 
 
-def test_halves_of_rounds() -> None:
+def test_halves_of_rounds(windows: str) -> None:
     """A handle is in use before its dispatch has ended; what has begun is in the reserve."""
 
     def body(group: Any) -> None:
@@ -143,7 +167,7 @@ def test_halves_of_rounds() -> None:
     results(run_ranks(2, body))
 
 
-def test_rows_of_empty_find_room_inside_or_outside() -> None:
+def test_rows_of_empty_find_room_inside_or_outside(fixed: None) -> None:
     def body(group: Any) -> list[bool]:
         with moecomm.Buffer(group, **SIZES, backend="host", window_bytes=WINDOW) as buffer:
             given, kept = draw(TOKENS, HIDDEN, EXPERTS, TOPK, group.rank), []
@@ -157,6 +181,42 @@ def test_rows_of_empty_find_room_inside_or_outside() -> None:
 
     for inside in results(run_ranks(2, body)):
         assert inside[0] and not inside[-1]
+
+
+def test_nothing_is_copied_when_windows_have_grown() -> None:
+    """Peers map memory later: the first outputs are copied, without a warning, and from some step on none is."""
+    given = [draw(TOKENS, HIDDEN, EXPERTS, TOPK, rank) for rank in range(2)]
+    with late_windows(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with LocalBuffers(**PAIR, backend="host", window_bytes=WINDOW) as ranks:
+            outside, in_heap = [], ranks.buffers[0].rounds.session.context.in_heap
+            for _ in range(8):
+                kept = [ranks.dispatch([{**call, "layout": layout} for call in given]) for layout in 4 * LAYOUTS]
+                outside.append(sum(not in_heap(routed[0].x.data_ptr()) for routed in kept))
+                for layout, routed in zip(4 * LAYOUTS, kept, strict=True):
+                    if layout == "expert":
+                        calls = [{"y": here.x, "handle": here.handle, "wire": "exact"} for here in routed]
+                        outs = ranks.combine(calls)
+                        for call, out in zip(given, outs, strict=True):
+                            total = call["topk_weights"].sum(dim=1, keepdim=True)
+                            torch.testing.assert_close(out.float(), call["x"].float() * total, rtol=1e-2, atol=1e-2)
+                del kept, routed
+    assert sum(outside) > 0 and outside[-3:] == [0, 0, 0], outside
+
+
+def test_a_round_that_is_larger_than_the_window() -> None:
+    """The reserve has room for the default number of rows; this one asks for the worst case beside kept outputs."""
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **SIZES, backend="host", window_bytes=WINDOW // 3, capacity_factor=0.5) as buffer:
+            given = draw(TOKENS, HIDDEN, EXPERTS, TOPK, group.rank)
+            kept = [buffer.dispatch(**given) for _ in range(6)]
+            for _ in range(6):
+                kept.append(buffer.dispatch(**given, layout="expert", max_rows=2 * TOKENS * TOPK))
+                out = buffer.combine(kept[-1].x, kept[-1].handle, weighted=False)
+                assert torch.equal(out, (given["x"].float() * TOPK).bfloat16())
+
+    results(run_ranks(2, body))
 
 
 def test_an_error_that_is_kept_takes_no_room() -> None:
@@ -181,7 +241,7 @@ def test_an_error_that_is_kept_takes_no_room() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "stay"), [(1, 0), (2, 1), (5, 3)])
-def test_windows_of_a_callers_size(rounds: int, stay: int) -> None:
+def test_windows_of_a_callers_size(rounds: int, stay: int, fixed: None) -> None:
     """One round is enough: its outputs are then copied.  With more, some stay."""
     x, ids = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % EXPERTS
     with moecomm.Buffer("self", **SIZES, device="cpu") as buffer:
@@ -198,7 +258,7 @@ def test_windows_of_a_callers_size(rounds: int, stay: int) -> None:
             )
 
 
-def test_copies_are_told_once_and_how_to_avoid_them() -> None:
+def test_copies_are_told_once_and_how_to_avoid_them(fixed: None) -> None:
     x, ids = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, TOPK, dtype=torch.int64)
     ids[:, 1] = 1
 
@@ -225,7 +285,7 @@ def test_copies_are_told_once_and_how_to_avoid_them() -> None:
     assert told == []
 
 
-def test_layers_of_training_keep_their_rows() -> None:
+def test_layers_of_training_keep_their_rows(windows: str) -> None:
     def body(group: Any) -> None:
         with moecomm.Buffer(group, **SIZES, backend="host", window_bytes=WINDOW) as buffer:
             given = draw(TOKENS, HIDDEN, EXPERTS, TOPK, group.rank)
@@ -261,7 +321,7 @@ SEQUENCES: dict[str, Steps] = {
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_low_latency_results(name: str) -> None:
+def test_low_latency_results(name: str, windows: str) -> None:
     """Views of rows, handles and zero-copy buffers, as tests of DeepEP, UCCL and NIXL keep them."""
 
     def body(group: Any) -> None:

@@ -88,6 +88,12 @@ py::object capsule(std::shared_ptr<Block> block, u64 address, std::vector<i64> s
     return made;
 }
 
+// None in Python if there is none.
+std::optional<std::shared_ptr<Block>> found(std::shared_ptr<Block> block) {
+    if (block == nullptr) return std::nullopt;
+    return block;
+}
+
 }  // namespace
 
 Tensor torch_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device, py::object owner) {
@@ -129,26 +135,41 @@ Raises:
                                               "Allocator of ranges of [offset, offset + nbytes): 256-byte aligned, from any thread.")
         .def(py::init<u64, u64>(), py::arg("offset"), py::arg("nbytes"))
         .def(
-            "allocate",
-            [](Arena& arena, u64 nbytes, u64 from) -> std::optional<std::shared_ptr<Block>> {
-                auto block = arena.allocate(nbytes, from);
-                if (block == nullptr) return std::nullopt;
-                return block;
-            },
-            py::arg("nbytes"), py::arg("at_least") = 0,
-            "First fit at the offset `at_least` or above, else first fit.  None if no free range is long enough.")
+            "allocate", [](Arena& arena, u64 nbytes, u64 from) { return found(arena.allocate(nbytes, from)); }, py::arg("nbytes"),
+            py::arg("at_least") = 0, "First fit at the offset `at_least` or above, else first fit.  None if no free range is long enough.")
         .def_property_readonly("begin", &Arena::begin, "The first offset, a multiple of 256.")
         .def_property_readonly("end", &Arena::end, "The offset behind the last byte.")
         .def_property_readonly("used", &Arena::used, "Bytes allocated, in multiples of 256.")
         .def_property_readonly("largest_free", &Arena::largest_free);
     py::class_<HeapParts, std::shared_ptr<HeapParts>>(m, "HeapParts", R"(Where blocks of a heap go: see moecomm.rounds.memory.
 
-`first_row`: rows begin there, where they can.  `end`: of blocks that stay; the `reserve` follows.)")
-        .def(py::init([](std::shared_ptr<Arena> arena) { return std::make_shared<HeapParts>(HeapParts{std::move(arena)}); }),
-             py::arg("arena"))
+`first_row`: rows begin there, where they can.  `end`: of blocks that stay in `arena`; the `reserve` follows.
+Blocks in extensions stay, too.)")
+        .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
         .def_readwrite("first_row", &HeapParts::first_row)
         .def_readwrite("end", &HeapParts::end)
-        .def_readwrite("reserve", &HeapParts::reserve);
+        .def_readwrite("reserve", &HeapParts::reserve)
+        .def(
+            "extend",
+            [](HeapParts& parts, std::shared_ptr<Arena> arena, u64 first_row) {
+                parts.extensions.push_back({std::move(arena), first_row});
+            },
+            py::arg("arena"), py::arg("first_row"), "Add memory behind the arena.")
+        .def_property_readonly(
+            "extensions",
+            [](const HeapParts& parts) {
+                std::vector<std::shared_ptr<Arena>> arenas;
+                for (const Extension& extension : parts.extensions) arenas.push_back(extension.arena);
+                return arenas;
+            },
+            "The arenas of extend(): a copy.")
+        .def("stays", &HeapParts::stays, py::arg("block"), "Return whether a block may be in use when its call has returned.")
+        .def(
+            "allocate_tables", [](const HeapParts& parts, u64 nbytes) { return found(parts.allocate_tables(nbytes)); }, py::arg("nbytes"),
+            "A block that stays; None if there is no such room.")
+        .def(
+            "allocate_rows", [](const HeapParts& parts, u64 nbytes) { return found(parts.allocate_rows(nbytes)); }, py::arg("nbytes"),
+            "As allocate_tables(), for rows.");
     py::class_<HostMemory>(m, "HostMemory", "Zeroed memory at a multiple of 256, freed with the object.")
         .def_property_readonly("address", &HostMemory::address)
         .def_property_readonly("nbytes", &HostMemory::bytes);

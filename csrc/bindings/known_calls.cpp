@@ -141,7 +141,7 @@ class KnownCalls {
             tensors.out = to.get();
             tensors.out_weight_grads = grads_to.get();
             std::shared_ptr<Block> reduced;
-            if (const u64 bytes = prepared.reduced_bytes(dispatch)) reduced = heap_->arena->allocate(bytes, heap_->end);
+            if (const u64 bytes = prepared.reduced_bytes(dispatch)) reduced = scratch(bytes);
             const u64 place = reduced == nullptr ? 0 : window_of(dispatch.ctx, dispatch.ctx.rank) + reduced->offset();
             const std::optional<CombineArgs> args = prepared.bind(dispatch, tensors, place);
             if (!to.readable() || !grads_to.readable() || !args) return nothing_;
@@ -200,13 +200,13 @@ class KnownCalls {
         return found->second.runner;
     }
 
-    bool stays(const Block& block) const { return block.end() <= heap_->end; }
-
     // A block that stays for rows; null if there is no such room.
-    std::shared_ptr<Block> rows(u64 bytes) const {
-        if (bytes > heap_->reserve) return nullptr;
-        auto block = heap_->arena->allocate(bytes, heap_->first_row);
-        return block != nullptr && stays(*block) ? block : nullptr;
+    std::shared_ptr<Block> rows(u64 bytes) const { return bytes > heap_->reserve ? nullptr : heap_->allocate_rows(bytes); }
+
+    // A block that is freed before the call returns.
+    std::shared_ptr<Block> scratch(u64 bytes) const {
+        auto block = heap_->arena->allocate(bytes, heap_->end);
+        return block != nullptr ? block : heap_->allocate_rows(bytes);
     }
 
     // The arguments of a dispatch along a handle, and a block for its rows; nullopt if the plan or the room does not fit.
@@ -214,7 +214,7 @@ class KnownCalls {
                                             std::shared_ptr<Block>& payload) const {
         const py::object earlier = get(handle, known_.args), tables = get(handle, known_.block);
         const auto& before = earlier.cast<const DispatchArgs&>();
-        if (py::isinstance<Block>(tables) && !stays(tables.cast<const Block&>())) return std::nullopt;
+        if (py::isinstance<Block>(tables) && !heap_->stays(tables.cast<const Block&>())) return std::nullopt;
         if (!(payload = rows(plan.payload_bytes(before.max_rows)))) return std::nullopt;
         return plan.repeat(*payload, before, inputs);
     }
@@ -226,8 +226,7 @@ class KnownCalls {
         if (!room) return std::nullopt;
         const u64 table_bytes = plan.kept_bytes(*room), row_bytes = plan.payload_bytes(*room);
         if (table_bytes + row_bytes > heap_->reserve) return std::nullopt;
-        kept = heap_->arena->allocate(table_bytes);
-        if (kept == nullptr || !stays(*kept) || !(payload = rows(row_bytes))) return std::nullopt;
+        if (!(kept = heap_->allocate_tables(table_bytes)) || !(payload = rows(row_bytes))) return std::nullopt;
         std::optional<DispatchArgs> args = plan.bind(*payload, *kept, *room, inputs);
         if (args && !max_rows.is_none() && !waits && args->layout == static_cast<i32>(Layout::flat)) args->clear_rows = *room;
         return args;

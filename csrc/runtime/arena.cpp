@@ -83,4 +83,18 @@ void Block::shrink(u64 bytes) {
     if (had > keep) arena_->return_forward_chunk(offset_ + keep, had - keep);
 }
 
+std::shared_ptr<Block> HeapParts::allocate_tables(u64 bytes) const {
+    if (auto block = that_stays(arena->allocate(bytes))) return block;
+    for (const Extension& extension : extensions)
+        if (auto block = extension.arena->allocate(bytes)) return block;
+    return nullptr;
+}
+
+std::shared_ptr<Block> HeapParts::allocate_rows(u64 bytes) const {
+    if (auto block = that_stays(arena->allocate(bytes, first_row))) return block;
+    for (const Extension& extension : extensions)
+        if (auto block = extension.arena->allocate(bytes, extension.first_row)) return block;
+    return nullptr;
+}
+
 }  // namespace moecomm::runtime

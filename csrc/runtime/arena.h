@@ -3,6 +3,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "../protocol/compiler.h"
 
@@ -55,12 +57,29 @@ class Block {
     u64 bytes_;
 };
 
+// Memory behind the heap that a window has taken since it was opened.
+struct Extension {
+    std::shared_ptr<Arena> arena;
+    u64 first_row;  // rows begin there, where they can
+};
+
 // Where blocks of a heap go: see moecomm.rounds.memory.  Offsets and bytes.
 struct HeapParts {
+    explicit HeapParts(std::shared_ptr<Arena> heap) : arena(std::move(heap)) {}
+
     std::shared_ptr<Arena> arena;
     u64 first_row = 0;  // rows begin there, where they can
     u64 end = 0;        // of blocks that stay; the reserve follows
     u64 reserve = 0;
+    std::vector<Extension> extensions;
+
+    bool stays(const Block& block) const { return block.end() <= end || block.offset() >= arena->end(); }
+    // A block that stays, for tables or for rows; null if there is no such room.
+    std::shared_ptr<Block> allocate_tables(u64 bytes) const;
+    std::shared_ptr<Block> allocate_rows(u64 bytes) const;
+
+  private:
+    std::shared_ptr<Block> that_stays(std::shared_ptr<Block> block) const { return block != nullptr && stays(*block) ? block : nullptr; }
 };
 
 }  // namespace moecomm::runtime

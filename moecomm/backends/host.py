@@ -26,6 +26,8 @@ from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.session import Schedule
 from moecomm.rounds import failures
 
+_ADDRESSES = 32 << 30  # for the heap of a window, which takes memory where it is written
+_PAGE_BYTES = 4096
 _RING_BYTES = 64 << 20  # of a window, for the staging ring
 END_S = 1.0  # that others wait for a rank that they exclude to end its round
 
@@ -59,12 +61,15 @@ class HostSession:
     casts_formats = False
     reduced_rows_in_heap = False
     exclusive_gpu = False
+    extending, offers = False, None
     synchronous = peers_read_weights = True
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
         with ExitStack() as undo:
-            peers = HostPeers(ranks, _native.window_layout(shape).bytes, timeout_s)
+            peers = HostPeers(ranks, _native.window_layout(shape).bytes, timeout_s, _ADDRESSES)
             undo.callback(peers.close)
+            self.extensible = peers.more
+            shape.heap_bytes += peers.more
             self._open(peers, ranks, shape, undo)
             undo.pop_all()
 
@@ -94,7 +99,7 @@ class HostSession:
         self._counters = peers.addresses[ranks.rank] + context.window.counters
         self._placement = peers.addresses[ranks.rank] + context.window.placement
         self._counter_bytes = context.window.staging - context.window.counters
-        self.nbytes = peers.nbytes
+        self.nbytes = self._taken = peers.nbytes
         self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
         self._runner = _native.HostRunner(self._round)
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
@@ -221,6 +226,19 @@ class HostSession:
             self.abort(failures.Failure.peer_lost, rank)
         return dead
 
+    def extend(self, nbytes: int) -> tuple[int, int] | None:
+        """See Session.  Peers have mapped all addresses."""
+        size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        if self._window is None or self._taken + size > self._window.nbytes:
+            return None
+        begin, self._taken = self._taken, self._taken + size
+        self.nbytes = self._taken
+        return begin, size
+
+    def admit(self) -> int:
+        """Do nothing: there are no offers."""
+        return 0
+
     def require_releasable(self) -> None:
         """Do nothing: memory of every window can be released."""
 
@@ -236,7 +254,7 @@ class HostSession:
 
     def restore(self, ranks: Rendezvous) -> None:
         """Take no memory: rounds take it, zeroed, where they touch it."""
-        self.nbytes = self.context.window.bytes
+        self.nbytes = self._taken
 
     def close(self) -> None:
         """Drop this rank's mappings; the memory goes with the last tensor and the last peer that uses it.

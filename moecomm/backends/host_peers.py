@@ -8,6 +8,7 @@ import torch
 
 from moecomm import _native
 from moecomm.backends.presence import Presence
+from moecomm.errors import Unsupported
 from moecomm.ranks.collective import MappedWindow, open_windows
 from moecomm.ranks.group import Rendezvous
 
@@ -17,6 +18,10 @@ _ABORT = 64  # offset of the abort word in the control memory, behind the Failur
 class HostPeers:
     """See moecomm.ranks.peers.Peers.  Opening is collective.
 
+    Attributes:
+        more: addresses behind the memory, of which `more` were asked for; 0: some rank may not have so many.
+            They take memory where they are written.
+
     Raises:
         Unsupported: there is no such memory on some rank, or it can't be passed on.
         Timeout, PeerLost, Aborted: the opening has failed on all ranks.
@@ -25,10 +30,14 @@ class HostPeers:
     name = "host"
     device = torch.device("cpu")
 
-    def __init__(self, ranks: Rendezvous, nbytes: int, timeout_s: float) -> None:
+    def __init__(self, ranks: Rendezvous, nbytes: int, timeout_s: float, more: int = 0) -> None:
         self.rank, self.in_process = ranks.rank, ranks.in_process
         with ExitStack() as undo:
-            window, mapped = open_windows(ranks, nbytes, timeout_s)
+            try:
+                window, mapped = open_windows(ranks, nbytes + more, timeout_s)
+            except Unsupported:  # `ulimit -v`, for instance
+                more = 0
+                window, mapped = open_windows(ranks, nbytes, timeout_s)
             for peer in mapped:
                 undo.callback(peer.close)
             self._control = _native.host_alloc(2 * _ABORT)
@@ -39,7 +48,7 @@ class HostPeers:
         self.window: _native.HostWindow | None = window
         self._mapped: list[MappedWindow] = mapped
         self.addresses = [peer.address for peer in mapped]
-        self.nbytes = window.nbytes
+        self.nbytes, self.more = nbytes, more
 
     def owner(self, rank: int) -> object:
         """See Peers."""

@@ -6,6 +6,7 @@ Several domains (`domain_ranks`) are parts of one: rows between them are put, by
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import time
 import warnings
@@ -23,6 +24,7 @@ from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
 from moecomm.backends.lsa_kernels import Choice, Kernels, choice_of, cluster, is_multi_domain, scaleout_blocks
 from moecomm.backends.presence import leave_exit_error
 from moecomm.backends.reach import Reach
+from moecomm.backends.windows.extensions import Extensions
 from moecomm.base import packets
 from moecomm.base.protocol import MAX_BLOCKS, MAX_CHUNK, REPLICATED
 from moecomm.base.sampling import RowTables
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 _CAPABILITY = (9, 0)  # bulk copies (TMA) and mbarriers
 
 _ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets in the pinned control memory
+
+_ADDRESSES = 128 << 30  # behind a window, for extensions
 
 # Bytes of a window for packets and the staging ring, which gets at least half.
 _STAGING_BYTES = 62 << 20
@@ -126,6 +130,7 @@ class LsaSession:
 
     casts_formats = True
     synchronous = peers_read_weights = False
+    _extensions: Extensions | None = None
 
     def __init__(
         self,
@@ -152,6 +157,7 @@ class LsaSession:
         self._kernels = Kernels(device, "nic" if self._nic else self.reach.transport)
         self.compile_for = self._kernels.compile_for
         self.reduced_rows_in_heap = not is_multi_domain(shape)
+        self.reach.more = _ADDRESSES
         zero = [(0, layout.staging)]
         if is_multi_domain(shape):  # no word there looks like a token of this Buffer
             zero.append((layout.receive_buffer, layout.returned - layout.receive_buffer))
@@ -160,10 +166,17 @@ class LsaSession:
         try:
             self.name = peers.name + (f", {self._nic}" if self._nic else "")
             self.nbytes = self._window.nbytes
+            extensible = windows.extensible(self._window)
+            self.extensible = 0 if extensible is None else extensible.more
+            shape.heap_bytes += self.extensible
+            if extensible is not None:
+                self._extensions = Extensions(extensible, ranks, timeout_s, self.synchronize)
             self.context = self._make_context(ranks.rank, shape, self._window.peers)
             self._counters = GpuCounters(peers, self._window.address, self.context.window, counters)
             self._masks = GpuMasks(peers, self.context, self._window)
         except BaseException:
+            if self._extensions is not None:
+                self._extensions.close()
             peers.close()
             raise
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
@@ -275,6 +288,29 @@ class LsaSession:
         """Return None: a combine sends hashes back by the handle."""
         return None
 
+    @property
+    def offers(self) -> ctypes.c_uint64 | None:
+        return None if self._extensions is None else self._extensions.offers
+
+    @property
+    def extending(self) -> bool:
+        return self._extensions is not None and self._extensions.pending
+
+    def extend(self, nbytes: int) -> tuple[int, int] | None:
+        """See Session."""
+        if self._extensions is None or self._window is None:
+            return None
+        with torch.cuda.device(self.device), cuda_driver.relaxed_captures(self.capturing()):
+            found = self._extensions.extend(nbytes)
+        self.nbytes = self._window.nbytes
+        return found
+
+    def admit(self) -> int:
+        """See Session."""
+        assert self._extensions is not None, "there is an offer"
+        with torch.cuda.device(self.device):
+            return self._extensions.admit()
+
     def require_releasable(self) -> None:
         windows.releasable(self._window)
 
@@ -295,6 +331,8 @@ class LsaSession:
             with all_or_none(ranks):
                 self._copies.zero(*own)
                 self._copies.wait()
+                if self._extensions is not None:
+                    self._extensions.publish()
         self.nbytes = window.nbytes
 
     def close(self) -> None:
@@ -314,6 +352,8 @@ class LsaSession:
             self.reach.watch(0)
             raise
         self._window = None
+        if self._extensions is not None:
+            self._extensions.close()
         self._masks.close()
         self._peers.close()
 

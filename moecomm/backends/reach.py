@@ -46,6 +46,7 @@ class Reach:
         link: Context.link, once the window is open.
         linger_s: how long a session that closes waits for the others to close.
         most_blocks: of a launch, so that what its warps put at a time fits the queues.
+        more: addresses behind a window, for extensions; a session sets it before there is a window.
         least_chunks: (tokens, tokens of a chunk): a rank with so many tokens or more signals so many together at least.
     """
 
@@ -57,6 +58,7 @@ class Reach:
     link = 0
     linger_s = 0.0
     most_blocks = 1 << 30
+    more = 0
     least_chunks: tuple[tuple[int, int], ...] = ()
 
     def __init__(
@@ -97,5 +99,7 @@ class Reach:
             NoRoom, Unsupported: on every rank alike.
         """
         return windows.open_window(
-            self.ranks, self.peers, layout.bytes, self.device, self.timeout_s, resident=layout.staging
+            *(self.ranks, self.peers, layout.bytes, self.device, self.timeout_s),
+            resident=layout.staging,
+            more=self.more,
         )

@@ -153,7 +153,7 @@ def empty(rounds: Rounds, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     except BadInput:
         block = None
     if block is None or not rounds.memory.stays(block):
-        rounds.memory.warn_of_copies()
+        rounds.warn_of_copies()
         return torch.empty(handle.y_shape, dtype=dtype, device=rounds.device)
     address = handle.plan.base + block.offset
     return window_tensor(block, address, handle.y_shape, dtype, rounds.device, rounds.session.owner)

@@ -320,8 +320,8 @@ def finish(rounds: Rounds, pending: Routed | Ending, *, copied: bool = False) ->
         rounds.flight.settle()
     if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:
         routed.plan.trim(routed, int(outputs.num_rows(routed)))
-    end, tables = rounds.memory.end, routed.handle.block
-    outside = routed.payload.end > end or (type(tables) is outputs.BLOCK and tables.end > end)
+    stays, tables = rounds.memory.stays, routed.handle.block
+    outside = not stays(routed.payload) or (type(tables) is outputs.BLOCK and not stays(tables))
     if outside and not (copied or routed.args.descriptors):  # a layer frees its memory before its call returns
         outputs.copy_out(rounds, routed)
     return routed

@@ -155,7 +155,7 @@ class Outside(ByName):
 def place_tables(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
     """Give the tables of a dispatch a place outside of the window, unless they stay there; copy_out() fills it."""
     handle = routed.handle
-    if type(handle.block) is not BLOCK or handle.block.end <= rounds.memory.end:
+    if type(handle.block) is not BLOCK or rounds.memory.stays(handle.block):
         return
     inside = tables_of(routed)
     outside = torch.empty_like(inside)
@@ -170,9 +170,9 @@ def place_rows(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
 
     Their tensors may be made from then on, also before the dispatch has arrived.
     """
-    if routed.payload.end <= rounds.memory.end:
+    if rounds.memory.stays(routed.payload):
         return
-    rounds.memory.warn_of_copies()
+    rounds.warn_of_copies()
     inside = {"x": x(routed), "scales": scales(routed)}
     plan = _outside(routed)
     for name, tensor in inside.items():

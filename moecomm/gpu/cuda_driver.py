@@ -6,7 +6,8 @@ import ctypes
 import functools
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -162,6 +163,20 @@ def bind_thread(device: int) -> None:
 def relax_captures() -> None:
     """Let this thread copy and poll while another one captures a graph, which its calls would otherwise end."""
     call("cuThreadExchangeStreamCaptureMode", driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
+@contextmanager
+def relaxed_captures(capturing: bool) -> Iterator[None]:
+    """Map memory in a thread that captures a graph: in other modes a driver may end the capture for it."""
+    if not capturing:
+        yield
+        return
+    relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
 
 
 def no_room(nbytes: int, device: torch.device) -> NoRoom:

@@ -7,6 +7,7 @@ round is over when its call returns (synchronous).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
@@ -68,6 +69,7 @@ class Session(Maskable, Protocol):
     device: torch.device
     context: _native.Context  # peers, shape, window, rank, record, abort_host: filled; timeout_ns is the Buffer's
     nbytes: int  # memory this rank holds for the Buffer
+    extensible: int  # of Shape.heap_bytes, those at its end for which there is no memory before extend()
     owner: object  # outlives every tensor in the window
     casts_formats: bool  # the executor casts rows to other formats than "fp8" on the way
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
@@ -173,6 +175,35 @@ class Session(Maskable, Protocol):
 
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
+        ...
+
+    def extend(self, nbytes: int) -> tuple[int, int] | None:
+        """Take memory for at least `nbytes` more of the heap, on this rank alone, also in a capture.
+
+        Returns:
+            Its offset in the window, and its bytes: peers reach it in the rounds of calls from now on.  None: there is
+            no more, or not all peers have mapped it yet.
+        """
+        ...
+
+    @property
+    def extending(self) -> bool:
+        """Return whether extend() has taken memory that not all peers have mapped yet."""
+        ...
+
+    @property
+    def offers(self) -> ctypes.c_uint64 | None:
+        """Return a counter in memory of all ranks: where it has changed, a peer waits for admit(); None: nobody does.
+
+        Valid while the session is open.
+        """
+        ...
+
+    def admit(self) -> int:
+        """Wait for the rounds so far, and map what peers have taken since.  Returns the count that is done with.
+
+        Not in a capture.
+        """
         ...
 
     def require_releasable(self) -> None:

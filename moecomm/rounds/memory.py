@@ -1,4 +1,4 @@
-"""Window memory: tables, outputs, and a reserve that is empty between calls; what captured graphs write to is apart."""
+"""Window memory: tables, outputs, a reserve that is empty between calls, and extensions; graphs have pieces of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from moecomm.errors import BadInput
 
 _UNIT = 256  # bytes; an arena hands out multiples of it
 _SLACK = 16 * _UNIT
+_STEPS = 4  # an extension is at least this part of all memory, so that there are few
 _Pieces = list[tuple[_native.Arena, _native.Block]]
+_Allocate = Callable[[int], "_native.Block | None"]
 
 
 class WindowMemory:
@@ -18,8 +20,9 @@ class WindowMemory:
 
     The heap begins with the tables that handles keep, because these live longer than rows and must not cut their free
     memory into pieces.  Rows follow.  The end of the heap is the reserve: whatever callers keep, the next round finds
-    room there.  Blocks that stay() lie below the reserve.  Outputs in other blocks are copied out of the window before
-    their call returns (moecomm/dispatch/outputs.py), so the reserve is empty between calls.
+    room there.  Blocks that stay lie below the reserve, or in an extension: memory behind the heap, which the window
+    takes when nothing else is free.  Outputs in other blocks are copied out of the window before their call returns
+    (moecomm/dispatch/outputs.py), so the reserve is empty between calls.
 
     A captured graph writes to its blocks at every replay, also after the tensors of the capture are gone.  So its
     outputs come from pieces of the heap that only captures use, and what it needs during a call from the reserve.
@@ -28,18 +31,26 @@ class WindowMemory:
 
     Attributes:
         arena: of the heap, or of what a choice of replicas leaves of it.
-        parts: how it is divided.
+        parts: how it is divided, and its extensions.
 
     Args:
         arena: see Attributes.
         capturing: returns whether a graph is being captured.
         tables, reserve: see divide().
+        extend: see Session.extend.
     """
 
-    def __init__(self, arena: _native.Arena, capturing: Callable[[], bool], tables: int = 0, reserve: int = 0) -> None:
+    def __init__(
+        self,
+        arena: _native.Arena,
+        capturing: Callable[[], bool],
+        tables: int = 0,
+        reserve: int = 0,
+        extend: Callable[[int], tuple[int, int] | None] = lambda _: None,
+    ) -> None:
         self.arena = arena
         self.parts = _native.HeapParts(arena)
-        self._capturing = capturing
+        self._capturing, self._extend_window = capturing, extend
         self._tables_of_graphs: _Pieces = []  # apart from rows: other graphs may need more of the one or the other
         self._rows_of_graphs: _Pieces = []
         self._warned = False
@@ -57,54 +68,48 @@ class WindowMemory:
         parts.first_row = self.arena.begin + max(0, tables - _SLACK)
 
     @property
-    def end(self) -> int:
-        """The end of blocks that stay."""
-        return self.parts.end
+    def nbytes(self) -> int:
+        """Bytes of the heap and of its extensions."""
+        return sum(arena.end - arena.begin for arena in self._arenas)
 
     @property
     def used(self) -> int:
         """Bytes allocated, with the pieces reserved for graphs."""
-        return self.arena.used
+        return sum(arena.used for arena in self._arenas)
 
     @property
     def held(self) -> int:
         """Bytes in blocks of eager rounds, which tensors or handles still hold."""
-        return self.arena.used - sum(piece.nbytes for _, piece in self._tables_of_graphs + self._rows_of_graphs)
+        return self.used - sum(piece.nbytes for _, piece in self._tables_of_graphs + self._rows_of_graphs)
+
+    @property
+    def _arenas(self) -> list[_native.Arena]:
+        return [self.arena, *self.parts.extensions]
 
     def stays(self, block: _native.Block) -> bool:
         """Return whether a block may be in use when its call has returned."""
-        return block.end <= self.end
+        return self.parts.stays(block)
 
     def allocate(self, tables: int, rows: int) -> tuple[_native.Block, _native.Block]:
         """Allocate blocks for the tables and the rows of a round.  Raises BadInput when there is no room."""
         if tables + rows > self.parts.reserve:
             self._enlarge(tables + rows)
-        if self._capturing():
-            captured = self._for_graph(self._tables_of_graphs, tables, self.arena.begin)
-            return captured, self._for_graph(self._rows_of_graphs, rows, self.parts.first_row)
-        kept = self.arena.allocate(tables)
-        if kept is None:
-            raise self._no_room(tables)
-        payload = self.arena.allocate(rows, self.parts.first_row)
-        if payload is None:
-            raise self._no_room(rows)
-        return kept, payload
+        kept = self._place(tables, self.parts.allocate_tables, self._tables_of_graphs)
+        return kept, self._place(rows, self.parts.allocate_rows, self._rows_of_graphs)
 
     def rows(self, nbytes: int) -> _native.Block:
         """Allocate a block for rows alone.  Raises BadInput when there is no room."""
         if nbytes > self.parts.reserve:
             self._enlarge(nbytes)
-        if self._capturing():
-            return self._for_graph(self._rows_of_graphs, nbytes, self.parts.first_row)
-        block = self.arena.allocate(nbytes, self.parts.first_row)
-        if block is None:
-            raise self._no_room(nbytes)
-        return block
+        return self._place(nbytes, self.parts.allocate_rows, self._rows_of_graphs)
 
     def scratch(self, nbytes: int) -> _native.Block:
         """Allocate a block that is freed before the call returns.  Raises BadInput when there is no room."""
-        block = self.arena.allocate(nbytes, self.end)
-        if block is None or (block.offset < self.end and self._capturing()):
+        capturing = self._capturing()
+        block = self.arena.allocate(nbytes, self.parts.end)
+        if block is None or (capturing and block.offset < self.parts.end):
+            block = self._that_stays(nbytes, self.parts.allocate_rows, self._rows_of_graphs)
+        if block is None:
             raise self._no_room(nbytes)
         return block
 
@@ -113,11 +118,10 @@ class WindowMemory:
         if self._warned:
             return
         self._warned = True
-        heap = self.arena.end - self.arena.begin
         warnings.warn(
-            f"a window of {heap} bytes has no room for further outputs beside those that are alive or belong to "
+            f"a window of {self.nbytes} bytes has no room for further outputs beside those that are alive or belong to "
             f"graphs: new ones are copied out of it.  Keep fewer outputs, or "
-            f"open the Buffer with window_bytes={max(heap, self.arena.used) + self.parts.reserve} for one more round",
+            f"open the Buffer with window_bytes={max(self.nbytes, self.used) + self.parts.reserve} for one more round",
             stacklevel=2,
         )
 
@@ -125,24 +129,48 @@ class WindowMemory:
         """Enlarge the reserve for a round that takes so much."""
         self.divide(self.parts.first_row - self.arena.begin + _SLACK, nbytes + 2 * _UNIT)
 
-    def _for_graph(self, pieces: _Pieces, nbytes: int, first: int) -> _native.Block:
-        """Allocate a block in a piece for graphs, or in the reserve when no further piece fits below it."""
-        for arena, _ in pieces:
+    def _place(self, nbytes: int, allocate: _Allocate, of_graphs: _Pieces) -> _native.Block:
+        """Allocate a block that stays, or one in the reserve.  Raises BadInput when there is no room."""
+        block = self._that_stays(nbytes, allocate, of_graphs)
+        return self.scratch(nbytes) if block is None else block
+
+    def _that_stays(self, nbytes: int, allocate: _Allocate, of_graphs: _Pieces) -> _native.Block | None:
+        """Allocate a block that stays: in a piece of `of_graphs` while a graph is captured.  None: there is no room."""
+        if not self._capturing():
+            return self._eager(nbytes, allocate)
+        for arena, _ in of_graphs:
             if block := arena.allocate(nbytes):
                 return block
-        piece = self.arena.allocate(-(-max(1, nbytes) // _UNIT) * _UNIT, first)
-        if piece is None or not self.stays(piece):
-            del piece
-            return self.scratch(nbytes)
+        piece = self._eager(-(-max(1, nbytes) // _UNIT) * _UNIT, allocate)
+        if piece is None:
+            return None
         arena = _native.Arena(piece.offset, piece.nbytes)
-        pieces.append((arena, piece))
-        block = arena.allocate(nbytes)
-        assert block is not None, "the piece is as large"
+        of_graphs.append((arena, piece))
+        if of_graphs is self._rows_of_graphs and self.parts.allocate_rows(self.parts.reserve) is None:
+            self._extend(self.parts.reserve)  # so that eager rounds and other graphs have room beside this one
+        return arena.allocate(nbytes)
+
+    def _eager(self, nbytes: int, allocate: _Allocate) -> _native.Block | None:
+        """Allocate a block that stays in the heap or an extension, if need be in a new one.  None: there is no room."""
+        block = allocate(nbytes)
+        if block is None and self._extend(nbytes):
+            block = allocate(nbytes)
         return block
+
+    def _extend(self, nbytes: int) -> bool:
+        """Take memory for a block of so many bytes and for as much as a round; False: there is none, or not yet."""
+        arena, parts = self.arena, self.parts
+        found = self._extend_window(max(nbytes, parts.reserve, self.nbytes // _STEPS) + _SLACK)
+        if found is None:
+            return False
+        offset, size = found
+        tables = size * (parts.first_row - arena.begin) // max(1, parts.end - arena.begin)
+        parts.extend(_native.Arena(offset, size), offset + min(tables, size // 2))
+        return True
 
     def _no_room(self, nbytes: int) -> BadInput:
         return BadInput(
             "window_bytes",
-            f"a window with {self.arena.largest_free} bytes free in one piece",
+            f"a window with {max(arena.largest_free for arena in self._arenas)} bytes free in one piece",
             f"{nbytes} for this round: keep fewer outputs, pass max_rows=, or open the Buffer with more",
         )

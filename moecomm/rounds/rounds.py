@@ -67,8 +67,9 @@ class Rounds(RoundState, Bound):
         self.device = session.device
         self.on_cpu = session.synchronous
         before, heap = _native.choice_bytes(shape) * settings.balances, session.context.window.heap
-        arena = _native.Arena(heap + before, shape.heap_bytes - before)
-        self.memory = WindowMemory(arena, session.capturing, *settings.heap_parts(shape.heap_bytes - before))
+        taken = shape.heap_bytes - session.extensible - before
+        arena = _native.Arena(heap + before, taken)
+        self.memory = WindowMemory(arena, session.capturing, *settings.heap_parts(taken), session.extend)
         self.plans = PlanCache()
         known = (self.plans.table, self.memory.parts, self.flight, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
@@ -122,6 +123,11 @@ class Rounds(RoundState, Bound):
         for slot, expert in enumerate(self.placement.experts[self.rank].tolist()):
             if expert == NONE:
                 self.filled[slot] = self.generation
+
+    def warn_of_copies(self) -> None:
+        """Warn, once, that outputs are copied out of the window, unless the window is about to have room for them."""
+        if not self.session.extending:
+            self.memory.warn_of_copies()
 
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread."""

@@ -47,6 +47,7 @@ class RoundState:
         self._record = session.context.record
         self.flight = FlightRecorder(session.context.rank, session.capturing, session.synchronous)
         self._failure: MoecommError | None = None  # has ended this Buffer
+        self.offers, self._admitted = session.offers, 0
         self._close: weakref.finalize[..., Any] = bound.closer(self, session)
         self._open = True
         self.plain = False  # nothing but the arguments of the call under way may ask for more than KnownCalls does
@@ -100,6 +101,13 @@ class RoundState:
             if self._closing:
                 self._release()
         self._turn.release()
+
+    def admit(self) -> None:
+        """Map memory that peers have taken, if there is such, for rounds from now on."""
+        if self.offers is None or not self._open or self.released or self.offers.value == self._admitted:
+            return
+        if not self._session.capturing():
+            self._admitted = self._session.admit()
 
     def close(self) -> None:
         """Give the memory back.  Idempotent; outputs that are still referenced stay valid.
@@ -329,6 +337,8 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
             depth = 0 if spans is None else spans.begin(function.__name__)
             failure: BaseException | None = None
             try:
+                if state.offers is not None:
+                    state.admit()
                 return function(state, *args, **kwargs)
             except BaseException as error:
                 failure = error

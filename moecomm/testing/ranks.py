@@ -139,6 +139,8 @@ class LocalBuffers:
         run: Callable[[Any], None],
         finish: Callable[[Rounds, Any], Any],
     ) -> list[Any]:
+        for buffer in self.buffers:
+            buffer.rounds.admit()
         if not self.streams:
             pending = [make(b) for make, b in zip(prepare, self.buffers, strict=True)]
             if any(isinstance(p, combine.Combining) and isinstance(p.check, HostCheck) for p in pending):

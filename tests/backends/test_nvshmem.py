@@ -239,7 +239,7 @@ def test_what_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lsa_reaches_by_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "open_window", lambda *arguments, resident: (*arguments, resident))
+    monkeypatch.setattr(windows, "open_window", lambda *arguments, resident, more: (*arguments, resident, more))
     group = Echo()
     found: Any = Reach(group, [], DEVICE, 3.0, 0).open_window(LAYOUT)
-    assert found == (group, [], LAYOUT.bytes, DEVICE, 3.0, LAYOUT.staging)
+    assert found == (group, [], LAYOUT.bytes, DEVICE, 3.0, LAYOUT.staging, 0)

@@ -21,7 +21,7 @@ HERE, AWAY = b"h" * 32, b"a" * 32
 
 
 def opened(kind: str, error: Exception | None = None) -> Callable[..., str]:
-    def open_window(ranks: LocalRank, *_: Any, resident: int = 0, fabric: bool | None = None) -> str:
+    def open_window(ranks: LocalRank, *_: Any, resident: int = 0, fabric: bool | None = None, more: int = 0) -> str:
         with all_or_none(ranks):
             if error is not None and ranks.rank == 1:
                 raise error

@@ -82,8 +82,7 @@ def test_rows_that_are_dropped_leave_one_piece_behind_their_handle() -> None:
         handles = []
         for _ in range(5):
             handles.append(buffer.dispatch(x, ids).handle)
-            session = buffer.rounds.session
-            free = session.context.shape.heap_bytes - buffer.rounds.memory.used
-            assert buffer.rounds.memory.arena.largest_free > free - x.nbytes // 2, (
+            memory = buffer.rounds.memory
+            assert memory.arena.largest_free > memory.nbytes - memory.used - x.nbytes // 2, (
                 "but for what was trimmed of a handle"
             )

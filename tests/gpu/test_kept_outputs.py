@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.backends.lsa import LsaSession
 from moecomm.base import packets
 from moecomm.compat.deep_ep import Buffer
 from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_combine
 
 from ..compat.together import together
+from ..conftest import Ranks
 from ..keeper import Keeper, draw, window_for
 
 pytestmark = [pytest.mark.gpu1, pytest.mark.filterwarnings("ignore:a window of:UserWarning")]
@@ -31,21 +34,30 @@ SIZES: dict[str, Any] = {
 BUFFER: dict[str, Any] = {**SIZES, "backend": "lsa", "device": 0, "timeout_s": 20}
 
 
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows keep the size that they open with, as those of NCCL and NVSHMEM do."""
+    monkeypatch.setattr(LsaSession, "extend", lambda session, nbytes: None)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("few_tokens", [True, False], ids=["packets", "rows"])
 @pytest.mark.parametrize("verify_every", [0, 2])
+@pytest.mark.parametrize("window", ["grows", "fixed"])
 def test_random_cases_of_which_each_rank_keeps_others(
-    few_tokens: bool, verify_every: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    few_tokens: bool, verify_every: int, window: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if window == "fixed":
+        request.getfixturevalue("fixed")
     if not few_tokens:
         monkeypatch.setattr(packets, "room", lambda *_: 0)
     seed = request.config.getoption("--seed")
-    window = window_for(1.5 if verify_every else 1.2, SIZES)
-    with LocalBuffers(**BUFFER, window_bytes=window, verify_every=verify_every) as ranks:
+    nbytes = window_for(1.5 if verify_every else 1.2, SIZES)
+    with LocalBuffers(**BUFFER, window_bytes=nbytes, verify_every=verify_every) as ranks:
         keeper = Keeper(ranks, seed, 14)
         keeper.run(range(1000 * seed, 1000 * seed + 80), **SIZES, few_kernels=True)
         ranks.check()
-    assert keeper.outside > 10
+    assert keeper.outside > 10 if window == "fixed" else keeper.outside < keeper.inside
 
 
 def call(seed: int, **more: Any) -> dict[str, Any]:
@@ -130,10 +142,14 @@ def eager(ranks: LocalBuffers, given: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("window", ["default", "of a round"])
+@pytest.mark.parametrize("window", ["default", "of a round", "fixed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_random_keeper_of_outputs_and_graphs(seed: int, window: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_keeper_of_outputs_and_graphs(
+    seed: int, window: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Captures, replays and eager rounds in any order, while outputs of both stay alive."""
+    if window == "fixed":
+        request.getfixturevalue("fixed")
     if seed % 2:
         monkeypatch.setattr(packets, "room", lambda *_: 0)  # rows that are reduced have a place each
     rng = random.Random(seed)
@@ -158,6 +174,7 @@ def test_a_random_keeper_of_outputs_and_graphs(seed: int, window: str, monkeypat
             if len(kept) > 16:
                 kept = kept[8:]
         assert graphs
+        assert window != "of a round" or all(buffer.rounds.memory.parts.extensions for buffer in ranks.buffers)
         for graph in graphs:
             graph.replay(ranks, 7)
 
@@ -172,6 +189,81 @@ def test_an_eager_combine_beside_graphs_has_a_place_for_each_reduced_row(monkeyp
             assert prepare_combine(buffer, here.x.clone(), here.handle).args.reduced_rows != 0
         for graph in graphs:
             graph.replay(ranks, 5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_stay_in_the_window_when_it_has_grown(layout: str) -> None:
+    """Ranks map each other's memory one call later; from then on nothing is copied, also beside a graph."""
+    with LocalBuffers(**BUFFER, window_bytes=window_for(1.2, SIZES)) as ranks:
+        in_heap, given = ranks.buffers[0].rounds.session.context.in_heap, [call(rank, layout=layout) for rank in (0, 1)]
+        graph = captured(ranks, layout, 50)
+        outside = []
+        for step in range(8):
+            kept = [eager(ranks, given) for _ in range(12)]
+            outside.append(sum(not in_heap(routed[0].x.data_ptr()) for routed in kept))
+            rows = [[rows_of(here).clone() for here in routed] for routed in kept]
+            graph.replay(ranks, 1000 + step)
+            for routed, wanted_rows in zip(kept, rows, strict=True):
+                for here, wanted_here in zip(routed, wanted_rows, strict=True):
+                    assert torch.equal(rows_of(here), wanted_here)
+            del kept, routed, here
+        assert outside[-2:] == [0, 0], outside
+
+
+def test_a_rank_alone_copies_nothing() -> None:
+    """Nobody has to map its memory, so that even graphs have room for their outputs."""
+    sizes = {name: size for name, size in BUFFER.items() if name != "ranks"}
+    with moecomm.Buffer("self", **sizes, window_bytes=window_for(1.2, {**SIZES, "ranks": 1})) as buffer:
+        given, in_heap = call(3, layout="expert"), buffer.rounds.session.context.in_heap
+        found = [one_layer(buffer, given)]
+        for step in range(4):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found.append(one_layer(buffer, given))
+            found += [one_layer(buffer, given) for _ in range(5)]
+            graph.replay()
+            buffer.check()
+            assert step < 3 or torch.equal(found[-1][2], found[-6][2])
+        assert all(in_heap(routed.x.data_ptr()) for routed, _, _ in found)
+        free, held = torch.cuda.mem_get_info(0)[0], buffer.nbytes
+        found.clear()
+        del graph
+        buffer.release_memory()
+        assert buffer.nbytes < held and torch.cuda.mem_get_info(0)[0] > free
+        buffer.restore()
+        assert buffer.nbytes == held
+        one_layer(buffer, given)
+        buffer.check()
+
+
+def _keeps(rank: int, group: Any) -> list[int]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    os.environ["MOECOMM_WINDOW"] = "vmm"
+    sizes = {name: size for name, size in SIZES.items() if name != "ranks"}
+    with moecomm.Buffer(group, **sizes, backend="lsa", timeout_s=60, window_bytes=window_for(1.2, SIZES)) as buffer:
+        in_heap, outside = buffer.rounds.session.context.in_heap, []
+        for step in range(8):
+            kept = []
+            for at in range(12):
+                given = call(100 * at + rank, layout=LAYOUTS[at % 3])
+                routed, _, out = one_layer(buffer, given)
+                torch.testing.assert_close(out, wanted(given), rtol=2**-6, atol=2**-6)
+                kept.append((routed, rows_of(routed).clone()))
+            outside.append(sum(not in_heap(routed.x.data_ptr()) for routed, _ in kept))
+            buffer.check()
+            assert all(torch.equal(rows_of(routed), rows) for routed, rows in kept)
+            kept.clear()
+            del routed
+            if step == 5:
+                buffer.release_memory()
+                buffer.restore()
+        return outside
+
+
+@pytest.mark.timeout(600)
+def test_processes_map_what_their_peers_take(gpu_ranks: Ranks) -> None:
+    for outside in gpu_ranks.run(2, _keeps):
+        assert outside[-2:] == [0, 0], outside
 
 
 def test_fused_layers_beside_kept_outputs() -> None:

@@ -56,6 +56,37 @@ class ReleasableWindow(Window, Protocol):
         ...
 
 
+class ExtensibleWindow(Window, Protocol):
+    """A Window with addresses behind it, where a rank maps further memory by itself: see Extensions."""
+
+    more: int  # bytes of these addresses, as many on every rank
+
+    def extend(self, nbytes: int) -> tuple[int, int, int | None]:
+        """Map at least `nbytes` more of our own memory, beside kernels that use the window.
+
+        Returns:
+            Offset and bytes, and a file descriptor of the memory, which the caller closes; None: peers need none.
+
+        Raises:
+            NoRoom: out of device memory, or of addresses.
+            RuntimeError: the driver refuses.
+        """
+        ...
+
+    def extend_peer(self, rank: int, begin: int, nbytes: int, descriptor: int) -> None:
+        """Map what extend() of a peer has returned.  Raises RuntimeError if the driver refuses."""
+        ...
+
+    def extent(self, rank: int) -> int:
+        """Return the bytes of a rank's window that are mapped here, with its extensions."""
+        ...
+
+
+def extensible(window: Window | None) -> ExtensibleWindow | None:
+    """Return a window that can be extended, or None."""
+    return window if isinstance(window, (vmm.VmmWindow, local.LocalWindow)) and window.more else None
+
+
 def releasable(window: Window | None) -> ReleasableWindow:
     """Return a window that can be released.
 
@@ -101,9 +132,18 @@ def meet(ranks: Rendezvous, device: torch.device, *, near: bool = True) -> list[
 
 
 def open_window(
-    ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch.device, timeout_s: float, *, resident: int
+    ranks: Rendezvous,
+    peers: list[Peer],
+    nbytes: int,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    resident: int,
+    more: int = 0,
 ) -> Window:
     """A window of at least `nbytes` on every rank, of which at least `resident` are never released.  Collective.
+
+    `more`: addresses behind it, where its kind has such: see extensible().
 
     Ranks of one process share addresses.  Otherwise MOECOMM_WINDOW decides, and without it CUDA VMM makes windows of
     one host, and NCCL those of several where it can.
@@ -113,7 +153,7 @@ def open_window(
         Unsupported: no kind of window works, or the one asked for does not.
     """
     if ranks.in_process or ranks.ranks == 1:
-        return local.open_window(ranks, nbytes, device, resident=resident)
+        return local.open_window(ranks, nbytes, device, resident=resident, more=more)
     wanted, one_host = peers[ranks.rank].window, len({peer.host for peer in peers}) == 1
     if wanted == "nccl" or (wanted is None and not one_host):
         try:
@@ -134,7 +174,7 @@ def open_window(
                 f"rank {away} runs on another host or in another container, where file descriptors can't be passed, "
                 f"and the driver has no FABRIC memory handles for {torch.cuda.get_device_name(device)}"
             )
-    return vmm.open_window(ranks, nbytes, device, timeout_s, resident=resident, fabric=not one_host)
+    return vmm.open_window(ranks, nbytes, device, timeout_s, resident=resident, fabric=not one_host, more=more)
 
 
 def nccl_missing(peers: list[Peer]) -> str:

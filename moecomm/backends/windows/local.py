@@ -8,24 +8,25 @@ from typing import Any
 
 import torch
 
-from moecomm.backends.windows.vmm import Mapping, create, parts_of
+from moecomm.backends.windows.vmm import Mapping, create, mappable, parts_of
 from moecomm.gpu.cuda_driver import driver
-from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.collective import NoRoom, all_or_none
 from moecomm.ranks.group import Rendezvous
 
 _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()  # by address
 
 
 class LocalWindow:
-    """See moecomm.backends.windows.ReleasableWindow.
+    """See moecomm.backends.windows.ReleasableWindow and ExtensibleWindow.
 
     Every rank refers to the memory of all: the last one to close frees it.
     """
 
     kind = "local"
 
-    def __init__(self, rank: int, device: torch.device, mappings: list[Mapping]) -> None:
+    def __init__(self, rank: int, device: torch.device, mappings: list[Mapping], nbytes: int, more: int) -> None:
         self._own, self._device = mappings[rank], device
+        self.more, self._limit = more, nbytes + more
         self.owner: object = self._own
         self.address = self._own.address
         self.peers = [mapping.address for mapping in mappings]
@@ -45,18 +46,34 @@ class LocalWindow:
         with ExitStack() as undo:
             with all_or_none(ranks):
                 with ExitStack() as temporary:
-                    self._own.map_rest(_created(self._own.parts.rest, self._device, temporary))
+                    self._own.map_rest(_created(self._own.end - self._own.rest, self._device, temporary))
                 undo.callback(self._own.unmap_rest)
             undo.pop_all()
-        return self._own.rest, self._own.parts.rest
+        return self._own.rest, self._own.end - self._own.rest
+
+    def extend(self, nbytes: int) -> tuple[int, int, int | None]:
+        """See ExtensibleWindow.  No peer has to map it."""
+        size, begin = mappable(nbytes, self._device, "NONE"), self._own.end - self.address
+        if begin + size > self._limit:
+            raise NoRoom("the window has no more addresses")
+        with ExitStack() as temporary:
+            self._own.extend(size, _created(size, self._device, temporary))
+        return begin, size, None
+
+    def extend_peer(self, rank: int, begin: int, nbytes: int, descriptor: int) -> None:
+        """See ExtensibleWindow.  There is nothing to map."""
+
+    def extent(self, rank: int) -> int:
+        """See ExtensibleWindow."""
+        return self._mappings[rank].end - self._mappings[rank].address
 
     def close(self) -> None:
         """Drop the peers' memory."""
         self._mappings = []
 
 
-def open_window(ranks: Rendezvous, nbytes: int, device: torch.device, *, resident: int) -> LocalWindow:
-    """Collective, among threads.
+def open_window(ranks: Rendezvous, nbytes: int, device: torch.device, *, resident: int, more: int = 0) -> LocalWindow:
+    """Collective, among threads.  `more`: addresses behind the memory, for extensions.
 
     Raises:
         NoRoom: out of device memory on some rank.
@@ -64,15 +81,15 @@ def open_window(ranks: Rendezvous, nbytes: int, device: torch.device, *, residen
     """
     devices = sorted({int.from_bytes(data, "little") for data in ranks.all_gather(device.index.to_bytes(4, "little"))})
     with all_or_none(ranks):
-        parts = parts_of(nbytes, resident, device, "NONE")
-        own = Mapping(parts, [device.index, *(other for other in devices if other != device.index)])
+        parts = parts_of(nbytes, resident, device, "NONE", more=more)
+        own = Mapping(parts, [device.index, *(other for other in devices if other != device.index)], more)
         with ExitStack() as temporary:
             own.map(*(_created(size, device, temporary) for size in parts))
         _mappings[own.address] = own
     addresses = [int.from_bytes(data, "little") for data in ranks.all_gather(own.address.to_bytes(8, "little"))]
     with all_or_none(ranks):  # nobody lets go of its memory before all have found it
         mappings = [_mappings[address] for address in addresses]
-    return LocalWindow(ranks.rank, device, mappings)
+    return LocalWindow(ranks.rank, device, mappings, nbytes, more)
 
 
 def _created(nbytes: int, device: torch.device, temporary: ExitStack) -> Any:

@@ -1,6 +1,7 @@
 """Windows from CUDA's virtual memory management: physical memory whose handle goes to the peers, who map it as well.
 
-A window is one range of addresses with two pieces of physical memory, so that one of them can be released.
+A window is one range of addresses with two pieces of physical memory, so that one of them can be released.  Further
+pieces follow when it is extended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm.gpu.cuda_driver import DriverError, call, driver, no_room
-from moecomm.ranks.collective import all_or_none, close_descriptors, share_descriptor
+from moecomm.ranks.collective import NoRoom, all_or_none, close_descriptors, share_descriptor
 from moecomm.ranks.group import Rendezvous
 
 
@@ -29,15 +30,24 @@ class Mapping:
     """Addresses in our address space, and the physical memory that is mapped there for `devices` to use.
 
     Everything is given back by close() or with the object.
+
+    Attributes:
+        rest: address of the part that can be released.  Extensions follow it, and are released with it.
+        end: address behind the part and its extensions, whether they are mapped or not.
+
+    Args:
+        parts: of the window.
+        devices: that use the memory.
+        more: addresses behind it, in bytes, for extensions.
     """
 
-    def __init__(self, parts: Parts, devices: Sequence[int]) -> None:
+    def __init__(self, parts: Parts, devices: Sequence[int], more: int = 0) -> None:
         self.parts, self._devices = parts, list(devices)
-        address = call("cuMemAddressReserve", sum(parts), 0, 0, 0)
+        address = call("cuMemAddressReserve", sum(parts) + more, 0, 0, 0)
         self.address = int(address)
-        self.rest = self.address + parts.resident
+        self.rest, self.end = self.address + parts.resident, self.address + sum(parts)
         self._mapped: dict[int, int] = {}  # address -> bytes
-        self.close = weakref.finalize(self, _give_back, address, sum(parts), self._mapped, devices[0])
+        self.close = weakref.finalize(self, _give_back, address, sum(parts) + more, self._mapped, devices[0])
         self.close.atexit = False  # the driver cleans up after a process; torch may be gone by then
 
     @property
@@ -51,12 +61,18 @@ class Mapping:
         self.map_rest(rest)
 
     def map_rest(self, handle: Any) -> None:
-        """Map the part that can be released."""
-        self._map(self.rest, self.parts.rest, handle)
+        """Map the part that can be released, up to `end`, as one piece."""
+        self._map(self.rest, self.end - self.rest, handle)
 
     def unmap_rest(self) -> None:
-        """Undo map_rest().  No work that uses the part may be under way."""
-        self._unmap(self.rest)
+        """Undo map_rest() and extend().  No work that uses the part may be under way."""
+        for address in [address for address in self._mapped if address >= self.rest]:
+            self._unmap(address)
+
+    def extend(self, nbytes: int, handle: Any) -> None:
+        """Map further memory at `end`, beside work that uses the rest."""
+        self._map(self.end, nbytes, handle)
+        self.end += nbytes
 
     def _map(self, address: int, nbytes: int, handle: Any) -> None:
         if nbytes == 0:
@@ -92,12 +108,20 @@ def _access(device: int) -> Any:
     return access
 
 
-def parts_of(nbytes: int, resident: int, device: torch.device, handle_type: str) -> Parts:
-    """Cut `nbytes` of memory into parts whose sizes the driver can map; at least `resident` bytes stay."""
+def mappable(nbytes: int, device: torch.device, handle_type: str) -> int:
+    """Return the least size from `nbytes` on that the driver can map."""
     kind = driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
     granularity = int(call("cuMemGetAllocationGranularity", _properties(device, handle_type), kind))
-    stays, all_of_it = (-(-size // granularity) * granularity for size in (resident, nbytes))
-    return Parts(stays, all_of_it - stays)
+    return -(-nbytes // granularity) * granularity
+
+
+def parts_of(nbytes: int, resident: int, device: torch.device, handle_type: str, *, more: int = 0) -> Parts:
+    """Cut `nbytes` of memory into parts whose sizes the driver can map; at least `resident` bytes stay.
+
+    A window with `more` addresses has something to release, so that all ranks share what comes back.
+    """
+    stays, all_of_it, least = (mappable(size, device, handle_type) for size in (resident, nbytes, min(more, 1)))
+    return Parts(stays, max(all_of_it - stays, least))
 
 
 def create(nbytes: int, device: torch.device, handle_type: str) -> Any:
@@ -134,14 +158,15 @@ def _handle_type(name: str) -> Any:
 
 
 class VmmWindow:
-    """See moecomm.backends.windows.ReleasableWindow."""
+    """See moecomm.backends.windows.ReleasableWindow and ExtensibleWindow."""
 
-    def __init__(self, sharing: Sharing, mappings: list[Mapping]) -> None:
+    def __init__(self, sharing: Sharing, mappings: list[Mapping], nbytes: int, more: int) -> None:
         self.kind = "fabric" if sharing.fabric else "vmm"
         self._sharing, self._mappings = sharing, mappings
         self._own = mappings[sharing.rank]
         self.owner: object = self._own
         self.address, self.peers = self._own.address, [mapping.address for mapping in mappings]
+        self.more, self._limit = more, nbytes + more
 
     @property
     def nbytes(self) -> int:
@@ -155,14 +180,40 @@ class VmmWindow:
 
     def restore(self, ranks: Rendezvous) -> tuple[int, int]:
         """See ReleasableWindow."""
+        own = self._own.end - self._own.rest
+        sizes = [int.from_bytes(data, "little") for data in ranks.all_gather(own.to_bytes(8, "little"))]
         with ExitStack() as temporary, ExitStack() as undo:
-            handles = self._sharing.handles(ranks, self._own.parts.rest, temporary)
+            handles = self._sharing.handles(ranks, own, temporary)
             with all_or_none(ranks):
-                for mapping, handle in zip(self._mappings, handles, strict=True):
+                for mapping, size, handle in zip(self._mappings, sizes, handles, strict=True):
+                    mapping.end = mapping.rest + size
                     mapping.map_rest(handle)
                     undo.callback(mapping.unmap_rest)
             undo.pop_all()
-        return self._own.rest, self._own.parts.rest
+        return self._own.rest, own
+
+    def extend(self, nbytes: int) -> tuple[int, int, int | None]:
+        """See ExtensibleWindow."""
+        with ExitStack() as temporary:
+            size = mappable(nbytes, self._sharing.device, self._sharing.handle_type)
+            begin = self.extent(self._sharing.rank)
+            if begin + size > self._limit:
+                raise NoRoom("the window has no more addresses")
+            handle, exported = self._sharing.create(size, temporary)
+            self._own.extend(size, handle)
+            return begin, size, os.dup(exported)
+
+    def extend_peer(self, rank: int, begin: int, nbytes: int, descriptor: int) -> None:
+        """See ExtensibleWindow."""
+        mapping = self._mappings[rank]
+        if begin != self.extent(rank):  # it came back with a restore(), or the one before it is missing
+            return
+        with ExitStack() as temporary:
+            mapping.extend(nbytes, self._sharing.imported(descriptor, temporary))
+
+    def extent(self, rank: int) -> int:
+        """See ExtensibleWindow."""
+        return self._mappings[rank].end - self._mappings[rank].address
 
     def close(self) -> None:
         """Drop the peers' memory."""
@@ -173,27 +224,36 @@ class VmmWindow:
 
 
 def open_window(
-    ranks: Rendezvous, nbytes: int, device: torch.device, timeout_s: float, *, resident: int, fabric: bool
+    ranks: Rendezvous,
+    nbytes: int,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    resident: int,
+    fabric: bool,
+    more: int = 0,
 ) -> VmmWindow:
     """Collective.  Handles travel as file descriptors, on one host, or as FABRIC handles, which need an IMEX channel.
+
+    `more`: addresses behind the memory, for extensions; between hosts there are none.
 
     Raises:
         NoRoom: out of device memory on some rank.
         Unsupported: the driver of some rank refuses; nothing is left mapped or open on any rank.
     """
-    sharing = Sharing(ranks.rank, device, timeout_s, fabric)
+    sharing, more = Sharing(ranks.rank, device, timeout_s, fabric), 0 if fabric else more
     with ExitStack() as temporary, ExitStack() as undo:
         with all_or_none(ranks):
-            parts = parts_of(nbytes, resident, device, sharing.handle_type)
+            parts = parts_of(nbytes, resident, device, sharing.handle_type, more=more)
         everybodys = [sharing.handles(ranks, size, temporary) for size in parts]
         with all_or_none(ranks):
             mappings = []
             for handles in zip(*everybodys, strict=True):
-                mappings.append(Mapping(parts, [device.index]))
+                mappings.append(Mapping(parts, [device.index], more))
                 undo.callback(mappings[-1].close)
                 mappings[-1].map(*handles)
         undo.pop_all()
-    return VmmWindow(sharing, mappings)
+    return VmmWindow(sharing, mappings, nbytes, more)
 
 
 class Sharing(NamedTuple):
@@ -216,19 +276,24 @@ class Sharing(NamedTuple):
         if nbytes == 0:
             return [None] * ranks.ranks
         with all_or_none(ranks):
-            own = create(nbytes, self.device, self.handle_type)
-            temporary.callback(driver().cuMemRelease, own)
-            exported = call("cuMemExportToShareableHandle", own, _handle_type(self.handle_type), 0)
-            if not self.fabric:
-                exported = int(exported)
-                temporary.callback(os.close, exported)
-                os.set_inheritable(exported, False)
+            own, exported = self.create(nbytes, temporary)
         received = self._share(ranks, exported, temporary)
         handles = []
         with all_or_none(ranks):
             for rank, theirs in enumerate(received):
-                handles.append(own if rank == self.rank else self._import(theirs, temporary))
+                handles.append(own if rank == self.rank else self.imported(theirs, temporary))
         return handles
+
+    def create(self, nbytes: int, temporary: ExitStack) -> tuple[Any, Any]:
+        """Create memory; return its handle, and what a peer imports: both are closed with `temporary`."""
+        own = create(nbytes, self.device, self.handle_type)
+        temporary.callback(driver().cuMemRelease, own)
+        exported = call("cuMemExportToShareableHandle", own, _handle_type(self.handle_type), 0)
+        if not self.fabric:
+            exported = int(exported)
+            temporary.callback(os.close, exported)
+            os.set_inheritable(exported, False)
+        return own, exported
 
     def _share(self, ranks: Rendezvous, exported: Any, temporary: ExitStack) -> list[Any]:
         """Return every rank's handle as cuMemImportFromShareableHandle takes it."""
@@ -242,7 +307,8 @@ class Sharing(NamedTuple):
             structs[-1].data = data
         return structs
 
-    def _import(self, theirs: Any, temporary: ExitStack) -> Any:
+    def imported(self, theirs: Any, temporary: ExitStack) -> Any:
+        """Return the handle of a peer's memory, which is released with `temporary`."""
         # A descriptor is passed by value, a fabric handle by its address.
         shareable = theirs if isinstance(theirs, int) else int(theirs.getPtr())
         handle = call("cuMemImportFromShareableHandle", shareable, _handle_type(self.handle_type))

@@ -1,0 +1,167 @@
+"""Extensions: memory that a rank takes behind its window while rounds go on, and that its peers map when next called.
+
+A rank maps further memory by itself and sends it to its peers.  It uses the memory when all of them have mapped it.  No
+rank waits for another one: until then, and if some rank never maps it, the window is as it was.
+
+A peer maps it in a call of its own, when the kernels that it launched before have ended: CUDA does not say that a
+kernel reaches memory that is mapped after its launch.  That wait ends, because all ranks make the same rounds: of all
+ranks, take the one in the earliest call.  The kernels before its call wait for rounds that every rank has launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from moecomm import _native
+from moecomm.backends.windows import ExtensibleWindow
+from moecomm.ranks.collective import MappedWindow, close_descriptors, open_windows
+from moecomm.ranks.group import Rendezvous
+
+log = logging.getLogger("moecomm")
+
+_PAGE_BYTES = 4096
+# Offsets in a rank's page: offers of all ranks so far, a u64 in that of rank 0 alone; the name of the rank's socket;
+# u32 by rank, the extent of its window that the rank has mapped, in units.
+_OFFERS, _NAME, _EXTENTS = 0, 64, 128
+_NAME_BYTES, _UNIT = 16, 4096
+_OFFER = struct.Struct("<IQQ")  # rank, offset, bytes
+_CREDENTIALS = struct.Struct("<iII")  # struct ucred
+_SEND_S = 1.0  # between a rank's connection and its offer
+
+
+class Extensions:
+    """Extensions of the windows of all ranks of one host.  Making it is collective.
+
+    Attributes:
+        offers: the number of offers of all ranks; where it is not what admit() returned last, call admit().
+
+    Args:
+        window: of this rank.
+        ranks: of the group.
+        timeout_s: for the opening.
+        synchronize: waits for the rounds that this rank has launched.
+    """
+
+    def __init__(
+        self, window: ExtensibleWindow, ranks: Rendezvous, timeout_s: float, synchronize: Callable[[], None]
+    ) -> None:
+        self._window, self._synchronize, self._rank = window, synchronize, ranks.rank
+        self._offered: tuple[int, int] | None = None  # offset and bytes, until all peers have mapped them
+        self._refused = False
+        with ExitStack() as undo:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            undo.callback(self._socket.close)
+            name = secrets.token_bytes(_NAME_BYTES)
+            self._socket.bind(b"\0" + name)
+            self._socket.listen(ranks.ranks)
+            page, self._pages = open_windows(ranks, _PAGE_BYTES, timeout_s)
+            ctypes.memmove(page.address + _NAME, name, _NAME_BYTES)
+            self._page: _native.HostWindow | None = page
+            undo.pop_all()
+        self.offers = ctypes.c_uint64.from_address(self._pages[0].address + _OFFERS)
+
+    @property
+    def pending(self) -> bool:
+        """Return whether memory has been taken that not all peers have mapped yet."""
+        return self._offered is not None
+
+    def extend(self, nbytes: int) -> tuple[int, int] | None:
+        """See Session.extend."""
+        if self._offered is None and not self._refused:
+            self._offer(nbytes)
+        if self._offered is None or not self._is_mapped(sum(self._offered)):
+            return None
+        offered, self._offered = self._offered, None
+        return offered
+
+    def admit(self) -> int:
+        """Map what peers offer, once the rounds so far have ended; return the number of offers before."""
+        offers = self.offers.value
+        self._synchronize()
+        self._map_offers()
+        self.publish()
+        return offers
+
+    def publish(self) -> None:
+        """Tell peers how much of their windows is mapped here, while no kernel of this rank runs."""
+        if self._page is not None:
+            for rank in range(len(self._pages)):
+                word = self._page.address + _EXTENTS + 4 * rank
+                _native.store_word(word, self._window.extent(rank) // _UNIT)
+
+    def close(self) -> None:
+        """Let go of the pages.  Idempotent."""
+        self._socket.close()
+        self._page = None
+        pages, self._pages = self._pages, []
+        for page in pages:
+            page.close()
+
+    def _offer(self, nbytes: int) -> None:
+        """Map memory and send it to all peers.  A failure is the last attempt."""
+        try:
+            begin, size, descriptor = self._window.extend(nbytes)
+            if descriptor is not None:
+                try:
+                    self._send(_OFFER.pack(self._rank, begin, size), descriptor)
+                finally:
+                    os.close(descriptor)
+        except (RuntimeError, OSError) as error:
+            self._refused = True
+            log.info("rank %d: the window keeps its size: %s", self._rank, error)
+            return
+        self._offered = begin, size
+        counter = self._pages[0].address + _OFFERS
+        while not _native.replace_word(counter, before := _native.read_long_word(counter), before + 1):
+            pass
+
+    def _send(self, offer: bytes, descriptor: int) -> None:
+        for rank, page in enumerate(self._pages):
+            if rank == self._rank:
+                continue
+            name = ctypes.string_at(page.address + _NAME, _NAME_BYTES)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as peer:
+                peer.connect(b"\0" + name)
+                _check_user(peer)
+                socket.send_fds(peer, [offer], [descriptor])
+
+    def _map_offers(self) -> None:
+        """Map what peers have sent.  What can't be mapped is not, and its rank goes on without it."""
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            descriptors: list[int] = []
+            try:
+                with connection:
+                    connection.settimeout(_SEND_S)
+                    _check_user(connection)
+                    offer, descriptors, *_ = socket.recv_fds(connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
+                rank, begin, size = _OFFER.unpack(offer)
+                if rank < len(self._pages) and rank != self._rank and descriptors:
+                    self._window.extend_peer(rank, begin, size, descriptors[0])
+            except (RuntimeError, OSError, struct.error) as error:
+                log.info("rank %d: memory of a peer could not be mapped: %s", self._rank, error)
+            finally:
+                close_descriptors(descriptors)
+
+    def _is_mapped(self, extent: int) -> bool:
+        """Return whether all peers have mapped so much of this rank's window."""
+        own = _EXTENTS + 4 * self._rank
+        peers: list[MappedWindow] = [page for rank, page in enumerate(self._pages) if rank != self._rank]
+        return all(_native.read_word(page.address + own) * _UNIT >= extent for page in peers)
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raise ConnectionError if the process at the other end is not of our user."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(found)[1] != os.geteuid():
+        raise ConnectionError("a process of another user")

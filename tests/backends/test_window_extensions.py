@@ -1,0 +1,224 @@
+"""Windows that are extended, over a driver that keeps books: no rank waits, and all have mapped what one uses."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.backends import windows
+from moecomm.backends.windows import local, vmm
+from moecomm.backends.windows.extensions import Extensions
+from moecomm.ranks.rendezvous import LocalRank
+from tests.backends.conftest import run_ranks
+from tests.backends.fake_driver import FakeDriver, Status
+
+PART = 2 << 20  # the driver's granularity
+MORE = 5 * PART
+Install = Callable[[FakeDriver], FakeDriver]
+
+
+def open_vmm(group: LocalRank) -> Any:
+    device = torch.device("cuda", group.rank)
+    return vmm.open_window(group, 3 << 20, device, 20.0, resident=100, fabric=False, more=MORE)
+
+
+def open_local(group: LocalRank) -> Any:
+    return local.open_window(group, 3 << 20, torch.device("cuda", group.rank), resident=100, more=MORE)
+
+
+OPEN: dict[str, Callable[[LocalRank], Any]] = {"local": open_local, "vmm": open_vmm}
+
+
+class Opened:
+    """A rank's window and its extensions; counts its waits for rounds."""
+
+    def __init__(self, group: LocalRank, kind: str) -> None:
+        self.window, self.waits = OPEN[kind](group), 0
+        self.extensions = Extensions(self.window, group, 20.0, self._wait)
+
+    def _wait(self) -> None:
+        self.waits += 1
+
+    def close(self) -> None:
+        self.extensions.close()
+        self.extensions.close()
+        self.window.close()
+        del self.window, self.extensions
+
+
+def opened(kind: str, ranks: int = 3) -> list[Opened]:
+    found: list[Any] = run_ranks(ranks, lambda group: Opened(group, kind))
+    assert all(isinstance(one, Opened) for one in found), found
+    return found
+
+
+def close(ranks: list[Opened], driver: FakeDriver) -> None:
+    for one in ranks:
+        one.close()
+    ranks.clear()
+    gc.collect()
+    assert driver.nothing_left
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_memory_is_used_when_all_peers_have_mapped_it(install_driver: Install, kind: str) -> None:
+    driver, before = install_driver(FakeDriver()), len(os.listdir("/proc/self/fd"))
+    ranks = opened(kind)
+    first, second, third = ranks
+    for at in range(2):
+        assert first.extensions.extend(100) is None and first.extensions.pending
+        assert first.window.nbytes == (3 + at) * PART
+        assert second.extensions.offers.value == third.extensions.offers.value == at + 1
+        assert second.extensions.admit() == at + 1 and second.waits == at + 1
+        assert first.extensions.extend(100) is None, "the third has not mapped it"
+        assert third.extensions.admit() == at + 1
+        assert first.extensions.extend(100) == ((2 + at) * PART, PART) and not first.extensions.pending
+        memory = driver.mapped[first.window.address + (2 + at) * PART]
+        assert [driver.mapped[one.window.peers[0] + (2 + at) * PART] for one in ranks] == [memory] * 3
+    assert driver.handles == {}
+    close(ranks, driver)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_ranks_extend_their_windows_at_the_same_time(install_driver: Install, kind: str) -> None:
+    driver = install_driver(FakeDriver())
+    ranks = opened(kind)
+    for one in ranks:
+        assert one.extensions.extend(PART + 1) is None
+    assert [one.extensions.admit() for one in ranks] == [3, 3, 3]
+    assert [one.extensions.extend(1) for one in ranks] == [(2 * PART, 2 * PART)] * 3
+    assert [one.window.extent(rank) for one in ranks for rank in range(3)] == [4 * PART] * 9
+    close(ranks, driver)
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_a_rank_alone_waits_for_nobody(install_driver: Install, kind: str) -> None:
+    driver = install_driver(FakeDriver())
+    ranks = opened(kind, 1)
+    assert ranks[0].extensions.extend(1) == (2 * PART, PART)
+    close(ranks, driver)
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_addresses_run_out(install_driver: Install, kind: str) -> None:
+    driver = install_driver(FakeDriver())
+    ranks = opened(kind, 1)
+    found = [ranks[0].extensions.extend(PART) for _ in range(7)]
+    # Of three parts of a MiB, the last half is not in the layout of the window.
+    assert found == [(at * PART, PART) for at in range(2, 6)] + [None] * 3
+    assert not ranks[0].extensions.pending
+    close(ranks, driver)
+
+
+@pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"])
+def test_memory_that_is_out_leaves_the_window_as_it_is(install_driver: Install, function: str) -> None:
+    full = False
+
+    def answer(called: str, thread: str) -> Status:
+        return Status.CUDA_ERROR_OUT_OF_MEMORY if full and called == function else Status.CUDA_SUCCESS
+
+    driver = install_driver(FakeDriver(answer))
+    ranks = opened("vmm", 2)
+    full = True
+    assert ranks[0].extensions.extend(1) is None and not ranks[0].extensions.pending
+    full = False
+    assert ranks[0].extensions.extend(1) is None, "it has been tried"
+    assert ranks[0].extensions.offers.value == 0 and ranks[0].window.nbytes == 2 * PART
+    assert driver.handles == {}
+    close(ranks, driver)
+
+
+@pytest.mark.parametrize("function", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_memory_that_a_peer_cannot_map_is_not_used(install_driver: Install, function: str) -> None:
+    fails = False
+
+    def answer(called: str, thread: str) -> Status:
+        return Status.CUDA_ERROR_INVALID_VALUE if fails and called == function else Status.CUDA_SUCCESS
+
+    driver = install_driver(FakeDriver(answer))
+    ranks = opened("vmm", 2)
+    assert ranks[0].extensions.extend(1) is None
+    fails = True
+    assert ranks[1].extensions.admit() == 1
+    fails = False
+    assert ranks[0].extensions.extend(1) is None and ranks[0].extensions.pending
+    assert driver.handles == {}
+    close(ranks, driver)
+
+
+@pytest.mark.parametrize("kind", OPEN)
+@pytest.mark.parametrize("seen", [False, True])
+def test_what_is_released_comes_back_with_its_extensions(install_driver: Install, kind: str, seen: bool) -> None:
+    """Also what a peer has not mapped before."""
+    driver = install_driver(FakeDriver())
+    ranks = opened(kind)
+    assert ranks[0].extensions.extend(2 * PART) is None
+    if seen:
+        for one in ranks:
+            one.extensions.admit()
+        assert ranks[0].extensions.extend(1) == (2 * PART, 2 * PART)
+    together = threading.Barrier(3)
+
+    def pause(group: LocalRank) -> None:
+        one = ranks[group.rank]
+        one.window.release()
+        together.wait()
+        assert one.window.nbytes == PART
+        together.wait()
+        size = (3 if group.rank == 0 else 1) * PART
+        assert one.window.restore(group) == (one.window.address + PART, size)
+        one.extensions.publish()
+
+    assert run_ranks(3, pause) == [None] * 3
+    for one in ranks:
+        one.extensions.admit()
+        assert [one.window.extent(rank) for rank in range(3)] == [4 * PART, 2 * PART, 2 * PART]
+    if not seen:
+        assert ranks[0].extensions.extend(1) == (2 * PART, 2 * PART)
+    assert ranks[0].extensions.extend(1) is None
+    for one in ranks:
+        one.extensions.admit()
+    assert ranks[0].extensions.extend(1) == (4 * PART, PART)
+    assert driver.handles == {}
+    close(ranks, driver)
+
+
+def test_other_users_and_other_messages_are_not_heard(install_driver: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = install_driver(FakeDriver())
+    ranks = opened("vmm", 2)
+    first, second = ranks
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(second.extensions._socket.getsockname())
+        stranger.send(b"hello")
+    second.extensions.admit()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert first.extensions.extend(1) is None and not first.extensions.pending, "its peer seems to be of another user"
+    assert second.window.extent(0) == 2 * PART
+    close(ranks, driver)
+
+
+def test_windows_of_libraries_and_between_hosts_keep_their_size(install_driver: Install) -> None:
+    driver = install_driver(FakeDriver())
+    found = run_ranks(
+        2,
+        lambda group: vmm.open_window(
+            group, 3 << 20, torch.device("cuda", group.rank), 20.0, resident=100, fabric=True, more=MORE
+        ),
+    )
+    assert [windows.extensible(window) for window in found] == [None, None]  # type: ignore[arg-type]
+    assert windows.extensible(None) is None
+    for window in found:
+        window.close()  # type: ignore[attr-defined]
+    found.clear()
+    del window
+    gc.collect()
+    assert driver.nothing_left
