@@ -66,8 +66,8 @@ class Buffer(Bound):
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
         capacity_factor: rows a round makes room for, as a multiple of those of even routing, `max_tokens * topk`;
             math.inf: the worst case.  Default: 1.5, or as many as fit 512 MiB.  dispatch() says what becomes of more.
-        window_bytes: room for the outputs of rounds, in bytes; default: two such rounds.  Of outputs that stay alive,
-            those that find no room are copied out of it.
+        window_bytes: room for the outputs of rounds that the window opens with, in bytes; default: two such rounds.
+            It grows where outputs stay alive; where it can't, those that find no room are copied out of it.
         wire: None: the sums that ranks return in combine travel in the dtype of `y`, each rounded once; "exact": in
             float32; "fp8", "int8": in one byte, with scales.  See combine(), whose argument of that name is for one
             call.

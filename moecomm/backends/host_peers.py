@@ -19,8 +19,8 @@ class HostPeers:
     """See moecomm.ranks.peers.Peers.  Opening is collective.
 
     Attributes:
-        more: addresses behind the memory, of which `more` were asked for; 0: some rank may not have so many.
-            They take memory where they are written.
+        more: bytes of addresses behind the memory: those asked for, or 0 where some rank can't have as many.  They
+            take memory where they are written.
 
     Raises:
         Unsupported: there is no such memory on some rank, or it can't be passed on.
@@ -36,6 +36,8 @@ class HostPeers:
             try:
                 window, mapped = open_windows(ranks, nbytes + more, timeout_s)
             except Unsupported:  # `ulimit -v`, for instance
+                if more == 0:
+                    raise
                 more = 0
                 window, mapped = open_windows(ranks, nbytes, timeout_s)
             for peer in mapped:

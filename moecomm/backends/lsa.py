@@ -300,7 +300,7 @@ class LsaSession:
         """See Session."""
         if self._extensions is None or self._window is None:
             return None
-        with torch.cuda.device(self.device), cuda_driver.relaxed_captures(self.capturing()):
+        with torch.cuda.device(self.device), cuda_driver.relaxed_captures():
             found = self._extensions.extend(nbytes)
         self.nbytes = self._window.nbytes
         return found
@@ -308,7 +308,7 @@ class LsaSession:
     def admit(self) -> int:
         """See Session."""
         assert self._extensions is not None, "there is an offer"
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), cuda_driver.relaxed_captures():
             return self._extensions.admit()
 
     def require_releasable(self) -> None:

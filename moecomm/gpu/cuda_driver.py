@@ -166,11 +166,8 @@ def relax_captures() -> None:
 
 
 @contextmanager
-def relaxed_captures(capturing: bool) -> Iterator[None]:
-    """Map memory in a thread that captures a graph: in other modes a driver may end the capture for it."""
-    if not capturing:
-        yield
-        return
+def relaxed_captures() -> Iterator[None]:
+    """Wait and map memory while this thread or another one captures a graph, which that would otherwise end."""
     relaxed = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:

@@ -182,7 +182,8 @@ class Session(Maskable, Protocol):
 
         Returns:
             Its offset in the window, and its bytes: peers reach it in the rounds of calls from now on.  None: there is
-            no more, or not all peers have mapped it yet.
+            no more, or not all peers have mapped it yet.  What they have mapped later may be what an earlier call asked
+            for, and smaller.
         """
         ...
 

@@ -20,6 +20,7 @@ from moecomm.backends.reach import Layout, Reach
 from moecomm.gpu import cuda_driver
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.rendezvous import Alone
+from moecomm.rounds.state import RoundState
 from moecomm.window import gpu_calls
 from moecomm.window.memory import OwnMemory
 
@@ -148,6 +149,58 @@ def test_a_failure_of_one_rank_closes_the_windows_of_all() -> None:
         return peers.reach.opened.closed  # type: ignore[attr-defined]
 
     assert run_ranks(2, body) == [True, True]
+
+
+class ExtensibleMemory(HostMemoryWindow):
+    """A window with as much memory again behind it, which is extended by a step at a time."""
+
+    STEP = 4096
+
+    def __init__(self, ranks: Rendezvous, nbytes: int) -> None:
+        self._size, self.more = nbytes, nbytes
+        super().__init__(ranks, 2 * nbytes)
+        self.nbytes = nbytes
+
+    def extend(self, nbytes: int) -> tuple[int, int, None]:
+        assert nbytes <= self.STEP
+        self.nbytes += self.STEP
+        return self.nbytes - self.STEP, self.STEP, None
+
+    def extent(self, rank: int) -> int:
+        return self.STEP * (1 + 2 * self._size // self.STEP)
+
+
+def test_a_session_extends_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peer maps the memory in the next call that is not captured."""
+    monkeypatch.setattr(lsa.plain_kernel, "load", lambda *_: 0)
+    monkeypatch.setattr(lsa.cuda_driver, "relaxed_captures", contextlib.nullcontext)
+    monkeypatch.setattr(windows, "extensible", lambda window: window)
+    monkeypatch.setattr(FakeReach, "open_window", lambda self, layout: ExtensibleMemory(self.ranks, layout.bytes))
+    monkeypatch.setattr(FakeReach, "watch", lambda self, abort_word: None)
+    sessions: list[Any] = run_ranks(2, lambda group: lsa.LsaSession(group, shape_of(2), DEVICE, 5.0, FakeReach))
+    assert not [error for error in sessions if isinstance(error, Exception)]
+    first, second = sessions
+    size, heap = first.nbytes, shape_of(2).heap_bytes
+    assert first.extensible == size and first.context.shape.heap_bytes == heap + size
+    assert first.context.in_heap(first.context.peers[0] + 2 * size - 256)
+    assert first.extend(100) is None and first.extending and first.nbytes == size + ExtensibleMemory.STEP
+    capturing = True
+    monkeypatch.setattr(second, "capturing", lambda: capturing)
+    rounds = RoundState.__new__(RoundState)
+    rounds.session = rounds._session = second
+    rounds.offers, rounds._admitted, rounds._open, rounds.released = second.offers, 0, True, False
+    rounds.admit()
+    assert first.extend(100) is None
+    capturing = False
+    for _ in range(2):
+        rounds.admit()
+        assert rounds._admitted == 1
+    assert first.extend(100) == (size, ExtensibleMemory.STEP) and not first.extending
+    for session in sessions:
+        session.close()
+    assert first.extend(100) is None
+    rounds._open = False
+    rounds.admit()
 
 
 def test_a_session_of_a_buffer_stands_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

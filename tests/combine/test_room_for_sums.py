@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moecomm import Routed
-from moecomm.backends.host import HostSession
 from moecomm.base import packets
 from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_combine
@@ -79,7 +78,7 @@ def test_none_where_rows_go_through_the_ring(pair: LocalBuffers, monkeypatch: py
     here, buffer = arrived(pair, "expert"), pair.buffers[0]
     given = prepare_combine(buffer, here.x, here.handle, topk_weights=torch.rand(TOKENS, TOPK))
     assert given.args.reduced_rows == 0, "source ranks give the weights"
-    monkeypatch.setattr(HostSession, "extend", lambda session, nbytes: None)
+    monkeypatch.setattr(buffer.rounds.memory, "_extend_window", lambda nbytes: None)
     kept = []
     while (block := buffer.rounds.memory.arena.allocate(here.x.nbytes)) is not None:
         kept.append(block)

@@ -122,6 +122,89 @@ def test_a_larger_round_enlarges_the_reserve() -> None:
     assert kept
 
 
+class Addresses:
+    """Memory behind a heap; an extension is of use after some calls that ask for it."""
+
+    def __init__(self, begin: int, calls: int) -> None:
+        self._end, self._calls, self._asked = begin, calls, 0
+        self._offered: tuple[int, int] | None = None
+
+    def extend(self, nbytes: int) -> tuple[int, int] | None:
+        if self._offered is None:
+            self._offered, self._asked = (self._end, -(-nbytes // 4096) * 4096), 0
+            self._end += self._offered[1]
+        self._asked += 1
+        if self._asked <= self._calls:
+            return None
+        offered, self._offered = self._offered, None
+        return offered
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_kept_finds_room_in_extensions(seed: int, calls: int) -> None:
+    """Tables and rows of eager rounds and captures, and what they need meanwhile: no two of them meet."""
+    rng, capturing = random.Random(seed), False
+    end, reserve = 1 << 18, 1 << 16
+    behind = Addresses(end, calls)
+    arena = _native.Arena(256, end - 256)
+    memory = WindowMemory(arena, lambda: capturing, tables=1 << 13, reserve=reserve, extend=behind.extend)
+    kept: list[_native.Block] = []
+    replayed: set[range] = set()
+    outside, most = 0, 0
+    for step in range(800):
+        capturing = rng.random() < 0.2
+        blocks = list(memory.allocate(rng.randrange(1 << 10), rng.randrange(reserve - (1 << 10) - 512)))
+        stay = [block for block in blocks if memory.stays(block)]
+        outside += step >= 600 and len(stay) < 2
+        del blocks
+        scratch = memory.scratch(rng.randrange(reserve)) if rng.random() < 0.3 else None
+        if capturing:
+            replayed |= ranges(stay) | ({range(scratch.offset, scratch.end)} if scratch is not None else set())
+        else:
+            kept += stay
+        spans = sorted((block.offset, block.end) for block in kept)
+        assert scratch is None or not any(scratch.offset < stop and start < scratch.end for start, stop in spans)
+        del scratch, stay
+        rng.shuffle(kept)
+        del kept[rng.randrange(40) :]
+        most = max(most, len(kept))
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+        assert not any(start < graph.stop and graph.start < stop for start, stop in spans for graph in replayed)
+        assert not any(start < end and stop > end - reserve for start, stop in spans), "the reserve is empty"
+    assert outside == 0 and most > 20 and memory.nbytes > end
+    kept.clear()
+    assert memory.held == 0 and memory.used > 0, "graphs keep their pieces"
+
+
+def test_a_capture_leaves_room_for_a_round_beside_it() -> None:
+    capturing = True
+    behind = Addresses(1 << 16, 0)
+    arena = _native.Arena(0, 1 << 16)
+    memory = WindowMemory(arena, lambda: capturing, tables=1024, reserve=1 << 15, extend=behind.extend)
+    captured = memory.allocate(1000, 30_000)
+    assert all(block.end <= (1 << 15) for block in captured) and memory.nbytes > 1 << 16
+    size, capturing = memory.nbytes, False
+    eager = memory.allocate(1000, 30_000)
+    assert all(map(memory.stays, eager)) and memory.nbytes == size
+
+
+def test_what_is_larger_than_the_reserve_finds_room_in_extensions() -> None:
+    capturing = False
+    behind = Addresses(1 << 16, 0)
+    memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: capturing, reserve=1 << 14, extend=behind.extend)
+    large = [*memory.allocate(1000, 1 << 18), memory.rows(1 << 17), memory.scratch(1 << 19)]
+    assert all(map(memory.stays, large))
+    capturing = True
+    scratch = memory.scratch(1 << 20)
+    place = ranges([scratch])
+    del scratch
+    capturing = False
+    assert ranges([memory.scratch(1 << 20)]).isdisjoint(place), "a replay writes there"
+    capturing = True
+    assert ranges([memory.scratch(1 << 20)]) == place
+
+
 def test_copies_are_told_once() -> None:
     memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, reserve=1 << 14)
     with pytest.warns(UserWarning, match=f"window_bytes={(1 << 16) + (1 << 14)} "):
