@@ -31,6 +31,7 @@ from moecomm.base.sampling import RowTables
 from moecomm.gpu import cuda_driver, expert_table, plain_kernel
 from moecomm.ranks.collective import all_or_none
 from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.pages import EXTENSIONS
 from moecomm.ranks.session import Schedule
 from moecomm.rounds import failures
 
@@ -170,7 +171,8 @@ class LsaSession:
             self.extensible = 0 if extensible is None else extensible.more
             shape.heap_bytes += self.extensible
             if extensible is not None:
-                self._extensions = Extensions(extensible, ranks, timeout_s, self.synchronize)
+                words = None if self.pages is None else [page + EXTENSIONS for page in self.pages.addresses]
+                self._extensions = Extensions(extensible, ranks, words, timeout_s, self.synchronize)
             self.context = self._make_context(ranks.rank, shape, self._window.peers)
             self._counters = GpuCounters(peers, self._window.address, self.context.window, counters)
             self._masks = GpuMasks(peers, self.context, self._window)

@@ -15,11 +15,12 @@ from moecomm import _native
 from moecomm.errors import Unsupported
 
 PAGE_BYTES = 128 << 10
+EXTENSIONS = PAGE_BYTES - 1024  # offset of what windows that grow use: moecomm.backends.windows.extensions
 LEFT = 0  # a word: its rank has announced that it leaves
 CALLS, KEPT_CALLS = 256, 64  # words of 8 bytes: what calls of several Buffers its rank has made last
 _DECISION, _VERSION, _ERROR, _VALUES = 64, 128, CALLS + 8 * KEPT_CALLS, 1536  # offsets
 _ERROR_TEXT = _ERROR + 8  # behind the number of bytes, and of the last round before
-_ROOM = (PAGE_BYTES - _VALUES) // 2  # of each of two copies of a rank's values; version v is in copy v % 2
+_ROOM = (EXTENSIONS - _VALUES) // 2  # of each of two copies of a rank's values; version v is in copy v % 2
 _ENTRY = struct.Struct("<II")  # bytes of a key, and of its value
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-4, 2e-3
 _RANK_BITS = 10

@@ -41,7 +41,7 @@ class Opened:
 
     def __init__(self, group: LocalRank, kind: str) -> None:
         self.window, self.waits = OPEN[kind](group), 0
-        self.extensions = Extensions(self.window, group, 20.0, self._wait)
+        self.extensions = Extensions(self.window, group, None, 20.0, self._wait)
 
     def _wait(self) -> None:
         self.waits += 1
@@ -204,6 +204,38 @@ def test_other_users_and_other_messages_are_not_heard(install_driver: Install, m
     assert first.extensions.extend(1) is None and not first.extensions.pending, "its peer seems to be of another user"
     assert second.window.extent(0) == 2 * PART
     close(ranks, driver)
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_a_rank_without_so_many_addresses(install_driver: Install, kind: str) -> None:
+    """All ranks open a window that keeps its size."""
+    reserved = []
+
+    class Driver(FakeDriver):
+        def cuMemAddressReserve(self, nbytes: int, *how: int) -> tuple[Any, ...]:
+            if threading.current_thread().name == "rank1" and nbytes > MORE:
+                return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+            reserved.append(nbytes)
+            return super().cuMemAddressReserve(nbytes, *how)
+
+    driver = install_driver(Driver())
+    peer = windows.Peer(b"host", b"gpu", "vmm")
+
+    def body(group: LocalRank) -> Any:
+        group.in_process = kind == "local"
+        return windows.open_window(
+            group, [peer] * 2, 3 << 20, torch.device("cuda", group.rank), 20.0, resident=100, more=MORE
+        )
+
+    found = run_ranks(2, body)
+    assert [windows.extensible(window) for window in found] == [None, None], found
+    assert reserved[-1] == 2 * PART
+    for window in found:
+        window.close()
+    found.clear()
+    del window
+    gc.collect()
+    assert driver.nothing_left
 
 
 def test_windows_of_libraries_and_between_hosts_keep_their_size(install_driver: Install) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -143,7 +145,7 @@ def open_window(
 ) -> Window:
     """A window of at least `nbytes` on every rank, of which at least `resident` are never released.  Collective.
 
-    `more`: addresses behind it, where its kind has such: see extensible().
+    `more`: addresses behind it, where its kind has such and all ranks can have so many: see extensible().
 
     Ranks of one process share addresses.  Otherwise MOECOMM_WINDOW decides, and without it CUDA VMM makes windows of
     one host, and NCCL those of several where it can.
@@ -153,7 +155,7 @@ def open_window(
         Unsupported: no kind of window works, or the one asked for does not.
     """
     if ranks.in_process or ranks.ranks == 1:
-        return local.open_window(ranks, nbytes, device, resident=resident, more=more)
+        return _with_addresses(more, partial(local.open_window, ranks, nbytes, device, resident=resident))
     wanted, one_host = peers[ranks.rank].window, len({peer.host for peer in peers}) == 1
     if wanted == "nccl" or (wanted is None and not one_host):
         try:
@@ -174,7 +176,20 @@ def open_window(
                 f"rank {away} runs on another host or in another container, where file descriptors can't be passed, "
                 f"and the driver has no FABRIC memory handles for {torch.cuda.get_device_name(device)}"
             )
-    return vmm.open_window(ranks, nbytes, device, timeout_s, resident=resident, fabric=not one_host, more=more)
+    sizes, fabric = (ranks, nbytes, device, timeout_s), not one_host
+    return _with_addresses(more, partial(vmm.open_window, *sizes, resident=resident, fabric=fabric))
+
+
+def _with_addresses(more: int, open_one: Callable[..., Window]) -> Window:
+    """Open a window with `more` addresses, or without where some rank can't have so many.  Collective."""
+    try:
+        return open_one(more=more)
+    except NoRoom:
+        raise
+    except Unsupported:
+        if more == 0:
+            raise
+        return open_one(more=0)
 
 
 def nccl_missing(peers: list[Peer]) -> str:

@@ -16,19 +16,19 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from moecomm import _native
 from moecomm.backends.windows import ExtensibleWindow
-from moecomm.ranks.collective import MappedWindow, close_descriptors, open_windows
+from moecomm.ranks.collective import close_descriptors, open_windows
 from moecomm.ranks.group import Rendezvous
 
 log = logging.getLogger("moecomm")
 
-_PAGE_BYTES = 4096
-# Offsets in a rank's page: offers of all ranks so far, a u64 in that of rank 0 alone; the name of the rank's socket;
-# u32 by rank, the extent of its window that the rank has mapped, in units.
+BYTES = 512  # of a rank's words
+# Their offsets: offers of all ranks so far, a u64 of rank 0 alone; the name of the rank's socket; u32 by rank, the
+# extent of its window that the rank has mapped, in units.
 _OFFERS, _NAME, _EXTENTS = 0, 64, 128
 _NAME_BYTES, _UNIT = 16, 4096
 _OFFER = struct.Struct("<IQQ")  # rank, offset, bytes
@@ -45,12 +45,18 @@ class Extensions:
     Args:
         window: of this rank.
         ranks: of the group.
+        words: addresses of BYTES zeroed bytes of each rank, by rank; None: ranks are threads, and have none yet.
         timeout_s: for the opening.
         synchronize: waits for the rounds that this rank has launched.
     """
 
     def __init__(
-        self, window: ExtensibleWindow, ranks: Rendezvous, timeout_s: float, synchronize: Callable[[], None]
+        self,
+        window: ExtensibleWindow,
+        ranks: Rendezvous,
+        words: Sequence[int] | None,
+        timeout_s: float,
+        synchronize: Callable[[], None],
     ) -> None:
         self._window, self._synchronize, self._rank = window, synchronize, ranks.rank
         self._offered: tuple[int, int] | None = None  # offset and bytes, until all peers have mapped them
@@ -61,11 +67,11 @@ class Extensions:
             name = secrets.token_bytes(_NAME_BYTES)
             self._socket.bind(b"\0" + name)
             self._socket.listen(ranks.ranks)
-            page, self._pages = open_windows(ranks, _PAGE_BYTES, timeout_s)
-            ctypes.memmove(page.address + _NAME, name, _NAME_BYTES)
-            self._page: _native.HostWindow | None = page
+            self._opened = [] if words is not None else open_windows(ranks, BYTES, timeout_s)[1]
+            self._words = [page.address for page in self._opened] if words is None else list(words)
+            ctypes.memmove(self._words[self._rank] + _NAME, name, _NAME_BYTES)
             undo.pop_all()
-        self.offers = ctypes.c_uint64.from_address(self._pages[0].address + _OFFERS)
+        self.offers = ctypes.c_uint64.from_address(self._words[0] + _OFFERS)
 
     @property
     def pending(self) -> bool:
@@ -91,18 +97,14 @@ class Extensions:
 
     def publish(self) -> None:
         """Tell peers how much of their windows is mapped here, while no kernel of this rank runs."""
-        if self._page is not None:
-            for rank in range(len(self._pages)):
-                word = self._page.address + _EXTENTS + 4 * rank
-                _native.store_word(word, self._window.extent(rank) // _UNIT)
+        for rank in range(len(self._words)):
+            word = self._words[self._rank] + _EXTENTS + 4 * rank
+            _native.store_word(word, self._window.extent(rank) // _UNIT)
 
     def close(self) -> None:
-        """Let go of the pages.  Idempotent."""
+        """Offer and map nothing any more.  Idempotent."""
         self._socket.close()
-        self._page = None
-        pages, self._pages = self._pages, []
-        for page in pages:
-            page.close()
+        self._opened = []  # a thread that still reads its words keeps them
 
     def _offer(self, nbytes: int) -> None:
         """Map memory and send it to all peers.  A failure is the last attempt."""
@@ -118,15 +120,17 @@ class Extensions:
             log.info("rank %d: the window keeps its size: %s", self._rank, error)
             return
         self._offered = begin, size
-        counter = self._pages[0].address + _OFFERS
+        if len(self._words) == 1:  # nobody has to map it
+            return
+        counter = self._words[0] + _OFFERS
         while not _native.replace_word(counter, before := _native.read_long_word(counter), before + 1):
             pass
 
     def _send(self, offer: bytes, descriptor: int) -> None:
-        for rank, page in enumerate(self._pages):
+        for rank, words in enumerate(self._words):
             if rank == self._rank:
                 continue
-            name = ctypes.string_at(page.address + _NAME, _NAME_BYTES)
+            name = ctypes.string_at(words + _NAME, _NAME_BYTES)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as peer:
                 peer.connect(b"\0" + name)
                 _check_user(peer)
@@ -146,7 +150,7 @@ class Extensions:
                     _check_user(connection)
                     offer, descriptors, *_ = socket.recv_fds(connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
                 rank, begin, size = _OFFER.unpack(offer)
-                if rank < len(self._pages) and rank != self._rank and descriptors:
+                if rank < len(self._words) and rank != self._rank and descriptors:
                     self._window.extend_peer(rank, begin, size, descriptors[0])
             except (RuntimeError, OSError, struct.error) as error:
                 log.info("rank %d: memory of a peer could not be mapped: %s", self._rank, error)
@@ -156,8 +160,8 @@ class Extensions:
     def _is_mapped(self, extent: int) -> bool:
         """Return whether all peers have mapped so much of this rank's window."""
         own = _EXTENTS + 4 * self._rank
-        peers: list[MappedWindow] = [page for rank, page in enumerate(self._pages) if rank != self._rank]
-        return all(_native.read_word(page.address + own) * _UNIT >= extent for page in peers)
+        peers = [words for rank, words in enumerate(self._words) if rank != self._rank]
+        return all(_native.read_word(words + own) * _UNIT >= extent for words in peers)
 
 
 def _check_user(connection: socket.socket) -> None:
