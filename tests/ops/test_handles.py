@@ -14,6 +14,7 @@ import moecomm
 from moecomm import ops
 from moecomm.backends import host
 from moecomm.base.protocol import LAYOUTS
+from tests.little_room import fixed_windows
 from tests.ops.ranks import Case, case, on_threads
 
 
@@ -170,7 +171,9 @@ def test_nothing_is_freed_before_the_backward_pass_and_everything_after_it() -> 
             gc.collect()
             return result, in_window, buffer.rounds.memory.used
 
-    for rank, (result, in_window, used) in enumerate(on_threads(2, body)):
+    with fixed_windows():
+        found = on_threads(2, body)
+    for rank, (result, in_window, used) in enumerate(found):
         assert_close(result, expected(c, rank, layers=layers))
         assert in_window[0] and not in_window[layers - 1]
         assert in_window == in_window[:layers] * 3, "not all memory came back after a backward pass"
