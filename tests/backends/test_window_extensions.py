@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
@@ -15,6 +16,7 @@ import torch
 from moecomm.backends import windows
 from moecomm.backends.windows import local, vmm
 from moecomm.backends.windows.extensions import Extensions
+from moecomm.errors import Unsupported
 from moecomm.ranks.rendezvous import LocalRank
 from tests.backends.conftest import run_ranks
 from tests.backends.fake_driver import FakeDriver, Status
@@ -189,6 +191,30 @@ def test_what_is_released_comes_back_with_its_extensions(install_driver: Install
     assert ranks[0].extensions.extend(1) == (4 * PART, PART)
     assert driver.handles == {}
     close(ranks, driver)
+
+
+def test_a_rank_without_descriptors_fails_all(install_driver: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, make = install_driver(FakeDriver()), socket.socket
+
+    def refuse(*how: Any) -> socket.socket:
+        if threading.current_thread().name == "rank1":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return make(*how)
+
+    def body(group: LocalRank) -> None:
+        window = open_vmm(group)
+        group.all_gather(b"")
+        monkeypatch.setattr(socket, "socket", refuse)
+        try:
+            Extensions(window, group, None, 20.0, lambda: None)
+        finally:
+            window.close()
+
+    found = run_ranks(2, body)
+    assert [type(error) for error in found] == [Unsupported] * 2 and "Too many open files" in str(found[0])
+    found.clear()
+    gc.collect()
+    assert driver.nothing_left
 
 
 def test_other_users_and_other_messages_are_not_heard(install_driver: Install, monkeypatch: pytest.MonkeyPatch) -> None:

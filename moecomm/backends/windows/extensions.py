@@ -21,7 +21,7 @@ from contextlib import ExitStack
 
 from moecomm import _native
 from moecomm.backends.windows import ExtensibleWindow
-from moecomm.ranks.collective import close_descriptors, open_windows
+from moecomm.ranks.collective import all_or_none, close_descriptors, open_windows
 from moecomm.ranks.group import Rendezvous
 
 log = logging.getLogger("moecomm")
@@ -61,15 +61,16 @@ class Extensions:
         self._window, self._synchronize, self._rank = window, synchronize, ranks.rank
         self._offered: tuple[int, int] | None = None  # offset and bytes, until all peers have mapped them
         self._refused = False
+        self._opened = [] if words is not None else open_windows(ranks, BYTES, timeout_s)[1]
+        self._words = [page.address for page in self._opened] if words is None else list(words)
         with ExitStack() as undo:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-            undo.callback(self._socket.close)
-            name = secrets.token_bytes(_NAME_BYTES)
-            self._socket.bind(b"\0" + name)
-            self._socket.listen(ranks.ranks)
-            self._opened = [] if words is not None else open_windows(ranks, BYTES, timeout_s)[1]
-            self._words = [page.address for page in self._opened] if words is None else list(words)
-            ctypes.memmove(self._words[self._rank] + _NAME, name, _NAME_BYTES)
+            with all_or_none(ranks):  # peers find the names of all sockets
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+                undo.callback(self._socket.close)
+                name = secrets.token_bytes(_NAME_BYTES)
+                self._socket.bind(b"\0" + name)
+                self._socket.listen(ranks.ranks)
+                ctypes.memmove(self._words[self._rank] + _NAME, name, _NAME_BYTES)
             undo.pop_all()
         self.offers = ctypes.c_uint64.from_address(self._words[0] + _OFFERS)
 
