@@ -5,9 +5,11 @@ Windows grow at once, or later, or have a fixed size.  Outputs without room are 
 
 from __future__ import annotations
 
+import resource
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from moecomm.testing import LocalBuffers, random_sizes
 
 from .backends.conftest import run_ranks
 from .compat.together import together
+from .conftest import Ranks
 from .few import few
 from .keeper import Keeper, draw, window_for
 from .little_room import fixed_windows, late_windows
@@ -205,10 +208,10 @@ def test_nothing_is_copied_when_windows_have_grown() -> None:
 
 
 def test_a_round_that_is_larger_than_the_window() -> None:
-    """The reserve has room for the default number of rows; this one asks for the worst case beside kept outputs."""
+    """It has no room where windows have a fixed size."""
 
     def body(group: Any) -> None:
-        with moecomm.Buffer(group, **SIZES, backend="host", window_bytes=WINDOW // 3, capacity_factor=0.5) as buffer:
+        with moecomm.Buffer(group, **SIZES, backend="host", window_bytes=8000, capacity_factor=0.5) as buffer:
             given = draw(TOKENS, HIDDEN, EXPERTS, TOPK, group.rank)
             kept = [buffer.dispatch(**given) for _ in range(6)]
             for _ in range(6):
@@ -217,6 +220,53 @@ def test_a_round_that_is_larger_than_the_window() -> None:
                 assert torch.equal(out, (given["x"].float() * TOPK).bfloat16())
 
     results(run_ranks(2, body))
+    with fixed_windows():
+        assert {type(error) for error in run_ranks(2, body)} == {moecomm.BadInput}
+
+
+def _keeps(rank: int, group: Any) -> list[int]:
+    with moecomm.Buffer(group, **SIZES, backend="host", timeout_s=60, window_bytes=WINDOW) as buffer:
+        sizes, kept = [buffer.nbytes], []
+        for layer in range(40):
+            given = draw(TOKENS, HIDDEN, EXPERTS, TOPK, 2 * layer + rank)
+            routed = buffer.dispatch(**given, layout=LAYOUTS[layer % 3])
+            kept.append((given, routed, routed.x.clone()))
+        for given, routed, rows in kept:
+            assert torch.equal(routed.x, rows)
+            if routed.handle.layout == "expert":
+                out = buffer.combine(routed.x, routed.handle, weighted=False)
+                assert torch.equal(out, (given["x"].float() * TOPK).bfloat16())
+        sizes.append(buffer.nbytes)
+        del routed, kept, rows, out
+        buffer.release_memory()
+        sizes.append(buffer.nbytes)
+        buffer.restore()
+        routed = buffer.dispatch(**given)
+        assert len(routed.x) > 0
+        return [*sizes, buffer.nbytes]
+
+
+def test_windows_of_processes_grow_and_are_released(ranks: Ranks) -> None:
+    for opened, grown, released, restored in ranks.run(2, _keeps):
+        assert released < opened < grown == restored
+
+
+def _with_few_addresses(rank: int, group: Any) -> int:
+    if rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + (8 << 30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with moecomm.Buffer(group, **SIZES, backend="host", timeout_s=60) as buffer:
+        given = draw(TOKENS, HIDDEN, EXPERTS, TOPK, rank)
+        kept = [buffer.dispatch(**given, layout="expert") for _ in range(40)]
+        for routed in kept:
+            out = buffer.combine(routed.x, routed.handle, weighted=False)
+            assert torch.equal(out, (given["x"].float() * TOPK).bfloat16())
+        return buffer.rounds.session.extensible
+
+
+def test_windows_keep_their_size_where_a_rank_has_few_addresses(ranks: Ranks) -> None:
+    assert ranks.run(2, _with_few_addresses) == [0, 0]
 
 
 def test_an_error_that_is_kept_takes_no_room() -> None:

@@ -122,7 +122,7 @@ class WindowMemory:
             f"a window of {self.nbytes} bytes has no room for further outputs beside those that are alive or belong to "
             f"graphs: new ones are copied out of it.  Keep fewer outputs, or "
             f"open the Buffer with window_bytes={max(self.nbytes, self.used) + self.parts.reserve} for one more round",
-            stacklevel=2,
+            stacklevel=3,
         )
 
     def _enlarge(self, nbytes: int) -> None:
