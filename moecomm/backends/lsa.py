@@ -172,7 +172,7 @@ class LsaSession:
             shape.heap_bytes += self.extensible
             if extensible is not None:
                 words = None if self.pages is None else [page + EXTENSIONS for page in self.pages.addresses]
-                self._extensions = Extensions(extensible, ranks, words, timeout_s, self.synchronize)
+                self._extensions = Extensions(extensible, ranks, words, timeout_s, self._await_launched)
             self.context = self._make_context(ranks.rank, shape, self._window.peers)
             self._counters = GpuCounters(peers, self._window.address, self.context.window, counters)
             self._masks = GpuMasks(peers, self.context, self._window)
@@ -231,6 +231,13 @@ class LsaSession:
         """Wait for every round enqueued so far."""
         if self._captured:  # a graph may have been replayed on any stream
             torch.cuda.synchronize(self.device)
+        elif self._last is not None:
+            self._await(self._last.record_event())
+
+    def _await_launched(self) -> None:
+        """Wait for the rounds of this rank.  Those of threads that share the GPU may wait for its next one."""
+        if not (self._peers.in_process and self._peers.ranks_of_gpu > 1):
+            self.synchronize()
         elif self._last is not None:
             self._await(self._last.record_event())
 
