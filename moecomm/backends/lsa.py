@@ -361,8 +361,9 @@ class LsaSession:
             self.reach.watch(0)
             raise
         self._window = None
-        if self._extensions is not None:
-            self._extensions.close()
+        extensions, self._extensions = self._extensions, None
+        if extensions is not None:
+            extensions.close()
         self._masks.close()
         self._peers.close()
 

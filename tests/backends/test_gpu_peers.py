@@ -196,8 +196,15 @@ def test_a_session_extends_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
         rounds.admit()
         assert rounds._admitted == 1
     assert first.extend(100) == (size, ExtensibleMemory.STEP) and not first.extending
-    for session in sessions:
-        session.close()
+    gone = weakref.ref(first.owner)
+    gc.disable()
+    try:
+        for session in sessions:
+            session.close()
+            session.reach = None  # which held on to the window for this test
+        assert gone() is None, "no cycle keeps it"
+    finally:
+        gc.enable()
     assert first.extend(100) is None
     rounds._open = False
     rounds.admit()

@@ -50,9 +50,8 @@ class Opened:
 
     def close(self) -> None:
         self.extensions.close()
-        self.extensions.close()
         self.window.close()
-        del self.window, self.extensions
+        del self.window
 
 
 def opened(kind: str, ranks: int = 3) -> list[Opened]:

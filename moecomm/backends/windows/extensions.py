@@ -103,9 +103,10 @@ class Extensions:
             _native.store_word(word, self._window.extent(rank) // _UNIT)
 
     def close(self) -> None:
-        """Offer and map nothing any more.  Idempotent."""
+        """Let go of the window, and offer and map nothing any more.  Once."""
         self._socket.close()
         self._opened = []  # a thread that still reads its words keeps them
+        del self._window, self._synchronize
 
     def _offer(self, nbytes: int) -> None:
         """Map memory and send it to all peers.  A failure is the last attempt."""
