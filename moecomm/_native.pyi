@@ -268,6 +268,7 @@ class CombineArgs:
     sum_grads: int
     topk_weights: int
     type: int
+    unsummed: int
     weight_grads: int
     weighted: int
     wire: int

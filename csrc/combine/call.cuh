@@ -87,7 +87,8 @@ struct ReduceShared<cfg, true> {
 
 template <CombineConfig cfg>
 struct CombineShared : CastShared<cfg>, ReduceShared<cfg> {
-    using PullRing = RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel(), cfg.verifies, cfg.scale_bytes(cfg.pull_bytes)>;
+    using PullRing =
+        RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel() || cfg.unsummed, cfg.verifies, cfg.scale_bytes(cfg.pull_bytes)>;
     PullRing pull[cfg.pull_warps];
     StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // work items of this block
     StepCounters<cfg.pull_warps> pulled;                       // chunks of this block
@@ -228,7 +229,7 @@ struct CombineCall {
     // True if rows go to a source rank in packets. The same rule as Packets.carry in moecomm/base/packets.py, by which the source rank
     // chooses its kernel. All ranks know its inputs: how many tokens each rank sent, and that no rank passes gradients of weights.
     MOECOMM_FN bool in_packets(i32 source_rank) const {
-        if (cfg.domains() > 1 || cfg.verifies) return false;
+        if (cfg.domains() > 1 || cfg.verifies || cfg.unsummed) return false;
         const i32 tokens = shared.sent[source_rank].num_tokens;
         const bool few = tokens <= kPacketTokens && tokens * cfg.topk <= kMostPacketEntries;
         return a.weight_grads == 0 && few && shape().packet_bytes > 0 && static_cast<i64>(tokens) * kTokenBytes <= shape().packet_bytes;

@@ -31,6 +31,8 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     if constexpr (Call::cfg.in_place) {
         n.combine.rows = c.a.y - c.a.ctx.peers[c.me()];
         n.combine.pitch = static_cast<u64>(c.a.y_stride);
+        if constexpr (Call::cfg.unsummed && Call::cfg.weighted && !Call::cfg.own_weights)
+            n.combine.weights = c.a.route.row_weights - c.a.ctx.peers[c.me()];
     } else if (c.has_reduced_rows()) {
         n.combine.rows = c.a.reduced_rows - c.a.ctx.peers[c.me()];
         n.combine.pitch = static_cast<u64>(c.reduced_row_pitch());
@@ -196,7 +198,7 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;
     if (cfg.packets && !c.all_in_packets) fence_rows_before_header();
     announce(c);
-    if constexpr (cfg.own_weights) {
+    if constexpr (cfg.own_weights && !cfg.unsummed) {
         if (shared.mine.status == static_cast<u32>(Argument::none)) post_weights(c);
     }
     if constexpr (cfg.domains() > 1) {

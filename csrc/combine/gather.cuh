@@ -20,6 +20,7 @@ namespace moecomm {
 //       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
 //       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
 //       u64* hash                   kHashes: after open(), to which the hash of this lane's row is added.
+//       float factor                kFactors: after open(), what this lane's source is multiplied by before it is added.
 //       void start(target, i32 column, float (&)[n])   kStarts: sets this lane's n columns of the sum before the first source is added.
 template <class Ring, class Role>
 struct Gather {
@@ -123,12 +124,19 @@ struct Gather {
                 load_single(columns, slot, v * kWarp + lane_id());
             } else {
                 widen<kType>(held[v * kWarp + lane_id()], columns);
+                if constexpr (Role::kFactors) scale_by(ring.weights[slot][0], columns);
             }
 #pragma unroll
             for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(sum[v][i], columns[i]);
         }
         __syncwarp();  // the slot is free
         ++used;
+    }
+
+    // Multiplies, and rounds: not a part of a fused multiply-add.
+    MOECOMM_FN static void scale_by(float factor, float (&columns)[kColumns]) {
+#pragma unroll
+        for (i32 i = 0; i < kColumns; ++i) columns[i] = __fmul_rn(factor, columns[i]);
     }
 
     // kScaled: a v-th vector of each lane has kScaledColumns of a piece of so many vectors, and their scales lie behind it. Adds this

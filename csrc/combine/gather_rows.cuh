@@ -13,7 +13,6 @@ namespace moecomm {
 //       u32 inner_lanes()            kNests: the lanes whose sources are added to each other before they are added to those of lower lanes.
 //       void keep_owners(i32 place)  kAddsDomains: stores, for the item just opened, what add_domains needs. An open item keeps its place.
 //       void add_domains(i32 place, target, i32 column, float (&)[n])  kAddsDomains: adds sums of other domains to this lane's n columns.
-//       float factor                 kFactors: after open(), what this lane's source is multiplied by before it is added.
 //       kCasts                       Sums are cast: void cast(const Item&, target, sums, u32 has) stores a piece, and adds its hash; `has`:
 //                                    one bit for each vector in which this lane has columns.
 //       kSets                        An item has one source, whose columns are the sum.

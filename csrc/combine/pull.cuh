@@ -1,4 +1,5 @@
-// Step 3: the source rank pulls the rows of its tokens, at most one from each rank, and adds them in rank order.
+// Step 3: the source rank pulls the rows of its tokens, at most one from each rank, and adds them in rank order; or, unsummed, every row,
+// in the order of k.
 //
 // Rows are pulled, not pushed: rows in the window are read in place and need no receive buffer at the source rank. 16 blocks read at 0.97
 // of the wire; more blocks are slower: 24 read at 0.94, 64 at 0.89 (bench/results/few-sms-h200-4.json; reads alone:
@@ -71,18 +72,28 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, 
     return __all_sync(kAllLanes, in_time);  // before any lane leaves the next credit there
 }
 
-// The role of a pull warp. Lane i serves the i-th rank that holds a part of the token (several domains: ScaleoutSums::kInRing). All lanes
-// call all methods together. Warps divide the work in one of two ways:
+// In lane k, unsummed: the weight of the token's k-th row.
+template <bool weighted>
+struct WeightOfRow {};
+template <>
+struct WeightOfRow<true> {
+    float factor = 1.0f;  // see gather.cuh
+    float next_factor;    // of the next piece's token
+};
+
+// The role of a pull warp. Lane i serves the i-th rank that holds a part of the token (several domains: ScaleoutSums::kInRing); unsummed,
+// the token's i-th row. All lanes call all methods together. Warps divide the work in one of two ways:
 // - Where credits are needed, and with several domains, a chunk belongs to a block, which gives the credit; each warp of the block pulls
 //   every pull_warps-th piece or, with several domains, token.
 // - Otherwise warps claim pieces of all tokens from a counter, or complete tokens where flags have to be checked. Blocks with equally many
 //   tokens have unequally many rows, and few blocks fill the links only while all of them pull.
 template <class Call>
-struct Pull {
+struct Pull : WeightOfRow<Call::cfg.unsummed && Call::cfg.weighted> {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.value_bytes();
-    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = false, kCopies = false, kSets = false, kCasts = false;
+    static constexpr bool kSingles = cfg.single_rows_travel(), kFactors = cfg.unsummed && cfg.weighted, kCopies = false, kSets = false,
+                          kCasts = false;
     static constexpr bool kHashes = cfg.verifies, kHashesSums = false, kStarts = cfg.bias_first;
     static constexpr bool kAddsDomains = cfg.domains() > 1, kSumsInRing = ScaleoutSums<Call>::kInRing;
     static constexpr bool kNests = kSumsInRing && ScaleoutSums<Call>::kOrdered;
@@ -99,8 +110,8 @@ struct Pull {
     i32 nth;                     // the next piece: of the block's, or of all tokens'
     i32 closing;                 // gives_credit: the oldest of its pieces whose sum is not stored
     u32 claimed = 0;             // in lane 0: the claim after that, made early to hide its latency
-    i32 ahead;                   // this lane's slot of the next piece's token
-    i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
+    i32 ahead;                   // this lane's slot of the next piece's token; unsummed: its row
+    i32 owner = -1;              // single rows, unsummed: the owner of that token's k-th expert, in lane k
     const u8* weight = nullptr;  // see gather.cuh
     u64* hash = nullptr;         // likewise
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
@@ -173,11 +184,29 @@ struct Pull {
         look_ahead();
     }
     MOECOMM_FN void look_ahead() {
+        if constexpr (cfg.unsummed) return look_ahead_at_rows();
         ahead = slot_of(token(), nth_rank());
         if constexpr (cfg.domains() > 1) scaleout_sums.look_ahead(token());
         if constexpr (kSingles) {
             const bool has = token() < c.a.num_tokens && lane_id() < cfg.topk;
             owner = has ? reinterpret_cast<const i32*>(c.a.route.token_owner)[static_cast<i64>(token()) * cfg.topk + lane_id()] : -1;
+        }
+    }
+
+    // Loads what is known of the token's k-th row in lane k. Its weight, which is in its owner's window, was written before the header that
+    // publishes it.
+    MOECOMM_FN void look_ahead_at_rows() {
+        ahead = owner = -1;
+        if (token() >= c.a.num_tokens || lane_id() >= cfg.topk) return;
+        const i64 entry = static_cast<i64>(token()) * cfg.topk + lane_id();
+        owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
+        ahead = reinterpret_cast<const i32*>(c.a.route.token_rows)[entry];
+        if constexpr (cfg.own_weights) {
+            this->next_factor = reinterpret_cast<const float*>(c.a.topk_weights)[entry];
+        } else if constexpr (cfg.weighted) {
+            if (owner < 0) return;
+            const u64 weights = c.shared.headers[owner].combine.weights;
+            this->next_factor = __uint_as_float(load_relaxed(c.transport.template peer_ptr<const u32>(owner, weights) + ahead));
         }
     }
 
@@ -198,8 +227,13 @@ struct Pull {
         return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + c.domains().first() + n];
     }
 
-    // Returns the slot of the rank that this lane serves, -1 if none. At most topk ranks hold a token, so 32 lanes are enough.
+    // Returns the slot of the rank that this lane serves, -1 if none. At most topk ranks hold a token, so 32 lanes are enough. Unsummed:
+    // the row that it serves, and its owner.
     MOECOMM_FN i32 slot_of_lane(i32& rank) const {
+        if constexpr (cfg.unsummed) {
+            rank = owner;
+            return owner >= 0 ? ahead : -1;
+        }
         rank = nth_rank();
         if constexpr (cfg.domains() > 1) rank += c.domains().first();
         if constexpr (cfg.scaleup_ranks() <= kWarp) return ahead;
@@ -256,6 +290,7 @@ struct Pull {
                 source = row + column * bytes_of(single ? cfg.type : kType);
             }
             if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
+            if constexpr (kFactors) this->factor = this->next_factor;
             if constexpr (kHashes) hash = c.added_hash(token(), rank);
         } else if constexpr (kSumsInRing) {
             if (const u8* const sum = scaleout_sums.row_of_lane(token())) {

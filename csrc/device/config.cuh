@@ -110,6 +110,7 @@ struct CombineConfig {
     bool weighted;
     bool own_weights;                    // the source ranks give the weights, in place of those that the dispatch carried
     bool in_place;                       // peers read this rank's rows of y in place: nothing is staged
+    bool unsummed;                       // CombineArgs::unsummed; in_place as well
     bool sum_grads;                      // CombineArgs::sum_grads
     bool verifies;                       // CombineArgs::staged_hashes; on all ranks, and without packets
     bool packets;                        // this rank has few tokens and receives its reduced rows in packets

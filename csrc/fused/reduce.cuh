@@ -1,5 +1,6 @@
 // The end of a fused layer at the source rank: weights and adds up the received rows of each token.  The order is that of the ranks and,
-// inside a rank, of k, with a separate sum for each rank: the bits of a combine whose wire dtype is fp32.
+// inside a rank, of k, with a separate sum for each rank: the bits of a combine whose wire dtype is fp32.  Or it is that of k: the bits of
+// one whose rows travel unsummed.
 //
 // A warp computes a piece of a token's row at a time, out of the same piece of the received rows.  Meanwhile the inputs of later pieces
 // load into its slots.  The slots take nearly all of the shared memory, which is what it takes to read at the bandwidth of memory.
@@ -17,6 +18,7 @@ struct ReduceConfig {
     i32 hidden, topk;
     i32 warps, slots;  // warps of a block, slots of a warp
     i32 piece_bytes;   // of a row; a multiple of 16 bytes a lane
+    bool by_k;         // added in the order of k, and in one sum
 
     MOECOMM_BOTH constexpr i32 threads() const { return warps * kWarp; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * 2; }
@@ -74,7 +76,7 @@ struct ReduceWarp {
 #pragma unroll
         for (i32 k = 0; k < h.topk; ++k) {
             const i32 other = __shfl_sync(kAllLanes, owner, k);
-            if (other >= 0 && (other < owner || (other == owner && k < lane))) ++before;
+            if (other >= 0 && (h.by_k ? k < lane : other < owner || (other == owner && k < lane))) ++before;
         }
         const u32 named = __ballot_sync(kAllLanes, owner >= 0);
         if (owner >= 0) {
@@ -111,7 +113,7 @@ struct ReduceWarp {
         i32 of = -1;  // owner of the current part
         for (i32 n = 0; n < slot.count; ++n) {
             const auto entry = slot.entries[n];
-            if (entry.owner != of && of >= 0) end_part();
+            if (!h.by_k && entry.owner != of && of >= 0) end_part();
             of = entry.owner;
 #pragma unroll
             for (i32 v = 0; v < kVectors; ++v) {

@@ -35,7 +35,7 @@ void announce(Combine& c, bool intact) {
 // Send this rank's weights as tagged words: each to the owner of its expert in this domain, all of them to every rank of other domains.
 // The puts precede the round header, whose signal therefore covers them.
 void post_weights(const Combine& c) {
-    if (!c.own_weights) return;
+    if (!c.own_weights || c.unsummed) return;
     const i32* owners = memory<const i32>(c.a.route.token_owner);
     const u32* bits = memory<const u32>(c.a.topk_weights);
     std::vector<u64> words(static_cast<size_t>(c.a.num_tokens * c.topk));

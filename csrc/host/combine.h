@@ -32,10 +32,11 @@ struct Combine {
     // With float32 on the wire and one domain, the only row that a rank has of a token travels as it is, in half the bytes, with its
     // weight, by which the source rank multiplies it. The bits are those of a float32 sum.
     const bool single_rows_travel = !flat && r.domains() == 1 && staged_type == Type::fp32 && type != Type::fp32;
+    const bool unsummed = a.unsummed != 0;         // source ranks read all rows in place, and no rank adds up its own
     const bool own_weights = a.topk_weights != 0;  // combine's caller passes them; the dispatch's weights are not used
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     // The experts' rows are in this rank's window: peers read them there and nothing is staged.
-    const bool in_place = !casts && a.weight_grads == 0 && a.y >= heap() && a.y < window_of(a.ctx, r.me) + a.ctx.window.bytes;
+    const bool in_place = unsummed || (!casts && a.weight_grads == 0 && a.y >= heap() && a.y < window_of(a.ctx, r.me) + a.ctx.window.bytes);
     const i64 grads_at =
         shape.staged_row_bytes - align_up<i64>(topk * sizeof(float), 16);  // offset of the weight gradients in a staged row
     const SourceTokens* const sent = memory<const SourceTokens>(a.route.sent);

@@ -42,17 +42,19 @@ Gather::Contribution Gather::contribution(i32 rank, i32 slot, i32 token) const {
     return {in_place ? nullptr : staged, c_.staged_type, 1.0f};
 }
 
+void Gather::append_in_place(Addends& rows, i32 token, i32 k) const {
+    const i32 owner = tokens_.owners_of(token)[k];
+    const i64 row = tokens_.rows_of(token)[k];
+    const RoundHeader& from = c_.r.header(owner);
+    const u8* published = at<const u8>(c_.a.ctx, owner, from.combine.rows) + row * static_cast<i64>(from.combine.pitch);
+    rows.add(published, c_.type, c_.weight_in_place(owner, row, tokens_.source_rank, token, k));
+}
+
 // Reduce the token's rows at `rank` in place and round as that rank would have staged them, so that both ways give the same bits.
 void Gather::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const {
-    const CombineArgs& a = c_.a;
-    const RoundHeader& from = c_.r.header(rank);
     Addends rows;
-    for (i32 k = 0; k < c_.topk; ++k) {
-        if (tokens_.owners_of(token)[k] != rank) continue;
-        const i64 row = tokens_.rows_of(token)[k];
-        const float weight = c_.weight_in_place(rank, row, tokens_.source_rank, token, k);
-        rows.add(at<const u8>(a.ctx, rank, from.combine.rows) + row * static_cast<i64>(from.combine.pitch), c_.type, weight);
-    }
+    for (i32 k = 0; k < c_.topk; ++k)
+        if (tokens_.owners_of(token)[k] == rank) append_in_place(rows, token, k);
     Sums partial;
     sum_rows(partial.of, rows, column, n);
     if (c_.staged_type == Type::fp32) return add_row(sum, reinterpret_cast<const u8*>(partial.of), Type::fp32, 1.0f, n);
@@ -98,6 +100,11 @@ void Gather::add_up(float* sum, i32 token, i64 column, i64 n, const u8* bias) co
     Addends rows;
     bool one_by_one = false;
     if (bias != nullptr) rows.add(bias, bias_type, 1.0f);
+    if (c_.unsummed) {
+        for (i32 k = 0; k < c_.topk; ++k)
+            if (tokens_.owners_of(token)[k] >= 0) append_in_place(rows, token, k);
+        return sum_rows(sum, rows, column, n);
+    }
     for (i32 p = 0; p < c_.r.scaleup_ranks && !one_by_one; ++p) {
         if (slot[p] < 0) continue;
         const Contribution part = contribution(c_.r.first + p, slot[p], token);

@@ -45,6 +45,8 @@ class Gather {
     Contribution contribution(i32 rank, i32 slot, i32 token) const;
     u64 check_hash(i32 rank, i32 slot, i32 token) const;
     void add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const;
+    // Append the token's k-th row, which its owner publishes.
+    void append_in_place(Addends& rows, i32 token, i32 k) const;
 
     const Combine& c_;
     const Tokens& tokens_;

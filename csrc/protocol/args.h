@@ -163,6 +163,8 @@ struct CombineArgs {
     i32 wire;      // Type of a reduced row as it travels: fp32 is exact; e4m3, int8: with scales; flat rows travel as they are, or in these
     i32 layout;    // Layout of the dispatch
     i32 weighted;  // expert, batched: 1: multiply each row by its routing weight
+    i32 unsummed;  // expert, batched, one domain: 1: source ranks read the rows of y, which is in the window, and add them in the order of
+                   // k
     u64 call;
     i32 workers;
     i32 chunk_tokens;  // of this rank's tokens, as in the dispatch

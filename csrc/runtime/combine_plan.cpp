@@ -52,8 +52,14 @@ bool CombinePlan::in_window(u64 at) const {
     return at >= first + ctx.window.heap && at < first + ctx.window.bytes;
 }
 
+// True if peers can read y where it is, as rows that travel unsummed require, or y is where the plan expects it.
+bool CombinePlan::has_place(const DLTensor& y) const {
+    const bool here = in_window(address_of(y));
+    return args_.unsummed != 0 ? here || is_empty(y) : here == y_in_window_;
+}
+
 bool CombinePlan::is_y(const DispatchArgs& dispatch, const DLTensor& y) const {
-    if (in_window(address_of(y)) != y_in_window_) return false;
+    if (!has_place(y)) return false;
     if (!is_layout(dispatch, Layout::batched)) return is_rows(y, dispatch.max_rows, args_.hidden);
     return is_batch(dispatch, y, 3) && y.shape[2] == args_.hidden && address_of(y) % static_cast<u64>(kRowAlignment) == 0;
 }

@@ -37,6 +37,7 @@ class CombinePlan {
 
   private:
     bool fits(const DispatchArgs& dispatch, const CombineTensors& tensors) const;
+    bool has_place(const DLTensor& y) const;
     bool is_y(const DispatchArgs& dispatch, const DLTensor& y) const;
     bool is_weight_grads(const DispatchArgs& dispatch, const DLTensor& grads) const;
 

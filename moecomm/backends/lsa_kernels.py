@@ -35,7 +35,7 @@ class Kernels:
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """Return the combine kernel for these arguments."""
-        may_be_few = args.weight_grads == 0 and args.staged_hashes == 0
+        may_be_few = args.weight_grads == 0 and args.staged_hashes == 0 and args.unsummed == 0
         return self._load(_Asked(combine_spec(args), args.num_tokens, args.wire, may_be_few))
 
     def compile_for(self, shape: _native.Shape) -> int:
@@ -133,13 +133,14 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         weighted=flat or bool(args.weighted),
         own_weights=args.topk_weights != 0,
         in_place=reads_in_place(args),
+        unsummed=args.unsummed != 0,
         sum_grads=args.weight_grads != 0 and args.sum_grads != 0,
         verifies=args.staged_hashes != 0,
         wide_bias=args.bias_type != args.type,
         bias_first=args.bias_first != 0,
         **_domains(shape),
     )
-    may_be_few = args.weight_grads == 0 and not spec.verifies
+    may_be_few = args.weight_grads == 0 and not (spec.verifies or spec.unsummed)
     return replace(spec, packets=may_be_few and _fit_packets(spec, args.num_tokens, shape))
 
 
@@ -195,10 +196,12 @@ def _fit_packets(spec: jit.KernelSpec, num_tokens: int, shape: _native.Shape) ->
 
 def reads_in_place(args: _native.CombineArgs) -> bool:
     """Return whether peers with many tokens read y in place: flat rows in this rank's window, neither cast nor with
-    gradients.
+    gradients; and rows that travel unsummed.
 
-    Rows of other layouts are added up first: over NVLink a row a (token, expert) is more bytes than a sum.
+    Other rows of other layouts are added up first: over NVLink a row a (token, expert) is more bytes than a sum.
     """
+    if args.unsummed:
+        return True
     return args.layout == _FLAT and args.wire not in _CAST and args.weight_grads == 0 and args.ctx.in_heap(args.y)
 
 

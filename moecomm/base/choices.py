@@ -22,6 +22,7 @@ BALANCES: tuple[Balance, ...] = ("replicate",)
 OnTimeout: TypeAlias = Literal["raise", "mask"]
 ON_TIMEOUT: tuple[OnTimeout, ...] = ("raise", "mask")
 Wire: TypeAlias = Literal["exact", "fp8", "int8"] | torch.dtype  # a dtype: that of y, or that which a word stands for
+CombineWire: TypeAlias = Wire | Literal["rows"]  # of one call: "rows": no rank adds up its rows of a token
 Overflow: TypeAlias = Literal["chunks", "drop", "error"]  # what becomes of rows that have no room
 Activation: TypeAlias = Literal["swiglu", "geglu", "geglu_tanh", "swigluoai"]  # by Activation in csrc/gemm/config.cuh
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]

@@ -222,6 +222,8 @@ def _start_checked(
     `how`: fields of its Key, from the options on.
     """
     given = check(rounds, how[0], handle, y, out, bias, weight_grads, topk_weights)
+    if how[0].unsummed:
+        given.y = _where_peers_read(rounds, handle, given.y)
     key = Key(handle.layout, given.y.dtype, *how)
     check_hashable(key)  # y may be another library's
     tensors = (handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
@@ -234,3 +236,14 @@ def _start_checked(
         combining.out = given.back(combining.out)
     combining.back, combining.inputs = given.back, given
     return combining
+
+
+def _where_peers_read(rounds: Rounds, handle: Handle, y: torch.Tensor) -> torch.Tensor:
+    """Return `y` in this rank's window: itself, or a copy.  Raises BadInput where there is no room for one."""
+    if y.numel() == 0 or rounds.session.context.in_heap(y.data_ptr()):
+        return y
+    block = rounds.memory.rows(y.nbytes)
+    here = window_tensor(
+        block, handle.plan.base + block.offset, tuple(y.shape), y.dtype, rounds.device, rounds.session.owner
+    )
+    return here.copy_(y)

@@ -71,6 +71,8 @@ def check(
         grads_shape = (*rows, rounds.topk) if handle.layout == "flat" else rows
         check_tensor("weight_grads", weight_grads, device=rounds.device, dtypes=(torch.float32,), shape=grads_shape)
         weight_grads = weight_grads.contiguous()
+    if options.unsummed:
+        _check_unsummed(rounds, handle, weight_grads)
     if topk_weights is not None:
         _check_supported(rounds, handle, options, weight_grads)
         topk_weights = as_tensor("topk_weights", topk_weights)[0]
@@ -129,10 +131,23 @@ def _check_supported(rounds: Rounds, handle: Handle, options: Options, weight_gr
         what = "flat rows, which have no weights"
     elif weight_grads is not None:
         what = "weight_grads"
-    elif not takes_weights(rounds):
+    elif not takes_weights(rounds) and not options.unsummed:
         what = f"max_tokens * topk = {rounds.max_tokens * rounds.topk}, more than {MOST_WEIGHTS}"
     if what is not None:
         raise Unsupported(f"combine(topk_weights=) does not support {what}")
+
+
+def _check_unsummed(rounds: Rounds, handle: Handle | ChunkedHandle, weight_grads: Any) -> None:
+    """Raise alike on all ranks, so that none waits for another."""
+    what = None
+    if handle.layout == "flat":
+        what = "flat rows, each of which is a sum that its rank's experts made"
+    elif weight_grads is not None:
+        what = "weight_grads"
+    elif rounds.domain_ranks != rounds.num_ranks:
+        what = "several domains, between which sums travel"
+    if what is not None:
+        raise Unsupported(f"combine(wire='rows') does not support {what}")
 
 
 def _check_y(rounds: Rounds, y: torch.Tensor, handle: Handle) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from moecomm.base.choices import CAST_WIRES, Layout, Wire, dtype_of_wire
+from moecomm.base.choices import CAST_WIRES, CombineWire, Layout, dtype_of_wire
 from moecomm.base.validation import check_flag
 from moecomm.dispatch.options import check_num_sms
 from moecomm.errors import BadInput
@@ -16,8 +16,13 @@ class Options(NamedTuple):
     """Options of Buffer.combine, which documents them, except tensors."""
 
     weighted: bool = True
-    wire: Wire | None = None
+    wire: CombineWire | None = None
     num_sms: int | None = None
+
+    @property
+    def unsummed(self) -> bool:
+        """True if rows travel as they are, and the source rank alone adds them: CombineArgs::unsummed."""
+        return isinstance(self.wire, str) and self.wire == "rows"
 
 
 class OptionsDict(TypedDict, total=False):
@@ -27,7 +32,7 @@ class OptionsDict(TypedDict, total=False):
     bias: Any
     topk_weights: Any
     weighted: bool
-    wire: Wire | None
+    wire: CombineWire | None
     num_sms: int | None
 
 
@@ -48,11 +53,13 @@ def check_options(options: Options, dtype: torch.dtype) -> None:
     """Raise BadInput that names the first option that can't be used with `y` of this dtype."""
     check_num_sms(options.num_sms)
     check_flag("weighted", options.weighted)
-    if options.wire is not None and dtype_of_wire(options.wire) not in (*CAST_WIRES, torch.float32, dtype):
-        raise BadInput("wire", options.wire, f"None, 'exact', 'fp8', 'int8' or the dtype of y, {dtype}")
+    if options.wire is None or options.unsummed:
+        return
+    if dtype_of_wire(options.wire) not in (*CAST_WIRES, torch.float32, dtype):
+        raise BadInput("wire", options.wire, f"None, 'exact', 'rows', 'fp8', 'int8' or the dtype of y, {dtype}")
 
 
-def wire_dtype(wire: Wire | None, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a reduced row on the wire, for a `y` of `dtype`."""
-    found: torch.dtype = dtype if wire is None else dtype_of_wire(wire)
+def wire_dtype(wire: CombineWire | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a reduced row on the wire, or with "rows" of a row, for a `y` of `dtype`."""
+    found: torch.dtype = dtype if wire in (None, "rows") else dtype_of_wire(wire)
     return found

@@ -49,12 +49,13 @@ class Plan:
         self.kind = self.kind_of(handle, like.y, like.out, like.bias, like.weight_grads, like.topk_weights)
         in_window = like.weight_grads is None and self.kind[0]
         flat = key.layout == "flat"
+        self._unsummed = key.options.unsummed
         wire = wire_of(rounds, key)
         self._casts = wire in CAST_WIRES
         staged = key.dtype if flat and not self._casts else wire
         row = _native.staged_bytes(int(TYPES[staged]), rounds.hidden)
         self._row_bytes = 0 if like.weight_grads is not None else rounds.hidden * staged.itemsize
-        in_place = flat and in_window and not self._casts
+        in_place = self._unsummed or (flat and in_window and not self._casts)
         self._stages_flat_rows = flat and not in_place
         self._room = rounds.packet_room
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
@@ -63,7 +64,8 @@ class Plan:
         pitch = 0 if in_ring or in_place else row + grads
         self._memory = rounds.memory
         args = _args(rounds, key, like)
-        self._peers_read_weights = rounds.on_cpu and args.weighted == 1 and not (flat or self._casts)
+        self._peers_read_weights = (rounds.on_cpu or self._unsummed) and args.weighted == 1
+        self._peers_read_weights &= not (flat or self._casts)
         self._peers_read_weights &= like.topk_weights is None
         self.native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = rounds.session
@@ -87,9 +89,8 @@ class Plan:
     def schedule(self, num_tokens: int) -> None:
         """See core.plans.Plan."""
         key, expected = self._key, self._expected_tokens(num_tokens)
-        few = self._row_bytes > 0 and packets.fit_return_packets(
-            self._row_bytes, expected, self._topk, self._room, scaled=self._casts
-        )
+        few = self._row_bytes > 0 and not self._unsummed
+        few = few and packets.fit_return_packets(self._row_bytes, expected, self._topk, self._room, scaled=self._casts)
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else key.layout
         schedule = self._session.schedule(
@@ -163,6 +164,7 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     args.bias_type = args.type if like.bias is None else DTYPES.index(like.bias.dtype)
     args.wire = int(TYPES[wire_of(rounds, key)])
     args.layout, args.weighted = LAYOUTS.index(key.layout), int(bool(options.weighted))
+    args.unsummed = int(options.unsummed)
     args.sum_grads = int(key.sum_grads)
     one_domain = args.ctx.shape.domain_ranks in (0, rounds.num_ranks)
     args.bias_first = int(key.bias_first and like.bias is not None and one_domain)
@@ -172,7 +174,7 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
         call=signature.COMBINES.index(key.call),
         layout=args.layout,
         dtype=args.type,
-        wire=args.wire,
+        wire=signature.ROWS_WIRE if options.unsummed else args.wire,
         weighted=args.weighted,
         weight_grads_given=int(like.weight_grads is not None),
         topk_weights_given=int(like.topk_weights is not None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moecomm.base import formats
-from moecomm.base.choices import CAST_WIRES, Wire
+from moecomm.base.choices import CAST_WIRES, CombineWire
 from moecomm.combine.options import wire_dtype
 from moecomm.dispatch.reference import Arrived
 
@@ -17,7 +17,7 @@ def combine(
     layout: str = "expert",
     weighted: bool = True,
     bias: list[torch.Tensor | None] | None = None,
-    wire: Wire | None = None,
+    wire: CombineWire | None = None,
     domain_ranks: int | None = None,
     topk_weights: list[torch.Tensor] | None = None,
     bias_first: bool = False,
@@ -27,6 +27,8 @@ def combine(
     expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32,
     then to `wire` (None: the dtype of `ys`; "exact": float32; "fp8", "int8": see travelled()); w_k is that of
     `topk_weights`, [T_r, K] of each rank, or else the weight that dispatch carried.
+    wire="rows", expert, batched: out = sum over k ascending of w_k * y_k, whichever ranks own the experts, each product
+    and each sum rounded to float32, plus bias, rounded once.
     flat: partial_p = the row of rank p; with "fp8" and "int8" rounded to it, as the sums of other layouts.
     out = sum over p ascending of partial_p in float32, plus bias, rounded once to the dtype of `ys`.
     bias_first, in one domain: ((bias + partial_0) + partial_1) + ..., as DeepEP adds.
@@ -42,6 +44,7 @@ def combine(
     """
     size = domain_ranks or len(ys)
     dtype = ys[0].dtype
+    unsummed = wire == "rows"
     wire = wire_dtype(wire, dtype)
     out = []
     for source in range(len(ys)):
@@ -51,6 +54,7 @@ def combine(
         starts = bias_first and size == len(ys)
         if added is not None and starts:
             reduced_rows += added.float()
+        addends = torch.zeros(topk, tokens, ys[0].shape[1])  # unsummed: by k
         for p, (y, here) in enumerate(zip(ys, arrived, strict=True)):
             rows = here.rows[source]
             on = rows >= 0
@@ -64,12 +68,18 @@ def combine(
                     assert here.row_weights is not None
                     carried = here.row_weights[rows.clamp(min=0)]
                     terms = (carried if topk_weights is None else topk_weights[source]).unsqueeze(2) * terms
+                if unsummed:
+                    addends = torch.where(on.T.unsqueeze(2), terms.transpose(0, 1), addends)
+                    continue
                 partial = torch.zeros_like(reduced_rows[0])
                 for k in range(topk):
                     partial += torch.where(on[:, k : k + 1], terms[:, k], 0.0)
             if layout != "flat" or wire in CAST_WIRES:
                 partial = travelled(partial, wire)
             reduced_rows[p // size] += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
+        if unsummed:
+            for k in range(topk):
+                reduced_rows[0] += addends[k]
         total = torch.zeros_like(reduced_rows[0])
         for domain, part in enumerate(reduced_rows):
             total += part if domain == source // size else travelled(part, wire)

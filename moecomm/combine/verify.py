@@ -97,6 +97,7 @@ class DeviceCheck:
         words = hash_words(ranks, ranks // self._size)
         self._added = torch.zeros(handle.num_tokens, words, dtype=torch.int64, device=device)
         self._y = y.flatten(0, -2) if reads_in_place(args) else None  # peers read it where it is
+        self._unsummed = args.unsummed != 0
         args.reduced_rows, combining.reduced_rows = 0, None  # through the ring, which has a place for each hash
         args.staged_hashes, args.added_hashes = self._staged.data_ptr(), self._added.data_ptr()
         self._launch = rounds.session.combiner(args)
@@ -149,7 +150,14 @@ class DeviceCheck:
         src, in_use = table_of_rows(self._handle)
         source = src[:, 0].long().clamp(0, rounds.num_ranks - 1)
         token = src[:, 1].long().clamp(0, rounds.max_tokens - 1)
-        sent = self._staged[source, token] if self._y is None else hash_rows(self._y, None)
+        if self._y is None:
+            sent = self._staged[source, token]
+        else:
+            sent = hash_rows(self._y, None)
+            if self._unsummed:  # a source rank tells the sum of the hashes of a token's rows here
+                of_token = source * rounds.max_tokens + token
+                self._staged.view(-1).index_add_(0, of_token, torch.where(in_use, sent, 0))
+                sent = self._staged[source, token]
         bad = in_use & (source != rounds.rank) & (self._arrived[:, rounds.rank] != sent)
         first = bad.int().argmax().view(1)
         forwarded = None

@@ -146,13 +146,16 @@ def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int, whole: b
 
 
 @lru_cache(maxsize=64)
-def reduce_kernel(dtype: torch.dtype, hidden: int, topk: int) -> SharedKernel:
-    """Return the kernel of the reduce step, which adds up the `topk` rows that return to each token, of `dtype`."""
+def reduce_kernel(dtype: torch.dtype, hidden: int, topk: int, by_k: bool = False) -> SharedKernel:
+    """Return the kernel of the reduce step, which adds up the `topk` rows that return to each token, of `dtype`.
+
+    `by_k`: in the order of k, whichever ranks they are from.
+    """
     whole = -(-2 * hidden // _STEP_BYTES) * _STEP_BYTES
     piece = min(whole, 4 * _STEP_BYTES, max(1, _SLOT // (topk + 1) // _STEP_BYTES) * _STEP_BYTES)
     slot = _native.reduce_slot_bytes(topk, piece)
     warps = min(_WARPS, _REDUCE_BYTES // (_SLOTS * slot))
     config = f".type = Type::{TYPES[dtype]}, .hidden = {hidden}, .topk = {topk}"
-    config += f", .warps = {warps}, .slots = {_SLOTS}, .piece_bytes = {piece}"
+    config += f", .warps = {warps}, .slots = {_SLOTS}, .piece_bytes = {piece}" + ", .by_k = true" * by_k
     entry = f"reduce_layer<ReduceConfig{{{config}}}>"
     return SharedKernel("fused/reduce", entry, "LayerArgs", 32 * warps, shared=warps * _SLOTS * slot)

@@ -193,6 +193,7 @@ def prepare(
             max_rows=max_rows,
             num_sms=options.num_sms,
             expected_rows=rows,
+            unsummed=combine.Options(wire=options.wire).unsummed,
             of={
                 "chunk": chunk,
                 "gradients": gradients,
@@ -267,7 +268,8 @@ def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, o
         return "weights are MXFP4"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
-    if options.wire is not None or options.check_weights or back is not None:
+    combining = combine.Options(wire=options.wire)
+    if (options.wire is not None and not combining.unsummed) or options.check_weights or back is not None:
         return "wire, check_weights, or arrays that are not torch's"
     return ours_lacks(x.device.index, x.dtype, rounds.settings.local_experts(), *w2.shape[1:])
 

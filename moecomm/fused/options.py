@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-from moecomm.base.choices import Activation, Balance, Overflow, Wire
+from moecomm.base.choices import Activation, Balance, CombineWire, Overflow
 
 
 class Options(NamedTuple):
@@ -15,7 +15,7 @@ class Options(NamedTuple):
     activation_alpha: float | None = None
     interleaved: bool = False
     max_rows: int | None = None
-    wire: Wire | None = None
+    wire: CombineWire | None = None
     num_sms: int | None = None
     check_weights: bool = False
     fused: bool | None = None
@@ -36,7 +36,7 @@ class OptionsDict(TypedDict, total=False):
     activation_alpha: float | None
     interleaved: bool
     max_rows: int | None
-    wire: Wire | None
+    wire: CombineWire | None
     num_sms: int | None
     check_weights: bool
     fused: bool | None

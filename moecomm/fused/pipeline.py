@@ -22,7 +22,7 @@ from moecomm.dispatch.arguments import check_routing
 from moecomm.fused import compute, gemm
 from moecomm.fused.activations import GatedActivation
 from moecomm.fused.biases import Biases
-from moecomm.fused.kernels import Epilogue
+from moecomm.fused.kernels import Epilogue, reduce_kernel
 from moecomm.fused.plan import layer_plan
 from moecomm.fused.quantized import ByChannel, is_by_channel
 from moecomm.fused.structs import GemmArgs, LayerArgs
@@ -206,6 +206,7 @@ class Fused:
         max_rows: int | None,
         num_sms: int | None,
         expected_rows: int,
+        unsummed: bool,
         of: dict[str, Any],
     ) -> None:
         session, tokens, hidden = rounds.session, x.shape[0], rounds.hidden
@@ -218,6 +219,9 @@ class Fused:
         epilogue = Epilogue(activation.name, any(bias is not None for bias in biases), by_channel)
         of_rank = rounds.settings, rounds.rank, rounds.device.index
         self._plan = layer_plan(*of_rank, dtype, inner, not interleaved, expected_rows, max_rows, epilogue)
+        self._reduce = self._plan.reduce
+        if unsummed:
+            self._reduce = reduce_kernel(rounds.dtype, hidden, rounds.topk, by_k=True)
         args = self._args = LayerArgs(x=x.data_ptr(), x_stride=check_rows("x", x), num_tokens=tokens)
         args.max_rows, args.row_tiles = self._plan.max_rows, self._plan.row_tiles
         about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
@@ -311,7 +315,7 @@ class Fused:
 
     def prepare_reduce(self) -> None:
         """Load the kernel of the reduction."""
-        load(self._plan.reduce, self._rounds.device.index)
+        load(self._reduce, self._rounds.device.index)
 
     def run_reduce(self) -> None:
         """Launch the reduction."""
@@ -321,7 +325,7 @@ class Fused:
         blocks = sms if sharing == 1 else max(1, sms // (2 * sharing))
         kind = flight.kind("reduce", 0, rounds.dtype, rounds.hidden * rounds.dtype.itemsize)
         record = flight.begin(kind, self._args.num_tokens)
-        self._launch(self._plan.reduce, blocks, self._args)
+        self._launch(self._reduce, blocks, self._args)
         flight.end(record)
 
     def stages(self) -> tuple[Callable[[], None], ...]:

@@ -198,8 +198,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     beside = align(8 * places + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
     has_reduce_rings = not spec.in_place and (cast or spec.domain_ranks != 0)
     rings = pull_warps + return_forward_warps + (reduce_warps if has_reduce_rings else 0)
-    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks or cast:
-        beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add
+    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] or spec.domain_ranks or cast or spec.unsummed:
+        beside += 16 * _MOST_SLOTS  # weights of single rows, or of those that reduce warps add, or of unsummed rows
     beside += 8 * places * spec.verifies  # where hashes go
     fixed = rings * beside + spec.ranks * (_HEADER_BYTES + 16) + _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 384) * bool(spec.domain_ranks) + return_forward_warps * _put_ring(spec)

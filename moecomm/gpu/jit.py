@@ -61,6 +61,7 @@ def source(spec: KernelSpec) -> str:
         kind += f", .wide_bias = {_bool(spec.wide_bias)}, .bias_first = {_bool(spec.bias_first)}"
         kind += f", .wire = Type::{_native.Type(spec.wire).name}, .weighted = {_bool(spec.weighted)}"
         kind += f", .own_weights = {_bool(spec.own_weights)}, .in_place = {_bool(spec.in_place)}"
+        kind += ", .unsummed = true" * spec.unsummed
         kind += f", .sum_grads = {_bool(spec.sum_grads)}, .verifies = {_bool(spec.verifies)}"
         kind += f", .packets = {_bool(spec.packets)}"
     fields = block_fields(spec)

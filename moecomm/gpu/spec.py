@@ -45,6 +45,7 @@ class KernelSpec:
     weighted: bool = True
     own_weights: bool = False  # by weights that each source rank passes to combine
     in_place: bool = False
+    unsummed: bool = False  # CombineArgs.unsummed
     sum_grads: bool = False  # CombineArgs.sum_grads
     verifies: bool = False  # CombineArgs.staged_hashes
     wide_bias: bool = False  # the bias is float32, and not of `type`
@@ -98,6 +99,13 @@ class KernelSpec:
                 not self.casts or self.hidden % 16 == 0, f"hidden={self.hidden}: want a multiple of 16 columns to cast"
             )
             _want(not (self.casts and self.in_place), "rows that are cast are staged")
+            _want(
+                not self.unsummed or (self.in_place and self.layout != _FLAT and not self.domain_ranks),
+                "unsummed: want rows of experts, in place, in one domain",
+            )
+            _want(
+                not self.unsummed or (self.wire == self.type and not self.packets), "unsummed rows travel as they are"
+            )
             _want(not self.verifies or not self.packets, "verified rows are pulled or put, not in packets")
             _want(self.type < 3, "combine of a type of one byte: want bf16, fp16 or fp32")
             _want(

@@ -70,12 +70,14 @@ _BYTES_FORM: tuple[_Field, ...] = (
     _WEIGHTS,
 )
 MOST_BYTES_ALIGNMENT = (1 << 10) - 1  # of rows that travel as bytes
+_WIRES = (*_DTYPES[:3], "fp8", "int8", "rows")
+ROWS_WIRE = _WIRES.index("rows")  # of rows that travel unsummed, whatever their dtype
 _COMBINE: tuple[_Field, ...] = (
     _LAYER,
     ("call", 2, COMBINES),
     _LAYOUT,
     _DTYPE,
-    ("wire", 3, (*_DTYPES[:3], "fp8", "int8")),
+    ("wire", 3, _WIRES),
     ("weighted", 1, _NO_YES),
     _WEIGHTS,
     ("topk_weights given", 1, _NO_YES),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from moecomm.base.choices import Activation
+from moecomm.base.choices import Activation, CombineWire
 from moecomm.base.experts import experts_of
 from moecomm.dispatch.reference import quantize
 from moecomm.fused import Fp8, deinterleave, interleave, quantize_weights
@@ -33,7 +33,7 @@ class LayerCase:
     w13: torch.Tensor
     w2: torch.Tensor
     interleaved: bool
-    wire: torch.dtype | None
+    wire: CombineWire | None
     fp8: bool = False  # weights are cast to FP8 before Buffer.moe
     activation: GatedActivation = SWIGLU
     w13_bias: torch.Tensor | None = None  # [E, 2 I]: gate columns before up columns
@@ -189,6 +189,6 @@ def expected(
         out += bias.to(device).double()
         magnitude += bias.to(device).double().abs()
     off += (2 * ids.shape[1] + 2) * unit * magnitude  # one product and one sum for each expert, and the bias
-    if case.wire is not None:
+    if case.wire not in (None, "rows"):
         off += rounding * magnitude + ids.shape[1] * smallest
     return Expected(out, bounds.rounded(out, off, dtype))

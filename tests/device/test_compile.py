@@ -153,6 +153,14 @@ SPECS = {
         packets=True, own_weights=True, ranks=64, wire=BF16
     ),
     "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
+    "combine unsummed": combine(unsummed=True, in_place=True, wire=BF16),
+    "combine unsummed, fp32 by weights of the source ranks, bias first, 64 ranks": combine(
+        unsummed=True, in_place=True, type=FP32, wire=FP32, own_weights=True, bias_first=True, ranks=64
+    ),
+    "combine unsummed fp16 top-32 verifies, float32 bias": combine(
+        unsummed=True, in_place=True, type=FP16, wire=FP16, topk=32, experts=64, verifies=True, wide_bias=True
+    ),
+    "combine unsummed, not weighted": combine(unsummed=True, in_place=True, wire=BF16, weighted=False),
     "combine flat, sums of gradients, float32 bias": combine(layout=FLAT, sum_grads=True, wide_bias=True),
     "combine flat, bias first": combine(layout=FLAT, bias_first=True),
     "combine in place, float32 bias first": combine(layout=FLAT, in_place=True, wide_bias=True, bias_first=True),
@@ -210,7 +218,7 @@ PLAIN_RUN = (
         "dispatch of a placement, few tokens",
         "dispatch across domains, flat",
     ),
-    *("combine", "combine few tokens by weights of the source ranks"),
+    *("combine", "combine few tokens by weights of the source ranks", "combine unsummed"),
     *("combine, e4m3 on the wire", "combine few tokens, e4m3 on the wire"),
     *("combine, int8 on the wire", "combine few tokens, int8 on the wire"),
 )
@@ -252,6 +260,8 @@ def test_source_holds_named_numbers_alone() -> None:
         (lambda: combine(type=E4M3), "one byte"),
         (lambda: combine(own_weights=True, layout=FLAT), "own_weights"),
         (lambda: combine(own_weights=True, weighted=False), "own_weights"),
+        (lambda: combine(unsummed=True, wire=BF16), "unsummed: want rows of experts, in place"),
+        (lambda: combine(unsummed=True, in_place=True, wire=FP32), "unsummed rows travel as they are"),
         (lambda: combine(type=FP32, wire=BF16, hidden=12), "reduced rows of 24 bytes"),
         (lambda: dataclasses.replace(dispatch(), op="gather"), "gather"),
     ],

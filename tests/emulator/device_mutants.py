@@ -229,6 +229,14 @@ MUTANTS = [
         "casts",
     ),
     Mutant(
+        "unsummed rows are weighted as those of the next piece's token",
+        "combine/pull.cuh",
+        "        advance();\n        return Next::item;",
+        "        advance();\n        if constexpr (kFactors) this->factor = this->next_factor;\n"
+        "        return Next::item;",
+        "unsummed rows",
+    ),
+    Mutant(
         "a sum that is cast again loses its scale",
         "combine/scaleout_source_rank.cuh",
         "__fmul_rn(sum[4 * i + k], __uint_as_float(bits[0]));",

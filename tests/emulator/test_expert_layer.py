@@ -171,8 +171,8 @@ def test_bits_are_those_of_an_unfused_layer(
     with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
         for seed in range(CASES):
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
-            case.wire = None
-            emulated.check(ranks, case)
+            for case.wire in (None, "rows"):
+                emulated.check(ranks, case)
 
 
 @pytest.mark.parametrize("choice", ["token", "balanced"])

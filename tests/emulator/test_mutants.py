@@ -51,6 +51,7 @@ HELD = [[0, 1, 2, 3, 4], [5, 6, 7, 0, 1], [8, 9, 0, 2, 5], [0, 1, 2, 8, 9]]
 WAYS: dict[str, dict[str, Any]] = {
     "packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20},
     "rows": {"ranks": 4, "packet_bytes": lambda *_: 0},
+    "unsummed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "wire": "rows"},
     "forwarders": {**DOMAINS, "direct_bytes": lambda *_: 0},
     "shared chunks": {**DOMAINS, "direct_bytes": lambda *_: 0, "chunk_tokens": 16},
     "straight": {**DOMAINS, "max_tokens": 20},

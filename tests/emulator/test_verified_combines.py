@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "without weights": ("expert", 64, {"wire": "exact", "weighted": False}),
     "weights of the source ranks": ("expert", 64, {"topk_weights": None}),
     "flat": ("flat", 200, {}),
+    "unsummed": ("expert", 1032, {"wire": "rows"}),
     "flat, in place": ("flat", 1032, {"in_place": True}),
     "gradients beside": ("flat", 64, {"weight_grads": None}),
     "a rank without tokens": ("flat", 64, {"idle": 1}),
@@ -136,7 +137,7 @@ class Verified:
         """Return the rank that stored a row, and the rank of its token and the token, by where it lies."""
         for owner, (made, call) in enumerate(zip(pending, self.calls, strict=True)):
             first, end = made.args.y, made.args.y + len(call["y"]) * made.args.y_stride
-            if self.layout == "flat" and first <= address < end:  # read where it is
+            if (self.layout == "flat" or made.args.unsummed) and first <= address < end:  # read where it is
                 src, _ = table_of_rows(call["handle"])
                 return owner, *map(int, src[(address - first) // made.args.y_stride])
         context = pending[0].args.ctx
@@ -156,7 +157,7 @@ def hashing_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterat
     machine.forget()
 
 
-@pytest.fixture(params=few(CASES, "sums and single rows", "flat, in place", "a rank without tokens"))
+@pytest.fixture(params=few(CASES, "sums and single rows", "unsummed", "flat, in place", "a rank without tokens"))
 def verified(request: pytest.FixtureRequest, hashing_machine: Machine) -> Iterator[Verified]:
     hidden = CASES[request.param][1]
     with LocalBuffers(RANKS, hidden=hidden, **SIZES, backend="host", verify_every=1) as ranks:

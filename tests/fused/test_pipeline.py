@@ -109,6 +109,7 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
         "publish, cast whole rows to INT8": publish_kernel(fp16, torch.int8, 176, True),
         "reduce": reduce_kernel(bf16, 7168, 8),
         "reduce, many": reduce_kernel(fp16, 8, 32),
+        "reduce, in the order of k": reduce_kernel(bf16, 7168, 8, by_k=True),
     }
     return found
 
