@@ -289,8 +289,8 @@ class Buffer(Bound):
             bias: `[T, H]` or `[H]` of the dtype of `y`, or float32, added before the rounding.
             weight_grads: float32, a number for each row (`[rows]`, batched `[E/R, rows]`; flat `[rows, K]`), returned
                 to the ranks of the tokens as well.
-            topk_weights: float32 `[T, K]` of this rank's tokens, used in the place of those that dispatch carried; on
-                all ranks or none.  Unsupported: flat rows, `weight_grads`, max_tokens * topk above 4096.
+            topk_weights: float32 `[T, K]` of this rank's tokens, in the place of those that dispatch carried; on all
+                ranks or none.  Unsupported: flat rows, `weight_grads`, max_tokens * topk above 4096 (but for "rows").
             weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
             wire: of "expert" and "batched", where each rank adds up its rows of a token in float32.  The dtype of `y`:
                 this sum is rounded before it travels, as in DeepEP: an error of 2^-8 (bfloat16) or 2^-11 (float16)
@@ -299,7 +299,8 @@ class Buffer(Bound):
                 rows as well: cast once to e4m3 with a float32 scale for 128 columns, as dispatch does; off by at most
                 2^-4 of a value and 2^-18 of the largest of the 128 (moecomm/combine/reference.py).  "int8" (or
                 torch.int8): likewise as "int8_group"; off by at most 1 / 254 of the largest of the 128.  Of both,
-                `hidden` is a multiple of 16.  None: as the Buffer was opened; by default the dtype of `y`.
+                `hidden` is a multiple of 16.  "rows": every row travels as it is, and a token's are added in the order
+                of k, see docs/batch_invariance.md.  None: as the Buffer was opened; by default the dtype of `y`.
             num_sms: see dispatch().
 
         Returns:
@@ -309,7 +310,7 @@ class Buffer(Bound):
             ones too: moecomm/combine/reference.py bounds the difference from the order of one domain.
 
         Raises:
-            As dispatch(); Unsupported for `topk_weights` as above.
+            As dispatch(); Unsupported for `topk_weights` as above; of `wire="rows"` flat rows, grads, several domains.
         """
         given = combine_options.Options(**options) if options else _COMBINE
         return combine.combine(self.rounds, given, y, handle, out, bias, weight_grads, topk_weights)
@@ -375,12 +376,11 @@ class Buffer(Bound):
                 how many entries of this rank's `topk_idx` found no room.
             max_rows: rows of tokens to make room for; default: by the Buffer's `capacity_factor`.
             wire: see combine(); None: "exact".
-            num_sms: see dispatch(); of both rounds.
-            check_weights: see dispatch().
-            fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, and neither `wire`
-                nor `check_weights`; else a warning says so once, and the layer runs unfused.  False: rows travel before
-                and after.  None: the faster of the two by rank 0's tuning table (docs/tuning.md).  The same on all
-                ranks; the bits are the same.  "one launch" and "one after the other": deprecated for True and False.
+            num_sms, check_weights: see dispatch(); blocks of both rounds.
+            fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, no `wire` but "rows"
+                and no `check_weights`; else the layer runs unfused, after one warning.  False: rows travel before and
+                after.  None: the faster of the two by rank 0's tuning table (docs/tuning.md).  The same on all
+                ranks; the bits are the same.  Deprecated: "one launch" for True, "one after the other" for False.
             overflow: as in dispatch().  "chunks", not in a capture: the host waits for the dispatch, and sums have the
                 bits of one round of moecomm's GEMMs.  "drop": `dropped` counts; combine does not scale the remaining
                 weights.  None: on CPUs without `max_rows` "chunks", else "error".

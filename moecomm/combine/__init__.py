@@ -243,6 +243,7 @@ def _where_peers_read(rounds: Rounds, handle: Handle, y: torch.Tensor) -> torch.
     if y.numel() == 0 or rounds.session.context.in_heap(y.data_ptr()):
         return y
     block = rounds.memory.rows(y.nbytes)
+    rounds.session.order()  # a round on another stream may still use this memory
     here = window_tensor(
         block, handle.plan.base + block.offset, tuple(y.shape), y.dtype, rounds.device, rounds.session.owner
     )

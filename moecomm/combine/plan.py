@@ -130,11 +130,12 @@ class Plan:
         return Combining(self, args, out, grads, scratch)
 
     def _weights_in_window(self, handle: Handle) -> tuple[_native.Block, int]:
-        """Return a copy of the weights of rows, and its address.  CPU ranks read them where the rows are."""
+        """Return a copy of the weights of rows, and its address.  Ranks that read rows in place read them, too."""
         plan = handle.plan
         shape = plan.rows_shape(handle.args)
         weights = table(handle, handle.args.route.row_weights, shape, torch.float32)
         block = self._memory.scratch(weights.nbytes)
+        self._session.order()  # a round on another stream may still use this memory
         address = plan.base + block.offset
         window_tensor(block, address, shape, torch.float32, plan.device, plan.owner).copy_(weights)
         return block, address

@@ -98,7 +98,8 @@ class DeviceCheck:
         self._added = torch.zeros(handle.num_tokens, words, dtype=torch.int64, device=device)
         self._y = y.flatten(0, -2) if reads_in_place(args) else None  # peers read it where it is
         self._unsummed = args.unsummed != 0
-        args.reduced_rows, combining.reduced_rows = 0, None  # through the ring, which has a place for each hash
+        if not self._unsummed:
+            args.reduced_rows, combining.reduced_rows = 0, None  # through the ring, which has a place for each hash
         args.staged_hashes, args.added_hashes = self._staged.data_ptr(), self._added.data_ptr()
         self._launch = rounds.session.combiner(args)
         self._small = small_dispatch(rounds, handle.layout, True, self._added.shape[1])

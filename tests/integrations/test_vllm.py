@@ -523,6 +523,9 @@ def test_finalize_before_prepare_and_closed_managers_are_named(batches: Any) -> 
         for call in ("dispatch", "dispatch_router_logits", "combine"):
             with pytest.raises(moecomm.Unsupported, match=call):
                 getattr(manager, call)(rank.x)
+        for call in ("query_active_mask", "query_fault", "clean_buffers"):
+            with pytest.raises(moecomm.Unsupported, match=call):
+                getattr(manager, call)()
         manager.destroy()
         manager.destroy()
     for kind in ("standard", "batched"):
@@ -531,13 +534,63 @@ def test_finalize_before_prepare_and_closed_managers_are_named(batches: Any) -> 
 
 
 @pytest.mark.parametrize("kind", ["standard", "batched"])
-def test_ranks_with_different_numbers_of_experts_are_refused_by_name(batches: Any, kind: str) -> None:
-    def body(rank: Rank) -> str:
-        with pytest.raises(moecomm.BadInput) as caught:
-            finalized(rank, kind, getattr(rank, kind).prepare(**rank.arguments(num_experts=10)))
-        return caught.value.argument
+def test_ranks_with_different_numbers_of_experts(batches: Any, kind: str) -> None:
+    """Ten experts on four ranks, of which the first two have one more; ids that ranks return are global ones."""
 
-    assert on_ranks(body) == ["num_experts"] * 4
+    def body(rank: Rank) -> bool:
+        prepared = getattr(rank, kind).prepare(**rank.arguments())
+        if kind == "batched":
+            assert len(prepared[0]) == len(prepared[2].expert_num_tokens) == rank.local == (3, 3, 2, 2)[rank.rank]
+        return torch.equal(finalized(rank, kind, prepared), rank.wanted())
+
+    assert on_ranks(body, experts=10) == [True] * 4
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_second_batched_prepare_may_come_before_the_hook_of_the_first(batches: Any, first: int) -> None:
+    """Both hooks come after both dispatches, in either order, and may come again."""
+    batches.enabled = True
+
+    def body(rank: Rank) -> list[bool]:
+        given = [(rank.x, rank.ids, rank.weights), (rank.x.flip(0), rank.ids.flip(0), rank.weights.flip(0))]
+        found, same = [], []
+        for number, (x, ids, weights) in enumerate(given):
+            with batches.running(number):
+                found.append(rank.batched.prepare_async(**rank.arguments(a1=x, topk_ids=ids, topk_weights=weights)))
+        for number in (first, 1 - first, first):
+            found[number][0]()
+        for number, (x, ids, weights) in enumerate(given):
+            rows, _, meta, _, _ = found[number][1]()
+            out = torch.full_like(x, torch.nan)
+            with batches.running(number):
+                y = rank.batched_experts(rows, meta.expert_num_tokens)
+                rank.batched.finalize(out, y, weights, ids, False, stub.TopKWeightAndReduceDelegate())
+            same.append(torch.equal(out, rank.wanted().flip(0) if number else rank.wanted()))
+        return same
+
+    assert on_ranks(body) == [[True, True]] * 4
+
+
+def test_memory_is_given_back_while_the_engine_sleeps(batches: Any) -> None:
+    """In both formats, after steps of two layers; a second call does nothing."""
+
+    def body(rank: Rank) -> list[bool]:
+        same = []
+        for _ in range(2):
+            for kind in ("standard", "batched"):
+                found = finalized(rank, kind, getattr(rank, kind).prepare(**rank.arguments()))
+                same.append(torch.equal(found, rank.wanted()))
+            for manager in rank.managers:
+                manager.checkpoint_prepare()
+                manager.checkpoint_prepare()
+            with pytest.raises(moecomm.MemoryReleased):
+                rank.batched.prepare(**rank.arguments())
+            for manager in rank.managers:
+                manager.checkpoint_restore()
+                manager.checkpoint_restore()
+        return same
+
+    assert on_ranks(body) == [[True] * 4] * 4
 
 
 def test_any_hidden_size_of_16_bytes_does(batches: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import moecomm
+from moecomm.base.experts import experts_of
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.router import random_routing
 from tests.integrations import vllm_stub as stub
@@ -21,20 +22,28 @@ class Rank:
     """One of four: its tokens, and both formats over the managers that a communicator would have made."""
 
     def __init__(
-        self, group: Any, dtype: torch.dtype = torch.float32, topk: int = TOPK, device: str = "cpu", **batched: Any
+        self,
+        group: Any,
+        dtype: torch.dtype = torch.float32,
+        topk: int = TOPK,
+        device: str = "cpu",
+        experts: int = EXPERTS,
+        **batched: Any,
     ) -> None:
         from moecomm.integrations.vllm.batched import BatchedPrepareAndFinalize
         from moecomm.integrations.vllm.managers import BatchedManager, StandardManager
         from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
 
         ranks = rendezvous(group)
-        self.rank, self.local = ranks.rank, EXPERTS // ranks.ranks
+        self.rank, self.experts = ranks.rank, experts
+        mine = experts_of(self.rank, experts, ranks.ranks)
+        self.first, self.local = mine.start, len(mine)
         self.managers = (StandardManager(group, None), BatchedManager(group, None))
         self.standard = StandardPrepareAndFinalize(
             self.managers[0].get_handle({}),
             num_dispatchers=ranks.ranks,
             dp_size=ranks.ranks,
-            rank_expert_offset=self.rank * self.local,
+            rank_expert_offset=self.rank * self.local,  # as vLLM has it, also where experts do not divide
         )
         self.batched = BatchedPrepareAndFinalize(
             self.managers[1].get_handle({"max_num_tokens_per_dp_rank": MOST}),
@@ -46,7 +55,7 @@ class Rank:
         tokens = TOKENS[self.rank]
         # Small integers: sums of products are exact, in whatever order.
         self.x = torch.randint(-8, 9, (tokens, HIDDEN), generator=g).to(dtype)
-        self.ids, _ = random_routing(tokens, EXPERTS, topk, drop=0.2, generator=g)
+        self.ids, _ = random_routing(tokens, experts, topk, drop=0.2, generator=g)
         self.weights = torch.randint(1, 5, (tokens, topk), generator=g).float()
         self.x, self.ids, self.weights = self.x.to(device), self.ids.to(device), self.weights.to(device)
 
@@ -55,7 +64,7 @@ class Rank:
             "a1": self.x,
             "topk_weights": self.weights,
             "topk_ids": self.ids,
-            "num_experts": EXPERTS,
+            "num_experts": self.experts,
             "expert_map": None,
             "apply_router_weight_on_input": False,
             "quant_config": stub.quant_config(),
@@ -65,13 +74,13 @@ class Rank:
 
     def standard_experts(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """`[rows, K, H]`: expert e multiplies by e + 1; others' experts give nothing."""
-        mine = (ids >= self.rank * self.local) & (ids < (self.rank + 1) * self.local)
+        mine = (ids >= self.first) & (ids < self.first + self.local)
         return x.unsqueeze(1) * torch.where(mine, ids + 1, 0).unsqueeze(2).to(x.dtype)
 
     def batched_experts(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         y = torch.full_like(x, torch.nan)
         for expert, count in enumerate(counts.tolist()):
-            y[expert, :count] = x[expert, :count] * (self.rank * self.local + expert + 1)
+            y[expert, :count] = x[expert, :count] * (self.first + expert + 1)
         return y
 
     def wanted(self, weighted: bool = True) -> torch.Tensor:

@@ -41,7 +41,8 @@ _MORE_ROWS = 4  # times those that the first caller asks for
 
 class Pool:
     """Opens and keeps moecomm.Buffers of a group.  `num_bytes`: the least window of one with normal rounds;
-    `masks`: low-latency rounds mask ranks that are lost; `method`: that makes rounds which are not low-latency ones.
+    `masks`: low-latency rounds mask ranks that are lost; `method`: that makes rounds which are not low-latency ones;
+    `uneven`: in low-latency and normal rounds, ranks may have different numbers of experts.
     """
 
     unless_masked = ""  # what a caller can do before
@@ -53,6 +54,7 @@ class Pool:
         timeout_s: float = _TIMEOUT_S,
         masks: bool = False,
         method: str = "Buffer.dispatch",
+        uneven: bool = False,
     ) -> None:
         self.ranks: Group = rendezvous(group)
         self.closed = False
@@ -60,6 +62,7 @@ class Pool:
         self._num_bytes, self._timeout_s, self.masks = num_bytes, timeout_s, masks
         self._members = list(range(self.ranks.ranks))  # ranks that have come to the opening of low-latency rounds
         self._presence = Presence(self.ranks, timeout_s) if masks and self.ranks.ranks > 1 else None
+        self._least_experts = 1 if uneven else self.ranks.ranks
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
         self.calls, self._method = Calls(self.ranks, timeout_s, self.close, compared=not masks), method
         self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
@@ -79,6 +82,18 @@ class Pool:
             buffer.close()
         self._by_sizes.clear()
         self.receiving.clear()
+
+    def release_memory(self) -> None:
+        """Give the memory of outputs back until restore(): Buffer.release_memory() of each Buffer.  Collective."""
+        self.require_open()
+        for buffer in self._opened:
+            buffer.release_memory()
+
+    def restore(self) -> None:
+        """Take the memory again.  Collective."""
+        self.require_open()
+        for buffer in self._opened:
+            buffer.restore()
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +159,7 @@ class Pool:
         if buffer is not None:
             return buffer
         self.require_open()
-        check_experts(num_experts, self.ranks.ranks)
+        check_experts(num_experts, self._least_experts)
         tokens = self.most(x.shape[0], hidden, num_experts, topk_idx.shape[1], dtype, num_worst_tokens=worst)
         if worst:
             tokens = max(tokens, -(-worst // self.ranks.ranks))
@@ -170,7 +185,7 @@ class Pool:
         if buffer is not None:
             return buffer
         self.require_open()
-        check_experts(num_experts, self.ranks.ranks)
+        check_experts(num_experts, self._least_experts)
         check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
         sizes = (hidden, num_experts, topk, dtype)
         self.most(0, *sizes, method=_LOW_LATENCY, num_max_dispatch_tokens_per_rank=tokens)

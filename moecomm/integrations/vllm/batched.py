@@ -95,6 +95,8 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         sizes = (rows.shape[1], num_experts, ids.shape[1], self._most_tokens, rows.dtype)
         buffer = self._rounds.pool.batched(rows.device, *sizes, self._placement)
         sent, options = self._cast(rows, quant_config)
+        pool = self._rounds.pool
+        pool.receive(buffer)  # a dispatch of another micro-batch, whose hook has not been called yet
         routed = buffer.dispatch_begin(
             sent.rows,
             ids,
@@ -105,7 +107,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             **options,
         )
         self._slots.put(Sent(routed.handle, (*sent, ids, weights)))
-        return lambda: _end(buffer, routed), lambda: self._receive(routed, sent.dtype, quant_config)
+        arrival = Arrival(buffer, routed)
+        pool.receiving[id(buffer)] = arrival.end_early
+        return arrival.wait, lambda: self._receive(routed, sent.dtype, quant_config)
 
     def prepare(
         self,
@@ -207,10 +211,32 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         receive()
 
 
-def _end(buffer: Buffer, routed: Routed) -> None:
-    """Once; a second call does nothing."""
-    if buffer.rounds.begun is routed:
-        buffer.dispatch_end(routed, sync=False)
+class Arrival:
+    """Waits for the rows of a dispatch, once: in its hook, or before the next dispatch begins if that comes first."""
+
+    def __init__(self, buffer: Buffer, routed: Routed) -> None:
+        self._buffer = buffer
+        self._routed: Routed | None = routed
+        self._ended_early: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Let the current stream wait for the rows.  A second call does nothing."""
+        self._end()
+        if self._ended_early is not None:  # maybe on another stream
+            torch.cuda.current_stream(self._buffer.device).wait_event(self._ended_early)
+
+    def end_early(self) -> None:
+        """Receive the rows on the current stream, before the hook is called, unless it has been called."""
+        if self._end() and self._buffer.device.type == "cuda":
+            self._ended_early = torch.cuda.current_stream(self._buffer.device).record_event()
+
+    def _end(self) -> bool:
+        """Return whether this call ends the dispatch."""
+        routed, self._routed = self._routed, None  # so that the window has its memory back
+        if routed is None or self._buffer.rounds.begun is not routed:
+            return False
+        self._buffer.dispatch_end(routed, sync=False)
+        return True
 
 
 def _placement(global_to_physical: torch.Tensor, ranks: int) -> Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -22,10 +23,12 @@ class OpenedBuffers:
     Attributes:
         pool: of the Buffers.
         num_sms: multiprocessors of a round; None: the table of the backend.
+        layers: what layers keep of their last dispatches: see steps.Slots.
     """
 
     def __init__(self, group: Any) -> None:
-        self.pool = Pool(group, timeout_s=_TIMEOUT_S)
+        self.pool = Pool(group, timeout_s=_TIMEOUT_S, uneven=True)
+        self.layers: WeakSet[Any] = WeakSet()
         self.num_sms: int | None = None
         self._alike: Any = WeakTensorKeyDictionary()
 
@@ -67,6 +70,33 @@ class _VllmManager(All2AllManagerBase):  # type: ignore[misc]
     def combine(self, *args: Any, **named: Any) -> Any:
         """Unsupported, likewise."""
         raise Unsupported("all2all_manager.combine: layers of moecomm go through prepare and finalize")
+
+    def query_active_mask(self) -> Any:
+        """Unsupported, as query_fault() and clean_buffers(): vLLM masks and unmasks on each rank alone."""
+        raise Unsupported("all2all_manager.query_active_mask: moecomm's ranks agree on masks, see Buffer.mask")
+
+    def query_fault(self) -> Any:
+        """Unsupported: a rank that is lost is an error of all others."""
+        raise Unsupported("all2all_manager.query_fault: a rank that is lost is an error of all others")
+
+    def clean_buffers(self) -> None:
+        """Unsupported, as query_active_mask()."""
+        raise Unsupported("all2all_manager.clean_buffers: moecomm's ranks agree on masks, see Buffer.unmask")
+
+    def checkpoint_prepare(self) -> None:
+        """Give the memory of the Buffers' outputs back, between two steps.  Collective.
+
+        Raises:
+            BadInput: a tensor of an earlier step is still alive on some rank.
+            Unsupported: windows of NCCL or NVSHMEM.
+        """
+        for slots in self._rounds.layers:
+            slots.clear()
+        self._rounds.pool.release_memory()
+
+    def checkpoint_restore(self) -> None:
+        """Take the memory again, at the same addresses: captured graphs replay.  Collective."""
+        self._rounds.pool.restore()
 
     def destroy(self) -> None:
         """Close the Buffers.  Idempotent."""

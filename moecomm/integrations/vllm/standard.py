@@ -22,6 +22,7 @@ from vllm.v1.worker.ubatching import (
 )
 
 from moecomm import combine as combining
+from moecomm.base.experts import experts_of
 from moecomm.compat.deep_ep.normal import Given, route
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import OpenedBuffers
@@ -39,12 +40,11 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         buffer: of StandardManager.get_handle().
         num_dispatchers: ranks.
         dp_size: not used.
-        rank_expert_offset: the first expert of this rank.
+        rank_expert_offset: not used: where experts do not divide, it is not that of this rank's first expert.
     """
 
     def __init__(self, buffer: OpenedBuffers, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
         super().__init__(buffer, num_dispatchers)
-        self._first_expert = rank_expert_offset
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
@@ -121,8 +121,9 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
             x, scales = for_experts(x, routed.scales, cast_to, quant_config)
         local, weights = routed.topk_idx, routed.topk_weights
         assert local is not None
-        elsewhere = num_experts - 1 if self._first_expert == 0 else 0
-        ids = torch.where(local < 0, elsewhere, local + self._first_expert)
+        first = experts_of(routed.handle.rounds.rank, num_experts, self._num_dispatchers).start
+        elsewhere = num_experts - 1 if first == 0 else 0
+        ids = torch.where(local < 0, elsewhere, local + first)
         counts = routed.tokens_per_expert
         meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=counts.cpu())
         if cast_to is None and not defer_input_quant and x.numel() != 0:

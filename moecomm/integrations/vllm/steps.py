@@ -35,6 +35,10 @@ class Slots:
         """Set the value of the micro-batch that runs."""
         self._sent[dbo_current_ubatch_id()] = sent
 
+    def clear(self) -> None:
+        """Forget all dispatches, so that the window has its memory back."""
+        self._sent = [None] * MICRO_BATCHES
+
     def get(self) -> Handle:
         """The handle of the micro-batch that runs.  Raises BadInput before its dispatch."""
         sent: Sent | None = self._sent[dbo_current_ubatch_id()]
@@ -83,6 +87,7 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         super().__init__()
         self._rounds, self._num_dispatchers = rounds, num_dispatchers
         self._slots, self._beside = Slots(), BesideCaller()
+        rounds.layers.add(self._slots)
 
     def topk_indices_dtype(self) -> torch.dtype | None:
         """int64."""
