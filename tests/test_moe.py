@@ -50,6 +50,20 @@ def test_random_layers_are_those_of_float64(sizes: dict[str, Any], dtype: torch.
                 case.check(rank, out)
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}-K{s['topk']}")
+def test_rows_travel_unsummed(sizes: dict[str, Any]) -> None:
+    """In one round, and in chunks, which leave the same bits."""
+    with opened(sizes) as ranks, opened(sizes, capacity_factor=0.3) as small:
+        for seed in range(8):
+            case = random_layer(seed, **sizes, dtype=torch.bfloat16)
+            case.wire = "rows"
+            outs = ranks.moe([case.call(rank) for rank in range(sizes["ranks"])])
+            for rank, out in enumerate(outs):
+                case.check(rank, out)
+            for one, other in zip(outs, on_threads(small, case), strict=True):
+                assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}-K{s['topk']}")
 def test_biases_and_activations_are_those_of_float64(sizes: dict[str, Any], dtype: torch.dtype) -> None:

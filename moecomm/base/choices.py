@@ -36,3 +36,8 @@ CAST_WIRES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8_group"}  # the forma
 def dtype_of_wire(wire: Any) -> Any:
     """Return the dtype that a caller's word for `wire` stands for; anything else as it is."""
     return WIRES.get(wire, wire) if isinstance(wire, str) else wire
+
+
+def is_unsummed(wire: Any) -> bool:
+    """Return whether a caller's `wire` is "rows": rows travel as they are, and source ranks alone add them."""
+    return isinstance(wire, str) and wire == "rows"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from moecomm.base.choices import CAST_WIRES, CombineWire, Layout, dtype_of_wire
+from moecomm.base.choices import CAST_WIRES, CombineWire, Layout, dtype_of_wire, is_unsummed
 from moecomm.base.validation import check_flag
 from moecomm.dispatch.options import check_num_sms
 from moecomm.errors import BadInput
@@ -21,8 +21,8 @@ class Options(NamedTuple):
 
     @property
     def unsummed(self) -> bool:
-        """True if rows travel as they are, and the source rank alone adds them: CombineArgs::unsummed."""
-        return isinstance(self.wire, str) and self.wire == "rows"
+        """CombineArgs::unsummed."""
+        return is_unsummed(self.wire)
 
 
 class OptionsDict(TypedDict, total=False):
@@ -61,5 +61,5 @@ def check_options(options: Options, dtype: torch.dtype) -> None:
 
 def wire_dtype(wire: CombineWire | None, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a reduced row on the wire, or with "rows" of a row, for a `y` of `dtype`."""
-    found: torch.dtype = dtype if wire in (None, "rows") else dtype_of_wire(wire)
+    found: torch.dtype = dtype if wire is None or is_unsummed(wire) else dtype_of_wire(wire)
     return found

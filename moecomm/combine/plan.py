@@ -122,7 +122,7 @@ class Plan:
         args = self.native.bind(handle.args, y, out, bias, weight_grads, grads, at, topk_weights)
         if args is None:
             return None
-        outside = type(handle.block) is not _native.Block  # the tables
+        outside = self._unsummed or type(handle.block) is not _native.Block  # the tables may be
         if outside and self._peers_read_weights and not args.ctx.in_heap(args.route.row_weights):
             scratch, args.route.row_weights = self._weights_in_window(handle)
         if not self.native.loaded(tokens):  # GPUs have other kernels for few

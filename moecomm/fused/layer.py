@@ -13,7 +13,7 @@ from torch.nn.functional import grouped_mm, pad
 
 from moecomm import combine, dispatch
 from moecomm.base.arrays import as_tensor, check_tensor, note_written, refuse_gradients
-from moecomm.base.choices import Overflow, Quantize
+from moecomm.base.choices import Overflow, Quantize, is_unsummed
 from moecomm.base.validation import check_flags
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
@@ -193,7 +193,7 @@ def prepare(
             max_rows=max_rows,
             num_sms=options.num_sms,
             expected_rows=rows,
-            unsummed=combine.Options(wire=options.wire).unsummed,
+            unsummed=is_unsummed(options.wire),
             of={
                 "chunk": chunk,
                 "gradients": gradients,
@@ -268,8 +268,7 @@ def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, o
         return "weights are MXFP4"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
-    combining = combine.Options(wire=options.wire)
-    if (options.wire is not None and not combining.unsummed) or options.check_weights or back is not None:
+    if not (options.wire is None or is_unsummed(options.wire)) or options.check_weights or back is not None:
         return "wire, check_weights, or arrays that are not torch's"
     return ours_lacks(x.device.index, x.dtype, rounds.settings.local_experts(), *w2.shape[1:])
 

@@ -9,7 +9,17 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.base import formats
-from moecomm.base.choices import CAST_WIRES, Activation, BackendName, GateKind, Overflow, Quantize, Wire, dtype_of_wire
+from moecomm.base.choices import (
+    CAST_WIRES,
+    Activation,
+    BackendName,
+    CombineWire,
+    GateKind,
+    Overflow,
+    Quantize,
+    dtype_of_wire,
+    is_unsummed,
+)
 from moecomm.base.experts import experts_of
 from moecomm.base.placement import Placement, checked
 from moecomm.base.protocol import DTYPES
@@ -106,7 +116,7 @@ class ExpertParallel(torch.nn.Module):
         max_rows: int | None = None,
         overflow: Overflow | None = None,
         payload: torch.dtype | None = None,
-        wire: Wire | None = None,
+        wire: CombineWire | None = None,
         quantize: Quantize | None = None,
         grad_wire: Quantize | None = None,
         buffer: Buffer | None = None,
@@ -127,7 +137,7 @@ class ExpertParallel(torch.nn.Module):
         check_overflow(overflow, max_rows)
         check_drawn(seed, dtype, device)
         check_dtype("dtype" if payload is None else "payload", dtype if payload is None else payload, DTYPES)
-        if wire is not None:
+        if wire is not None and not is_unsummed(wire):
             check_dtype("wire", dtype_of_wire(wire), (*DTYPES, *CAST_WIRES))
         if quantize is not None:
             check_name("quantize", quantize, tuple(name for name in formats.FORMATS if name != "fp8_tensor"))

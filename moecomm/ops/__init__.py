@@ -36,12 +36,14 @@ from moecomm.base.choices import (
     BALANCES,
     Activation,
     Balance,
+    CombineWire,
     Layout,
     Overflow,
     Quantize,
     ScaleFormat,
     Wire,
     dtype_of_wire,
+    is_unsummed,
 )
 from moecomm.base.validation import (
     check_flag,
@@ -288,7 +290,7 @@ def combine(
     handle: Handle | ChunkedHandle,
     *,
     weighted: bool = True,
-    wire: Wire | None = None,
+    wire: CombineWire | None = None,
     grad_wire: Quantize | None = None,
 ) -> torch.Tensor:
     """Combine rows like Buffer.combine.  Collective.  Gradients: y and the handle's row_weights.
@@ -323,7 +325,7 @@ def combine(
     _check_handle(handle)
     check_flag("weighted", weighted)
     y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
-    wire = _wire_of(wire, y)
+    named = _wire_of(wire, y)
     check_same_device(y=y, handle=handle.memory, row_weights=row_weights, graph=handle.graph)
     tangents.refuse("moecomm.ops.combine", y, row_weights)
     out: torch.Tensor = rounds.combine(
@@ -334,7 +336,7 @@ def combine(
         handle.layout,
         handle.max_rows,
         handle.num_tokens,
-        wire,
+        named,
         handle.zero_padding,
         handle.num_sms,
         handle.graph,
@@ -362,7 +364,7 @@ def moe(
     interleaved: bool = False,
     bias: torch.Tensor | None = None,
     max_rows: int | None = None,
-    wire: Wire | None = None,
+    wire: CombineWire | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
     fused: bool | None = None,
@@ -408,7 +410,7 @@ def moe(
     check_activation(activation, activation_limit, activation_alpha)
     check_flags(interleaved=interleaved, check_weights=check_weights)
     check_max_rows(max_rows)
-    wire = _wire_of(wire, x)
+    named = _wire_of(wire, x)
     check_num_sms(num_sms)
     check_integer("layer", layer, 0, LAYERS)
     (w13, w13_scales), (w2, w2_scales) = (
@@ -446,7 +448,7 @@ def moe(
         activation,
         bool(interleaved),
         max_rows,
-        wire,
+        named,
         num_sms,
         bool(check_weights),
         fused_or_not(fused),
@@ -542,18 +544,28 @@ def _routed(
     return x, topk_idx, weights.float()
 
 
-def _wire_of(wire: Wire | None, y: torch.Tensor) -> torch.dtype | None:
-    """Return `wire` as operators take it.  Raises BadInput for no word or dtype; the round checks which dtype."""
+def _wire_of(wire: CombineWire | None, y: torch.Tensor) -> str | None:
+    """Return `wire` as operators take it: see rounds.wire_named().  The round checks which dtype.
+
+    Raises BadInput for no word or dtype.
+    """
+    if is_unsummed(wire):
+        return "rows"
+    found = _dtype_of_wire("wire", wire, "None, 'exact', 'rows', 'fp8', 'int8'", y)
+    return None if found is None else str(found).removeprefix("torch.")
+
+
+def _dtype_of_wire(argument: str, wire: Any, words: str, y: torch.Tensor) -> torch.dtype | None:
     found = dtype_of_wire(wire)
     if found is not None and not isinstance(found, torch.dtype):
-        raise BadInput("wire", wire, f"None, 'exact', 'fp8', 'int8' or the dtype of y, {y.dtype}")
+        raise BadInput(argument, wire, f"{words} or the dtype of y, {y.dtype}")
     return found
 
 
 def _grad_wire_of(grad_wire: Any, x: torch.Tensor) -> torch.dtype | None:
     """Return `grad_wire` of a dispatch as operators take it, checked here: the backward pass is late for an error."""
     try:
-        found = _wire_of(grad_wire, x)
+        found = _dtype_of_wire("grad_wire", grad_wire, "None, 'exact', 'fp8', 'int8'", x)
         combine_options.check_options(combine_options.Options(wire=found), x.dtype)
     except BadInput as error:
         raise BadInput("grad_wire", error.got, error.want) from None

@@ -53,7 +53,7 @@ def moe(
     activation: str,
     interleaved: bool,
     max_rows: int | None,
-    wire: torch.dtype | None,
+    wire: str | None,
     num_sms: int | None,
     check_weights: bool,
     fused: bool | None,
@@ -67,6 +67,7 @@ def moe(
     """Operator of moecomm.ops.moe; scales only for FP8 weights.
 
     Args:
+        wire: see wire_named().
         gradients: this rank wants some.
         number: of the layer.
     """
@@ -77,7 +78,7 @@ def moe(
         activation_alpha=activation_alpha,
         interleaved=interleaved,
         max_rows=max_rows,
-        wire=wire,
+        wire=rounds.wire_named(wire),
         num_sms=num_sms,
         check_weights=check_weights,
         fused=fused,

@@ -13,7 +13,7 @@ import torch
 
 from moecomm.base import formats, tangents
 from moecomm.base.arrays import check_memory, check_tensor, window_tensor
-from moecomm.base.choices import Layout, Quantize, ScaleFormat
+from moecomm.base.choices import CombineWire, Layout, Quantize, ScaleFormat
 from moecomm.combine import combine as run_combine
 from moecomm.combine import options as combine_options
 from moecomm.dispatch import dispatch as run_dispatch
@@ -320,7 +320,7 @@ def combine(
     layout: str,
     max_rows: int,
     num_tokens: int,
-    wire: torch.dtype | None,
+    wire: str | None,
     zero_padding: bool,
     num_sms: int | None = None,
     graph: torch.Tensor | None = None,
@@ -331,6 +331,7 @@ def combine(
     """Operator of moecomm.ops.combine: rows -> [T, H].
 
     Args:
+        wire: see wire_named().
         zero_padding: for the gradient of y.
         graph: of the handle.  Not read: with it, the backward passes of dispatches follow that of the combine, also
             where y does not depend on their rows.
@@ -340,11 +341,11 @@ def combine(
     tangents.refuse("moecomm::combine", y, row_weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, weights = handle.rounds, None
+    options = combine_options.Options(row_weights is not None, wire_named(wire), num_sms)
     if row_weights is not None:
         with CollectiveCall(owner):
-            weights = _where_peers_read(owner, handle, row_weights)
+            weights = _where_peers_read(owner, handle, row_weights, options.unsummed)
         handle.args.route.row_weights = weights.data_ptr()
-    options = combine_options.Options(weights is not None, wire, num_sms)
     of: dict[str, Any] = {"gradients": gradients, "layer": layer}
     out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, **of)
     return out
@@ -359,7 +360,7 @@ def _(
     layout: str,
     max_rows: int,
     num_tokens: int,
-    wire: torch.dtype | None,
+    wire: str | None,
     zero_padding: bool,
     num_sms: int | None = None,
     graph: torch.Tensor | None = None,
@@ -463,10 +464,16 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tensor) -> torch.Tensor:
+def wire_named(name: str | None) -> CombineWire | None:
+    """Return the `wire` of a combine by the name that operators take: "rows", or that of a dtype."""
+    return cast("CombineWire | None", name if name in (None, "rows") else getattr(torch, name))
+
+
+def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tensor, unsummed: bool) -> torch.Tensor:
     """Return the weights of rows at a place that peers can read, after checks.  Raises BadInput.
 
-    CPU ranks that read rows from this rank's window read the rows' weights from it as well; on GPUs no copy is needed.
+    Ranks that read rows from this rank's window read the rows' weights from it as well: CPU ranks do, and others where
+    rows travel unsummed.
     """
     shape = handle.plan.rows_shape(handle.args)
     if weights.shape != shape or weights.dtype is not torch.float32 or weights.device != rounds.device:
@@ -474,9 +481,10 @@ def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tenso
         raise BadInput("row_weights", got, f"torch.float32 {shape} on {rounds.device}, and none for layout='flat'")
     check_memory("row_weights", weights)
     weights = weights.contiguous()
-    if not rounds.session.peers_read_weights:
+    if not (rounds.session.peers_read_weights or unsummed):
         return weights
     block = rounds.memory.scratch(weights.nbytes)
+    rounds.session.order()  # a round on another stream may still use this memory
     address = rounds.session.context.peers[rounds.rank] + block.offset
     here = window_tensor(block, address, shape, torch.float32, rounds.device, rounds.session.owner)
     return here.copy_(weights)

@@ -60,6 +60,7 @@ def test_rows_outside_of_the_window_are_copied_there() -> None:
         again = buffer.dispatch(x[:0], ids[:0], weights[:0])
         assert buffer.combine(again.x.clone(), again.handle, wire="rows").shape == (0, 64)
         assert torch.equal(buffer.combine(routed.x.clone(), routed.handle, wire="rows"), wanted)
+        assert torch.equal(buffer.combine(inside, routed.handle, wire="rows"), wanted)
 
 
 def test_chunks_match_one_round() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import moecomm
 from moecomm.backends import lsa
 from moecomm.testing import LocalBuffers
 
@@ -45,6 +46,43 @@ def test_other_tokens_change_nothing_across_domains(layout: str, monkeypatch: py
 @pytest.mark.parametrize("layout", ["expert", "batched"])
 def test_nothing_changes_a_token_whose_rows_travel_unsummed(layout: str, dtype: torch.dtype) -> None:
     check_everything(layout, dtype, GPU, (1, 2, 4))
+
+
+def test_verified_rows_travel_unsummed() -> None:
+    check_everything("expert", torch.bfloat16, {**GPU, "verify_every": 1}, (1, 4))
+
+
+def test_a_graph_replays_with_rows_outside_of_the_window() -> None:
+    """What is captured copies them there."""
+    with moecomm.Buffer("self", **SIZES, device="cuda") as buffer:
+        x, ids, weights = (tensor.cuda() for tensor in tokens(24, 0))
+        routed = buffer.dispatch(x, ids, weights, sync=True)
+        y, out = torch.empty_like(routed.x), torch.empty_like(x)
+
+        def step() -> None:
+            buffer.combine(y, routed.handle, wire="rows", out=out)
+
+        y.copy_(routed.x)
+        step()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for power in range(3):
+            y.copy_(routed.x * 2.0**power)
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, buffer.combine(y.clone(), routed.handle, wire="rows"))
+        buffer.check()
+
+
+def test_operators_have_the_bits_of_a_buffer() -> None:
+    """Weights of operators are no tensors of the window: they are brought there."""
+    with moecomm.Buffer("self", **SIZES, device="cuda") as buffer:
+        x, ids, weights = (tensor.cuda() for tensor in tokens(24, 0))
+        routed = buffer.dispatch(x, ids, weights, sync=True)
+        wanted = buffer.combine(routed.x, routed.handle, wire="rows")
+        sent = moecomm.ops.dispatch(buffer, x, ids, weights)
+        assert torch.equal(moecomm.ops.combine(sent.x.clone(), sent.handle, wire="rows"), wanted)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])

@@ -85,7 +85,11 @@ def test_torch_finds_nothing_wrong_with_the_operators(layout: str) -> None:
         combine = operators.combine.default
         graph = torch.empty(0, requires_grad=True)
         torch.library.opcheck(combine, (y, row_weights, memory, *here, rows, len(x), None, True, None, graph, True))
-        torch.library.opcheck(combine, (y.detach(), None, memory, *here, rows, len(x), torch.float32, False))
+        torch.library.opcheck(combine, (y.detach(), None, memory, *here, rows, len(x), "float32", False))
+        if layout != "flat":
+            torch.library.opcheck(
+                combine, (y, row_weights, memory, *here, rows, len(x), "rows", True, None, graph, True)
+            )
         grads = torch.randn((rows, c.topk) if layout == "flat" else routed.x.shape[:-1])
         for weight_grads in (grads, None):
             call = (y.detach(), weight_grads, memory, *here, rows, len(x))
