@@ -16,6 +16,7 @@ from moecomm.testing.cases import placed, random_placement
 
 from ..combine.test_unsummed import unsummed_cases
 from ..few import few
+from ..test_batch_invariance import HOST, check_other_tokens
 from ..wrap import wrap_after
 from .machine import Machine
 from .test_kernels import UNEVEN
@@ -49,3 +50,20 @@ def test_random_cases(
                 check_case(ranks, placed(case))
         finally:
             machine.forget()
+
+
+@pytest.mark.parametrize(
+    ("layout", "wires"),
+    few([("expert", ("exact", "rows")), ("batched", (None, "int8")), ("flat", (None,))], ("expert", ("exact", "rows"))),
+)
+def test_other_tokens_change_nothing(
+    layout: str, wires: tuple[Any, ...], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens travel in packets, more are pulled."""
+    room = packets.room
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    monkeypatch.setattr(host, "packet_bytes", lambda ranks, max_tokens, row: room(ranks, 10, row))
+    try:
+        check_other_tokens(layout, None, HOST, wires)
+    finally:
+        machine.forget()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import moecomm
-from moecomm.backends import lsa
-from moecomm.testing import LocalBuffers
+from moecomm import _native
+from moecomm.backends import host, lsa
+from moecomm.backends.lsa_kernels import combine_spec
+from moecomm.base import packets
+from moecomm.base.protocol import LAYOUTS
+from moecomm.gpu import jit
+from moecomm.testing import LocalBuffers, ranks
 
+from ..device.test_kernels_of_gpu_tests import on_a_gpu
 from ..test_batch_invariance import (
     EXPERTS,
     HIDDEN,
+    HOST,
     SIZES,
-    WIRES,
     batches,
     check_everything,
     check_other_tokens,
@@ -25,27 +35,75 @@ from ..test_batch_invariance import (
 pytestmark = [pytest.mark.gpu1, pytest.mark.timeout(900)]
 GPU: dict[str, Any] = {"backend": "lsa", "device": 0, "timeout_s": 20}
 INNER = 136
+CASES: list[tuple[str, str | None, tuple[Any, ...]]] = [
+    ("expert", None, (None, "exact", "fp8", "rows")),
+    ("batched", "fp8", ("int8", "rows")),
+    ("flat", None, (None, "fp8")),
+]
+ACROSS = [("expert", (None, "exact")), ("flat", ("int8",))]
+UNSUMMED = [("expert", torch.bfloat16), ("batched", torch.float32)]
+COUNTS = (1, 2, 4)
 
 
-@pytest.mark.parametrize(
-    ("layout", "quantize"),
-    [("expert", None), ("batched", "fp8"), ("flat", None), ("expert", "mxfp8"), ("flat", "fp8")],
-)
-def test_other_tokens_change_nothing(layout: str, quantize: str | None) -> None:
-    """Few tokens travel in packets, more are pulled."""
-    check_other_tokens(layout, quantize, GPU, WIRES if layout == "flat" else (*WIRES, "rows"))
+_room = packets.room
 
 
-@pytest.mark.parametrize("layout", ["expert", "flat"])
-def test_other_tokens_change_nothing_across_domains(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def packet_room(ranks: int, max_tokens: int, row: int) -> int:
+    """In place of moecomm.base.packets.room: some ranks have too many tokens for packets."""
+    return _room(ranks, 10, row)
+
+
+def launched() -> set[jit.KernelSpec]:
+    """What the rounds of these tests launch: prepared as for a GPU, and run by CPU ranks."""
+    specs: set[jit.KernelSpec] = set()
+
+    def run_all(given: list[Any]) -> None:
+        for args in given:
+            is_dispatch = isinstance(args, _native.DispatchArgs)
+            specs.add(on_a_gpu(args, LAYOUTS[args.layout]) if is_dispatch else combine_spec(args))
+        _native.host_run_all(given)
+
+    with (
+        patch.object(host, "packet_bytes", packet_room),
+        patch.object(ranks, "_native", SimpleNamespace(host_run_all=run_all)),
+    ):
+        for layout, quantize, wires in CASES:
+            check_other_tokens(layout, quantize, HOST, wires)
+        with patch.object(host, "direct_bytes", lambda *_: 32 << 10):
+            for layout, wires in ACROSS:
+                check_other_tokens(layout, None, HOST, wires, domain_ranks=2)
+        for layout, dtype in UNSUMMED:
+            check_everything(layout, dtype, HOST, COUNTS)
+    return specs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Compile on all cores: virtual ranks would, one kernel after the other."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(jit.compile, launched()))
+
+
+@pytest.fixture(autouse=True)
+def few_packets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packets, "room", packet_room)
+
+
+@pytest.mark.parametrize(("layout", "quantize", "wires"), CASES)
+def test_other_tokens_change_nothing(layout: str, quantize: str | None, wires: Any) -> None:
+    check_other_tokens(layout, quantize, GPU, wires)
+
+
+@pytest.mark.parametrize(("layout", "wires"), ACROSS)
+def test_other_tokens_change_nothing_across_domains(layout: str, wires: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of few tokens go direct."""
     monkeypatch.setattr(lsa, "direct_bytes", lambda *_: 32 << 10)
-    check_other_tokens(layout, None, GPU, WIRES, domain_ranks=2)
+    check_other_tokens(layout, None, GPU, wires, domain_ranks=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("layout", ["expert", "batched"])
+@pytest.mark.parametrize(("layout", "dtype"), UNSUMMED)
 def test_nothing_changes_a_token_whose_rows_travel_unsummed(layout: str, dtype: torch.dtype) -> None:
-    check_everything(layout, dtype, GPU, (1, 2, 4))
+    check_everything(layout, dtype, GPU, COUNTS)
 
 
 def test_verified_rows_travel_unsummed() -> None:
@@ -94,14 +152,14 @@ def test_nothing_changes_a_token_of_a_layer(fused: bool) -> None:
     token, found = tokens(8, 1), []
     for count in (1, 2, 4):
         given = [([token], 0)] if count == 1 else batches(token, count)
-        with LocalBuffers(count, **SIZES, **GPU) as ranks:
+        with LocalBuffers(count, **SIZES, **GPU) as buffers:
             for batch, first in given:
                 calls = []
-                for buffer, (x, ids, weights) in zip(ranks.buffers, batch, strict=True):
+                for buffer, (x, ids, weights) in zip(buffers.buffers, batch, strict=True):
                     mine = slice(buffer.local_experts[0], buffer.local_experts[-1] + 1)
                     how: dict[str, Any] = {"x": x.cuda(), "topk_idx": ids.cuda(), "topk_weights": weights.cuda()}
                     calls.append({**how, "w13": w13[mine], "w2": w2[mine], "wire": "rows", "fused": fused})
-                outs = ranks.moe(calls)
-                ranks.check()
+                outs = buffers.moe(calls)
+                buffers.check()
                 found.append(outs[min(1, count - 1)][first : first + 8].cpu())
     assert all(torch.equal(out, found[0]) for out in found) and bool(found[0].any())
