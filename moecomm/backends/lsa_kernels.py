@@ -43,7 +43,8 @@ class Kernels:
         from moecomm.gpu import jit, loader
 
         arch = loader.architecture(torch.cuda.get_device_capability(self._device))
-        specs = {self._here(asked.in_shape(shape)) for asked in self._asked}
+        asked = [one for one in self._asked if not (one.spec.unsummed and is_multi_domain(shape))]  # which are refused
+        specs = {self._here(one.in_shape(shape)) for one in asked}
         for spec in specs:
             jit.compile(spec, arch)
         return len(specs)

@@ -30,21 +30,24 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[jit.KernelSpec]:
     return found
 
 
-def rounds(buffer: moecomm.Buffer) -> Iterator[tuple[_native.DispatchArgs, _native.CombineArgs]]:
-    """Arguments of rounds with few tokens and with many, of all kinds in which a kernel depends on ranks."""
+def rounds(buffer: moecomm.Buffer, unsummed: bool) -> Iterator[tuple[_native.DispatchArgs, _native.CombineArgs]]:
+    """Arguments of rounds with few tokens and with many, of all kinds in which a kernel depends on ranks.
+
+    `unsummed`: also with rows that travel so.
+    """
     for tokens, layout in itertools.product((8, 500, 600), ("flat", "expert")):
         ids = torch.zeros(tokens, 3, dtype=torch.int64)
         routed = prepare_dispatch(buffer, torch.zeros(tokens, 64).bfloat16(), ids, max_rows=64, layout=layout)
         y = torch.empty(routed.handle.y_shape, dtype=torch.bfloat16)
-        for wire in (None, "exact", "fp8"):
+        for wire in (None, "exact", "fp8", *["rows"] * (unsummed and layout != "flat")):
             yield routed.args, prepare_combine(buffer, y, routed.handle, wire=wire).args
         grads = torch.empty(*y.shape[:-1], *((3,) if layout == "flat" else ()))
         yield routed.args, prepare_combine(buffer, y, routed.handle, weight_grads=grads).args
 
 
-def ask(kernels: Kernels, ranks: int, near: int) -> _native.Shape:
+def ask(kernels: Kernels, ranks: int, near: int, unsummed: bool) -> _native.Shape:
     with LocalBuffers(**SIZES, ranks=ranks, domain_ranks=near) as buffers:
-        for dispatch, combine in rounds(buffers.buffers[0]):
+        for dispatch, combine in rounds(buffers.buffers[0], unsummed):
             kernels.dispatch(dispatch)
             kernels.combine(combine)
         return buffers.buffers[0].rounds.session.context.shape
@@ -53,10 +56,12 @@ def ask(kernels: Kernels, ranks: int, near: int) -> _native.Shape:
 @pytest.mark.parametrize("ranks", [(4, 4), (6, 3), (13, 13)])
 @pytest.mark.parametrize("others", [(3, 3), (5, 5), (4, 2)])
 def test_kernels_of_other_ranks(used: list[jit.KernelSpec], ranks: tuple[int, int], others: tuple[int, int]) -> None:
+    """Rows do not travel unsummed between domains, so kernels of these have no other form there."""
     kernels, newer = (Kernels(torch.device("cuda", 0)) for _ in range(2))
-    ask(kernels, *ranks)
+    unsummed = ranks[0] == ranks[1]
+    ask(kernels, *ranks, unsummed)
     used.clear()
-    shape = ask(newer, *others)
+    shape = ask(newer, *others, unsummed and others[0] == others[1])
     wanted = set(used)
     used.clear()
     assert kernels.compile_for(shape) == len(used) == len(set(used)) and set(used) == wanted
