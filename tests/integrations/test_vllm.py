@@ -546,6 +546,23 @@ def test_ranks_with_different_numbers_of_experts(batches: Any, kind: str) -> Non
     assert on_ranks(body, experts=10) == [True] * 4
 
 
+def test_results_return_unsummed_where_vllm_is_batch_invariant(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of one rank's sums, in the order of k: rows are no integers here."""
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
+
+    def body(rank: Rank) -> bool:
+        g = torch.Generator().manual_seed(rank.rank)
+        rank.x, rank.weights = torch.randn(rank.x.shape, generator=g), torch.rand(rank.weights.shape, generator=g)
+        found = finalized(rank, "batched", rank.batched.prepare(**rank.arguments()))
+        wanted = torch.zeros_like(rank.x)
+        for k in range(rank.ids.shape[1]):
+            ids = rank.ids[:, k : k + 1]
+            wanted += torch.where(ids < 0, 0.0, rank.weights[:, k : k + 1] * (rank.x * (ids + 1)))
+        return torch.equal(found, wanted)
+
+    assert on_ranks(body, topk=6) == [True] * 4
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_second_batched_prepare_may_come_before_the_hook_of_the_first(batches: Any, first: int) -> None:
     """Both hooks come after both dispatches, in either order, and may come again."""

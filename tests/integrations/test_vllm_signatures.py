@@ -126,7 +126,8 @@ def test_the_quantizer_and_its_configuration_have_what_is_used() -> None:
     used = {name for name in vars(stub.quant_config()) if name != "is_scale_swizzled"}
     assert used <= set(Source(f"{MOE}/config.py").functions("FusedMoEQuantConfig"))
     assert "is_scale_swizzled" in Source(f"{MOE}/config.py").fields("FusedMoEQuantConfig")
-    assert "VLLM_DEEPEPLL_NVFP4_DISPATCH" in ast.dump(Source("envs.py").tree)
+    for name in ("VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_BATCH_INVARIANT"):
+        assert name in ast.dump(Source("envs.py").tree)
 
 
 @pytest.mark.parametrize(

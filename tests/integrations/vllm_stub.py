@@ -275,7 +275,7 @@ def modules(batches: MicroBatches) -> dict[str, ModuleType]:
         ),
         _module(f"{communicators}.base_device_communicator", All2AllManagerBase=All2AllManagerBase),
         batches.module(),
-        _module("vllm.envs", VLLM_DEEPEPLL_NVFP4_DISPATCH=False),
+        _module("vllm.envs", VLLM_DEEPEPLL_NVFP4_DISPATCH=False, VLLM_BATCH_INVARIANT=False),
         _module("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False)),
     ]
     found = {module.__name__: module for module in made}

@@ -26,7 +26,8 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """A row for each (token, expert), in a place for the most rows there can be; nothing waits on the host.
 
     Routing weights travel with the tokens, and are applied while rows go home.  With VLLM_DEEPEPLL_NVFP4_DISPATCH rows
-    of NVFP4 models travel and arrive as such.
+    of NVFP4 models travel and arrive as such.  With VLLM_BATCH_INVARIANT results return unsummed, so that their bits do
+    not depend on where EPLB or the number of ranks has put experts; in one domain.
 
     Args:
         buffer: of BatchedManager.get_handle().
@@ -52,6 +53,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         self._most_tokens = max_tokens_per_rank
         self._fp8, self._ue8m0 = use_fp8_dispatch, False
         self._fp4 = bool(getattr(envs, "VLLM_DEEPEPLL_NVFP4_DISPATCH", False))
+        self._invariant = bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
         self._placement = None if global_to_physical is None else _placement(global_to_physical, num_dispatchers)
 
     @staticmethod
@@ -187,7 +189,12 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             raise Unsupported("experts that add rows up: batched rows are weighted and added on their way home")
         handle, y = self._slots.get(), apart(fused_expert_output, output)
         dbo_maybe_run_recv_hook()
-        options = combining.Options(weighted=not apply_router_weight_on_input, num_sms=self._rounds.num_sms)
+        unsummed = self._invariant and handle.rounds.domain_ranks == handle.rounds.num_ranks
+        options = combining.Options(
+            weighted=not apply_router_weight_on_input,
+            wire="rows" if unsummed else None,
+            num_sms=self._rounds.num_sms,
+        )
 
         def run() -> None:
             combining.combine(handle.rounds, options, y, handle, out=output)
