@@ -58,6 +58,7 @@ class RoundsCase:
     overlap_gemm: bool = False
     fp8_wire: bool = False
     int8_wire: bool = False
+    rows_wire: bool = False  # not of flat rows
     domain_ranks: int = 0  # of Buffer; 0: all ranks that load and store reach
     nic: str = ""  # MOECOMM_NIC; empty: none is emulated
     seed: int = 0
@@ -72,6 +73,8 @@ class RoundsCase:
             raise BadInput("ranks", self.ranks, f"a divisor of {self.experts} experts")
         if not self.tokens or min(self.tokens) < 1:
             raise BadInput("tokens", self.tokens, "at least 1 each")
+        if self.rows_wire and self.domain_ranks not in (0, self.ranks):
+            raise BadInput("rows_wire", True, "False between domains, where sums travel")
         if self.domain_ranks < 0 or (self.domain_ranks and self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of {self.ranks} ranks, or 0 for all")
         if self.nic:

@@ -117,6 +117,7 @@ def dispatch_combine(
     overlap_gemm: Gemm = False,
     fp8_wire: Annotated[bool, typer.Option("--fp8-wire", help="Also time combines whose sums travel in FP8.")] = False,
     int8_wire: Annotated[bool, typer.Option("--int8-wire", help="Likewise in INT8.")] = False,
+    rows_wire: Annotated[bool, typer.Option("--rows-wire", help="Likewise combines of rows, unsummed.")] = False,
     ranks: Ranks = None,
     backend: Backends = "auto",
     domain_ranks: DomainsRanks = "0",
@@ -134,7 +135,7 @@ def dispatch_combine(
     def case_of(way: backends.Way) -> RoundsCase:
         timing = {"cold": cold, "skew": SKEW * skew, "chain": chain, **times}
         beside = {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm}
-        beside |= {"fp8_wire": fp8_wire, "int8_wire": int8_wire}
+        beside |= {"fp8_wire": fp8_wire, "int8_wire": int8_wire, "rows_wire": rows_wire}
         return options.case_of(
             (model, hidden, topk, experts),
             (sizes, layout, payload, sms),

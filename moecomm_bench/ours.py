@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm import _native
-from moecomm.base.choices import Wire
+from moecomm.base.choices import CombineWire
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
 from moecomm.gpu import quantize_rows
@@ -28,6 +28,7 @@ from moecomm_bench.singles import Singles
 IN_WINDOW, OUTSIDE = "y in the window", "y outside"  # variants of combine with flat rows
 FP32_WIRE, BF16_WIRE = "fp32 wire", "bf16 wire"  # variants of combine in the other layouts
 FP8_WIRE, INT8_WIRE = "fp8 wire", "int8 wire"  # of every layout
+ROWS_WIRE = "rows wire"  # of the other layouts: no sums; y is in the window
 _QUANTIZE: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantize": "fp8"},
@@ -70,6 +71,7 @@ def operations(case: RoundsCase) -> list[TimedOperation]:
     for layout in case.layouts:
         variants = [IN_WINDOW, OUTSIDE] if layout == "flat" else [FP32_WIRE, BF16_WIRE]
         variants += [FP8_WIRE] * case.fp8_wire + [INT8_WIRE] * case.int8_wire
+        variants += [ROWS_WIRE] * (case.rows_wire and layout != "flat")
         for sms in case.sms:
             found += [TimedOperation("dispatch", layout, payload, "", sms) for payload in case.payloads]
             found += [TimedOperation("combine", layout, "", variant, sms) for variant in variants]
@@ -265,7 +267,7 @@ class Ours:
                 self._handles.append(arrived.handle)
                 self._y[OUTSIDE].append(arrived.x.clone())
                 del arrived  # frees window memory for the next
-        where = IN_WINDOW if op.variant == IN_WINDOW else OUTSIDE
+        where = IN_WINDOW if op.variant in (IN_WINDOW, ROWS_WIRE) else OUTSIDE
         if where not in self._y:
             outside = zip(self._handles, self._y[OUTSIDE], strict=True)
             self._y[where] = [self.buffer.empty(handle).copy_(y) for handle, y in outside]
@@ -311,6 +313,8 @@ class Ours:
         if part == "dispatch":
             moved = row + self._case.beside_bytes(op.layout)
             return moved, moved
+        if op.variant == ROWS_WIRE:  # a row for each expert of a rank that the token has
+            return row * self.traffic.wire(by_expert=True) / max(1, self.traffic.wire()), row
         if op.variant in (FP8_WIRE, INT8_WIRE):  # of the same bytes
             row = _native.staged_bytes(int(_native.Type.e4m3), self._case.hidden)
         if op.layout == "flat" or op.variant != FP32_WIRE:  # the default wire: sums cross in the dtype of y
@@ -334,6 +338,12 @@ def _nothing() -> None:
     pass
 
 
-def _wire(variant: str) -> Wire | None:
-    wires: dict[str, Wire] = {BF16_WIRE: torch.bfloat16, FP32_WIRE: "exact", FP8_WIRE: "fp8", INT8_WIRE: "int8"}
+def _wire(variant: str) -> CombineWire | None:
+    wires: dict[str, CombineWire] = {
+        BF16_WIRE: torch.bfloat16,
+        FP32_WIRE: "exact",
+        FP8_WIRE: "fp8",
+        INT8_WIRE: "int8",
+        ROWS_WIRE: "rows",
+    }
     return wires.get(variant)

@@ -42,6 +42,7 @@ CASE = RoundsCase(
     mode="eager",
     replays=4,
     skew=0.0,
+    rows_wire=True,
 )
 
 
@@ -101,7 +102,7 @@ def check_row(row: dict[str, Any], ceiling: float) -> None:
 @pytest.mark.long
 def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
     layouts, words = "flat,expert,batched", ["--tokens", "5,24", "--sms", "1", "--replays", "4", "--ranks", "2"]
-    words += ["--singles", "6"]
+    words += ["--singles", "6", "--rows-wire"]
     said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--layout", layouts)
     assert found["benchmark"] == "dispatch-combine" and found["backend"] == "host"
     assert found["command"].startswith("python -m moecomm_bench dispatch-combine --hidden 128")
@@ -162,6 +163,7 @@ def test_words_of_the_command_become_a_case(monkeypatch: pytest.MonkeyPatch) -> 
     assert told.exit_code == 0, told.output
     about: dict[str, Any] = {"tokens": [40], "layouts": ["flat"], "payloads": ["bf16"], "ranks": 4, "domain_ranks": 2}
     how: dict[str, Any] = {"skew": 0.25, "cold": True, "replays": 2, "singles": 7, "peers": False, "ceiling": False}
+    how["rows_wire"] = False
     assert asked == [replace(CASE, **about, **how, sms=[0])]
 
 
@@ -169,7 +171,7 @@ def test_domains_of_one_rank_have_room_for_what_crosses(ranks: Ranks) -> None:
     beyond = []
     about: dict[str, Any] = {"ranks": 2, "tokens": [24], "layouts": ["flat"], "replays": 1, "ceiling": False}
     for domain_ranks in (0, 1):
-        found = measured(ranks, CASE, **about, domain_ranks=domain_ranks)
+        found = measured(ranks, CASE, **about, domain_ranks=domain_ranks, rows_wire=False)
         assert found["case"]["domain_ranks"] == domain_ranks and all("us" in row for row in found["rows"])
         beyond.append(found["memory"][0]["beyond_outputs"])
     assert beyond[0] < beyond[1]
@@ -179,6 +181,8 @@ def check_bytes(row: dict[str, Any], traffic: dict[str, Any]) -> None:
     """Bytes of a row of the table, from the counts."""
     payload = {"bf16": 2 * HIDDEN, "fp8": HIDDEN + 4, "": 0}[row["payload"]]
     sent = {"fp32 wire": 2 * HIDDEN * traffic["exact"], "": 0}.get(row["variant"], 2 * HIDDEN)
+    if row["variant"] == "rows wire":
+        sent *= traffic["by_expert"] / traffic["wire"]
     handed_out = payload + (2 * HIDDEN if row["variant"] else 0)
     # Flat: ids of 8 bytes, weights of 4, the source's rank and token.
     beside = TOPK * (8 + 4) + 2 * 4 if row["layout"] == "flat" and payload else 0
