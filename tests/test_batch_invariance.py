@@ -193,6 +193,18 @@ def test_nothing_changes_a_token_whose_rows_travel_unsummed(layout: str, dtype: 
     check_everything(layout, dtype, HOST, (1, 2, 4, 6))
 
 
+@pytest.mark.parametrize("layout", ["expert", "batched", "flat"])
+def test_the_rank_of_a_token_changes_nothing(layout: str) -> None:
+    given, none = tokens(24, 2), tokens(0, 0)
+    with LocalBuffers(4, **SIZES, **HOST) as ranks:
+        for wire in WIRES:
+            outs = []
+            for rank in (0, 3):
+                batch = [given if other == rank else none for other in range(4)]
+                outs.append(results(ranks, batch, layout, wire=wire)[0][rank])
+            assert torch.equal(*outs), wire
+
+
 @pytest.mark.parametrize(("wire", "dtype"), [(None, torch.bfloat16), ("exact", torch.float32)])
 def test_sums_of_ranks_depend_on_the_ranks(wire: str | None, dtype: torch.dtype) -> None:
     """Else the tests above would show nothing."""
