@@ -1,0 +1,96 @@
+"""bench/vllm_tokens.py without vLLM: weights, and how the tokens and times of ranks are compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.router import MODELS
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+import vllm_tokens
+
+
+def experts_of(ranks: int, rank: int) -> dict[str, torch.Tensor]:
+    """The filled weights of a layer whose 8 experts are spread over ranks."""
+    local = 8 // ranks
+    shapes = {
+        "experts.w13_weight": (torch.empty(local, 16, 32), torch.bfloat16),
+        "experts.w2_weight": (torch.empty(local, 32, 8), torch.float8_e4m3fn),
+        "experts.w2_weight_scale_inv": (torch.empty(local, 1, 1), torch.float32),
+        "experts.w3_weight": (torch.empty(local, 16, 8), torch.uint8),
+        "experts.w3_weight_scale": (torch.empty(local, 16, 1), torch.uint8),
+        "experts.w13_bias": (torch.empty(local, 16), torch.float32),
+        "gate.weight": (torch.empty(8, 32), torch.float32),
+        "input_layernorm.weight": (torch.empty(32), torch.float32),
+        "attn.k_scale": (torch.tensor(-1.0), torch.float32),
+    }
+
+    class Weights:
+        def named_parameters(self) -> Any:
+            return [(f"layers.0.{name}", tensor) for name, tensor in filled.items()]
+
+    filled = {name: tensor.to(dtype) for name, (tensor, dtype) in shapes.items()}
+    vllm_tokens.fill(Weights(), rank)  # type: ignore[arg-type]
+    return filled
+
+
+def test_weights_do_not_depend_on_the_number_of_ranks() -> None:
+    alone, two = experts_of(1, 0), [experts_of(2, rank) for rank in range(2)]
+    for name, whole in alone.items():
+        spread = torch.cat([of[name] for of in two]) if "experts" in name else two[1][name]
+        assert torch.equal(whole.view(-1).view(torch.uint8), spread.view(-1).view(torch.uint8)), name
+    assert len({tuple(row.view(-1).tolist()) for row in alone["experts.w13_weight"].float()}) == 8
+    scales = alone["experts.w3_weight_scale"]
+    assert scales.min() >= 119 and scales.max() <= 121  # UE8M0
+    assert bool(alone["experts.w2_weight"].float().isfinite().all())
+    assert float(alone["attn.k_scale"]) == -1  # not a weight
+    assert bool((alone["input_layernorm.weight"] == 1).all())
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b"])
+def test_a_configuration_has_the_sizes_of_the_model(model: str) -> None:
+    found, of = vllm_tokens.config_of(model, 3), MODELS[model]
+    experts = {found.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts")} - {None}
+    width = found.get("moe_intermediate_size", found["intermediate_size"])
+    assert (found["hidden_size"], width, experts) == (of.hidden, of.intermediate, {of.num_experts})
+    assert found["num_experts_per_tok"] == of.topk and found["num_hidden_layers"] == 3
+
+
+def test_a_prompt_counts_up_to_its_first_difference() -> None:
+    gaps = [[0.5, 0.25, 0.125], [1.0, 1.0, 1.0]]
+    theirs = [{"parts": {"0": {"tokens": [[1, 2, 3], [4, 5, 6]], "gaps": gaps}, "1": {"tokens": [], "gaps": []}}}]
+    ours = [{"parts": {"0": {"tokens": [[1, 9, 3], [4, 5, 6]], "gaps": gaps}}}, {"parts": {"1": {"tokens": []}}}]
+    found = vllm_tokens.compared(theirs, ours)
+    assert found == {
+        "tokens": 6,
+        "same": 4,
+        "differences": [{"rank": 0, "prompt": 0, "token": 1, "gap": 0.25}],
+    }
+    assert vllm_tokens.compared(theirs, theirs)["same"] == 6
+
+
+def test_times_are_those_of_all_ranks_together() -> None:
+    ranks = [
+        {"times": [{"requests": 2, "begin": 10.0, "stamps": [[10.5, 11.0, 12.0]]}]},
+        {"times": [{"requests": 2, "begin": 10.25, "stamps": [[10.75, 11.0, 11.25]]}]},
+    ]
+    (row,) = vllm_tokens.times(ranks)
+    assert row["requests"] == 2
+    assert row["tokens_per_s"] == 3.0  # six in the two seconds from the first begin to the last token
+    assert row["first_token_ms"] == {"p50": 625.0, "p99": 747.5}
+    assert row["between_tokens_ms"]["p50"] == 375.0
+
+
+def test_ranks_on_one_gpu_say_so_to_nccl() -> None:
+    job = {"ranks": 2, "gpus": 1, "port": 1, "backend": "ll", "shared": True}
+    found = [vllm_tokens.environment(job, rank) for rank in range(2)]
+    assert [of["VLLM_DP_RANK_LOCAL"] for of in found] == ["0", "0"]
+    assert {of["NCCL_MULTI_RANK_GPU_ENABLE"] for of in found} == {"1"}
+    assert {of["MOECOMM_VLLM"] for of in found} == {"always"}
+    alone = vllm_tokens.environment(job | {"ranks": 1, "backend": "alone", "shared": False}, 0)
+    assert "VLLM_DP_SIZE" not in alone and alone["MOECOMM_VLLM"] == "never"
