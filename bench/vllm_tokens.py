@@ -18,13 +18,15 @@ ranks, ranks share them (NCCL 2.29 or later): tokens are compared as before, but
 `times_comparable` is false.
 
 Keys of a run: `model`, `dtype`, `layers`, `backend`, `prepare_finalize` (vLLM's or moecomm's class), `experts`,
-`graphs`; `tokens`, `same` (tokens before the first difference of a prompt), `differences`; `times`: `requests` of all
-ranks together, `tokens_per_s`, `first_token_ms` and `between_tokens_ms` (p50, p99); `error`, if there was one.
+`graphs`; `tokens`, `same` (tokens before a prompt's first difference), `logprob_difference` (the largest of those),
+`differences`; `times`: `requests` of all ranks together, `tokens_per_s`, `first_token_ms` and `between_tokens_ms` (p50,
+p99); `error`, if there was one.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.metadata
 import itertools
 import json
@@ -34,6 +36,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from pathlib import Path
 from typing import Any
@@ -231,8 +234,20 @@ def environment(job: dict[str, Any], rank: int) -> dict[str, str]:
 
 
 def serve(rank: int, job: dict[str, Any]) -> None:
-    """Write what a rank finds: for each part, tokens and the gaps between the two likeliest ones; times."""
+    """Write what a rank finds, or its error, and end the process, which an engine's threads would keep."""
+    faulthandler.dump_traceback_later(max(1.0, job["limit_s"] - 5))  # says where a rank hangs
     os.environ |= environment(job, rank)
+    try:
+        Path(job["folder"], f"found.{rank}").write_text(json.dumps(_served(rank, job)))
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        traceback.print_exc()
+        Path(job["folder"], f"error.{rank}").write_text(f"{type(error).__name__}: {error}")
+        os._exit(1)
+    os._exit(0)
+
+
+def _served(rank: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the answers of each part, and times."""
     engine = open_engine(job, rank)
     parts = [rank] if job["ranks"] == job["parts"] else list(range(job["parts"]))
     found: dict[str, Any] = {"parts": {}, "times": [], **_built(engine)}
@@ -240,18 +255,16 @@ def serve(rank: int, job: dict[str, Any]) -> None:
         counts = [5 - 3 * (part % 2), 0 if part == job["parts"] - 1 else 3]  # the second time the last one idles
         prompts = [[_prompt(100 * part + 10 * turn + i) for i in range(count)] for turn, count in enumerate(counts)]
         answers = [answer for asked in prompts for answer, _ in _run(engine, asked, job["tokens"], logprobs=2)]
-        gaps = [[_gap(likeliest) for likeliest in answer.logprobs] for answer in answers]
-        found["parts"][part] = {"tokens": [list(answer.token_ids) for answer in answers], "gaps": gaps}
+        found["parts"][part] = [_tokens(answer) for answer in answers]
     for requests in job["requests"]:
         mine = requests // job["ranks"] + (rank < requests % job["ranks"])
-        prompts_ = [_prompt(1000 * rank + i, TIMED_PROMPT) for i in range(mine)]
-        _run(engine, prompts_, 4)  # compiles
+        timed = [_prompt(1000 * rank + i, TIMED_PROMPT) for i in range(mine)]
+        _run(engine, timed, 4)  # compiles
         engine.has_unfinished_requests()  # ranks start together
         begin = time.monotonic()
-        stamps = [stamps for _, stamps in _run(engine, prompts_, job["timed_tokens"])]
+        stamps = [stamps for _, stamps in _run(engine, timed, job["timed_tokens"])]
         found["times"].append({"requests": requests, "begin": begin, "stamps": stamps})
-    Path(job["folder"], f"found.{rank}").write_text(json.dumps(found))
-    os._exit(0)  # an engine's threads would keep the process
+    return found
 
 
 def _prompt(seed: int, length: int | None = None) -> list[int]:
@@ -277,9 +290,13 @@ def _run(
     return list(zip(answers, stamps, strict=True))
 
 
-def _gap(likeliest: dict[int, Any]) -> float:
-    first, second = sorted((one.logprob for one in likeliest.values()), reverse=True)[:2]
-    return round(float(first - second), 6)
+def _tokens(answer: Any) -> list[tuple[int, float, float]]:
+    """Return each token with its log probability, and by how much the second likeliest one has less."""
+    found = []
+    for token, likeliest in zip(answer.token_ids, answer.logprobs, strict=True):
+        first, second = sorted((float(one.logprob) for one in likeliest.values()), reverse=True)[:2]
+        found.append((int(token), float(likeliest[token].logprob), first - second))
+    return found
 
 
 def _built(engine: Any) -> dict[str, Any]:
@@ -298,9 +315,9 @@ def _built(engine: Any) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    """Return what each rank finds.  Raises TimeoutError, or what a rank raised."""
+    """Return what each rank finds.  Raises TimeoutError, or RuntimeError with what ranks raised."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        job |= {"folder": folder, "port": free.getsockname()[1]}
+        job |= {"folder": folder, "port": free.getsockname()[1], "limit_s": limit_s}
         config = config_of(job["model"], job["layers"]) | {"dtype": job["dtype"]}
         Path(folder, "config.json").write_text(json.dumps(config))
         free.close()
@@ -310,6 +327,9 @@ def run(job: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
             while not ranks.join(timeout=5):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{job['model']} over {job['backend']}: more than {limit_s:g} s")
+        except ProcessException as error:
+            said = [path.read_text() for path in sorted(Path(folder).glob("error.*"))]
+            raise RuntimeError("; ".join(said) or str(error)) from error
         finally:
             for process in ranks.processes:
                 process.kill()
@@ -320,16 +340,17 @@ def compared(reference: list[dict[str, Any]], found: list[dict[str, Any]]) -> di
     """Return how many tokens are the same up to the first difference of each prompt, and these differences."""
     theirs, ours = _by_part(reference), _by_part(found)
     same = total = 0
-    differences = []
-    for part, wanted in theirs.items():
-        for prompt, (one, other) in enumerate(zip(wanted["tokens"], ours[part]["tokens"], strict=True)):
-            total += len(one)
-            at = next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
-            same += at
-            if at < len(one):
-                gap = wanted["gaps"][prompt][at]
-                differences.append({"rank": int(part), "prompt": prompt, "token": at, "gap": gap})
-    return {"tokens": total, "same": same, "differences": differences}
+    largest, differences = 0.0, []
+    for part, prompts in theirs.items():
+        for prompt, (wanted, other) in enumerate(zip(prompts, ours[part], strict=True)):
+            total += len(wanted)
+            for at, (one, two) in enumerate(zip(wanted, other, strict=True)):
+                if one[0] != two[0]:
+                    differences.append({"rank": int(part), "prompt": prompt, "token": at, "gap": round(one[2], 6)})
+                    break
+                same += 1
+                largest = max(largest, abs(one[1] - two[1]))
+    return {"tokens": total, "same": same, "logprob_difference": float(f"{largest:.3g}"), "differences": differences}
 
 
 def _by_part(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -393,9 +414,8 @@ def main() -> int:
                 row |= {name: found[0].get(name) for name in ("prepare_finalize", "experts", "graphs")}
                 row |= compared(reference, found) | {"times": times(found)}
                 failed |= row["dtype"] == "float32" and row["same"] != row["tokens"]
-            except (TimeoutError, ProcessException) as error:
-                print(error, file=sys.stderr)
-                row["error"] = str(error).strip().splitlines()[-1]
+            except (TimeoutError, RuntimeError) as error:
+                row["error"] = str(error)
                 failed = True
             row["run_s"] = round(time.monotonic() - start, 1)
             rows.append(row)

@@ -62,16 +62,18 @@ def test_a_configuration_has_the_sizes_of_the_model(model: str) -> None:
 
 
 def test_a_prompt_counts_up_to_its_first_difference() -> None:
-    gaps = [[0.5, 0.25, 0.125], [1.0, 1.0, 1.0]]
-    theirs = [{"parts": {"0": {"tokens": [[1, 2, 3], [4, 5, 6]], "gaps": gaps}, "1": {"tokens": [], "gaps": []}}}]
-    ours = [{"parts": {"0": {"tokens": [[1, 9, 3], [4, 5, 6]], "gaps": gaps}}}, {"parts": {"1": {"tokens": []}}}]
-    found = vllm_tokens.compared(theirs, ours)
+    first = [(1, -1.0, 0.5), (2, -1.0, 0.25), (3, -1.0, 0.125)]
+    second = [(4, -2.0, 1.0), (5, -2.0, 1.0)]
+    other = [(1, -1.5, 0.5), (9, -4.0, 0.25), (3, -1.0, 0.125)]
+    theirs = [{"parts": {"0": [first, second], "1": []}}]
+    found = vllm_tokens.compared(theirs, [{"parts": {"0": [other, second]}}, {"parts": {"1": []}}])
     assert found == {
-        "tokens": 6,
-        "same": 4,
+        "tokens": 5,
+        "same": 3,
+        "logprob_difference": 0.5,
         "differences": [{"rank": 0, "prompt": 0, "token": 1, "gap": 0.25}],
     }
-    assert vllm_tokens.compared(theirs, theirs)["same"] == 6
+    assert vllm_tokens.compared(theirs, theirs) == found | {"same": 5, "logprob_difference": 0.0, "differences": []}
 
 
 def test_times_are_those_of_all_ranks_together() -> None:
