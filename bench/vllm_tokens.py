@@ -189,9 +189,9 @@ def open_engine(job: dict[str, Any], rank: int) -> Any:
         register()
     how: dict[str, Any] = {"enforce_eager": True}
     if job["gpus"]:
-        sizes = [2**i for i in range(8)]
-        # No torch.compile: it takes longer than the run, and would fuse sums differently from backend to backend.
-        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+        # No torch.compile: it takes longer than the run.  With it, vLLM turns graphs off for this form by itself.
+        graphs: dict[str, Any] = {"mode": 0, "cudagraph_mode": "NONE" if job["backend"] == "ht" else "FULL_DECODE_ONLY"}
+        graphs["cudagraph_capture_sizes"] = [2**i for i in range(8)]
         how = {"kv_cache_memory_bytes": KV_CACHE, "attention_backend": "TRITON_ATTN", "compilation_config": graphs}
         how["gpu_memory_utilization"] = 0.1  # only what must be free at the start: the cache has its own size
         how["moe_backend"] = "marlin" if job["model"].startswith("gpt-oss") else "triton"
@@ -206,6 +206,7 @@ def open_engine(job: dict[str, Any], rank: int) -> Any:
             max_num_batched_tokens=STEP_TOKENS,
             enable_prefix_caching=False,
             async_scheduling=False,
+            disable_nccl_for_dp_synchronization=True,  # as with asynchronous scheduling
             distributed_executor_backend="uni",
             enable_expert_parallel=parallel,
             all2all_backend=BACKENDS[job["backend"]],
@@ -219,7 +220,9 @@ def environment(job: dict[str, Any], rank: int) -> dict[str, str]:
     """Return the variables of a rank: which it is, and its engine in its own process."""
     names = {"RANK": rank, "SIZE": job["ranks"], "MASTER_IP": "127.0.0.1", "MASTER_PORT": job["port"]}
     names["RANK_LOCAL"] = rank % job["gpus"] if job["gpus"] else rank
-    return {
+    # Rounded to tf32, numbers that differ in their last bit can differ much more.
+    precise = {"TRITON_F32_DEFAULT": "tf32x3"} if job["dtype"] == "float32" else {}
+    return precise | {
         **({f"VLLM_DP_{name}": str(value) for name, value in names.items()} if job["ranks"] > 1 else {}),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",

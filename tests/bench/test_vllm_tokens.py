@@ -89,7 +89,7 @@ def test_times_are_those_of_all_ranks_together() -> None:
 
 
 def test_ranks_on_one_gpu_say_so_to_nccl() -> None:
-    job = {"ranks": 2, "gpus": 1, "port": 1, "backend": "ll", "shared": True}
+    job = {"ranks": 2, "gpus": 1, "port": 1, "backend": "ll", "shared": True, "dtype": "bfloat16"}
     found = [vllm_tokens.environment(job, rank) for rank in range(2)]
     assert [of["VLLM_DP_RANK_LOCAL"] for of in found] == ["0", "0"]
     assert {of["NCCL_MULTI_RANK_GPU_ENABLE"] for of in found} == {"1"}
