@@ -142,7 +142,7 @@ def collected() -> None:
 class Ranks:
     """Processes of one gloo group.  Each runs `body(rank, group, *args)`; what it returns or raises comes back.
 
-    `on_gpus`: each takes the GPU of its rank first.
+    `on_gpus`: each takes a GPU first, in turn.
     """
 
     def __init__(self, directory: Path, method: str, on_gpus: bool = False) -> None:
@@ -203,7 +203,7 @@ def _rank_main(
             "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
         )
         if on_gpus:
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         result = body(rank, dist.group.WORLD, *args)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
         traceback.print_exc()
@@ -243,7 +243,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 @pytest.fixture
 def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Processes of one gloo group, each on the GPU of its rank; spawned, because CUDA does not survive a fork."""
+    """Processes of one gloo group that take GPUs in turn; spawned, because CUDA does not survive a fork."""
     group = Ranks(tmp_path, "spawn", on_gpus=True)
     yield group
     group.stop()

@@ -237,7 +237,6 @@ def test_a_rank_alone_copies_nothing() -> None:
 
 
 def _keeps(rank: int, group: Any) -> list[int]:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
     os.environ["MOECOMM_WINDOW"] = "vmm"
     sizes = {name: size for name, size in SIZES.items() if name != "ranks"}
     with moecomm.Buffer(group, **sizes, backend="lsa", timeout_s=60, window_bytes=window_for(1.2, SIZES)) as buffer:

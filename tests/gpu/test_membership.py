@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import moecomm
@@ -30,7 +29,6 @@ class Member:
     """A rank, on the GPU of its number or one that it shares."""
 
     def __init__(self, rank: int, group: Any, timeout_s: float, **options: Any) -> None:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
         self.buffer = moecomm.Buffer(group, **SIZES, timeout_s=timeout_s, **options)
         self._given = tokens_of(rank, self.buffer.device)
         self.rounds(3)
