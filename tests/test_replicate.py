@@ -434,7 +434,7 @@ def _killed(rank: int, group: Any, seed: int) -> str:
         run(self)
 
     fused_copies.Copies.run = ends  # type: ignore[method-assign]
-    with moecomm.Buffer(group, **FLOAT, placement=SKEWED) as buffer:
+    with moecomm.Buffer(group, **{**FLOAT, "timeout_s": 60}, placement=SKEWED) as buffer:
         weights = model.fill(buffer)
         try:
             for nth in range(1000):
