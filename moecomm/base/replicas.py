@@ -70,8 +70,8 @@ def copies(
 
     One copy after the other goes from the busiest rank to the idlest of those that hold an expert and have an empty
     slot: of the experts that are not there yet, the one with the largest share on the busiest rank.  Of equals, the
-    first counts.  The expert then pours its entries anew.  The last copy is the one that takes fewer entries off the
-    busiest rank than a `COPY_PART`-th of the mean, and is not made.
+    first counts.  The expert then pours its entries anew.  Copies end where the next one would take fewer entries off
+    the busiest rank than a `COPY_PART`-th of the mean.
 
     Args:
         totals, candidates, ranks, slots: see shares().

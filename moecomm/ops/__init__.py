@@ -403,7 +403,8 @@ def moe(
         `[T, H]` of the dtype of x; see Buffer.moe.
 
     Raises:
-        As Buffer.moe; also Unsupported, in the forward pass, if a gradient of a layer with FP8 weights is required.
+        As Buffer.moe; also Unsupported, in the forward pass, if a gradient is required of a layer with FP8 weights, or
+            with `balance` on GPUs or beside masked ranks.
     """
     name = _name_of(buffer)
     x, topk_idx, topk_weights = _routed(x, topk_idx, topk_weights)
