@@ -203,7 +203,9 @@ def test_layers_follow_a_placement(
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_layers_copy_experts(fp8: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of loads that change, in both forms: weights, and their scales."""
+    """Of loads that change, in both forms: weights, and their scales.  Rows that travel unsummed have the bits of a
+    layer without copies.
+    """
     emulated, copied = Emulated(machine, monkeypatch), 0
     sizes: dict[str, Any] = {"ranks": 3, "hidden": 32, "topk": 2, "max_tokens": 20}
     placement = moecomm.Placement([[3, 1], [0, 2], [4, 5]], slots=4, choice="balanced")
@@ -222,6 +224,10 @@ def test_layers_copy_experts(fp8: bool, machine: Machine, monkeypatch: pytest.Mo
             for out, other in zip(emulated.fused(ranks, calls), others, strict=True):
                 assert torch.equal(out.view(torch.int16), other.view(torch.int16)), seed
             copied += sum(int((Copies(b.rounds, []).sources() >= 0).sum()) for b in ranks.buffers)
+            unsummed = [{**call, "fused": False, "wire": "rows"} for call in calls]
+            plain = ranks.moe([{**call, "balance": None} for call in unsummed])
+            for out, other in zip(ranks.moe(unsummed), plain, strict=True):
+                assert torch.equal(out.view(torch.int16), other.view(torch.int16)), seed
             ranks.check()
             for weights in opened:
                 weights.close()
