@@ -18,9 +18,9 @@ ranks, ranks share them (NCCL 2.29 or later): tokens are compared as before, but
 `times_comparable` is false.
 
 Keys of a run: `model`, `dtype`, `layers`, `backend`, `prepare_finalize` (vLLM's or moecomm's class), `experts`,
-`graphs`; `tokens`, `same` (tokens before a prompt's first difference), `logprob_difference` (the largest of those),
-`differences`; `times`: `requests` of all ranks together, `tokens_per_s`, `first_token_ms` and `between_tokens_ms` (p50,
-p99); `error`, if there was one.
+`graphs`; but for the first that ran, `reference` (its backend), `tokens`, `same` (tokens before a prompt's first
+difference), `logprob_difference` (the largest of those), `differences`; `times`: `requests` of all ranks together,
+`tokens_per_s`, `first_token_ms` and `between_tokens_ms` (p50, p99); `error`, if there was one.
 """
 
 from __future__ import annotations
@@ -227,6 +227,7 @@ def environment(job: dict[str, Any], rank: int) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_USE_DEEP_GEMM": "0",  # it compiles for every number of tokens
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # the likeliest tokens need none, and it is looked for where it is missing
         "VLLM_MLA_DISABLE": "1",  # MLA's prefill needs FlashAttention
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -403,7 +404,7 @@ def main() -> int:
     rows, failed = [], False
     for named in options.models.split(","):
         model, _, dtype = named.partition(":")
-        reference = None
+        reference, reference_of = None, ""
         for backend in options.backends.split(","):
             row = {"model": model, "dtype": dtype or "bfloat16", "layers": options.layers, "backend": backend}
             alone = backend == "alone"
@@ -413,10 +414,13 @@ def main() -> int:
             start = time.monotonic()
             try:
                 found = run(job, options.limit)
-                reference = found if reference is None else reference
                 row |= {name: found[0].get(name) for name in ("prepare_finalize", "experts", "graphs")}
-                row |= compared(reference, found) | {"times": times(found)}
-                failed |= row["dtype"] == "float32" and row["same"] != row["tokens"]
+                if reference is None:
+                    reference, reference_of = found, backend
+                else:
+                    row |= {"reference": reference_of} | compared(reference, found)
+                    failed |= row["dtype"] == "float32" and row["same"] != row["tokens"]
+                row["times"] = times(found)
             except (TimeoutError, RuntimeError) as error:
                 row["error"] = str(error)
                 failed = True

@@ -3,7 +3,8 @@
 tests/gpu/run figures: the measurements behind the pages, see figures.py.
 
 Parts go one after the other.  Of those behind --beside, the steps of one GPU go side by side, SHARE of them (default 1)
-on each GPU; then the rest.  With 15 on an H200 the driver said that it was out of memory, of which most was free.
+on each GPU; then those that look at the memory of a GPU, and the rest.  With 15 on an H200 the driver said that it was
+out of memory, of which most was free.
 
 The native module must have been built, by `pip install -e .` or `python setup.py build_ext --inplace`, and for GIN
 without a NIC the plugin, by `pip install ./rma_plugin`.
@@ -64,7 +65,8 @@ BACKENDS, ROUNDS = "lsa,nvshmem,gin", f"--ranks {GPUS} --tokens 128,4096 --layou
 class Step:
     """A command, and the GPUs that it takes.  `pytest`: its arguments, where the command is that.
 
-    `seconds`: its limit; of `random` ones that of 300 cases, and a second more for ten more of them.
+    `seconds`: its limit; of `random` ones that of 300 cases, and a second more for ten more of them.  `shares`: a GPU,
+    with other steps.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Step:
     random: bool = False
     before: tuple[str, ...] = ()  # words in front of pytest
     cases: int = CASES
+    shares: bool = True
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -87,9 +90,9 @@ class Step:
         return self.seconds + self.random * max(0, CASES - 300) / 10
 
 
-def one(name: str, seconds: int, *pytest: str, random: bool = True) -> Step:
+def one(name: str, seconds: int, *pytest: str, random: bool = True, shares: bool = True) -> Step:
     """A step of one GPU."""
-    return Step(name, seconds, (*pytest, "-m", "gpu1"), gpus=1, random=random)
+    return Step(name, seconds, (*pytest, "-m", "gpu1"), gpus=1, random=random, shares=shares)
 
 
 def nvlink(name: str, kind: str) -> list[Step]:
@@ -130,9 +133,9 @@ PARTS: dict[str, list[Step]] = {
     "virtual": [
         one("virtual", 450, "tests/gpu/test_virtual_ranks.py"),
         one("sequences", 100, "tests/gpu/test_sequences.py", random=False),
-        one("suspension", 200, "tests/gpu/test_suspension.py", random=False),
+        one("suspension", 200, "tests/gpu/test_suspension.py", random=False, shares=False),
         one("capacity", 200, "tests/gpu/test_capacity.py", random=False),
-        one("kept", 300, "tests/gpu/test_kept_outputs.py", random=False),
+        one("kept", 300, "tests/gpu/test_kept_outputs.py", random=False, shares=False),
         one("flight", 100, "tests/gpu/test_flight_record.py", random=False),
         one("routing", 60, "tests/gpu/test_routing.py", random=False),
         one("masks", 300, "tests/gpu/test_masks.py", random=False),
@@ -272,9 +275,12 @@ def beside(parts: Sequence[str], gpus: Iterable[str | None]) -> list[bool]:
             free.put(gpu)
 
     steps = [step for part in parts for step in PARTS[part]]
+    by_share = {
+        shares: [step for step in steps if step.gpus == 1 and step.shares == shares] for shares in (True, False)
+    }
     with ThreadPoolExecutor(free.qsize()) as pool:
-        found = list(pool.map(alone, [step for step in steps if step.gpus == 1]))
-    return found + [run(step) for step in steps if step.gpus != 1]
+        found = list(pool.map(alone, by_share[True]))
+    return found + [run(step) for step in (*by_share[False], *(step for step in steps if step.gpus != 1))]
 
 
 def main(arguments: Sequence[str]) -> int:
