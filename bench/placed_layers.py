@@ -4,7 +4,8 @@
 
 A plan is moecomm.balance's ("spread"), for the routing that is then measured, in an eighth more slots than there are
 experts.  Layers are those of Buffer.moe in bf16, by its defaults, whole in a graph; routing is moecomm.routing's, even
-or by Zipf's law.  Dispatches have even routing and, with a placement, replicas of some experts.
+or by Zipf's law.  Dispatches have even routing and, with a placement, replicas of some experts.  `balanced` adds the
+step in which ranks choose.
 
 Keys of a row: `what`, `zipf`, `placed` ("" for experts in a row, "replicate" for these with as many empty slots beside
 them and balance="replicate", else the choice of replicas), `tokens`, `us` of the slowest rank, `busiest`: rows of the
@@ -132,7 +133,7 @@ def _dispatches(group: dist.ProcessGroup, device: torch.device, name: str, repla
         every = synthesize(name, tokens * ranks, zipf=0.0).topk_idx.long().view(ranks, tokens, -1)
         x = torch.randn(tokens, model.hidden, device=device, dtype=torch.bfloat16)
         ids, weights = every[group.rank()].to(device), torch.rand(every.shape[1:], device=device)
-        for choice in ("", *CHOICES):
+        for choice in ("", *CHOICES, "balanced"):
             placement = planned(every, model, ranks, choice) if choice else None  # type: ignore[arg-type]
             buffer = _open(group, device, model, tokens, placement=placement)
             for layout in ("flat", "expert"):
