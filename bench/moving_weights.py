@@ -1,6 +1,6 @@
 """Weights of experts that move: copies alone, rounds beside copies, and steps of decoding while placements change.
 
-    python bench/moving_weights.py [--ranks 4] [--json bench/results/moving-weights-h200-4.json]
+    python bench/moving_weights.py [--ranks 4] [--json FILE]
 
 Experts have the sizes of DeepSeek-V3's in bf16 by default, and each rank has `--held` of them and as many empty slots.
 A move takes every expert to the next rank.  Rows by `what`:

@@ -1,6 +1,6 @@
 """Serve models with vLLM, data and expert parallel, over its own backend and over moecomm: same tokens, and times.
 
-    python bench/vllm_tokens.py [--models qwen3-30b-a3b:float32,deepseek-v3] [--json bench/results/vllm-h200-2.json]
+    python bench/vllm_tokens.py [--models qwen3-30b-a3b:float32,deepseek-v3] [--json FILE]
 
 A model has the sizes of a published one, few layers and random weights; prompts are token ids.  Each of `--backends`
 serves it anew, one process a rank: `vllm` (allgather_reducescatter), `ll` and `ht` (moecomm's low-latency and

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -171,8 +173,18 @@ class Ranks:
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def results(self, expected: int, timeout_s: float = 60) -> dict[int, Any]:
-        """Return what the first `expected` ranks to finish returned, or raised; end the others."""
-        found = dict(self._queue.get(timeout=timeout_s) for _ in range(expected))
+        """Return what the first `expected` ranks to finish returned, or raised; end the others.
+
+        Where that takes too long, ranks write where each of their threads is.
+        """
+        try:
+            found = dict(self._queue.get(timeout=timeout_s) for _ in range(expected))
+        except queue.Empty:
+            for process in self.processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGUSR1)
+                    process.join(timeout=0.5)  # the time to write
+            raise
         for rank in found:
             self.processes[rank].join(timeout=timeout_s)
         self.stop()
@@ -194,8 +206,9 @@ class Ranks:
 
 
 def _rank_main(
-    queue: Any, store: str, rank: int, ranks: int, on_gpus: bool, body: Callable[..., Any], args: tuple[Any, ...]
+    results: Any, store: str, rank: int, ranks: int, on_gpus: bool, body: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    faulthandler.register(signal.SIGUSR1, file=2)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no listener that other machines reach
     try:
@@ -208,9 +221,9 @@ def _rank_main(
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
         traceback.print_exc()
         result = error
-    queue.put((rank, result))
-    queue.close()
-    queue.join_thread()
+    results.put((rank, result))
+    results.close()
+    results.join_thread()
     os._exit(0)
 
 
