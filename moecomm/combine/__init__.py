@@ -223,7 +223,7 @@ def _start_checked(
     """
     given = check(rounds, how[0], handle, y, out, bias, weight_grads, topk_weights)
     if how[0].unsummed:
-        given.y = _where_peers_read(rounds, handle, given.y)
+        given.y = _where_peers_read(rounds, given.y)
     key = Key(handle.layout, given.y.dtype, *how)
     check_hashable(key)  # y may be another library's
     tensors = (handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
@@ -238,13 +238,8 @@ def _start_checked(
     return combining
 
 
-def _where_peers_read(rounds: Rounds, handle: Handle, y: torch.Tensor) -> torch.Tensor:
+def _where_peers_read(rounds: Rounds, y: torch.Tensor) -> torch.Tensor:
     """Return `y` in this rank's window: itself, or a copy.  Raises BadInput where there is no room for one."""
     if y.numel() == 0 or rounds.session.context.in_heap(y.data_ptr()):
         return y
-    block = rounds.memory.rows(y.nbytes)
-    rounds.session.order()  # a round on another stream may still use this memory
-    here = window_tensor(
-        block, handle.plan.base + block.offset, tuple(y.shape), y.dtype, rounds.device, rounds.session.owner
-    )
-    return here.copy_(y)
+    return rounds.copy_to(rounds.memory.rows(y.nbytes), y)

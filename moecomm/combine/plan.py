@@ -8,7 +8,6 @@ import torch
 
 from moecomm import _native
 from moecomm.base import packets
-from moecomm.base.arrays import window_tensor
 from moecomm.base.choices import CAST_WIRES
 from moecomm.base.protocol import DTYPES, LAYOUTS, TYPES
 from moecomm.combine.arguments import Tensors
@@ -131,14 +130,10 @@ class Plan:
 
     def _weights_in_window(self, handle: Handle) -> tuple[_native.Block, int]:
         """Return a copy of the weights of rows, and its address.  Ranks that read rows in place read them, too."""
-        plan = handle.plan
-        shape = plan.rows_shape(handle.args)
+        shape = handle.plan.rows_shape(handle.args)
         weights = table(handle, handle.args.route.row_weights, shape, torch.float32)
         block = self._memory.scratch(weights.nbytes)
-        self._session.order()  # a round on another stream may still use this memory
-        address = plan.base + block.offset
-        window_tensor(block, address, shape, torch.float32, plan.device, plan.owner).copy_(weights)
-        return block, address
+        return block, handle.rounds.copy_to(block, weights).data_ptr()
 
     def run(self, args: _native.CombineArgs) -> None:
         """Run a combine on the executor."""

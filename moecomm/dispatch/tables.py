@@ -62,10 +62,8 @@ def in_window(handle: Handle) -> Handle:
     """Return a handle whose tables are a copy in the window, where peers read weights."""
     rounds, memory = handle.rounds, cast("torch.Tensor", handle.block)
     block = rounds.memory.scratch(memory.nbytes)
-    address = handle.plan.base + block.offset
-    rounds.session.order()  # a round on another stream may still use this memory
-    window_tensor(block, address, memory.shape, torch.uint8, rounds.device, rounds.session.owner).copy_(memory)
-    return Handle(rounds, handle.plan, moved(handle.args, address - memory.data_ptr()), block)
+    copied = rounds.copy_to(block, memory)
+    return Handle(rounds, handle.plan, moved(handle.args, copied.data_ptr() - memory.data_ptr()), block)
 
 
 def over(memory: torch.Tensor, made: Handle) -> Handle:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from moecomm.base import formats, tangents
-from moecomm.base.arrays import check_memory, check_tensor, window_tensor
+from moecomm.base.arrays import check_memory, check_tensor
 from moecomm.base.choices import CombineWire, Layout, Quantize, ScaleFormat
 from moecomm.combine import combine as run_combine
 from moecomm.combine import options as combine_options
@@ -483,8 +483,4 @@ def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tenso
     weights = weights.contiguous()
     if not (rounds.session.peers_read_weights or unsummed):
         return weights
-    block = rounds.memory.scratch(weights.nbytes)
-    rounds.session.order()  # a round on another stream may still use this memory
-    address = rounds.session.context.peers[rounds.rank] + block.offset
-    here = window_tensor(block, address, shape, torch.float32, rounds.device, rounds.session.owner)
-    return here.copy_(weights)
+    return rounds.copy_to(rounds.memory.scratch(weights.nbytes), weights)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moecomm import _native
+from moecomm.base.arrays import window_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
 from moecomm.base.placement import NONE, Placement, table
@@ -123,6 +124,16 @@ class Rounds(RoundState, Bound):
         for slot, expert in enumerate(self.placement.experts[self.rank].tolist()):
             if expert == NONE:
                 self.filled[slot] = self.generation
+
+    def copy_to(self, block: _native.Block, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to a block of the window, where peers can read it, and return it there.
+
+        The copy follows all rounds so far: one on another stream may still use this memory.
+        """
+        self.session.order()
+        address = self.session.context.peers[self.rank] + block.offset
+        here = window_tensor(block, address, tuple(tensor.shape), tensor.dtype, self.device, self.session.owner)
+        return here.copy_(tensor)
 
     def warn_of_copies(self) -> None:
         """Warn, once, that outputs are copied out of the window, unless the window is about to have room for them."""
