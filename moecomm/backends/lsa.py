@@ -231,24 +231,27 @@ class LsaSession:
         """Wait for every round enqueued so far."""
         if self._captured:  # a graph may have been replayed on any stream
             torch.cuda.synchronize(self.device)
-        elif self._last is not None:
-            self._await(self._last.record_event())
+        else:
+            self._await_last()
 
     def _await_launched(self) -> None:
         """Wait for the rounds of this rank.  Those of threads that share the GPU may wait for its next one."""
-        if not (self._peers.in_process and self._peers.ranks_of_gpu > 1):
+        if self._peers.in_process and self._peers.ranks_of_gpu > 1:
+            self._await_last()
+        else:
             self.synchronize()
-        elif self._last is not None:
-            self._await(self._last.record_event())
 
-    def _await(self, event: torch.cuda.Event) -> None:
-        """Poll the event instead of blocking in the driver, so that signal handlers run.
+    def _await_last(self) -> None:
+        """Wait for the stream of the last round.
 
-        An exception of a handler, as Ctrl-C raises, ends the rounds as well.
+        Polls an event instead of blocking in the driver, so that signal handlers run.  An exception of a handler, as
+        Ctrl-C raises, ends the rounds as well.
         """
-        begin = time.perf_counter()
+        if self._last is None:
+            return
+        begin, event = time.perf_counter(), self._last.record_event()
         try:
-            while not event.query():  # type: ignore[no-untyped-call]
+            while not event.query():
                 if time.perf_counter() - begin > _SPIN_S:
                     time.sleep(_NAP_S)
         except BaseException:
@@ -371,7 +374,7 @@ class LsaSession:
         """Return the function that enqueues a dispatch on the current stream: with copies, without its choice."""
         choice = choice_of(args)
         if choice is not None and args.ctx.placed == REPLICATED:
-            plain_kernel.load(choice, self.device.index)
+            self._ahead(choice)
             choice = None
         return self._runner(self._kernels.dispatch(args), args.workers, choice)
 
@@ -382,9 +385,7 @@ class LsaSession:
         def enqueue() -> None:
             stream = _native.current_stream(self.device.index)
             self._order(stream)
-            function = plain_kernel.load(choice, self.device.index)
-            ahead = (function, choice.threads, choice.shared_bytes)
-            _native.cuda_launch_choice(*ahead, stream, args, self.exclusive_gpu)
+            _native.cuda_launch_choice(*self._ahead(choice), stream, args, self.exclusive_gpu)
 
         self.with_device(enqueue)
 
@@ -394,10 +395,12 @@ class LsaSession:
 
     def _runner(self, kernel: jit.Kernel, blocks: int, choice: Choice | None = None) -> _native.GpuRunner:
         launch = (kernel.function, blocks, kernel.block, kernel.shared_bytes, *self._together(blocks))
-        ahead = (0, 0, 0)
-        if choice is not None:
-            ahead = (plain_kernel.load(choice, self.device.index), choice.threads, choice.shared_bytes)
+        ahead = (0, 0, 0) if choice is None else self._ahead(choice)
         return _native.GpuRunner(self._queue, partial(self.with_device, self._enqueue, kernel, ahead), *launch, ahead)
+
+    def _ahead(self, choice: Choice) -> tuple[int, int, int]:
+        """Return the function, threads and shared memory of the kernel that chooses slots, loaded."""
+        return plain_kernel.load(choice, self.device.index), choice.threads, choice.shared_bytes
 
     def _together(self, blocks: int) -> tuple[bool, int]:
         """Return whether a launch may begin while the one before it ends, and the blocks of its clusters."""
