@@ -8,9 +8,11 @@ A move takes every expert to the next rank.  Rows by `what`:
 - `copies`: a move alone. `gbs`: bytes that a rank reads over the time until its copies have come, on the slowest rank.
 - `rounds`: a dispatch and a combine of `tokens` in `expert`, in a graph: `us` alone, and `beside_us` beside copies at
   half of that bandwidth; `ratio`.
-- `steps`: `--layers` layers of `tokens` in a graph, replayed: milliseconds between the ends of two steps (p50, p99),
-  `quiet` and `moving`; `commit_us`: by how much the steps behind a commit are longer than the median of those without
-  one (p50, p99); `commits`, and `wrong`: steps with a result that differs by more than roundings from that before.
+- `steps`: `--layers` layers of `tokens` in a graph, replayed: milliseconds between the ends of two steps, `quiet` and
+  `moving`; `commit_us`: by how much the steps behind a commit are longer than the median of those without one;
+  `commits`, and `wrong`: steps with a result that differs by more than roundings from that before.
+
+Times of steps are p50, p90 and p99 of the slowest rank.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm import Buffer, ExpertWeights, Placement
+from moecomm_bench.clock import percentiles
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.results import write
 
@@ -221,15 +224,10 @@ def of_all(rows: list[dict[str, Any]]) -> dict[str, Any]:
         behind = [times["moving"][number - 1] for number in row["commits"]]
         others = [ms for at, ms in enumerate(times["moving"], 1) if at not in row["commits"]]
         median = sorted(others)[len(others) // 2]
-        row |= {name: _percentiles(found[WARM_UP:]) for name, found in times.items()}
-        row["commit_us"] = _percentiles([1e3 * (ms - median) for ms in behind])
+        row |= {name: percentiles([found[WARM_UP:]]) for name, found in times.items()}
+        row["commit_us"] = percentiles([[1e3 * (ms - median) for ms in behind]])
         row |= {"commits": len(row["commits"]), "wrong": sum(one["wrong"] for one in rows)}
     return row
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    of = torch.tensor(values, dtype=torch.float64)
-    return {name: round(float(of.quantile(share)), 3) for name, share in (("p50", 0.5), ("p99", 0.99))}
 
 
 def main() -> int:

@@ -45,6 +45,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from moecomm.router import MODELS, Model
+from moecomm_bench.clock import percentiles
 from moecomm_bench.results import write
 
 REFERENCE = "allgather_reducescatter"
@@ -380,8 +381,8 @@ def times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    of = torch.tensor(values, dtype=torch.float64)
-    return {name: round(float(of.quantile(share)), 3) for name, share in (("p50", 0.5), ("p99", 0.99))}
+    found = percentiles([values])
+    return {name: round(found[name], 3) for name in ("p50", "p99")}
 
 
 def main() -> int:
