@@ -388,7 +388,7 @@ class Buffer(Bound):
                 tensors are those of ExpertWeights; see docs/placement.md.  None: no copies.
 
         Returns:
-            `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias.
+            `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias; an empty sum is 0.
 
         Raises:
             BadInput: what does not fit.

@@ -53,7 +53,7 @@ class SlotTensor:
 
 
 class Copies(NamedTuple):
-    """What a layer copies: all tensors of its experts."""
+    """The tensors of experts that a layer copies: all of them."""
 
     rounds: Rounds
     tensors: list[SlotTensor]

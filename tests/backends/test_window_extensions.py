@@ -119,18 +119,24 @@ def test_addresses_run_out(install_driver: Install, kind: str) -> None:
     close(ranks, driver)
 
 
+class Answers:
+    """Answers of a driver whose `function` returns `status` while `fails` is set."""
+
+    def __init__(self, function: str, status: Status) -> None:
+        self._function, self._status, self.fails = function, status, False
+
+    def __call__(self, called: str, thread: str) -> Status:
+        return self._status if self.fails and called == self._function else Status.CUDA_SUCCESS
+
+
 @pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"])
 def test_memory_that_is_out_leaves_the_window_as_it_is(install_driver: Install, function: str) -> None:
-    full = False
-
-    def answer(called: str, thread: str) -> Status:
-        return Status.CUDA_ERROR_OUT_OF_MEMORY if full and called == function else Status.CUDA_SUCCESS
-
-    driver = install_driver(FakeDriver(answer))
+    answers = Answers(function, Status.CUDA_ERROR_OUT_OF_MEMORY)
+    driver = install_driver(FakeDriver(answers))
     ranks = opened("vmm", 2)
-    full = True
+    answers.fails = True
     assert ranks[0].extensions.extend(1) is None and not ranks[0].extensions.pending
-    full = False
+    answers.fails = False
     assert ranks[0].extensions.extend(1) is None, "it has been tried"
     assert ranks[0].extensions.offers.value == 0 and ranks[0].window.nbytes == 2 * PART
     assert driver.handles == {}
@@ -139,17 +145,13 @@ def test_memory_that_is_out_leaves_the_window_as_it_is(install_driver: Install, 
 
 @pytest.mark.parametrize("function", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
 def test_memory_that_a_peer_cannot_map_is_not_used(install_driver: Install, function: str) -> None:
-    fails = False
-
-    def answer(called: str, thread: str) -> Status:
-        return Status.CUDA_ERROR_INVALID_VALUE if fails and called == function else Status.CUDA_SUCCESS
-
-    driver = install_driver(FakeDriver(answer))
+    answers = Answers(function, Status.CUDA_ERROR_INVALID_VALUE)
+    driver = install_driver(FakeDriver(answers))
     ranks = opened("vmm", 2)
     assert ranks[0].extensions.extend(1) is None
-    fails = True
+    answers.fails = True
     assert ranks[1].extensions.admit() == 1
-    fails = False
+    answers.fails = False
     assert ranks[0].extensions.extend(1) is None and ranks[0].extensions.pending
     assert driver.handles == {}
     close(ranks, driver)

@@ -37,7 +37,7 @@ def test_random_cases_match_the_reference(seed: int) -> None:
 @pytest.mark.parametrize("verify_every", [0, 1])
 @pytest.mark.parametrize("balanced", [False, True])
 def test_placements(balanced: bool, verify_every: int) -> None:
-    """Of four ranks, with replicas; balanced ones are chosen by the counts of the round."""
+    """Four ranks with replicas; balanced ones are chosen by the counts of the round."""
     sizes = {"ranks": 4, **SIZES}
     placement = random_placement(0, **sizes, balanced=balanced)
     with LocalBuffers(**sizes, placement=placement, verify_every=verify_every, backend="host", timeout_s=60) as ranks:

@@ -203,8 +203,9 @@ def test_layers_follow_a_placement(
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_layers_copy_experts(fp8: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of loads that change, in both forms: weights, and their scales.  Rows that travel unsummed have the bits of a
-    layer without copies.
+    """Weights and their scales, at loads that change, in both forms.
+
+    Rows that travel unsummed have the bits of a layer without copies.
     """
     emulated, copied = Emulated(machine, monkeypatch), 0
     sizes: dict[str, Any] = {"ranks": 3, "hidden": 32, "topk": 2, "max_tokens": 20}

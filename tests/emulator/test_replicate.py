@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-import moecomm
 from moecomm.base.placement import NONE, Placement, replicated
 from moecomm.fused.copies import Copies
 from moecomm.gpu import plain_kernel
@@ -19,6 +17,7 @@ from moecomm.testing import ranks as local
 from moecomm.testing.cases import random_placement
 
 from ..few import few
+from ..slot_weights import drawn_weights, opened_weights
 from .machine import Machine
 from .test_kernels import pytestmark as of_emulator
 from .test_plain_kernels import launcher
@@ -97,25 +96,10 @@ def test_layers_have_the_bits_of_cpu_ranks(machine: Machine, monkeypatch: pytest
     monkeypatch.setattr(plain_kernel, "launch_on", launcher(machine.scheduler, machine.library, launched))
     placement = random_placement(0, ranks=ranks, num_experts=experts, slots=slots, balanced=True)
     g = torch.Generator().manual_seed(0)
-    whole = {
-        "w13": torch.randn(experts, 2 * INNER, HIDDEN, generator=g).bfloat16() / 8,
-        "w2": torch.randn(experts, HIDDEN, INNER, generator=g).bfloat16() / 8,
-        "w13_bias": torch.randn(experts, 2 * INNER, generator=g).bfloat16(),
-        "w2_bias": torch.randn(experts, HIDDEN, generator=g).bfloat16(),
-    }
-
-    def opened(buffers: LocalBuffers) -> list[moecomm.ExpertWeights]:
-        shapes = {name: tuple(one.shape[1:]) for name, one in whole.items()}
-        found = buffers._together([partial(moecomm.ExpertWeights, buffer, shapes) for buffer in buffers.buffers])
-        for buffer, weights in zip(buffers.buffers, found, strict=True):
-            held = torch.tensor(list(buffer.local_experts))
-            for name, one in whole.items():
-                weights[name].fill_(torch.nan)[held >= 0] = one[held[held >= 0]]
-        return found
-
+    whole = drawn_weights(g, experts, INNER, HIDDEN)
     sizes: dict[str, Any] = {**SIZES, "num_experts": experts, "placement": placement}
     with LocalBuffers(ranks, **sizes) as plain, LocalBuffers(ranks, **sizes) as emulated:
-        sets, copied = (opened(plain), opened(emulated)), 0
+        sets, copied = (opened_weights(plain, whole), opened_weights(emulated, whole)), 0
         for seed in range(6):
             ids, outs = routing(seed, ranks, experts), []
             x = [torch.randn(len(one), HIDDEN, generator=g).bfloat16() for one in ids]

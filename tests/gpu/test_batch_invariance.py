@@ -54,7 +54,7 @@ def packet_room(ranks: int, max_tokens: int, row: int) -> int:
 
 
 def launched() -> set[jit.KernelSpec]:
-    """What the rounds of these tests launch: prepared as for a GPU, and run by CPU ranks."""
+    """Return the kernels of the rounds of these tests: prepared as for a GPU, and run by CPU ranks."""
     specs: set[jit.KernelSpec] = set()
 
     def run_all(given: list[Any]) -> None:
@@ -111,7 +111,7 @@ def test_verified_rows_travel_unsummed() -> None:
 
 
 def test_a_graph_replays_with_rows_outside_of_the_window() -> None:
-    """What is captured copies them there."""
+    """A captured copy takes them there."""
     with moecomm.Buffer("self", **SIZES, device="cuda") as buffer:
         x, ids, weights = (tensor.cuda() for tensor in tokens(24, 0))
         routed = buffer.dispatch(x, ids, weights, sync=True)
@@ -145,7 +145,7 @@ def test_operators_have_the_bits_of_a_buffer() -> None:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_nothing_changes_a_token_of_a_layer(fused: bool) -> None:
-    """Of moecomm's GEMMs, with a row an expert and with a hundred, on 1, 2 and 4 ranks."""
+    """Layers of moecomm's GEMMs, with a row an expert and with a hundred, on 1, 2 and 4 ranks."""
     g = torch.Generator().manual_seed(0)
     w13 = (torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=g) / 16).bfloat16().cuda()
     w2 = (torch.randn(EXPERTS, HIDDEN, INNER, generator=g) / 12).bfloat16().cuda()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -21,6 +20,8 @@ from moecomm.base.choices import ReplicaChoice
 from moecomm.base.placement import replicated
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing.cases import placed, random_placement, without_tokens
+
+from ..slot_weights import drawn_weights, fill_weights, opened_weights
 
 pytestmark = pytest.mark.gpu1
 
@@ -182,21 +183,6 @@ def skewed(seed: int, ranks: int, experts: int, tokens: int, topk: int) -> list[
     return [torch.multinomial(load.expand(tokens, -1), topk, generator=g) for _ in range(ranks)]
 
 
-def opened_weights(ranks: LocalBuffers, whole: dict[str, torch.Tensor]) -> list[moecomm.ExpertWeights]:
-    """Open weights of slots on all ranks, and fill them; NaN in empty slots."""
-    shapes = {name: tuple(one.shape[1:]) for name, one in whole.items()}
-    found = ranks._together([partial(moecomm.ExpertWeights, buffer, shapes) for buffer in ranks.buffers])
-    for buffer, weights in zip(ranks.buffers, found, strict=True):
-        fill_weights(weights, whole, list(buffer.local_experts))
-    return found
-
-
-def fill_weights(weights: moecomm.ExpertWeights, whole: dict[str, torch.Tensor], experts: list[int]) -> None:
-    held = torch.tensor(experts)
-    for name, one in whole.items():
-        weights[name].fill_(torch.nan)[(held >= 0).cuda()] = one[held[held >= 0]].cuda()
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
@@ -205,17 +191,12 @@ def fill_weights(weights: moecomm.ExpertWeights, whole: dict[str, torch.Tensor],
 def test_layers_with_copies_are_those_of_the_replicated_placement(
     count: int, experts: int, slots: int, hidden: int, fused: bool
 ) -> None:
-    """The same bits in a Buffer that has the copies all along, at loads that change from round to round."""
+    """A Buffer that has the copies all along gives the same bits, at loads that change from round to round."""
     tokens, topk, inner = 100, 4, 72
     sizes: dict[str, Any] = {"ranks": count, "hidden": hidden, "num_experts": experts, "topk": topk}
     sizes |= {"max_tokens": tokens, "backend": "lsa", "device": 0, "timeout_s": 20, "capacity_factor": float(count)}
     g = torch.Generator().manual_seed(0)
-    whole = {
-        "w13": torch.randn(experts, 2 * inner, hidden, generator=g).bfloat16() / 8,
-        "w2": torch.randn(experts, hidden, inner, generator=g).bfloat16() / 8,
-        "w13_bias": torch.randn(experts, 2 * inner, generator=g).bfloat16(),
-        "w2_bias": torch.randn(experts, hidden, generator=g).bfloat16(),
-    }
+    whole = drawn_weights(g, experts, inner, hidden)
     placement = random_placement(0, ranks=count, num_experts=experts, slots=slots, balanced=True)
     made = 0
     with LocalBuffers(**sizes, placement=placement) as ranks, LocalBuffers(**sizes, placement=placement) as others:

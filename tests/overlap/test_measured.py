@@ -205,7 +205,7 @@ def test_the_slowest_rank_decides_for_all(
 
 @pytest.mark.usefixtures("fused")
 def test_calls_with_about_as_many_rows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether this rank wants the gathered rows does not matter: the others do not know."""
+    """One choice for a rank that wants the gathered rows and for one that does not: the others do not know."""
     measurements = set_costs(monkeypatch.setattr, lambda rank: {"fused": 1.0, "copies": 2.0})
 
     def body(window: moecomm.Window) -> list[dict[str, int]]:
