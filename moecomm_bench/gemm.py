@@ -40,6 +40,7 @@ _MOST_CALLS = 20
 _WEIGHT_BYTES = 256 << 20  # several times the L2 cache: smaller weights have several copies, used in rotation
 _HOST_CALLS = 10
 _MOST_BYTES = 128 << 30  # of a rank's weights
+_READ_BYTES = 4 << 30
 
 Call = Callable[[int], Any]  # takes the number of the call, which selects a copy of the weights
 
@@ -82,10 +83,14 @@ class Gemm:
         """Return int32 [experts]: rows of the first rank's experts after random routing of `tokens` tokens per rank."""
         return _rows_of_experts(tokens * self.ranks, self.experts * self.ranks, self.topk)[: self.experts]
 
-    def figures(self, rows: int, us: float) -> dict[str, float]:
-        """Return TFLOP/s, and TB/s of x, weights and product, each counted once, without scales and tile padding."""
+    def figures(self, counts: torch.Tensor, us: float) -> dict[str, float]:
+        """Return TFLOP/s, and TB/s of x, the product, and the weights of experts with rows.
+
+        Each counts once, without scales and tile padding.
+        """
+        rows, experts = int(counts.sum()), int(counts.count_nonzero())
         out = self.columns // (1 if self.activation is None else 2)
-        taken = (1 if self.dtype == "fp8" else 2) * (self.experts * self.columns + rows) * self.depth
+        taken = (1 if self.dtype == "fp8" else 2) * (experts * self.columns + rows) * self.depth
         moved = taken + (1 if self.casts else 2) * rows * out
         return {"tflops": round(2 * rows * self.columns * self.depth / us / 1e6, 1), "tbs": round(moved / us / 1e6, 3)}
 
@@ -150,7 +155,7 @@ def run(
 
     Times are medians over `replays`. torch's GEMM never has an activation. In FP8 (scales of 128 columns, and of
     blocks) there is no GEMM of torch; our GEMM with SwiGLU casts its result, and that of deep_gemm, if it can be
-    imported, has neither activation nor cast.
+    imported, has neither activation nor cast. `read_tbs` is what the memory of the GPU gives to a plain read.
 
     Raises:
         BadInput: an argument is out of range.
@@ -165,7 +170,15 @@ def run(
                 step(f"{case.model} GEMM {case.gemm}, {case.dtype}, {count} tokens")
                 row = _row(case, weights, case.counts(count).to(device), every_schedule, replays)
                 rows.append({"tokens": count, **row})
-    return {"benchmark": "gemm", "device": device.type, "dtype": ",".join(dtypes), "replays": replays, "rows": rows}
+    about = {"benchmark": "gemm", "device": device.type, "dtype": ",".join(dtypes), "replays": replays}
+    return about | ({"read_tbs": _read_tbs(device, replays)} if device.type == "cuda" else {}) | {"rows": rows}
+
+
+def _read_tbs(device: torch.device, replays: int) -> float:
+    """Return TB/s of torch's sum of many numbers, which reads memory and does little else."""
+    numbers = torch.zeros(_READ_BYTES // 4, device=device)
+    us = statistics.median([device_us(numbers.sum) for _ in range(replays + 1)][1:])
+    return round(_READ_BYTES / us / 1e6, 3)
 
 
 def schedules_of(case: Gemm, tokens: list[int], device: torch.device, replays: int) -> list[dict[str, Any]]:
@@ -216,7 +229,7 @@ def _row(
         "rows": rows,
         "chosen": chosen,
         "us": {name: round(time, 3) for name, time in us.items()},
-        **case.figures(rows, us[chosen]),
+        **case.figures(counts, us[chosen]),
         "of_torch": round(us[TORCH] / us[chosen], 3) if TORCH in us else None,
         "host_us": {name: _host_us(calls[name]) for name in (chosen, *others)} if drawn.is_cuda else None,
     }

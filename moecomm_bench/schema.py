@@ -263,6 +263,7 @@ class _GemmJson(_RowsJson):
     device: Name
     dtype: Name
     replays: Many
+    read_tbs: NotRequired[Positive]
 
 
 class _GemmRow(TypedDict):

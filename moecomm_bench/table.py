@@ -192,9 +192,10 @@ def show_all_to_all(result: dict[str, Any], out: Console) -> None:
 
 def show_gemm(result: dict[str, Any], out: Console) -> None:
     """Print the table of gemm."""
+    read = f"; torch's sum reads {result['read_tbs']:.2f} TB/s" if "read_tbs" in result else ""
     out.print(
         f"grouped GEMMs of a rank's experts, {result['dtype']}, {result['device']}; median of {result['replays']}; "
-        "torch's has no activation",
+        f"torch's has no activation{read}",
         highlight=False,
     )
     table = new_table(("model", "GEMM"), ("ranks", "tokens", "rows"))

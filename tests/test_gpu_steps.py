@@ -14,8 +14,10 @@ import pytest
 from moecomm_bench import schema
 
 from .conftest import GPU_MARKS
+from .device import test_kernels_of_gpu_tests
 from .docs import test_tables
 from .gpu import __main__ as steps
+from .gpu import compile as compile_rounds
 from .gpu import compile_overlap, passed, test_nvlink
 from .gpu.__main__ import PARTS, Step
 from .live import alive, wait_until
@@ -56,6 +58,14 @@ def collected(*chosen: tuple[str, ...]) -> list[int]:
 
 def test_kernels_of_overlapped_operators_are_found_without_a_gpu() -> None:
     assert len(set(compile_overlap.kernels(2))) > 20
+
+
+def test_kernels_of_random_cases_are_asked_for_in_words_that_are_known() -> None:
+    """Of all GPUs, and of one."""
+    asked = [step.words for step in PARTS["compile"] if "tests.gpu.compile" in step.words]
+    given = [compile_rounds.parsed(["1" if word == steps.GPUS else word for word in words[3:]]) for words in asked]
+    assert {one.domains for one in given} == {False, True}
+    assert all(of["ranks"] > 1 for of, _ in test_kernels_of_gpu_tests.rounds_of_domains(1, ranks=1))
 
 
 @pytest.mark.long

@@ -56,11 +56,11 @@ def cast_rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int], str
 
 
 def rounds_of_domains(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
-    """The same of two and four domains (of two, where there are two ranks)."""
+    """The same of two and four domains, of two where there are two ranks; of virtual ranks alone where there is one."""
     for sizes in (*test_virtual_ranks.DOMAINS, {**test_virtual_ranks.LONG, "domain_ranks": 1}):
         yield sizes, range(cases // len(test_virtual_ranks.DOMAINS))
     yield {**test_virtual_ranks.PAIR, "domain_ranks": 1}, [test_virtual_ranks.GOOD]
-    for near in sorted({max(1, ranks // 4), ranks // 2}):
+    for near in sorted({max(1, ranks // 4), ranks // 2} - {0, ranks}):
         for sizes in test_nvlink.SIZES[:2]:
             yield {"ranks": ranks, "domain_ranks": near, **sizes}, test_nvlink.random_seeds(sizes, cases)
         yield {"ranks": ranks, "domain_ranks": near, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []

@@ -55,10 +55,15 @@ def main(cases: int, rounds: Callable[[int], Iterable[tuple[dict[str, Any], Sequ
     print(f"{len(compiling)} kernels in {time.monotonic() - begin:.0f} s")
 
 
-if __name__ == "__main__":
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line says."""
     parser = argparse.ArgumentParser("tests.gpu.compile", usage=__doc__)
     parser.add_argument("cases", type=int)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--domains", action="store_true")
-    given = parser.parse_args()
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    given = parsed()
     main(given.cases, partial(kernels.rounds_of_domains if given.domains else kernels.rounds, ranks=given.ranks))

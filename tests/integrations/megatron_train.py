@@ -2,9 +2,9 @@
 
     python -m tests.integrations.megatron_train [steps] [--gpus N] [--json FILE]  # some minutes; needs megatron-core
 
-On CPU ranks the losses have to be the same, to the bit.  On GPUs, where their dispatcher adds rows in any order, they
-have to be within BOUND of it.  Ranks beyond the number of GPUs share them, which NCCL 2.29 and later allow with
-NCCL_MULTI_RANK_GPU_ENABLE=1; their times say nothing then.
+The losses have to be the same, to the bit; on GPUs torch takes its deterministic algorithms, because Megatron's
+dispatcher would add rows in any order.  Ranks beyond the number of GPUs share them, which NCCL 2.29 and later allow
+with NCCL_MULTI_RANK_GPU_ENABLE=1; their times say nothing then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "activations computed again": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "gradients of two batches added, DistributedDataParallel": {},
 }
-BOUND = 1e-4  # of a loss, relative
 WARM_UP = 5  # steps that are not timed
 
 
@@ -108,6 +107,8 @@ def train(rank: int, ranks: int, device: str, folder: Path, steps: int, queue: A
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         without_transformer_engine()
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
         torch._dynamo.config.disable = True  # compiling what it wants compiled takes longer than the rest
         parallel(ranks)
         model_parallel_cuda_manual_seed(1)
@@ -148,16 +149,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     begin = time.monotonic()
-    ranks, device, bound = (given.gpus, "cuda", BOUND) if given.gpus else (RANKS, "cpu", 0.0)
+    ranks, device = (given.gpus, "cuda") if given.gpus else (RANKS, "cpu")
     if not (runs := both(ranks, device, given.steps)):
         return 1
     rows, right = [], True
     for recipe, ((theirs, their_rate), (ours, our_rate)) in runs.items():
         error = max(abs(a - b) / abs(a) for a, b in zip(theirs, ours, strict=True))
-        right &= error <= bound
+        right &= theirs == ours
+        same = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), given.steps)
         print(
             f"{given.steps} steps on {ranks} ranks, {recipe}: loss {theirs[0]:.4f} to {theirs[-1]:.4f}, over moecomm "
-            f"{ours[-1]:.4f}; {error:.1e} apart at most; {their_rate:.0f} tokens/s, over moecomm {our_rate:.0f}"
+            f"{ours[-1]:.4f}; {error:.1e} apart at most, the first {same} the same; {their_rate:.0f} tokens/s, "
+            f"over moecomm {our_rate:.0f}"
         )
         row = {
             "kind": f"training of a small Megatron GPT on {ranks} {'GPU' if given.gpus else 'CPU'} ranks, losses of "
