@@ -109,6 +109,35 @@ def quantized_training() -> str:
     return table(f"tokens travel in | gradients of results in | sequences | {heads}", rows)
 
 
+_SERVED = {
+    "ll": "moecomm, `deepep_low_latency`",
+    "ht": "moecomm, `deepep_high_throughput`",
+    "vllm": "vLLM, `allgather_reducescatter`",
+}
+
+
+def _of_vllm() -> list[str]:
+    return [name for name in names() if name.startswith("vllm-")]
+
+
+def served() -> str:
+    """Return the table of tokens that vLLM serves over each backend, beside those of one rank."""
+    rows = []
+    for name in _of_vllm():
+        found = load(name)
+        for row in found["rows"][1:]:
+            cells = [row["model"], row["dtype"], str(row["layers"]), _SERVED[row["backend"]], row["graphs"] != "NONE"]
+            of = [f"{row['same']} of {row['tokens']}", f"{row['logprob_difference']:.6f}".rstrip("0")]
+            at = () if row["backend"] == "vllm" else (0,)
+            rows.append(line(found, ROUNDS, *map(_said, cells), *of, at=at))
+    heads = "same tokens | log probabilities apart"
+    return table(f"model | dtype | layers | over | graphs | {heads}", rows)
+
+
+def _said(cell: str | bool) -> str:
+    return cell if isinstance(cell, str) else "yes" if cell else "no"
+
+
 # Other work on the GPUs and cores of the timed ranks, for each row of a result.
 _SHARED = {
     "kill-plans-h100-4": ("3 survivors, 4 GPUs to themselves",),
@@ -222,6 +251,16 @@ TOPICS = (
         "weights; the last has other sequences, so its difference is one that needs no cast.",
         "quantized-training-cpu",
         quantized_training,
+    ),
+    Topic(
+        "Tokens of models that vLLM serves",
+        "Two ranks, data and expert parallel, that share one H200, beside one rank without expert parallelism: the "
+        "likeliest tokens of the same prompts (`bench/vllm_tokens.py`), those up to the first difference of each "
+        "prompt.  Models have random weights, those of DeepSeek-V3 in FP8 with scales of blocks, of gpt-oss-120b in "
+        "MXFP4.  In float32 all are the same.  In other formats each backend rounds sums "
+        "in other places, vLLM's own too, so a token changes where two are about as likely.",
+        " ".join(_of_vllm()),
+        served,
     ),
     Topic(
         "How soon ranks go on after a kill",

@@ -77,8 +77,9 @@ def conditions(name: str) -> str:
     found = load(name)
     case, machine = found.get("case", {}), found["machine"]
     on_gpus = machine["gpus"] and case.get("backend") != "host"
-    ranks = case.get("ranks") or found.get("ranks") or len(machine["gpus"])
-    place = f"{ranks} x {machine['gpus'][0]}" if on_gpus else f"{machine['cores']} cores, {machine['cpu']}"
+    ranks = case.get("ranks") or found.get("ranks")
+    gpus = ranks if ranks and not found.get("shared_gpus") else len(machine["gpus"])
+    place = f"{gpus} x {machine['gpus'][0]}" if on_gpus else f"{machine['cores']} cores, {machine['cpu']}"
     through = found.get("backend", "")
     how = ["caches flushed" if case.get("cold") else "", case.get("mode", "")]
     cells = [place, f"`{through}`" if through else "", case.get("model") or "", *how, found["date"], found["commit"]]

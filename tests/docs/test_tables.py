@@ -879,6 +879,23 @@ def quantized_training(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         }
 
 
+@derives("model | dtype | layers | over", "model | dtype | layers | over | graphs")
+def served(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    """The first row of a result is the reference."""
+    over = {"allgather_reducescatter": "vllm", "deepep_low_latency": "ll", "deepep_high_throughput": "ht"}
+    backend = over[cells["over"].split("`")[1]]
+    assert cells["over"].startswith("vLLM" if backend == "vllm" else "moecomm")
+    for found in table.results:
+        named = {"model": cells["model"], "dtype": cells["dtype"], "layers": int(cells["layers"]), "backend": backend}
+        assert found["rows"][0]["backend"] == "alone" and found["ranks"] == 2 and found["shared_gpus"]
+        for row in (row for row in found["rows"] if named.items() <= row.items()):
+            if cells["graphs"] == ("no" if row["graphs"] == "NONE" else "yes"):
+                yield {
+                    "same tokens": [row["same"], row["tokens"]],
+                    "log probabilities apart": [row["logprob_difference"]],
+                }
+
+
 @derives("result | conditions", "result | conditions")
 def after_kills(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     """Their conditions are the page's."""
