@@ -38,7 +38,7 @@ THROUGH = {
     "lsa": ("puts",),
     "emulated NIC": ("puts", "NIC", "rounds by NIC"),
     "gin": ("gin", "RMA plugin", "rounds by gin"),
-    "nvshmem": ("nvshmem", "rounds by nvshmem"),
+    "nvshmem": ("puts", "rounds by nvshmem"),
 }
 LAYER = (*ROUNDS, "GEMM", "fused layer")
 CALLS, LAYER_CALLS = ("calls",), ("calls", "layer calls")  # what the host runs for eager rounds and layers

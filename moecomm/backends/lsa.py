@@ -154,7 +154,7 @@ class LsaSession:
         self.reach, self._control, self._copies = peers.reach, peers.control, peers.copies
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
         layout = _native.window_layout(shape)
-        self._nic = emulated_nic.asked() if is_multi_domain(shape) and not self.reach.puts else None
+        self._nic = emulated_nic.asked() if is_multi_domain(shape) and self.reach.backend == "lsa" else None
         self._kernels = Kernels(device, "nic" if self._nic else self.reach.transport)
         self.compile_for = self._kernels.compile_for
         self.reduced_rows_in_heap = not is_multi_domain(shape)

@@ -1,4 +1,4 @@
-"""NVSHMEM: a symmetric heap, loads and stores inside an NVLink domain, put and signal to the ranks of others."""
+"""NVSHMEM: a symmetric heap, loads and stores among ranks that share memory, put and signal to all others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ class NvshmemWindow:
 
 
 class NvshmemReach(Reach):
-    """The one NVSHMEM of this process; its team of shared memory is a domain."""
+    """The one NVSHMEM of this process; its team of shared memory is a domain, or consists of several.
+
+    If the team has all ranks, their windows are mapped everywhere, and domains are parts of one, as those of lsa are:
+    kernels store into them by bulk copies.  If not, kernels reach all other domains by the library.
+    """
 
     backend = "nvshmem"
     near = False
@@ -54,7 +58,9 @@ class NvshmemReach(Reach):
             if domain_ranks != 0 and sizes[0] % domain_ranks:
                 raise Unsupported(f"domain_ranks={domain_ranks}: {sizes[0]} neighbouring ranks share memory")
         if (near := domain_ranks or sizes[0]) < ranks.ranks:
-            self.domain_ranks, self.transport = near, self.shim
+            self.domain_ranks = near
+        if sizes[0] < ranks.ranks:
+            self.transport = self.shim
 
     def open_window(self, layout: Layout) -> windows.Window:
         """See Reach."""
@@ -62,7 +68,7 @@ class NvshmemReach(Reach):
         if ranks.ranks == 1:  # nobody to reach
             return local.open_window(ranks, layout.bytes, self.device, resident=layout.staging)
         block = nvshmem_runtime.take(ranks, layout.bytes, self.device)
-        size = self.domain_ranks or ranks.ranks
+        size = self.domain_ranks if self.puts else ranks.ranks
         with all_or_none(ranks):
             peers = []
             for peer in range(ranks.ranks):
@@ -70,9 +76,9 @@ class NvshmemReach(Reach):
                 peers.append(nvshmem_runtime.address_of(block, peer) if near else 0)
                 if near and not peers[-1]:
                     raise Unsupported(
-                        f"ranks {ranks.rank} and {peer} do not share memory, as neighbours of a domain must"
+                        f"ranks {ranks.rank} and {peer} do not share memory, though both are in NVSHMEM's team of those"
                     )
-        return NvshmemWindow("network" if self.domain_ranks else "p2p", block, peers)
+        return NvshmemWindow("network" if self.puts else "p2p", block, peers)
 
 
 def open(  # noqa: A001

@@ -15,6 +15,7 @@ _BEFORE_RUNS = ("6504ee79",)  # before 0ecf2e7
 _BEFORE_EARLY = ("d41ef155", "273846ca", "fbe86778")  # before 23a546fc
 _NATIVE = ("c888219a",)  # eager calls
 _SWEPT = ("4ccd1ad3",)  # by numbers of blocks
+_BY_THREADS = ("9e01140f", "36bef0c9")  # before bulk copies to ranks that share NVSHMEM's memory
 
 # Kernels that are gone.
 COPIED = "y outside, of many tokens: the driver or an earlier kernel copied the rows (before d33eebb6)"
@@ -57,9 +58,11 @@ def why_excluded(commit: str, domains: int, ranks: int, through: str, row: dict[
     if domains > 1:
         if commit in _BEFORE_RUNS:
             return PUTS
-        return {"gin": PROXY, "nvshmem": THREADS}.get(through) or _lsa(
-            commit, ranks, through, bool(row.get("straight"))
-        )
+        if through == "gin":
+            return PROXY
+        if through == "nvshmem" and commit in _BY_THREADS:
+            return THREADS
+        return _lsa(commit, ranks, through, bool(row.get("straight")))
     if commit in _BEFORE_COPIES and row["variant"] == OUTSIDE and not in_packets:
         return COPIED
     if commit in _BEFORE_PACKETS and row["variant"] == FP32_WIRE and row["tokens"] == 128:

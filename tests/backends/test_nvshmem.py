@@ -186,15 +186,27 @@ def test_ranks_that_share_memory_are_a_domain(monkeypatch: pytest.MonkeyPatch) -
     books.fails = "ptr"
     with pytest.raises(Unsupported, match="ranks 1 and 0 do not share memory"):
         found.open_window(LAYOUT)
-    books.near = 4
-    fewer = reach(Echo(), 2)
-    assert (fewer.domain_ranks, fewer.transport) == (2, "nvshmem")
     books.near = 2
+    fewer = reach(Echo(), 1)
+    assert (fewer.domain_ranks, fewer.transport, fewer.puts) == (1, "nvshmem", True)
     with pytest.raises(Unsupported, match="domain_ranks=4: 2 neighbouring ranks share memory"):
         reach(Echo(), 4)
     books.near = 3
     with pytest.raises(Unsupported, match=r"ranks share memory with \[3, 3, 3, 3\] ranks"):
         reach(Echo())
+
+
+def test_domains_of_ranks_that_all_share_memory_are_those_of_lsa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their windows are all mapped, and kernels are linked with nothing."""
+    books = Books(near=4).install(monkeypatch)
+    found = reach(Echo(), 2)
+    assert (found.domain_ranks, found.transport, found.puts) == (2, "lsa", False)
+    window = found.open_window(LAYOUT)
+    assert window.kind == "p2p" and window.peers == [books.ptr(window.address, rank) for rank in range(4)]
+    assert all(window.peers)
+    books.fails = "ptr"
+    with pytest.raises(Unsupported, match="ranks 1 and 0 do not share memory"):
+        found.open_window(LAYOUT)
 
 
 def test_threads_are_refused_and_a_rank_alone_needs_no_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:

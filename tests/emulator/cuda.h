@@ -41,6 +41,7 @@ struct Barrier {
 };
 // State of one launch.
 struct Launched {
+    int rank;                // 0 to n - 1: the first launches of a run are of ranks in this order
     const Launched* before;  // in its stream; none: nullptr
     bool early;              // it begins when all blocks of that let it
     unsigned threads, ended;
@@ -75,6 +76,10 @@ void emulator_wait_change(const unsigned* word, unsigned was);
 // Traffic to another domain: puts in any order, an add after all before it on its way.
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes);
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount);
+// Wait until all puts of the rank so far have arrived.
+void emulator_quiet(int rank);
+// Address in a peer's window of what is at `local` in that of the rank.
+void* emulator_address(int rank, int peer, const void* local);
 // For tests: flips a bit of the copy whose turn it is, once emulator_flip_in was set to its number.
 void emulator_flip(void* to, const void* from, int bytes);
 }

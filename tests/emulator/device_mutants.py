@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..native.mutants import Mutant
 
-# Under csrc/dispatch or csrc/combine; `caught_by`: of test_mutants.WAYS.
+# Under csrc/dispatch, csrc/combine or csrc/transport; `caught_by`: of test_mutants.WAYS.
 MUTANTS = [
     # Few tokens, in packets.
     Mutant(
@@ -364,7 +364,28 @@ MUTANTS = [
         "if (lane_id() == kWarp) arrived = await_signal(",
         "forwarders",
     ),
+    Mutant(
+        "a signal of NVSHMEM does not wait for puts",
+        "transport/nvshmem.cuh",
+        "moecomm_nvshmem_fence();",
+        "",
+        "forwarders by NVSHMEM",
+    ),
     # Rows that go straight to ranks of other domains.
+    Mutant(
+        "rows of a dispatch are signaled before their bulk copies have ended",
+        "dispatch/scaleout_put.cuh",
+        "    channel.settle();\n    if (c.share",
+        "    if (c.share",
+        "straight",
+    ),
+    Mutant(
+        "rows of a combine are signaled before their bulk copies have ended",
+        "combine/scaleout_direct.cuh",
+        "    channel.settle();\n",
+        "",
+        "straight",
+    ),
     Mutant(
         "experts of other ranks are taken for its own",
         "dispatch/scaleout_forward.cuh",

@@ -94,6 +94,7 @@ class Machine:
         self._kernels: dict[jit.KernelSpec | Choice, Any] = {}
         self._runs = 0
         self.nic: emulated_nic.Nic | None = None  # between domains
+        self.transport = "puts"  # between domains without a NIC
         self.links: list[torch.Tensor] = []  # by rank, of the last rounds: words at Context.link
 
     def run_all(self, args: Sequence[Arguments]) -> None:
@@ -121,15 +122,16 @@ class Machine:
         """
         self._runs += 1
         rng = random.Random(self._runs)
-        if self.nic is not None:
-            for call in calls:
-                call.spec = replace(call.spec, transport="nic")
+        for call in calls:
+            if call.spec.domain_ranks:
+                call.spec = replace(call.spec, transport=self.transport if self.nic is None else "nic")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             wanted = {call.ahead or call.spec for call in calls}
             kernels = dict(zip(wanted, pool.map(self._kernel, wanted), strict=True))
         windows = [
             max(found) for found in zip(*(call.peers for call in calls[:ranks]), strict=True)
         ]  # 0: all are masked
+        self.scheduler.emulator_windows((ctypes.c_uint64 * len(windows))(*windows), len(windows))
         self.links = [emulated_nic.link(self.nic, windows, torch.device("cpu")) for _ in calls]
         launches, contents = (Launch * len(calls))(), []
         for nth, call in enumerate(calls):

@@ -78,6 +78,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         (r"Puts\{context\}", "Puts{context, channel % 2}"),
         (r"struct Nic : Puts \{", "struct Nic : Puts { static constexpr i64 worth_a_message = 128 * 1024;"),
     ],
+    "transport/nvshmem.cuh": [(r'"\.\./shims/shims\.h"', '"nvshmem.h"')],
     "device/step_counters.cuh": [
         (r'asm volatile\("atom\.acq_rel\.cta[^;]*?;[^;]*;', "before = (*counter)++;"),
         (r'asm volatile\("fence[^\n]*', ""),

@@ -45,13 +45,16 @@ struct Order {
     void* to;
     const void* from;
     std::uint64_t n;
-    std::uint64_t due;  // the pass in which it arrives
+    std::uint64_t due;     // the pass in which it arrives
+    std::uint64_t number;  // of a put, among all
 };
 constexpr int kLanes = 64 * 64 * 4;  // by sender, receiver and channel
 std::vector<Order> orders[kLanes];
 std::uint64_t held_until[kLanes];
 std::uint64_t puts[64 * 64];  // by sender and receiver: how many there have been
 std::uint64_t put_bytes[64];  // by sender
+std::uint64_t last_put;       // number of the last one
+std::uint64_t windows[64];    // addresses of windows that are alike, by rank
 struct Wire {
     std::uint64_t byte_passes, free;  // passes that a byte takes, or 0; the pass in which all earlier bytes have arrived
 };
@@ -177,10 +180,22 @@ void emulator_put(int rank, int peer, int channel, void* to, const void* from, s
     put_bytes[rank] += bytes;
     Wire& wire = wires[rank * 64 + peer];
     wire.free = std::max(wire.free, passes) + bytes * wire.byte_passes;
-    push(rank, peer, channel, {false, to, from, bytes, wire.free});
+    push(rank, peer, channel, {false, to, from, bytes, wire.free, ++last_put});
 }
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount) {
-    push(rank, peer, channel, {true, word, nullptr, amount, 0});
+    push(rank, peer, channel, {true, word, nullptr, amount, 0, 0});
+}
+void emulator_quiet(int rank) {
+    const std::uint64_t last = last_put;
+    const auto is_on_its_way = [=](const Order& order) { return !order.adds && order.number <= last; };
+    const auto holds_one = [&](int lane) {
+        return lane / (64 * 4) == rank && std::any_of(orders[lane].begin(), orders[lane].end(), is_on_its_way);
+    };
+    while (std::any_of(busy.begin(), busy.end(), holds_one)) emulator_yield();
+}
+void emulator_windows(const std::uint64_t* addresses, int ranks) { std::copy_n(addresses, ranks, windows); }
+void* emulator_address(int rank, int peer, const void* local) {
+    return reinterpret_cast<void*>(reinterpret_cast<std::uint64_t>(local) - windows[rank] + windows[peer]);
 }
 
 void emulator_slow_link(int rank, int peer, std::uint64_t byte_passes) { wires[rank * 64 + peer].byte_passes = byte_passes; }
@@ -224,7 +239,8 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
     for (int i = 0; i < count; ++i) {
         const Launch& launch = launches[i];
         const Launched* const before = launch.after < 0 ? nullptr : &launched[launch.after];
-        launched[i] = {before, launch.early != 0, unsigned(launch.blocks * launch.threads), 0, unsigned(launch.blocks), 0};
+        const int rank = before == nullptr ? i : before->rank;
+        launched[i] = {rank, before, launch.early != 0, unsigned(launch.blocks * launch.threads), 0, unsigned(launch.blocks), 0};
         for (int nth = 0; nth < launch.blocks; ++nth, ++block) {
             shared[block].assign(launch.shared_bytes + 128, 0xa5);  // nobody has cleared it
             const auto at = reinterpret_cast<std::uintptr_t>(shared[block].data());

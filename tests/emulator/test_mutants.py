@@ -55,6 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "forwarders": {**DOMAINS, "direct_bytes": lambda *_: 0},
     "shared chunks": {**DOMAINS, "direct_bytes": lambda *_: 0, "chunk_tokens": 16},
     "straight": {**DOMAINS, "max_tokens": 20},
+    "forwarders by NVSHMEM": {**DOMAINS, "direct_bytes": lambda *_: 0, "transport": "nvshmem"},
     "placed packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "placement": PLACED},
     "placed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": PLACED},
     "balanced": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": Placement(HELD, choice="balanced")},
@@ -79,12 +80,13 @@ def rounds(way: str, machine: Machine) -> None:
     sizes = {**SIZES, **WAYS[way]}
     rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
     chunk_tokens, wire = sizes.pop("chunk_tokens", 0), sizes.pop("wire", None)
+    transport = sizes.pop("transport", "puts")
     run, nic = (machine.in_chunks(chunk_tokens), FAST) if chunk_tokens else (machine.run_all, None)
     of_case = {name: size for name, size in sizes.items() if name not in ("domain_ranks", "placement")}
     with (
         mock.patch.multiple(host, ring_tokens=lambda *_: 32, **rooms),
         mock.patch.object(local, "_native", SimpleNamespace(host_run_all=run)),
-        mock.patch.object(machine, "nic", nic),
+        mock.patch.multiple(machine, nic=nic, transport=transport),
         LocalBuffers(**sizes, backend="host") as ranks,
     ):
         for buffer in ranks.buffers:

@@ -24,6 +24,7 @@ def scheduler() -> ctypes.CDLL:
         subprocess.run(["g++", *how, HERE / "scheduler.cpp", "-o", library], check=True)
         loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     loaded.emulator_steps.restype = loaded.emulator_block_steps.restype = ctypes.c_uint64
+    loaded.emulator_windows.argtypes = [ctypes.c_void_p, ctypes.c_int]
     loaded.emulator_slow_link.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
     loaded.emulator_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint]
     return loaded

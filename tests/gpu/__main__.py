@@ -209,6 +209,7 @@ PARTS: dict[str, list[Step]] = {
     "nvshmem": [
         *nvlink("nvshmem", "nvshmem"),
         *nvlink("nvshmem2", "nvshmem, 2 domains"),
+        *nvlink("nvshmem-network", "nvshmem network, 2 domains"),
         Step("nvshmem.masks", 200, ("tests/gpu/test_masks_over_networks.py", "-k", "nvshmem")),
         Step("nvshmem.torch", 300, (f"{TORCH}_nvshmem_that_torch_has_initialised_is_joined",)),
     ],

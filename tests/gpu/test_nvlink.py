@@ -12,7 +12,7 @@ import torch
 
 import moecomm
 import moecomm.backends
-from moecomm.backends import nic
+from moecomm.backends import nic, nvshmem_runtime
 from moecomm.backends.windows import nccl
 from moecomm.testing import check_case_on_rank, random_case
 
@@ -23,6 +23,7 @@ from .test_virtual_ranks import direct_bytes
 # The kernels of two of SIZES are those of virtual ranks; those of several domains are compiled for these two.
 KINDS = ["vmm", "nccl", "vmm, 2 domains", "gin", "nvshmem", "gin, 2 domains", "gin, 4 domains", "nvshmem, 2 domains"]
 KINDS += ["gin tcp, 2 domains"]  # without it the plugin takes loopback here, and its tcp would have no kernel of ours
+KINDS += ["nvshmem network, 2 domains"]  # as if domains shared no memory, as all ranks here do
 SIZES: list[dict[str, Any]] = [
     {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 48, "dtype": torch.bfloat16},
     # Some of 2, 4 and 8 ranks have an expert more than the others.
@@ -50,7 +51,9 @@ def open_kind(group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     first, _, domains = kind.partition(",")
     how, _, way = first.partition(" ")
     near = max(1, group.size() // int(domains.split()[0])) if domains else group.size()
-    if way:
+    if how == "nvshmem" and way:
+        nvshmem_runtime.scaleup_ranks = lambda: near
+    elif way:
         os.environ.update(MOECOMM_RMA=way, MOECOMM_RMA_ADDRESS="127.0.0.1")
     backend = backend_of(kind)
     if backend == "lsa":
@@ -58,6 +61,7 @@ def open_kind(group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     buffer = moecomm.Buffer(group, **sizes, backend=backend, domain_ranks=near)
     assert buffer.backend == f"lsa/{how}" or buffer.backend.startswith(f"{how}/")
     assert buffer.domain_ranks == near
+    assert how != "nvshmem" or buffer.backend == f"nvshmem/{way or 'p2p'}"
     return buffer
 
 
