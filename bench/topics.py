@@ -110,6 +110,17 @@ def _rounds(name: str, layout: str, sizes: Iterable[int]) -> list[str]:
     return rows
 
 
+def weights() -> str:
+    """Return the table of grouped GEMMs of few tokens, which weights bound."""
+    found, lines = load("gemm-few-h200"), {}
+    for row in found["rows"]:
+        what = ", ".join(filter(None, (str(row["gemm"]), row["activation"])))
+        cells = lines.setdefault((row["model"], row["dtype"], what), [])
+        cells.append(f"{row['us'][row['chosen']]:.0f} us ({row['tbs'] / found['read_tbs']:.2f})")
+    rows = [line(found, ("GEMM",), *labels, *cells) for labels, cells in lines.items()]
+    return table("model | dtype | GEMM | 16 tokens | 32 tokens | 64 tokens | 128 tokens", rows)
+
+
 def fp8() -> str:
     """Grouped GEMMs in bf16 and FP8."""
     found, rows = load("gemm-fp8-h100"), []
@@ -611,6 +622,13 @@ TOPICS = (
             "gemm-fp8-clusters-h200 gemm-tune-h200"
         ),
         fp8,
+    ),
+    Topic(
+        "Weights of few tokens",
+        "Grouped GEMMs of a rank's experts on an H200, 4 ranks.  In parentheses: bytes a second, over those that "
+        "torch's sum of a large tensor reads in the same run.",
+        "gemm-few-h200",
+        weights,
     ),
     Topic(
         "Formats",

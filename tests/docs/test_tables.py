@@ -879,6 +879,17 @@ def quantized_training(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         }
 
 
+@derives("model | dtype | GEMM | 16 tokens", "model | dtype | GEMM")
+def weights(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    (found,) = table.results
+    gemm, _, activation = cells["GEMM"].partition(", ")
+    named = {"model": cells["model"], "dtype": cells["dtype"], "gemm": int(gemm), "activation": activation or None}
+    yield {
+        f"{row['tokens']} tokens": [row["us"][row["chosen"]], row["tbs"] / found["read_tbs"]]
+        for row in rows(found, **named)
+    }
+
+
 @derives("model | dtype | layers | over", "model | dtype | layers | over | graphs")
 def served(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     """The first row of a result is the reference."""

@@ -49,6 +49,10 @@ def train_once(over_moecomm: bool, recipe: str, device: str, ranks: int, steps: 
     from tests.integrations.megatron_on_cpu import EXPERTS, config_of
 
     torch.manual_seed(0)
+    if device == "cuda":
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1)  # the weights of each model are the same
     length, batch, rank = LENGTH[device], BATCH[device], dist.get_rank()
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False, normalization="LayerNorm")
     config = config_of(ranks, num_layers=LAYERS, **RECIPES[recipe], **(ON_GPUS if device == "cuda" else {}))
@@ -104,14 +108,11 @@ def train(rank: int, ranks: int, device: str, folder: Path, steps: int, queue: A
     from tests.integrations.megatron_on_cpu import parallel, without_cuda, without_transformer_engine
 
     if device == "cuda":
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
         without_transformer_engine()
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
         torch._dynamo.config.disable = True  # compiling what it wants compiled takes longer than the rest
         parallel(ranks)
-        model_parallel_cuda_manual_seed(1)
     else:
         without_cuda()
         parallel(ranks)
