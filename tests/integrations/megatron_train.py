@@ -1,6 +1,6 @@
 """Trains a small GPT of Megatron-core, with its all-to-all dispatcher and over moecomm, and compares the losses.
 
-    python -m tests.integrations.megatron_train [steps] [--gpus N] [--json FILE]  # some minutes; needs megatron-core
+    python -m tests.integrations.megatron_train [steps] [--gpus N] [--recipes N] [--json FILE]  # needs megatron-core
 
 The losses have to be the same, to the bit; on GPUs torch takes its deterministic algorithms, because Megatron's
 dispatcher would add rows in any order.  Ranks beyond the number of GPUs share them, which NCCL 2.29 and later allow
@@ -9,22 +9,18 @@ with NCCL_MULTI_RANK_GPU_ENABLE=1; their times say nothing then.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moecomm_bench import results
+from tests.integrations.trained import Program, Trained, main
 
-RANKS, STEPS, VOCABULARY, LAYERS = 4, 100, 64, 2
+VOCABULARY, LAYERS = 64, 2
 LENGTH, BATCH = {"cpu": 16, "cuda": 512}, {"cpu": 2, "cuda": 4}
 RATE = {"cpu": 0.5, "cuda": 0.02}  # of SGD; a larger model would diverge, and then no two losses are alike
 ON_GPUS = {"hidden_size": 1024, "ffn_hidden_size": 1408, "num_attention_heads": 8}
@@ -37,7 +33,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 WARM_UP = 5  # steps that are not timed
 
 
-def train_once(over_moecomm: bool, recipe: str, device: str, ranks: int, steps: int) -> tuple[list[float], float]:
+def train_once(over_moecomm: bool, recipe: str, device: str, ranks: int, steps: int) -> Trained:
     """Return the mean loss of all ranks in each step, and tokens per second of all: SGD on the next token of sequences
     that repeat.
     """
@@ -97,13 +93,13 @@ def train_once(over_moecomm: bool, recipe: str, device: str, ranks: int, steps: 
     return found, timed * batches * batch * length * ranks / seconds
 
 
-def train(rank: int, ranks: int, device: str, folder: Path, steps: int, queue: Any) -> None:
+def train(rank: int, ranks: int, device: str, port: int) -> Callable[[bool, str, int], Trained]:
+    """See trained.Program."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), ranks)
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    how: dict[str, Any] = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": ranks}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **how)
     import tests.integrations.megatron_core  # noqa: F401 - before the rest of Megatron
     from tests.integrations.megatron_on_cpu import parallel, without_cuda, without_transformer_engine
 
@@ -112,76 +108,26 @@ def train(rank: int, ranks: int, device: str, folder: Path, steps: int, queue: A
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
         torch._dynamo.config.disable = True  # compiling what it wants compiled takes longer than the rest
-        parallel(ranks)
     else:
         without_cuda()
-        parallel(ranks)
-    found = {
-        recipe: [train_once(over_moecomm, recipe, device, ranks, steps) for over_moecomm in (False, True)]
-        for recipe in RECIPES
-    }
-    if rank == 0:
-        queue.put(found)
-    dist.barrier()
-    os._exit(0)
+    parallel(ranks)
+
+    def once(over_moecomm: bool, recipe: str, steps: int) -> Trained:
+        return train_once(over_moecomm, recipe, device, ranks, steps)
+
+    return once
 
 
-Runs = dict[str, list[tuple[list[float], float]]]  # of each recipe: over their dispatcher, over moecomm
-
-
-def both(ranks: int, device: str, steps: int) -> Runs:
-    """Return what train_once() returns of each recipe, over each dispatcher; empty if a rank failed."""
-    context = multiprocessing.get_context("spawn")
-    found = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        given = [(rank, ranks, device, Path(folder), steps, found) for rank in range(ranks)]
-        processes = [context.Process(target=train, args=args) for args in given]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        return {} if found.empty() else found.get()
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m tests.integrations.megatron_train", description=__doc__)
-    parser.add_argument("steps", type=int, nargs="?", default=STEPS)
-    parser.add_argument("--gpus", type=int, metavar="N", help="ranks on GPUs")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
-    begin = time.monotonic()
-    ranks, device = (given.gpus, "cuda") if given.gpus else (RANKS, "cpu")
-    if not (runs := both(ranks, device, given.steps)):
-        return 1
-    rows, right = [], True
-    for recipe, ((theirs, their_rate), (ours, our_rate)) in runs.items():
-        error = max(abs(a - b) / abs(a) for a, b in zip(theirs, ours, strict=True))
-        right &= theirs == ours
-        same = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), given.steps)
-        print(
-            f"{given.steps} steps on {ranks} ranks, {recipe}: loss {theirs[0]:.4f} to {theirs[-1]:.4f}, over moecomm "
-            f"{ours[-1]:.4f}; {error:.1e} apart at most, the first {same} the same; {their_rate:.0f} tokens/s, "
-            f"over moecomm {our_rate:.0f}"
-        )
-        row = {
-            "kind": f"training of a small Megatron GPT on {ranks} {'GPU' if given.gpus else 'CPU'} ranks, losses of "
-            "the all-to-all dispatcher",
-            "recipe": recipe,
-            "steps": given.steps,
-            "ranks": ranks,
-            "first_loss": theirs[0],
-            "last_loss": ours[-1],
-            "largest_difference": error,
-            "seconds": round(time.monotonic() - begin),
-        }
-        if given.gpus and ranks <= torch.cuda.device_count():
-            row |= {"tokens_per_s": our_rate, "their_tokens_per_s": their_rate}
-        rows.append(row)
-    if given.json and right:
-        version = {"megatron-core": metadata.version("megatron-core")}
-        results.write(given.json, {"rows": [row | version for row in rows]})
-    return 0 if right else 1
+PROGRAM = Program(
+    name="tests.integrations.megatron_train",
+    what="a small Megatron GPT",
+    package="megatron-core",
+    ranks=4,
+    train=train,
+    bounds=dict.fromkeys(RECIPES, 0.0),
+    bound=0.0,
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(PROGRAM, __doc__, sys.argv[1:]))

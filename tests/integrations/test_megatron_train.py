@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from . import megatron_train
+from . import megatron_train, trained
 
 
 @pytest.mark.long
@@ -16,17 +16,7 @@ from . import megatron_train
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core, installed")
 def test_losses_are_those_of_the_all_to_all_dispatcher(tmp_path: Path) -> None:
     file = tmp_path / "training.json"
-    assert megatron_train.main(["5", "--json", str(file)]) == 0
+    assert trained.main(megatron_train.PROGRAM, None, ["5", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == len(megatron_train.RECIPES)
     assert all(row["steps"] == 5 and row["last_loss"] < row["first_loss"] for row in rows)
-
-
-@pytest.mark.parametrize("losses", [[4.0, 3.0000001], None], ids=["they differ", "a rank failed"])
-def test_a_failed_run_leaves_no_result(
-    losses: list[float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = {"plain": [([4.0, 3.0], 1.0), (losses, 1.0)]} if losses else {}
-    monkeypatch.setattr(megatron_train, "both", lambda *given: runs)
-    assert megatron_train.main(["2", "--json", str(tmp_path / "training.json")]) == 1
-    assert not list(tmp_path.iterdir())

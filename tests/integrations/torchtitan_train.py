@@ -1,6 +1,6 @@
 """Trains torchtitan's small DeepSeek-V3 in its Trainer, over its own all-to-all and over moecomm, and compares losses.
 
-    python -m tests.integrations.torchtitan_train [steps] [--gpus N] [--json FILE]  # some minutes; needs torchtitan
+    python -m tests.integrations.torchtitan_train [steps] [--gpus N] [--recipes N] [--json FILE]  # needs torchtitan
 
 Expert parallelism is 2, and fully_shard shards the other parameters over all ranks, as torchtitan does.  The model is
 that of its configuration deepseek_v3_debugmodel, with torch's scaled_dot_product_attention: the backward pass of
@@ -12,19 +12,14 @@ and later allow with NCCL_MULTI_RANK_GPU_ENABLE=1; their times say nothing then.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
-import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -32,12 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 
-from moecomm_bench import results
 from tests.integrations.torchtitan_stub import without_triton
+from tests.integrations.trained import Program, Trained, main
 
-RANKS, EXPERT_RANKS, STEPS, VOCABULARY = 2, 2, 100, 64
+EXPERT_RANKS, VOCABULARY = 2, 64
 LENGTH, BATCH = {"cpu": 32, "cuda": 1024}, {"cpu": 2, "cuda": 4}
-BOUND = 1e-2  # of a loss on GPUs, relative: torch's grouped matrix products may add in another order there
 WARM_UP = 5  # steps that are not timed
 OVERRIDE = "moecomm.integrations.torchtitan.use_moecomm"
 
@@ -221,8 +215,8 @@ def config_of(
     return config, logged
 
 
-def train_once(over_moecomm: bool, recipe: Recipe, device: str, ranks: int, steps: int) -> tuple[list[float], float]:
-    """Return the mean loss of all ranks in each step, and tokens per second of all."""
+def train_once(over_moecomm: bool, recipe: Recipe, device: str, ranks: int, steps: int) -> Trained:
+    """Train a model, and return the mean loss of all ranks in each step and tokens per second."""
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
     from moecomm.integrations.torchtitan import TokenDispatcher
@@ -244,88 +238,35 @@ def train_once(over_moecomm: bool, recipe: Recipe, device: str, ranks: int, step
     begin = min(WARM_UP, steps - 1)
     seconds = logged[-1][1] - logged[begin - 1][1]
     rate = (steps - begin) * recipe.batches * BATCH[device] * LENGTH[device] * ranks / seconds
-    losses = [loss for loss, _ in logged]
-    if dist.get_rank() == 0:
-        print(f"{'over moecomm' if over_moecomm else 'theirs'}: {losses[::10]}, {rate:.0f} tokens/s", flush=True)
-    return losses, rate
+    return [loss for loss, _ in logged], rate
 
 
-def train(rank: int, ranks: int, device: str, port: int, steps: int, queue: Any) -> None:
+def train(rank: int, ranks: int, device: str, port: int) -> Callable[[bool, str, int], Trained]:
+    """See trained.Program.  torchtitan opens the process group."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     local = rank % torch.cuda.device_count() if device == "cuda" else 0
     names = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
-    torch.set_num_threads(1)
     stand_in()
     if device == "cpu":
         on_cpu()
-    found = {
-        name: [train_once(over_moecomm, recipe, device, ranks, steps) for over_moecomm in (False, True)]
-        for name, recipe in RECIPES.items()
-    }
-    if rank == 0:
-        queue.put(found)
-    dist.barrier()
-    os._exit(0)
+
+    def once(over_moecomm: bool, recipe: str, steps: int) -> Trained:
+        return train_once(over_moecomm, RECIPES[recipe], device, ranks, steps)
+
+    return once
 
 
-Runs = dict[str, list[tuple[list[float], float]]]  # of each recipe: over their dispatcher, over moecomm
-
-
-def both(ranks: int, device: str, steps: int) -> Runs:
-    """Return what train_once() returns of each recipe, over each dispatcher; empty if a rank failed."""
-    context = multiprocessing.get_context("spawn")
-    found = context.SimpleQueue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=train, args=(rank, ranks, device, port, steps, found)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return {} if found.empty() else found.get()
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m tests.integrations.torchtitan_train", description=__doc__)
-    parser.add_argument("steps", type=int, nargs="?", default=STEPS)
-    parser.add_argument("--gpus", type=int, metavar="N", help="ranks on GPUs")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
-    if given.steps < 2:
-        parser.error("steps: at least 2")
-    begin = time.monotonic()
-    ranks, device = (given.gpus, "cuda") if given.gpus else (RANKS, "cpu")
-    if not (runs := both(ranks, device, given.steps)):
-        return 1
-    rows, right = [], True
-    for name, ((theirs, their_rate), (ours, our_rate)) in runs.items():
-        apart = [abs(a - b) / abs(a) for a, b in zip(theirs, ours, strict=True)]
-        right &= max(apart) <= (BOUND if given.gpus else RECIPES[name].bound)
-        print(
-            f"{given.steps} steps on {ranks} ranks, {name}: loss {theirs[0]:.4f} to {theirs[-1]:.4f}, over moecomm "
-            f"{ours[-1]:.4f}; {max(apart):.1e} apart at most; {their_rate:.0f} tokens/s, over moecomm {our_rate:.0f}"
-        )
-        row = {
-            "kind": f"training of torchtitan's small DeepSeek-V3 on {ranks} {'GPU' if given.gpus else 'CPU'} ranks, "
-            "losses of the all-to-all dispatcher",
-            "recipe": name,
-            "steps": given.steps,
-            "ranks": ranks,
-            "first_loss": theirs[0],
-            "last_loss": ours[-1],
-            "largest_difference": max(apart),
-            "seconds": round(time.monotonic() - begin),
-        }
-        if given.gpus and ranks <= torch.cuda.device_count():
-            row |= {"tokens_per_s": our_rate, "their_tokens_per_s": their_rate}
-        rows.append(row)
-    if given.json and right:
-        version = {"torchtitan": metadata.version("torchtitan")}
-        results.write(given.json, {"rows": [row | version for row in rows]})
-    return 0 if right else 1
+PROGRAM = Program(
+    name="tests.integrations.torchtitan_train",
+    what="torchtitan's small DeepSeek-V3",
+    package="torchtitan",
+    ranks=2,
+    train=train,
+    bounds={name: recipe.bound for name, recipe in RECIPES.items()},
+    bound=1e-2,  # torch's grouped matrix products may add in another order
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(PROGRAM, __doc__, sys.argv[1:]))
