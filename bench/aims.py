@@ -26,6 +26,7 @@ _PARTS = {
     "virtual-ranks": ROUNDS,
     "kill-plans": ("membership", *ROUNDS),
     "megatron-training": ("host",),
+    "transformers-generation": ROUNDS,
     "balanced-rounds": (),
     "simulate": (),
     "simulate-check": (),

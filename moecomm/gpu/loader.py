@@ -153,7 +153,8 @@ def load(
     try:
         module = call("cuModuleLoadData", cubin)
         if transport == "nvshmem":
-            linking.register_module(int(module))
+            with cuda_driver.relaxed_captures():  # it copies, and this may be the first launch, captured
+                linking.register_module(int(module))
         if traced:
             span_ring.attach(module, index)
         function = call("cuModuleGetFunction", module, entry.encode())

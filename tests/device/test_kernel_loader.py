@@ -26,12 +26,13 @@ class Driver:
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1
     )
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self.given = {"cuDeviceGet": 70, "cuDevicePrimaryCtxRetain": 71, "cuModuleLoadData": 72}
-        self.given |= {"cuModuleGetFunction": 73, "cuCtxGetCurrent": 74}
+        self.given |= {"cuModuleGetFunction": 73, "cuCtxGetCurrent": 74, "cuThreadExchangeStreamCaptureMode": "global"}
         self.capability, self.failing = capability, ""
 
     def __getattr__(self, name: str) -> Any:
@@ -96,7 +97,14 @@ def test_nvshmem_hears_of_a_module_before_its_functions(driver: Driver, monkeypa
     monkeypatch.setattr(linking, "register_module", lambda module: driver.asked.append(("told", module)))
     loader.load(3, str.encode, "entry", "nvshmem", 0)
     names = [name for name, *_ in driver.asked]
-    assert names.index("cuModuleLoadData") + 1 == names.index("told") == names.index("cuModuleGetFunction") - 1
+    assert names.index("cuModuleLoadData") < names.index("told") < names.index("cuModuleGetFunction")
+
+
+def test_nvshmem_may_copy_while_a_graph_is_captured(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linking, "register_module", lambda module: driver.asked.append(("told", module)))
+    loader.load(3, str.encode, "entry", "nvshmem", 0)
+    at, exchange = driver.asked.index(("told", 72)), "cuThreadExchangeStreamCaptureMode"
+    assert (driver.asked[at - 1], driver.asked[at + 1]) == ((exchange, "relaxed"), (exchange, "global"))
 
 
 def test_a_failure_is_named_and_leaves_the_context_as_it_was(driver: Driver) -> None:
