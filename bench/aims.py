@@ -27,6 +27,7 @@ _PARTS = {
     "kill-plans": ("membership", *ROUNDS),
     "megatron-training": ("host",),
     "transformers-generation": ROUNDS,
+    "sglang-dispatchers": ROUNDS,
     "balanced-rounds": (),
     "simulate": (),
     "simulate-check": (),

@@ -82,6 +82,7 @@ _COUNTED: dict[str, tuple[tuple[str, ...], str]] = {
     "random-operators-cpu": (("host", "overlap"), "random_cases"),
     "megatron-training-cpu": (("host",), "steps"),
     "transformers-generation-h200": (ROUNDS, "tokens"),
+    "sglang-dispatchers-h200": (ROUNDS, "cases"),
 }
 
 

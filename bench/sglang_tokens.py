@@ -17,8 +17,8 @@ Needs GPUs, and of SGLang 0.5.23 what docs/sglang.md lists.  With fewer GPUs tha
 
 Keys of a run: `run`, `experts` (class, dispatcher, backend), `calls` of deep_ep's Buffer, by name, `expert_calls` and
 `expert_error` (the largest of a row, relative to it), `steps` (of all prompts), `same` (steps whose likeliest token is
-the same), `logit_error` (relative, p50 and max), `bits` (of `dispatchers`: for each case whether they are the same),
-`error`, if there was one.
+the same), `logit_error` (relative, p50 and max), `bits` (of `dispatchers`: for each of `cases` whether they are
+the same), `error`, if there was one.
 """
 
 from __future__ import annotations
@@ -48,13 +48,25 @@ LAYERS, HIDDEN, INTERMEDIATE, EXPERT_COUNT, TOPK, VOCABULARY = 2, 1024, 256, 16,
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 PROMPTS = (5, 17, 64)  # their lengths
 EXPERTS, LOGITS = 0.02, 0.05  # relative errors: of a row of experts' outputs, of a step's logits
+DISPATCHERS = "SGLang's dispatchers, in both modes, with the bits of a plain sum"
 METHODS = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
 RUNS: dict[str, dict[str, Any]] = {
     "dispatchers": {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm", "disable_cuda_graph": True},
     "none": {"moe_a2a_backend": "none", "moe_runner_backend": "triton", "disable_cuda_graph": True},
-    "normal": {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm", "deepep_mode": "normal"},
+    "normal": {
+        "moe_a2a_backend": "deepep",
+        "moe_runner_backend": "deep_gemm",
+        "deepep_mode": "normal",
+        "disable_cuda_graph": True,
+    },
     "auto": {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm", "disable_cuda_graph": True},
-    "graphs": {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm"},
+    # Only decoding is captured, of as many requests as there are: SGLang would capture 38 sizes of prompts.
+    "graphs": {
+        "moe_a2a_backend": "deepep",
+        "moe_runner_backend": "deep_gemm",
+        "cuda_graph_backend_prefill": "disabled",
+        "cuda_graph_bs_decode": [len(PROMPTS)],
+    },
 }
 
 
@@ -291,6 +303,8 @@ def run_model(job: dict[str, Any], rank: int) -> dict[str, Any]:
     draw = random.Random(0)
     prompts = [[draw.randrange(2, VOCABULARY) for _ in range(length)] for length in PROMPTS]
     reqs = one_batch.prepare_synthetic_inputs_for_latency_test(len(prompts), 0, custom_inputs=prompts)
+    for req in reqs:
+        req.rid = str(req.rid)  # a number, of which 0.5.23 asks how it begins
     tokens, logits, batch = runner.extend(reqs)
     steps = [logits.float().cpu()]
     for step in range(1, job["steps"]):
@@ -410,6 +424,8 @@ def main() -> int:
                 for key in ("expert_error", "bits"):
                     if key in row:
                         row[key] = _worst([one[key] for one in found])
+                if name == "dispatchers":
+                    row |= {"kind": f"{DISPATCHERS} on {options.ranks} GPU ranks", "cases": len(row["bits"])}
                 if name != "dispatchers":
                     logits = found[0]["logits"]
                     if reference is None:
