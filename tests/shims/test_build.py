@@ -56,8 +56,11 @@ def test_each_shim_says_what_was_missing(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(backends, "missing", lambda name: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     verdicts = {backend.name: backend.verdict for backend in moecomm.doctor().backends}
-    for name, shim in (("gin", gin.wanted_shim()), ("nvshmem", "nvshmem")):
-        assert verdicts[name] == f": Not between domains: {shims.find(shim).missing}"
+    for name, shim, which in (
+        ("gin", gin.wanted_shim(), ""),
+        ("nvshmem", "nvshmem", " that do not share memory"),
+    ):
+        assert verdicts[name] == f": Not between domains{which}: {shims.find(shim).missing}"
 
 
 def test_headers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,16 +73,18 @@ def verdicts(monkeypatch: pytest.MonkeyPatch, *, rdma: bool, shim: str = "", lac
 
 NIC = "can run: between domains through the NIC; we have not run it"
 PROXY = "can run: between domains through moecomm's RMA plugin, because there is no RDMA NIC here"
+FAR = "can run: Not between domains: "
+FAR_BY_NVSHMEM = "can run: Not between domains that do not share memory: "
 INSIDE = "can run: between domains of this host alone, over NVLink, because there is no RDMA NIC here"
 
 
 def test_one_true_sentence_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts(monkeypatch, rdma=True) == {"lsa": "can run", "gin": NIC, "nvshmem": NIC}
     assert verdicts(monkeypatch, rdma=False) == {"lsa": "can run", "gin": PROXY, "nvshmem": INSIDE}
-    unlinked = "can run: Not between domains: It was not built."
+    unlinked = [far + "It was not built." for far in (FAR, FAR_BY_NVSHMEM)]
     for rdma in (False, True):
         found = verdicts(monkeypatch, rdma=rdma, shim="It was not built.")
-        assert found == {"lsa": "can run", "gin": unlinked, "nvshmem": unlinked}
+        assert found == {"lsa": "can run", "gin": unlinked[0], "nvshmem": unlinked[1]}
         for shim in ("", "No shim."):
             found = verdicts(monkeypatch, rdma=rdma, lacks="no GPU", shim=shim)
             assert found == dict.fromkeys(("lsa", "gin", "nvshmem"), "cannot run: no GPU")
@@ -152,9 +154,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-FAR = "can run: Not between domains: "
-
-
 @pytest.mark.parametrize(
     ("here", "gin", "nvshmem"),
     [
@@ -182,29 +181,29 @@ FAR = "can run: Not between domains: "
         ({"shim": "gin_proxy"}, "cannot run: The gin_proxy shim was not built.", INSIDE),
         ({"shim": "gin"}, PROXY, INSIDE),
         ({"shim": "gin", "rdma": True}, "cannot run: The gin shim was not built.", NIC),
-        ({"shim": "nvshmem"}, PROXY, FAR + "The nvshmem shim was not built."),
+        ({"shim": "nvshmem"}, PROXY, FAR_BY_NVSHMEM + "The nvshmem shim was not built."),
         (
             {"nvshmem": "3.5.19"},
             PROXY,
-            FAR + "The nvshmem shim was compiled for NVSHMEM 3.4.5, and NVSHMEM 3.5.19 is installed: "
+            FAR_BY_NVSHMEM + "The nvshmem shim was compiled for NVSHMEM 3.4.5, and NVSHMEM 3.5.19 is installed: "
             "run python -m moecomm.shims.build, or install that version.",
         ),
         ({"nvshmem": "3.4.7"}, PROXY, INSIDE),
         (
             {"capability": (10, 0)},
             FAR + "The gin_proxy shim was compiled for sm_90a; kernels here are sm_100.",
-            FAR + "The nvshmem shim was compiled for sm_90a; kernels here are sm_100.",
+            FAR_BY_NVSHMEM + "The nvshmem shim was compiled for sm_90a; kernels here are sm_100.",
         ),
         (
             {"linker": None, "rdma": True},
             FAR + r"Kernels with a shim are linked by nvJitLink, which is not installed \(.*\).",
-            FAR + r"Kernels with a shim are linked by nvJitLink, which is not installed \(.*\).",
+            FAR_BY_NVSHMEM + r"Kernels with a shim are linked by nvJitLink, which is not installed \(.*\).",
         ),
         (
             {"linker": (13, 1)},
             FAR + "nvJitLink 13.1 can't read what NVRTC, for kernels, wrote: that is 13.3; "
             "want nvJitLink 13.3 or a later 13.x.",
-            FAR + "nvJitLink 13.1 can't read what NVRTC, for kernels, wrote: that is 13.3; "
+            FAR_BY_NVSHMEM + "nvJitLink 13.1 can't read what NVRTC, for kernels, wrote: that is 13.3; "
             "want nvJitLink 13.3 or a later 13.x.",
         ),
     ],
