@@ -370,7 +370,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     finally:
         for process in context.processes:
             process.kill()
-    return [torch.load(folder / f"found.{rank}", weights_only=False) for rank in range(job["ranks"])]
+    return [torch.load(folder / f"found.{rank}", weights_only=True) for rank in range(job["ranks"])]
 
 
 def compared(wanted: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
