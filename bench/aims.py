@@ -26,6 +26,7 @@ _PARTS = {
     "virtual-ranks": ROUNDS,
     "kill-plans": ("membership", *ROUNDS),
     "megatron-training": ("host",),
+    "torchtitan-training": ("host",),
     "transformers-generation": ROUNDS,
     "sglang-dispatchers": ROUNDS,
     "balanced-rounds": (),
