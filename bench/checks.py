@@ -129,16 +129,13 @@ def served() -> str:
     for name in _of_vllm():
         found = load(name)
         for row in found["rows"][1:]:
-            cells = [row["model"], row["dtype"], str(row["layers"]), _SERVED[row["backend"]], row["graphs"] != "NONE"]
+            graphs = "no" if row["graphs"] == "NONE" else "yes"
+            cells = [row["model"], row["dtype"], str(row["layers"]), _SERVED[row["backend"]], graphs]
             of = [f"{row['same']} of {row['tokens']}", f"{row['logprob_difference']:.6f}".rstrip("0")]
             at = () if row["backend"] == "vllm" else (0,)
-            rows.append(line(found, ROUNDS, *map(_said, cells), *of, at=at))
+            rows.append(line(found, ROUNDS, *cells, *of, at=at))
     heads = "same tokens | log probabilities apart"
     return table(f"model | dtype | layers | over | graphs | {heads}", rows)
-
-
-def _said(cell: str | bool) -> str:
-    return cell if isinstance(cell, str) else "yes" if cell else "no"
 
 
 # Other work on the GPUs and cores of the timed ranks, for each row of a result.

@@ -426,12 +426,11 @@ def main() -> int:
                         row[key] = _worst([one[key] for one in found])
                 if name == "dispatchers":
                     row |= {"kind": f"{DISPATCHERS} on {options.ranks} GPU ranks", "cases": len(row["bits"])}
-                if name != "dispatchers":
-                    logits = found[0]["logits"]
-                    if reference is None:
-                        reference, job["fed"] = logits, logits.argmax(-1).tolist()
-                    else:
-                        row |= compared(reference, logits)
+                elif reference is None:
+                    reference = found[0]["logits"]
+                    job["fed"] = reference.argmax(-1).tolist()
+                else:
+                    row |= compared(reference, found[0]["logits"])
                 failed |= not judged(row)
             except (TimeoutError, RuntimeError) as error:
                 row["error"] = str(error)

@@ -61,7 +61,7 @@ def test_kernels_of_overlapped_operators_are_found_without_a_gpu() -> None:
 
 
 def test_kernels_of_random_cases_are_asked_for_in_words_that_are_known() -> None:
-    """Of all GPUs, and of one."""
+    """The steps that compile parse, and a machine of one GPU has no domains of ranks of their own."""
     asked = [step.words for step in PARTS["compile"] if "tests.gpu.compile" in step.words]
     given = [compile_rounds.parsed(["1" if word == steps.GPUS else word for word in words[3:]]) for words in asked]
     assert {one.domains for one in given} == {False, True}

@@ -56,7 +56,7 @@ def cast_rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int], str
 
 
 def rounds_of_domains(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
-    """The same of two and four domains, of two where there are two ranks; of virtual ranks alone where there is one."""
+    """Return the same of two and four domains: of two with two ranks, and of virtual ranks alone with one."""
     for sizes in (*test_virtual_ranks.DOMAINS, {**test_virtual_ranks.LONG, "domain_ranks": 1}):
         yield sizes, range(cases // len(test_virtual_ranks.DOMAINS))
     yield {**test_virtual_ranks.PAIR, "domain_ranks": 1}, [test_virtual_ranks.GOOD]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ def train_once(over_moecomm: bool, recipe: str, device: str, ranks: int, steps: 
     return found, timed * batches * batch * length * ranks / seconds
 
 
-def train(rank: int, ranks: int, device: str, port: int) -> Callable[[bool, str, int], Trained]:
+def open_group(rank: int, ranks: int, device: str, port: int) -> None:
     """See trained.Program."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
@@ -112,18 +111,14 @@ def train(rank: int, ranks: int, device: str, port: int) -> Callable[[bool, str,
         without_cuda()
     parallel(ranks)
 
-    def once(over_moecomm: bool, recipe: str, steps: int) -> Trained:
-        return train_once(over_moecomm, recipe, device, ranks, steps)
-
-    return once
-
 
 PROGRAM = Program(
     name="tests.integrations.megatron_train",
     what="a small Megatron GPT",
     package="megatron-core",
     ranks=4,
-    train=train,
+    open=open_group,
+    train=train_once,
     bounds=dict.fromkeys(RECIPES, 0.0),
     bound=0.0,
 )

@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ OVERRIDE = "moecomm.integrations.torchtitan.use_moecomm"
 
 
 class Recipe(NamedTuple):
-    """What goes on around the layer.
+    """Work around the layer.
 
     Attributes:
         topk: experts a token.
@@ -218,12 +218,13 @@ def config_of(
     return config, logged
 
 
-def train_once(over_moecomm: bool, recipe: Recipe, device: str, ranks: int, steps: int) -> Trained:
-    """Train a model, and return the mean loss of all ranks in each step and tokens per second."""
+def train_once(over_moecomm: bool, name: str, device: str, ranks: int, steps: int) -> Trained:
+    """Train a model by a recipe, and return the mean loss of all ranks in each step and tokens per second."""
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
     from moecomm.integrations.torchtitan import TokenDispatcher
 
+    recipe = RECIPES[name]
     with tempfile.TemporaryDirectory() as folder:
         config, logged = config_of(recipe, over_moecomm, device, ranks, steps, folder)
         trainer = config.build()
@@ -244,8 +245,8 @@ def train_once(over_moecomm: bool, recipe: Recipe, device: str, ranks: int, step
     return [loss for loss, _ in logged], rate
 
 
-def train(rank: int, ranks: int, device: str, port: int) -> Callable[[bool, str, int], Trained]:
-    """See trained.Program.  torchtitan opens the process group."""
+def prepare(rank: int, ranks: int, device: str, port: int) -> None:
+    """See trained.Program.  torchtitan itself opens the process group."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     local = rank % torch.cuda.device_count() if device == "cuda" else 0
     names = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -254,18 +255,14 @@ def train(rank: int, ranks: int, device: str, port: int) -> Callable[[bool, str,
     if device == "cpu":
         on_cpu()
 
-    def once(over_moecomm: bool, recipe: str, steps: int) -> Trained:
-        return train_once(over_moecomm, RECIPES[recipe], device, ranks, steps)
-
-    return once
-
 
 PROGRAM = Program(
     name="tests.integrations.torchtitan_train",
     what="torchtitan's small DeepSeek-V3",
     package="torchtitan",
     ranks=2,
-    train=train,
+    open=prepare,
+    train=train_once,
     bounds={name: recipe.bound for name, recipe in RECIPES.items()},
     bound=1e-2,  # torch's grouped matrix products may add in another order
 )

@@ -1,4 +1,4 @@
-"""What programs share that train a model over a framework's own dispatcher and over moecomm: ranks, comparison, result.
+"""Training over a framework's own dispatcher and over moecomm: ranks, comparison, and result of several programs.
 
 On GPUs the framework's dispatcher trains twice: how far its own two runs are apart is what the hardware does.
 """
@@ -32,8 +32,8 @@ class Program(NamedTuple):
         what: is trained, in words.
         package: of the framework, whose version a result has.
         ranks: on CPUs.
-        train: opens a process group (rank, ranks, device, port), and returns a function that trains once: over moecomm
-            or not, by a recipe, so many steps.
+        open: opens a process group (rank, ranks, device, port).
+        train: trains once: over moecomm or not, by a recipe, on a device, with so many ranks, so many steps.
         bounds: of each recipe, how far a loss may be from that of the framework's dispatcher, relative, on CPU ranks.
         bound: the same on GPUs.
     """
@@ -42,21 +42,22 @@ class Program(NamedTuple):
     what: str
     package: str
     ranks: int
-    train: Callable[[int, int, str, int], Callable[[bool, str, int], Trained]]
+    open: Callable[[int, int, str, int], None]
+    train: Callable[[bool, str, str, int, int], Trained]
     bounds: Mapping[str, float]
     bound: float
 
 
 def _rank(
-    rank: int, ranks: int, device: str, port: int, steps: int, recipes: list[str], train: Any, queue: Any
+    rank: int, ranks: int, device: str, port: int, steps: int, recipes: list[str], program: Program, queue: Any
 ) -> None:
     torch.set_num_threads(1)
-    once = train(rank, ranks, device, port)
+    program.open(rank, ranks, device, port)
     found: Runs = {}
     for recipe in recipes:
         found[recipe] = []
         for over_moecomm in (False, True, False)[: 3 if device == "cuda" else 2]:
-            found[recipe].append(once(over_moecomm, recipe, steps))
+            found[recipe].append(program.train(over_moecomm, recipe, device, ranks, steps))
             if rank == 0:
                 losses, rate = found[recipe][-1]
                 name = "over moecomm" if over_moecomm else "theirs"
@@ -74,7 +75,7 @@ def both(program: Program, ranks: int, device: str, steps: int, recipes: list[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = [(rank, ranks, device, port, steps, recipes, program.train, found) for rank in range(ranks)]
+    given = [(rank, ranks, device, port, steps, recipes, program, found) for rank in range(ranks)]
     processes = [context.Process(target=_rank, args=one) for one in given]
     for process in processes:
         process.start()

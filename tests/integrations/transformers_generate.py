@@ -54,13 +54,14 @@ def main(arguments: list[str]) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     register()
     with tempfile.TemporaryDirectory() as folder:
-        name = given.model or folder
-        if name == folder:
+        if given.model is None:
             from tests.integrations.test_transformers import make
 
             make(Path(folder))  # before the group opens: with a group, rank 0 alone would write it
         dist.init_process_group("nccl" if on_gpus else "gloo")
-        (theirs, their_tokens), (ours, our_tokens) = (generated(name, how) for how in ("all_to_all", "moecomm"))
+        (theirs, their_tokens), (ours, our_tokens) = (
+            generated(given.model or folder, how) for how in ("all_to_all", "moecomm")
+        )
         dist.barrier()
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     if dist.get_rank() == 0:
