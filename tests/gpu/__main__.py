@@ -241,10 +241,11 @@ PARTS: dict[str, list[Step]] = {
 ONLY_WHERE_NAMED = ("sanitize", "measure", "layers")
 
 
-def run(step: Step, gpu: str | None = None) -> bool:
-    """Runs a step, on one GPU or on all, and says how it went."""
+def run(step: Step, gpu: str | None = None, threads: int | None = None) -> bool:
+    """Runs a step, on one GPU or on all, with so many threads of torch on the CPU, and says how it went."""
     begin, log = time.monotonic(), LOGS / f"{step.name}.log"
     visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+    visible |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     words = [str(len(all_gpus())) if word == GPUS else word for word in step.words]
     with log.open("wb") as out:
         try:
@@ -267,11 +268,12 @@ def beside(parts: Sequence[str], gpus: Iterable[str | None]) -> list[bool]:
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for gpu in [*gpus] * SHARE:
         free.put(gpu)
+    threads = max(1, (os.cpu_count() or 1) // free.qsize())  # of 16 a process, most would wait for the others'
 
     def alone(step: Step) -> bool:
         gpu = free.get()
         try:
-            return run(step, gpu)
+            return run(step, gpu, threads)
         finally:
             free.put(gpu)
 
