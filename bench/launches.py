@@ -295,8 +295,7 @@ def _decided() -> Iterator[tuple[str, str]]:
             yield "fused layer", names[schedules.schedule_of_both(dtype, rows, model.intermediate)]
     for weights, ranks in itertools.product(("bf16", "fp8"), (2, 4, 8)):
         bounds = tuning.fused_from(_GPU, weights, ranks)
-        least = bounds and (bounds.least_rows_of_expert, bounds.least_rows_of_rank, bounds.most_rows_of_expert)
-        yield "forms", f"{least}"
+        yield "forms", f"{bounds}"
 
 
 def keys(part: str, ranks: int | None) -> list[str]:

@@ -308,14 +308,19 @@ def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
         ratios = [f"{best[key]:.2f}" if best.get(key) else "" for key in ("of_gemms", "of_torch")]
         window = window_of(found, apart, fused, fp8)
         *both, eight = (time_of(row["us"]["p50"]) for row in (apart, fused, fp8))
-        cells = (gpus, best["model"], str(tokens), *both, *ratios, eight, window)
+        called = (r for r in rows if (r["tokens"], r["variant"]) == (tokens, "default"))
+        default = next((f"{time_of(r['us']['p50'])} ({time_of(r['sustained_us'])})" for r in called), "")
+        cells = (gpus, best["model"], str(tokens), *both, default, *ratios, eight, window)
         lines.append(line(found, layer_parts(tokens), *cells, at=(1,)))
     return lines
 
 
 def expert_layers() -> str:
     """Complete layers on 4 ranks, and sustained layers."""
-    heads = "GPUs | model | tokens a rank | unfused | fused | over GEMMs alone | torch's over it | fused, FP8 weights"
+    heads = (
+        "GPUs | model | tokens a rank | unfused | fused | default (sustained) | over GEMMs alone | torch's over it | "
+        "fused, FP8 weights"
+    )
     four = table(heads + WINDOW, (row for name, sizes in LAYER_SIZES.items() for row in layer_rows(name, sizes)))
     rows = []
     for name in ("at-work-h100-4", "at-work-fp8-h100-4"):
@@ -697,8 +702,10 @@ TOPICS = (
     Topic(
         "Expert layers",
         "`buffer.moe`, bfloat16, in a captured graph.  Unfused: dispatch, experts and combine as separate launches.  "
-        "Fused: rows travel while the GEMMs run.  The first ratio divides the faster of these two layers by our two "
-        "grouped GEMMs alone, which are separate launches: a fused layer can take a little less.  The second divides "
+        "Fused: rows travel while the GEMMs run.  Default: `fused=None`, which takes one of these forms; in "
+        "parentheses, without a pause between layers, at the limit of power.  The first ratio divides the faster of "
+        "the first two by our two grouped GEMMs alone, which are separate launches: a fused layer can take a little "
+        "less.  The second divides "
         "torch's layer (all_to_all and grouped GEMMs, same run) by the faster of ours.  Windows have "
         "room for any routing; a Buffer takes [less](memory.md) by default.  No fused layer of another library "
         f"(DeepGEMM's Mega MoE, FlashInfer) was measured.  {torchs_forms(LAYER_SIZES)}  "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from moecomm.tuning.gemms import DTYPES
@@ -13,6 +13,10 @@ from moecomm.tuning.gemms import DTYPES
 # was chosen there by hand, or bounds that hold for one layer more. With 0.005 those of bfloat16 on 2 ranks would start
 # at 8 rows.
 TOLERANCE = 0.004
+# Layers of so few rows of an expert stand for those of fewer: their time is that of reading the weights.
+FEW_ROWS = 2
+# A layer that is slower by less may be among those of many experts, of which all others gain.
+SLIGHT = 0.01
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Bounds:
         ranks: number of ranks; other numbers have bounds of their own.
         least_rows_of_expert: rows that experts have on average.
         least_rows_of_rank: rows that a rank sends.
-        most_rows_of_expert: None: no bound; 0: never fused.
+        most_rows_of_expert: None: no bound; 0: none but those of `many_experts`.
+        many_experts: experts of a rank from which on layers of any size run fused; None: none do.
     """
 
     dtype: str
@@ -32,6 +37,7 @@ class Bounds:
     least_rows_of_expert: int
     least_rows_of_rank: int
     most_rows_of_expert: int | None = None
+    many_experts: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -44,9 +50,14 @@ class Bounds:
         most = self.most_rows_of_expert
         if most is not None and not (type(most) is int and most >= 0):
             raise ValueError(f"most_rows_of_expert={most!r}: want a whole number, or null")
+        many = self.many_experts
+        if many is not None and not (type(many) is int and many >= 1):
+            raise ValueError(f"many_experts={many!r}: want a whole number, at least 1, or null")
 
     def cover(self, of_expert: float, of_rank: int) -> bool:
         """Return whether a Buffer with so many rows of an expert and of a rank is within the bounds."""
+        if self.many_experts is not None and _experts(of_expert, of_rank) >= self.many_experts:
+            return True
         most = math.inf if self.most_rows_of_expert is None else self.most_rows_of_expert
         return of_rank >= self.least_rows_of_rank and self.least_rows_of_expert <= of_expert <= most
 
@@ -71,6 +82,9 @@ def of_measured(dtype: str, ranks: int, layers: Sequence[Measured], tolerance: f
     that gain as much, those of the fewest sizes count, so that bounds end at layers that gain. Past the largest
     measured rows of an expert there is no bound if the layers with most rows gain.
 
+    Beside these, `many_experts` is the fewest experts of a rank from which on no measured layer is slower fused by more
+    than SLIGHT, where layers with FEW_ROWS rows of an expert, or fewer, were measured and gain.
+
     Args:
         dtype, ranks: of the layers.
         layers: measured; a layer may be there several times.
@@ -93,13 +107,25 @@ def of_measured(dtype: str, ranks: int, layers: Sequence[Measured], tolerance: f
                 order = (gained, least, of_rank, -most)
                 if inside and (found is None or order > found[0]):
                     found = order, bounds
+    many = _many(layers, gains)
     if found is None:
-        return never(dtype, ranks)
+        return replace(never(dtype, ranks), many_experts=many)
     bounds = found[1]
     unbounded = Bounds(dtype, ranks, bounds.least_rows_of_expert, bounds.least_rows_of_rank)
     beyond = [layer for layer in layers if unbounded.cover(layer.of_expert, layer.of_rank)]
     largest = max(layer.of_expert for layer in beyond)
-    return unbounded if bounds.cover(largest, bounds.least_rows_of_rank) else bounds
+    return replace(unbounded if bounds.cover(largest, bounds.least_rows_of_rank) else bounds, many_experts=many)
+
+
+def _many(layers: Sequence[Measured], gains: Sequence[Measured]) -> int | None:
+    too_few = max((_experts(*layer[:2]) for layer in layers if layer.speedup < 1 - SLIGHT), default=0.0)
+    found = [_experts(*layer[:2]) for layer in gains if layer.of_expert <= FEW_ROWS]
+    return min((math.ceil(experts) for experts in found if experts > too_few), default=None)
+
+
+def _experts(of_expert: float, of_rank: int) -> float:
+    """Return the experts of a rank.  Rounded: both numbers come from a division by it."""
+    return round(of_rank / of_expert, 6)
 
 
 def never(dtype: str, ranks: int) -> Bounds:

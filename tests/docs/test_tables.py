@@ -332,6 +332,9 @@ def layers(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         yield {
             "unfused": times[:1],
             "fused": times[1:2],
+            "default (sustained)": [
+                time for row in [ours.get("default")] if row for time in (row["us"]["p50"], row["sustained_us"])
+            ],
             "over GEMMs alone": [best / products["us"]["p50"]],
             "torch's over it": [min(others) / best],
             "fused, FP8 weights": times[2:],
