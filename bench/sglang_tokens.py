@@ -25,22 +25,19 @@ from __future__ import annotations
 
 import argparse
 import collections
-import faulthandler
 import functools
 import importlib.metadata
 import json
 import os
 import random
-import socket
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
+import engine_ranks
 import torch
-from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from moecomm_bench.results import write
 
@@ -329,48 +326,15 @@ def described(experts: Any) -> dict[str, str]:
     return names | {"backend": str(getattr(experts.runner_backend, "value", experts.runner_backend))}
 
 
-def serve(rank: int, job: dict[str, Any]) -> None:
-    """Write what a rank finds, or its error, and end the process, which SGLang's threads would keep."""
-    faulthandler.dump_traceback_later(max(1.0, job["limit_s"] - 5))  # says where a rank hangs
+def serve(rank: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rank finds, and how often it called deep_ep's Buffer."""
     os.environ |= environment(job, rank)
-    try:
-        from moecomm.integrations.sglang import register
+    from moecomm.integrations.sglang import register
 
-        register()
-        calls = count_calls()
-        if job["run"] == "dispatchers":
-            found: dict[str, Any] = {"bits": compare_dispatchers(job, rank)}
-        else:
-            found = run_model(job, rank)
-        torch.save(found | {"calls": dict(calls)}, Path(job["folder"], f"found.{rank}"))
-    except Exception as error:  # noqa: BLE001 - the parent raises it
-        traceback.print_exc()
-        Path(job["folder"], f"error.{rank}").write_text(f"{type(error).__name__}: {error}")
-        os._exit(1)
-    os._exit(0)
-
-
-def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what each rank found.  Raises RuntimeError with a rank's error, or TimeoutError."""
-    folder = Path(job["folder"])
-    for left in (*folder.glob("found.*"), *folder.glob("error.*")):
-        left.unlink()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    context = start_processes(serve, (job | {"port": port},), nprocs=job["ranks"], join=False, start_method="spawn")
-    end = time.monotonic() + job["limit_s"]
-    try:
-        while not context.join(timeout=1):
-            if time.monotonic() > end:
-                raise TimeoutError(f"{job['run']}: no end within {job['limit_s']:.0f} s")
-    except ProcessException as error:
-        said = sorted(f"rank {one.suffix[1:]}: {one.read_text()}" for one in folder.glob("error.*"))
-        raise RuntimeError("; ".join(said)[:2000] or str(error)) from None
-    finally:
-        for process in context.processes:
-            process.kill()
-    return [torch.load(folder / f"found.{rank}", weights_only=True) for rank in range(job["ranks"])]
+    register()
+    calls = count_calls()
+    found = {"bits": compare_dispatchers(job, rank)} if job["run"] == "dispatchers" else run_model(job, rank)
+    return found | {"calls": dict(calls)}
 
 
 def compared(wanted: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
@@ -413,13 +377,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         job = {"folder": folder, "ranks": options.ranks, "gpus": gpus, "shared": about["shared_gpus"]}
-        job |= {"steps": options.steps, "limit_s": options.limit, "fed": None}
+        job |= {"steps": options.steps, "fed": None}
         reference = None
         for name in options.runs.split(","):
             row: dict[str, Any] = {"run": name}
             start = time.monotonic()
             try:
-                found = run(job | {"run": name})
+                found = engine_ranks.run(serve, job | {"run": name}, name, options.limit)
                 row |= {key: value for key, value in found[0].items() if key != "logits"}
                 for key in ("expert_error", "bits"):
                     if key in row:

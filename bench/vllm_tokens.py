@@ -26,23 +26,20 @@ difference), `logprob_difference` (the largest of those), `differences`; `times`
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import importlib.metadata
 import itertools
 import json
 import os
 import random
-import socket
 import sys
 import tempfile
 import time
-import traceback
 import zlib
 from pathlib import Path
 from typing import Any
 
+import engine_ranks
 import torch
-from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from moecomm.router import MODELS, Model
 from moecomm_bench.clock import percentiles
@@ -238,21 +235,9 @@ def environment(job: dict[str, Any], rank: int) -> dict[str, str]:
     }
 
 
-def serve(rank: int, job: dict[str, Any]) -> None:
-    """Write what a rank finds, or its error, and end the process, which an engine's threads would keep."""
-    faulthandler.dump_traceback_later(max(1.0, job["limit_s"] - 5))  # says where a rank hangs
+def serve(rank: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's answers to each part, and times."""
     os.environ |= environment(job, rank)
-    try:
-        Path(job["folder"], f"found.{rank}").write_text(json.dumps(_served(rank, job)))
-    except Exception as error:  # noqa: BLE001 - the parent raises it
-        traceback.print_exc()
-        Path(job["folder"], f"error.{rank}").write_text(f"{type(error).__name__}: {error}")
-        os._exit(1)
-    os._exit(0)
-
-
-def _served(rank: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the answers of each part, and times."""
     engine = open_engine(job, rank)
     parts = [rank] if job["ranks"] == job["parts"] else list(range(job["parts"]))
     found: dict[str, Any] = {"parts": {}, "times": [], **_built(engine)}
@@ -321,24 +306,11 @@ def _built(engine: Any) -> dict[str, Any]:
 
 def run(job: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
     """Return what each rank finds.  Raises TimeoutError, or RuntimeError with what ranks raised."""
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        job |= {"folder": folder, "port": free.getsockname()[1], "limit_s": limit_s}
+    with tempfile.TemporaryDirectory() as folder:
         config = config_of(job["model"], job["layers"]) | {"dtype": job["dtype"]}
         Path(folder, "config.json").write_text(json.dumps(config))
-        free.close()
-        deadline = time.monotonic() + limit_s
-        ranks = start_processes(serve, (job,), nprocs=job["ranks"], join=False, start_method="spawn")
-        try:
-            while not ranks.join(timeout=5):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{job['model']} over {job['backend']}: more than {limit_s:g} s")
-        except ProcessException as error:
-            said = [path.read_text() for path in sorted(Path(folder).glob("error.*"))]
-            raise RuntimeError("; ".join(said) or str(error)) from error
-        finally:
-            for process in ranks.processes:
-                process.kill()
-        return [json.loads(Path(folder, f"found.{rank}").read_text()) for rank in range(job["ranks"])]
+        what = f"{job['model']} over {job['backend']}"
+        return engine_ranks.run(serve, job | {"folder": folder}, what, limit_s)
 
 
 def compared(reference: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -351,14 +323,14 @@ def compared(reference: list[dict[str, Any]], found: list[dict[str, Any]]) -> di
             total += len(wanted)
             for at, (one, two) in enumerate(zip(wanted, other, strict=True)):
                 if one[0] != two[0]:
-                    differences.append({"rank": int(part), "prompt": prompt, "token": at, "gap": round(one[2], 6)})
+                    differences.append({"rank": part, "prompt": prompt, "token": at, "gap": round(one[2], 6)})
                     break
                 same += 1
                 largest = max(largest, abs(one[1] - two[1]))
     return {"tokens": total, "same": same, "logprob_difference": float(f"{largest:.3g}"), "differences": differences}
 
 
-def _by_part(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _by_part(found: list[dict[str, Any]]) -> dict[int, Any]:
     return {part: answers for of_rank in found for part, answers in of_rank["parts"].items()}
 
 

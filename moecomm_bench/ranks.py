@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,13 @@ def together(group: dist.ProcessGroup, work: Callable[[], Any]) -> tuple[Any, st
     everybody = rendezvous(group).all_gather(why.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
     whys = [text for data in everybody if (text := data.rstrip(b"\0").decode(errors="replace"))]
     return (None, whys[0]) if whys else (result, "")
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free now, for frameworks that take only a number."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def device_of(group: dist.ProcessGroup, backend: str) -> torch.device:

@@ -65,8 +65,8 @@ def test_a_prompt_counts_up_to_its_first_difference() -> None:
     first = [(1, -1.0, 0.5), (2, -1.0, 0.25), (3, -1.0, 0.125)]
     second = [(4, -2.0, 1.0), (5, -2.0, 1.0)]
     other = [(1, -1.5, 0.5), (9, -4.0, 0.25), (3, -1.0, 0.125)]
-    theirs = [{"parts": {"0": [first, second], "1": []}}]
-    found = vllm_tokens.compared(theirs, [{"parts": {"0": [other, second]}}, {"parts": {"1": []}}])
+    theirs = [{"parts": {0: [first, second], 1: []}}]
+    found = vllm_tokens.compared(theirs, [{"parts": {0: [other, second]}}, {"parts": {1: []}}])
     assert found == {
         "tokens": 5,
         "same": 3,

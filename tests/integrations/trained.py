@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm_bench import results
+from moecomm_bench.ranks import free_port
 
 Trained = tuple[list[float], float]  # the loss of each step, and tokens per second of all ranks
 Runs = dict[str, list[Trained]]  # of each recipe: over their dispatcher, over moecomm; on GPUs, over theirs once more
@@ -72,9 +72,7 @@ def both(program: Program, ranks: int, device: str, steps: int, recipes: list[st
     """Return what training returns for each recipe, over each dispatcher; empty if a rank failed."""
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     given = [(rank, ranks, device, port, steps, recipes, program, found) for rank in range(ranks)]
     processes = [context.Process(target=_rank, args=one) for one in given]
     for process in processes:
