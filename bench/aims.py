@@ -25,6 +25,7 @@ _PARTS = {
     "counters": ROUNDS,
     "virtual-ranks": ROUNDS,
     "kill-plans": ("membership", *ROUNDS),
+    "megatron-training-h200": ROUNDS,
     "megatron-training": ("host",),
     "torchtitan-training": ("host",),
     "transformers-generation": ROUNDS,
