@@ -27,6 +27,7 @@ _PARTS = {
     "kill-plans": ("membership", *ROUNDS),
     "megatron-training-h200": ROUNDS,
     "megatron-training": ("host",),
+    "torchtitan-training-h200": ROUNDS,
     "torchtitan-training": ("host",),
     "transformers-generation": ROUNDS,
     "sglang-dispatchers": ROUNDS,

@@ -83,6 +83,7 @@ _COUNTED: dict[str, tuple[tuple[str, ...], str]] = {
     "megatron-training-cpu": (("host",), "steps"),
     "megatron-training-h200": (ROUNDS, "steps"),
     "torchtitan-training-cpu": (("host",), "steps"),
+    "torchtitan-training-h200": (ROUNDS, "steps"),
     "transformers-generation-h200": (ROUNDS, "tokens"),
     "sglang-dispatchers-h200": (ROUNDS, "cases"),
 }
