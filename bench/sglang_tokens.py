@@ -57,12 +57,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "disable_cuda_graph": True,
     },
     "auto": {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm", "disable_cuda_graph": True},
-    # Only decoding is captured, of as many requests as there are: SGLang would capture 38 sizes of prompts.
+    # Only decoding is captured, of captured_requests(): SGLang would capture 38 sizes of prompts.
     "graphs": {
         "moe_a2a_backend": "deepep",
         "moe_runner_backend": "deep_gemm",
         "cuda_graph_backend_prefill": "disabled",
-        "cuda_graph_bs_decode": [len(PROMPTS)],
     },
 }
 
@@ -137,6 +136,11 @@ def environment(job: dict[str, Any], rank: int) -> dict[str, str]:
     }
 
 
+def captured_requests(ranks: int) -> int:
+    """Return the number of requests whose decoding is captured; SGLang captures none that ranks do not share evenly."""
+    return -(-len(PROMPTS) // ranks) * ranks
+
+
 def publish(job: dict[str, Any], rank: int) -> tuple[Any, Any]:
     """Publish the arguments of SGLang's server in this process; return them, and its ports."""
     from sglang.srt.entrypoints.engine import _set_envs_and_config
@@ -158,6 +162,7 @@ def publish(job: dict[str, Any], rank: int) -> tuple[Any, Any]:
         disable_custom_all_reduce=True,
         disable_radix_cache=True,
         random_seed=1,
+        cuda_graph_bs_decode=[captured_requests(job["ranks"])],
         **RUNS[job["run"]],
     )
     arguments.resolve_once()

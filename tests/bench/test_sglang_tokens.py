@@ -111,3 +111,9 @@ def test_ranks_on_one_gpu_say_so_to_nccl() -> None:
     found = [sglang_tokens.environment({"gpus": 1, "shared": True}, rank) for rank in range(2)]
     assert [of["CUDA_VISIBLE_DEVICES"] for of in found] == ["0", "0"]
     assert {of["NCCL_MULTI_RANK_GPU_ENABLE"] for of in found} == {"1"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_share_the_captured_requests_evenly(ranks: int) -> None:
+    captured = sglang_tokens.captured_requests(ranks)
+    assert captured % ranks == 0 and captured >= len(sglang_tokens.PROMPTS)
