@@ -55,9 +55,11 @@ def _release(rounds: Rounds) -> None:
     with agreement(rounds, "release_memory") as ranks:
         session.synchronize()
         rounds.raise_failure()
+        rounds.check_exchanges()
         _require_no_outputs(rounds)
         ranks.all_gather(b"")  # no rank is in a round any more, and none begins one
         rounds.released = True
+        rounds.close_exchanges()
         session.release(ranks)
         ranks.settle()
 

@@ -484,16 +484,24 @@ def slot_weights(buffer: Buffer | str, weights: Sequence[torch.Tensor]) -> list[
         A tensor `[slots, ...]` for each of them; an empty slot has zeros.
 
     Raises:
-        BadInput: a Buffer without a placement; weights of another number of experts; a CUDA graph is being captured,
-            whose replays would not follow set_placement().
+        BadInput: a Buffer without a placement; weights of another number of experts, here or on the rank that it names;
+            a CUDA graph is being captured, whose replays would not follow set_placement().
+        Mismatch: ranks passed weights of different shapes or dtypes.
+        MemoryReleased: by Buffer.release_memory().
         Unsupported: masked ranks, several domains, forward-mode AD.
         As Window and Window.barrier().
+
+        An error that is another rank's is raised on GPUs by a later exchange of weights, or by Buffer.check().
     """
     name = _name_of(buffer)
-    if not isinstance(weights, (list, tuple)):
-        raise BadInput("weights", type(weights).__name__, "a list of tensors")
+    try:
+        if not isinstance(weights, (list, tuple)):
+            raise BadInput("weights", type(weights).__name__, "a list of tensors")
+        given = [as_tensor("weights", weight)[0] for weight in weights]
+    except BadInput as error:
+        slots.refuse(names.find(name), error)
     found: list[torch.Tensor]
-    found, _ = slots.slot_weights([as_tensor("weights", weight)[0] for weight in weights], name)
+    found, _ = slots.slot_weights(given, name)
     return found
 
 

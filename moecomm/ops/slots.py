@@ -4,24 +4,29 @@ The owner of an expert does not depend on the placement: rank r owns the experts
 parameters, optimizers and checkpoints are those of a layer without a placement, and every slot is a copy.
 
 Ranks exchange weights and gradients over a Window, which layers of the same shapes share, and which ends with the
-Buffer.  A rank writes what others need into its own memory there, and reads theirs after a barrier.  A second barrier
-lets the next exchange write.
+Buffer, or with a release of its memory.  A rank writes what others need into its own memory there, and reads theirs
+after a barrier.  A second barrier lets the next exchange write.
+
+Both are barriers of the first Window, whatever the shapes: ranks that pass other shapes meet there, and so does a rank
+that refuses its arguments.  No rank waits for one that has raised.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from moecomm.base import tangents
 from moecomm.base.experts import experts_of, owners_of
 from moecomm.base.placement import NONE
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import BadInput, MemoryReleased, Mismatch, MoecommError, Unsupported
 from moecomm.membership.suspension import agreement, refuse_capture
 from moecomm.ranks.settings import compare
 from moecomm.rounds import names
@@ -29,7 +34,125 @@ from moecomm.rounds.rounds import Rounds
 from moecomm.window import Window
 
 _ALIGNMENT = 256  # bytes; of a tensor in the window
+_REFUSED = -1  # in the place of a digest: a rank's arguments can't be used
 _Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each tensor of an expert
+
+
+class _Late(NamedTuple):
+    """Words of an exchange of GPUs, which the host reads when they have come."""
+
+    words: torch.Tensor
+    there: torch.cuda.Event
+    mine: int
+
+
+class _Meeting:
+    """Barriers of all exchanges of a Buffer, at which each rank says by a word of which kinds its tensors are.
+
+    CPU ranks compare these words in each exchange.  GPUs do it later, so that no host waits for its device.
+
+    Args:
+        window: of all ranks.
+        offset: in its memory, of a word of each rank.
+    """
+
+    def __init__(self, window: Window, offset: int) -> None:
+        self._window = window
+        ranks, me = range(window.num_ranks), window.rank
+        self._words = window.tensor((len(ranks),), torch.int64, offset=offset)
+        self._places = [window.tensor((1,), torch.int64, rank=rank, offset=offset + 8 * me) for rank in ranks]
+        self._texts: dict[int, str] = {}  # of the kinds that this rank has passed, by their words
+        self._said: int | None = None  # the word that all ranks have of this one
+        self._late: deque[_Late] = deque()
+        self._done: torch.cuda.Event | None = None  # the end of the last exchange, on GPUs
+        if window.device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Order an exchange behind the last one, also where the caller has changed streams."""
+        if self._done is None:
+            yield
+            return
+        stream = torch.cuda.current_stream(self._window.device)
+        stream.wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done.record(stream)
+
+    @contextmanager
+    def reading(self, kinds: _Kinds) -> Iterator[None]:
+        """Let ranks read in the block what others have written before it.  Collective.
+
+        Raises:
+            BadInput, Mismatch: a rank has refused its arguments, or has tensors of other kinds.  GPUs: at the end of
+                a later exchange, or in raise_late().
+            As Window.barrier().
+        """
+        mine, error = self._say(kinds), None
+        if self._done is None:
+            error = self._error(self._words.tolist(), mine)
+        else:
+            words = torch.empty(len(self._places), dtype=torch.int64, device="cpu", pin_memory=True)
+            words.copy_(self._words, non_blocking=True)
+            there = torch.cuda.current_stream(self._window.device).record_event()
+            self._late.append(_Late(words, there, mine))
+        if error is None:
+            yield
+        self._window.barrier()
+        if error is not None:
+            raise error
+        self.raise_late(wait=False)  # at the end: no rank waits for this one
+
+    def open(self, kinds: _Kinds) -> None:
+        """Compare kinds for which no exchange is open.  The host waits for the device.  Collective.
+
+        Raises:
+            As reading(), on all ranks.
+        """
+        with self.in_turn():
+            mine = self._say(kinds)
+            error = self._error(self._words.tolist(), mine)
+            self._window.barrier()
+        if error is not None:
+            raise error
+
+    def refuse(self) -> None:
+        """Come to an exchange of the other ranks, which learn that this rank's arguments can't be used.  Collective."""
+        with self.in_turn():
+            self._say(None)
+            self._window.barrier()
+
+    def raise_late(self, *, wait: bool) -> None:
+        """Raise the error of exchanges so far, on GPUs.  `wait`: those that have not ended are awaited."""
+        while self._late and (wait or self._late[0].there.query()):  # type: ignore[no-untyped-call]
+            late = self._late.popleft()
+            late.there.synchronize()
+            if (error := self._error(late.words.tolist(), late.mine)) is not None:
+                self._window.raise_failure()  # without all ranks at the barrier, words are those of earlier exchanges
+                raise error
+
+    def _say(self, kinds: _Kinds | None) -> int:
+        """Leave a word with all ranks, meet them, and return it.  `kinds`: None if this rank has refused its own."""
+        word = _REFUSED if kinds is None else _digest(kinds)
+        if kinds is not None:
+            self._texts[word] = _shown(kinds)
+        if word != self._said:
+            for place in self._places:
+                place.fill_(word)
+            self._said = word
+        self._window.barrier()
+        return word
+
+    def _error(self, words: list[int], mine: int) -> MoecommError | None:
+        """Return the error that the words of all ranks make, or None."""
+        if _REFUSED in words:
+            return BadInput("weights", "some that it has refused", "weights as its error says", words.index(_REFUSED))
+        other = next((rank for rank, word in enumerate(words) if word != mine), None)
+        if other is None:
+            return None
+        return Mismatch("weights", self._texts[mine], self._texts.get(words[other], "others"), other)
 
 
 class _Exchange(NamedTuple):
@@ -41,13 +164,13 @@ class _Exchange(NamedTuple):
         window: of all ranks.
         slots: of a rank.
         kinds: of the tensors.
-        done: the end of the last exchange, on GPUs.
+        meeting: of the Buffer.
     """
 
     window: Window
     slots: int
     kinds: _Kinds
-    done: torch.cuda.Event | None
+    meeting: _Meeting
 
     def of(self, rank: int) -> list[torch.Tensor]:
         """Return a rank's tensors."""
@@ -56,17 +179,6 @@ class _Exchange(NamedTuple):
             found.append(self.window.tensor((self.slots, *shape), dtype, rank=rank, offset=at))
             at += _room(self.slots, shape, dtype)
         return found
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Order an exchange behind the last one, also where the caller has changed streams."""
-        if self.done is None:
-            yield
-            return
-        stream = torch.cuda.current_stream(self.window.device)
-        stream.wait_event(self.done)
-        yield
-        self.done.record(stream)
 
 
 @torch.library.custom_op("moecomm::slot_weights", mutates_args=())
@@ -82,21 +194,20 @@ def slot_weights(owned: Sequence[torch.Tensor], buffer: str) -> tuple[list[torch
     experts, me = rounds.placement.experts, rounds.rank
     exchange = _exchange_of(rounds, owned)
     found = [weight.new_empty(exchange.slots, *weight.shape[1:]) for weight in owned]
-    with exchange.in_turn():
+    with exchange.meeting.in_turn():
         elsewhere = {expert for rank, held in enumerate(experts.tolist()) if rank != me for expert in held}
         for part, weight in zip(exchange.of(me), owned, strict=True):
             for expert in elsewhere.intersection(mine):
                 part[expert - mine.start].copy_(weight[expert - mine.start])
-        exchange.window.barrier()
-        for first, count, owner, row in _runs(experts[me], rounds.placement.num_experts, rounds.num_ranks):
-            filled = [weight[first : first + count] for weight in found]
-            if owner == NONE:
-                for weight in filled:
-                    weight.zero_()
-                continue
-            for weight, source in zip(filled, owned if owner == me else exchange.of(owner), strict=True):
-                weight.copy_(source[row : row + count])
-        exchange.window.barrier()
+        with exchange.meeting.reading(exchange.kinds):
+            for first, count, owner, row in _runs(experts[me], rounds.placement.num_experts, rounds.num_ranks):
+                filled = [weight[first : first + count] for weight in found]
+                if owner == NONE:
+                    for weight in filled:
+                        weight.zero_()
+                    continue
+                for weight, source in zip(filled, owned if owner == me else exchange.of(owner), strict=True):
+                    weight.copy_(source[row : row + count])
     return found, experts.clone()
 
 
@@ -171,18 +282,17 @@ def _add_slots(
         found: written, a tensor for each of `grads`.
     """
     me = exchange.window.rank
-    with exchange.in_turn():
+    with exchange.meeting.in_turn():
         for slot in given:
             for part, grad in zip(exchange.of(me), grads, strict=True):
                 part[slot].copy_(grad[slot])
-        exchange.window.barrier()
-        of_ranks = [grads if rank == me else exchange.of(rank) for rank in range(exchange.window.num_ranks)]
-        for row, slots in held.items():
-            for nth, total in enumerate(found):
-                terms = [of_ranks[slot // exchange.slots][nth][slot % exchange.slots] for slot in slots]
-                if terms:
-                    total[row].copy_(_sum(terms))
-        exchange.window.barrier()
+        with exchange.meeting.reading(exchange.kinds):
+            of_ranks = [grads if rank == me else exchange.of(rank) for rank in range(exchange.window.num_ranks)]
+            for row, slots in held.items():
+                for nth, total in enumerate(found):
+                    terms = [of_ranks[slot // exchange.slots][nth][slot % exchange.slots] for slot in slots]
+                    if terms:
+                        total[row].copy_(_sum(terms))
 
 
 @slot_gradients.register_fake
@@ -209,24 +319,56 @@ def _owned(rounds: Rounds) -> range:
 
 
 def _check(rounds: Rounds, owned: Sequence[torch.Tensor]) -> range:
-    """Return the experts that this rank owns.  Raises BadInput, Unsupported."""
+    """Return the experts that this rank owns.  Raises as refuse() for weights that can't be used."""
+    _require(rounds)
+    mine = _owned(rounds)
+    if not owned:
+        refuse(rounds, BadInput("weights", "none", "one or more"))
+    for weight in owned:
+        if weight.ndim == 0 or len(weight) != len(mine) or weight.device != rounds.device:
+            got = f"{tuple(weight.shape)} on {weight.device}"
+            want = f"[{len(mine)}, ...] on {rounds.device}: the experts that this rank owns"
+            refuse(rounds, BadInput("weights", got, want))
+    return mine
+
+
+def refuse(rounds: Rounds, error: BadInput) -> NoReturn:
+    """Raise the error of this rank's weights, and on all other ranks a BadInput that names it.  Collective.
+
+    Raises:
+        BadInput: `error`.
+        Unsupported: masked ranks.
+        As Window.barrier().
+    """
+    _require(rounds)
+    for exchange in rounds.exchanges.values():
+        exchange.meeting.refuse()
+        raise error
+    with agreement(rounds, "slot_weights"):
+        raise error
+
+
+def _require(rounds: Rounds) -> None:
+    """Raise the error of what is the same on all ranks: BadInput, MemoryReleased, Unsupported."""
     if rounds.placement is None:
         raise BadInput("buffer", "one without a placement", "a Buffer that was opened with a placement")
     refuse_capture(rounds, "slot_weights")  # a graph would go on to copy by the placement of its capture
     if rounds.masked:
         raise Unsupported(f"weights of slots beside masked ranks {sorted(rounds.masked)}, which own experts")
-    mine = _owned(rounds)
-    if not owned:
-        raise BadInput("weights", "none", "one or more")
-    for weight in owned:
-        if weight.ndim == 0 or len(weight) != len(mine) or weight.device != rounds.device:
-            got = f"{tuple(weight.shape)} on {weight.device}"
-            raise BadInput("weights", got, f"[{len(mine)}, ...] on {rounds.device}: the experts that this rank owns")
-    return mine
 
 
 def _room(slots: int, shape: torch.Size, dtype: torch.dtype) -> int:
     return -(-slots * math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+@functools.cache
+def _digest(kinds: _Kinds) -> int:
+    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7], "little")
+
+
+@functools.cache
+def _shown(kinds: _Kinds) -> str:
+    return ", ".join(f"{dtype} {('E/R', *shape)}" for shape, dtype in kinds)
 
 
 def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> _Exchange:
@@ -234,23 +376,30 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> _Exchange:
 
     Raises:
         Mismatch: ranks have tensors of different shapes or dtypes.
+        MemoryReleased: by Buffer.release_memory().
         As Window.
     """
+    if rounds.released:
+        raise MemoryReleased
     kinds = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
     opened: dict[_Kinds, _Exchange] = rounds.exchanges
     if kinds not in opened:
-        digest = int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7], "little")
-        mine = ", ".join(f"{dtype} {('E/R', *shape)}" for shape, dtype in kinds)
-        with agreement(rounds, "slot_weights") as ranks:
-            shown = {digest: mine}
-            compare(ranks, {"weights": digest}, rounds.settings.backend, lambda _, other: shown.get(other, "others"))
-            ranks.settle()
+        first = next(iter(opened.values()), None)
+        if first is None:
+            with agreement(rounds, "slot_weights") as ranks:
+                shown = {_digest(kinds): _shown(kinds)}
+                backend = rounds.settings.backend
+                compare(ranks, {"weights": _digest(kinds)}, backend, lambda _, other: shown.get(other, "others"))
+                ranks.settle()
+        else:
+            first.meeting.open(kinds)
         slots = len(rounds.local_experts)
         about: dict[str, Any] = {"backend": rounds.settings.backend, "device": rounds.device}
         nbytes = sum(_room(slots, *kind) for kind in kinds)
-        window = Window(rounds.members.group, nbytes, **about, timeout_s=rounds.members.timeout_s)
-        done = torch.cuda.Event() if rounds.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        opened[kinds] = _Exchange(window, slots, kinds, done)
+        words = 8 * rounds.num_ranks if first is None else 0
+        window = Window(rounds.members.group, nbytes + words, **about, timeout_s=rounds.members.timeout_s)
+        meeting = _Meeting(window, nbytes) if first is None else first.meeting
+        opened[kinds] = _Exchange(window, slots, kinds, meeting)
     return opened[kinds]
 
 

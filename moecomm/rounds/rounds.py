@@ -185,7 +185,19 @@ class Rounds(RoundState, Bound):
         self.raise_failure()
         self.wait()
         self.raise_failure()
+        self.check_exchanges()
         self.flight.settle()
+
+    def check_exchanges(self) -> None:
+        """Wait for exchanges of weights of slots, and raise the error of one in which ranks did not agree, if any."""
+        for exchange in list(self.exchanges.values()):
+            exchange.meeting.raise_late(wait=True)
+
+    def close_exchanges(self) -> None:
+        """Give the memory of exchanges back.  The next exchange opens another."""
+        for exchange in list(self.exchanges.values()):
+            exchange.window.close()
+        self.exchanges.clear()
 
     def wait(self) -> None:
         """Wait for every round enqueued so far.  Their errors are for the caller to raise."""
@@ -201,6 +213,4 @@ class Rounds(RoundState, Bound):
         self.unfinished.clear()
         self._late.clear()
         self.routes.clear()
-        for exchange in list(self.exchanges.values()):
-            exchange.window.close()
-        self.exchanges.clear()
+        self.close_exchanges()

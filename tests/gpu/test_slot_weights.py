@@ -1,4 +1,4 @@
-"""Weights of slots between GPUs: copies of the owners', gradients in the order of slots, and layers that train."""
+"""Weights of slots between GPUs: copies of the owners', gradients in the order of slots, errors, layers that train."""
 
 from __future__ import annotations
 
@@ -50,6 +50,29 @@ def _exchanges(rank: int, group: Any) -> None:
         buffer.check()
 
 
+def _refuses(rank: int, group: Any) -> None:
+    """Weights that rank 1 refuses, or has of another shape, raise on it at once and on the others in check()."""
+    number = group.size()
+    placement = random_placement(0, ranks=number, num_experts=EXPERTS, slots=SLOTS)
+    mine = experts_of(rank, EXPERTS, number)
+    whole = torch.arange(EXPERTS * HIDDEN).view(EXPERTS, HIDDEN).float().cuda()
+    owned, other = whole[mine.start : mine.stop], {1: whole, 2: whole[mine.start : mine.stop, :8].contiguous()}
+    with moecomm.Buffer(group, **SIZES, timeout_s=20, placement=placement) as buffer:
+        ops.slot_weights(buffer, [owned])
+        for nth, error in ((1, moecomm.BadInput), (2, moecomm.Mismatch)):
+            if rank == 1:
+                with pytest.raises(error, match="weights"):
+                    ops.slot_weights(buffer, [other[nth]])
+            else:
+                ops.slot_weights(buffer, [owned])
+                with pytest.raises(error, match=r"weights.*rank 1"):
+                    buffer.check()
+            (copies,) = ops.slot_weights(buffer, [owned])
+            buffer.check()
+            for slot, expert in enumerate(buffer.local_experts):
+                assert torch.equal(copies[slot], whole[expert] if expert >= 0 else torch.zeros_like(whole[0]))
+
+
 def _trains(rank: int, group: Any) -> None:
     """Losses and weights near those without a placement, which changes on the way."""
     drawn = {"ranks": group.size(), "num_experts": EXPERTS, "slots": SLOTS}
@@ -83,6 +106,6 @@ def _trains(rank: int, group: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("body", [_exchanges, _trains])
+@pytest.mark.parametrize("body", [_exchanges, _refuses, _trains])
 def test_slots_of_gpus(gpu_ranks: Ranks, body: Any) -> None:
     gpu_ranks.run(min(4, torch.cuda.device_count()), body)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from moecomm.router import random_routing
 from moecomm.testing.cases import random_placement
 from tests.backends.conftest import run_ranks
 from tests.few import few
-from tests.live import ROOM_S, wait_until
+from tests.live import FAR_S, ROOM_S, wait_until
 from tests.ops.ranks import on_threads
 
 RANKS, HIDDEN, INNER, EXPERTS, SLOTS, TOPK, MOST, STEPS = 3, 16, 8, 7, 5, 3, 12, 4
@@ -392,6 +395,135 @@ def test_ranks_with_other_weights_or_other_ranks() -> None:
 
     for error in run_ranks(RANKS, body):
         assert error is None
+
+
+def _weights(group: Any, kind: str) -> Any:
+    """Weights of the experts of a rank that can be used, and of kinds that rank 1 refuses or no other rank has."""
+    mine = experts_of(group.rank, EXPERTS, RANKS)
+    good = float(mine.start) + torch.arange(len(mine))
+    bad: dict[str, Any] = {
+        "of another number": [torch.zeros(len(mine) + 1)],
+        "no list": good,
+        "no tensor": [None],
+        "of another dtype": [good.double()],
+        "of another shape": [good[:, None]],
+    }
+    return [good] if kind == "good" else bad[kind]
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize("kind", ["of another number", "no list", "no tensor", "of another dtype", "of another shape"])
+def test_weights_that_one_rank_cannot_use_raise_on_all(kind: str, opened: bool) -> None:
+    """In this call, whether or not the ranks have opened a Window before; the next call is right."""
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+    differs = kind in ("of another dtype", "of another shape")
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
+            good = _weights(group, "good")
+            if opened:
+                ops.slot_weights(buffer, good)
+            error, argument = (moecomm.Mismatch, "field") if differs else (moecomm.BadInput, "argument")
+            with pytest.raises(error) as raised:
+                ops.slot_weights(buffer, _weights(group, kind) if group.rank == 1 else good)
+            assert getattr(raised.value, argument) == "weights"
+            other = (0 if differs else None) if group.rank == 1 else 1
+            assert raised.value.rank == other
+            for _ in range(2):
+                (copies,) = ops.slot_weights(buffer, good)
+                held = torch.tensor(buffer.local_experts)
+                assert torch.equal(copies, held.clamp(min=0).float())
+
+    started = time.monotonic()
+    assert run_ranks(RANKS, body) == [None] * RANKS
+    assert time.monotonic() - started < ROOM_S
+
+
+def test_weights_of_several_shapes_that_ranks_pass_in_another_order() -> None:
+    """No rank reads the weights of another shape, of which a Window is open as well."""
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+
+    def body(group: Any) -> None:
+        mine = experts_of(group.rank, EXPERTS, RANKS)
+        narrow, wide = ([torch.ones(len(mine), columns)] for columns in (2, 3))
+        with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
+            for weights in (narrow, wide, narrow):
+                ops.slot_weights(buffer, weights)
+            with pytest.raises(moecomm.Mismatch, match=r"'E/R', 2.*'E/R', 3|'E/R', 3.*'E/R', 2"):
+                ops.slot_weights(buffer, wide if group.rank == 1 else narrow)
+            ops.slot_weights(buffer, wide)
+
+    assert run_ranks(RANKS, body) == [None] * RANKS
+
+
+def test_gpus_raise_the_error_of_another_rank_when_their_streams_have_come_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No exchange waits for its stream; an exchange that finds the error ends first, so that no rank waits for it."""
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+    empty, on = torch.empty, threading.local()
+
+    class Event:
+        """A mark on the stream of a rank, a thread, which comes to it when `on.comes` is set."""
+
+        def query(self) -> bool:
+            return bool(on.comes)
+
+        def synchronize(self) -> None:
+            pass
+
+        def record(self, stream: object) -> None:
+            pass
+
+    class Stream:
+        def wait_event(self, event: Event) -> None:
+            pass
+
+        def record_event(self) -> Event:
+            return Event()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **how: empty(*sizes, **how))
+
+    def body(group: Any) -> None:
+        mine, on.comes = experts_of(group.rank, EXPERTS, RANKS), False
+        good = [torch.arange(mine.start, mine.stop).float()]
+        with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
+            ops.slot_weights(buffer, good)
+            (exchange,) = buffer.rounds.exchanges.values()
+            exchange.meeting._done = Event()
+            for bad, error in (([torch.zeros(9)], moecomm.BadInput), ([good[0].double()], moecomm.Mismatch)):
+                for on.comes in (False, True):
+                    with pytest.raises(error) if on.comes or group.rank == 1 else nullcontext():
+                        ops.slot_weights(buffer, bad if group.rank == 1 else good)
+                    (copies,) = ops.slot_weights(buffer, good)
+                    assert torch.equal(copies, torch.tensor(buffer.local_experts).clamp(min=0).float())
+                    if not on.comes and group.rank != 1:
+                        with pytest.raises(error, match="rank 1"):
+                            buffer.check()
+                    buffer.check()
+
+    assert run_ranks(RANKS, body) == [None] * RANKS
+
+
+def test_a_released_buffer_has_no_memory_for_weights() -> None:
+    """release_memory() gives the Windows back, and weights copied after restore() are right."""
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
+            good = [torch.ones(len(experts_of(group.rank, EXPERTS, RANKS)), 1 << 16)]
+            before = ops.slot_weights(buffer, good)
+            memory = [weakref.ref(one.window._opened) for one in buffer.rounds.exchanges.values()]
+            buffer.release_memory()
+            assert [one() for one in memory] == [None]
+            with pytest.raises(moecomm.MemoryReleased):
+                ops.slot_weights(buffer, good)
+            buffer.restore()
+            for one, other in zip(before, ops.slot_weights(buffer, good), strict=True):
+                assert torch.equal(one, other)
+
+    assert run_ranks(RANKS, body) == [None] * RANKS
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])
