@@ -301,6 +301,39 @@ def test_two_dispatches_whose_hooks_come_late() -> None:
     together(2, body)
 
 
+def test_a_late_hook_waits_for_the_stream_that_has_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second dispatch receives the rows of the first on its stream; the first hook may be called on another one."""
+
+    class Mark:
+        """An event; a rank is a thread, whose current stream has the number `on.stream`."""
+
+        def __init__(self) -> None:
+            self.stream = on.stream
+
+        def current_stream_wait(self) -> None:
+            on.waits.append((on.stream, self.stream))
+
+    on = threading.local()
+    monkeypatch.setattr(low_latency, "EventHandle", Mark)
+
+    def body(group: Any) -> None:
+        buffer, x, ids = Buffer(group), torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0], [1]])
+        hooks, on.waits = [], []
+        for on.stream in (1, 2):
+            *_, hook = buffer.low_latency_dispatch(x, ids, TOKENS, 2, return_recv_hook=True)
+            hooks.append(hook)
+        on.stream = 3
+        for hook in hooks:
+            hook()
+        assert on.waits == [(3, 2)], "the second hook has received by itself"
+        on.stream = 4
+        hooks[0]()
+        assert on.waits == [(3, 2), (4, 2)]
+        buffer.destroy()
+
+    together(2, body)
+
+
 def test_normal_and_low_latency_calls_take_turns_on_one_buffer() -> None:
     case = oracle.random_case(4, ranks=2, hidden=HIDDEN, most=TOKENS)
     wants = oracle.normal(case, 10)

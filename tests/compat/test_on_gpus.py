@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -335,6 +336,44 @@ def waits(rank: int, group: Any, kind: str) -> str:
     group.barrier().wait()
     buffer.destroy()
     return f"waits on {device}"
+
+
+def late_hooks(rank: int, group: Any, kind: str) -> str:
+    """The second dispatch receives the rows of the first behind a long kernel; the first hook's stream waits."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    case = oracle.random_case(0, ranks=2, hidden=HIDDEN, most=TOKENS)
+    x, idx, _ = on(device, case, rank)
+    buffer = Buffer(group, low_latency_mode=True)
+    buffer.low_latency_dispatch(x, idx, TOKENS, case.num_experts, round_scale=True)  # loads kernels
+    for _ in range(3):
+        stats = torch.zeros(case.local_experts, dtype=torch.int32, device=device)
+        how: dict[str, Any] = {"round_scale": True, "return_recv_hook": True}
+        *_, hook = buffer.low_latency_dispatch(x, idx, TOKENS, case.num_experts, stats, **how)
+        if kind == "cuda":
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        _, count, _, _, second = buffer.low_latency_dispatch(x, idx, TOKENS, case.num_experts, **how)
+        with torch.cuda.stream(torch.cuda.Stream(device)) if kind == "cuda" else nullcontext():
+            hook()
+            seen = stats.clone()
+        second()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(seen, count) and int(count.sum()) > 0
+    buffer.destroy()
+    return f"late hooks on {device}"
+
+
+def test_late_hooks_on_cpus(ranks: Ranks) -> None:
+    assert ranks.run(2, late_hooks, "cpu") == ["late hooks on cpu"] * 2
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(600)
+def test_late_hooks_on_gpus(gpu_ranks: Ranks) -> None:
+    gpu_ranks.start(2, late_hooks, "cuda")
+    assert gpu_ranks.results(2, timeout_s=500) == {rank: f"late hooks on cuda:{rank}" for rank in range(2)}
 
 
 def test_waits_on_cpus(ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ from moecomm.base.arrays import as_tensor, check_tensor
 from moecomm.base.validation import check_flags, check_integer
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
-from moecomm.compat.deep_ep.event import EventOverlap, finished
+from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, source, tokens_per_expert
 from moecomm.compat.deep_ep.masks import MaskBuffer
 from moecomm.compat.deep_ep.normal import check_nothing
@@ -172,7 +172,8 @@ class LowLatency(MaskBuffer):
         rows, counts = routed.plan.batched_tensors(routed)
         recv_x, write = _arriving(routed, rows, options)
         if begins:
-            hook = pool.receiving[id(buffer)] = Receive(buffer, routed, write, counts, stats, cost)
+            hook = Receive(buffer, routed, write, counts, stats, cost)
+            pool.receiving[id(buffer)] = hook.receive_early
             return recv_x, counts, handle, finished(async_finish), hook
         if write is not None or stats is not None:
             Receive(buffer, routed, write, counts, stats).account()
@@ -273,7 +274,7 @@ class LowLatency(MaskBuffer):
 
 
 class Receive:
-    """The hook of a dispatch: waits for its rows, on the current stream.  Once; a second call does nothing."""
+    """The hook of a dispatch: makes the current stream wait for its rows, and receives them unless that is done."""
 
     def __init__(
         self,
@@ -287,10 +288,21 @@ class Receive:
         self._buffer, self._routed, self._cost = buffer, routed, cost
         self._write, self._counts, self._stats = write, counts, stats
         self._called = False
+        self._early: EventHandle | None = None  # after the rows, on the stream that received them for the hook
 
     def __call__(self) -> None:
-        if self._called:
-            return
+        if not self._called:
+            self._receive()
+        elif self._early is not None:
+            self._early.current_stream_wait()
+
+    def receive_early(self) -> None:
+        """Receive the rows on the current stream, unless the hook has been called, which may be on another one."""
+        if not self._called:
+            self._receive()
+            self._early = EventHandle()
+
+    def _receive(self) -> None:
         self._called = True
         if self._cost is not None:
             self._cost.before(self._buffer.rounds, "dispatch")
