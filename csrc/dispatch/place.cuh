@@ -10,7 +10,9 @@ namespace moecomm {
 MOECOMM_FN u32 lanes_with(i32 key) { return __match_any_sync(kAllLanes, key >= 0 ? key : -1 - lane_id()); }
 
 // Called after agree(). Clamps a row to the memory that `rank` has for it. Ids are read once for counting and again for placing. If another
-// stream changes them in between, the places do not fit the counts that all ranks agreed on; rows are then wrong, but stay in bounds.
+// stream changes them in between, the places do not fit the counts that all ranks agreed on; rows are then wrong, but stay in bounds. Where
+// a rank has room for none (max_rows=0), the row is -1: senders of rows take it for no row, and a block of row descriptors has room ahead
+// of its rows (payload_of in runtime/dispatch_plan.cpp).
 template <class Call>
 MOECOMM_FN i32 row_inside(const Call& c, i32 rank, i32 row) {
     return min(row, c.shared.headers[rank].max_rows - 1);
