@@ -31,12 +31,18 @@ GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
 GPU_COUNTS = [
     pytest.param(2, marks=pytest.mark.gpu2),
     pytest.param(4, marks=pytest.mark.gpu4),
+    pytest.param(8, marks=pytest.mark.gpu8),
 ]  # of processes, one each
 
 if torch.cuda.device_count() == 0:  # which does not start CUDA
     # Here and in all processes that tests start: tensors are small, cores few and busy, and threads that share a
     # product wait for each other longer than one takes alone.  On GPUs a reference may be large.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+def gpu_count() -> int:
+    """The number of processes, one a GPU, of a test for several GPUs."""
+    return min(8, torch.cuda.device_count())
 
 
 def share_cores(processes: int) -> None:

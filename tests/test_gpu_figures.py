@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from moecomm_bench import sources
 from moecomm_bench.cli import app
+from moecomm_bench.tune import cli as tune
 
-from .gpu import figures
+from .gpu import eight, figures, passed, steps
 from .gpu import processes as gpu_processes
 from .gpu.pieces import MINIATURES, PIECES, Piece, has_miniature
+from .gpu.steps import Step
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "bench"))
@@ -38,12 +44,90 @@ def pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_pieces_are_named_once_and_measured_by_commands_that_exist() -> None:
     names = [piece.name for piece in PIECES]
     assert len(set(names)) == len(names)
-    commands = {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
-    programs = {piece.words.split()[0] for piece in PIECES}
-    assert {name for name in programs if not name.endswith(".py")} <= commands | {"tune"}
-    assert all((ROOT / "bench" / name).is_file() for name in programs if name.endswith(".py"))
-    assert set(MINIATURES) <= programs
-    assert max(piece.seconds for piece in PIECES) < 600
+    assert set(MINIATURES) <= {piece.words.split()[0] for piece in PIECES}
+    assert max(piece.seconds for piece in PIECES) <= eight.LONGEST_S
+
+
+class Parsed(Exception):
+    """The words of a program have been read; it measures nothing."""
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_the_words_of_every_piece_are_those_of_its_program(
+    gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the program's own parser, with the numbers of so many GPUs."""
+
+    def parse(parser: argparse.ArgumentParser) -> None:
+        given, unknown = parser.parse_known_args()
+        assert not unknown, unknown
+        raise Parsed(given)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    fill, parsed = figures.filled_in(gpus, tmp_path), 0
+    for piece in (piece for piece in PIECES if 1 < piece.gpus <= gpus):
+        name, *words = figures._filled(piece.words, fill).split()
+        words += ["--json", str(tmp_path / f"{piece.name}.json")]
+        if name.endswith(".py") or name.startswith("tests."):
+            monkeypatch.setattr(sys, "argv", [name, *words])
+            with pytest.raises(Parsed):
+                importlib.import_module(name.removesuffix(".py")).main()
+        else:
+            command: Any = get_command(tune.app if name == "tune" else app)
+            name, *words = words if name == "tune" else (name, *words)
+            command.commands[name].make_context(name, words)
+        parsed += 1
+    assert parsed > 50
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_the_order_has_every_piece_for_several_gpus_and_nothing_takes_longer_than_it_may(gpus: int) -> None:
+    order = [one for one in eight.order(gpus) if one.gpus <= gpus]
+    names = [one.name for one in order]
+    assert len(set(names)) == len(names)
+    assert {piece.name for piece in PIECES if 1 < piece.gpus <= gpus} <= set(names)
+    assert {name.replace(steps.RANKS, str(gpus)) for name in eight.ORDER} - set(names) <= FOUR
+    assert gpus == 8 or FOUR.isdisjoint(names) == (gpus < 4)
+    for one in order:
+        assert (one.seconds if isinstance(one, Piece) else one.limit_s) <= eight.LONGEST_S, one.name
+
+
+FOUR = {piece.name for piece in PIECES if piece.gpus == 4}
+
+
+def test_what_is_compiled_ahead_has_every_model_and_way_of_the_pieces(tmp_path: Path) -> None:
+    """The modules read their words: each finds its kernels, and one of them is compiled into the cache."""
+    found = {words[0]: words[1:] for words in figures.compiling(eight.order(8), 8)}
+    assert set(found) == {f"tests.gpu.compile{more}" for more in ("", "_rounds", "_models", "_overlap")}
+    rounds = found["tests.gpu.compile_rounds"]
+    assert rounds[:3] == ["8", "deepseek-v3", "qwen3-235b"] and rounds[-4:] == ["--through", "lsa", "puts", "nic"]
+    assert {*found["tests.gpu.compile_models"]} >= {"8", "deepseek-v3", "qwen3-235b", "mixtral-8x7b"}
+    assert found["tests.gpu.compile_overlap"] == ["8"]
+    assert found["tests.gpu.compile"][1:] == ["--ranks", "8", "--domains"]
+    few = [piece for piece in PIECES if piece.name in ("all-to-all", "latency-backends")]
+    assert figures.compiling(few, 8) == []
+
+
+def test_a_step_that_has_passed_at_this_commit_is_not_run_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that has failed runs again, after what has not begun."""
+    about = {"machine": {"gpus": []}, "date": "2026-01-02", "commit": "0123abcd"}
+    monkeypatch.setattr(passed, "_origin", lambda: about)
+    monkeypatch.setattr(figures, "all_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(figures, "compiled", lambda *_: True)
+    order = [
+        Step(name, 50, gpus=2, command=(sys.executable, "-c", f"raise SystemExit({status})"))
+        for name, status in (("bad", 3), ("good", 0))
+    ]
+    late = Step("late", 50, gpus=2, command=(sys.executable, "-c", ""))
+    for expected in (["bad FAILED", "good ok"], ["good done", "late ok", "bad FAILED"]):
+        assert figures.main(["--out", str(tmp_path)], lambda gpus: order) == 1
+        said = [" ".join(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
+        assert said[:-1] == expected
+        order.append(late)
+    about["commit"] = "another"
+    assert not passed.has_passed(tmp_path, "good")
 
 
 def test_one_that_fails_or_hangs_leaves_no_result_and_the_others_have_theirs(

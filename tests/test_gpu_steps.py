@@ -16,10 +16,10 @@ from moecomm_bench import schema
 from .conftest import GPU_MARKS
 from .device import test_kernels_of_gpu_tests
 from .docs import test_tables
-from .gpu import __main__ as steps
+from .gpu import __main__ as runner
 from .gpu import compile as compile_rounds
-from .gpu import compile_overlap, passed, test_nvlink
-from .gpu.__main__ import PARTS, Step
+from .gpu import compile_overlap, passed, steps, test_nvlink
+from .gpu.steps import PARTS, Step
 from .live import alive, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -63,21 +63,23 @@ def test_kernels_of_overlapped_operators_are_found_without_a_gpu() -> None:
 def test_kernels_of_random_cases_are_asked_for_in_words_that_are_known() -> None:
     """The steps that compile parse, and a machine of one GPU has no domains of ranks of their own."""
     asked = [step.words for step in PARTS["compile"] if "tests.gpu.compile" in step.words]
-    given = [compile_rounds.parsed(["1" if word == steps.GPUS else word for word in words[3:]]) for words in asked]
+    numbers = {steps.GPUS: "1", steps.RANKS: "2"}
+    given = [compile_rounds.parsed([numbers.get(word, word) for word in words[3:]]) for words in asked]
     assert {one.domains for one in given} == {False, True}
     assert all(of["ranks"] > 1 for of, _ in test_kernels_of_gpu_tests.rounds_of_domains(1, ranks=1))
 
 
 @pytest.mark.long
 def test_every_test_that_is_named_exists() -> None:
-    """Fused layers and others are all layers, on one GPU, on two and on four."""
-    named = tuple(sorted({word for step in TESTS for word in step.pytest if word.startswith("tests/")}))
+    """Fused layers and others are all layers, on one GPU, on two, on four and on eight."""
+    words = {word for step in TESTS for word in step.pytest if word.startswith("tests/")}
+    named = tuple(sorted({word.replace(steps.RANKS, str(count)) for word in words for count in steps.COUNTS}))
     assert len(named) > 30
     by_words = sorted({step.pytest for step in TESTS if "-k" in step.pytest})
     all_named, layers, *found = collected(named, (steps.MOE,), *by_words)
     assert all_named > 100 and min(found) > 1
     of_layers = [count for words, count in zip(by_words, found, strict=True) if words[0] == steps.MOE]
-    assert len(of_layers) == 6 and sum(of_layers) == layers
+    assert len(of_layers) == 8 and sum(of_layers) == layers
 
 
 def test_every_test_that_wants_gpus_is_in_a_step() -> None:
@@ -92,15 +94,17 @@ def test_every_test_that_wants_gpus_is_in_a_step() -> None:
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text, name = path.read_text(), str(path.relative_to(ROOT))
         wanted = set(re.findall(r"pytest\.mark\.(gpu\d)\b", text))
-        wanted |= {"gpu2", "gpu4"} if re.search(r"\bGPU_COUNTS\b", text) else set()
+        wanted |= {"gpu2", "gpu4", "gpu8"} if re.search(r"\bGPU_COUNTS\b", text) else set()
         if left := wanted - named.get(name, set()):
             missing[name] = sorted(left)
     assert missing == {} and len(named) > 35
 
 
-def test_every_kind_of_backend_is_run_with_four_ranks() -> None:
+def test_every_kind_of_backend_is_run_with_as_many_ranks_as_have_a_gpu() -> None:
+    assert [steps.most_ranks(gpus) for gpus in (1, 2, 3, 4, 7, 8, 16)] == [2, 2, 2, 4, 4, 8, 8]
     words = {word for step in TESTS for word in step.pytest}
-    wanted = {kind: f"{steps.NVLINK}_random_cases_match_the_reference[{kind}-4]" for kind in test_nvlink.KINDS}
+    cases = f"{steps.NVLINK}_random_cases_match_the_reference"
+    wanted = {kind: f"{cases}[{kind}-{steps.RANKS}]" for kind in test_nvlink.KINDS}
     assert [kind for kind, test in wanted.items() if test not in words] == []
 
 
@@ -113,7 +117,7 @@ SAY = "import os; print('on', os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ
 
 @pytest.fixture(autouse=True)
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(steps, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(runner, "LOGS", tmp_path / "logs")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(passed, "_origin", lambda: {"machine": {"gpus": []}, "date": "2026-01-02", "commit": ""})
     return tmp_path / "logs"
@@ -124,8 +128,8 @@ def test_a_step_that_fails_or_is_not_there_fails_the_run(
 ) -> None:
     gone = Step("gone", 60, command=("no-such-program",))
     parts = {"a": [program("good", SAY), program("bad", "print('told'); raise SystemExit(3)")], "b": [gone]}
-    monkeypatch.setattr(steps, "PARTS", parts)
-    assert steps.main(["a", "b"]) == 1
+    monkeypatch.setattr(runner, "PARTS", parts)
+    assert runner.main(["a", "b"]) == 1
     lines = [line.split() for line in capfd.readouterr().out.splitlines()]
     assert [(line[0], line[1], line[4:]) for line in lines[:2]] == [
         ("good", "ok", ["on", "None", "0"]),
@@ -133,10 +137,10 @@ def test_a_step_that_fails_or_is_not_there_fails_the_run(
     ]
     assert lines[2][:2] == ["gone", "FAILED"] and lines[3] == ["logs:", str(logs)]
     assert (logs / "bad.log").read_text() == "told\n"
-    monkeypatch.setattr(steps, "PARTS", {"a": parts["a"][:1]})
-    assert steps.main([]) == 0
+    monkeypatch.setattr(runner, "PARTS", {"a": parts["a"][:1]})
+    assert runner.main([]) == 0
     with pytest.raises(SystemExit):
-        steps.main(["a", "--beside", "c"])
+        runner.main(["a", "--beside", "c"])
     assert "c: the parts are a" in capfd.readouterr().err
 
 
@@ -188,10 +192,10 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
     parent = text.format(str(pids[0]), f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
     run = f"""
 import sys; sys.path[:] = {sys.path!r}
-from pathlib import Path; from tests.gpu import __main__ as steps
-steps.processes.end_with_children(); steps.LOGS = Path({str(tmp_path / "logs")!r})
-step = steps.Step("endless", 60, gpus=1, command=(sys.executable, "-c", {parent!r}))
-steps.PARTS = {{"a": [step]}}; steps.main(["--beside", "a"])
+from pathlib import Path; from tests.gpu import __main__ as runner
+runner.processes.end_with_children(); runner.LOGS = Path({str(tmp_path / "logs")!r})
+step = runner.Step("endless", 60, gpus=1, command=(sys.executable, "-c", {parent!r}))
+runner.PARTS = {{"a": [step]}}; runner.main(["--beside", "a"])
 """
     with subprocess.Popen([sys.executable, "-c", run], cwd=ROOT) as process:
         try:

@@ -1,15 +1,16 @@
-"""python -m tests.gpu.compile_rounds RANKS TRANSPORT...: kernels of `moecomm bench dispatch-combine`, by all cores.
+"""python -m tests.gpu.compile_rounds RANKS MODEL... [--through TRANSPORT...]: kernels of `moecomm bench
+dispatch-combine`, by all cores.
 
-TRANSPORT is lsa (one domain), or what reaches domains of half of the ranks: puts, nic, gin_proxy, nvshmem.  Ranks that
-compile while they run wait for each other's compilers, one kernel after the other.
+TRANSPORT is lsa (one domain), or what reaches two domains and four: puts, nic, gin_proxy, nvshmem; of the first model
+alone.  Ranks that compile while they run wait for each other's compilers, one kernel after the other.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -35,10 +36,12 @@ PAYLOADS: tuple[dict[str, Any], ...] = (
 )
 
 
-def kernels(ranks: int, transport: str, tokens: int) -> Iterator[jit.KernelSpec]:
-    """Dispatches and combines of DeepSeek-V3, as ranks of GPUs prepare them."""
-    where = {} if transport == "lsa" else {"domain_ranks": ranks // 2}
-    with opened(MODELS["deepseek-v3"], ranks, tokens, **where) as buffer:
+def kernels(
+    ranks: int, transport: str, tokens: int, model: str = "deepseek-v3", domains: int = 2
+) -> Iterator[jit.KernelSpec]:
+    """Dispatches and combines of a model, as ranks of GPUs prepare them."""
+    where = {} if transport == "lsa" else {"domain_ranks": max(1, ranks // domains)}
+    with opened(MODELS[model], ranks, tokens, **where) as buffer:
         for spec in of_rounds(buffer, tokens):
             yield spec if spec.transport == "lsa" else replace(spec, transport=transport)
 
@@ -67,10 +70,23 @@ def compile_all(found: Collection[jit.KernelSpec]) -> None:
     print(f"{len(found)} kernels in {time.monotonic() - begin:.0f} s")
 
 
-def main(ranks: int, transports: Iterable[str]) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Compile all."""
-    compile_all({spec for way, tokens in itertools.product(transports, TOKENS) for spec in kernels(ranks, way, tokens)})
+    parser = argparse.ArgumentParser("tests.gpu.compile_rounds", usage=__doc__)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--through", nargs="+", default=["lsa"])
+    given = parser.parse_args(words)
+    ways = [(way, domains) for way in given.through for domains in ((1,) if way == "lsa" else (2, 4))]
+    first, *others = given.models
+    asked = [*((*way, first) for way in ways), *(("lsa", 1, model) for model in others)]
+    found = {
+        spec
+        for (way, domains, model), tokens in itertools.product(asked, TOKENS)
+        for spec in kernels(given.ranks, way, tokens, model, domains)
+    }
+    compile_all(found)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main()

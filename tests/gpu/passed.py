@@ -35,13 +35,22 @@ def note(logs: Path, step: str, fine: bool, tests: bool, last_line: str, seconds
     outcome = "failed" if not fine else "skipped" if tests and not count else "passed"
     with _writing:
         about = _origin()
-        gpus = about["machine"]["gpus"]
-        on = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
-        row: dict[str, Any] = {"step": step, "on": on, "outcome": outcome, "tests": count, "seconds": round(seconds)}
+        row: dict[str, Any] = {"step": step, "on": _on(), "outcome": outcome, "tests": count, "seconds": round(seconds)}
         row |= {"date": about["date"], "commit": about["commit"]}
         before = [old for old in _rows(logs) if any(old[key] != row[key] for key in _KEY)]
         document = {"what": KEPT.stem, **about, "command": "tests/gpu/run", "rows": [*before, row]}
         (logs / NAME).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def has_passed(logs: Path, step: str) -> bool:
+    """Return whether a step has passed here, at this commit, on these GPUs."""
+    wanted = {"step": step, "on": _on(), "outcome": "passed", "commit": _origin()["commit"]}
+    return any(wanted.items() <= row.items() for row in _rows(logs))
+
+
+def _on() -> str:
+    gpus = _origin()["machine"]["gpus"]
+    return f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
 
 
 @lru_cache(maxsize=1)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-GPUS, HALF, FOLDER = "GPUS", "HALF", "FOLDER"  # in a command: the number of GPUs, half of it, the folder of results
+# In a command: the number of GPUs, a half and a quarter of it (at least 1), and the folder of results.
+GPUS, HALF, QUARTER, FOLDER = "GPUS", "HALF", "QUARTER", "FOLDER"
 DEEPSEEK = f"--model deepseek-v3 --ranks {GPUS}"
 CASES = f"dispatch-combine {DEEPSEEK} --payload bf16,fp8"
 FLAT = f"{CASES} --layout flat --no-peers"
-TWO_DOMAINS = f"dispatch-combine {DEEPSEEK} --domain-ranks {HALF} --tokens 128,4096 --no-ceiling --no-peers"
+QWEN = f"dispatch-combine --model qwen3-235b --ranks {GPUS} --payload bf16,fp8"
+PEERS = "--layout flat,expert,batched --replays 20 --no-ceiling --others deep_ep,nccl_ep,flashinfer,pplx"
+OF_DOMAINS = f"dispatch-combine {DEEPSEEK} --tokens 128,4096 --no-ceiling --no-peers"
+TWO_DOMAINS = f"{OF_DOMAINS} --domain-ranks {HALF}"
+FOUR_DOMAINS = f"{OF_DOMAINS} --domain-ranks {QUARTER} --backend lsa --sms 32"
 TURNS = "--tokens 8192 --turns 1,4,8,16,32,64"
 ZIPF = f"{FOLDER}/zipf.routing"
 RECORDED = "bench/routing/byte-model.routing"  # in a command: the file, wherever that runs
@@ -27,7 +32,7 @@ class Piece:
     Attributes:
         name: beginning of the result's name.
         seconds: the time limit, after which the command is ended.
-        words: a command of moecomm bench; or `tune ...`; or a program of bench/.
+        words: a command of moecomm bench; or `tune ...`; or a program of bench/; or a module of tests.
         before: a command to run before it.
         gpus: the least number of GPUs; a piece with 1 uses one GPU, and its result is NAME-GPU.
     """
@@ -57,12 +62,10 @@ PIECES = (
     Piece("recorded", 80, f"{LIKE_RECORDED} --routing {RECORDED}"),
     Piece("recorded-even", 80, LIKE_RECORDED),
     # Other libraries in pieces of their own, because they may hang.
-    Piece(
-        "peers",
-        420,
-        f"{CASES} --tokens 128,4096 --layout flat,expert,batched --sms 0,16,64,128 --replays 20 --no-ceiling "
-        "--others deep_ep,nccl_ep,flashinfer,pplx",
-    ),
+    Piece("peers", 480, f"{CASES} --tokens 128,4096 --sms 0,16,64,128 {PEERS}"),
+    Piece("peers-qwen3", 480, f"{QWEN} --tokens 128,4096 {PEERS}"),
+    Piece("peers-one", 300, f"{CASES} --tokens 1 {PEERS}"),
+    Piece("peers-qwen3-one", 300, f"{QWEN} --tokens 1 {PEERS}"),
     # NCCL EP compiles a kernel for each payload, layout, size and number of SMs.
     Piece(
         "formats-peers",
@@ -79,8 +82,8 @@ PIECES = (
         "--replays 7 --others torch-symm-mem",
     ),
     Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
-    _layers("qwen3-235b", 300, "128,1024,4096"),
-    _layers("deepseek-v3", 360, "128,1024,4096"),
+    _layers("qwen3-235b", 400, "128,1024,4096,8192"),
+    _layers("deepseek-v3", 480, "128,1024,4096,8192"),
     _layers("gpt-oss-120b", 400, "16,128,512,1024,4096"),
     _layers("mixtral-8x7b", 360, "16,128,512,4096"),
     _layers("qwen3-30b-a3b", 300, "128,1024,8192"),
@@ -92,12 +95,7 @@ PIECES = (
     Piece("few-sms", 100, f"{FLAT} --tokens 4096 --sms 0,16,24,64 --replays 7"),
     Piece("skew", 80, f"{FLAT} --tokens 4096 --skew --replays 7"),
     Piece("cold", 80, f"{FLAT} --tokens 128,4096 --cold --replays 9"),
-    Piece(
-        "qwen3",
-        200,
-        f"dispatch-combine --model qwen3-235b --ranks {GPUS} --payload bf16,fp8 --layout flat --no-peers "
-        "--tokens 128,4096,8192 --sms 0,16 --replays 7",
-    ),
+    Piece("qwen3", 200, f"{QWEN} --layout flat --no-peers --tokens 128,4096,8192 --sms 0,16 --replays 7"),
     Piece(
         "latency-backends", 400, "latency --backend lsa,nvshmem,gin --least-bytes 4 --most-bytes 4194304 --replays 9"
     ),
@@ -109,8 +107,8 @@ PIECES = (
     ),
     Piece(
         "backends-domains",
-        500,
-        f"{TWO_DOMAINS} --backend lsa,nvshmem,gin --layout flat --payload bf16,fp8 --replays 7 --limit 80",
+        480,
+        f"{TWO_DOMAINS} --backend lsa,nvshmem,gin --layout flat --payload bf16,fp8 --replays 7 --limit 70",
     ),
     # The line that `moecomm bench plot` draws over the number of domains: one, two, and one a GPU.
     Piece(
@@ -124,6 +122,8 @@ PIECES = (
     Piece("domains-nvshmem", 340, f"{TWO_DOMAINS} --backend lsa,nvshmem --sms 32 --layout flat --limit 80"),
     Piece("gin-domains", 200, f"{TWO_DOMAINS} --backend gin --layout flat --payload bf16,fp8 --replays 10"),
     Piece("nic", 120, f"{TWO_DOMAINS} --backend lsa --sms 32 --payload bf16 --nic 50,3,10 --replays 10"),
+    Piece("four-domains", 200, f"{FOUR_DOMAINS} --replays 10", gpus=4),
+    Piece("four-domains-nic", 200, f"{FOUR_DOMAINS} --payload bf16 --nic 50,3,10 --replays 10", gpus=4),
     Piece("sweep", 200, f"sweep {DEEPSEEK} --no-peers --replays 10"),
     Piece("all-to-all", 60, f"all-to-all --ranks {GPUS}"),
     Piece("beside", 100, f"{CASES} --tokens 4096 --layout flat --sms 16 --overlap-gemm --singles 0 --no-peers"),
@@ -142,6 +142,10 @@ PIECES = (
         )
     ),
     Piece("all-gather-study", 150, f"all-gather-study --ranks {GPUS}"),
+    Piece("placed-layers", 400, f"placed_layers.py --ranks {GPUS}"),
+    Piece("moving-weights", 300, f"moving_weights.py --ranks {GPUS}"),
+    Piece("kill-plans", 300, f"tests.gpu.kills 20 --ranks {GPUS}"),
+    Piece("kill-plans-gpus", 400, f"tests.kill_plans 2000 --gpus --most-ranks {GPUS} --jobs 2 --minutes 4"),
     Piece("counters", 200, f"counters.py --ranks {GPUS}"),
     Piece("recorder-host-time", 100, f"recorder.py --ranks {GPUS}"),
     Piece(
@@ -175,6 +179,7 @@ MINIATURES = {
     "deep-ep-layer": f"{_SMALL} --replays 1 --mode eager",
     "gemm": "--hidden 64 --intermediate 32 --topk 2 --experts 8 --tokens 3 --ranks 2 --dtype bf16 --replays 1",
     "recorder.py": "--ranks 2 --backend host --rounds 10",
+    "moving_weights.py": "--ranks 2 --held 2 --hidden 64 --inner 32 --topk 2 --tokens 8,32 --layers 2 --steps 30",
 }
 
 

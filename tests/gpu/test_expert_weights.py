@@ -12,7 +12,7 @@ import moecomm
 from moecomm.base.placement import replicated
 from moecomm.testing.cases import random_placement
 
-from ..conftest import Ranks
+from ..conftest import Ranks, gpu_count
 
 pytestmark = pytest.mark.gpu2
 HIDDEN, INNER, EXPERTS, SLOTS, TOKENS, TOPK = 512, 256, 16, 12, 64, 4
@@ -60,7 +60,7 @@ def _moves(rank: int, group: Any, fused: bool) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fused", [True, False])
 def test_layers_go_on_while_experts_move(gpu_ranks: Ranks, fused: bool) -> None:
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     commits = gpu_ranks.run(count, _moves, fused)
     assert len(set(commits)) == 1 and commits[0] >= 4
 
@@ -100,7 +100,7 @@ def _replicates(rank: int, group: Any, fused: bool) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fused", [True, False])
 def test_weights_change_as_soon_as_a_layer_with_copies_has_ended(gpu_ranks: Ranks, fused: bool) -> None:
-    made = gpu_ranks.run(min(4, torch.cuda.device_count()), _replicates, fused)
+    made = gpu_ranks.run(gpu_count(), _replicates, fused)
     assert len(set(made)) == 1 and made[0] > 0
 
 
@@ -161,4 +161,4 @@ def _changes(rank: int, group: Any, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 2048])
 def test_placements_change_between_rounds_in_flight(gpu_ranks: Ranks, tokens: int) -> None:
     """Kernels of few tokens begin while those before them end; no host waits between rounds and changes."""
-    gpu_ranks.run(min(4, torch.cuda.device_count()), _changes, tokens)
+    gpu_ranks.run(gpu_count(), _changes, tokens)

@@ -18,7 +18,7 @@ from moecomm.base.experts import experts_of
 from moecomm.fused import quantize_weights
 from moecomm.testing import LocalBuffers
 
-from ..conftest import Ranks
+from ..conftest import Ranks, gpu_count
 from ..masks import LAYOUTS, Twins, refuses_earlier_handles
 from .kills import CALLS, kill_one, sums_of, tokens_of
 from .kills import SIZES as OF_KILLS
@@ -123,7 +123,7 @@ def tokens_over(rank: int, settings: dict[str, Any], device: torch.device) -> di
 @pytest.mark.gpu2
 @pytest.mark.parametrize("call", CALLS)
 def test_the_others_go_on_after_a_kill(gpu_ranks: Ranks, call: str, tmp_path: Path) -> None:
-    times = kill_one(gpu_ranks, min(4, torch.cuda.device_count()), call, 0, tmp_path)
+    times = kill_one(gpu_ranks, gpu_count(), call, 0, tmp_path)
     assert times["noticed_ms"] < 1000
     assert times[f"{call}_ms"] < 1000
 
@@ -159,7 +159,7 @@ def _replays(rank: int, group: Any, tokens: int) -> tuple[int, ...]:
 @pytest.mark.gpu2
 @pytest.mark.parametrize("tokens", [64, 3000])  # in packets, and through rings
 def test_captured_graphs_follow_a_mask(gpu_ranks: Ranks, tokens: int) -> None:
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     gpu_ranks.start(count, _replays, tokens)
     left = set(range(count)) - {1}
     assert gpu_ranks.results(count - 1, timeout_s=100) == dict.fromkeys(left, (1,))
@@ -208,7 +208,7 @@ def _replayed_layers(rank: int, group: Any, fp8: bool) -> tuple[int, ...]:
 @pytest.mark.gpu2
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_captured_fused_layers_follow_a_mask(gpu_ranks: Ranks, fp8: bool) -> None:
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     gpu_ranks.start(count, _replayed_layers, fp8)
     left = set(range(count)) - {1}
     assert gpu_ranks.results(count - 1, timeout_s=150) == dict.fromkeys(left, (1,))

@@ -16,12 +16,13 @@ from moecomm.backends import nic, nvshmem_runtime
 from moecomm.backends.windows import nccl
 from moecomm.testing import check_case_on_rank, random_case
 
-from ..conftest import GPU_COUNTS, Ranks, share_cores
+from ..conftest import GPU_COUNTS, Ranks, gpu_count, share_cores
 from .test_virtual_ranks import direct_bytes
 
 # Windows of lsa, or a backend, with MOECOMM_RMA behind it; then so many domains, and the backend puts between them.
 # The kernels of two of SIZES are those of virtual ranks; those of several domains are compiled for these two.
-KINDS = ["vmm", "nccl", "vmm, 2 domains", "gin", "nvshmem", "gin, 2 domains", "gin, 4 domains", "nvshmem, 2 domains"]
+KINDS = ["vmm", "nccl", "vmm, 2 domains", "vmm, 4 domains", "gin", "nvshmem", "gin, 2 domains", "gin, 4 domains"]
+KINDS += ["nvshmem, 2 domains"]
 KINDS += ["gin tcp, 2 domains"]  # without it the plugin takes loopback here, and its tcp would have no kernel of ours
 KINDS += ["nvshmem network, 2 domains"]  # as if domains shared no memory, as all ranks here do
 SIZES: list[dict[str, Any]] = [
@@ -154,7 +155,7 @@ def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_survivors_name_the_rank_and_go_on(gpu_ranks: Ranks, kind: str, how: str) -> None:
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     gpu_ranks.start(count, _until_a_peer_dies, kind, how)
     for rank, result in gpu_ranks.results(count - 1, timeout_s=120).items():
         assert not isinstance(result, BaseException), result
@@ -197,5 +198,5 @@ def _replay(rank: int, group: Any, kind: str) -> int:
 
 @pytest.mark.gpu2
 def test_graph_replay(gpu_ranks: Ranks, kind: str) -> None:
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     assert gpu_ranks.run(count, _replay, kind) == [0] * count

@@ -13,7 +13,7 @@ from moecomm.base.experts import experts_of
 from moecomm.nn import ExpertParallel
 from moecomm.testing.cases import random_placement
 
-from ..conftest import Ranks
+from ..conftest import Ranks, gpu_count
 
 pytestmark = pytest.mark.gpu2
 HIDDEN, INNER, EXPERTS, SLOTS, TOKENS, TOPK = 512, 256, 16, 12, 64, 4
@@ -108,4 +108,4 @@ def _trains(rank: int, group: Any) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("body", [_exchanges, _refuses, _trains])
 def test_slots_of_gpus(gpu_ranks: Ranks, body: Any) -> None:
-    gpu_ranks.run(min(4, torch.cuda.device_count()), body)
+    gpu_ranks.run(gpu_count(), body)

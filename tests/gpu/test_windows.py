@@ -20,7 +20,7 @@ import moecomm.backends
 from moecomm.backends.windows import nccl
 
 from ..backends.conftest import run_ranks
-from ..conftest import Ranks
+from ..conftest import Ranks, gpu_count
 from ..emulator.test_windows import EVERYTHING
 from ..window.test_examples import heated, reference
 
@@ -313,7 +313,7 @@ def _examples(rank: int, group: Any, kind: str) -> str:
 @pytest.mark.gpu2
 @pytest.mark.timeout(180)
 def test_processes_gather_exchange_halos_and_put(gpu_ranks: Ranks, kind: str) -> None:
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     gpu_ranks.start(count, _examples, kind)
     assert gpu_ranks.results(count, timeout_s=150) == dict.fromkeys(range(count), "done")
 
@@ -361,7 +361,7 @@ def _on_memory_of_torch(rank: int, group: Any) -> str:
 @pytest.mark.gpu2
 @pytest.mark.timeout(150)
 def test_torchs_symmetric_memory_is_adopted_and_allocated(gpu_ranks: Ranks) -> None:
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     gpu_ranks.start(count, _on_memory_of_torch)
     assert gpu_ranks.results(count, timeout_s=120) == dict.fromkeys(range(count), "done")
 
@@ -390,7 +390,7 @@ def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: str, how: str) -> None:
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     gpu_ranks.start(count, _until_a_peer_dies, kind, how)
     for rank, result in gpu_ranks.results(count - 1, timeout_s=90).items():
         assert not isinstance(result, BaseException), result
@@ -421,7 +421,7 @@ def _triton(rank: int, group: Any) -> str:
 @pytest.mark.timeout(150)
 def test_the_examples_in_triton(gpu_ranks: Ranks) -> None:
     pytest.importorskip("triton")
-    count = min(4, torch.cuda.device_count())
+    count = gpu_count()
     gpu_ranks.start(count, _triton)
     assert gpu_ranks.results(count, timeout_s=120) == dict.fromkeys(range(count), "done")
 
