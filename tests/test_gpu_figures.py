@@ -16,7 +16,7 @@ from moecomm_bench import sources
 from moecomm_bench.cli import app
 from moecomm_bench.tune import cli as tune
 
-from .gpu import eight, figures, passed, steps
+from .gpu import compile, eight, figures, passed, steps  # noqa: A004
 from .gpu import processes as gpu_processes
 from .gpu.pieces import MINIATURES, PIECES, Piece, has_miniature
 from .gpu.steps import Step
@@ -96,14 +96,16 @@ FOUR = {piece.name for piece in PIECES if piece.gpus == 4}
 
 
 def test_what_is_compiled_ahead_has_every_model_and_way_of_the_pieces(tmp_path: Path) -> None:
-    """The modules read their words: each finds its kernels, and one of them is compiled into the cache."""
+    """Models and transports of rounds and layers, random cases of so many processes; nothing for put + signal."""
     found = {words[0]: words[1:] for words in figures.compiling(eight.order(8), 8)}
     assert set(found) == {f"tests.gpu.compile{more}" for more in ("", "_rounds", "_models", "_overlap")}
     rounds = found["tests.gpu.compile_rounds"]
     assert rounds[:3] == ["8", "deepseek-v3", "qwen3-235b"] and rounds[-4:] == ["--through", "lsa", "puts", "nic"]
     assert {*found["tests.gpu.compile_models"]} >= {"8", "deepseek-v3", "qwen3-235b", "mixtral-8x7b"}
     assert found["tests.gpu.compile_overlap"] == ["8"]
-    assert found["tests.gpu.compile"][1:] == ["--ranks", "8", "--domains"]
+    asked = compile.parsed(found["tests.gpu.compile"])
+    assert (asked.ranks, asked.domains, asked.processes) == (8, True, True)
+    assert {of["ranks"] for of, *_ in compile.cases(asked)} == {8}
     few = [piece for piece in PIECES if piece.name in ("all-to-all", "latency-backends")]
     assert figures.compiling(few, 8) == []
 

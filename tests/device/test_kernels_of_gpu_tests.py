@@ -35,7 +35,10 @@ pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core"
 MOST = 64  # kernels of a set of sizes
 
 
-def rounds(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
+Rounds = Iterator[tuple[dict[str, Any], Sequence[int]]]
+
+
+def rounds(cases: int, ranks: int = 4) -> Rounds:
     """Sizes, and the random cases that they get on so many GPUs: those of `pytest tests/gpu --gpu-cases cases`.
 
     Apart from those of cast_rounds().
@@ -43,6 +46,11 @@ def rounds(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequenc
     for sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG):
         yield sizes, test_virtual_ranks.random_seeds(sizes, cases)
     yield test_virtual_ranks.PAIR, [test_virtual_ranks.GOOD]
+    yield from rounds_of_processes(cases, ranks)
+
+
+def rounds_of_processes(cases: int, ranks: int) -> Rounds:
+    """Return those of processes with a GPU each."""
     for sizes in test_nvlink.SIZES:
         yield {"ranks": ranks, **sizes}, test_nvlink.random_seeds(sizes, cases)
     yield {"ranks": ranks, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
@@ -55,11 +63,16 @@ def cast_rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int], str
             yield sizes, range(cases // test_casts_on_the_way.SHARE), name
 
 
-def rounds_of_domains(cases: int, ranks: int = 4) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
+def rounds_of_domains(cases: int, ranks: int = 4) -> Rounds:
     """Return the same of two and four domains: of two with two ranks, and of virtual ranks alone with one."""
     for sizes in (*test_virtual_ranks.DOMAINS, {**test_virtual_ranks.LONG, "domain_ranks": 1}):
         yield sizes, range(cases // len(test_virtual_ranks.DOMAINS))
     yield {**test_virtual_ranks.PAIR, "domain_ranks": 1}, [test_virtual_ranks.GOOD]
+    yield from domains_of_processes(cases, ranks)
+
+
+def domains_of_processes(cases: int, ranks: int) -> Rounds:
+    """Return those of processes with a GPU each."""
     for near in sorted({max(1, ranks // 4), ranks // 2} - {0, ranks}):
         for sizes in test_nvlink.SIZES[:2]:
             yield {"ranks": ranks, "domain_ranks": near, **sizes}, test_nvlink.random_seeds(sizes, cases)

@@ -1,7 +1,7 @@
-"""python -m tests.gpu.compile CASES [--ranks N] [--domains]: what random cases launch, by all cores, into the cache.
+"""python -m tests.gpu.compile CASES [--ranks N] [--domains] [--processes]: what random cases launch, into the cache.
 
 These are the cases of virtual ranks, and of so many GPUs (4) in one domain or in several, through every transport that
-can be linked here.
+can be linked here; with --processes those of GPUs alone.  All cores compile.
 
 Ranks that compile while they run wait for each other's compilers, one kernel after the other.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,18 +40,27 @@ def through(spec: jit.KernelSpec) -> list[jit.KernelSpec]:
     return [spec, *linked]
 
 
-def main(cases: int, rounds: Callable[[int], Iterable[tuple[dict[str, Any], Sequence[int]]]]) -> None:
+def main(asked: Iterable[tuple[Any, ...]]) -> None:
     """Says how many there were, and how long it took."""
     begin = time.monotonic()
     compiling: dict[jit.KernelSpec, Future[bytes]] = {}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        asked = [pool.submit(known, *of) for of in (*rounds(cases), *kernels.cast_rounds(cases))]
-        for found in as_completed(asked):
+        for found in as_completed([pool.submit(known, *of) for of in asked]):
             for spec in sorted({s for known in found.result() for s in through(known)} - compiling.keys(), key=repr):
                 compiling[spec] = pool.submit(jit.compile, spec)
         for built in compiling.values():
             built.result()
     print(f"{len(compiling)} kernels in {time.monotonic() - begin:.0f} s")
+
+
+def cases(given: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
+    """Yield sizes and cases that a command line asks for."""
+    if given.processes:
+        rounds = kernels.domains_of_processes if given.domains else kernels.rounds_of_processes
+    else:
+        rounds = kernels.rounds_of_domains if given.domains else kernels.rounds
+        yield from kernels.cast_rounds(given.cases)
+    yield from rounds(given.cases, given.ranks)
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,9 +69,9 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("cases", type=int)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--domains", action="store_true")
+    parser.add_argument("--processes", action="store_true")
     return parser.parse_args(words)
 
 
 if __name__ == "__main__":
-    given = parsed()
-    main(given.cases, partial(kernels.rounds_of_domains if given.domains else kernels.rounds, ranks=given.ranks))
+    main(cases(parsed()))

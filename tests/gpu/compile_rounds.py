@@ -28,7 +28,7 @@ from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from tests.device.test_kernels_of_gpu_tests import on_a_gpu
 from tests.gpu.compile_models import opened
 
-TOKENS = (1, 128, 4096)
+DEEPSEEK, TOKENS = "deepseek-v3", (1, 128, 4096)
 LAYOUTS, WIRES = ("flat", "expert", "batched"), (None, "exact")
 PAYLOADS: tuple[dict[str, Any], ...] = (
     {},
@@ -37,22 +37,26 @@ PAYLOADS: tuple[dict[str, Any], ...] = (
 
 
 def kernels(
-    ranks: int, transport: str, tokens: int, model: str = "deepseek-v3", domains: int = 2
+    ranks: int, transport: str, tokens: int, model: str = DEEPSEEK, domains: int = 2
 ) -> Iterator[jit.KernelSpec]:
-    """Dispatches and combines of a model, as ranks of GPUs prepare them."""
+    """Dispatches and combines as ranks of GPUs prepare them.  Models but for DeepSeek-V3 have bf16 and FP8 alone."""
     where = {} if transport == "lsa" else {"domain_ranks": max(1, ranks // domains)}
+    payloads = PAYLOADS if model == DEEPSEEK else PAYLOADS[:2]
     with opened(MODELS[model], ranks, tokens, **where) as buffer:
-        for spec in of_rounds(buffer, tokens):
+        for spec in of_rounds(buffer, tokens, payloads=payloads):
             yield spec if spec.transport == "lsa" else replace(spec, transport=transport)
 
 
 def of_rounds(
-    buffer: Buffer, tokens: int, combined: Callable[[_native.CombineArgs], jit.KernelSpec] = combine_spec
+    buffer: Buffer,
+    tokens: int,
+    combined: Callable[[_native.CombineArgs], jit.KernelSpec] = combine_spec,
+    payloads: Sequence[dict[str, Any]] = PAYLOADS,
 ) -> Iterator[jit.KernelSpec]:
     """Yield the kernels of a Buffer's rounds of every layout.  `combined` returns that of a combine."""
     ids, weights = torch.full((tokens, buffer.topk), -1), torch.zeros(tokens, buffer.topk)
     x = torch.zeros(tokens, buffer.hidden, dtype=torch.bfloat16)
-    for layout, payload in itertools.product(LAYOUTS, PAYLOADS):
+    for layout, payload in itertools.product(LAYOUTS, payloads):
         routed = prepare_dispatch(buffer, x, ids, weights, layout=layout, max_rows=64, **payload)
         yield on_a_gpu(routed.args, layout)
         if payload:

@@ -121,7 +121,7 @@ def compiling(chosen: Sequence[Piece | Step], gpus: int) -> list[list[str]]:
     if "overlap" in {one[0] for one in words}:
         found.append(["compile_overlap", str(gpus)])
     if any(test.startswith(NVLINK) for test in tests):
-        found.append(["compile", str(CASES), "--ranks", str(most_ranks(gpus))])
+        found.append(["compile", str(CASES), "--ranks", str(most_ranks(gpus)), "--processes"])
         found += [[*found[-1], "--domains"]] * any("domains" in test for test in tests)
     return [[f"tests.gpu.{module}", *more] for module, *more in found]
 
