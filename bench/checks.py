@@ -22,18 +22,18 @@ def checks() -> str:
     return table("tokens | layout | dispatch: before, with checks | dispatch and combine", rows)
 
 
-def recorder() -> str:
+def recorder(name: str = "recorder-host-time-h100-4") -> str:
     """Return the table of rounds with the flight recorder and without."""
-    found, rows = load("recorder-host-time-h100-4"), []
+    found, rows = load(name), []
     for row in found["rows"]:
         cells = [f"{row[us][part]:.1f} us" for us in ("us", "us_off") for part in ("p50", "p99")]
         rows.append(line(found, CALLS, str(row["tokens"]), *cells, f"{row['a_call_us']:.1f} us"))
     return table("tokens | recorded, p50 | p99 | without, p50 | p99 | a call takes more", rows)
 
 
-def counters() -> str:
+def counters(name: str = "counters-h100-4") -> str:
     """Return the table of pairs with counters, without, and of Buffers that mask ranks."""
-    found, rows = load("counters-h100-4"), []
+    found, rows = load(name), []
     for row in found["rows"]:
         cells = [f"{row[which]['p50']:.1f} us" for which in ("off", "on", "mask")]
         ratios = (f"{row[one]:.3f}" for one in ("on_by_off", "again_by_on", "mask_by_on"))
@@ -89,16 +89,21 @@ _COUNTED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def correctness() -> str:
-    """Random cases against the reference."""
+def correctness(counted: dict[str, tuple[tuple[str, ...], str]] = _COUNTED) -> str:
+    """Random cases against the reference, and ranks that were killed."""
     rows = []
-    for name, (parts, number) in _COUNTED.items():
+    for name, (parts, number) in counted.items():
         found = load(name)
         kinds = list(dict.fromkeys(r.get("kind") or r.get("dtype", "domains of CPU ranks") for r in found["rows"]))
         total = sum(row[number] for row in found["rows"])
         cells = [number.replace("_", " "), f"{total:,}", "; ".join(kinds)]
         rows.append(line(found, parts, f"`{name}`", *cells))
     return table("result | what | number, none failed | kinds", rows)
+
+
+def correctness_of(some: list[str]) -> str:
+    """Return the kills of one machine."""
+    return correctness(dict.fromkeys(some, (ROUNDS, "kills")))
 
 
 def quantized_training() -> str:
@@ -158,10 +163,10 @@ _SHARED = {
 _STEPS = ("noticed", "mask", "first_round_after_mask", "shrink", "first_round_after_shrink", "grow", "join")
 
 
-def after_kills() -> str:
+def after_kills(conditions: dict[str, tuple[str, ...]] = _SHARED) -> str:
     """Times until ranks notice a loss and go on, by what shares their GPUs and cores."""
     rows = []
-    for name, shared in _SHARED.items():
+    for name, shared in conditions.items():
         found = load(name)
         for row, beside in zip(found["rows"], shared, strict=True):
             times = [row.get(f"{step}_ms") for step in _STEPS]
@@ -170,6 +175,23 @@ def after_kills() -> str:
             rows.append(line(found, parts, f"`{name}`", beside, *cells))
     heads = "noticed | `mask()` | first round | `shrink()` | first round | `grow()` | joined"
     return table(f"result | conditions | {heads}", rows)
+
+
+def after_kills_of(some: list[str]) -> str:
+    """Return the same of one machine."""
+    return after_kills({name: (_conditions(load(name)),) for name in some})
+
+
+def _conditions(found: dict[str, Any]) -> str:
+    """Return what shares the GPUs, of a result of tests.kill_plans or tests.gpu.kills."""
+    gpus, words = len(found["machine"]["gpus"]), found["command"].split()
+    if "--jobs" not in words:
+        return f"{gpus - 1} survivors, {gpus} GPUs to themselves"
+    plans, ranks = (words[words.index(option) + 1] for option in ("--jobs", "--most-ranks"))
+    return f"{plans} plans of at most {ranks} ranks on {gpus} GPUs"
+
+
+KILL_KINDS = "kill-plans kill-plans-all-gpus"
 
 
 def gpu_tests() -> str:
@@ -214,6 +236,8 @@ TOPICS = (
         "call: half of the median difference.",
         "recorder-host-time-h100-4",
         recorder,
+        "recorder-host-time",
+        lambda some: recorder(*some),
     ),
     Topic(
         "What the counters take",
@@ -224,6 +248,8 @@ TOPICS = (
         "this is noise.",
         "counters-h100-4",
         counters,
+        "counters",
+        lambda some: counters(*some),
     ),
     Topic(
         "Work of a block, by number of ranks",
@@ -244,6 +270,8 @@ TOPICS = (
         "in `kill-plans-gpus-h100` two to eight share one, in `kill-plans-counted-h100` two.",
         " ".join(_COUNTED),
         correctness,
+        KILL_KINDS,
+        correctness_of,
     ),
     Topic(
         "Losses of rows that travel in formats",
@@ -280,5 +308,7 @@ TOPICS = (
         "the kill.",
         " ".join(_SHARED),
         after_kills,
+        KILL_KINDS,
+        after_kills_of,
     ),
 )

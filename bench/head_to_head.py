@@ -1,19 +1,20 @@
 """moecomm beside other libraries in the same run: the picture and short table of README, and the whole table.
 
-They are made of the result that has such rows with calls alone, `peers-*`: of the most GPUs, the latest.
+They are made of results that have such rows with calls alone.  README shows `peers-*`: of the most GPUs, the latest.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tables import AGED, OLDER, WINDOW, gpu, line, load, names, round_parts, source, table, time_of, window_in
+from tables import AGED, OLDER, WINDOW, gpu, line, load, names, of_kind, round_parts, source, table, time_of, window_in
 
 from moecomm_bench import beside
 from moecomm_bench.deep_ep import NOT_COPIED
 
 _WORDS = {"pair": "dispatch and combine"}
 _OVER = "fastest of these over moecomm"
+_RATIOS = (_OVER, "alone", "eager")
 _BEST = "moecomm, best number of SMs"
 _COPIED = (
     "- DeepEP V2 copies `topk_idx` in each dispatch of this run, which takes it a small kernel: its default, "
@@ -28,7 +29,7 @@ _PPLX = (
 
 def found() -> str:
     """Return the name of the result of the most GPUs, of several the latest; empty without a result."""
-    results = {name: load(name) for name in names() if name.startswith("peers-")}
+    results = {name: load(name) for name in of_kind(names(), "peers")}
     of_peers = [name for name, result in results.items() if beside.has_peers(result)]
     return max(of_peers, key=lambda name: (results[name]["case"]["ranks"], results[name]["date"]), default="")
 
@@ -60,15 +61,15 @@ def front() -> list[str]:
     return [picture, head, shown, f"{about} {more}"]
 
 
-def others() -> str:
+def others(used: str) -> str:
     """Return the table of all operations that moecomm and another library have, with notes and versions."""
-    used = found()
     result = load(used)
     head = (
         "All libraries in one run. A time is the period of many calls in a captured graph; in parentheses, the time of "
         "one call alone with caches flushed, and the number of SMs where the library has one to set: moecomm's is that "
         "of its table, another library's the fastest of those tried. Both are medians of the slowest rank. The ratio "
-        "divides the graph time of the fastest other library by moecomm's: below 1, that library is faster. "
+        "divides the graph time of the fastest other library by moecomm's: below 1, that library is faster. The last "
+        "two are the same ratio of calls alone and of eager calls. "
         f"{_sms_of_deep_ep(result)} {_sms_of_nccl_ep(result)} FlashInfer runs with its defaults. UCCL-EP was not "
         "measured: the benchmark has no adapter for it, and its CPU proxies need a network, which these machines "
         "lack. torch's all-to-all over symmetric memory was not measured either: torch 2.11 takes at most 15 experts "
@@ -92,11 +93,17 @@ def others() -> str:
     )
     if not any(row["who"] == "deep_ep elastic" and NOT_COPIED in row["variant"] for row in result["rows"]):
         notes += f"\n{_COPIED}"
-    whos = [name for name in beside.libraries(result) if name != "moecomm"]
-    if "pplx-kernels" in whos:
+    if "pplx-kernels" in beside.libraries(result):
         notes += f"\n{_PPLX}"
-    columns = ("GPUs", "tokens a rank", "layout", "operation", "moecomm", *_more(result), *whos, _OVER)
-    return "\n\n".join([head, table(" | ".join(columns) + WINDOW, _rows(result, whos)), notes, _versions(result)])
+    return "\n\n".join([head, shown(used), notes, _versions(result)])
+
+
+def shown(used: str) -> str:
+    """Return the table of all operations that moecomm and another library have in a result."""
+    result = load(used)
+    whos = [name for name in beside.libraries(result) if name != "moecomm"]
+    columns = ("GPUs", "tokens a rank", "layout", "operation", "moecomm", *_more(result), *whos, *_RATIOS)
+    return table(" | ".join(columns) + WINDOW, _rows(result, whos))
 
 
 def _sms_of_deep_ep(result: dict[str, Any]) -> str:
@@ -136,8 +143,10 @@ def _rows(result: dict[str, Any], others: list[str]) -> list[str]:
         what = ", ".join(filter(None, (_WORDS.get(one.what, one.what), one.payload, one.variant)))
         ours = [_time(one.best["moecomm"]), *(_time(one.ours) for _ in _more(result))]
         times = [*ours, *(_time(one.best.get(name)) for name in others)]
-        where = f"{result['case']['ranks']} {gpu(result)}"
-        cells = (where, str(one.tokens), f"`{one.layout}`", what, *times, f"{one.ratio:.2f}")
+        model = result["case"]["model"]
+        where = f"{result['case']['ranks']} {gpu(result)}{f', {model}' if model != 'deepseek-v3' else ''}"
+        ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in (one.ratio, *one.ratios))
+        cells = (where, str(one.tokens), f"`{one.layout}`", what, *times, *ratios)
         cells = (*cells, window_in(result, one.tokens, one.layout))
         lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=range(4, 4 + len(ours))))
     return lines

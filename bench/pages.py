@@ -9,7 +9,7 @@ from pathlib import Path
 import checks
 import times
 import topics
-from tables import LEGEND, OPENED, ROOT, Topic, load, names
+from tables import LEGEND, OPENED, ROOT, Topic, load, names, where
 
 MEASUREMENTS = ROOT / "docs" / "measurements.md"
 CALLS, CHECKED = (ROOT / "docs" / "maintainers" / f"measured_{what}.md" for what in ("calls", "checks"))
@@ -88,10 +88,18 @@ def conditions(name: str) -> str:
 
 def section(topic: Topic, results: str) -> str:
     """Return the section of one topic; `results` is the folder of results from its page."""
+    parts = [f"## {topic.title}", topic.about, topic.table(), _sources(topic.named, results)]
+    for some in topic.larger:
+        parts += filter(None, [f"**{where(load(some[0]))}**", topic.tables_of(some), _sources(some, results)])
+    return "\n\n".join(parts)
+
+
+def _sources(some: list[str], results: str) -> str:
+    """Return links to results, by their conditions, and the command that shows them."""
     alike: dict[str, list[str]] = {}
-    for name in topic.names:
+    for name in some:
         alike.setdefault(conditions(name), []).append(f"[`{name}`]({results}/{name}.json)")
-    where = "; ".join(f"{', '.join(names)}: {where}" for where, names in alike.items())
-    files = f"{{{','.join(topic.names)}}}" if len(topic.names) > 1 else topic.names[0]
+    by_conditions = "; ".join(f"{', '.join(links)}: {said}" for said, links in alike.items())
+    files = f"{{{','.join(some)}}}" if len(some) > 1 else some[0]
     command = f"`python -m moecomm_bench show bench/results/{files}.json`"
-    return f"## {topic.title}\n\n{topic.about}\n\n{topic.table()}\n\n{where}.  Long tables: {command}."
+    return f"{by_conditions}.  Long tables: {command}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import launches
 from moecomm_bench import sources
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
 CSRC = ROOT / "csrc"
 OLDER = "†"
 _LAYERS_AS_CALLED = "2026-11-28"  # since then layers note a caller's window
@@ -55,27 +57,70 @@ OVERLAP_H200 = tuple(f"overlap-{name}-h200-2" for name in OPERATORS[:-1])
 
 
 class Topic(NamedTuple):
-    """A section of a page: heading, description, names of the results, and the function that makes the table."""
+    """A section of a page: heading, description, names of the results, and the function that makes the table.
+
+    Results of `kinds` on more GPUs than those that it names get tables of their own by machine, from `tables_of`: of
+    each machine, or where `needed`, one of these kinds, is there.
+    """
 
     title: str
     about: str
     results: str  # names, blanks between them
     table: Callable[[], str]
+    kinds: str = ""  # names without the machine, blanks between them
+    tables_of: Callable[[list[str]], str] = lambda some: ""
+    needed: str = ""
+
+    @property
+    def named(self) -> list[str]:
+        """Names of the results of the first table."""
+        return self.results.split()
+
+    @property
+    def larger(self) -> list[list[str]]:
+        """Names of results on more GPUs, a list for each machine."""
+        most: dict[str, int] = {}
+        for kind, _, gpus in map(split, self.named):
+            most[kind] = max(gpus, most.get(kind, 0))
+        found: dict[tuple[int, str], list[str]] = {}
+        for name in names():
+            kind, card, gpus = split(name)
+            if kind in self.kinds.split() and gpus > most.get(kind, 0):
+                found.setdefault((gpus, card), []).append(name)
+        every = (found[machine] for machine in sorted(found))
+        return [some for some in every if not self.needed or of_kind(some, self.needed)]
 
     @property
     def names(self) -> list[str]:
-        """Names of the results."""
-        return self.results.split()
+        """Names of all results."""
+        return [*self.named, *(name for some in self.larger for name in some)]
+
+
+def split(name: str) -> tuple[str, str, int]:
+    """Return kind, card and number of GPUs of a result; no card and 0 where its name has none."""
+    found = re.fullmatch(r"(.+)-([a-z]+\d+)-(\d+)", name)
+    return (found[1], found[2], int(found[3])) if found else (name, "", 0)
+
+
+def of_kind(names: Iterable[str], *kinds: str) -> list[str]:
+    """Return those of the results that are of these kinds, in the order of the kinds."""
+    return [name for kind in kinds for name in names if split(name)[0] == kind]
+
+
+def where(found: dict[str, Any]) -> str:
+    """Return the number of ranks with a GPU each, and the name of the GPUs."""
+    ranks = found.get("case", {}).get("ranks") or found.get("ranks") or len(found["machine"]["gpus"])
+    return f"{ranks} {gpu(found)}"
 
 
 def load(name: str) -> dict[str, Any]:
     """Load one result of bench/results."""
-    return dict(json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()))
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 def names() -> list[str]:
     """Return the names of all results."""
-    return sorted(path.stem for path in (ROOT / "bench" / "results").glob("*.json"))
+    return sorted(path.stem for path in RESULTS.glob("*.json"))
 
 
 def older(found: dict[str, Any], parts: Iterable[str]) -> bool:

@@ -1,19 +1,18 @@
 """Tables of three times for each operation: one call alone, many in a row, and eager; of decode and of training steps.
 
-They are made of the results that have these times, whatever their machine: `times-*`, `zipf-*`, `recorded-*`,
+They are made of the results that have these times, one for each machine: `times-*`, `zipf-*`, `recorded-*`,
 `symm-mem-*`, `decode-*` and `training-*`. Without any there is no table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tables import (
     LAYER_CALLS,
     WINDOW,
     Topic,
-    gpu,
     layer_parts,
     line,
     load,
@@ -21,6 +20,7 @@ from tables import (
     round_parts,
     table,
     time_of,
+    where,
     window_in,
     window_of,
 )
@@ -64,28 +64,34 @@ def no_room(name: str) -> list[str]:
 
 
 def operations() -> str:
-    """Return the table of the operations that have the three times, and notes on it."""
+    """Return the tables of the operations that have the three times, and notes on them."""
     heads = (
         "GPUs | tokens a rank | library, layout | operation | alone, p50 | p90 | p99 | in a graph | eager | host | SMs"
     )
     used = found(*OPERATIONS)
-    shown = table(heads + WINDOW, (row for name in used for row in rows_of(name)))
+    shown = by_machine(heads + WINDOW, used, rows_of)
     return "\n\n".join([shown, *(note for name in used for note in no_room(name))])
+
+
+def by_machine(heads: str, used: Iterable[str], rows_of: Callable[[str], Iterable[str]]) -> str:
+    """Return a table of results for each number of ranks and kind of GPU."""
+    machines: dict[str, list[str]] = {}
+    for name in used:
+        machines.setdefault(where(load(name)), []).append(name)
+    return "\n\n".join(table(heads, (row for name in some for row in rows_of(name))) for some in machines.values())
 
 
 def rows_of(name: str) -> list[str]:
     """Return the rows of one result."""
     result, lines = load(name), []
-    case = result["case"]
     for row in result["rows"]:
         if "alone_us" not in row:
             continue
         ours = row["who"] == "moecomm"
         if ours and row["what"] == "pair":
             continue
-        where = f"{case['ranks']} {gpu(result)}"
         parts = round_parts(row["tokens"], row["what"]) if ours else ()
-        lines.append(line(result, parts, where, *_cells(result, row), at=(_LIBRARY,), eager=_EAGER * ours))
+        lines.append(line(result, parts, where(result), *_cells(result, row), at=(_LIBRARY,), eager=_EAGER * ours))
     return lines
 
 
@@ -117,46 +123,43 @@ def whole_layers() -> list[str]:
 
 
 def layers() -> str:
-    """Return the table of expert layers."""
+    """Return the tables of expert layers."""
     heads = "GPUs | model | tokens a rank | layer | alone, p50 | p99 | in a graph | sustained | eager | host" + WINDOW
-    lines = []
-    for name in whole_layers():
-        result = load(name)
-        where = f"{len(result['machine']['gpus'])} {gpu(result)}"
-        for row in result["rows"]:
-            if row["what"] != "layer" or row["who"] != "moecomm":
-                continue
-            alone = [time_of(row["alone_us"][part]) for part in ("p50", "p99")]
-            others = (row["us"]["p50"], row["sustained_us"], row["eager_us"]["p50"], row["host_us"])
-            cells = (str(row["tokens"]), row["variant"], *alone, *map(time_of, others), window_of(result, row))
-            parts = (*layer_parts(row["tokens"]), *["forms"] * (row["variant"] == "default"))
-            marks: dict[str, Any] = {"at": (1,), "eager": _EAGER, "called": LAYER_CALLS}
-            lines.append(line(result, parts, where, row["model"], *cells, **marks))
-    return table(heads, lines)
+    return by_machine(heads, whole_layers(), _layers)
+
+
+def _layers(name: str) -> Iterator[str]:
+    result = load(name)
+    for row in result["rows"]:
+        if row["what"] != "layer" or row["who"] != "moecomm":
+            continue
+        alone = [time_of(row["alone_us"][part]) for part in ("p50", "p99")]
+        others = (row["us"]["p50"], row["sustained_us"], row["eager_us"]["p50"], row["host_us"])
+        cells = (str(row["tokens"]), row["variant"], *alone, *map(time_of, others), window_of(result, row))
+        parts = (*layer_parts(row["tokens"]), *["forms"] * (row["variant"] == "default"))
+        marks: dict[str, Any] = {"at": (1,), "eager": _EAGER, "called": LAYER_CALLS}
+        yield line(result, parts, where(result), row["model"], *cells, **marks)
 
 
 def decode() -> str:
-    """Return the table of decode steps: in step, and out of step."""
+    """Return the tables of decode steps: in step, and out of step."""
     heads = "GPUs | tokens a rank | layout, payload | experts | a token, p50 | p99 | out of step, p50 | p99 | waits"
-    heads += WINDOW
-    lines = []
-    for name in found("decode"):
-        result = load(name)
-        rows = [row for row in result["rows"] if "us" in row]
-        for row in rows:
-            alike = {key: row[key] for key in ("tokens", "layout", "payload", "experts")} | {"delays": True}
-            late = next((other for other in rows if alike.items() <= other.items()), None)
-            if row["delays"] or late is None:
-                continue
-            times = [time_of(r["us"][part]) for r in (row, late) for part in ("p50", "p99")]
-            experts = row["experts"] if row["experts"] != "stand-in" else f"{result['expert_us']:g} us a layer"
-            cells = (str(row["tokens"]), f"`{row['layout']}`, {row['payload']}", experts, *times)
-            waits = time_of(result["waits_us"])
-            where = f"{result['case']['ranks']} {gpu(result)}"
-            lines.append(
-                line(result, round_parts(row["tokens"]), where, *cells, waits, window_of(result, row), at=(_LIBRARY,))
-            )
-    return "\n\n".join([table(heads, lines), *tails()])
+    return "\n\n".join([by_machine(heads + WINDOW, found("decode"), _decode), *tails()])
+
+
+def _decode(name: str) -> Iterator[str]:
+    result = load(name)
+    rows = [row for row in result["rows"] if "us" in row]
+    for row in rows:
+        alike = {key: row[key] for key in ("tokens", "layout", "payload", "experts")} | {"delays": True}
+        late = next((other for other in rows if alike.items() <= other.items()), None)
+        if row["delays"] or late is None:
+            continue
+        times = [time_of(r["us"][part]) for r in (row, late) for part in ("p50", "p99")]
+        experts = row["experts"] if row["experts"] != "stand-in" else f"{result['expert_us']:g} us a layer"
+        cells = (str(row["tokens"]), f"`{row['layout']}`, {row['payload']}", experts, *times)
+        cells = (*cells, time_of(result["waits_us"]), window_of(result, row))
+        yield line(result, round_parts(row["tokens"]), where(result), *cells, at=(_LIBRARY,))
 
 
 def tails() -> list[str]:
@@ -174,20 +177,20 @@ def tails() -> list[str]:
 
 
 def training() -> str:
-    """Return the table of training steps."""
+    """Return the tables of training steps."""
     heads = f"model | GPUs | tokens a rank | step | moecomm | a layer | TFLOP/s | torch's{WINDOW}"
-    lines = []
-    for name in found("training"):
-        result = load(name)
-        for row in result["rows"]:
-            if row["who"] == "moecomm" and "us" in row:
-                times = (time_of(row["us"]["p50"]), time_of(row["layer_us"]), f"{row['tflops']:.0f}")
-                torchs = f"{row['of_torch']:.2f}" if "of_torch" in row else ""
-                where = (f"{result['case']['ranks']} {gpu(result)}", str(row["tokens"]), row["what"])
-                parts = (*layer_parts(row["tokens"]), *LAYER_CALLS)  # eager
-                cells = (*where, *times, torchs, window_of(result, row))
-                lines.append(line(result, parts, result["case"]["model"], *cells))
-    return table(heads, lines)
+    return by_machine(heads, found("training"), _training)
+
+
+def _training(name: str) -> Iterator[str]:
+    result = load(name)
+    for row in result["rows"]:
+        if row["who"] == "moecomm" and "us" in row:
+            times = (time_of(row["us"]["p50"]), time_of(row["layer_us"]), f"{row['tflops']:.0f}")
+            torchs = f"{row['of_torch']:.2f}" if "of_torch" in row else ""
+            parts = (*layer_parts(row["tokens"]), *LAYER_CALLS)  # eager
+            cells = (where(result), str(row["tokens"]), row["what"], *times, torchs, window_of(result, row))
+            yield line(result, parts, result["case"]["model"], *cells)
 
 
 def topics() -> list[Topic]:

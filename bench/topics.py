@@ -25,16 +25,20 @@ from tables import (
     layer_parts,
     line,
     load,
+    of_kind,
     older,
     round_parts,
+    split,
     table,
     time_of,
+    where,
     window_in,
     window_of,
     with_mark,
 )
 
 from moecomm.base import formats
+from moecomm_bench import beside
 from moecomm_bench.layers import BY_RANK
 
 PEERS = "peers-alone-h200"
@@ -55,27 +59,39 @@ def whole_operations() -> str:
     ways: tuple[tuple[str, str, tuple[int, ...]], ...] = (
         ("times-many-h200-4", "flat", (4096,)),
         ("times-many-h200-4", "expert", (4096,)),
-        ("times-many-h200-8", "flat", (4096,)),
-        ("times-many-h200-8", "expert", (4096,)),
         ("ht-h200-4", "flat", (8192,)),
         ("qwen3-h200-4", "flat", (4096,)),
         ("cold-h100-4", "flat", (4096,)),
         ("rounds-h100-2", "flat", (4096,)),
         ("rounds-h100-2", "expert", (4096,)),
     )
-    heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
-    picture = "![time and bandwidth over tokens](../bench/results/sweep-h200-4.svg)"
-    return f"{table(heads, (row for way in ways for row in _rounds(*way)))}\n\n{picture}"
+    picture = _picture("time and bandwidth over tokens", "sweep-h200-4")
+    return f"{table(_HEADS, (row for way in ways for row in _rounds(*way)))}\n\n{picture}"
+
+
+_HEADS = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
+_LAYOUTS = {"times-many": ("flat", "expert"), **dict.fromkeys(("ht", "qwen3", "cold"), ("flat",))}
+
+
+def whole_operations_of(some: list[str]) -> str:
+    """Return the same of one machine: of the most tokens of each result."""
+    ways = [(name, layout) for name in of_kind(some, *_LAYOUTS) for layout in _LAYOUTS[split(name)[0]]]
+    rows = [row for name, layout in ways for row in _rounds(name, layout, load(name)["case"]["tokens"][-1:])]
+    pictures = (_picture("time and bandwidth over tokens", name) for name in of_kind(some, "sweep"))
+    return "\n\n".join([*[table(_HEADS, rows)] * bool(rows), *pictures])
+
+
+def _picture(about: str, name: str) -> str:
+    return f"![{about}](../bench/results/{name}.svg)"
 
 
 def few_tokens() -> str:
     """Dispatch and combine of few tokens."""
-    machines = ("h100-4", "h200-4", "h200-8")
+    machines = ("h100-4", "h200-4")
     ways = [(f"times-few-{machine}", layout) for machine in machines for layout in ("flat", "expert")]
     later = [("rounds-h100-2", layout) for layout in ("flat", "expert", "batched")]
-    heads = "model | GPUs | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
     rounds = table(
-        heads,
+        _HEADS,
         (
             row
             for way, sizes in [*((w, (1, 128)) for w in ways), *((w, (128,)) for w in later)]
@@ -91,6 +107,13 @@ def few_tokens() -> str:
     heads = f"1 token, 2 blocks: dispatch of the last of so many ranks on one GPU | 4 | 8 | 16 | 32 | 64{WINDOW}"
     virtual = table(heads, rows)
     return f"{rounds}\n\n{virtual}"
+
+
+def few_tokens_of(some: list[str]) -> str:
+    """Return rounds of one machine."""
+    layouts = ("flat", "expert", "batched")
+    rows = [row for name in of_kind(some, "times-few") for layout in layouts for row in _rounds(name, layout, (1, 128))]
+    return table(_HEADS, rows) if rows else ""
 
 
 def _rounds(name: str, layout: str, sizes: Iterable[int]) -> list[str]:
@@ -161,40 +184,68 @@ def payloads() -> str:
     return f"{dispatches}\n\n{_fp8_sums(found)}"
 
 
-def placed_experts() -> str:
+def placed_experts(name: str = "placed-layers-h200-2") -> str:
     """Layers and dispatches with placements."""
-    found = load("placed-layers-h200-2")
+    found = load(name)
     layers = {(row["model"], row["zipf"], row["placed"]): row for row in found["rows"] if row["what"] == "layer"}
+    copied = ["replicate"] * any(choice == "replicate" for _, _, choice in layers)
     rows, choices = [], ("", "token", "nearest")
     for model, zipf, placed in layers:
         if zipf and not placed:
             even = layers[model, 0.0, ""]["us"]["p50"]
             cells = [f"{model}, 4096 tokens", f"Zipf {zipf:g}"]
-            for choice in choices:
+            for choice in (*choices, *copied):
                 us = layers[model, zipf, choice]["us"]["p50"]
                 cells += [time_of(us), f"{us / even:.2f}"]
-            cells += [f"{layers[model, zipf, choice]['busiest']:.2f}" for choice in ("", "token")]
-            rows.append(line(found, (*layer_parts(4096), "forms"), *cells, at=(2, 4, 6)))
+            cells += [f"{layers[model, zipf, choice]['busiest']:.2f}" for choice in ("", "token", *copied)]
+            times = range(2, 2 * len((*choices, *copied)) + 2, 2)
+            rows.append(line(found, (*layer_parts(4096), "forms"), *cells, at=times))
     heads = "experts in a row | over even | placed, `token` | over even | placed, `nearest` | over even"
-    first = table(f"layer | routing | {heads} | busiest | busiest, placed", rows)
-    times = {
+    ends = "busiest | busiest, placed"
+    if copied:
+        heads, ends = f"{heads} | copied in the call | over even", f"{ends} | busiest, copied"
+    first = table(f"layer | routing | {heads} | {ends}", rows)
+    dispatches = {
         (row["model"], row["layout"], row["tokens"], row["placed"]): row["us"]["p50"]
         for row in found["rows"]
         if row["what"] == "dispatch"
     }
+    balanced = ["balanced"] * any(choice == "balanced" for *_, choice in dispatches)
     rows = [
         line(
             found,
             round_parts(tokens, "dispatch"),
             *(model, f"`{layout}`", str(tokens)),
-            *(time_of(times[model, layout, tokens, choice]) for choice in choices),
-            at=(3, 4, 5),
+            *(time_of(dispatches[model, layout, tokens, choice]) for choice in (*choices, *balanced)),
+            at=range(3, 3 + len((*choices, *balanced))),
         )
-        for model, layout, tokens, placed in times
+        for model, layout, tokens, placed in dispatches
         if not placed
     ]
-    heads = "experts in a row | replicas, `token` | replicas, `nearest`"
+    heads = " | ".join(["experts in a row", *(f"replicas, `{choice}`" for choice in (*choices[1:], *balanced))])
     return f"{first}\n\n{table(f'dispatch | layout | tokens | {heads}', rows)}"
+
+
+def placed_experts_of(some: list[str]) -> str:
+    """Return the same of one machine, and weights that move."""
+    return "\n\n".join(
+        [*map(placed_experts, of_kind(some, "placed-layers")), *map(moving_weights, of_kind(some, "moving-weights"))]
+    )
+
+
+def moving_weights(name: str) -> str:
+    """Rounds and steps while weights of experts move."""
+    found, rows = load(name), []
+    for row in found["rows"]:
+        if row["what"] == "copies":
+            cells = [f"a move of {row['held']} experts", "", "", f"{row['gbs']:.1f} GB/s"]
+        elif row["what"] == "rounds":
+            cells = [f"rounds of {row['tokens']} tokens", time_of(row["us"]), time_of(row["beside_us"]), ""]
+        else:
+            what = f"steps of {row['layers']} layers, {row['tokens']} tokens"
+            cells = [what, *(time_of(1e3 * row[which]["p50"]) for which in ("quiet", "moving")), ""]
+        rows.append(line(found, () if row["what"] == "copies" else round_parts(4096), *cells, at=(1, 2)))
+    return table("weights that move | alone | beside copies | copies alone", rows)
 
 
 def _fp8_sums(found: dict[str, Any]) -> str:
@@ -233,9 +284,9 @@ def accuracy() -> str:
 _ACCURACY = {"loss": 4, "divergence": 6, "other_byte": 4}  # places
 
 
-def few_sms() -> str:
+def few_sms(few: str = "few-sms-h200-4", many: str = "ht-h200-4") -> str:
     """Rounds by few blocks."""
-    found, fast = load("few-sms-h200-4"), load("ht-h200-4")
+    found, fast = load(few), load(many)
     rows = []
     for sms in (16, 64, 0):
         bf16 = figure(found, tokens=4096, what="dispatch", payload="bf16", sms_asked=sms)
@@ -248,22 +299,35 @@ def few_sms() -> str:
     return table(heads + WINDOW, rows)
 
 
-def skew() -> str:
+def few_sms_of(some: list[str]) -> str:
+    """Return the same of one machine, where both results are there."""
+    used = of_kind(some, "few-sms", "ht")
+    return few_sms(*used) if len(used) == 2 else ""
+
+
+def skew(
+    some: tuple[str, ...] = ("skew-h200-4", "ht-h200-4"), laws: tuple[str, ...] = ("zipf-h200-4", "times-many-h200-4")
+) -> str:
     """Rounds with skewed routing."""
     cells = []
-    for name in ("skew-h200-4", "ht-h200-4"):
+    for name in some:
         found = load(name)
         times = [figure(found, tokens=4096, what="dispatch", payload=p) for p in ("bf16", "fp8")]
         times += [figure(found, tokens=4096, what="combine", variant=v) for v in ("y in the window", "y outside")]
         share = f"{found['case']['skew']:.0%} of the tokens want one rank" if found["case"]["skew"] else "even"
         cells.append(line(found, round_parts(4096), share, *times, window_in(found, 4096, "flat")))
     heads = "routing | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside"
-    return f"{table(heads + WINDOW, cells)}\n\n{by_law()}"
+    return "\n\n".join([table(heads + WINDOW, cells), *[by_law(*laws)] * (len(laws) == 2)])
 
 
-def by_law() -> str:
+def skew_of(some: list[str]) -> str:
+    """Return the same of one machine."""
+    return skew((*of_kind(some, "skew", "ht"),), (*of_kind(some, "zipf", "times-many"),))
+
+
+def by_law(skewed: str, evenly: str) -> str:
     """Rounds whose experts are drawn by Zipf's law, beside even ones of another run."""
-    zipf, even = load("zipf-h200-4"), load("times-many-h200-4")
+    zipf, even = load(skewed), load(evenly)
     keys = ("who", "tokens", "layout", "what", "payload", "variant", "sms_asked")
     lines = []
     for row in zipf["rows"]:
@@ -315,15 +379,22 @@ def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
     return lines
 
 
+_LAYER_HEADS = (
+    "GPUs | model | tokens a rank | unfused | fused | default (sustained) | over GEMMs alone | torch's over it | "
+    "fused, FP8 weights"
+)
+
+
 def expert_layers() -> str:
     """Complete layers on 4 ranks, and sustained layers."""
-    heads = (
-        "GPUs | model | tokens a rank | unfused | fused | default (sustained) | over GEMMs alone | torch's over it | "
-        "fused, FP8 weights"
-    )
-    four = table(heads + WINDOW, (row for name, sizes in LAYER_SIZES.items() for row in layer_rows(name, sizes)))
+    four = table(_LAYER_HEADS + WINDOW, (row for name, sizes in LAYER_SIZES.items() for row in layer_rows(name, sizes)))
+    return f"{four}\n\n{sustained(['at-work-h100-4', 'at-work-fp8-h100-4'])}"
+
+
+def sustained(some: list[str]) -> str:
+    """Layers without a pause, at the limit of power."""
     rows = []
-    for name in ("at-work-h100-4", "at-work-fp8-h100-4"):
+    for name in some:
         found = load(name)
         for model in dict.fromkeys(row["model"] for row in found["rows"] if row["tokens"] == 8192):
             of_model = {r["what"]: r for r in found["rows"] if (r["model"], r["tokens"]) == (model, 8192)}
@@ -332,93 +403,143 @@ def expert_layers() -> str:
             cells = [time_of(r["at_work_us"]) for r in ways]
             power = f"{turns['mhz']} MHz, {turns['watts']} W"
             rows.append(line(found, layer_parts(8192), model, turns["dtype"], *cells, power, window_of(found, turns)))
-    heads = "model, 4 H100s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
-    return f"{four}\n\n{table(heads + WINDOW, rows)}"
+    heads = "weights | GEMMs | one after the other | fused, best order | clock, power"
+    return table(f"model, {where(load(some[0]))}, 8192 tokens | {heads}{WINDOW}", rows)
+
+
+def expert_layers_of(some: list[str]) -> str:
+    """Return the same of one machine, of all sizes."""
+    layers = [name for name in some if name.startswith("moe-")]
+    tables = [table(_LAYER_HEADS + WINDOW, (row for name in layers for row in layer_rows(name)))] * bool(layers)
+    work = of_kind(some, "at-work", "at-work-fp8")
+    return "\n\n".join([*tables, *[sustained(work)] * bool(work)])
 
 
 def backends() -> str:
     """Rounds through all backends, and put + signal."""
-    rows = []
-    for name, nth in (
+    ways = (
         ("domains-h200-4", 0),
         ("domains-h100-4", 0),
         ("domains-nvshmem-h200-2", 0),
         ("domains-nvshmem-h200-2", -1),
         ("nic-h200-4", 0),
         ("gin-domains-h200-2", 0),
-    ):
-        found = load(name)
-        through = found["rows"][nth].get("through") or found["backend"].split(",")[0]
-        columns = ({"what": "dispatch", "payload": "bf16"}, {"what": "combine", "variant": "y in the window"})
-        sms = 32 if 32 in found["case"]["sms"] else 0  # GIN's queues allow no more than 32
+    )
+    rows = [_between_domains(name, load(name)["rows"][nth].get("through", "")) for name, nth in ways]
+    rows += [row for name in ("backends-h100-4", "backends-domains-h100-4") for row in _by_backend(name)]
+    rounds = table(_BACKEND_HEADS, rows)
+    tcp, longer = load("latency-gin-tcp-h200-2"), load("latency-gin-tcp-h100-2")
+    return f"{rounds}\n\n{_put_and_signal('latency-backends-h100-4', tcp, longer)}"
+
+
+_BACKEND_HEADS = f"through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096{WINDOW}"
+_DOMAIN_KINDS = ("domains", "four-domains", "domains-nvshmem", "nic", "four-domains-nic", "gin-domains")
+_BACKEND_KINDS = ("backends", "backends-domains", "domain-counts")
+
+
+def backends_of(some: list[str]) -> str:
+    """Return the same of one machine."""
+    rows = []
+    for name in of_kind(some, *_DOMAIN_KINDS):
+        ways = dict.fromkeys(row.get("through", "") for row in load(name)["rows"])
+        rows += [_between_domains(name, through) for through in ways]
+    rows += [row for name in of_kind(some, *_BACKEND_KINDS) for row in _by_backend(name)]
+    tables = [table(_BACKEND_HEADS, rows)] * bool(rows)
+    return "\n\n".join([*tables, *map(_put_and_signal, of_kind(some, "latency-backends"))])
+
+
+def _between_domains(name: str, through: str) -> str:
+    """Return the row of one backend between domains."""
+    found = load(name)
+    case, through = found["case"], through or found["backend"].split(",")[0]
+    columns = ({"what": "dispatch", "payload": "bf16"}, {"what": "combine", "variant": "y in the window"})
+    sms = 32 if 32 in case["sms"] else 0  # GIN's queues allow no more than 32
+    cells = [
+        figure(found, tokens=tokens, sms_asked=sms, through=through, **which)
+        for which in columns
+        for tokens in (128, 4096)
+    ]
+    nic = f", NIC of {case['nic']}" if case["nic"] else ""
+    ranks, kind = case.get("domain_ranks") or found["rows"][0]["domain_ranks"], gpu(found)
+    each = f"{ranks} {kind}" if ranks > 1 else f"one {kind[:-1]}"
+    return line(
+        found,
+        (*DOMAINS, *THROUGH["emulated NIC" if nic else through.split("/")[0]]),
+        f"`{through}`{nic}",
+        f"{case['ranks'] // ranks}, {each} each, 32 SMs",
+        *cells,
+        window_of(found, *found.get("memory", found["rows"])),
+    )
+
+
+def _by_backend(name: str) -> list[str]:
+    """Return a row for each backend and number of domains of a result that compares them."""
+    found, rows = load(name), []
+    for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
+        backend, through, ranks = way
+        of_way = {"layout": "flat", "through": through, "domain_ranks": ranks}
         cells = [
-            figure(found, tokens=tokens, sms_asked=sms, through=through, **which)
-            for which in columns
+            figure(found, tokens=tokens, **of_way, **columns)
+            for columns in ({"what": "dispatch", "payload": "bf16"}, {"what": "combine", "variant": "y in the window"})
             for tokens in (128, 4096)
         ]
-        nic = f", NIC of {found['case']['nic']}" if found["case"]["nic"] else ""
-        ranks, kind = found["case"]["ranks"] // 2, gpu(found)
-        each = f"{ranks} {kind}" if ranks > 1 else f"one {kind[:-1]}"
-        rows.append(
-            line(
-                found,
-                (*DOMAINS, *THROUGH["emulated NIC" if nic else through.split("/")[0]]),
-                f"`{through}`{nic}",
-                f"2, {each} each, 32 SMs",
-                *cells,
-                window_of(found, *found.get("memory", found["rows"])),
-            )
-        )
-    for name in ("backends-h100-4", "backends-domains-h100-4"):
-        found = load(name)
-        for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
-            backend, through, ranks = way
-            of_way = {"layout": "flat", "through": through, "domain_ranks": ranks}
-            cells = [
-                figure(found, tokens=tokens, **of_way, **columns)
-                for columns in (
-                    {"what": "dispatch", "payload": "bf16"},
-                    {"what": "combine", "variant": "y in the window"},
-                )
-                for tokens in (128, 4096)
-            ]
-            domains = found["case"]["ranks"] // (ranks or found["case"]["ranks"])
-            parts = ROUNDS if domains == 1 else (*DOMAINS, *THROUGH[backend])
-            where = f"{domains}, {found['case']['ranks'] // domains} {gpu(found)}{' each' * (domains > 1)}"
-            window = window_of(found, *(row for row in found["rows"] if of_way.items() <= row.items()))
-            rows.append(line(found, parts, f"`{through}`", where, *cells, window))
-    heads = f"through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096{WINDOW}"
-    rounds = table(heads, rows)
-    found, tcp = load("latency-backends-h100-4"), load("latency-gin-tcp-h200-2")
-    longer = load("latency-gin-tcp-h100-2")
-    rows = []
+        domains = found["case"]["ranks"] // (ranks or found["case"]["ranks"])
+        parts = ROUNDS if domains == 1 else (*DOMAINS, *THROUGH[backend])
+        machine = f"{domains}, {found['case']['ranks'] // domains} {gpu(found)}{' each' * (domains > 1)}"
+        window = window_of(found, *(row for row in found["rows"] if of_way.items() <= row.items()))
+        rows.append(line(found, parts, f"`{through}`", machine, *cells, window))
+    return rows
+
+
+def _put_and_signal(name: str, *over_tcp: dict[str, Any]) -> str:
+    """Return the table of half round trips, with those over TCP where they are given."""
+    found, rows = load(name), []
     for size in (4, 4096, 65536, 4194304):
         cells = []
         for backend in ("lsa", "nvshmem", "gin"):
             of_backend = (r for r in found["rows"] if (r["backend"], r.get("bytes")) == (backend, size))
             cells.append(next((time_of(r["us"]["p50"]) for r in of_backend), ""))
-        over, of_size = next((o, r) for o in (tcp, longer) for r in o["rows"] if r["bytes"] == size)
-        cells.append(time_of(of_size["us"]["p50"]))
+        over, of_size = next(((o, r) for o in over_tcp for r in o["rows"] if r["bytes"] == size), (None, None))
+        if of_size is not None:
+            cells.append(time_of(of_size["us"]["p50"]))
         rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells, beside=over))
-    heads = "put + signal, bytes | `lsa` | `nvshmem` | `gin`, proxy on one host | `gin`, TCP over 127.0.0.1, 2 GPUs"
-    return f"{rounds}\n\n{table(heads, rows)}"
+    heads = "put + signal, bytes | `lsa` | `nvshmem` | `gin`, proxy on one host"
+    return table(heads + " | `gin`, TCP over 127.0.0.1, 2 GPUs" * bool(over_tcp), rows)
 
 
 def concurrent() -> str:
-    """A concurrent GEMM on the multiprocessors that 16 blocks leave free."""
+    """A concurrent GEMM on the multiprocessors that 16 blocks leave free, and overlapped operators."""
+    return f"{_beside_gemms(['beside-h200-4', 'beside-h200-2'])}\n\n{_operators([*OVERLAP_H200])}"
+
+
+def concurrent_of(some: list[str]) -> str:
+    """Return the same of one machine."""
+    used = {make: of_kind(some, *kinds) for make, kinds in ((_beside_gemms, ("beside",)), (_operators, OVERLAP_KINDS))}
+    return "\n\n".join(make(names) for make, names in used.items() if names)
+
+
+OVERLAP_KINDS = tuple(f"overlap-{name}" for name in OPERATORS)
+
+
+def _beside_gemms(some: list[str]) -> str:
     rows = []
-    for name in ("beside-h200-4", "beside-h200-2"):
+    for name in some:
         found = load(name)
         cells = [
             f"{time_of(row['us']['p50'])}; {row['overlap']['kept']:.0%}, {row['overlap']['held']:.0%}"
             for row in found["rows"]
-            if "kept" in row.get("overlap", {})
+            if "kept" in row.get("overlap", {}) and row["payload"] != "bf16"
         ]
         cells.append(window_in(found, 4096, "flat"))
         rows.append(line(found, round_parts(4096), str(found["case"]["ranks"]), *cells))
-    rounds = table(f"H200s | dispatch, FP8 | combine, y in the window | combine, y outside{WINDOW}", rows)
+    heads = f"{gpu(load(some[0]))} | dispatch, FP8 | combine, y in the window | combine, y outside{WINDOW}"
+    return table(heads, rows)
+
+
+def _operators(some: list[str]) -> str:
+    """Return times of NCCL and torch over ours, for each operator."""
     ratios: dict[str, list[str]] = {"nccl": [], "torch": []}
-    for name in OVERLAP_H200:
+    for name in some:
         of_cases: dict[tuple[str, str], dict[str, float]] = {}
         for row in load(name)["rows"]:
             if "us" in row:
@@ -430,10 +551,10 @@ def concurrent() -> str:
                     of_kinds.setdefault("FP8: " if dtype == "fp8" else "", []).append(of[who] / of["moecomm"])
             cell = "; ".join(f"{kind}{min(over):.2f} to {max(over):.2f}" for kind, over in of_kinds.items())
             cells.append(with_mark(cell) if older(load(name), ("overlap",)) else cell)
-    operators = (f"`{name.replace('-', '_')}`" for name in OPERATORS[:-1])
+    operators = (f"`{split(name)[0].removeprefix('overlap-').replace('-', '_')}`" for name in some)
     rows = [f"| {' | '.join((who, *cells))} |" for who, cells in ratios.items()]
-    heads = " | ".join(("2 H200s, time over that of our fused kernel", *operators))
-    return f"{rounds}\n\n{table(heads, rows)}"
+    heads = " | ".join((f"{where(load(some[0]))}, time over that of our fused kernel", *operators))
+    return table(heads, rows)
 
 
 def peer_rows(gpus: int, tokens: int) -> list[str]:
@@ -453,7 +574,36 @@ def peer_rows(gpus: int, tokens: int) -> list[str]:
 
 def peers() -> str:
     """NCCL in the same run, DeepEP alone, the interface of deep_ep over our own calls, and torch's passes."""
-    found, rows = load("peers-h200-4"), []
+    alone = table(
+        "H200s | tokens a rank | library, layout | dispatch, FP8 | combine",
+        (row for tokens in (128, 4096) for row in peer_rows(8, tokens)),
+    )
+    passes = load("passes-h100")
+    own = [
+        line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us", at=(1,))
+        for r in passes["rows"]
+    ]
+    first = [head_to_head.others("peers-h200-4"), beside_nccl("peers-h200-4"), alone, interface(DEEP_EP.split())]
+    return "\n\n".join([*first, table("pass, one H100 | ours | torch operations", own)])
+
+
+PEER_KINDS = ("peers", "peers-one", "peers-qwen3", "peers-qwen3-one", "formats-peers")
+INTERFACE_KINDS = ("deep-ep-layer", "deep-ep-layer-eager")
+
+
+def peers_of(some: list[str]) -> str:
+    """Return the same of one machine, without what is alone."""
+    found = [name for name in of_kind(some, *PEER_KINDS) if beside.has_peers(load(name))]
+    parts = [_picture("time of other libraries over that of moecomm", name) for name in found]
+    parts += map(head_to_head.shown, found)
+    parts += map(beside_nccl, of_kind(found, "peers"))
+    layers = of_kind(some, *INTERFACE_KINDS)
+    return "\n\n".join([*parts, *[interface(layers)] * bool(layers)])
+
+
+def beside_nccl(name: str) -> str:
+    """Return rounds of ours and the same rows by NCCL's all_to_all_single."""
+    found, rows = load(name), []
     for layout, variant in (("flat", "y in the window"), ("expert", "bf16 wire")):
         for tokens in (128, 4096):
             same = {"tokens": tokens, "layout": layout}
@@ -465,31 +615,24 @@ def peers() -> str:
             ]
             cells = [*(cell.partition(" (")[0] for cell in cells), window_in(found, tokens, layout)]
             rows.append(line(found, round_parts(tokens), f"`{layout}`, {variant}", str(tokens), *cells, at=(2, 4)))
-    nccl = table(f"layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL{WINDOW}", rows)
-    alone = table(
-        "H200s | tokens a rank | library, layout | dispatch, FP8 | combine",
-        (row for tokens in (128, 4096) for row in peer_rows(8, tokens)),
-    )
+    return table(f"layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL{WINDOW}", rows)
+
+
+def interface(some: list[str]) -> str:
+    """Return what `moecomm.compat.deep_ep` adds to our own calls."""
     rows = []
-    for name in DEEP_EP.split():
+    for name in some:
         found = load(name)
         ratios = sorted(row["of_native"] for row in found["rows"] if "us" in row)
-        case = found["case"]
-        cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
+        cells = [found["case"]["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
         cells += _more_on_the_host(found["rows"])
-        where = f"{case['ranks']} {gpu(found)}"
-        rows.append(line(found, (*ROUNDS, *CALLS, "deep_ep"), where, *cells, window_of(found, *found["rows"])))
+        parts = (*ROUNDS, *CALLS, "deep_ep")
+        rows.append(line(found, parts, where(found), *cells, window_of(found, *found["rows"])))
     heads = (
         "`moecomm.compat.deep_ep` over our own calls, GPUs | mode | operations | median ratio | largest"
         f" | added host time, median | with a clone of `topk_idx` | with a budget{WINDOW}"
     )
-    passes = load("passes-h100")
-    own = [
-        line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us", at=(1,))
-        for r in passes["rows"]
-    ]
-    first = f"{head_to_head.others()}\n\n{nccl}\n\n{alone}\n\n"
-    return f"{first}{table(heads, rows)}\n\n{table('pass, one H100 | ours | torch operations', own)}"
+    return table(heads, rows)
 
 
 def _more_on_the_host(rows: list[dict[str, Any]]) -> list[str]:
@@ -592,6 +735,8 @@ TOPICS = (
         "![the same on 2 H100s](../bench/results/peers-h100-2.svg)",
         f"peers-h200-4 peers-h200-2 peers-h100-2 {PEERS} {DEEP_EP} passes-h100",
         peers,
+        " ".join((*PEER_KINDS, *INTERFACE_KINDS)),
+        peers_of,
     ),
     Topic(
         "Whole operations by layout",
@@ -599,10 +744,12 @@ TOPICS = (
         "in the type of `wire`.  Caches flushed: the time of the flush is subtracted.  "
         "The picture is a sweep over tokens of `flat`.",
         (
-            "times-many-h200-4 times-many-h200-8 ht-h200-4 layouts-h200-4 qwen3-h200-4 ht-h200-8 cold-h100-4 "
-            "cold-h200-2 rounds-h100-2 sweep-h200-4 all-to-all-h200-4"
+            "times-many-h200-4 ht-h200-4 layouts-h200-4 qwen3-h200-4 cold-h100-4 cold-h200-2 rounds-h100-2 "
+            "sweep-h200-4 all-to-all-h200-4"
         ),
         whole_operations,
+        "times-many ht qwen3 cold sweep all-to-all",
+        whole_operations_of,
     ),
     Topic(
         "Few tokens",
@@ -611,10 +758,12 @@ TOPICS = (
         "The second table shows what agreement adds.  "
         "![Times of few tokens, in a graph, alone and eager](../bench/results/ll-h200-4.svg)",
         (
-            "times-few-h100-4 times-few-h200-4 times-few-h200-8 ll-h200-4 ll-h200-8 ll-h200-2 ll-handles-h200-4 "
+            "times-few-h100-4 times-few-h200-4 ll-h200-4 ll-h200-2 ll-handles-h200-4 "
             "rounds-h100-2 virtual-ranks-h200 eager-h200-2"
         ),
         few_tokens,
+        "times-few ll eager",
+        few_tokens_of,
     ),
     Topic(
         "FP8",
@@ -660,6 +809,9 @@ TOPICS = (
         "4096 tokens a rank, `flat`, with so many blocks, a multiprocessor each.",
         "few-sms-h200-4 ht-h200-4",
         few_sms,
+        "few-sms ht",
+        few_sms_of,
+        "few-sms",
     ),
     Topic(
         "Skew",
@@ -668,6 +820,9 @@ TOPICS = (
         "and includes the longer transfer to the busiest rank.",
         "skew-h200-4 ht-h200-4 zipf-h200-4 times-many-h200-4",
         skew,
+        "skew ht zipf times-many",
+        skew_of,
+        "skew",
     ),
     Topic(
         "Balance",
@@ -698,6 +853,8 @@ TOPICS = (
         " Then dispatches of even routing, in a graph, without and with such a placement.",
         "placed-layers-h200-2",
         placed_experts,
+        "placed-layers moving-weights",
+        placed_experts_of,
     ),
     Topic(
         "Expert layers",
@@ -719,6 +876,8 @@ TOPICS = (
             "layers-h200-2 tune-layers-h200-2 one-launch-schedules-h200-4 moe-channels-h200-2 moe-mxfp4-h200-2"
         ),
         expert_layers,
+        " ".join((*{split(name)[0]: 0 for name in LAYER_SIZES}, "at-work", "at-work-fp8", "tune-layers")),
+        expert_layers_of,
     ),
     Topic(
         "Backends and domains",
@@ -735,6 +894,8 @@ TOPICS = (
             "latency-backends-h200-4 latency-gin-tcp-h200-2 latency-gin-tcp-h100-2"
         ),
         backends,
+        " ".join((*_DOMAIN_KINDS, *_BACKEND_KINDS, "latency-backends")),
+        backends_of,
     ),
     Topic(
         "Concurrent with a GEMM",
@@ -747,6 +908,8 @@ TOPICS = (
         "sizes: ![time of fused operators, and over that with NCCL](../bench/results/overlap-h100-2.svg)",
         " ".join(("beside-h200-4", "beside-h200-2", *OVERLAP, *OVERLAP_H200, study.RESULT)),
         concurrent,
+        " ".join(("beside", *OVERLAP_KINDS, "all-gather-study")),
+        concurrent_of,
     ),
     Topic(
         "CPU ranks",

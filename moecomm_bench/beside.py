@@ -36,6 +36,7 @@ class SizedOperation(NamedTuple):
         variant: of moecomm's combine: where `y` lies, or the wire.
         best: by library; those that lack it are not there.  moecomm's is with the SMs of its table.
         ours: moecomm's fastest number of SMs; None if no other number was measured.
+        ratios: as `ratio`, of calls alone and of eager ones; None where one of both lacks the time.
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class SizedOperation(NamedTuple):
     variant: str
     best: dict[str, Best]
     ours: Best | None
+    ratios: tuple[float | None, float | None]
 
     @property
     def ratio(self) -> float:
@@ -90,7 +92,9 @@ def operations(result: dict[str, Any]) -> Iterator[SizedOperation]:
                 for variant in {"dispatch": ("",), "combine": _OURS[layout], "pair": (_PAIRS[layout],)}[what]:
                     best = _best(rows, variant)
                     if len(best) > 1 and "moecomm" in best:
-                        yield SizedOperation(**about, variant=variant, best=best, ours=_fastest(rows, variant))
+                        ours = _fastest(rows, variant)
+                        ratios = _ratio(rows, variant, "alone_us"), _ratio(rows, variant, "eager_us")
+                        yield SizedOperation(**about, variant=variant, best=best, ours=ours, ratios=ratios)
 
 
 def _parts(payloads: list[str]) -> Iterator[tuple[str, str]]:
@@ -98,6 +102,18 @@ def _parts(payloads: list[str]) -> Iterator[tuple[str, str]]:
     yield from (("dispatch", payload) for payload in payloads)
     yield "combine", ""
     yield from (("pair", payload) for payload in payloads)
+
+
+def _ratio(rows: Iterable[dict[str, Any]], variant: str, time: str) -> float | None:
+    """Return this time of the fastest other library over that of moecomm with the SMs of its table."""
+    ours: list[float] = []
+    others: list[float] = []
+    for row in rows:
+        name = LIBRARIES.get(row["who"])
+        if name is None or time not in row or (name == "moecomm" and (row["variant"] != variant or row["sms_asked"])):
+            continue
+        (ours if name == "moecomm" else others).append(row[time]["p50"])
+    return min(others) / min(ours) if ours and others else None
 
 
 def _best(rows: Iterable[dict[str, Any]], variant: str) -> dict[str, Best]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "bench" / "results"
 STUDY = "docs/maintainers/all_gather_matmul_study.md"
 BLOCKS = ("README.md", STUDY, "docs/overlap.md", "docs/backends.md")  # pages with a generated part
 PAGES = (*BLOCKS, "docs/measurements.md")
@@ -54,9 +55,23 @@ def derives(heads: str, labels: str) -> Callable[[Derivation], Derivation]:
     return register
 
 
+MACHINES = ("4 H100s", "2 H200s", "4 H200s", "8 H200s")  # of tables whose heads name theirs
+
+
+def of_machines(heads: str, labels: str) -> Callable[[Derivation], Derivation]:
+    """Register the derivation of a table whose heads name the machine, {}."""
+
+    def register(derivation: Derivation) -> Derivation:
+        for machine in MACHINES:
+            derives(heads.format(machine), labels.format(machine))(derivation)
+        return derivation
+
+    return register
+
+
 @cache
 def result(name: str) -> Result:
-    found: Result = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+    found: Result = json.loads((RESULTS / f"{name}.json").read_text())
     return found | {"name": name}
 
 
@@ -64,6 +79,11 @@ def tables(page: str) -> list[Table]:
     text = (ROOT / page).read_text()
     if page in BLOCKS:
         (text,) = GENERATED.findall(text)
+    return tables_of(page, text)
+
+
+def tables_of(page: str, text: str) -> list[Table]:
+    """Return the tables of a page that has this text."""
     found = []
     for run in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
         heads, _, *cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in run[0].splitlines()]
@@ -208,7 +228,7 @@ def opened(entries: list[dict[str, Any]]) -> list[float]:
 def operation(cell: str) -> dict[str, str]:
     """Return what, payload and variant of an operation as tables call it."""
     what, *others = cell.split(", ")
-    payload = others[0] if others and others[0] in ("bf16", "fp8") and what != "combine" else ""
+    payload = others[0] if others and what in ("dispatch", "dispatch and combine") else ""
     variant = others[-1] if others and others[-1] != payload else ""
     return {"what": {"dispatch and combine": "pair"}.get(what, what), "payload": payload, "variant": variant}
 
@@ -226,16 +246,21 @@ WHO = {
 def beside(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     tokens, layout, asked = int(cells["tokens a rank"]), cells["layout"].strip("`"), operation(cells["operation"])
     for found in table.results:
-        if gpus_of(found) != cells["GPUs"]:
+        model = found.get("case", {}).get("model", "")
+        if f"{gpus_of(found)}{f', {model}' if model != 'deepseek-v3' else ''}" != cells["GPUs"]:
             continue
         same = {"tokens": tokens, "layout": layout, "what": asked["what"], "payload": asked["payload"]}
         ours = rows(found, who="moecomm", **same, variant=asked["variant"])
+        if not ours:
+            continue
         (of_table,) = (row for row in ours if row["sms_asked"] == 0)
         expected = {"moecomm": shown_of([of_table]), "moecomm, best number of SMs": shown_of(ours)}
         for library, names in WHO.items():
             expected[library] = shown_of([r for r in rows(found, **same) if r["who"] in names])
-        fastest = min(times[0] for library, times in expected.items() if library in WHO and times)
-        expected["fastest of these over moecomm"] = [fastest / of_table["us"]["p50"]]
+        theirs = [row for names in WHO.values() for row in rows(found, **same) if row["who"] in names]
+        for head, time in (("fastest of these over moecomm", "us"), ("alone", "alone_us"), ("eager", "eager_us")):
+            times = [row[time]["p50"] for row in theirs if time in row]
+            expected[head] = [min(times) / of_table[time]["p50"]] if times and time in of_table else []
         yield expected | {"window": windows(found, tokens, layout)}
 
 
@@ -434,19 +459,18 @@ def sums_in_fp8(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
 @derives("layer | routing", "layer | routing")
 def placed_layers(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     zipf = float(cells["routing"].removeprefix("Zipf "))
-    found = {
-        row["placed"]: row
-        for row in rows(table.results[0], what="layer", model=cells["layer"].split(",")[0], zipf=zipf)
-    }
-    even = rows(table.results[0], what="layer", model=cells["layer"].split(",")[0], zipf=0.0)[0]["us"]["p50"]
+    (placed,) = (one for one in table.results if one["name"].startswith("placed-layers"))
+    found = {row["placed"]: row for row in rows(placed, what="layer", model=cells["layer"].split(",")[0], zipf=zipf)}
+    even = rows(placed, what="layer", model=cells["layer"].split(",")[0], zipf=0.0)[0]["us"]["p50"]
     names = {"experts in a row": "", "placed, `token`": "token", "placed, `nearest`": "nearest"}
+    names |= {"copied in the call": "replicate"} if "replicate" in found else {}
     times = {head: found[name]["us"]["p50"] for head, name in names.items()}
     expected = Cells({head: [us] for head, us in times.items()})
     expected |= {
         f"over even{'#' * bool(nth)}{nth + 1 if nth else ''}": [us / even] for nth, us in enumerate(times.values())
     }
     expected |= {"busiest": [found[""]["busiest"]], "busiest, placed": [found["token"]["busiest"]]}
-    yield expected
+    yield expected | ({"busiest, copied": [found["replicate"]["busiest"]]} if "replicate" in found else {})
 
 
 @derives("dispatch | layout | tokens", "dispatch | layout | tokens")
@@ -456,9 +480,24 @@ def placed_dispatches(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         "layout": cells["layout"].strip("`"),
         "tokens": int(cells["tokens"]),
     }
-    found = {row["placed"]: row["us"]["p50"] for row in rows(table.results[0], what="dispatch", **about)}
-    names = {"experts in a row": "", "replicas, `token`": "token", "replicas, `nearest`": "nearest"}
-    yield Cells({head: [found[name]] for head, name in names.items()})
+    (placed,) = (one for one in table.results if one["name"].startswith("placed-layers"))
+    found = {row["placed"]: row["us"]["p50"] for row in rows(placed, what="dispatch", **about)}
+    names = {"experts in a row": ""} | {f"replicas, `{name}`": name for name in ("token", "nearest", "balanced")}
+    yield Cells({head: [found[name]] for head, name in names.items() if name in found})
+
+
+@derives("weights that move", "weights that move")
+def moving_weights(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    (found,) = (one for one in table.results if one["name"].startswith("moving-weights"))
+    what, *others = re.findall(r"[a-z]+|\d+", cells["weights that move"])
+    numbers = [int(word) for word in others if word.isdigit()]
+    for row in found["rows"]:
+        if what == "a" and row["what"] == "copies" and [row["held"]] == numbers:
+            yield {"copies alone": [row["gbs"]]}
+        if what == row["what"] == "rounds" and [row["tokens"]] == numbers:
+            yield {"alone": [row["us"]], "beside copies": [row["beside_us"]]}
+        if what == row["what"] == "steps" and [row["layers"], row["tokens"]] == numbers:
+            yield {"alone": [1e3 * row["quiet"]["p50"]], "beside copies": [1e3 * row["moving"]["p50"]]}
 
 
 @derives("rows | wire | loss", "rows | wire")
@@ -536,11 +575,12 @@ def routing(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         } | {"window": windows(found, 4096, "flat")}
 
 
-@derives("model, 4 H100s, 8192 tokens", "model, 4 H100s, 8192 tokens | weights")
+@of_machines("model, {}, 8192 tokens", "model, {}, 8192 tokens | weights")
 def at_work(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
-    model, weights = cells["model, 4 H100s, 8192 tokens"], cells["weights"]
+    head, weights = table.heads[0], cells["weights"]
+    model, machine = cells[head], head.split(", ")[1]
     for found in table.results:
-        if not found["name"].startswith("at-work") or gpus_of(found) != "4 H100s":
+        if not found["name"].startswith("at-work") or gpus_of(found) != machine:
             continue
         of = {row["what"]: row for row in rows(found, model=model, tokens=8192, dtype=weights)}
         if not of:
@@ -595,10 +635,17 @@ def put_and_signal(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     nbytes = int(cells["put + signal, bytes"])
     of = {found["name"]: rows(found, bytes=nbytes) for found in table.results if found["name"].startswith("latency")}
     heads = {"`lsa`": "lsa", "`nvshmem`": "nvshmem", "`gin`, proxy on one host": "gin"}
-    here = of["latency-backends-h100-4"]
+    (here,) = (some for name, some in of.items() if name.startswith("latency-backends") and measured(name, table))
     found = {head: [r["us"]["p50"] for r in here if r["backend"] == name][:1] for head, name in heads.items()}
-    over_tcp = [*of["latency-gin-tcp-h200-2"], *of["latency-gin-tcp-h100-2"]]
-    yield found | {"`gin`, TCP over 127.0.0.1, 2 GPUs": [over_tcp[0]["us"]["p50"]]}
+    if (head := "`gin`, TCP over 127.0.0.1, 2 GPUs") in table.heads:
+        over_tcp = [*of["latency-gin-tcp-h200-2"], *of["latency-gin-tcp-h100-2"]]
+        found[head] = [over_tcp[0]["us"]["p50"]]
+    yield found
+
+
+def measured(name: str, table: Table) -> bool:
+    """Return True for the only such result, and of several for the one of H100s, which is the one that is shown."""
+    return name.endswith("h100-4") or f"{name.rpartition('-')[0][:-4]}h100-4" not in {r["name"] for r in table.results}
 
 
 @derives("H200s | dispatch, FP8 | combine", "H200s")
@@ -614,12 +661,12 @@ def concurrent(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
         yield expected
 
 
-@derives("2 H200s, time over that of our fused kernel", "2 H200s, time over that of our fused kernel")
+@of_machines("{}, time over that of our fused kernel", "{}, time over that of our fused kernel")
 def operators(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     who = next(iter(cells.values()))
     expected: Cells = {}
     for found in table.results:
-        if not found["name"].startswith("overlap-") or gpus_of(found) != "2 H200s":
+        if not found["name"].startswith("overlap-") or gpus_of(found) != table.heads[0].split(", ")[0]:
             continue
         ratios: dict[bool, list[float]] = {}
         for row in rows(found, who=who):
@@ -635,7 +682,7 @@ def beside_nccl(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     layout, variant = cells["layout"].split(", ")
     named = {"layout": layout.strip("`"), "tokens": int(cells["tokens a rank"])}
     for found in table.results:
-        if gpus_of(found) != "4 H200s" or "memory" not in found:
+        if re.fullmatch(r"peers-h200-[48]", found["name"]) is None:
             continue
         times = [
             [row["us"]["p50"] for row in rows(found, **named, **one)]

@@ -22,7 +22,7 @@ ORDER = (
     *("vmm.cases", "nccl.cases", "domains.cases", "domains4.cases", "stress"),
     *("vmm.graph", "nccl.graph", "domains.graph", "domains4.graph"),
     *(f"moe{RANKS}", f"fused{RANKS}", f"moe{RANKS}-fp8"),
-    *("vmm.lost", "domains.lost", "masks2", "kill-plans", "kill-plans-gpus"),
+    *("vmm.lost", "domains.lost", "masks2", "kill-plans", "kill-plans-all-gpus"),
     *("gin4.cases", "gin4.graph", "nvshmem2.cases", "nvshmem2.graph"),
     # Steps of models, skewed routing with balance and without, overlapped operators, Windows.
     *("decode", "decode-gemms", "training", "zipf", "placed-layers", "moving-weights"),

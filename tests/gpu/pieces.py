@@ -145,7 +145,7 @@ PIECES = (
     Piece("placed-layers", 400, f"placed_layers.py --ranks {GPUS}"),
     Piece("moving-weights", 300, f"moving_weights.py --ranks {GPUS}"),
     Piece("kill-plans", 300, f"tests.gpu.kills 20 --ranks {GPUS}"),
-    Piece("kill-plans-gpus", 400, f"tests.kill_plans 2000 --gpus --most-ranks {GPUS} --jobs 2 --minutes 4"),
+    Piece("kill-plans-all-gpus", 400, f"tests.kill_plans 2000 --gpus --most-ranks {GPUS} --jobs 2 --minutes 4"),
     Piece("counters", 200, f"counters.py --ranks {GPUS}"),
     Piece("recorder-host-time", 100, f"recorder.py --ranks {GPUS}"),
     Piece(
