@@ -46,6 +46,8 @@ def test_pieces_are_named_once_and_measured_by_commands_that_exist() -> None:
     assert len(set(names)) == len(names)
     assert set(MINIATURES) <= {piece.words.split()[0] for piece in PIECES}
     assert max(piece.seconds for piece in PIECES) <= eight.LONGEST_S
+    page = (ROOT / "docs" / "maintainers" / "testing.md").read_text()
+    assert f"all pieces add up to {sum(piece.seconds for piece in PIECES) / 60:.0f} minutes" in page
 
 
 class Parsed(Exception):

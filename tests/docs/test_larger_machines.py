@@ -119,6 +119,8 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
     for module in (tables, times, topics, checks, pages, head_to_head):
         monkeypatch.setattr(module, "load", loads)
+    for module in (tables, topics):  # marks take long, and tests/test_readme.py has them
+        monkeypatch.setattr(module, "older", lambda found, parts: False)
     test_tables.result.cache_clear()
     yield found
     test_tables.result.cache_clear()

@@ -6,8 +6,8 @@ for the next call: call again until nothing is left. A piece that has begun befo
 
 A result is FOLDER/NAME-GPU-COUNT.json, for any number of GPUs, or FOLDER/NAME-GPU.json of a piece that uses one. It has
 the commit, and in `conditions` clocks, power and temperature while it was measured. `--again` also measures what has a
-result, too. `--miniature` runs on two CPU ranks with tiny sizes, without the pieces that need a GPU. Pieces, and the
-results that have none, are in pieces.py.
+result, too. `--miniature` runs on two CPU ranks with tiny sizes, without the pieces that need a GPU. Pieces are in
+pieces.py.
 
 `--compile-for GPUS` compiles kernels for so many GPUs into MOECOMM_CACHE_DIR, and ends. It needs no GPU.
 """

@@ -1,4 +1,4 @@
-"""The pieces of tests/gpu/run figures: a command for each result behind the pages, and the results without one."""
+"""The pieces of tests/gpu/run figures: a command for each result."""
 
 from __future__ import annotations
 
