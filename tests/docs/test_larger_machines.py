@@ -105,6 +105,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     import checks
     import head_to_head
     import pages
+    import readme  # before the patches: what it imports would keep them
     import tables
     import times
     import topics
@@ -117,7 +118,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         found.add(name)
         return load(name)
 
-    for module in (tables, times, topics, checks, pages, head_to_head):
+    for module in (tables, times, topics, checks, pages, head_to_head, readme):
         monkeypatch.setattr(module, "load", loads)
     for module in (tables, topics):  # marks take long, and tests/test_readme.py has them
         monkeypatch.setattr(module, "older", lambda found, parts: False)

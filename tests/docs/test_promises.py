@@ -43,7 +43,7 @@ def test_what_a_command_runs_is_there(command: str) -> None:
     place = ROOT / "tests" / path
     assert place.exists()
     if place.suffix != ".py" and place.is_file():  # tests/gpu/run PART
-        assert f'"{options}":' in (place.parent / "__main__.py").read_text()
+        assert f'"{options}":' in (place.parent / "steps.py").read_text()
         return
     words = options.split()
     named = dict(zip(words[::2], words[1::2], strict=True))
