@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,23 @@ def test_what_is_compiled_ahead_has_every_model_and_way_of_the_pieces(tmp_path: 
     assert {of["ranks"] for of, *_ in compile.cases(asked)} == {8}
     few = [piece for piece in PIECES if piece.name in ("all-to-all", "latency-backends")]
     assert figures.compiling(few, 8) == []
+
+
+def test_what_has_been_compiled_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Until the commit is another, and only if all was compiled."""
+    ran, commit, works = list[str](), "0123abcd", False
+
+    def run(command: Sequence[str], log: Path, limit_s: float) -> bool:
+        ran.append(command[2])
+        return works
+
+    monkeypatch.setattr(figures, "_run", run)
+    monkeypatch.setattr(sources, "commit", lambda: commit)
+    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path))
+    rounds = [piece for piece in PIECES if piece.name == "peers"]
+    for works, commit, runs in ((False, "a", 1), (True, "a", 2), (True, "a", 2), (True, "b", 3)):  # noqa: B007
+        assert figures.compiled(rounds, 8, tmp_path, 60.0) == works
+        assert ran == ["tests.gpu.compile_rounds"] * runs
 
 
 def test_a_step_that_has_passed_at_this_commit_is_not_run_again(

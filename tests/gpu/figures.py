@@ -69,7 +69,7 @@ def main(arguments: Sequence[str], order: Callable[[int], Sequence[Piece | Step]
     for one in set(chosen) - set(left):
         print(f"{one.name:<22} done before", flush=True)
     if left and not given.miniature:
-        compiled(left, gpus, given.out, min(240.0, ends - time.monotonic()))
+        compiled(chosen, gpus, given.out, min(240.0, ends - time.monotonic()))
     # What was begun before, and has failed or was ended, comes last: it may again, and take the time of others.
     left.sort(key=lambda one: (given.out / f"{one.name}.log").exists())
     failed = later = 0
@@ -102,9 +102,10 @@ def compiled(chosen: Sequence[Piece | Step], gpus: int, folder: Path, limit_s: f
         mark = cache_dir() / f"compiled-{named[:16]}"
         if not mark.exists() and ends > time.monotonic():
             done = _run([sys.executable, "-m", *words], folder / "compile.log", ends - time.monotonic())
-            if done:
-                mark.touch()
             fine = fine and done
+            with suppress(OSError):  # kernels that can't be kept are compiled by the ranks
+                if done:
+                    mark.touch()
     return fine
 
 
