@@ -177,7 +177,6 @@ MINIATURES = {
     "sweep": f"{_SMALL} --replays 1 --no-ceiling",
     "all-to-all": "--backend host --ranks 2 --part-bytes 8192",
     "deep-ep-layer": f"{_SMALL} --replays 1 --mode eager",
-    "gemm": "--hidden 64 --intermediate 32 --topk 2 --experts 8 --tokens 3 --ranks 2 --dtype bf16 --replays 1",
     "recorder.py": "--ranks 2 --backend host --rounds 10",
     "moving_weights.py": "--ranks 2 --held 2 --hidden 64 --inner 32 --topk 2 --tokens 8,32 --layers 2 --steps 30",
 }
