@@ -16,6 +16,9 @@ _EVERY = tuple(dict.fromkeys(part for parts in THROUGH.values() for part in part
 _PARTS = {
     "moe": (*LAYER, "forms"),
     "placed-layers": (*LAYER, "forms"),
+    "layers": LAYER,
+    "tune-layers": LAYER,
+    "gemm": ("GEMM",),
     "overlap": ("overlap",),
     "backends": (*ROUNDS, *DOMAINS, *_EVERY),
     "latency-backends": ("put + signal", "gin", "nvshmem", "RMA plugin"),
@@ -30,7 +33,7 @@ _PARTS = {
     "torchtitan-training-h200": ROUNDS,
     "torchtitan-training": ("host",),
     "transformers-generation": ROUNDS,
-    "sglang-dispatchers": ROUNDS,
+    "sglang": ROUNDS,
     "balanced-rounds": (),
     "simulate": (),
     "simulate-check": (),

@@ -145,6 +145,17 @@ def served() -> str:
     return table(f"model | dtype | layers | over | graphs | {heads}", rows)
 
 
+def sglang() -> str:
+    """Return the table of what SGLang's model runner computes over moecomm."""
+    found, rows = load("sglang-model-h200"), []
+    for row in found["rows"][1:]:
+        cells = [", ".join(f"{count} `{call}`" for call, count in row["calls"].items())]
+        cells += [f"{100 * row['expert_error']:.2f} %" if "expert_error" in row else ""]
+        cells += [f"{row['same']} of {row['steps']}", f"{100 * row['logit_error']['p50']:.2f} %"]
+        rows.append(line(found, ROUNDS, f"`{row['run']}`", *cells))
+    return table("run | calls of `deep_ep` | experts apart | same tokens | logits apart", rows)
+
+
 # Other work on the GPUs and cores of the timed ranks, for each row of a result.
 _SHARED = {
     "kill-plans-h100-4": ("3 survivors, 4 GPUs to themselves",),
@@ -291,6 +302,16 @@ TOPICS = (
         "in other places, vLLM's own too, so a token changes where two are about as likely.",
         " ".join(_of_vllm()),
         served,
+    ),
+    Topic(
+        "Experts of a model that SGLang runs",
+        "A small Qwen3-MoE of random bfloat16 weights in SGLang's model runner, two ranks that share one H200, tensor "
+        "and expert parallel (`bench/sglang_tokens.py`).  `auto` decodes in low latency, `graphs` in CUDA graphs, "
+        "whose calls are those of the capture.  Experts: the largest difference of a row from a sum over the "
+        "checkpoint's experts in float32.  Tokens and logits (those of the median step): beside "
+        "`--moe-a2a-backend none`, fed the same tokens; bfloat16 rounds in other places there.",
+        "sglang-model-h200",
+        sglang,
     ),
     Topic(
         "How soon ranks go on after a kill",

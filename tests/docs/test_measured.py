@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moecomm_bench import beside
 from moecomm_bench.simulate.excluded import FORMAT, GONE, HOST, PROXY, RINGS, SINGLE, SWEPT, THREADS
 
 from ..overlap import test_table
@@ -249,6 +250,83 @@ def test_a_window_is_that_of_the_run_or_more_than_a_callers(monkeypatch: pytest.
     assert tables.window_of(one, {"window": 2 << 30}) == "2.0 GiB" and tables.window_of(one, {}) == ""
     layers = [tables.load(name) for name in ("moe-deepseek-v3-h100-4", "moe-mixtral-8x7b-h200-4")]
     assert [tables.window_of(found, *found["rows"])[0] for found in layers] == ["3", ">"]
+
+
+def beside_others() -> dict[tuple[int, str, str, str, str], beside.SizedOperation]:
+    found = beside.operations(content("peers-h200-4"))
+    return {(one.tokens, one.layout, one.what, one.payload, one.variant): one for one in found}
+
+
+def test_pairs_are_as_far_from_another_library_as_the_result_says() -> None:
+    few, many = (
+        [beside_others()[tokens, "flat", "pair", payload, "y in the window"] for payload in ("bf16", "fp8")]
+        for tokens in (128, 4096)
+    )
+    measured, reason = aim("A dispatch and a combine together 1.05 times")
+    (graph,), (alone,) = {f"{one.ratio:.2f}" for one in few}, {f"{one.ratios[0]:.2f}" for one in few}
+    assert re.findall(r"\d\.\d\d", measured) == [graph, alone, *(f"{one.ratio:.2f}" for one in many)]
+    longer = [one.best["moecomm"].us - one.best["FlashInfer"].us for one in few]
+    assert re.findall(r"\d\.\d", reason) == [f"{us:.1f}" for us in longer]
+
+
+def test_a_combine_of_rows_outside_is_as_far_behind_as_the_result_says() -> None:
+    inside, outside = (
+        beside_others()[4096, "flat", "combine", "", variant].best for variant in ("y in the window", "y outside")
+    )
+    measured, reason = aim("`flat` combine of 4096 tokens")
+    want = [outside[who].us for who in ("moecomm", "DeepEP V1", "NCCL EP")]
+    assert re.findall(r"(\d+) us", measured) == [f"{us:.0f}" for us in want]
+    assert re.findall(r"(\d+) us", reason) == [f"{inside['moecomm'].us:.0f}"]
+
+
+def test_calls_alone_are_as_far_ahead_as_the_result_says() -> None:
+    of_128 = {key[1:]: f"{one.ratios[0]:.2f}" for key, one in beside_others().items() if key[0] == 128}
+    few = {key: ratio for key, ratio in of_128.items() if float(ratio) < 1.25}
+    assert {key[:2] for key in few} == {
+        ("flat", "dispatch"),
+        ("flat", "combine"),
+        ("flat", "pair"),
+        ("expert", "dispatch"),
+    }
+    dispatches, combines = ([few[key] for key in few if key[:2] == ("flat", what)] for what in ("dispatch", "combine"))
+    (combine,), others = set(combines), sorted(ratio for key, ratio in of_128.items() if key not in few)
+    want = [*dispatches, combine, few["expert", "dispatch", "bf16", ""], others[0], others[-1]]
+    assert re.findall(r"\d\.\d\d", aim("A call alone")[0]) == want
+
+
+def test_a_decode_step_takes_as_long_as_the_results_say() -> None:
+    def layer(tokens: int) -> float:
+        named = {"tokens": tokens, "layout": "flat", "delays": False}
+        (row,) = (row for row in content("decode-h200-4")["rows"] if named.items() <= row.items())
+        return float(row["beside_us"])
+
+    def apart(tokens: int) -> float:
+        named = {"tokens": tokens, "layout": "flat"}
+        calls = {"what": "dispatch", "payload": "fp8"}, {"what": "combine", "variant": "y in the window"}
+        return sum(float(row_of("times-few-h200-4", **named, **call)["us"]["p50"]) for call in calls)
+
+    want = [f"{of(tokens):.1f}" for of in (layer, apart) for tokens in (1, 128)]
+    assert re.findall(r"([\d.]+) us", aim("Decode step of DeepSeek-V3")[0]) == want
+
+
+def test_grouped_gemms_of_few_tokens_read_as_fast_as_the_result_says() -> None:
+    found = content("gemm-few-h200")
+    shares = {
+        (row["model"], row["dtype"], row["gemm"], row["activation"], row["tokens"]): row["tbs"] / found["read_tbs"]
+        for row in found["rows"]
+    }
+    measured, reason = aim("Grouped GEMMs of 16 to 128 tokens")
+    assert re.findall(r"\d\.\d\d", measured) == [f"{of(shares.values()):.2f}" for of in (min, max)]
+    slow = [key for key, share in shares.items() if share < 0.9]
+    assert len({key[:4] for key in slow}) == 1 and [key[4] for key in slow] == [16, 128]
+    of_deepseek = [share for key, share in shares.items() if key[0] == "deepseek-v3"]
+    assert reason.split(". ")[-1] == f"DeepSeek-V3's GEMMs reach {min(of_deepseek):.2f} to {max(of_deepseek):.2f}."
+
+
+def test_losses_of_torchtitan_are_as_far_apart_as_the_page_says() -> None:
+    apart = max(row["largest_difference"] for row in content("torchtitan-training-h200")["rows"])
+    for page in ("torchtitan.md", "maintainers/decisions.md"):
+        assert f"{apart:.0e}".replace("e-0", "e-") + " apart at most" in (ROOT / "docs" / page).read_text()
 
 
 def test_combines_of_128_tokens_take_as_long_as_the_result_says() -> None:

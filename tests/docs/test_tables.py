@@ -959,6 +959,20 @@ def served(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
                 }
 
 
+@derives("run | calls of `deep_ep`", "run")
+def sglang(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
+    (found,) = table.results
+    assert found["rows"][0]["run"] == "none" and found["ranks"] == 2 and found["shared_gpus"]
+    (row,) = (row for row in found["rows"] if f"`{row['run']}`" == cells["run"])
+    assert re.findall(r"`(\w+)`", cells["calls of `deep_ep`"]) == [*row["calls"]]
+    yield {
+        "calls of `deep_ep`": list(row["calls"].values()),
+        "experts apart": [row["expert_error"]] if "expert_error" in row else [],
+        "same tokens": [row["same"], row["steps"]],
+        "logits apart": [row["logit_error"]["p50"]],
+    }
+
+
 @derives("result | conditions", "result | conditions")
 def after_kills(table: Table, cells: dict[str, str]) -> Iterator[Cells]:
     """Their conditions are the page's."""
