@@ -127,7 +127,8 @@ _SERVED = {
 
 
 def _of_vllm() -> list[str]:
-    return [name for name in names() if name.startswith("vllm-")]
+    """Return results of ranks that share a GPU.  Their times say nothing, and none is shown."""
+    return [name for name in names() if name.startswith("vllm-") and load(name)["shared_gpus"]]
 
 
 def served() -> str:
