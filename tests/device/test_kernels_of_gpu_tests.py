@@ -27,15 +27,19 @@ from moecomm.testing.check import again_call, dispatch_call
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 from ..compiled import Compiled, check_memory_descriptor, compile_beside
-from ..gpu import test_casts_on_the_way, test_nvlink, test_virtual_ranks
+from ..gpu import test_casts_on_the_way, test_nvlink, test_sequences, test_suspension, test_virtual_ranks
 from . import test_compile
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
 MOST = 64  # kernels of a set of sizes
 
-
 Rounds = Iterator[tuple[dict[str, Any], Sequence[int]]]
+# Sizes and random cases of other tests of virtual ranks, in one domain and in two.
+FEW: list[tuple[dict[str, Any], Sequence[int]]] = [
+    (test_suspension.RANDOM, range(test_suspension.CASES)),
+    (test_sequences.SIZES, [seed for wrap in test_sequences.WRAPS for seed in test_sequences.seeds(wrap)]),
+]
 
 
 def rounds(cases: int, ranks: int = 4) -> Rounds:
@@ -46,6 +50,7 @@ def rounds(cases: int, ranks: int = 4) -> Rounds:
     for sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG):
         yield sizes, test_virtual_ranks.random_seeds(sizes, cases)
     yield test_virtual_ranks.PAIR, [test_virtual_ranks.GOOD]
+    yield from FEW
     yield from rounds_of_processes(cases, ranks)
 
 
@@ -68,6 +73,8 @@ def rounds_of_domains(cases: int, ranks: int = 4) -> Rounds:
     for sizes in (*test_virtual_ranks.DOMAINS, {**test_virtual_ranks.LONG, "domain_ranks": 1}):
         yield sizes, range(cases // len(test_virtual_ranks.DOMAINS))
     yield {**test_virtual_ranks.PAIR, "domain_ranks": 1}, [test_virtual_ranks.GOOD]
+    for sizes, seeds in FEW:
+        yield {**sizes, "domain_ranks": sizes["ranks"] // 2}, seeds
     yield from domains_of_processes(cases, ranks)
 
 

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "max_tokens": 32,
     "dtype": torch.bfloat16,
 }
+WRAPS = range(2, 8)  # rounds before the tags wrap
 
 
 @pytest.fixture(params=[2, 1], ids=["one-domain", "two-domains"])
@@ -133,11 +134,15 @@ def wrap_after(ranks: LocalBuffers, rounds: int) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("rounds", range(2, 8))
+def seeds(rounds: int) -> range:
+    return range(100 * rounds, 100 * rounds + 6)
+
+
+@pytest.mark.parametrize("rounds", WRAPS)
 def test_random_cases_across_the_wrap_of_tags(pair: LocalBuffers, rounds: int) -> None:
     wrap_after(pair, rounds)
-    for seed in range(6):
-        check_case(pair, random_case(100 * rounds + seed, **SIZES, few_kernels=True))
+    for seed in seeds(rounds):
+        check_case(pair, random_case(seed, **SIZES, few_kernels=True))
     context = pair.buffers[0].rounds.session.context
     begun = int(int32_at(context.peers[0] + context.window.state, pair.buffers[0].device))
     assert begun < 1000, "the wrap lies behind"

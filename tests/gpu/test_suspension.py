@@ -14,6 +14,15 @@ from moecomm.testing import LocalBuffers, check_case, random_case
 from ..conftest import Ranks
 
 SIZES: dict[str, Any] = {"hidden": 1024, "num_experts": 16, "topk": 4, "max_tokens": 512}
+RANDOM: dict[str, Any] = {
+    "ranks": 4,
+    "hidden": 144,
+    "num_experts": 16,
+    "topk": 6,
+    "max_tokens": 50,
+    "dtype": torch.bfloat16,
+}
+CASES = 20
 ROOM = 256 << 20  # of outputs, so that what is freed can be seen
 TOKENS = 300
 
@@ -92,11 +101,10 @@ def test_graphs_of_virtual_ranks_replay_after_a_pause(domain_ranks: int) -> None
 @pytest.mark.timeout(300)
 def test_random_rounds_between_pauses() -> None:
     """Staging, packets and signals go on where they were."""
-    sizes: dict[str, Any] = {"ranks": 4, "hidden": 144, "num_experts": 16, "topk": 6, "max_tokens": 50}
     for domain_ranks in (4, 2):
-        with LocalBuffers(**sizes, domain_ranks=domain_ranks, backend="lsa", device=0, timeout_s=20) as ranks:
-            for number in range(20):
-                check_case(ranks, random_case(number, **sizes, dtype=torch.bfloat16, few_kernels=True))
+        with LocalBuffers(**RANDOM, domain_ranks=domain_ranks, backend="lsa", device=0, timeout_s=20) as ranks:
+            for number in range(CASES):
+                check_case(ranks, random_case(number, **RANDOM, few_kernels=True))
                 ranks.release_memory()
                 ranks.restore()
 
