@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,10 +14,7 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm import ops
-from moecomm.rounds import state
 
-from .backends.conftest import run_ranks
 from .conftest import Ranks
 from .live import FAR_S, ROOM_S
 
@@ -159,69 +152,3 @@ def _calling(rank: int, group: Any) -> str:
 
 def test_a_handler_may_not_call(ranks: Ranks) -> None:
     assert ranks.run(2, _calling) == ["refused"] * 2
-
-
-def interrupted(call: Callable[[], object], here: Callable[[FrameType], bool]) -> bool:
-    """Make a call that Ctrl-C interrupts at the first line of rounds/state.py that is `here`.  Whether there is one."""
-    before = sys.gettrace()
-
-    def trace(frame: FrameType, event: str, _arg: object) -> Any:
-        if frame.f_code.co_filename != state.__file__:
-            return None
-        if event == "line" and here(frame):
-            sys.settrace(before)
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
-def at_line(number: int) -> Callable[[FrameType], bool]:
-    lines = itertools.count()
-    return lambda _frame: next(lines) == number
-
-
-@pytest.mark.parametrize("of", ["Buffer", "moecomm.ops"])
-def test_calls_go_on_after_an_interrupt_at_any_line(of: str) -> None:
-    """Ahead of the wait of a call and behind it, where no round is under way: the next call is not refused."""
-    with moecomm.Buffer("self", **SIZES) as buffer:
-        dispatch = buffer.dispatch if of == "Buffer" else partial(ops.dispatch, buffer)
-        for number in itertools.count():
-            was = interrupted(lambda: dispatch(**call()), at_line(number))
-            routed = buffer.dispatch(**call())
-            assert torch.equal(buffer.combine(routed.x, routed.handle), 2 * call()["x"])
-            if not was:
-                break
-    assert buffer.closed and number > 10
-
-
-def test_close_gives_the_memory_back_after_an_interrupt_at_any_line() -> None:
-    for number in itertools.count():
-        buffer = moecomm.Buffer("self", **SIZES)
-        was = interrupted(lambda: buffer.dispatch(**call()), at_line(number))  # noqa: B023 - called at once
-        buffer.close()
-        assert buffer.closed and buffer.rounds.session.owner is None
-        if not was:
-            break
-    assert number > 10
-
-
-def test_a_call_that_was_interrupted_ahead_of_its_round_is_missed() -> None:
-    """Ranks are out of step, and no call of a rank is taken for another one."""
-
-    def body(group: Any) -> None:
-        with moecomm.Buffer(group, **SIZES) as buffer:
-            if group.rank == 1:
-                begun = lambda frame: frame.f_code.co_name == "call" and buffer.rounds._running  # noqa: E731
-                assert interrupted(lambda: buffer.dispatch(**call()), begun)
-            with pytest.raises(moecomm.OutOfStep):
-                buffer.dispatch(**call())
-
-    assert run_ranks(2, body) == [None, None]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import CodeType, FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native
@@ -32,7 +31,6 @@ from moecomm.rounds.flight import Failure, FlightRecorder, shown
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
-_CALL: CodeType | None = None  # of all functions that collective() returns
 NOT_TRACED = (
     "dispatch, combine and moe of a moecomm.Buffer cannot be part of a graph of torch.compile: use moecomm.ops, whose "
     "operators can"
@@ -78,7 +76,7 @@ class RoundState:
         """
         if not self._turn.acquire(blocking=False):
             self._refuse(rounds)
-        if self._running and not self._ended_by_interrupt(sys._getframe(1).f_back):  # below the frame of this call
+        if self._running:
             self._turn.release()
             self._refuse(rounds)
         if self._refused and self._depth == 0:
@@ -104,21 +102,6 @@ class RoundState:
                 self._release()
         self._turn.release()
 
-    def _ended_by_interrupt(self, frame: FrameType | None) -> bool:
-        """Return whether the call under way has ended without _end_call(), and end it.  The caller has the turn.
-
-        A signal handler that raises ahead of the `try` of collective(), or in its `finally`, leaves the turn taken.
-        Then no call is among `frame` and those below it.  The next call counts it, because its rounds may be missing.
-        """
-        while frame is not None:
-            if frame.f_code is _CALL:
-                return False
-            frame = frame.f_back
-        self._running = False
-        self._refused.append(None)
-        self._turn.release()
-        return True
-
     def admit(self) -> None:
         """Map memory that peers have taken, if there is such, for rounds from now on."""
         if self.offers is None or not self._open or self.released or self.offers.value == self._admitted:
@@ -138,7 +121,7 @@ class RoundState:
             self.abort()
             self._turn.acquire()
         try:
-            if self._running and not self._ended_by_interrupt(sys._getframe()):
+            if self._running:
                 self._closing = True
                 self.abort()
             else:
@@ -369,8 +352,6 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
                 state._end_call()
 
         not_traced(call)
-        global _CALL
-        _CALL = call.__code__  # type: ignore[attr-defined]
         return cast("_Call", call)
 
     return decorate
