@@ -15,7 +15,7 @@ from moecomm.tuning.gemms import DTYPES
 TOLERANCE = 0.004
 # Layers of so few rows of an expert stand for those of fewer: their time is that of reading the weights.
 FEW_ROWS = 2
-# A layer that is slower by less may be among those of many experts, of which all others gain.
+# The largest loss of a layer that `many_experts` tolerates.
 SLIGHT = 0.01
 
 
@@ -28,8 +28,8 @@ class Bounds:
         ranks: number of ranks; other numbers have bounds of their own.
         least_rows_of_expert: rows that experts have on average.
         least_rows_of_rank: rows that a rank sends.
-        most_rows_of_expert: None: no bound; 0: none but those of `many_experts`.
-        many_experts: experts of a rank from which on layers of any size run fused; None: none do.
+        most_rows_of_expert: None: no bound; 0: never fused.
+        many_experts: experts of a rank from which on the least rows do not count; None: they always do.
     """
 
     dtype: str
@@ -56,10 +56,10 @@ class Bounds:
 
     def cover(self, of_expert: float, of_rank: int) -> bool:
         """Return whether a Buffer with so many rows of an expert and of a rank is within the bounds."""
-        if self.many_experts is not None and _experts(of_expert, of_rank) >= self.many_experts:
-            return True
         most = math.inf if self.most_rows_of_expert is None else self.most_rows_of_expert
-        return of_rank >= self.least_rows_of_rank and self.least_rows_of_expert <= of_expert <= most
+        many = self.many_experts is not None and _experts(of_expert, of_rank) >= self.many_experts
+        enough = of_rank >= self.least_rows_of_rank and of_expert >= self.least_rows_of_expert
+        return (many or enough) and of_expert <= most
 
     def line(self) -> dict[str, Any]:
         """Return the bounds as JSON."""
@@ -107,14 +107,14 @@ def of_measured(dtype: str, ranks: int, layers: Sequence[Measured], tolerance: f
                 order = (gained, least, of_rank, -most)
                 if inside and (found is None or order > found[0]):
                     found = order, bounds
-    many = _many(layers, gains)
     if found is None:
-        return replace(never(dtype, ranks), many_experts=many)
+        return never(dtype, ranks)
     bounds = found[1]
     unbounded = Bounds(dtype, ranks, bounds.least_rows_of_expert, bounds.least_rows_of_rank)
     beyond = [layer for layer in layers if unbounded.cover(layer.of_expert, layer.of_rank)]
     largest = max(layer.of_expert for layer in beyond)
-    return replace(unbounded if bounds.cover(largest, bounds.least_rows_of_rank) else bounds, many_experts=many)
+    chosen = unbounded if bounds.cover(largest, bounds.least_rows_of_rank) else bounds
+    return replace(chosen, many_experts=_many(layers, gains))
 
 
 def _many(layers: Sequence[Measured], gains: Sequence[Measured]) -> int | None:
@@ -124,7 +124,7 @@ def _many(layers: Sequence[Measured], gains: Sequence[Measured]) -> int | None:
 
 
 def _experts(of_expert: float, of_rank: int) -> float:
-    """Return the experts of a rank.  Rounded: both numbers come from a division by it."""
+    """Return the experts of a rank.  Rounded, because `of_expert` is a quotient."""
     return round(of_rank / of_expert, 6)
 
 

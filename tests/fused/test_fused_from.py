@@ -24,16 +24,7 @@ from moecomm_bench import moe
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100 = "NVIDIA H100 80GB HBM3"  # has no table of its own
 VARIANTS = {BF16: ("sequential", moe.FUSED), FP8: ("fp8", f"fp8, {moe.FUSED}")}
-# Layers that are faster fused outside of the bounds.  In bfloat16 the bounds are careful, see
-# tests/tools/test_tune_layers.py; in FP8 none have 2 rows an expert that do not have layers of Mixtral, which lose.
-OUTSIDE = {
-    ("moe-gpt-oss-120b-h200-4", 16, BF16),
-    ("moe-gpt-oss-120b-h200-4", 16, FP8),
-    ("moe-mixtral-8x7b-h200-4", 16, BF16),
-    ("moe-mxfp4-h200-2", 16, BF16),
-    ("moe-mxfp4-h200-2", 128, BF16),
-}
-RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("moe-*-h200-[24].json"))
+RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("moe-*-h[12]00-[24].json"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +47,7 @@ def test_none_is_what_was_faster(path: Path) -> None:
             buffer = cast(Any, buffer_of(model, result["case"]["ranks"], tokens))
             under = layer._runs_fused(buffer, weights, None, str)
             ratio = found[tokens, apart] / found[tokens, fused]  # how much faster under the experts
-            assert ratio >= 0.999 if under else (ratio > 1.02) == ((path.stem, tokens, weights) in OUTSIDE), tokens
+            assert ratio >= 0.999 if under else ratio <= 1.02, tokens
             chosen.add(under)
         assert True in chosen or not chosen, "weights that were measured"
 
@@ -74,12 +65,11 @@ def buffer_of(model: Model, ranks: int, tokens: int) -> SimpleNamespace:
     [
         (BF16, 4, 128, None, "", True),
         (FP16, 4, 128, None, "", True),
-        (BF16, 4, 127, None, "", False),  # fewer than 16 rows an expert
-        (FP8, 4, 128, None, "", True),
-        (FP8, 4, 127, None, "", False),
-        (BF16, 2, 512, None, "", True),
-        (BF16, 2, 511, None, "", False),  # fewer than 32 rows an expert
-        (FP8, 2, 8192, None, "", True),
+        (BF16, 4, 1, None, "", True),  # 64 experts a rank
+        (FP8, 4, 1, None, "", True),
+        (BF16, 2, 1, None, "", True),
+        (FP8, 2, 512, None, "", True),
+        (FP8, 2, 511, None, "", False),  # fewer than 32 rows an expert
         (BF16, 8, 256, None, "", True),  # not measured: from more rows on than of 4 ranks
         (BF16, 8, 255, None, "", False),
         (FP8, 8, 256, None, "", True),
@@ -102,7 +92,7 @@ def test_by_the_buffer_and_its_weights(
 
 def test_by_the_rows_of_a_rank() -> None:
     """Two experts here, which have many rows each when a rank has few."""
-    for weights, least in ((BF16, 128), (FP8, 256)):
+    for weights, least in ((BF16, 16), (FP8, 256)):
         for tokens in (least, least - 1):
             buffer = cast(Any, buffer_of(MODELS["mixtral-8x7b"], 4, tokens))
             assert layer._runs_fused(buffer, weights, None, str) == (tokens == least)
