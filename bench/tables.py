@@ -59,8 +59,8 @@ OVERLAP_H200 = tuple(f"overlap-{name}-h200-2" for name in OPERATORS[:-1])
 class Topic(NamedTuple):
     """A section of a page: heading, description, names of the results, and the function that makes the table.
 
-    Results of `kinds` on more GPUs than those that it names get tables of their own by machine, from `tables_of`: of
-    each machine, or where `needed`, one of these kinds, is there.
+    Results of `kinds` on more GPUs get a table for each machine, by `tables_of`.  `needed`: one of these kinds, without
+    whose result a machine gets none.
     """
 
     title: str

@@ -36,7 +36,7 @@ def beside(parts: Sequence[str], gpus: Iterable[str | None]) -> list[bool]:
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for gpu in [*gpus] * SHARE:
         free.put(gpu)
-    threads = max(1, (os.cpu_count() or 1) // free.qsize())  # of 16 a process, most would wait for the others'
+    threads = max(1, (os.cpu_count() or 1) // free.qsize())  # torch would start one a core in each process
 
     def alone(step: Step) -> bool:
         gpu = free.get()

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from moecomm.config import cache_dir
+from moecomm.gpu import linking
 from moecomm_bench import sources
 from tests.gpu import passed, processes, steps
 from tests.gpu.pieces import FOLDER, GPUS, HALF, MINIATURES, PIECES, QUARTER, RECORDED, Piece, has_miniature
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str], order: Callable[[int], Sequence[Piece | Step]
     if left and not given.miniature:
         compiled(chosen, gpus, given.out, min(240.0, ends - time.monotonic()))
     # What was begun before, and has failed or was ended, comes last: it may again, and take the time of others.
-    left.sort(key=lambda one: (given.out / f"{one.name}.log").exists())
+    left.sort(key=lambda one: was_begun(one, given.out, machine))
     failed = later = 0
     for one in left:
         needed = one.seconds if isinstance(one, Piece) else one.limit_s
@@ -91,6 +92,12 @@ def has_ended(one: Piece | Step, folder: Path, machine: str) -> bool:
     return is_done(_result(folder, one, machine)) if isinstance(one, Piece) else passed.has_passed(folder, one.name)
 
 
+def was_begun(one: Piece | Step, folder: Path, machine: str) -> bool:
+    """Return True if it has begun before and left no result, of any commit."""
+    result = isinstance(one, Piece) and _result(folder, one, machine).exists()
+    return (folder / f"{one.name}.log").exists() and not result
+
+
 def compiled(chosen: Sequence[Piece | Step], gpus: int, folder: Path, limit_s: float) -> bool:
     """Compile what pieces and steps launch, by all cores at once: ranks that compile wait for each other.
 
@@ -98,7 +105,7 @@ def compiled(chosen: Sequence[Piece | Step], gpus: int, folder: Path, limit_s: f
     """
     ends, fine = time.monotonic() + limit_s, True
     for words in compiling(chosen, gpus):
-        named = hashlib.sha256(" ".join([*words, sources.commit()]).encode()).hexdigest()
+        named = hashlib.sha256(f"{words} {sources.commit()} {linking.nvrtc_version()}".encode()).hexdigest()
         mark = cache_dir() / f"compiled-{named[:16]}"
         if not mark.exists() and ends > time.monotonic():
             done = _run([sys.executable, "-m", *words], folder / "compile.log", ends - time.monotonic())
@@ -128,9 +135,9 @@ def compiling(chosen: Sequence[Piece | Step], gpus: int) -> list[list[str]]:
 
 
 def _models(commands: Iterable[Sequence[str]]) -> list[str]:
-    """Return the models that commands name, each once."""
+    """Return the models that commands name, each once; first DeepSeek-V3, the one that runs between domains."""
     named = (words[words.index("--model") + 1].split(",") for words in commands if "--model" in words)
-    return list(dict.fromkeys(model for some in named for model in some))
+    return sorted(dict.fromkeys(model for some in named for model in some), key=lambda model: model != "deepseek-v3")
 
 
 def measure(piece: Piece, folder: Path, machine: str, gpus: int, *, small: bool) -> bool:

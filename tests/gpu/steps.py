@@ -38,7 +38,7 @@ MODELS = {
     "qwen3-30b-a3b": "128,1024,8192",
 }
 GPUS = "GPUS"  # in a command: how many there are
-RANKS, COUNTS = "RANKS", (2, 4, 8)  # in a name: how many of these ranks have a GPU each
+RANKS, COUNTS = "RANKS", (2, 4, 8)  # RANKS in the name of a step or test: the largest of COUNTS that the GPUs allow
 BACKENDS, ROUNDS = "lsa,nvshmem,gin", f"--ranks {GPUS} --tokens 128,4096 --layout flat --replays 7 --limit 240"
 
 
