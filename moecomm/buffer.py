@@ -543,8 +543,7 @@ class Buffer(Bound):
             BadInput: a call during a capture; ranks or replicas that can't be used.
             Mismatch: another rank calls shrink(); nothing has changed.
             MemoryReleased: restore() comes first; after a loss only shrink() goes on.
-            Timeout, PeerLost: there is nothing over which the ranks could agree.
-            Closed, ConcurrentCall: as everywhere.
+            Timeout, PeerLost: nothing over which the ranks could agree is left.  Closed, ConcurrentCall: as everywhere.
         """
         return self._masks.mask(ranks, replicas)
 
@@ -581,6 +580,7 @@ class Buffer(Bound):
             BadInput: another output is still referenced, here or on the rank that it names.
             Unsupported: this kind of window (NCCL's or NVSHMEM's) can't give memory back.
             Timeout, PeerLost, Aborted, Mismatch: not all ranks came; the first three end the Buffer: see RoundFailed.
+            As check(): a round or an exchange of weights went wrong.
         """
         self._memory.release()
 
@@ -613,8 +613,7 @@ class Buffer(Bound):
             reset: True: count from 0 again, after reading.
 
         Raises:
-            Closed, ConcurrentCall: as everywhere.
-            BadInput: a call during a capture.
+            Closed, ConcurrentCall: as everywhere.  BadInput: a call during a capture.
             Timeout: the device does not answer.
             Timeout, PeerLost, Aborted: of `gather`: not all ranks came.
         """
@@ -641,14 +640,15 @@ class Buffer(Bound):
         self._recorder.dump(path)
 
     def check(self) -> None:
-        """Wait for every round so far, and raise the error of the first that went wrong, if any."""
+        """Wait for rounds and exchanges of weights so far, and raise the error of the first that went wrong, if any.
+
+        Raises:
+            As dispatch().  BadInput, Mismatch, Timeout, PeerLost, Aborted: of exchanges, see ops.slot_weights().
+        """
         self.rounds.check()
 
     def close(self) -> None:
-        """Give the memory back.  Idempotent; outputs that are still referenced stay valid.
-
-        A call in another thread is aborted and awaited.
-        """
+        """Give the memory back.  Idempotent.  Abort and await a call in another thread.  Outputs in use stay valid."""
         self.rounds.close()
 
     def abort(self) -> None:

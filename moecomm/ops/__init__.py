@@ -491,7 +491,10 @@ def slot_weights(buffer: Buffer | str, weights: Sequence[torch.Tensor]) -> list[
         Unsupported: masked ranks, several domains, forward-mode AD.
         As Window and Window.barrier().
 
-        An error that is another rank's is raised on GPUs by a later exchange of weights, or by Buffer.check().
+        On GPUs, only a rank that refuses its weights, or passes shapes or dtypes for the first time, raises in this
+        call.  The other ranks return undefined weights.  They raise the error later, in an exchange of weights or in
+        Buffer.check(), and not all in the same call.  After such an error, every rank calls check() before the next
+        exchange.
     """
     name = _name_of(buffer)
     try:

@@ -7,8 +7,8 @@ Ranks exchange weights and gradients over a Window, which layers of the same sha
 Buffer, or with a release of its memory.  A rank writes what others need into its own memory there, and reads theirs
 after a barrier.  A second barrier lets the next exchange write.
 
-Both are barriers of the first Window, whatever the shapes: ranks that pass other shapes meet there, and so does a rank
-that refuses its arguments.  No rank waits for one that has raised.
+Both are barriers of the first Window, whatever the shapes: ranks that pass other shapes join the same barriers.  A rank
+that refuses its arguments joins them, too, so none waits for it.  Any other error of one rank ends in a Timeout.
 """
 
 from __future__ import annotations
@@ -38,32 +38,38 @@ _REFUSED = -1  # in the place of a digest: a rank's arguments can't be used
 _Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each tensor of an expert
 
 
-class _Late(NamedTuple):
-    """Words of an exchange of GPUs, which the host reads when they have come."""
+class _Pending(NamedTuple):
+    """Digests of an exchange of GPUs, which the host compares once they are copied.
 
-    words: torch.Tensor
-    there: torch.cuda.Event
-    mine: int
+    Attributes:
+        digests: of all ranks, in pinned memory.
+        copied: the end of the copy.
+        posted: the digest of this rank.
+    """
+
+    digests: torch.Tensor
+    copied: torch.cuda.Event
+    posted: int
 
 
-class _Meeting:
-    """Barriers of all exchanges of a Buffer, at which each rank says by a word of which kinds its tensors are.
+class _Barriers:
+    """Barriers of all exchanges of a Buffer.  Each rank posts a digest of its shapes and dtypes.
 
-    CPU ranks compare these words in each exchange.  GPUs do it later, so that no host waits for its device.
+    CPU ranks compare digests in each exchange.  GPUs do it later, so that no host waits for its device.
 
     Args:
         window: of all ranks.
-        offset: in its memory, of a word of each rank.
+        offset: in its memory, of the digests of all ranks.
     """
 
     def __init__(self, window: Window, offset: int) -> None:
         self._window = window
         ranks, me = range(window.num_ranks), window.rank
-        self._words = window.tensor((len(ranks),), torch.int64, offset=offset)
+        self._digests = window.tensor((len(ranks),), torch.int64, offset=offset)
         self._places = [window.tensor((1,), torch.int64, rank=rank, offset=offset + 8 * me) for rank in ranks]
-        self._texts: dict[int, str] = {}  # of the kinds that this rank has passed, by their words
-        self._said: int | None = None  # the word that all ranks have of this one
-        self._late: deque[_Late] = deque()
+        self._texts: dict[int, str] = {}  # of the kinds that this rank has passed, by their digests
+        self._posted: int | None = None  # what all ranks have of this one
+        self._pending: deque[_Pending] = deque()
         self._done: torch.cuda.Event | None = None  # the end of the last exchange, on GPUs
         if window.device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -87,23 +93,23 @@ class _Meeting:
 
         Raises:
             BadInput, Mismatch: a rank has refused its arguments, or has tensors of other kinds.  GPUs: at the end of
-                a later exchange, or in raise_late().
+                a later exchange, or in Rounds.check_exchanges().
             As Window.barrier().
         """
-        mine, error = self._say(kinds), None
+        posted, error = self._post(kinds), None
         if self._done is None:
-            error = self._error(self._words.tolist(), mine)
+            error = self._error(self._digests.tolist(), posted)
         else:
-            words = torch.empty(len(self._places), dtype=torch.int64, device="cpu", pin_memory=True)
-            words.copy_(self._words, non_blocking=True)
-            there = torch.cuda.current_stream(self._window.device).record_event()
-            self._late.append(_Late(words, there, mine))
+            digests = torch.empty(len(self._places), dtype=torch.int64, device="cpu", pin_memory=True)
+            digests.copy_(self._digests, non_blocking=True)
+            copied = torch.cuda.current_stream(self._window.device).record_event()
+            self._pending.append(_Pending(digests, copied, posted))
         if error is None:
             yield
         self._window.barrier()
         if error is not None:
             raise error
-        self.raise_late(wait=False)  # at the end: no rank waits for this one
+        self.raise_pending()  # at the end: no rank waits for this one
 
     def open(self, kinds: _Kinds) -> None:
         """Compare kinds for which no exchange is open.  The host waits for the device.  Collective.
@@ -112,47 +118,56 @@ class _Meeting:
             As reading(), on all ranks.
         """
         with self.in_turn():
-            mine = self._say(kinds)
-            error = self._error(self._words.tolist(), mine)
+            posted = self._post(kinds)
+            error = self._error(self._digests.tolist(), posted)
             self._window.barrier()
         if error is not None:
             raise error
 
     def refuse(self) -> None:
-        """Come to an exchange of the other ranks, which learn that this rank's arguments can't be used.  Collective."""
+        """Join one exchange of the other ranks, and post that this rank refused its arguments.  Collective."""
         with self.in_turn():
-            self._say(None)
+            self._post(None)
             self._window.barrier()
 
-    def raise_late(self, *, wait: bool) -> None:
-        """Raise the error of exchanges so far, on GPUs.  `wait`: those that have not ended are awaited."""
-        while self._late and (wait or self._late[0].there.query()):  # type: ignore[no-untyped-call]
-            late = self._late.popleft()
-            late.there.synchronize()
-            if (error := self._error(late.words.tolist(), late.mine)) is not None:
-                self._window.raise_failure()  # without all ranks at the barrier, words are those of earlier exchanges
+    def wait(self) -> None:
+        """Wait for the exchanges so far.  Returns in time even when one fails, because barriers have deadlines."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def raise_pending(self) -> None:
+        """Raise the error of exchanges whose digests are copied, on GPUs."""
+        while self._pending and self._pending[0].copied.query():  # type: ignore[no-untyped-call]
+            first = self._pending.popleft()
+            if (error := self._error(first.digests.tolist(), first.posted)) is not None:
+                self.raise_failure()
                 raise error
 
-    def _say(self, kinds: _Kinds | None) -> int:
-        """Leave a word with all ranks, meet them, and return it.  `kinds`: None if this rank has refused its own."""
-        word = _REFUSED if kinds is None else _digest(kinds)
-        if kinds is not None:
-            self._texts[word] = _shown(kinds)
-        if word != self._said:
-            for place in self._places:
-                place.fill_(word)
-            self._said = word
-        self._window.barrier()
-        return word
+    def raise_failure(self) -> None:
+        """Raise the error of a failed barrier, which leaves the digests of earlier exchanges: mostly equal ones."""
+        self._window.raise_failure()
 
-    def _error(self, words: list[int], mine: int) -> MoecommError | None:
-        """Return the error that the words of all ranks make, or None."""
-        if _REFUSED in words:
-            return BadInput("weights", "some that it has refused", "weights as its error says", words.index(_REFUSED))
-        other = next((rank for rank, word in enumerate(words) if word != mine), None)
+    def _post(self, kinds: _Kinds | None) -> int:
+        """Write this rank's digest to all ranks, wait for theirs, and return it.  `kinds`: None to refuse."""
+        digest = _REFUSED if kinds is None else _digest(kinds)
+        if kinds is not None:
+            self._texts[digest] = _shown(kinds)
+        if digest != self._posted:
+            for place in self._places:
+                place.fill_(digest)
+            self._posted = digest
+        self._window.barrier()
+        return digest
+
+    def _error(self, digests: list[int], posted: int) -> MoecommError | None:
+        """Return the error that the digests of all ranks make, or None."""
+        if _REFUSED in digests:
+            want = "weights that it accepts: see its own error"
+            return BadInput("weights", "weights that this rank refused", want, digests.index(_REFUSED))
+        other = next((rank for rank, digest in enumerate(digests) if digest != posted), None)
         if other is None:
             return None
-        return Mismatch("weights", self._texts[mine], self._texts.get(words[other], "others"), other)
+        return Mismatch("weights", self._texts[posted], self._texts.get(digests[other], "others"), other)
 
 
 class _Exchange(NamedTuple):
@@ -164,13 +179,13 @@ class _Exchange(NamedTuple):
         window: of all ranks.
         slots: of a rank.
         kinds: of the tensors.
-        meeting: of the Buffer.
+        barriers: of the Buffer.
     """
 
     window: Window
     slots: int
     kinds: _Kinds
-    meeting: _Meeting
+    barriers: _Barriers
 
     def of(self, rank: int) -> list[torch.Tensor]:
         """Return a rank's tensors."""
@@ -194,12 +209,12 @@ def slot_weights(owned: Sequence[torch.Tensor], buffer: str) -> tuple[list[torch
     experts, me = rounds.placement.experts, rounds.rank
     exchange = _exchange_of(rounds, owned)
     found = [weight.new_empty(exchange.slots, *weight.shape[1:]) for weight in owned]
-    with exchange.meeting.in_turn():
+    with exchange.barriers.in_turn():
         elsewhere = {expert for rank, held in enumerate(experts.tolist()) if rank != me for expert in held}
         for part, weight in zip(exchange.of(me), owned, strict=True):
             for expert in elsewhere.intersection(mine):
                 part[expert - mine.start].copy_(weight[expert - mine.start])
-        with exchange.meeting.reading(exchange.kinds):
+        with exchange.barriers.reading(exchange.kinds):
             for first, count, owner, row in _runs(experts[me], rounds.placement.num_experts, rounds.num_ranks):
                 filled = [weight[first : first + count] for weight in found]
                 if owner == NONE:
@@ -282,11 +297,11 @@ def _add_slots(
         found: written, a tensor for each of `grads`.
     """
     me = exchange.window.rank
-    with exchange.meeting.in_turn():
+    with exchange.barriers.in_turn():
         for slot in given:
             for part, grad in zip(exchange.of(me), grads, strict=True):
                 part[slot].copy_(grad[slot])
-        with exchange.meeting.reading(exchange.kinds):
+        with exchange.barriers.reading(exchange.kinds):
             of_ranks = [grads if rank == me else exchange.of(rank) for rank in range(exchange.window.num_ranks)]
             for row, slots in held.items():
                 for nth, total in enumerate(found):
@@ -341,8 +356,8 @@ def refuse(rounds: Rounds, error: BadInput) -> NoReturn:
         As Window.barrier().
     """
     _require(rounds)
-    for exchange in rounds.exchanges.values():
-        exchange.meeting.refuse()
+    if rounds.exchange_barriers is not None:
+        rounds.exchange_barriers.refuse()
         raise error
     with agreement(rounds, "slot_weights"):
         raise error
@@ -352,6 +367,8 @@ def _require(rounds: Rounds) -> None:
     """Raise the error of what is the same on all ranks: BadInput, MemoryReleased, Unsupported."""
     if rounds.placement is None:
         raise BadInput("buffer", "one without a placement", "a Buffer that was opened with a placement")
+    if rounds.released:
+        raise MemoryReleased
     refuse_capture(rounds, "slot_weights")  # a graph would go on to copy by the placement of its capture
     if rounds.masked:
         raise Unsupported(f"weights of slots beside masked ranks {sorted(rounds.masked)}, which own experts")
@@ -384,22 +401,23 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> _Exchange:
     kinds = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
     opened: dict[_Kinds, _Exchange] = rounds.exchanges
     if kinds not in opened:
-        first = next(iter(opened.values()), None)
-        if first is None:
+        barriers: _Barriers | None = rounds.exchange_barriers
+        if barriers is None:
             with agreement(rounds, "slot_weights") as ranks:
                 shown = {_digest(kinds): _shown(kinds)}
                 backend = rounds.settings.backend
                 compare(ranks, {"weights": _digest(kinds)}, backend, lambda _, other: shown.get(other, "others"))
                 ranks.settle()
         else:
-            first.meeting.open(kinds)
+            barriers.open(kinds)
         slots = len(rounds.local_experts)
         about: dict[str, Any] = {"backend": rounds.settings.backend, "device": rounds.device}
         nbytes = sum(_room(slots, *kind) for kind in kinds)
-        words = 8 * rounds.num_ranks if first is None else 0
-        window = Window(rounds.members.group, nbytes + words, **about, timeout_s=rounds.members.timeout_s)
-        meeting = _Meeting(window, nbytes) if first is None else first.meeting
-        opened[kinds] = _Exchange(window, slots, kinds, meeting)
+        digests = 8 * rounds.num_ranks if barriers is None else 0
+        window = Window(rounds.members.group, nbytes + digests, **about, timeout_s=rounds.members.timeout_s)
+        if barriers is None:
+            barriers = rounds.exchange_barriers = _Barriers(window, nbytes)
+        opened[kinds] = _Exchange(window, slots, kinds, barriers)
     return opened[kinds]
 
 

@@ -76,6 +76,7 @@ class Rounds(RoundState, Bound):
         self.known_calls = _native.KnownCalls(*known)
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.exchanges: dict[Any, Any] = {}  # of weights of slots, by their shapes: see moecomm.ops.slots
+        self.exchange_barriers: Any = None  # of all of them, in the Window of the first
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.meeting
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
         self.absent = AbsentEntries(self.device)
@@ -189,15 +190,20 @@ class Rounds(RoundState, Bound):
         self.flight.settle()
 
     def check_exchanges(self) -> None:
-        """Wait for exchanges of weights of slots, and raise the error of one in which ranks did not agree, if any."""
-        for exchange in list(self.exchanges.values()):
-            exchange.meeting.raise_late(wait=True)
+        """Wait for exchanges of weights of slots, and raise the error of the first that went wrong, if any."""
+        if self.exchange_barriers is None:
+            return
+        self.exchange_barriers.wait()
+        self.exchange_barriers.raise_pending()
+        if not self.masked:  # a lost rank ends the Window of exchanges, but not the rounds of ranks that mask it
+            self.exchange_barriers.raise_failure()
 
     def close_exchanges(self) -> None:
         """Give the memory of exchanges back.  The next exchange opens another."""
         for exchange in list(self.exchanges.values()):
             exchange.window.close()
         self.exchanges.clear()
+        self.exchange_barriers = None
 
     def wait(self) -> None:
         """Wait for every round enqueued so far.  Their errors are for the caller to raise."""

@@ -470,7 +470,7 @@ def test_gpus_raise_the_error_of_another_rank_when_their_streams_have_come_to_it
             return bool(on.comes)
 
         def synchronize(self) -> None:
-            pass
+            on.comes = True
 
         def record(self, stream: object) -> None:
             pass
@@ -490,8 +490,7 @@ def test_gpus_raise_the_error_of_another_rank_when_their_streams_have_come_to_it
         good = [torch.arange(mine.start, mine.stop).float()]
         with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
             ops.slot_weights(buffer, good)
-            (exchange,) = buffer.rounds.exchanges.values()
-            exchange.meeting._done = Event()
+            buffer.rounds.exchange_barriers._done = Event()
             for bad, error in (([torch.zeros(9)], moecomm.BadInput), ([good[0].double()], moecomm.Mismatch)):
                 for on.comes in (False, True):
                     with pytest.raises(error) if on.comes or group.rank == 1 else nullcontext():
@@ -507,7 +506,10 @@ def test_gpus_raise_the_error_of_another_rank_when_their_streams_have_come_to_it
 
 
 def test_a_released_buffer_has_no_memory_for_weights() -> None:
-    """release_memory() gives the Windows back, and weights copied after restore() are right."""
+    """release_memory() gives the Windows back, and weights copied after restore() are right.
+
+    A rank whose weights can't be used joins nothing while the others raise MemoryReleased.
+    """
     sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
 
     def body(group: Any) -> None:
@@ -518,10 +520,38 @@ def test_a_released_buffer_has_no_memory_for_weights() -> None:
             buffer.release_memory()
             assert [one() for one in memory] == [None]
             with pytest.raises(moecomm.MemoryReleased):
-                ops.slot_weights(buffer, good)
+                ops.slot_weights(buffer, _weights(group, "of another number") if group.rank == 1 else good)
             buffer.restore()
             for one, other in zip(before, ops.slot_weights(buffer, good), strict=True):
                 assert torch.equal(one, other)
+
+    assert run_ranks(RANKS, body) == [None] * RANKS
+
+
+@pytest.mark.parametrize("then", ["release_memory", "mask"])
+def test_check_raises_the_timeout_of_an_exchange(then: str) -> None:
+    """Rank 1 does not come.  All raise in check() and release_memory(), unless the others mask rank 1."""
+    sizes = {name: SIZES[name] for name in ("hidden", "num_experts", "topk", "max_tokens", "backend")}
+    ended = threading.Barrier(RANKS)
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=1) as buffer:
+            good = _weights(group, "good")
+            ops.slot_weights(buffer, good)
+            if group.rank != 1:
+                with pytest.raises(moecomm.Timeout):
+                    ops.slot_weights(buffer, good)
+            ended.wait(ROOM_S)
+            with pytest.raises(moecomm.Timeout):
+                buffer.check()
+            if then == "release_memory":
+                with pytest.raises(moecomm.Timeout):
+                    buffer.release_memory()
+                assert not buffer.released
+            elif group.rank != 1:
+                buffer.mask([1])
+                buffer.check()
+            ended.wait(ROOM_S)
 
     assert run_ranks(RANKS, body) == [None] * RANKS
 
