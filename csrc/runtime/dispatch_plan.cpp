@@ -50,8 +50,8 @@ Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
         p.stride = align_up<i64>(max_rows / p.groups, 4);  // a column is a multiple of 16 bytes, for TMA
         p.columns = pieces.take(static_cast<u64>(p.groups) * p.stride, args.scale_bytes);
     }
-    // Kernels clamp the row of a row descriptor to the last one (row_inside in csrc/dispatch/place.cuh): without any to row -1, which is in
-    // the block as well.
+    // Kernels clamp the row of a descriptor to max_rows - 1 (row_inside). With max_rows=0 that is row -1: reserve one row before x, so that
+    // the store stays in the block.
     const bool has_row_ahead = args.descriptors != 0 && max_rows == 0;
     p.x = has_row_ahead ? pieces.take(1, args.row_bytes) + args.row_bytes : pieces.take(max_rows, args.row_bytes);
     p.bytes = pieces.end();

@@ -100,7 +100,8 @@ class LowLatency(MaskBuffer):
         `topk_weights`, which deep_ep does not have, spares low_latency_combine a small round when it is given the same
         tensor, unchanged.  `round_scale` without `use_ue8m0`, and `cumulative_local_expert_recv_stats`, take a kernel
         of their own each, and `dispatch_wait_recv_cost_stats`, in nanoseconds, three.  A hook that has not been called
-        when the next dispatch of these sizes begins runs then.
+        when the next dispatch of these sizes begins runs then; called later, it makes the current stream wait for the
+        rows.
 
         `use_nvfp4`, of deep_ep's branch hybrid-ep: rows are uint8 `[R * Tmax, H/2, E/R]`, scales float8_e4m3fn `[32, 4,
         ceil(R * Tmax / 128), 4, ceil(H / 64), E/R]`, both of them permuted views: in memory the experts come first, and
@@ -274,7 +275,10 @@ class LowLatency(MaskBuffer):
 
 
 class Receive:
-    """The hook of a dispatch: makes the current stream wait for its rows, and receives them unless that is done."""
+    """The hook of a dispatch.
+
+    Receives the rows, or, if a later dispatch has received them, makes the current stream wait for them.
+    """
 
     def __init__(
         self,
