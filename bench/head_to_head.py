@@ -7,7 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import AGED, OLDER, WINDOW, gpu, line, load, names, of_kind, round_parts, source, table, time_of, window_in
+from tables import (
+    AGED,
+    OLDER,
+    WINDOW,
+    line,
+    load,
+    names,
+    of_kind,
+    round_parts,
+    source,
+    table,
+    time_of,
+    where,
+    window_in,
+)
 
 from moecomm_bench import beside
 from moecomm_bench.deep_ep import NOT_COPIED
@@ -49,7 +63,7 @@ def front() -> list[str]:
     shown = table(" | ".join(("tokens a GPU", "operation", "moecomm", *others)), lines)
     case = result["case"]
     head = (
-        f"{case['ranks']} {gpu(result)}, DeepSeek-V3's sizes (hidden {case['hidden']}, top-{case['topk']} of "
+        f"{where(result)}, DeepSeek-V3's sizes (hidden {case['hidden']}, top-{case['topk']} of "
         f"{case['experts']} experts), all libraries in one run: time of the slowest GPU, in a CUDA graph. Left of 1, "
         "the other library is faster. NCCL EP and FlashInfer read registered memory, DeepEP any tensor."
     )
@@ -144,9 +158,9 @@ def _rows(result: dict[str, Any], others: list[str]) -> list[str]:
         ours = [_time(one.best["moecomm"]), *(_time(one.ours) for _ in _more(result))]
         times = [*ours, *(_time(one.best.get(name)) for name in others)]
         model = result["case"]["model"]
-        where = f"{result['case']['ranks']} {gpu(result)}{f', {model}' if model != 'deepseek-v3' else ''}"
+        machine = f"{where(result)}{f', {model}' if model != 'deepseek-v3' else ''}"
         ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in (one.ratio, *one.ratios))
-        cells = (where, str(one.tokens), f"`{one.layout}`", what, *times, *ratios)
+        cells = (machine, str(one.tokens), f"`{one.layout}`", what, *times, *ratios)
         cells = (*cells, window_in(result, one.tokens, one.layout))
         lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=range(4, 4 + len(ours))))
     return lines

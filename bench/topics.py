@@ -364,7 +364,6 @@ def torchs_forms(used: Iterable[str]) -> str:
 def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
     """Return rows of the layers in one result of `moecomm bench moe`, for these numbers of tokens or for all."""
     found, lines = load(name), []
-    gpus = f"{len(found['machine']['gpus'])} {gpu(found)}"
     rows = [row for row in found["rows"] if row["who"] == "moecomm" and row["what"] == "layer"]
     for tokens in sizes or dict.fromkeys(row["tokens"] for row in rows):
         apart, fused, fp8 = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
@@ -374,7 +373,7 @@ def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
         *both, eight = (time_of(row["us"]["p50"]) for row in (apart, fused, fp8))
         called = (r for r in rows if (r["tokens"], r["variant"]) == (tokens, "default"))
         default = next((f"{time_of(r['us']['p50'])} ({time_of(r['sustained_us'])})" for r in called), "")
-        cells = (gpus, best["model"], str(tokens), *both, default, *ratios, eight, window)
+        cells = (where(found), best["model"], str(tokens), *both, default, *ratios, eight, window)
         lines.append(line(found, layer_parts(tokens), *cells, at=(1,)))
     return lines
 

@@ -365,38 +365,24 @@ def late_hooks(rank: int, group: Any, kind: str) -> str:
     return f"late hooks on {device}"
 
 
-def test_late_hooks_on_cpus(ranks: Ranks) -> None:
-    assert ranks.run(2, late_hooks, "cpu") == ["late hooks on cpu"] * 2
+PARTS = [late_hooks, waits, masks]
+
+
+def said(part: Callable[..., str], device: str) -> str:
+    return f"{part.__name__.replace('_', ' ')} on {device}"
+
+
+@pytest.mark.parametrize(("part", "count"), [*((part, 2) for part in PARTS), (masks, 3)])
+def test_parts_on_cpus(ranks: Ranks, part: Callable[..., str], count: int) -> None:
+    assert ranks.run(count, part, "cpu") == [said(part, "cpu")] * count
 
 
 @pytest.mark.gpu2
 @pytest.mark.timeout(600)
-def test_late_hooks_on_gpus(gpu_ranks: Ranks) -> None:
-    gpu_ranks.start(2, late_hooks, "cuda")
-    assert gpu_ranks.results(2, timeout_s=500) == {rank: f"late hooks on cuda:{rank}" for rank in range(2)}
-
-
-def test_waits_on_cpus(ranks: Ranks) -> None:
-    assert ranks.run(2, waits, "cpu") == ["waits on cpu"] * 2
-
-
-@pytest.mark.gpu2
-@pytest.mark.timeout(600)
-def test_waits_on_gpus(gpu_ranks: Ranks) -> None:
-    gpu_ranks.start(2, waits, "cuda")
-    assert gpu_ranks.results(2, timeout_s=500) == {rank: f"waits on cuda:{rank}" for rank in range(2)}
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_masks_on_cpus(ranks: Ranks, count: int) -> None:
-    assert ranks.run(count, masks, "cpu") == ["masks on cpu"] * count
-
-
-@pytest.mark.gpu2
-@pytest.mark.timeout(600)
-def test_masks_on_gpus(gpu_ranks: Ranks) -> None:
-    gpu_ranks.start(2, masks, "cuda")
-    assert gpu_ranks.results(2, timeout_s=500) == {rank: f"masks on cuda:{rank}" for rank in range(2)}
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_on_gpus(gpu_ranks: Ranks, part: Callable[..., str]) -> None:
+    gpu_ranks.start(2, part, "cuda")
+    assert gpu_ranks.results(2, timeout_s=500) == {rank: said(part, f"cuda:{rank}") for rank in range(2)}
 
 
 def test_on_cpus(ranks: Ranks) -> None:
