@@ -17,6 +17,7 @@ from moecomm_bench import dispatch_combine as whole
 from moecomm_bench import latency as put_signal
 from moecomm_bench import replay
 from moecomm_bench.case import RoundsCase
+from moecomm_bench.clock import rounded
 from moecomm_bench.ranks import on_ranks, plan, under_torchrun
 
 Row = dict[str, Any]
@@ -126,4 +127,4 @@ def _of_first(row: Row, rows: list[Row], first: Way) -> Row:
         return {}
     wanted = asdict(first) | {name: row[name] for name in _SAME}
     like = [other["us"]["p50"] for other in rows if "us" in other and wanted.items() <= other.items()]
-    return {"of_first": round(row["us"]["p50"] / like[0], 4)} if like else {}
+    return {"of_first": rounded(row["us"]["p50"] / like[0], 4)} if like else {}

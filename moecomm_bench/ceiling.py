@@ -17,7 +17,7 @@ from moecomm.gpu import cuda_driver
 from moecomm.gpu.plain_kernel import launch
 from moecomm.tools.progress import Step, progress
 from moecomm_bench import kernels
-from moecomm_bench.clock import Call, Clock, percentiles
+from moecomm_bench.clock import Call, Clock, percentiles, rounded
 from moecomm_bench.ranks import device_of, together
 from moecomm_bench.receive_buffer import ReceiveBuffer
 
@@ -155,5 +155,5 @@ def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for parts in zip(*by_rank, strict=True):
         us = percentiles([part["us"] for part in parts])
         gbs = parts[0]["bytes"] / us["p50"] / 1e3
-        rows.append({"method": parts[0]["method"], "sms": parts[0]["sms"], "us": us, "gbs": round(gbs, 2)})
+        rows.append({"method": parts[0]["method"], "sms": parts[0]["sms"], "us": us, "gbs": rounded(gbs, 2)})
     return sorted(rows, key=lambda row: -float(row["gbs"]))

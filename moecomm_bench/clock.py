@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -257,10 +258,15 @@ def _nothing() -> None:
     pass
 
 
+def rounded(value: float, places: int) -> float:
+    """Round a figure to `places` decimal places, but keep 3 significant digits: no positive figure becomes 0."""
+    return round(value, max(places, 2 - math.floor(math.log10(abs(value))))) if value else 0.0
+
+
 def percentiles(by_rank: list[list[float]]) -> dict[str, float]:
     """Return p50, p90 and p99 over replays of the slowest rank. All ranks have equally many replays."""
     slowest: list[float] = [max(replay) for replay in zip(*by_rank, strict=True)]
     if len(slowest) == 1:
         return dict.fromkeys(("p50", "p90", "p99"), slowest[0])
     cuts = statistics.quantiles(slowest, n=100, method="inclusive")
-    return {f"p{part}": round(cuts[part - 1], 3) for part in (50, 90, 99)}
+    return {f"p{part}": rounded(cuts[part - 1], 3) for part in (50, 90, 99)}

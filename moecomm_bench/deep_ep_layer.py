@@ -24,7 +24,7 @@ from moecomm.ranks.rendezvous import rendezvous
 from moecomm.routed import Handle
 from moecomm.tools.progress import progress
 from moecomm_bench.case import RoundsCase
-from moecomm_bench.clock import Clock, percentiles
+from moecomm_bench.clock import Clock, percentiles, rounded
 from moecomm_bench.deep_ep import NOT_COPIED
 from moecomm_bench.ranks import device_of, on_ranks
 
@@ -329,7 +329,7 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     if whys:
         return {key: value for key, value in row.items() if key not in ("us", "host_us")} | {"why": whys[0]}
     us = row["us"] = {name: percentiles([part["us"][name] for part in parts]) for name in BY}
-    row["of_native"] = round(us["compat"]["p50"] / us["native"]["p50"], 4)
+    row["of_native"] = rounded(us["compat"]["p50"] / us["native"]["p50"], 4)
     host = [part["host_us"] for part in parts]
     if not host[0]["native"]:
         none = dict.fromkeys(BY)

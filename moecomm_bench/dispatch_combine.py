@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moecomm.tools.progress import Step, progress
 from moecomm_bench import beside, ceiling, overlap, replay
 from moecomm_bench.case import RoundsCase
-from moecomm_bench.clock import percentiles
+from moecomm_bench.clock import percentiles, rounded
 from moecomm_bench.ours import OUTSIDE, Ours, TimedOperation, operations
 from moecomm_bench.peers import OtherLibraries
 from moecomm_bench.ranks import device_of, on_ranks
@@ -138,15 +138,15 @@ def _merged(case: RoundsCase, parts: tuple[dict[str, Any], ...], ceiling_gbs: fl
     row["host_us_slowest"] = round(max(host), 2) if host else None
     for part in ("wire", "moved", "inside", "across", "logical"):
         if f"{part}_bytes" in row:
-            row[f"{part}_gbs"] = round(row[f"{part}_bytes"] / us["p50"] / 1e3, 3)
+            row[f"{part}_gbs"] = rounded(row[f"{part}_bytes"] / us["p50"] / 1e3, 3)
     row["of_wire"] = None
     if ceiling_gbs:
         moved = row["busiest_bytes"] if case.skew or case.routing_file else row["wire_bytes"]
-        row["of_wire"] = round(moved / ceiling_gbs / 1e3 / us["p50"], 4)
+        row["of_wire"] = rounded(moved / ceiling_gbs / 1e3 / us["p50"], 4)
     if "overlap" in row and "why" not in row["overlap"]:
         kept, held = (min(part["overlap"][name] for part in parts) for name in ("kept", "held"))
         alone = min(part["overlap"]["gemm_tflops"] for part in parts)
-        row["overlap"] = {"gemm_tflops": round(alone, 1), "kept": round(kept, 4), "held": round(held, 4)}
+        row["overlap"] = {"gemm_tflops": rounded(alone, 1), "kept": rounded(kept, 4), "held": rounded(held, 4)}
     if "halves" in row:
         row["halves"] = {name: percentiles([part["halves"][name] for part in parts])["p50"] for name in row["halves"]}
     return row
@@ -162,11 +162,11 @@ def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
             _p50(rows, row, what="combine", payload=""),
         ]
         if None not in alone:
-            row["of_sum"] = round(row["us"]["p50"] / sum(filter(None, alone)), 4)
+            row["of_sum"] = rounded(row["us"]["p50"] / sum(filter(None, alone)), 4)
     elif row["layout"] != "flat":
         flat = _p50(rows, row, layout="flat", variant=OUTSIDE if row["what"] == "combine" else "")
         if flat:
-            row["of_flat"] = round(row["us"]["p50"] / flat, 4)
+            row["of_flat"] = rounded(row["us"]["p50"] / flat, 4)
 
 
 def _p50(rows: list[dict[str, Any]], like: dict[str, Any], **other: str) -> float | None:

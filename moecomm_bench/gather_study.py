@@ -21,7 +21,7 @@ from moecomm.overlap.kernels import MOST_RANKS
 from moecomm.tools.progress import progress
 from moecomm.window import Window
 from moecomm_bench import operator_peers
-from moecomm_bench.clock import Call, Clock, percentiles
+from moecomm_bench.clock import Call, Clock, percentiles, rounded
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.gather_kernels import GatherMatmul
 from moecomm_bench.operator_cases import OperatorCase
@@ -195,7 +195,7 @@ def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         row, variant = dict(parts[0]), VARIANTS[parts[0]["variant"]]
         if "us" in row:
             row["us"] = percentiles([part["us"] for part in parts])
-            row["tflops"] = round(2 * SIZE**3 / row["us"]["p50"] / 1e6, 2)
+            row["tflops"] = rounded(2 * SIZE**3 / row["us"]["p50"] / 1e6, 2)
         rows.append(row | {"source": variant.published()})
     first = rows[0].get("tflops")
     for row in rows:

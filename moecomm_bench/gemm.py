@@ -31,7 +31,7 @@ from moecomm.fused.schedules import schedule_of
 from moecomm.router import MODELS, Model, random_routing
 from moecomm.tools.progress import progress
 from moecomm_bench import other_gemms
-from moecomm_bench.clock import device_us
+from moecomm_bench.clock import device_us, rounded
 
 TORCH, APART = "torch", "apart"  # next to schedules; APART: the chosen one, gate and up rows not interleaved
 DTYPES = ("bf16", "fp8")
@@ -92,7 +92,8 @@ class Gemm:
         out = self.columns // (1 if self.activation is None else 2)
         taken = (1 if self.dtype == "fp8" else 2) * (experts * self.columns + rows) * self.depth
         moved = taken + (1 if self.casts else 2) * rows * out
-        return {"tflops": round(2 * rows * self.columns * self.depth / us / 1e6, 1), "tbs": round(moved / us / 1e6, 3)}
+        done = 2 * rows * self.columns * self.depth
+        return {"tflops": rounded(done / us / 1e6, 1), "tbs": rounded(moved / us / 1e6, 3)}
 
 
 @lru_cache(maxsize=64)  # all GEMMs of a model use the same counts, which would take most of a case's time
@@ -178,7 +179,7 @@ def _read_tbs(device: torch.device, replays: int) -> float:
     """Return TB/s of torch's sum of many numbers, which reads memory and does little else."""
     numbers = torch.zeros(_READ_BYTES // 4, device=device)
     us = statistics.median([device_us(numbers.sum) for _ in range(replays + 1)][1:])
-    return round(_READ_BYTES / us / 1e6, 3)
+    return rounded(_READ_BYTES / us / 1e6, 3)
 
 
 def schedules_of(case: Gemm, tokens: list[int], device: torch.device, replays: int) -> list[dict[str, Any]]:
@@ -189,7 +190,7 @@ def schedules_of(case: Gemm, tokens: list[int], device: torch.device, replays: i
         calls = _schedules(case, _rows_of(case, counts)[1], weights, counts, tuple(case.schedules))
         us = _alternating(calls, len(weights), replays)
         about = {"tokens": count, **dataclasses.asdict(case), "rows": int(counts.sum())}
-        found.append({**about, "us": {name: round(time, 3) for name, time in us.items()}})
+        found.append({**about, "us": {name: rounded(time, 3) for name, time in us.items()}})
     return found
 
 
@@ -228,9 +229,9 @@ def _row(
         **dataclasses.asdict(case),
         "rows": rows,
         "chosen": chosen,
-        "us": {name: round(time, 3) for name, time in us.items()},
+        "us": {name: rounded(time, 3) for name, time in us.items()},
         **case.figures(counts, us[chosen]),
-        "of_torch": round(us[TORCH] / us[chosen], 3) if TORCH in us else None,
+        "of_torch": rounded(us[TORCH] / us[chosen], 3) if TORCH in us else None,
         "host_us": {name: _host_us(calls[name]) for name in (chosen, *others)} if drawn.is_cuda else None,
     }
 

@@ -14,7 +14,7 @@ from moecomm.gpu import plain_kernel
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.tools.progress import progress
 from moecomm_bench import kernels, proxy_times
-from moecomm_bench.clock import percentiles
+from moecomm_bench.clock import percentiles, rounded
 from moecomm_bench.ranks import device_of
 from moecomm_bench.receive_buffer import ReceiveBuffer
 
@@ -180,7 +180,7 @@ def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for parts in zip(*by_rank[:2], strict=True):
         us, size = percentiles([part["us"] for part in parts]), parts[0]["bytes"]
         row = {name: parts[0][name] for name in ("bytes", "method", "sms")}
-        row |= {"us": us, "gbs": round(size / us["p50"] / 1e3, 4)}
+        row |= {"us": us, "gbs": rounded(size / us["p50"] / 1e3, 4)}
         if "plugin" in parts[0]:
             plugin = proxy_times.of_put([part["us"] for part in parts], [part["plugin"] for part in parts])
             row |= {"plugin": plugin} if plugin else {}

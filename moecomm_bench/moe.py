@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moecomm.router import Model
 from moecomm.tools.progress import progress
 from moecomm_bench import replay
-from moecomm_bench.clock import percentiles
+from moecomm_bench.clock import percentiles, rounded
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.layer_case import ModelsCase
 from moecomm_bench.layers import BY_RANK, CHANNELS, DEFAULT_WIRE, FP8, FUSED, MXFP4, SEQUENTIAL, Layers
@@ -104,10 +104,10 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     for name in filter(row.__contains__, _TIMES):
         row[name] = percentiles([part[name] for part in parts])
     if "sustained_us" in row:
-        row["sustained_us"] = round(max(part["sustained_us"] for part in parts), 3)
+        row["sustained_us"] = rounded(max(part["sustained_us"] for part in parts), 3)
     flops = statistics.mean(part["flops"] for part in parts)
     del row["flops"]
-    row["tflops"] = round(flops / row["us"]["p50"] / 1e6, 2) if flops else None
+    row["tflops"] = rounded(flops / row["us"]["p50"] / 1e6, 2) if flops else None
     host = [part["host_us"] for part in parts if part["host_us"] is not None]
     return row | {"host_us": round(max(host), 2) if host else None}
 
@@ -121,9 +121,9 @@ def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     about = ("moecomm", "GEMMs", quantized)
     gemms = next((r for r in alike if (r["who"], r["what"], r["variant"]) == about), None)
     if row["what"] == "layer" and gemms:
-        row["of_gemms"] = round(row["us"]["p50"] / gemms["us"]["p50"], 4)
+        row["of_gemms"] = rounded(row["us"]["p50"] / gemms["us"]["p50"], 4)
         if "sustained_us" in row and "sustained_us" in gemms:
-            row["of_gemms_sustained"] = round(row["sustained_us"] / gemms["sustained_us"], 4)
+            row["of_gemms_sustained"] = rounded(row["sustained_us"] / gemms["sustained_us"], 4)
     torchs = [r["us"]["p50"] for r in alike if (r["who"], r["what"]) == ("torch", row["what"])]
     if row["who"] != "torch" and torchs and not quantized:
-        row["of_torch"] = round(min(torchs) / row["us"]["p50"], 4)
+        row["of_torch"] = rounded(min(torchs) / row["us"]["p50"], 4)

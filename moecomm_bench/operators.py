@@ -19,7 +19,7 @@ from moecomm.overlap.executors import GpuExecutors
 from moecomm.tools.progress import progress
 from moecomm.window import Window
 from moecomm_bench import operator_peers
-from moecomm_bench.clock import Call, Clock, percentiles
+from moecomm_bench.clock import Call, Clock, percentiles, rounded
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.operator_cases import DTYPES, OPERATORS, OperatorCase, cases
 from moecomm_bench.ranks import device_of, on_ranks, together
@@ -229,7 +229,7 @@ def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             continue
         for field, who in (("speedup", OURS), ("of_alone", ALONE)):
             other = [r["us"]["p50"] for r in rows if "us" in r and r["who"] == who and _same_case(r, row)]
-            row[field] = round(row["us"]["p50"] / other[0], 3) if other else None
+            row[field] = rounded(row["us"]["p50"] / other[0], 3) if other else None
     return rows
 
 
@@ -243,4 +243,4 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     if "us" not in row:
         return row
     us = percentiles([part["us"] for part in parts])
-    return row | {"us": us, "tflops": round(flops / us["p50"] / 1e6, 1) if flops else None}
+    return row | {"us": us, "tflops": rounded(flops / us["p50"] / 1e6, 1) if flops else None}

@@ -168,9 +168,8 @@ class Ours:
 
         A caller's window lacks the rows of all inputs but one, which combine rotates among.
         """
-        outputs = self.buffer.rounds.session.context.shape.heap_bytes
         layout, window = self._case.layouts[0], self.buffer.nbytes
-        beyond = window - outputs
+        beyond = window - self.buffer.rounds.memory.nbytes
         sizes = {"window": window - self._extra, "beyond_outputs": beyond, "opened": window}
         return {"tokens": self.tokens, "layout": layout, **sizes}
 

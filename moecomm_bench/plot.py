@@ -27,16 +27,16 @@ def draw(results: Iterable[Path], out: Path) -> None:
 
     Raises BadInput for a file that is no such result, or a name that is no picture's; Unsupported without matplotlib.
     """
+    _require_matplotlib()
     paths = list(results)
     save([_read(path) for path in paths], out, digest(paths))
 
 
 def save(results: Sequence[dict[str, Any]], out: Path, sources: str) -> None:
     """Draw results that can be drawn; an SVG has the description `sources`.  Raises as `draw` does."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise Unsupported(f"plots need matplotlib ({error}); pip install 'moecomm[bench]'") from None
+    _require_matplotlib()
+    import matplotlib
+
     if out.suffix not in _SUFFIXES:
         raise BadInput("the picture", str(out), f"a name with one of {', '.join(_SUFFIXES)}")
     # Equal numbers give an equal file: no date, no random names.
@@ -52,6 +52,13 @@ def save(results: Sequence[dict[str, Any]], out: Path, sources: str) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None, "Description": sources} if out.suffix == ".svg" else {}
         figure.savefig(out, dpi=150, metadata=metadata)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"plots need matplotlib ({error}); pip install 'moecomm[bench]'") from None
 
 
 def figure_of(results: Sequence[dict[str, Any]]) -> Figure:

@@ -180,7 +180,7 @@ class _Ceiling(TypedDict):
 class _MemoryJson(TypedDict):
     tokens: Tokens
     window: Count
-    beyond_outputs: Number
+    beyond_outputs: Count
     layout: NotRequired[Name]
     opened: NotRequired[Count]
 

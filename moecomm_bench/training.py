@@ -16,7 +16,7 @@ from moecomm.errors import BadInput
 from moecomm.tools.progress import progress
 from moecomm_bench import replay
 from moecomm_bench.case import RoundsCase
-from moecomm_bench.clock import Clock, percentiles
+from moecomm_bench.clock import Clock, percentiles, rounded
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.ours import Input, Ours
 from moecomm_bench.ranks import device_of, on_ranks, together
@@ -150,7 +150,7 @@ def merge(training: Training, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         like = [r for r in rows if r["who"] == TORCH and all(r[key] == row[key] for key in ("tokens", "what"))]
         if row["who"] != TORCH and "us" in row and like and "us" in like[0]:
-            row["of_torch"] = round(like[0]["us"]["p50"] / row["us"]["p50"], 4)
+            row["of_torch"] = rounded(like[0]["us"]["p50"] / row["us"]["p50"], 4)
     about = {"layers": training.layers, "intermediate": training.intermediate}
     case = replay.shown(training.case)
     return {"benchmark": "training", "case": case, "backend": by_rank[0]["backend"], **about, "rows": rows}
@@ -161,7 +161,7 @@ def _merged(training: Training, parts: tuple[dict[str, Any], ...]) -> dict[str, 
     if "why" in row:
         return row
     row["us"] = percentiles([part["us"] for part in parts])
-    row["layer_us"] = round(row["us"]["p50"] / training.layers, 3)
-    row["tflops"] = round(statistics.mean(part["flops"] for part in parts) / row["us"]["p50"] / 1e6, 2)
+    row["layer_us"] = rounded(row["us"]["p50"] / training.layers, 3)
+    row["tflops"] = rounded(statistics.mean(part["flops"] for part in parts) / row["us"]["p50"] / 1e6, 2)
     del row["flops"]
     return row

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moecomm import tuning
-from moecomm.errors import BadInput
+from moecomm.errors import Unsupported
 from moecomm.router import Model
 from moecomm.tuning.layers import TOLERANCE, Bounds, Measured, of_measured
 from moecomm_bench import moe, results
@@ -32,13 +32,14 @@ def tune(case: moe.ModelsCase, path: Path | None = None, measurements: Path | No
         The path of the table; None in a process that has nothing to report.
 
     Raises:
-        BadInput: a value out of range, CPU ranks, or a folder that cannot be created.
+        BadInput: a value out of range, or a folder that cannot be created.
+        Unsupported: CPU ranks.
         RanksFailed: at least one rank failed.
     """
     case = replace(case, peers=False, parts=False, fp8=True, room=0)
     case.check()
     if case.backend == "host":
-        raise BadInput("backend", "host", "a backend of GPUs: CPU ranks have one form of the layer")
+        raise Unsupported("moecomm tune layers needs GPUs: CPU ranks have one form of the layer")
     tables.make_folder(path)
     by_rank = on_ranks("moecomm_bench.tune.layers:run_rank", asdict(case), case.ranks)
     if by_rank is None:

@@ -132,3 +132,18 @@ def _sustain(rank: int, group: Any) -> tuple[list[Any], list[Any]]:
     timer._replay_us = replay_us
     calls = {name: lambda name=name: name for name in "ab"}
     return order, list(timer.burst_and_sustained(calls, lambda: None, ["b"], 1.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "places", "wanted"),
+    [
+        (1234.5678, 2, 1234.57),
+        (1.23456, 4, 1.2346),
+        (4e-5, 4, 4e-5),
+        (0.012345, 2, 0.0123),
+        (-4e-5, 3, -4e-5),
+        (0, 4, 0),
+    ],
+)
+def test_rounding_leaves_three_digits_of_small_figures(value: float, places: int, wanted: float) -> None:
+    assert clock.rounded(value, places) == wanted

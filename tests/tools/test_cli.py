@@ -73,17 +73,18 @@ def test_a_misspelt_setting_is_named(
     assert capfd.readouterr().err.startswith(f"BadInput: {name}: got '{value}'; want ")
 
 
-@pytest.mark.long
-def test_a_plot_without_matplotlib_says_how_to_get_it(
-    python: Callable[[str], subprocess.CompletedProcess[str]],
+def test_a_plot_without_matplotlib_says_how_to_get_it_before_it_reads_results(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = python(
-        "import sys; sys.modules['matplotlib'] = None; sys.argv = ['moecomm', 'bench', 'plot', '/proc/self/status'];"
-        "from moecomm.tools.cli import main; main()"
-    )
-    assert told.returncode == 1
-    assert told.stderr.startswith("Unsupported: plots need matplotlib")
-    assert "moecomm[bench]" in told.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "found.json").write_text("no JSON")
+    monkeypatch.setattr(sys, "argv", ["moecomm", "bench", "plot", str(tmp_path / "found.json")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    told = capfd.readouterr().err
+    assert told.startswith("Unsupported: plots need matplotlib")
+    assert "moecomm[bench]" in told
 
 
 def test_the_command_line_brings_no_plots_and_nothing_of_gpus(

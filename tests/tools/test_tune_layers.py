@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moecomm import tuning
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import forms
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS
@@ -197,12 +197,17 @@ def test_what_is_not_measured_again_is_kept(jobs: list[dict[str, Any]], tmp_path
     assert tuning.users(GPU) == Table()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"backend": "host", "mode": "eager"}, {"tokens": []}, {"tokens": [0]}, {"replays": 0}, {"ranks": 3}]
-)
+@pytest.mark.parametrize("wrong", [{"tokens": []}, {"tokens": [0]}, {"replays": 0}, {"ranks": 3}])
 def test_cases_that_cannot_be_measured_are_refused(wrong: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
     with pytest.raises(BadInput):
         tune_layers.tune(case(**wrong))
+    assert jobs == []
+
+
+def test_cpu_ranks_are_not_a_wrong_argument(jobs: list[dict[str, Any]]) -> None:
+    """`--backend auto` is one, too, where there is no GPU."""
+    with pytest.raises(Unsupported, match="moecomm tune layers needs GPUs"):
+        tune_layers.tune(case(backend="host", mode="eager"))
     assert jobs == []
 
 
