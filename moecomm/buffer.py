@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
-from moecomm import backends, combine, config, dispatch, elastic, overloads
+from moecomm import combine, dispatch, elastic, overloads
+from moecomm.base import choices
 from moecomm.base.bound import Bound
-from moecomm.base.choices import BackendName, OnTimeout, Wire
+from moecomm.base.keywords import unexpected
 from moecomm.base.placement import Placement
 from moecomm.combine import options as combine_options
 from moecomm.dispatch import options as dispatch_options
@@ -20,19 +20,10 @@ from moecomm.fused import layer
 from moecomm.fused import options as layer_options
 from moecomm.membership import masking, placing
 from moecomm.membership.meeting import Shrunk
-from moecomm.membership.suspension import Suspension
-from moecomm.observe import flight, stats, tracing
 from moecomm.observe.stats import JobStats, Stats
-from moecomm.ranks import last_calls
-from moecomm.ranks.group import Members
-from moecomm.ranks.opening import opening
-from moecomm.ranks.rendezvous import rendezvous
-from moecomm.ranks.settings import Settings, seconds, wanted_device
 from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle, Routed
-
-log = logging.getLogger("moecomm")
 
 _DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
 
@@ -46,8 +37,7 @@ class Buffer(Bound):
     One thread at a time: a collective call or check() while another one is under way raises ConcurrentCall, and the one
     under way goes on undisturbed.  Threads may take turns; abort() and close() work from any thread at any time.
 
-    Rounds have no gradients.  A tensor that requires grad is BadInput, unless under torch.no_grad(): moecomm.ops has
-    rounds with gradients.
+    Rounds have no gradients: a tensor that requires grad is BadInput outside of torch.no_grad().  See moecomm.ops.
 
     Args:
         group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
@@ -55,12 +45,10 @@ class Buffer(Bound):
             of several it is an error, because torch.distributed.group.WORLD is None before init_process_group().
         hidden: columns of a token; a row is a multiple of 16 bytes.
         num_experts: experts of all ranks together, at least one a rank.  `local_experts` are those of this rank: E/R
-            in a row, in order of ranks, unless `placement` says otherwise.  Of a remainder, the first ranks have one
-            more each.
+            in a row, in order of ranks (the first have one more each of a remainder), unless there is a `placement`.
         topk: experts a token picks, 1 to 32.
         max_tokens: the most tokens one rank passes to a dispatch.
-        dtype: bfloat16, float16 or float32: what tokens are made of (float8_e4m3fn rows with scales may be passed as
-            well).
+        dtype: of tokens: bfloat16, float16 or float32.  Rows of float8_e4m3fn with scales may be passed as well.
         backend: "auto", "host" (CPU ranks), or for GPUs "lsa" (NVLink), "gin" (NCCL) or "nvshmem".
         timeout_s: how long any wait for a peer may take, in seconds.
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
@@ -69,8 +57,7 @@ class Buffer(Bound):
         window_bytes: room for the outputs of rounds that the window opens with, in bytes; default: two such rounds.
             It grows where outputs stay alive; where it can't, those that find no room are copied out of it.
         wire: None: the sums that ranks return in combine travel in the dtype of `y`, each rounded once; "exact": in
-            float32; "fp8", "int8": in one byte, with scales.  See combine(), whose argument of that name is for one
-            call.
+            float32; "fp8", "int8": in one byte, with scales.  combine(wire=) is for one call.
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
             reached by put and signal: a token crosses once a domain, or, of a rank with few (about 4 MB as float32),
             once for each of its ranks.  Default: all that can.
@@ -104,52 +91,35 @@ class Buffer(Bound):
         topk: int,
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
-        backend: BackendName = "auto",
+        backend: choices.BackendName = "auto",
         timeout_s: float = 30.0,
         device: torch.device | str | int | None = None,
         window_bytes: int | None = None,
         domain_ranks: int | None = None,
-        wire: Wire | None = None,
+        wire: choices.Wire | None = None,
         capacity_factor: float | None = None,
         verify_every: int | None = None,
-        on_timeout: OnTimeout = "raise",
+        on_timeout: choices.OnTimeout = "raise",
         placement: Placement | None = None,
     ) -> None:
-        group = rendezvous(group)
-        with opening(group, timeout_s, note="Buffer()", others=lambda: last_calls.others_over(group)) as ranks:
-            wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-            flight.prepare()
-            stats.publish()
-            tracing.prepare()
-            name, because = backends.choose(config.asked_backend(backend), wanted)
-            sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
-            verified = config.verify_every(verify_every)
-            others = (window_bytes, domain_ranks, wire, capacity_factor, verified, on_timeout)
-            settings = Settings(*sizes, name, *others).placed(placement)
-            rounds = elastic.open_rounds(ranks, settings, because, wanted, timeout_s)
-        self.dtype, self.timeout_s = dtype, timeout_s
+        sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "max_tokens": max_tokens, "dtype": dtype}
+        room = {"window_bytes": window_bytes, "capacity_factor": capacity_factor, "domain_ranks": domain_ranks}
+        more = {"wire": wire, "verify_every": verify_every, "on_timeout": on_timeout}
+        rounds = elastic.open_first(group, backend, device, timeout_s, placement, {**sizes, **room, **more})
+        self.dtype, self.timeout_s = dtype, rounds.members.timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
-        rounds.members = Members(group, ranks.number, timeout_s)
         self._take(rounds)
 
     def _take(self, rounds: Rounds) -> None:
         """Make these the rounds of this Buffer, and retire those before."""
         before: Rounds | None = vars(self).get("rounds")
-        self.rounds = rounds
-        self._membership, self._masks = elastic.Membership(rounds), masking.Masks(rounds)
-        self._memory, self._counters = Suspension(rounds), stats.Counters(rounds)
-        rounds.global_ranks = rounds.members.group.global_ranks()
-        last_calls.watch(rounds)
-        self._recorder = flight.Recorder(rounds, before)
+        self.rounds, self._parts = rounds, elastic.Parts(rounds, before)
         self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
-        self.why = rounds.why
-        self.name = names.give(rounds)  # by which operators find it
-        place = self.rank, self.num_ranks, rounds.session.name, self.why, rounds.session.nbytes / 2**20
-        log.info("rank %d of %d: %s (%s), %.1f MiB", *place)
+        self.why, self.name = rounds.why, names.give(rounds)  # by its name operators find it
         if before is not None:
             before.retire()
 
-    @overloads.typed(overloads.Dispatch, dispatch_options.Options)
+    @overloads.typed(overloads.Dispatch)
     def dispatch(
         self,
         x: Any,
@@ -162,7 +132,15 @@ class Buffer(Bound):
         max_rows: int | None = None,
         handle: Handle | None = None,
         sync: bool | None = None,
-        **options: Any,
+        layout: choices.Layout = "expert",
+        expert_alignment: int = 1,
+        quantize: choices.Quantize | None = None,
+        scale_format: choices.ScaleFormat = "fp32",
+        scale_layout: choices.ScaleLayout = "row",
+        num_sms: int | None = None,
+        check_weights: bool = False,
+        overflow: choices.Overflow | None = None,
+        **unknown: Any,
     ) -> Routed:
         """Move tokens to the ranks that own their experts.  Collective; on the current stream.
 
@@ -173,12 +151,9 @@ class Buffer(Bound):
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, which travel with the rows.
             extras: further tensors `[T, ...]` that travel with the rows; see `Routed.extras`.
-            x_global_scale: a number, or float32 `[1]` on the device; of "fp8_tensor" the scale, of "nvfp4" the factor
-                of all values, by default 1.
-            max_rows: rows to make room for; batched: of each expert, at most R * max_tokens; default: by the Buffer's
-                `capacity_factor`.
-            handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are
-                then not given.
+            x_global_scale: a number, or float32 `[1]` on the device; of "fp8_tensor" the scale, of "nvfp4" a factor.
+            max_rows: rows to make room for; batched: of each expert, at most R * max_tokens; default: the Buffer's.
+            handle: repeats an earlier dispatch with new rows, without `topk_idx` and `topk_weights`.
             sync: True: wait, and return exactly the rows that arrived.  False: never wait for the device; tensors have
                 `max_rows` rows, and counts on the device say how many are valid.  None: True on CPUs, False on GPUs.
             layout: "expert": a row for each (token, expert of this rank), ordered by (expert, source rank, token, k);
@@ -186,8 +161,7 @@ class Buffer(Bound):
                 picked an expert of this rank, ordered by (source rank, token).  "batched": `[E/R, max_rows, H]`, each
                 expert's rows first, in the order of "expert".
             expert_alignment: rows, 1 to 2^20 - 1.
-            quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns; or another name
-                of moecomm.formats.
+            quantize: "fp8": rows travel as float8_e4m3fn with a scale for 128 columns; or a name of moecomm.formats.
             scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the smallest power of two that is not below it.
             scale_layout: "row": a row of scales for each row of x; "column": column-major and padded as grouped GEMMs
                 load them by TMA, see Routed (beside rows in bf16 or FP8, of elements of 4 bytes); "swizzled":
@@ -200,21 +174,25 @@ class Buffer(Bound):
                 the largest weights; `Routed.dropped` counts the rest.  None: "chunks" where it can be, else "error".
 
         Raises:
-            BadInput, Closed, ConcurrentCall: at once; an error that only the device can see is raised at the next
-                host-visible point, on every rank.
+            BadInput, Closed, ConcurrentCall: at once; of what only the device sees, later, on every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; raised likewise.
         """
-        given, rounds = dispatch_options.Options(**options) if options else _DISPATCH, self.rounds
+        if unknown:
+            raise unexpected(self.dispatch, unknown)
+        rounds = self.rounds
+        words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
+        given = _DISPATCH if words == _DISPATCH else dispatch_options.Options(*words)
         ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
         try:
-            how = (max_rows, handle, sync, extras, x_global_scale)
-            return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, *how)
+            return dispatch.dispatch(
+                rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync, extras, x_global_scale
+            )
         except RoundFailed as error:
             masking.require_repeats(error, handle)
-        options.update(scales=scales, extras=extras, x_global_scale=x_global_scale, max_rows=max_rows, sync=sync)
-        return self.dispatch(x, topk_idx, topk_weights, **options)
+        more = {"extras": extras, "x_global_scale": x_global_scale, "max_rows": max_rows, "sync": sync}
+        return self.dispatch(x, topk_idx, topk_weights, scales=scales, **more, **given._asdict())
 
-    @overloads.typed(overloads.DispatchBegin, dispatch_options.Options)
+    @overloads.typed(overloads.DispatchBegin)
     def dispatch_begin(
         self,
         x: Any,
@@ -226,7 +204,15 @@ class Buffer(Bound):
         x_global_scale: Any = None,
         max_rows: int | None = None,
         handle: Handle | None = None,
-        **options: Any,
+        layout: choices.Layout = "expert",
+        expert_alignment: int = 1,
+        quantize: choices.Quantize | None = None,
+        scale_format: choices.ScaleFormat = "fp32",
+        scale_layout: choices.ScaleLayout = "row",
+        num_sms: int | None = None,
+        check_weights: bool = False,
+        overflow: choices.Overflow | None = None,
+        **unknown: Any,
     ) -> Routed:
         """Run the first half of dispatch(): send, and do not wait for the rows of other ranks.  Collective.
 
@@ -242,7 +228,10 @@ class Buffer(Bound):
         Raises:
             As dispatch(); BadInput as well when one has begun and has not ended.
         """
-        given = dispatch_options.Options(**options) if options else _DISPATCH
+        if unknown:
+            raise unexpected(self.dispatch_begin, unknown)
+        words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
+        given = dispatch_options.Options(*words)
         ids = self.rounds.own_ids(topk_idx)
         try:
             tensors = (x, ids, topk_weights, scales, max_rows, handle)
@@ -250,8 +239,8 @@ class Buffer(Bound):
             return dispatch.dispatch_begin(self.rounds, given, *tensors, **more)
         except RoundFailed as error:
             masking.require_repeats(error, handle)
-        options.update(scales=scales, extras=extras, x_global_scale=x_global_scale, max_rows=max_rows)
-        return self.dispatch_begin(x, topk_idx, topk_weights, **options)
+        rows = {"scales": scales, "extras": extras, "x_global_scale": x_global_scale, "max_rows": max_rows}
+        return self.dispatch_begin(x, topk_idx, topk_weights, **rows, **given._asdict())
 
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
         """Wait, on the current stream, for the rows of the dispatch that has begun.  Collective.
@@ -266,7 +255,7 @@ class Buffer(Bound):
         """
         return dispatch.dispatch_end(self.rounds, routed, sync=sync)
 
-    @overloads.typed(overloads.Combine, combine_options.Options)
+    @overloads.typed(overloads.Combine)
     def combine(
         self,
         y: Any,
@@ -276,7 +265,10 @@ class Buffer(Bound):
         bias: Any = None,
         weight_grads: Any = None,
         topk_weights: Any = None,
-        **options: Any,
+        weighted: bool = True,
+        wire: choices.CombineWire | None = None,
+        num_sms: int | None = None,
+        **unknown: Any,
     ) -> Any:
         """Return the experts' rows to the ranks of their tokens, and add them up.  Collective; on the current stream.
 
@@ -287,8 +279,7 @@ class Buffer(Bound):
             handle: of that dispatch.
             out: `[T, H]` of the dtype of `y`, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the dtype of `y`, or float32, added before the rounding.
-            weight_grads: float32, a number for each row (`[rows]`, batched `[E/R, rows]`; flat `[rows, K]`), returned
-                to the ranks of the tokens as well.
+            weight_grads: float32, returned as well: `[rows]`, batched `[E/R, rows]`, flat `[rows, K]`.
             topk_weights: float32 `[T, K]` of this rank's tokens, in the place of those that dispatch carried; on all
                 ranks or none.  Unsupported: flat rows, `weight_grads`, max_tokens * topk above 4096 (but for "rows").
             weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
@@ -312,7 +303,10 @@ class Buffer(Bound):
         Raises:
             As dispatch(); Unsupported for `topk_weights` as above; of `wire="rows"` flat rows, grads, several domains.
         """
-        given = combine_options.Options(**options) if options else _COMBINE
+        if unknown:
+            raise unexpected(self.combine, unknown)
+        words = (weighted, wire, num_sms)
+        given = _COMBINE if words == _COMBINE else combine_options.Options(*words)
         return combine.combine(self.rounds, given, y, handle, out, bias, weight_grads, topk_weights)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -322,7 +316,7 @@ class Buffer(Bound):
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)
 
-    @overloads.typed(overloads.Moe, layer_options.Options)
+    @overloads.typed(overloads.Moe)
     def moe(
         self,
         x: Any,
@@ -336,7 +330,18 @@ class Buffer(Bound):
         dropped: Any = None,
         w13_bias: Any = None,
         w2_bias: Any = None,
-        **options: Any,
+        activation: choices.Activation = "swiglu",
+        activation_limit: float | None = None,
+        activation_alpha: float | None = None,
+        interleaved: bool = False,
+        max_rows: int | None = None,
+        wire: choices.CombineWire | None = None,
+        num_sms: int | None = None,
+        check_weights: bool = False,
+        fused: bool | None = None,
+        overflow: choices.Overflow | None = None,
+        balance: choices.Balance | None = None,
+        **unknown: Any,
     ) -> Any:
         """Run every token through its experts: dispatch, two GEMMs, combine.  Collective; on the current stream.
 
@@ -372,8 +377,7 @@ class Buffer(Bound):
                 with gate at most, and up within +-, `activation_limit`.
             activation_limit, activation_alpha: of "swigluoai"; None: 7.0 and 1.702.
             interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
-            dropped: int32 `[1]` on the Buffer's device, written in place with `overflow="drop"`, and only given then:
-                how many entries of this rank's `topk_idx` found no room.
+            dropped: with `overflow="drop"`: int32 `[1]`, where the entries of `topk_idx` without room are counted.
             max_rows: rows of tokens to make room for; default: by the Buffer's `capacity_factor`.
             wire: see combine(); None: "exact".
             num_sms, check_weights: see dispatch(); blocks of both rounds.
@@ -397,17 +401,19 @@ class Buffer(Bound):
                 no multiple of 32, or where the Buffer's dtype is not bfloat16.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
-        number = options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
-        given = layer_options.Options(**options)
+        number = unknown.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
+        if unknown:
+            raise unexpected(self.moe, unknown)
+        gated = (activation, activation_limit, activation_alpha, interleaved)
+        given = layer_options.Options(*gated, max_rows, wire, num_sms, check_weights, fused, overflow, balance)
         ids = self.rounds.own_ids(topk_idx)
-        outputs: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped}
-        outputs |= {"w13_bias": w13_bias, "w2_bias": w2_bias}
+        outputs = {"out": out, "bias": bias, "dropped": dropped, "w13_bias": w13_bias, "w2_bias": w2_bias}
         try:
             return layer.moe(self.rounds, given, x, ids, topk_weights, w13, w2, **outputs, number=number)
         except RoundFailed as error:
             masking.require_repeats(error)
-        options["_layer"] = number
-        return self.moe(x, topk_idx, topk_weights, w13, w2, **outputs, **options)
+        again: dict[str, Any] = {**outputs, **given._asdict(), "_layer": number}
+        return self.moe(x, topk_idx, topk_weights, w13, w2, **again)
 
     def shrink(self, group: Any = None, *, keep_ids: bool = False) -> Shrunk:
         """Go on with the ranks that are left, after PeerLost, Timeout or Aborted.  Collective among them.
@@ -435,7 +441,7 @@ class Buffer(Bound):
             Timeout, PeerLost, Aborted, Unsupported: the Buffer could not be opened again; shrink() can be repeated.
             Closed, ConcurrentCall: as everywhere.
         """
-        rounds, shrunk = self._membership.shrink(group, keep_ids)
+        rounds, shrunk = self._parts.membership.shrink(group, keep_ids)
         self._take(rounds)
         return shrunk
 
@@ -457,7 +463,7 @@ class Buffer(Bound):
             BadInput: also for a call during a capture.
             Closed, ConcurrentCall, Timeout, PeerLost, Aborted: as everywhere.
         """
-        self._take(self._membership.grow(group, placement))
+        self._take(self._parts.membership.grow(group, placement))
 
     def compile_for(self, ranks: int, *, keep_ids: bool = False, domain_ranks: int | None = None) -> int:
         """Compile the kernels of the rounds so far for another number of ranks, so that shrink() or grow() need not.
@@ -475,7 +481,7 @@ class Buffer(Bound):
         Raises:
             BadInput: no such number of ranks.  Closed.  Unsupported: they can't be compiled.
         """
-        return self._membership.compile_for(ranks, keep_ids, domain_ranks)
+        return self._parts.membership.compile_for(ranks, keep_ids, domain_ranks)
 
     def set_placement(self, placement: Placement) -> None:
         """Let rounds from now on, and replays of captured graphs, follow another placement.  Collective.
@@ -517,7 +523,7 @@ class Buffer(Bound):
         Raises:
             Closed; BadInput: no such group.  Timeout, PeerLost: its store does not answer.
         """
-        return self._membership.joining(group)
+        return self._parts.membership.joining(group)
 
     def mask(self, ranks: Iterable[int] | None = None, *, replicas: Mapping[int, int] | None = None) -> tuple[int, ...]:
         """Go on without some ranks, in the same windows.  Collective among the ranks that stay.
@@ -535,8 +541,7 @@ class Buffer(Bound):
             replicas: another expert for an expert id, used while the rank of the first is masked.  A replica whose rank
                 is masked, too, is replaced by its own.  None: those given before.
 
-        Returns:
-            The ranks that are masked now.
+        Returns the ranks that are masked now.
 
         Raises:
             Excluded: the others go on without this rank.
@@ -545,7 +550,7 @@ class Buffer(Bound):
             MemoryReleased: restore() comes first; after a loss only shrink() goes on.
             Timeout, PeerLost: nothing over which the ranks could agree is left.  Closed, ConcurrentCall: as everywhere.
         """
-        return self._masks.mask(ranks, replicas)
+        return self._parts.masks.mask(ranks, replicas)
 
     def unmask(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Take masked ranks in again.  Collective among the ranks that take part and these, which call it, too.
@@ -555,20 +560,19 @@ class Buffer(Bound):
         Args:
             ranks: to take in; alike on all ranks.
 
-        Returns:
-            The ranks that are masked now.
+        Returns the ranks that are masked now.
 
         Raises:
             PeerLost, Timeout: one of the ranks did not come, and stays masked; the Buffer can be used.  On a masked
                 rank: no other one called unmask().
             Excluded, BadInput, Mismatch, MemoryReleased, Closed, ConcurrentCall: see mask().
         """
-        return self._masks.unmask(ranks)
+        return self._parts.masks.unmask(ranks)
 
     @property
     def masked(self) -> tuple[int, ...]:
         """The ranks that take no part in rounds."""
-        return self._masks.masked
+        return self._parts.masks.masked
 
     def release_memory(self) -> None:
         """Give the memory of outputs back until restore(), and keep its addresses: captured graphs stay valid.
@@ -582,7 +586,7 @@ class Buffer(Bound):
             Timeout, PeerLost, Aborted, Mismatch: not all ranks came; the first three end the Buffer: see RoundFailed.
             As check(): a round or an exchange of weights went wrong.
         """
-        self._memory.release()
+        self._parts.memory.release()
 
     def restore(self) -> None:
         """Take the memory that release_memory() has given back, zeroed, at the same addresses.  Collective.
@@ -591,17 +595,14 @@ class Buffer(Bound):
             Unsupported: the memory is not free on some rank; the Buffer stays released, and restore() can be repeated.
             Timeout, PeerLost, Aborted, Mismatch: see release_memory().
         """
-        self._memory.restore()
+        self._parts.memory.restore()
 
     @property
     def released(self) -> bool:
         """Return whether release_memory() has given the memory of outputs back."""
-        return self._memory.released
+        return self._parts.memory.released
 
-    @overload
-    def stats(self, *, gather: Literal[False] = False, reset: bool = False) -> Stats: ...
-    @overload
-    def stats(self, *, gather: Literal[True], reset: bool = False) -> JobStats: ...
+    @overloads.typed(overloads.Counters)
     def stats(self, *, gather: bool = False, reset: bool = False) -> Stats | JobStats:
         """Return the counters of this rank: rounds, rows, bytes, rows of each expert, and waits for each peer.
 
@@ -614,21 +615,20 @@ class Buffer(Bound):
 
         Raises:
             Closed, ConcurrentCall: as everywhere.  BadInput: a call during a capture.
-            Timeout: the device does not answer.
-            Timeout, PeerLost, Aborted: of `gather`: not all ranks came.
+            Timeout: the device does not answer.  Of `gather`: Timeout, PeerLost, Aborted: not all ranks came.
         """
-        return self._counters.read(gather, reset)
+        return self._parts.counters.read(gather, reset)
 
     def reset_stats(self) -> None:
         """Count from 0 again on this rank, after the rounds so far.  Raises as stats()."""
-        self._counters.reset()
+        self._parts.counters.reset()
 
     def flight_record(self) -> dict[str, Any]:
         """Return the last 256 calls of this rank and the failures that it knows of.
 
         Waits for nothing, and works from any thread, and after close().  docs/observing.md has the format.
         """
-        return self._recorder.record()
+        return self._parts.recorder.record()
 
     def dump_flight_record(self, path: str | os.PathLike[str]) -> None:
         """Write flight_record() to a file as JSON, mode 0600.  `moecomm explain` compares those of all ranks.
@@ -637,7 +637,7 @@ class Buffer(Bound):
             path: of the file, which is replaced if it is there.  Its folder is made if it is missing.  BadInput: no
                 path, or a file that can't be written.
         """
-        self._recorder.dump(path)
+        self._parts.recorder.dump(path)
 
     def check(self) -> None:
         """Wait for rounds and exchanges of weights so far, and raise the error of the first that went wrong, if any.
@@ -696,5 +696,5 @@ class Buffer(Bound):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._recorder.left(error)
+            self._parts.recorder.left(error)
         self.close()

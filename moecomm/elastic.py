@@ -1,7 +1,8 @@
-"""Opening of a Buffer's rounds; and its membership: it is opened again among fewer ranks, or more."""
+"""Opening of a Buffer's rounds, and its parts.  Its membership opens it again among fewer ranks, or more."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 
-from moecomm import backends
+from moecomm import backends, config
+from moecomm.base.choices import BackendName
 from moecomm.base.placement import Placement, checked
 from moecomm.base.processes import memory_bytes
 from moecomm.base.protocol import MAX_HOST_RANKS
@@ -17,18 +19,21 @@ from moecomm.base.validation import check_flag, check_integer
 from moecomm.errors import BadInput, MoecommError, RoundFailed
 from moecomm.fused import forms
 from moecomm.gpu import limits
-from moecomm.membership import placing
+from moecomm.membership import masking, placing
 from moecomm.membership.meeting import Meeting, Shrunk, counts_of, domain_ranks, ids_of, members_of, require_idle
-from moecomm.membership.suspension import interruption
+from moecomm.membership.suspension import Suspension, interruption
+from moecomm.observe import flight, stats, tracing
 from moecomm.ranks import last_calls
 from moecomm.ranks.group import Group, Members
 from moecomm.ranks.opening import Opening, opening
 from moecomm.ranks.rendezvous import rendezvous
-from moecomm.ranks.settings import Settings
+from moecomm.ranks.settings import Settings, seconds, wanted_device
 from moecomm.rounds.expert_tables import ExpertIds
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.spans import now_ns, span
 from moecomm.rounds.state import CollectiveCall
+
+log = logging.getLogger("moecomm")
 
 
 def open_rounds(
@@ -73,6 +78,37 @@ def open_rounds(
     session.context.timeout_ns = int(timeout_s * 1e9)
     rounds = Rounds(session, settings, identity, ids, tables, fused)
     rounds.barrier, rounds.why, rounds.chosen_because = (came_ns, left_ns), why, chosen_because
+    return rounds
+
+
+def open_first(
+    group: Any,
+    backend: BackendName,
+    device: torch.device | str | int | None,
+    timeout_s: float,
+    placement: Placement | None,
+    others: dict[str, Any],
+) -> Rounds:
+    """Open the rounds of a new Buffer.  Collective.
+
+    Args:
+        group, backend, device, timeout_s, placement: see Buffer.
+        others: the other arguments of Buffer, which are those of Settings.
+
+    Raises:
+        As Buffer.
+    """
+    group = rendezvous(group)
+    with opening(group, timeout_s, note="Buffer()", others=lambda: last_calls.others_over(group)) as ranks:
+        wanted, timeout_s = wanted_device(device), seconds(timeout_s)
+        flight.prepare()
+        stats.publish()
+        tracing.prepare()
+        name, because = backends.choose(config.asked_backend(backend), wanted)
+        others["verify_every"] = config.verify_every(others["verify_every"])
+        settings = Settings(ranks=ranks.ranks, backend=name, **others).placed(placement)
+        rounds = open_rounds(ranks, settings, because, wanted, timeout_s)
+    rounds.members = Members(group, ranks.number, timeout_s)
     return rounds
 
 
@@ -192,3 +228,24 @@ def _ended(rounds: Rounds) -> RoundFailed | None:
     if error is not None:
         error.peer = -1  # the ranks that hear of it have other numbers
     return error
+
+
+class Parts:
+    """The objects that work on the rounds of a Buffer.  They are made anew when shrink() or grow() opens other rounds.
+
+    Attributes:
+        membership, masks, memory, counters, recorder: see docs/maintainers/architecture.md.
+
+    Args:
+        rounds: of the Buffer from now on, with members.
+        before: its rounds until now.
+    """
+
+    def __init__(self, rounds: Rounds, before: Rounds | None) -> None:
+        self.membership, self.masks = Membership(rounds), masking.Masks(rounds)
+        self.memory, self.counters = Suspension(rounds), stats.Counters(rounds)
+        rounds.global_ranks = rounds.members.group.global_ranks()
+        last_calls.watch(rounds)
+        self.recorder = flight.Recorder(rounds, before)
+        place = rounds.rank, rounds.num_ranks, rounds.session.name, rounds.why, rounds.session.nbytes / 2**20
+        log.info("rank %d of %d: %s (%s), %.1f MiB", *place)

@@ -5,17 +5,18 @@ The methods of Buffer have the docstrings.  Tensors in mean tensors out; any oth
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
 from typing_extensions import Unpack
 
 from moecomm.base.choices import ByExpert, Layout, Quantize
+from moecomm.base.keywords import hide_catcher
 from moecomm.combine.options import OptionsDict as CombineOptions
 from moecomm.dispatch.options import OptionsDict
 from moecomm.fused.options import OptionsDict as MoeOptions
+from moecomm.observe.stats import JobStats, Stats
 from moecomm.rounds.state import not_traced
 from moecomm.routed import Handle, Routed
 
@@ -23,27 +24,12 @@ T = torch.Tensor
 _Signature = TypeVar("_Signature")
 
 
-def typed(
-    signature: Callable[..., _Signature], options: type[NamedTuple] | None = None
-) -> Callable[[Callable[..., Any]], _Signature]:
-    """Decorate a method that type checkers see with another signature.
-
-    `options`: the fields that inspect.signature() and help() show in the place of `**options`, with their defaults.
-    """
+def typed(signature: Callable[..., _Signature]) -> Callable[[Callable[..., Any]], _Signature]:
+    """Decorate a method that type checkers see with another signature."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         not_traced(function)
-        if options is not None:
-            shown = inspect.signature(function)
-            own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
-            more = [
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-                for (name, default), annotation in zip(
-                    options._field_defaults.items(), options.__annotations__.values(), strict=True
-                )
-            ]
-            function.__signature__ = shown.replace(parameters=own + more)  # type: ignore[attr-defined]
-        return function
+        return hide_catcher(function)
 
     return decorate
 
@@ -318,3 +304,14 @@ class Moe(Protocol):
     def __call__(
         self, x: Any, topk_idx: Any, topk_weights: Any, w13: Any, w2: Any, **options: Unpack[MoeOptions]
     ) -> Any: ...
+
+
+class Counters(Protocol):
+    """Buffer.stats."""
+
+    @overload
+    def __call__(self, *, gather: Literal[False] = False, reset: bool = False) -> Stats: ...
+    @overload
+    def __call__(self, *, gather: Literal[True], reset: bool = False) -> JobStats: ...
+    @overload
+    def __call__(self, *, gather: bool, reset: bool = False) -> Stats | JobStats: ...
