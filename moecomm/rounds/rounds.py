@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class Rounds(RoundState, Bound):
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.meeting
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
         self.absent = AbsentEntries(self.device)
+        self.ended: Callable[[], None] = lambda: None  # called when the Buffer is closed: see observe.stats.publish
         self.retries = 0  # rounds of dispatches that had no room for their rows in one
         # When this rank came to the barrier that ends an opening, and when it left: CLOCK_MONOTONIC, in ns.
         self.barrier = (0, 0)
@@ -220,3 +221,4 @@ class Rounds(RoundState, Bound):
         self._late.clear()
         self.routes.clear()
         self.close_exchanges()
+        self.ended()

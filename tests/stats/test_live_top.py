@@ -94,6 +94,67 @@ def test_the_loop_follows_the_job_and_ends_with_it(tmp_path: Path, monkeypatch: 
     assert shown.rstrip().endswith("all Buffers are closed")
 
 
+def test_a_pipe_gets_every_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    frames = []
+
+    def sleep(_: float) -> None:
+        frames.append(written.getvalue().count("2 of 2 ranks"))  # each is there before the next pause
+        if len(frames) == 3:
+            for buffer in ranks.buffers:
+                buffer.close()
+
+    with LocalBuffers(2, **SIZES) as ranks:
+        Job(tmp_path, ranks).publish()
+        monkeypatch.setattr(top.time, "sleep", sleep)
+        top.watch(tmp_path, Console(file=written, width=200))
+    assert frames == [1, 2, 3] and HIDDEN_CURSOR not in written.getvalue()
+    assert written.getvalue().rstrip().endswith("all Buffers are closed")
+
+
+def test_a_program_that_ends_leaves_no_files(tmp_path: Path) -> None:
+    """Whether it closes its Buffer or not, and without a further tick of the thread that writes."""
+    program = """
+import sys, time
+from pathlib import Path
+import moecomm
+
+folder = Path(sys.argv[1])
+buffers = [
+    moecomm.Buffer("self", hidden=64, num_experts=4, topk=1, max_tokens=8, device="cpu") for _ in range(2)
+]
+deadline = time.monotonic() + 60
+while len(list(folder.glob("*.json"))) < 2:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+buffers[0].close()
+print(len(list(folder.glob("*"))))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env={**ENVIRONMENT, "MOECOMM_TOP_DIR": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_not_written_again_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread has read counters, and is about to write when another one closes the Buffer."""
+    with LocalBuffers(2, **SIZES) as ranks:
+        job, closing = Job(tmp_path, ranks), ranks.buffers[0]
+        job.publish()
+        module = sys.modules[Publisher.__module__]  # the package has a function of its name
+        content = module._content
+        monkeypatch.setattr(module, "_content", lambda *given: (closing.close(), content(*given))[1])
+        job.publish(0)
+        assert [file.name[-10:] for file in tmp_path.iterdir()] == ["rank1.json"]
+
+
 def test_control_c_ends_the_loop_and_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt

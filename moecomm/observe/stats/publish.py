@@ -6,6 +6,7 @@ each.  A file holds two samples, at most WINDOW seconds apart, so that one look 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -14,6 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +46,16 @@ class Publisher:
     """Writes the counters of the Buffers of this process to a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._process = folder, os.getpid()
         self._samples: dict[str, deque[Sample]] = {}  # by file
+        self._files = threading.RLock()  # held while one is written or removed; a signal handler may close a Buffer
+        self._ended = False
 
     def publish(self, opened: list[Rounds]) -> None:
-        """Write one file for each Buffer, and remove those of Buffers that are closed.  Raises OSError."""
+        """Write one file for each Buffer, and remove those of Buffers that are gone.  Raises OSError.
+
+        close() of a Buffer removes its file by itself: the process may end before the next call.
+        """
         there = set()
         for rounds in opened:
             rounds.session.relax_captures()
@@ -59,11 +66,25 @@ class Publisher:
             samples = self._samples.setdefault(name, deque(maxlen=WINDOW + 1))
             samples.append(Sample(time.time_ns(), stats))
             content = json.dumps(_content(rounds, samples)).encode()
-            trusted_files.write(self._folder / name, Access.READ_ONLY, content)
+            with self._files:
+                if not (rounds.closed or self._ended):
+                    rounds.ended = partial(self._remove, name)
+                    trusted_files.write(self._folder / name, Access.READ_ONLY, content)
         for name in self._samples.keys() - there:
             del self._samples[name]
-            with contextlib.suppress(FileNotFoundError):
-                (self._folder / name).unlink()
+            self._remove(name)
+
+    def end(self) -> None:
+        """Remove all files, and write no more.  A forked child leaves those of its parent."""
+        if os.getpid() == self._process:
+            with self._files:
+                self._ended = True
+                for name in list(self._samples):
+                    self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        with self._files, contextlib.suppress(OSError):  # close() does not fail for a folder that is gone
+            (self._folder / name).unlink()
 
 
 def own_stats(rounds: Rounds) -> Stats | None:
@@ -87,8 +108,9 @@ def publish() -> None:
     trusted_files.prepare_directory("MOECOMM_TOP_DIR", folder)
     with _lock:
         if not _publishing:
-            _publishing = True
-            threading.Thread(target=_run, args=(Publisher(folder),), name="moecomm-top", daemon=True).start()
+            _publishing, publisher = True, Publisher(folder)
+            atexit.register(publisher.end)  # of Buffers that nobody has closed
+            threading.Thread(target=_run, args=(publisher,), name="moecomm-top", daemon=True).start()
 
 
 def _run(publisher: Publisher) -> None:

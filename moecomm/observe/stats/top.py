@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -92,19 +92,30 @@ def _read(folder: Path) -> list[RankView]:
 
 
 def watch(folder: Path, console: Console) -> None:
-    """Show a frame a second, each in place of the last, until all Buffers are closed or the user presses Ctrl-C.
+    """Show a frame a second, until all Buffers are closed or the user presses Ctrl-C.
+
+    On a terminal each frame takes the place of the last; a file gets them one below the other.
 
     Raises:
         BadInput: as read(), before the first frame; later, a file that has no counters.
     """
     views = read(folder)
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+    with contextlib.suppress(KeyboardInterrupt), _screen(console) as show:
         while views:
-            live.update(frame(views), refresh=True)
+            show(frame(views))
             time.sleep(EVERY_S)
             views = _read(folder)
     if not views:
         console.print("all Buffers are closed")
+
+
+@contextlib.contextmanager
+def _screen(console: Console) -> Iterator[Callable[[Group], None]]:
+    if not console.is_terminal:  # where Live shows nothing before the end
+        yield console.print
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda shown: live.update(shown, refresh=True)
 
 
 def _view(file: Path) -> RankView:
