@@ -3,7 +3,8 @@
 A digest (moecomm_bench.sources) changes with the text of a kernel's sources, even if its machine code does not.  This
 script compiles kernels from both source trees.  If all instructions of a part are equal, equal_kernels.json lists the
 commit's digest under today's.  Instructions are compared, because the bytes of a cubin contain a constant's name.
-Kernels that send few tokens in packets are parts of their own, with the sources of the part that they are named after.
+Kernels that send few tokens in packets, and those with a placement, are parts of their own, with the sources of the
+part that they are named after.  A part of which the commit's tests compile no kernel is not equal.
 
 | set | kernels |
 | --- | --- |
@@ -32,10 +33,11 @@ from moecomm_bench import sources
 ROOT = Path(__file__).parent.parent
 NOTED = Path(__file__).with_suffix(".json")  # {digest of today, FEW behind it or not: [digests of earlier sources]}
 FEW = " of few tokens"
+PLACED = " with a placement"
 CASTS = " that casts"  # combines in FP8 and INT8, which are not compared: only the same source is the same
 SETS = {
-    "rounds": ("dispatch", "combine", f"dispatch{FEW}", f"combine{FEW}"),
-    "domains": ("dispatch between domains", "combine between domains"),
+    "rounds": ("dispatch", "combine", f"dispatch{FEW}", f"combine{FEW}", f"dispatch{PLACED}"),
+    "domains": ("dispatch between domains", "combine between domains", f"dispatch between domains{PLACED}"),
     "others": ("GEMM", "fused layer", "passes", "overlap", "all-to-all", "put + signal"),
 }
 _ROUNDS = """
@@ -49,8 +51,9 @@ for ranks in (2, 4) if domains else (2, 4, 8):
         for tokens in TOKENS[domains:]:  # one token between domains is no case of its own
             numbered = enumerate(kernels(ranks, way, tokens))
             specs |= {f"{ranks} ranks, {way}, {tokens} tokens, {n}": spec for n, spec in numbered}
-few, between = " of few tokens", " between domains" * domains
-found = {f"{spec.op}{between}{few * spec.packets}, {name}": spec for name, spec in specs.items()}
+few, placed, between = " of few tokens", " with a placement", " between domains" * domains
+kinds = {name: placed if getattr(spec, "placed", False) else few * spec.packets for name, spec in specs.items()}
+found = {f"{spec.op}{between}{kinds[name]}, {name}": spec for name, spec in specs.items()}
 """
 _OTHERS = """
 from tests.bench import test_kernels
@@ -112,12 +115,16 @@ def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str])
     """Return the names of codes() that differ or are no more, by part.  New ones are configurations of today.
 
     A number that ends a name counts kernels of a benchmark, in which new ones may come before it.  Combines that cast
-    do not count: tables of formats alone have them.
+    do not count: tables of formats alone have them.  Of a part without a kernel before, all of today are named: nothing
+    shows that they are equal.
     """
     found = {}
     for part in parts:
         of_part = f"{part}, "
         todays = {code for name, code in now.items() if name.startswith(of_part)}
+        if not any(name.startswith(of_part) for name in before):
+            found[part] = sorted(name for name in now if name.startswith(of_part))
+            continue
         found[part] = [
             name
             for name in sorted(before)
@@ -130,7 +137,7 @@ def differing(before: dict[str, str], now: dict[str, str], parts: Sequence[str])
 
 def source_of(part: str) -> str:
     """Return the part of moecomm_bench.sources with the sources of a part."""
-    return part.removesuffix(FEW).removesuffix(CASTS)
+    return part.removesuffix(FEW).removesuffix(PLACED).removesuffix(CASTS)
 
 
 def key(part: str, digest: str) -> str:
@@ -148,7 +155,7 @@ def note(before: dict[str, str]) -> None:
         equal = {digest, *of_commit, *of_today} - {now}
         if equal:
             noted[key(part, now)] = sorted(equal)
-    noted = {now: digests for now, digests in noted.items() if now.removesuffix(FEW) in todays.values()}
+    noted = {now: digests for now, digests in noted.items() if source_of(now) in todays.values()}
     NOTED.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n")
 
 

@@ -34,6 +34,7 @@ MANY = ("dispatch", "combine")  # of one domain
 FEW = tuple(f"{part}{equal_kernels.FEW}" for part in MANY)
 ROUNDS = (*MANY, *FEW)
 CASTING = (launches.CASTING,)
+PLACED = (f"dispatch{equal_kernels.PLACED}",)
 DOMAINS = ("dispatch between domains", "combine between domains")
 # Further parts of rounds between domains, by what they put through.
 THROUGH = {
@@ -183,8 +184,9 @@ def line(
         cells: the cells of the row.
         beside: a second result with figures in the row.
         at: the cells to mark; in rows with other libraries, the cells of moecomm.
-        eager: the cells with eager times and host times, which are marked by themselves if `parts` are as they were.
-        called: the parts of what the host runs for them.
+        eager: the cells that depend on further parts, such as eager times, which are marked by themselves if `parts`
+            are as they were.
+        called: these parts, by default what the host runs for eager times and host times.
     """
     if any(older(one, parts) for one in (found, beside) if one):
         marked = at

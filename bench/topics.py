@@ -16,6 +16,7 @@ from tables import (
     OPERATORS,
     OVERLAP,
     OVERLAP_H200,
+    PLACED,
     ROUNDS,
     THROUGH,
     WINDOW,
@@ -199,7 +200,8 @@ def placed_experts(name: str = "placed-layers-h200-2") -> str:
                 cells += [time_of(us), f"{us / even:.2f}"]
             cells += [f"{layers[model, zipf, choice]['busiest']:.2f}" for choice in ("", "token", *copied)]
             times = range(2, 2 * len((*choices, *copied)) + 2, 2)
-            rows.append(line(found, (*layer_parts(4096), "forms"), *cells, at=times))
+            parts = (*layer_parts(4096), "forms")
+            rows.append(line(found, parts, *cells, at=times, eager=times[1:], called=PLACED))
     heads = "experts in a row | over even | placed, `token` | over even | placed, `nearest` | over even"
     ends = "busiest | busiest, placed"
     if copied:
@@ -218,6 +220,8 @@ def placed_experts(name: str = "placed-layers-h200-2") -> str:
             *(model, f"`{layout}`", str(tokens)),
             *(time_of(dispatches[model, layout, tokens, choice]) for choice in (*choices, *balanced)),
             at=range(3, 3 + len((*choices, *balanced))),
+            eager=range(4, 3 + len((*choices, *balanced))),
+            called=PLACED,
         )
         for model, layout, tokens, placed in dispatches
         if not placed

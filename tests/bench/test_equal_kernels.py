@@ -50,3 +50,37 @@ def test_kernels_that_differ_or_are_missing_are_named_by_part() -> None:
     now = {"dispatch, flat": "1", "combine, flat": "2", "combine, batched": "5", "combine, new": "6"}
     names = ["combine, batched", "combine, gone"]
     assert equal_kernels.differing(before, now, ("dispatch", "combine")) == {"dispatch": [], "combine": names}
+
+
+def test_kernels_with_a_placement_need_a_proof_of_their_own() -> None:
+    """At a commit whose tests compile none, nothing shows that they were equal, whatever the others are."""
+    import equal_kernels
+
+    part = f"dispatch{equal_kernels.PLACED}"
+    assert equal_kernels.source_of(part) == "dispatch" and part in equal_kernels.SETS["rounds"]
+    before = {"dispatch, flat": "1"}
+    now = {"dispatch, flat": "1", f"{part}, flat": "2", f"{part}, expert": "3"}
+    assert equal_kernels.differing(before, now, ("dispatch", part)) == {"dispatch": [], part: [f"{part}, expert", f"{part}, flat"]}
+    before[f"{part}, flat"] = "2"
+    assert equal_kernels.differing(before, now, ("dispatch", part)) == {"dispatch": [], part: []}
+
+
+def test_times_with_a_placement_are_marked_by_kernels_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import equal_kernels
+    import launches
+    import tables
+    import topics
+
+    now, load = tables.digests(), tables.load
+    earlier = {"kernels": now | {"dispatch": "earlier"}}
+    for name, found in (("digests", {}), ("decided", {"forms": "alike"})):  # what the host chooses is as it was
+        monkeypatch.setattr(launches, name, lambda found=found: found)
+    monkeypatch.setattr(launches, "noted", lambda commit: {"tables": launches.decided()})
+    monkeypatch.setattr(topics, "load", lambda name: load(name) | earlier)
+    noted = {now["dispatch"]: ["earlier"], f"{now['dispatch']}{equal_kernels.FEW}": ["earlier"]}
+    for more, marked in (({}, 2), ({f"{now['dispatch']}{equal_kernels.PLACED}": ["earlier"]}, 0)):
+        monkeypatch.setattr(equal_kernels, "_noted", lambda more=more: noted | more)
+        rows = [row.split(" | ") for row in topics.placed_experts().splitlines() if "| `" in row]
+        assert len(rows) == 6
+        for row in rows:
+            assert ["†" in cell for cell in row[3:]] == [False] + [marked > 0] * 2
