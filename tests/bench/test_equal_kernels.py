@@ -60,7 +60,10 @@ def test_kernels_with_a_placement_need_a_proof_of_their_own() -> None:
     assert equal_kernels.source_of(part) == "dispatch" and part in equal_kernels.SETS["rounds"]
     before = {"dispatch, flat": "1"}
     now = {"dispatch, flat": "1", f"{part}, flat": "2", f"{part}, expert": "3"}
-    assert equal_kernels.differing(before, now, ("dispatch", part)) == {"dispatch": [], part: [f"{part}, expert", f"{part}, flat"]}
+    assert equal_kernels.differing(before, now, ("dispatch", part)) == {
+        "dispatch": [],
+        part: [f"{part}, expert", f"{part}, flat"],
+    }
     before[f"{part}, flat"] = "2"
     assert equal_kernels.differing(before, now, ("dispatch", part)) == {"dispatch": [], part: []}
 
