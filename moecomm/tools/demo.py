@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,10 @@ from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, router
 from moecomm.tools.demo_layer import MoELayer, error_bound, reference
 from moecomm.tools.launch import launch
-from moecomm.tools.progress import progress
+from moecomm.tools.progress import Step, progress
 
 CONTEXT = 8  # bytes of text that a hidden state is made from
+_EXPERTS_A_STEP = 16  # of progress
 REPEATS = 5  # timed rounds; the layer's own call before them is the untimed warm-up
 
 
@@ -150,7 +150,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     gate = router(case.model, device=device, seed=case.seed)
     topk_idx, topk_weights = gate(x)
     layouts, outputs = {}, {}
-    with progress(group, len(LAYOUTS) + 2) as step:
+    with progress(group, len(LAYOUTS) + 2 + -(-model.num_experts // _EXPERTS_A_STEP)) as step:
         step("weights of the experts")
         mine = [_expert(case, expert, device) for expert in experts_of(rank, model.num_experts, case.ranks)]
         w13, w2 = (torch.stack(weights) for weights in zip(*mine, strict=True))
@@ -173,10 +173,10 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
                 layouts[layout] |= _traffic(case, rank, layout, topk_idx)
             buffer.check()
         del w13, w2
-        step("the same layer on a single rank")
+        step("the rows of all ranks to a single one")
         whole = [_gather(t, group) for t in (x, topk_idx, topk_weights, *outputs.values())]
         by_layout: dict[str, torch.Tensor] = dict(zip(outputs, whole[3:], strict=True))
-        errors = {} if rank else _errors(case, device, whole[0], whole[1], whole[2], by_layout)
+        errors = {} if rank else _errors(case, device, whole[0], whole[1], whole[2], by_layout, step)
     return {"backend": backend, "layouts": layouts, "errors": errors}
 
 
@@ -256,11 +256,21 @@ def _errors(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     outputs: dict[str, torch.Tensor],
+    step: Step,
 ) -> dict[str, tuple[float, float]]:
-    """Return for each layout the largest error against the single rank, and the largest ratio of error to bound."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have finished
-    experts = (_expert(case, expert, device) for expert in range(MODELS[case.model].num_experts))
-    expected = reference(x.to(device), topk_idx.to(device), topk_weights.to(device), experts)
+    """Return for each layout the largest error against the single rank, and the largest ratio of error to bound.
+
+    On one thread: products of one expert are small, and threads on busy cores wait longer for each other.
+    """
+    count = MODELS[case.model].num_experts
+
+    def experts() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for expert in range(count):
+            if expert % _EXPERTS_A_STEP == 0:
+                step(f"the same layer on a single rank, expert {expert} of {count}")
+            yield _expert(case, expert, device)
+
+    expected = reference(x.to(device), topk_idx.to(device), topk_weights.to(device), experts())
     bound = error_bound(expected, x.dtype)
     errors = {}
     for layout, out in outputs.items():

@@ -64,7 +64,7 @@ def test_the_command_prints_the_table(capfd: pytest.CaptureFixture[str], monkeyp
         cli.main()
     said, progress = capfd.readouterr()
     assert ended.value.code == 0
-    assert "0/5 after 0 s: weights of the experts" in progress
+    assert "0/6 after 0 s: weights of the experts" in progress
     assert "backend host: asked for" in said
     assert "3 ranks x 8 tokens" in said
     assert [line.split()[:2] for line in said.splitlines() if line.startswith(("expert ", "batched "))] == [
@@ -101,7 +101,10 @@ def test_errors_sees_a_wrong_output(wrong: str) -> None:
         out[4] = (right[4].float() * 1.05).to(torch.bfloat16)
     else:
         out[4, 7] = float("nan")
-    errors = demo._errors(case, torch.device("cpu"), x, topk_idx, weights, {"right": right, "wrong": out})
+    steps: list[str] = []
+    outputs = {"right": right, "wrong": out}
+    errors = demo._errors(case, torch.device("cpu"), x, topk_idx, weights, outputs, steps.append)
+    assert steps == ["the same layer on a single rank, expert 0 of 8"]
     assert errors["right"][1] <= 1 < errors["wrong"][1]
 
 
