@@ -377,3 +377,22 @@ def _left_behind(buffer: moecomm.Buffer) -> BaseException:
         buffer.check()
     buffer.check()  # told once
     return caught.value
+
+
+def test_what_is_mixed_up_is_said_by_its_name() -> None:
+    """Errors of mistakes that everybody makes once say what was passed, in the words of the call."""
+    with moecomm.Buffer("self", hidden=64, num_experts=4, topk=2, max_tokens=8, device="cpu") as buffer:
+        x, ids = torch.zeros(8, 64).bfloat16(), torch.zeros(8, 2, dtype=torch.int64)
+        routed, arrived = buffer.dispatch(x, ids), moecomm.ops.dispatch(buffer, x, ids)
+        mistakes: dict[str, Any] = {
+            r"x: got 64 columns of torch\.float32, 256 bytes; want 64 of torch\.bfloat16, those of the Buffer": (
+                lambda: buffer.dispatch(x.float(), ids)
+            ),
+            r"y: got Routed; want .* such as its \.x": lambda: buffer.combine(routed, routed.handle),
+            r"y: got Dispatched; want .* such as its \.x": lambda: moecomm.ops.combine(arrived, arrived.handle),
+            r"handle: got one of Buffer\.dispatch; want": lambda: moecomm.ops.combine(routed.x, routed.handle),
+            r"handle: got one of moecomm\.ops\.dispatch; want": lambda: buffer.combine(arrived.x, arrived.handle),
+        }
+        for told, mistake in mistakes.items():
+            with pytest.raises(moecomm.BadInput, match=told):
+                mistake()

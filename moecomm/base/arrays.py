@@ -36,7 +36,8 @@ def as_tensor(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.
         # A view with the negative bit has numbers of the other sign in memory.  In a graph, torch resolves it.
         return value if torch.compiler.is_compiling() else value.resolve_neg(), None
     if not hasattr(value, "__dlpack__"):
-        raise BadInput(argument, type(value).__name__, "a torch tensor or an array with __dlpack__")
+        part = " such as its .x" if isinstance(getattr(value, "x", None), torch.Tensor) else ""
+        raise BadInput(argument, type(value).__name__, f"a torch tensor or an array with __dlpack__{part}")
     strides = getattr(value, "strides", None)
     if isinstance(strides, tuple) and any(stride < 0 for stride in strides):  # torch would end the process
         raise BadInput(argument, f"strides {strides} bytes", "none below 0")

@@ -64,7 +64,8 @@ def check(
 def check_handle(rounds: Rounds, handle: Any) -> None:
     """Raise BadInput or Closed unless `handle` comes from a dispatch of this Buffer."""
     if not isinstance(handle, Handle):
-        raise BadInput("handle", type(handle).__name__, "the .handle of what dispatch returned")
+        other = "one of moecomm.ops.dispatch" if hasattr(handle, "buffer") else type(handle).__name__
+        raise BadInput("handle", other, "the .handle of what Buffer.dispatch returned")
     if handle.rounds is not rounds:
         if handle.rounds.closed:
             raise Closed("handle's Buffer")

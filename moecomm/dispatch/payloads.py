@@ -208,7 +208,8 @@ def _packed(
         _check(f"extras[{at}]", rounds, tensor, x.shape[0], None, (1, 2, 4, 8))
     most = rounds.hidden * rounds.dtype.itemsize
     if (width := x.shape[1] * x.element_size()) > most or width == 0:
-        raise BadInput("x", f"rows of {width} bytes", f"1 to {most}, those of hidden = {rounds.hidden} {rounds.dtype}")
+        got, own = f"{x.shape[1]} columns of {x.dtype}", f"{rounds.hidden} of {rounds.dtype}, those of the Buffer"
+        raise BadInput("x", f"{got}, {width} bytes", f"{own}, or a payload of 1 to {most} bytes a row")
     parts, at, unit = [], 0, ROW_ALIGNMENT if len(tensors) > 1 else _WORD
     for tensor in tensors:
         parts.append(part := Part(at, tuple(tensor.shape[1:]), tensor.dtype))

@@ -600,7 +600,7 @@ def _check_handle(handle: Handle) -> None:
     """Raise BadInput for other handles, such as those of Buffer.dispatch, and for fields that no dispatch returns."""
     want = "the .handle of what moecomm.ops.dispatch returned"
     if not isinstance(handle, Handle):
-        raise BadInput("handle", type(handle).__name__, want)
+        raise BadInput("handle", "one of Buffer.dispatch" if hasattr(handle, "rounds") else type(handle).__name__, want)
     if torch.compiler.is_compiling():
         return
     if not all(map(isinstance, handle, _FIELDS)):

@@ -261,7 +261,9 @@ def test_a_handle_of_the_buffer_is_none() -> None:
         x = torch.zeros(5, c.hidden)
         routed: Any = buffer.dispatch(x, torch.zeros(5, c.topk, dtype=torch.int64), layout="expert")
         for call in (ops.combine, ops.dispatch_again):
-            with pytest.raises(moecomm.BadInput, match=r"handle: got Handle; want the \.handle of what moecomm\.ops"):
+            with pytest.raises(
+                moecomm.BadInput, match=r"handle: got one of Buffer\.dispatch; want the \.handle of what moecomm\.ops"
+            ):
                 call(x, routed.handle)
 
 
