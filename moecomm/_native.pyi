@@ -86,12 +86,13 @@ class Shape:
     """
     Sizes that all ranks of a Buffer have alike: Shape of csrc/protocol/layout.h.
 
+    `named_experts`: of callers, with a placement; 0: those of rounds, as many as `slots`.
     ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `domain_ranks` is 0 or divides `ranks`.
     """
     def __init__(
         self,
         ranks: int,
-        experts: int,
+        slots: int,
         topk: int,
         max_tokens: int,
         ring_tokens: int,
@@ -100,15 +101,24 @@ class Shape:
         packet_bytes: int = 0,
         domain_ranks: int = 0,
         receive_bytes: int = 0,
+        named_experts: int = 0,
     ) -> None: ...
     domain_ranks: int
-    experts: int
+    heap_and_experts: int
     heap_bytes: int
+    """
+        Room for outputs.
+        """
     max_tokens: int
+    named_experts: int
+    """
+        Experts that callers name; set to 0: `slots`.
+        """
     packet_bytes: int
     ranks: int
     receive_bytes: int
     ring_tokens: int
+    slots: int
     staged_row_bytes: int
     topk: int
 
@@ -175,6 +185,7 @@ class Route:
     def __deepcopy__(self, arg0: dict[int, typing.Any]) -> Route: ...
     def __init__(self) -> None: ...
     address: typing.Final[int]
+    first_token: int
     forwarded: int
     key: int
     max_rows: int

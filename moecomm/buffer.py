@@ -509,7 +509,7 @@ class Buffer(Bound):
         """The experts of this rank: a range; with a placement those of its slots, -1 where one is empty."""
         rounds = self.rounds
         if rounds.placement is not None:
-            return tuple(rounds.placement.experts[rounds.rank].tolist())
+            return rounds.placement.held[rounds.rank]
         return rounds.local_experts if rounds.ids is None else rounds.ids.range_of(rounds.local_experts)
 
     def joining(self, group: Any) -> list[int]:

@@ -149,7 +149,7 @@ class Membership:
                 ids = ids_of(old, shrunk.ranks)
                 experts = len(ids.kept)
             else:
-                experts = _experts_of_callers(old)
+                experts = old.named_experts
             settings = replace(
                 old.settings,
                 ranks=len(everybody),
@@ -179,7 +179,7 @@ class Membership:
                 note="grow()",
                 others=lambda: last_calls.others(old),
             ) as ranks:
-                among: dict[str, Any] = {"ranks": ranks.ranks, "num_experts": _experts_of_callers(old)}
+                among: dict[str, Any] = {"ranks": ranks.ranks, "num_experts": old.named_experts}
                 settings = replace(old.settings, placement=None, **among).placed(placement)
                 rounds = open_rounds(ranks, settings, old.chosen_because, old.device, timeout_s)
         rounds.members = Members(found, ranks.number, timeout_s)
@@ -194,11 +194,14 @@ class Membership:
         rounds, found = self._rounds, 0
         rounds.require_open()
         keeps = keep_ids or rounds.placement is not None
-        for experts in counts_of(rounds, ranks) if keeps else [_experts_of_callers(rounds)]:
+        for experts in counts_of(rounds, ranks) if keeps else [rounds.named_experts]:
             among: dict[str, Any] = {"ranks": ranks, "num_experts": experts, "domain_ranks": domain_ranks}
             settings = replace(rounds.settings, placement=None, **among)
             settings.check()
-            found += rounds.session.compile_for(settings.shape(backends.load(settings.backend)))
+            shape = settings.shape(backends.load(settings.backend))
+            if rounds.placement is not None:
+                shape.named_experts = rounds.named_experts
+            found += rounds.session.compile_for(shape)
         return found
 
     def joining(self, group: Any) -> list[int]:
@@ -210,16 +213,6 @@ class Membership:
             return opened.waiting()
         finally:
             opened.close()
-
-
-def _experts_of_callers(rounds: Rounds) -> int:
-    """Return the number of experts that the Buffer was opened with.
-
-    Rounds know fewer after shrink(keep_ids=True), and slots where there is a placement.
-    """
-    if rounds.placement is not None:
-        return rounds.placement.num_experts
-    return rounds.num_experts if rounds.ids is None else rounds.ids.count
 
 
 def _ended(rounds: Rounds) -> RoundFailed | None:

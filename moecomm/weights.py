@@ -105,7 +105,8 @@ class ExpertWeights:
         on a stream of their own, by copy engines, after the work of all ranks that is enqueued now; no host waits.
 
         Args:
-            target: of the same experts, ranks and at most as many slots.
+            target: of the same experts, ranks and at most as many slots.  Experts that no rank holds since a loss get
+                no slot: write their weights yourself, then call set_placement().
             max_gbs: copies of this rank take at most so many GB/s (10^9 bytes a second); None: all that they get.
                 CPU ranks: the call takes as long.
 
@@ -169,7 +170,7 @@ class ExpertWeights:
         self._window.barrier()  # earlier copies of all ranks have ended
         pace = None if max_gbs is None else Pace(self._buffer.device, max_gbs)
         me, domain = self._window.rank, self._rounds.domain_ranks
-        for slot, (old, new) in enumerate(zip(before.experts[me].tolist(), after.experts[me].tolist(), strict=True)):
+        for slot, (old, new) in enumerate(zip(before.held[me], after.held[me], strict=True)):
             if new in (NONE, old):
                 continue
             self._rounds.filled[slot] = self._rounds.generation + 1
@@ -192,7 +193,8 @@ def _of(window: Window, shape: tuple[int, ...], dtype: torch.dtype, offset: int,
 def step(before: Placement, target: Placement) -> Placement:
     """Return the placement nearest to `target` that fills only slots that are empty before, the same on all ranks.
 
-    No expert is lost on the way: one stays where it is until another slot holds it.
+    No expert is lost on the way: one stays where it is until another slot holds it.  An expert that no slot holds
+    before, since its ranks are lost, gets none: there are no weights to copy.
 
     Raises:
         BadInput: other experts or ranks, or more slots.
@@ -202,8 +204,8 @@ def step(before: Placement, target: Placement) -> Placement:
         raise BadInput("target", repr(target), want)
     target = placements.with_slots(target, before.slots)
     found = []
-    for held, wanted in zip(before.experts.tolist(), target.experts.tolist(), strict=True):
-        left = [expert for expert in wanted if expert != NONE]
+    for held, wanted in zip(before.held, target.held, strict=True):
+        left = [expert for expert in wanted if expert != NONE and before.slots_by_expert[expert]]
         slots = [NONE] * before.slots
         for slot, expert in enumerate(held):
             if expert in left:
@@ -214,9 +216,9 @@ def step(before: Placement, target: Placement) -> Placement:
                 slots[slot] = left.pop(0)
         found.append(slots)
     there = {expert for slots in found for expert in slots}
-    for slots, held in zip(found, before.experts.tolist(), strict=True):
+    for slots, held in zip(found, before.held, strict=True):
         for slot, expert in enumerate(held):
             if slots[slot] == NONE and expert != NONE and expert not in there:
                 slots[slot] = expert
                 there.add(expert)
-    return Placement(found, num_experts=before.num_experts, slots=before.slots, choice=target.choice)
+    return placements.unchecked(before, found, target.choice)

@@ -44,6 +44,7 @@ void bind_constants(py::module_& m) {
                                               {"descriptor_bytes", sizeof(RowDescriptor)},
                                               {"round_header_bytes", sizeof(RoundHeader)},
                                               {"most_slots", kMostSlots},
+                                              {"most_heap_bytes", kMostHeapBytes},
                                               {"most_replicas", kMostReplicas},
                                               {"generation", kGeneration},
                                               {"digest_bits", kDigestBits},

@@ -97,13 +97,27 @@ py::class_<Struct> bind_struct(py::module_& m, const char* name, const char* doc
 void bind_enums(py::module_& m){BIND_ENUM(Layout) BIND_ENUM(Type) BIND_ENUM(Part) BIND_ENUM(ScaleFormat) BIND_ENUM(Failure) BIND_ENUM(Phase)
                                     BIND_ENUM(Op) BIND_ENUM(Argument)}
 
-Shape make_shape(i32 ranks, i32 experts, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes, i64 packet_bytes,
-                 i32 domain_ranks, i64 receive_bytes) {
+void set_heap_bytes(Shape& shape, i64 bytes) {
+    if (bytes < 0 || bytes > kMostHeapBytes) throw std::invalid_argument("heap_bytes: want 0 to " + std::to_string(kMostHeapBytes));
+    shape.heap_and_experts = heap_and_experts(bytes, static_cast<i32>(shape.heap_and_experts >> kHeapBits));
+}
+
+void set_named_experts(Shape& shape, i32 experts) {
+    if (experts < 0 || experts > static_cast<i32>(kMostSlots))
+        throw std::invalid_argument("named_experts: want 0 to " + std::to_string(kMostSlots));
+    shape.heap_and_experts = heap_and_experts(heap_bytes(shape), experts);
+}
+
+Shape make_shape(i32 ranks, i32 slots, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes, i64 packet_bytes,
+                 i32 domain_ranks, i64 receive_bytes, i32 named_experts) {
     if (ring_tokens < kMaxChunk || ring_tokens % kMaxChunk != 0)
         throw std::invalid_argument("ring_tokens: want a multiple of " + std::to_string(kMaxChunk));
     if (domain_ranks < 0 || (domain_ranks > 0 && ranks % domain_ranks != 0))
         throw std::invalid_argument("domain_ranks: want 0 or a divisor of ranks");
-    return {ranks, experts, topk, max_tokens, ring_tokens, domain_ranks, packet_bytes, staged_row_bytes, heap_bytes, receive_bytes};
+    Shape shape{ranks, slots, topk, max_tokens, ring_tokens, domain_ranks, packet_bytes, staged_row_bytes, 0, receive_bytes};
+    set_named_experts(shape, named_experts);
+    set_heap_bytes(shape, heap_bytes);
+    return shape;
 }
 
 i32 stand_in_of(const Shape& shape, const std::vector<i32>& masked, i32 forwarder) {
@@ -122,11 +136,14 @@ i32 stand_in_of(const Shape& shape, const std::vector<i32>& masked, i32 forwarde
 void bind_layout(py::module_& m) {
     py::class_<Shape> shape(m, "Shape", R"(Sizes that all ranks of a Buffer have alike: Shape of csrc/protocol/layout.h.
 
+`named_experts`: of callers, with a placement; 0: those of rounds, as many as `slots`.
 ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `domain_ranks` is 0 or divides `ranks`.)");
-    shape.def(py::init(&make_shape), py::arg("ranks"), py::arg("experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("ring_tokens"),
+    shape.def(py::init(&make_shape), py::arg("ranks"), py::arg("slots"), py::arg("topk"), py::arg("max_tokens"), py::arg("ring_tokens"),
               py::arg("staged_row_bytes"), py::arg("heap_bytes"), py::arg("packet_bytes") = 0, py::arg("domain_ranks") = 0,
-              py::arg("receive_bytes") = 0);
+              py::arg("receive_bytes") = 0, py::arg("named_experts") = 0);
     bind_fields(shape, true);
+    shape.def_property("heap_bytes", &heap_bytes, &set_heap_bytes, "Room for outputs.");
+    shape.def_property("named_experts", &named_experts, &set_named_experts, "Experts that callers name; set to 0: `slots`.");
     py::class_<WindowLayout> layout(m, "WindowLayout", "Byte offsets in a window: WindowLayout of csrc/protocol/layout.h.");
     bind_fields(layout, false);
     layout.def_property_readonly(

@@ -37,7 +37,8 @@ struct DispatchConfig {
     Format format = Format::fp8;  // that `quantize` casts to
     bool repeat;
     bool descriptors;  // travel in place of rows (descriptors.cuh)
-    bool placed;       // Context::placed is not 0
+    bool placed;       // Context::placed is not 0; `experts` are then slots
+    i32 named_experts;  // placed, not balanced: named_experts(Shape); else 0
     bool balanced;     // it is kBalanced
     Part part;
     // Packets of a row (moecomm/base/packets.py): bytes of the row and of its scales in each packet, and lines; no lines: no rank sends

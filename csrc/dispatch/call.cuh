@@ -65,7 +65,7 @@ template <DispatchConfig cfg, bool looks_up = cfg.placed && !cfg.balanced>
 struct PlacementShared {};
 template <DispatchConfig cfg>
 struct PlacementShared<cfg, true> {
-    static constexpr i32 kWords = sizeof(Placement) / sizeof(u32) + 2 * cfg.experts;
+    static constexpr i32 kWords = sizeof(Placement) / sizeof(u32) + placement_words(cfg.named_experts, cfg.experts);
     alignas(Placement) u32 placement[kWords];
 };
 
@@ -222,14 +222,14 @@ struct DispatchCall {
     // The expert of an entry, in a Buffer with a placement its slot; cfg.experts for an invalid id.
     MOECOMM_FN i64 expert_at(i64 entry) const {
         if constexpr (cfg.balanced)
-            return own<const i32>(a.ctx, chosen_at(window(), a.ctx.shape))[entry];
+            return own<const i32>(a.ctx, chosen_at(window()))[entry];
         else if constexpr (cfg.placed)
-            return slot_of(placement(), id_at(entry), entry, cfg.topk, cfg.experts);
+            return slot_of(placement(), id_at(entry), entry, cfg.topk, cfg.experts, a.route.first_token);
         return id_at(entry);
     }
     // Experts that callers name.
     MOECOMM_FN i32 named_experts() const {
-        if constexpr (cfg.placed) return placement().experts;
+        if constexpr (cfg.placed) return moecomm::named_experts(shape());
         return cfg.experts;
     }
     // Experts of this rank.

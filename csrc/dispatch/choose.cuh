@@ -13,37 +13,37 @@ namespace moecomm {
 
 constexpr i32 kChooseWarps = 16, kChooseThreads = kChooseWarps * kWarp;
 
-template <i32 ranks, i32 experts>
+// `experts`: named_experts(Shape); `slots`: Shape::slots.
+template <i32 ranks, i32 slots, i32 experts>
 struct ChooseShared {
-    u32 words[2 * experts];             // of the placement: its entries and lists
-    i32 counts[kChooseWarps][experts];  // of each warp; then those of this rank's entries before the warp's next one
-    i32 totals[experts];                // entries of all ranks
-    i32 first[experts];                 // entries of earlier ranks; then those that do not stay on their rank
-    i32 kept[experts];                  // entries that stay on this rank
-    i32 own[experts];                   // the slot here where they stay
-    i32 several[experts], num_several;  // experts with several candidates
-    i32 found[experts];                 // by place in the lists: the share of a candidate; then the end of what is left of it
+    u32 words[placement_words(experts, slots)];  // of the placement: its entries and lists
+    i32 counts[kChooseWarps][experts];           // of each warp; then those of this rank's entries before the warp's next one
+    i32 totals[experts];                         // entries of all ranks
+    i32 first[experts];                          // entries of earlier ranks; then those that do not stay on their rank
+    i32 kept[experts];                           // entries that stay on this rank
+    i32 own[experts];                            // the slot here where they stay
+    i32 several[experts], num_several;           // experts with several candidates
+    i32 found[slots];                            // by place in the lists: the share of a candidate; then the end of what is left of it
     i32 loads[ranks];
     RoundHeader mine;  // as far as call_differs() reads it
     Begin begin;
 };
 
 // For copies.
-template <i32 ranks, i32 experts>
+template <i32 ranks, i32 slots, i32 experts>
 struct CopyShared {
-    i32 empty[experts];           // slots, ascending
-    i32 source[experts];          // by expert that callers name: its first candidate that is no copy
+    i32 empty[slots];             // ascending
+    i32 source[experts];          // its first candidate that is no copy
     i32 next[ranks], end[ranks];  // of each rank, the empty slots that are left, by their places in `empty`
     i32 holds[ranks];             // the rank holds an expert
 };
 
-template <i32 ranks, i32 experts, i32 topk, i32 idx_bytes>
+template <i32 ranks, i32 slots, i32 experts, i32 topk, i32 idx_bytes>
 struct Chooser {
-    static constexpr ExpertRanges ranges{experts, ranks};
+    static constexpr ExpertRanges ranges{slots, ranks};
     const DispatchArgs& a;
-    ChooseShared<ranks, experts>& shared;
+    ChooseShared<ranks, slots, experts>& shared;
     Round round;
-    i32 named;  // experts that callers name
 
     struct Candidates {
         i32 count, at;  // `at`: the slot of the only one; of several, the place of their list in `words`
@@ -52,12 +52,12 @@ struct Chooser {
         return {static_cast<i32>(shared.words[expert] % kMostReplicas), static_cast<i32>(shared.words[expert] / kMostReplicas)};
     }
     MOECOMM_FN i32 owner(i32 place) const { return ranges.owner(static_cast<i32>(shared.words[place])); }
-    MOECOMM_FN i32& found(i32 place) const { return shared.found[place - named]; }
+    MOECOMM_FN i32& found(i32 place) const { return shared.found[place - experts]; }
     MOECOMM_FN i64 id_at(i32 entry) const {
         if constexpr (idx_bytes == 8) return reinterpret_cast<const i64*>(a.topk_idx)[entry];
         return reinterpret_cast<const i32*>(a.topk_idx)[entry];
     }
-    MOECOMM_FN bool is_named(i64 id) const { return id >= 0 && id < named; }
+    MOECOMM_FN bool is_named(i64 id) const { return id >= 0 && id < experts; }
     // The first entry of a warp of all blocks.
     MOECOMM_FN i32 first_of(i32 warp) const {
         const i64 entries = static_cast<i64>(a.num_tokens) * topk;
@@ -136,9 +136,9 @@ struct Chooser {
     // By one warp.
     MOECOMM_FN void list_several() const {
         i32 n = 0;
-        for (i32 first = 0; first < named; first += kWarp) {
+        for (i32 first = 0; first < experts; first += kWarp) {
             const i32 expert = first + lane_id();
-            const bool several = expert < named && candidates(expert).count > 1;
+            const bool several = expert < experts && candidates(expert).count > 1;
             const u32 lanes = __ballot_sync(kAllLanes, several);
             if (several) shared.several[n + __popc(lanes & lanes_below())] = expert;
             n += __popc(lanes);
@@ -194,7 +194,7 @@ struct Chooser {
 
     // By all threads: the shares of all candidates, and the loads that they make.
     MOECOMM_FN void share() const {
-        for (i32 expert = threadIdx.x; expert < named; expert += kChooseThreads) share_evenly(expert);
+        for (i32 expert = threadIdx.x; expert < experts; expert += kChooseThreads) share_evenly(expert);
         __syncthreads();
         if (warp_id() == 0) {
             list_several();
@@ -254,7 +254,7 @@ struct Chooser {
                 __syncwarp();
             }
             if (lane_id() == 0) shared.words[place] = slot, found(place) = 0;
-            for (i32 other = lane_id(); other < named; other += kWarp) {
+            for (i32 other = lane_id(); other < experts; other += kWarp) {
                 const Candidates theirs = candidates(other);
                 if (other == expert) shared.words[other] += 1;
                 if (theirs.count > 1 && theirs.at > c.at) shared.words[other] += kMostReplicas;
@@ -266,20 +266,20 @@ struct Chooser {
 
     // By all threads, after share(), whose loads it takes for its own: experts that are copied to empty slots, and in the window the slots
     // of which these are copies. Then share() again.
-    MOECOMM_FN void choose_copies(CopyShared<ranks, experts>& copies, const Placement& placement) const {
+    MOECOMM_FN void choose_copies(CopyShared<ranks, slots, experts>& copies, const Placement& placement) const {
         const u32* const list = shared.words + placement.empty;
         const i32 num_empty = static_cast<i32>(list[0]);
         for (i32 i = threadIdx.x; i < num_empty; i += kChooseThreads) copies.empty[i] = static_cast<i32>(list[1 + i]);
         for (i32 rank = threadIdx.x; rank < ranks; rank += kChooseThreads) copies.holds[rank] = 0;
         __syncthreads();
-        for (i32 expert = threadIdx.x; expert < named; expert += kChooseThreads) {
+        for (i32 expert = threadIdx.x; expert < experts; expert += kChooseThreads) {
             const Candidates c = candidates(expert);
             if (c.count > 0) copies.source[expert] = c.count == 1 ? c.at : static_cast<i32>(shared.words[c.at]);
             if (c.count == 1) copies.holds[ranges.owner(c.at)] = 1;
             for (i32 i = 0; c.count > 1 && i < c.count; ++i) copies.holds[owner(c.at + i)] = 1;
         }
         i32* const copied = own<i32>(a.ctx, copied_at(a.ctx.window, a.ctx.shape));
-        for (i32 slot = threadIdx.x; blockIdx.x == 0 && slot < experts; slot += kChooseThreads) copied[slot] = -1;
+        for (i32 slot = threadIdx.x; blockIdx.x == 0 && slot < slots; slot += kChooseThreads) copied[slot] = -1;
         __syncthreads();
         for (i32 rank = threadIdx.x; rank < ranks; rank += kChooseThreads) {
             i32 first = 0, end = 0;
@@ -292,7 +292,7 @@ struct Chooser {
         __syncthreads();
         if (warp_id() == 0) {
             u32 entries = 0;
-            for (i32 expert = lane_id(); expert < named; expert += kWarp) entries += static_cast<u32>(shared.totals[expert]);
+            for (i32 expert = lane_id(); expert < experts; expert += kWarp) entries += static_cast<u32>(shared.totals[expert]);
             const i32 mean = static_cast<i32>(__reduce_add_sync(kAllLanes, entries) / (ranks * kCopyPart));
             const i32 least = mean > 1 ? mean : 1;
             for (i32 tail = static_cast<i32>(placement.empty);;) {
@@ -302,7 +302,7 @@ struct Chooser {
                     ranks, [&](i32 rank) { return copies.next[rank] < copies.end[rank] ? most - shared.loads[rank] : -1; });
                 if (idlest < 0) break;
                 const i32 expert =
-                    first_of_largest(named, [&](i32 one) { return share_on(one, idlest) < 0 ? share_on(one, busiest) : -1; });
+                    first_of_largest(experts, [&](i32 one) { return share_on(one, idlest) < 0 ? share_on(one, busiest) : -1; });
                 const i32 gap = (most - shared.loads[idlest]) / 2;
                 if (expert < 0 || min(share_on(expert, busiest), gap) < least) break;
                 const i32 slot = copies.empty[copies.next[idlest]];
@@ -344,9 +344,16 @@ struct Chooser {
         return static_cast<i32>(shared.words[c.at + i]);
     }
 
+    // By all warps: no slots for their entries, so that the dispatch does not judge those of an earlier round.
+    MOECOMM_FN void choose_none() const {
+        i32* const chosen = own<i32>(a.ctx, chosen_at(a.ctx.window));
+        const i32 end = first_of(warp_id() + 1);
+        for (i32 entry = first_of(warp_id()) + lane_id(); entry < end; entry += kWarp) chosen[entry] = -1;
+    }
+
     // By all warps: the slots of their entries, in order.
     MOECOMM_FN void choose() const {
-        i32* const chosen = own<i32>(a.ctx, chosen_at(a.ctx.window, a.ctx.shape));
+        i32* const chosen = own<i32>(a.ctx, chosen_at(a.ctx.window));
         const i32 end = first_of(warp_id() + 1);
         for (i32 first = first_of(warp_id()); first < end; first += kWarp) {
             const i32 entry = first + lane_id();
@@ -354,7 +361,7 @@ struct Chooser {
             const i32 expert = is_named(id) ? static_cast<i32>(id) : -1;
             const Candidates c = expert >= 0 ? candidates(expert) : Candidates{0, 0};
             const u32 same = __match_any_sync(kAllLanes, expert);
-            i32 slot = id == -1 || expert >= 0 ? -1 : experts;
+            i32 slot = id == -1 || expert >= 0 ? -1 : slots;
             if (c.count == 1) slot = c.at;
             if (c.count > 1) slot = slot_of_nth(expert, c, shared.counts[warp_id()][expert] + __popc(same & lanes_below()));
             __syncwarp();
@@ -367,18 +374,18 @@ struct Chooser {
 
 // The kernel's body, for a launch of choosing_blocks() blocks of kChooseThreads threads with ChooseShared as dynamic shared memory. It
 // belongs to the round that the next dispatch begins. If a wait fails, the failure record is filled; if a peer makes another call, the
-// slots are those of earlier rounds, and the dispatch finds out.
-template <i32 ranks, i32 experts, i32 topk, i32 idx_bytes, i32 shared_bytes, bool replicates = false>
+// entries get no slots, and the dispatch finds out.
+template <i32 ranks, i32 slots, i32 experts, i32 topk, i32 idx_bytes, i32 shared_bytes, bool replicates = false>
 MOECOMM_FN void choose_replicas(const DispatchArgs& a) {
-    using Shared = ChooseShared<ranks, experts>;
-    static_assert(sizeof(Shared) + replicates * sizeof(CopyShared<ranks, experts>) <= shared_bytes, "lsa_kernels.py disagrees");
+    using Shared = ChooseShared<ranks, slots, experts>;
+    static_assert(sizeof(Shared) + replicates * sizeof(CopyShared<ranks, slots, experts>) <= shared_bytes, "lsa_kernels.py disagrees");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<Shared*>(memory);
     await_earlier_kernels();
     launch_dependents();
     const Placement& placement = *own<const Placement>(a.ctx, placement_at(a.ctx.window));
     const u32* const words = reinterpret_cast<const u32*>(&placement + 1);
-    for (i32 i = threadIdx.x; i < 2 * experts; i += kChooseThreads) shared.words[i] = words[i];
+    for (i32 i = threadIdx.x; i < placement_words(experts, slots); i += kChooseThreads) shared.words[i] = words[i];
     for (i32 i = threadIdx.x; i < kChooseWarps * experts; i += kChooseThreads) shared.counts[0][i] = 0;
     for (i32 i = threadIdx.x; i < ranks; i += kChooseThreads) shared.loads[i] = 0;
     if (threadIdx.x == 0) {
@@ -388,22 +395,22 @@ MOECOMM_FN void choose_replicas(const DispatchArgs& a) {
         shared.mine.call = a.call;
     }
     __syncthreads();
-    const Chooser<ranks, experts, topk, idx_bytes> chooser{a, shared, {a.ctx, Op::dispatch, shared.begin.tag}, placement.experts};
+    const Chooser<ranks, slots, experts, topk, idx_bytes> chooser{a, shared, {a.ctx, Op::dispatch, shared.begin.tag}};
     if (!not_aborted(chooser.round, shared.begin, Phase::header)) return;
     chooser.count();
     __syncthreads();
     if constexpr (replicates) fence_system();  // weights that this rank has written go ahead of its counts
     const u64 masked = own_mask(a.ctx).ranks[0];
     bool known = true;
-    for (i32 expert = threadIdx.x; expert < chooser.named && known; expert += kChooseThreads) known = chooser.exchange(expert, masked);
-    if (__syncthreads_or(!known)) return;
+    for (i32 expert = threadIdx.x; expert < experts && known; expert += kChooseThreads) known = chooser.exchange(expert, masked);
+    if (__syncthreads_or(!known)) return chooser.choose_none();
     chooser.share();
     if constexpr (replicates) {
         fence_system();
-        chooser.choose_copies(*reinterpret_cast<CopyShared<ranks, experts>*>(&shared + 1), placement);
+        chooser.choose_copies(*reinterpret_cast<CopyShared<ranks, slots, experts>*>(&shared + 1), placement);
         chooser.share();
     }
-    for (i32 expert = threadIdx.x; expert < chooser.named; expert += kChooseThreads) chooser.divide(expert);
+    for (i32 expert = threadIdx.x; expert < experts; expert += kChooseThreads) chooser.divide(expert);
     __syncthreads();
     chooser.choose();
 }

@@ -93,7 +93,7 @@ class Shares {
 // of which slots they are copies: the first of an expert.
 void choose_copies(Dispatch& d, const std::vector<i32>& totals, const ExpertRanges& ranges, Candidates& candidates) {
     const Placement& placement = d.r.placement;
-    const i32 ranks = d.r.ranks, slots = d.a.ctx.shape.experts;
+    const i32 ranks = d.r.ranks, slots = d.a.ctx.shape.slots;
     i32* const copied = at<i32>(d.a.ctx, d.r.me, copied_at(d.a.ctx.window, d.a.ctx.shape));
     std::fill(copied, copied + slots, -1);
     Shares shares(candidates, totals, ranges, ranks);
@@ -162,7 +162,11 @@ bool choose_replicas(Dispatch& d) {
     std::vector<i32> mine(experts, 0), all(static_cast<std::size_t>(d.r.ranks) * experts, 0);
     for (i64 entry = 0; entry < entries; ++entry)
         if (const i64 id = d.plan.read_id(entry); id >= 0 && id < experts) ++mine[id];
-    if (!exchange(d, mine, all)) return !d.r.watch.failed();
+    i32* const chosen = at<i32>(d.a.ctx, me, chosen_at(d.a.ctx.window));
+    if (!exchange(d, mine, all)) {
+        std::fill(chosen, chosen + entries, -1);
+        return !d.r.watch.failed();
+    }
     const auto count = [&](i32 rank, i32 expert) { return all[rank * experts + expert]; };
     std::vector<i32> totals(experts, 0);
     for (std::size_t i = 0; i < all.size(); ++i) totals[i % experts] += all[i];
@@ -191,10 +195,9 @@ bool choose_replicas(Dispatch& d) {
         }
         std::reverse(takes[expert].begin(), takes[expert].end());  // the next one is the last
     }
-    i32* const chosen = at<i32>(d.a.ctx, me, chosen_at(d.a.ctx.window, d.a.ctx.shape));
     for (i64 entry = 0; entry < entries; ++entry) {
         const i64 id = d.plan.read_id(entry);
-        i32 slot = id == -1 ? -1 : d.a.ctx.shape.experts;
+        i32 slot = id == -1 ? -1 : d.a.ctx.shape.slots;
         if (id >= 0 && id < experts) {
             std::vector<Take>& left = takes[id];
             while (!left.empty() && left.back().count == 0) left.pop_back();

@@ -20,8 +20,8 @@ void count_rows(const Dispatch& d) {
     i32 *const from = traffic_of(d.a.route, d.r.ranks), *const to = from + d.r.ranks;
     for (i32 p = 0; p < d.r.ranks; ++p) {
         if (!d.repeat) {
-            from[p] = d.r.count_of(p, ctx.shape.experts + d.r.me);
-            to[p] = d.r.count_of(d.r.me, ctx.shape.experts + p);
+            from[p] = d.r.count_of(p, ctx.shape.slots + d.r.me);
+            to[p] = d.r.count_of(d.r.me, ctx.shape.slots + p);
         }
         const u64 in = static_cast<u32>(from[p]), out = static_cast<u32>(to[p]);
         add(ctx, Counter::rows_from, p, in);

@@ -24,8 +24,8 @@ Plan::Plan(const DispatchArgs& args, const Round& round)
 }
 
 i64 Plan::expert_of(i64 given, i64 entry) const {
-    if (is_balanced(a_.ctx.placed)) return at<const i32>(a_.ctx, r_.me, chosen_at(a_.ctx.window, shape_))[entry];
-    return a_.ctx.placed == kByTable ? slot_of(r_.placement, given, entry, shape_.topk, shape_.experts) : given;
+    if (is_balanced(a_.ctx.placed)) return at<const i32>(a_.ctx, r_.me, chosen_at(a_.ctx.window))[entry];
+    return a_.ctx.placed == kByTable ? slot_of(r_.placement, given, entry, shape_.topk, shape_.slots, a_.route.first_token) : given;
 }
 
 BadEntry Plan::count(i32 chunk) {
@@ -38,7 +38,7 @@ BadEntry Plan::count(i32 chunk) {
         for (i64 entry = static_cast<i64>(token) * shape_.topk; entry < (token + 1ll) * shape_.topk; ++entry) {
             const i64 given = read_id(entry);
             const i64 slot = expert_of(given, entry);
-            const bool valid = valid_id(slot, shape_.experts);
+            const bool valid = valid_id(slot, shape_.slots);
             const i32 id = ids_[entry] = valid ? static_cast<i32>(slot) : -1;
             if (!valid) {
                 bad = worse(bad, {Argument::topk_idx, entry, given});
@@ -48,7 +48,7 @@ BadEntry Plan::count(i32 chunk) {
             }
         }
         for (i32 rank = seen.first(); rank >= 0; rank = seen.first()) {
-            ++counts[shape_.experts + rank];
+            ++counts[shape_.slots + rank];
             seen.remove(rank);
         }
     }
@@ -86,7 +86,7 @@ void Plan::gather() {
 
 i64 Plan::rows_needed(i32 rank) const {
     const i32* counts = &total_[ranges_.first(rank)];
-    if (a_.layout == static_cast<i32>(Layout::flat)) return total_[shape_.experts + rank];
+    if (a_.layout == static_cast<i32>(Layout::flat)) return total_[shape_.slots + rank];
     i64 rows = 0;
     for (i32 e = 0; e < ranges_.count(rank); ++e) rows += align_up<i64>(counts[e], a_.alignment);
     return rows;
@@ -113,7 +113,7 @@ void Plan::place() {
 // Within a group, rows of lower source ranks come first; groups of one owner follow each other.
 void Plan::place_experts() {
     i32 start = 0;
-    for (i32 e = 0; e < shape_.experts; ++e) {
+    for (i32 e = 0; e < shape_.slots; ++e) {
         const i32 rank = owner(e), local_expert = local(e);
         if (a_.layout == static_cast<i32>(Layout::batched)) {
             start = local_expert * batched_group(r_.header(rank).max_rows, ranges_.count(rank));

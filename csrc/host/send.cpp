@@ -27,7 +27,7 @@ void place_token(const Dispatch& d, i32 token, i32* cursors) {
         d.token_owner[entry] = owner;
         d.token_rows[entry] = -1;
         if (owner < 0) continue;
-        if (slot[owner] < 0) slot[owner] = cursors[d.a.ctx.shape.experts + owner]++;
+        if (slot[owner] < 0) slot[owner] = cursors[d.a.ctx.shape.slots + owner]++;
         d.token_rows[entry] = d.flat ? slot[owner] : cursors[id]++;
     }
 }

@@ -69,7 +69,7 @@ struct Route {
                       // domain
     u64 key;          // hash of the window, the layout, max_rows and num_tokens; dispatches with the same key may have written such tables
     i32 max_rows;     // rows the tables have room for
-    i32 pad;
+    i32 first_token;  // tokens of the same call that went in earlier rounds: replicas are taken in turn over all of them (placement.h)
 };
 
 // Round of the dispatch that wrote the route, valid or not. All ranks of a combine or a repeat must hold routes of the same round. The word

@@ -5,15 +5,32 @@
 
 namespace moecomm {
 
+// Three numbers are easily taken for each other. Rounds know slots: columns of counts, owners and outputs are by slot. Ids of callers name
+// experts. Without a placement (placement.h) an expert is its slot. With one, there may be more slots than experts (replicas, empty slots) or
+// more experts than slots (experts of lost ranks).
 struct Shape {
-    i32 ranks, experts, topk, max_tokens;
+    i32 ranks, slots, topk, max_tokens;  // slots of all ranks
     i32 ring_tokens;       // tokens in the staging ring of each source rank, a multiple of kMaxChunk: see `staging`
     i32 domain_ranks;      // ranks in a domain, consecutive in number: see domains.h; 0: all ranks
     i64 packet_bytes;      // room for one sender's packets of one round; several domains: for its direct rows; 0: none
     i64 staged_row_bytes;  // bytes of the widest row that combine stages: the fp32 partial sum, and topk fp32 gradients of weights
-    i64 heap_bytes;        // room for outputs
+    u64 heap_and_experts;  // heap_bytes() and named_experts()
     i64 receive_bytes;     // several domains: bytes of the widest token in a forwarder's receive buffer (domains.h)
 };
+
+// Two sizes in one word, so that the arguments of kernels stay as they are: room for outputs, and the experts that callers name, by ids from
+// 0 to named_experts() - 1.
+constexpr i32 kHeapBits = 44;
+constexpr i64 kMostHeapBytes = (1ll << kHeapBits) - 1;
+MOECOMM_BOTH constexpr i64 heap_bytes(const Shape& s) { return static_cast<i64>(s.heap_and_experts & static_cast<u64>(kMostHeapBytes)); }
+MOECOMM_BOTH constexpr i32 named_experts(const Shape& s) {
+    const i32 placed = static_cast<i32>(s.heap_and_experts >> kHeapBits);
+    return placed != 0 ? placed : s.slots;
+}
+// `placed_experts`: named_experts() of a placement; 0: there is none.
+MOECOMM_BOTH constexpr u64 heap_and_experts(i64 heap_bytes, i32 placed_experts) {
+    return static_cast<u64>(placed_experts) << kHeapBits | static_cast<u64>(heap_bytes);
+}
 
 MOECOMM_BOTH constexpr i32 domain_ranks(const Shape& s) { return s.domain_ranks != 0 ? s.domain_ranks : s.ranks; }
 MOECOMM_BOTH constexpr i32 domains(const Shape& s) { return s.ranks / domain_ranks(s); }
@@ -43,12 +60,14 @@ MOECOMM_BOTH constexpr bool is_stale(const Mask& mask, u32 route_round) {
     return mask.since != 0 && static_cast<i32>(route_round - mask.since) < 0;
 }
 
-constexpr u64 kPlacementBytes = 16;  // of Placement, whose table has two words an expert
+constexpr u64 kPlacementBytes = 16;  // of Placement, behind which its table lies
+// The most words of the table of a placement: one for each expert, and for each slot if it is in a list; and the number of empty slots.
+MOECOMM_BOTH constexpr i32 placement_words(i32 named_experts, i32 slots) { return named_experts + slots + 1; }
 
 struct WindowLayout {
     u64 abort;  // u32, its own line: any rank may set it
     u64 state;  // State, then Mask, then Placement and its table (placement.h)
-    // u64[2][ranks][num_tagged_words]: word_signal, by round parity and sender: a RoundHeader; i32[columns], the sender's tokens per expert
+    // u64[2][ranks][num_tagged_words]: word_signal, by round parity and sender: a RoundHeader; i32[columns], the sender's tokens per slot
     // and flat rows per rank (dispatch); then, where rows travel in packets, one bit for each token of the sender that has a row here. Two
     // parities are enough: a peer's words of round n + 2 imply that it saw this rank's words of round n + 1, which this rank sent after it
     // had finished reading round n.
@@ -87,7 +106,7 @@ struct WindowLayout {
                          // the second half holds the send slots of kernels, by the source rank's domain; several domains
     u64 heap;            // outputs, allocated by runtime/arena.cpp
     u64 bytes;
-    i32 columns;  // experts + ranks
+    i32 columns;  // slots + ranks
     i32 num_tagged_words;
 };
 
@@ -99,10 +118,10 @@ MOECOMM_BOTH constexpr u64 signals(const Shape& s) {
 // With those of agreements on who takes part, by rank, which no round uses.
 MOECOMM_BOTH constexpr u64 all_signals(const Shape& s) { return domains(s) > 1 ? signals(s) + s.ranks : 0; }
 
-// Words of `counters`: scalars, seven for each peer, and one for each expert of the rank that has most.
+// Words of `counters`: scalars, seven for each peer, and one for each slot of the rank that has most.
 constexpr u64 kScalarCounters = 2, kPeerCounters = 7;
 MOECOMM_BOTH constexpr u64 counter_words(const Shape& s) {
-    return kScalarCounters + kPeerCounters * s.ranks + ceil_div(s.experts, s.ranks);
+    return kScalarCounters + kPeerCounters * s.ranks + ceil_div(s.slots, s.ranks);
 }
 
 // True if source ranks may give a combine routing weights of their own. Depends on the Buffer's sizes alone, so that all ranks agree
@@ -117,7 +136,7 @@ MOECOMM_BOTH constexpr bool shares_columns(i32 ranks) { return ranks > 16; }
 MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     constexpr u64 line = 256;
     WindowLayout w{};
-    w.columns = s.experts + s.ranks;
+    w.columns = s.slots + s.ranks;
     w.num_tagged_words = kHeaderWords + w.columns + kWantedWords;
     const u64 ranks = s.ranks, columns = w.columns, ring = s.ring_tokens, tokens = s.max_tokens > 0 ? s.max_tokens : 1;
     u64 at = 0;
@@ -127,7 +146,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
         return here;
     };
     w.abort = take(sizeof(u32));
-    w.state = take(sizeof(State) + sizeof(Mask) + kPlacementBytes + 2 * sizeof(u32) * static_cast<u64>(s.experts));
+    w.state = take(sizeof(State) + sizeof(Mask) + kPlacementBytes + placement_words(named_experts(s), s.slots) * sizeof(u32));
     w.tagged_words = take(2 * ranks * w.num_tagged_words * sizeof(u64));
     w.arrived = take(ranks * tokens * sizeof(u64));
     w.reduced = take(ranks * (domains(s) > 1 ? domain_ranks(s) : 1) * tokens * sizeof(u64));
@@ -144,7 +163,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     const u64 scaleout = domains(s) > 1 ? domains(s) * ring : 0;
     w.receive_buffer = take(2 * align_up(scaleout * static_cast<u64>(s.receive_bytes), line));
     w.returned = take(2 * align_up(scaleout * static_cast<u64>(s.staged_row_bytes), line));
-    w.heap = take(static_cast<u64>(s.heap_bytes));
+    w.heap = take(static_cast<u64>(heap_bytes(s)));
     w.bytes = at;
     return w;
 }

@@ -31,7 +31,7 @@ struct ExpertRanges {
 // aligned_group.
 MOECOMM_BOTH constexpr i32 batched_group(i32 max_rows, i32 experts_here) { return max_rows / experts_here; }
 MOECOMM_BOTH constexpr i32 aligned_group(i32 count, i32 alignment) { return ceil_div(count, alignment) * alignment; }
-MOECOMM_BOTH constexpr ExpertRanges expert_ranges(const Shape& s) { return {s.experts, s.ranks}; }
+MOECOMM_BOTH constexpr ExpertRanges expert_ranges(const Shape& s) { return {s.slots, s.ranks}; }
 MOECOMM_BOTH constexpr bool valid_id(i64 id, i32 experts) { return id >= -1 && id < experts; }
 
 // Joint result of all headers of a round. Every rank sees the same headers and counts, so all ranks agree.

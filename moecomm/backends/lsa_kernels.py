@@ -10,7 +10,9 @@ import torch
 
 from moecomm import _native
 from moecomm.base.choices import CAST_WIRES
-from moecomm.base.protocol import BALANCED, REPLICATED, ROUND_HEADER_BYTES, TYPES
+from moecomm.base.protocol import BALANCED, REPLICATED, TYPES
+from moecomm.gpu import blocks
+from moecomm.gpu.blocks import CHOOSE_WARPS
 from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.rounds.signature import QUANTIZED
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from moecomm.gpu import jit
 
 _FLAT, _EXPERT, _FP32 = 0, 1, 2
-_CHOOSE_WARPS = 16  # kChooseWarps
 _CAST = tuple(int(TYPES[dtype]) for dtype in CAST_WIRES)
 
 
@@ -77,7 +78,8 @@ class _Asked(NamedTuple):
 
     def in_shape(self, shape: _native.Shape) -> jit.KernelSpec:
         """Return the spec of the kernel for the same call of a rank in another shape."""
-        made = replace(self.spec, ranks=shape.ranks, experts=shape.experts, packets=False, **_domains(shape))
+        sizes = {"experts": shape.slots, "named_experts": shape.named_experts * (self.spec.named_experts > 0)}
+        made = replace(self.spec, ranks=shape.ranks, **sizes, packets=False, **_domains(shape))
         if made.op == "combine":
             made = replace(made, wire=_wire(made.layout, self.wire, shape))
         return replace(made, packets=self.may_be_few and _fit_packets(made, self.num_tokens, shape))
@@ -88,10 +90,11 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
     from moecomm.gpu import jit
 
     shape = args.ctx.shape
+    placed, balanced = bool(args.ctx.placed) and not args.repeat, args.ctx.placed >= BALANCED and not args.repeat
     spec = jit.KernelSpec(
         op="dispatch",
         ranks=shape.ranks,
-        experts=shape.experts,
+        experts=shape.slots,
         topk=shape.topk,
         hidden=args.hidden,
         layout=args.layout,
@@ -105,8 +108,9 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         format=QUANTIZED[args.quantize] or "fp8",
         repeat=bool(args.repeat),
         descriptors=bool(args.descriptors),
-        placed=bool(args.ctx.placed) and not args.repeat,
-        balanced=args.ctx.placed >= BALANCED and not args.repeat,
+        placed=placed,
+        named_experts=shape.named_experts if placed and not balanced else 0,
+        balanced=balanced,
         part=args.part,
         **_domains(shape),
     )
@@ -125,7 +129,7 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     spec = jit.KernelSpec(
         op="combine",
         ranks=shape.ranks,
-        experts=shape.experts,
+        experts=shape.slots,
         topk=shape.topk,
         hidden=args.hidden,
         layout=_FLAT if flat else _EXPERT,
@@ -161,11 +165,10 @@ def choice_of(args: _native.DispatchArgs) -> Choice | None:
     shape = args.ctx.shape
     if args.ctx.placed < BALANCED or args.repeat or args.part == _native.Part.end:
         return None
-    words, replicates = (2 + _CHOOSE_WARPS + 6) * shape.experts + shape.ranks, args.ctx.placed == REPLICATED
-    words += (2 * shape.experts + 3 * shape.ranks) * replicates
-    shared = 4 * words + ROUND_HEADER_BYTES + 64
-    sizes = f"{shape.ranks}, {shape.experts}, {shape.topk}, {args.idx_bytes}, {shared}" + ", true" * replicates
-    return Choice("dispatch/choose", f"choose_replicas<{sizes}>", "DispatchArgs", 32 * _CHOOSE_WARPS, shared=shared)
+    replicates, counts = args.ctx.placed == REPLICATED, (shape.ranks, shape.slots, shape.named_experts)
+    shared = blocks.choice_shared_bytes(*counts, replicates=replicates)
+    sizes = ", ".join(map(str, (*counts, shape.topk, args.idx_bytes, shared))) + ", true" * replicates
+    return Choice("dispatch/choose", f"choose_replicas<{sizes}>", "DispatchArgs", 32 * CHOOSE_WARPS, shared=shared)
 
 
 def is_multi_domain(shape: _native.Shape) -> bool:

@@ -23,9 +23,10 @@ def most_experts(num_experts: int, ranks: int) -> int:
 def owners_of(ids: torch.Tensor, num_experts: int, ranks: int) -> torch.Tensor:
     """Return the rank of each expert, in the shape and dtype of `ids`; -1 of those below 0."""
     least, longer = divmod(num_experts, ranks)
-    owners = ids.div(least, rounding_mode="floor")
+    each = max(least, 1)  # of fewer experts than ranks, all are in front of `begin`
+    owners = ids.div(each, rounding_mode="floor")
     if longer:
         begin = longer * (least + 1)  # first expert of a rank that has not one more
         wide = ids.div(least + 1, rounding_mode="floor")
-        owners = torch.where(ids < begin, wide, longer + (ids - begin).div(least, rounding_mode="floor"))
+        owners = torch.where(ids < begin, wide, longer + (ids - begin).div(each, rounding_mode="floor"))
     return owners.clamp(min=-1)

@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any, get_args
 
 import torch
@@ -18,10 +19,11 @@ from moecomm.base.validation import check_integer, check_name, is_integer
 from moecomm.errors import BadInput
 
 NONE = -1  # in the place of an expert: the slot is empty; of a slot: there is none
+_SOME_SLOTS = f"1 to {MOST_SLOTS - 1} slots"
 
 
 class Placement:
-    """The experts that each rank holds, in slots.  An expert in several slots has replicas.
+    """The experts that each rank holds, in slots.  An expert in several slots has replicas.  It does not change.
 
     Ranks have equally many slots, and an empty one costs a rank nothing but its counts of 0.  Slots are numbered over
     all ranks: slot `s` is the `s % slots`-th of rank `s // slots`.  Plans call this number a physical expert.
@@ -40,11 +42,18 @@ class Placement:
         ranks: their number.
         slots: of a rank.
         num_experts, choice: see Args.
-        experts: int64 `[ranks, slots]`, -1 where a slot is empty.
+        held: for each rank the experts of its slots, -1 where one is empty: tuples of whole numbers.
 
     Raises:
         BadInput: an id that isn't one, an expert without a slot, or too many.
+        AttributeError: an attribute is set.
     """
+
+    ranks: int
+    slots: int
+    num_experts: int
+    choice: ReplicaChoice
+    held: tuple[tuple[int, ...], ...]
 
     def __init__(
         self,
@@ -57,20 +66,18 @@ class Placement:
         lists = _lists(experts)
         longest = max((len(one) for one in lists), default=0)
         most = max((id_ for one in lists for id_ in one), default=NONE)
-        self.ranks = len(lists)
-        self.num_experts = most + 1 if num_experts is None else num_experts
-        self.slots = max(longest, 1) if slots is None else slots
-        self.choice = choice
-        check_integer("slots", self.slots, max(longest, 1), MOST_SLOTS)
-        check_integer("num_experts", self.num_experts, 1, MOST_SLOTS)
+        num_experts = most + 1 if num_experts is None else num_experts
+        slots = max(longest, 1) if slots is None else slots
+        check_integer("slots", slots, max(longest, 1), MOST_SLOTS)
+        check_integer("num_experts", num_experts, 1, MOST_SLOTS)
         check_name("choice", choice, get_args(ReplicaChoice))
-        if self.ranks < 1 or self.ranks * self.slots >= MOST_SLOTS:
-            raise BadInput("experts", f"{self.ranks} ranks with {self.slots} slots", f"1 to {MOST_SLOTS - 1} slots")
-        if min((id_ for one in lists for id_ in one), default=0) < NONE or most >= self.num_experts:
-            raise BadInput("experts", f"an id beyond -1 to {self.num_experts - 1}", "ids of experts, or -1")
-        padded = [one + [NONE] * (self.slots - len(one)) for one in lists]
-        self.experts = torch.tensor(padded, dtype=torch.int64).view(self.ranks, self.slots)
-        if missing := set(range(self.num_experts)).difference(*lists):
+        if len(lists) < 1 or len(lists) * slots >= MOST_SLOTS:
+            raise BadInput("experts", f"{len(lists)} ranks with {slots} slots", _SOME_SLOTS)
+        if min((id_ for one in lists for id_ in one), default=0) < NONE or most >= num_experts:
+            raise BadInput("experts", f"an id beyond -1 to {num_experts - 1}", "ids of experts, or -1")
+        held = tuple((*one, *(NONE,) * (slots - len(one))) for one in lists)
+        vars(self).update(ranks=len(lists), slots=slots, num_experts=num_experts, choice=choice, held=held)
+        if missing := set(range(num_experts)).difference(*lists):
             raise BadInput("experts", f"no slot for expert {min(missing)}", "a slot for each expert")
         if (most := max(len(found) for found in self.slots_by_expert)) >= MOST_REPLICAS:
             raise BadInput("experts", f"{most} slots of one expert", f"fewer than {MOST_REPLICAS}")
@@ -91,6 +98,14 @@ class Placement:
         if flat.ndim != 1 or len(flat) % ranks:
             raise BadInput("phy2log", f"shape {tuple(flat.shape)}", f"[P], a multiple of {ranks} ranks")
         return cls(flat.view(ranks, -1).tolist(), num_experts=num_experts, choice=choice)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Placement does not change: make another one to set {name!r}")
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """The experts of all slots, int64 `[ranks, slots]`, -1 where one is empty: a tensor of its own each time."""
+        return torch.tensor(self.held, dtype=torch.int64).view(self.ranks, self.slots)
 
     @property
     def log2phy(self) -> torch.Tensor:
@@ -158,14 +173,14 @@ class Placement:
     def digest(self) -> int:
         """A number of 63 bits by which ranks compare placements."""
         words = (self.num_experts, self.ranks, self.slots, get_args(ReplicaChoice).index(self.choice))
-        data = repr((words, self.experts.tolist())).encode()
+        data = repr((words, self.held)).encode()
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
 
     @cached_property
     def slots_by_expert(self) -> list[list[int]]:
         """The slots of each expert, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
-        for slot, expert in enumerate(self.experts.flatten().tolist()):
+        for slot, expert in enumerate(chain.from_iterable(self.held)):
             if expert != NONE:
                 found[expert].append(slot)
         return found
@@ -187,13 +202,25 @@ def _lists(experts: Any) -> list[list[int]]:
     if isinstance(experts, torch.Tensor) or hasattr(experts, "__array__"):
         tensor, _ = as_tensor("experts", experts)
         check_tensor("experts", tensor, device=tensor.device, dtypes=(torch.int64, torch.int32), shape=(None, None))
-        return tensor.tolist()
+        if max(len(tensor), tensor.numel()) >= MOST_SLOTS:
+            raise BadInput("experts", f"shape {tuple(tensor.shape)}", _SOME_SLOTS)
+        found: list[list[int]] = tensor.tolist()
+        return found
     if isinstance(experts, (str, bytes, dict)) or not isinstance(experts, Iterable):
         raise BadInput("experts", type(experts).__name__, want)
-    lists = [list(one) if isinstance(one, Iterable) and not isinstance(one, (str, bytes)) else None for one in experts]
-    if any(one is None or not all(map(is_integer, one)) for one in lists):
-        raise BadInput("experts", "something else", want)
-    return [list(map(int, one)) for one in lists if one is not None]
+    lists: list[list[int]] = []
+    left = MOST_SLOTS - 1
+    for one in islice(experts, MOST_SLOTS):
+        if not isinstance(one, Iterable) or isinstance(one, (str, bytes)):
+            raise BadInput("experts", "something else", want)
+        some = list(islice(one, left + 1))  # what is too long, or has no end, is not read
+        left -= max(1, len(some))
+        if left < 0:
+            raise BadInput("experts", f"{MOST_SLOTS} slots or more", _SOME_SLOTS)
+        if not all(map(is_integer, some)):
+            raise BadInput("experts", "something else", want)
+        lists.append(list(map(int, some)))
+    return lists
 
 
 def candidates(
@@ -252,16 +279,16 @@ def replicated(placement: Placement, counts: torch.Tensor, masked: Collection[in
         counts: int64 `[ranks, num_experts]`, the entries of each rank in this round, of each expert.
         masked: ranks that take no part.
     """
-    experts = placement.experts.clone()
+    experts = placement.experts
     lists, free = candidates(placement, 0, masked=masked), empty(placement)
     for expert, slot in copies(counts.sum(0).tolist(), lists, free, placement.ranks, placement.slots):
         experts[slot // placement.slots, slot % placement.slots] = expert
-    return unchecked(placement, experts, placement.choice)
+    return unchecked(placement, experts.tolist(), placement.choice)
 
 
 def empty(placement: Placement) -> list[int]:
     """Return the slots that hold no expert, ascending."""
-    return (placement.experts.flatten() == NONE).nonzero().flatten().tolist()
+    return [slot for slot, expert in enumerate(chain.from_iterable(placement.held)) if expert == NONE]
 
 
 def table(
@@ -292,18 +319,18 @@ def with_slots(placement: Placement, slots: int) -> Placement:
     if slots == placement.slots:
         return placement
     how: dict[str, Any] = {"num_experts": placement.num_experts, "choice": placement.choice}
-    return Placement(placement.experts.tolist(), slots=slots, **how)
+    return Placement(placement.held, slots=slots, **how)
 
 
 def of_ranks(placement: Placement, ranks: Sequence[int]) -> Placement:
     """Return what these ranks hold.  Experts that no other rank holds may be left without a slot."""
-    return unchecked(placement, placement.experts[list(ranks)], placement.choice)
+    return unchecked(placement, [placement.held[rank] for rank in ranks], placement.choice)
 
 
-def unchecked(placement: Placement, experts: torch.Tensor, choice: ReplicaChoice) -> Placement:
-    """Return a placement of the same experts in other slots, int64 `[ranks, slots]`, where some may have none."""
-    found = copy.copy(placement)
-    found.ranks, found.experts, found.choice = len(experts), experts, choice
+def unchecked(placement: Placement, held: Iterable[Iterable[int]], choice: ReplicaChoice) -> Placement:
+    """Return a placement of the same experts in other slots, for each rank as many, where some may have none."""
+    found, lists = copy.copy(placement), tuple(map(tuple, held))
+    vars(found).update(ranks=len(lists), held=lists, choice=choice)
     for name in ("digest", "slots_by_expert"):
         vars(found).pop(name, None)
     return found

@@ -24,6 +24,7 @@ DESCRIPTOR_BYTES = _CONSTANTS["descriptor_bytes"]
 ROUND_HEADER_BYTES = _CONSTANTS["round_header_bytes"]
 SCALAR_COUNTERS, PEER_COUNTERS = _CONSTANTS["scalar_counters"], _CONSTANTS["peer_counters"]  # csrc/protocol/counters.h
 ROUNDS, DROPPED = range(SCALAR_COUNTERS)
+MOST_HEAP_BYTES = _CONSTANTS["most_heap_bytes"]
 MOST_SLOTS, MOST_REPLICAS = _CONSTANTS["most_slots"], _CONSTANTS["most_replicas"]
 GENERATION, DIGEST_BITS = _CONSTANTS["generation"], _CONSTANTS["digest_bits"]  # csrc/protocol/placement.h
 BY_TABLE, BALANCED, REPLICATED = (_CONSTANTS[name] for name in ("by_table", "balanced", "replicated"))

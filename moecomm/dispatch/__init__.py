@@ -75,14 +75,15 @@ def dispatch(
     extras: Sequence[Any] = (),
     global_scale: Any = None,
     grow: bool = False,
-    chunk: bool = False,
+    first_token: int | None = None,
     gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
     copies: Callable[[], None] | None = None,
 ) -> Routed:
     """Buffer.dispatch.  `grow` and later ones: see prepare(); `global_scale`: pack()."""
-    asks_for_more = grow or chunk or copies is not None or options.overflow is not None or observers.active
+    asks_for_more = grow or first_token is not None or copies is not None or options.overflow is not None
+    asks_for_more = asks_for_more or observers.active
     packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None
     packs = packs or getattr(x, "dtype", None) is torch.uint8
     words: tuple[object, object] = options.quantize, options.scale_layout  # any other object is refused later
@@ -107,10 +108,10 @@ def dispatch(
             if routed is not None:
                 routed.form = form
     if routed is None:
-        about = (False, grow, None, chunk, gradients, call, layer, copies)
+        about = (False, grow, None, first_token, gradients, call, layer, copies)
         routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
         routed.form = form
-        if not chunk:  # the whole has been shown
+        if first_token is None:  # else the whole has been shown
             observers.show(rounds, topk_idx, topk_weights)
         run(routed)
     rounds.made += 1
@@ -182,7 +183,7 @@ def prepare(
     begin: bool = False,
     grow: bool = False,
     descriptors: PublishedOffsets | None = None,
-    chunk: bool = False,
+    first_token: int | None = None,
     gradients: Gradients = Gradients.NONE,
     call: str = "dispatch",
     layer: int = 0,
@@ -197,7 +198,9 @@ def prepare(
             all ask.
         descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
             It has waited for all kernels before it, and dispatch reads nothing else that it writes.
-        chunk, gradients, call, layer: see Key.
+        first_token: x has some tokens of a call, from this one on (chunks.py), and earlier ones go in other rounds.
+            None: all.
+        gradients, call, layer: see Key.
         copies: experts are copied to empty slots for this round, by this call.  GPUs: enqueues that, between the choice
             and the dispatch.  CPU ranks: behind the dispatch.
     """
@@ -223,13 +226,16 @@ def prepare(
                 "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
             )
     # Not a Key, which takes longer to make.
-    how = (handle is not None, begin, descriptors is not None, grow, chunk, gradients, call, layer, copies is not None)
+    about = (handle is not None, begin, descriptors is not None, grow, first_token is not None)
+    how = (*about, gradients, call, layer, copies is not None)
     key = (layout, options, *how)
     routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
     routed.sync = rounds.on_cpu if sync is None else sync
     routed.copies = copies
+    if first_token is not None:
+        routed.args.route.first_token = first_token
     if dropped is not None:
         routed.dropped = dropped
         routed.inputs = routed.inputs, topk_idx  # ids that nobody else keeps
@@ -369,7 +375,7 @@ def _dispatch_in_chunks(
         scales = chunks.scales_of(options, given.x, given.scales, tokens)
         x = given.x.detach()[tokens]
         rounds.retries += 1
-        return _round(rounds, prepare(rounds, small, x, ids, weights, scales, sync=True, chunk=True))
+        return _round(rounds, prepare(rounds, small, x, ids, weights, scales, sync=True, first_token=tokens.start))
 
     with SeveralRounds(rounds):
         routed = chunks.dispatch(rounds, options, len(given.x), one)

@@ -17,7 +17,7 @@ def faster(gpu: str, settings: Settings) -> dict[torch.dtype, bool]:
     By the user's table for the GPU, else the shipped one.  A number of ranks that neither has is unfused.
     """
     of_rank = settings.max_tokens * settings.topk
-    of_expert = of_rank * settings.ranks / settings.num_experts
+    of_expert = of_rank * settings.ranks / settings.held_by_all
     found = {}
     for dtype in _WEIGHTS:
         bounds = tuning.fused_from(gpu, tuning.name_of(dtype), settings.ranks)

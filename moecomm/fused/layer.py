@@ -92,7 +92,7 @@ def moe(
         some = None if weights is None else weights[tokens]
         more = bias if bias is None or bias.ndim == 1 else bias[tokens]
         tensors = (x[tokens], ids[tokens], some, w13, w2)
-        part = prepare(rounds, options, *tensors, bias=more, chunk=True, **of_layer)
+        part = prepare(rounds, options, *tensors, bias=more, first_token=tokens.start, **of_layer)
         return _finish(rounds, part, pipeline.start(rounds, part), waits)
 
     with SeveralRounds(rounds):
@@ -126,7 +126,7 @@ def prepare(
     dropped: Any = None,
     w13_bias: Any = None,
     w2_bias: Any = None,
-    chunk: bool = False,
+    first_token: int | None = None,
     gradients: Gradients = Gradients.NONE,
     number: int = 0,
 ) -> Pipeline:
@@ -134,7 +134,7 @@ def prepare(
 
     Args:
         rounds, options, x, topk_idx, topk_weights, w13, w2, out, bias, dropped, w13_bias, w2_bias: see Buffer.moe.
-        chunk: the arguments are those of some tokens of a call.
+        first_token: see moecomm.dispatch.prepare.
         gradients: see moecomm.dispatch.options.Key.
         number: of the layer among those of the Buffer, which round headers carry; 0: it has none.
     """
@@ -195,7 +195,7 @@ def prepare(
             expected_rows=rows,
             unsummed=is_unsummed(options.wire),
             of={
-                "chunk": chunk,
+                "first_token": first_token,
                 "gradients": gradients,
                 "call": "moe" if travels is None else f"moe in {travels}",
                 "layer": number,
@@ -227,7 +227,7 @@ def prepare(
     dispatching = DispatchCall(
         dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
         (x, topk_idx, topk_weights),
-        {**room, "chunk": chunk, "gradients": gradients, "layer": number},
+        {**room, "first_token": first_token, "gradients": gradients, "layer": number},
     )
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)

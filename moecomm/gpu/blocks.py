@@ -8,12 +8,13 @@ from moecomm.base.experts import most_experts
 from moecomm.base.protocol import MAX_BLOCKS, ROUND_HEADER_BYTES, TYPE_BYTES, WANTED_WORDS
 from moecomm.gpu.spec import KernelSpec, align, packets_of, staged_type
 
+CHOOSE_WARPS = 16  # kChooseWarps
 _FLAT, _BEGIN, _END = _native.Layout.flat, _native.Part.begin, _native.Part.end
 # Room for DispatchArgs or CombineArgs, and for a RoundHeader, in shared memory.
 _ARGS_BYTES, _HEADER_BYTES = 1920, 104
 assert max(_native.DispatchArgs().nbytes, _native.CombineArgs().nbytes) <= _ARGS_BYTES
 assert ROUND_HEADER_BYTES <= _HEADER_BYTES
-_SHARED_LIMIT = 227 * 1024  # of a block on sm_90
+SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
 _SCALED_COLUMNS = 512  # kScaledColumns: a piece of a row with scales has complete ones
@@ -27,9 +28,20 @@ _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = 16, 64 * 1024
 def _tables(spec: KernelSpec) -> int:
     """A bound of the shared memory of the arguments, of several words a column, and of what each rank sends."""
     words = 4 * (spec.experts + spec.ranks) + most_experts(spec.experts, spec.ranks)
-    words += (4 + 2 * spec.experts) * (spec.placed and not spec.balanced)
+    if spec.placed and not spec.balanced:
+        words += 4 + spec.named_experts + spec.experts + 1  # placement_words
     of_rank = 8 + _HEADER_BYTES + 8 + 4 + 4 + 2 * 4 * WANTED_WORDS
     return _ARGS_BYTES + 4 * words + spec.ranks * of_rank + _HEADER_BYTES + 512
+
+
+def choice_shared_bytes(ranks: int, slots: int, experts: int, *, replicates: bool) -> int:
+    """A bound of the shared memory of the kernel that chooses slots: ChooseShared and, with copies, CopyShared.
+
+    `experts`: Shape.named_experts.
+    """
+    words = (1 + CHOOSE_WARPS + 5) * experts + 2 * slots + 2 + ranks
+    words += (experts + slots + 3 * ranks) * replicates
+    return 4 * words + ROUND_HEADER_BYTES + 64
 
 
 def _before_sources(spec: KernelSpec) -> int:
@@ -118,7 +130,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
         fixed = tables + replicate_total + forward_total + max(send_warps, 1) * warp + 256
         beside = 4 * columns if count_warps == 0 and not ends else 0
         count_warps, fixed = max(count_warps, int(not ends)), fixed + beside
-        if fixed <= _SHARED_LIMIT:
+        if fixed <= SHARED_LIMIT:
             return {
                 "packet_row_bytes": packet.row_bytes if packet else 0,
                 "packet_scale_bytes": packet.scale_bytes if packet else 0,
@@ -139,7 +151,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
                 "count_bytes": beside,
                 "shared_bytes": align(fixed, 128),
             }
-    raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
+    raise ValueError(f"{spec.experts} experts: their counters do not fit {SHARED_LIMIT} bytes of shared memory")
 
 
 def _combine_roles_of_domains(spec: KernelSpec) -> tuple[int, int, int]:
@@ -206,7 +218,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     packet = packets_of(spec) or packets.of_combine(spec.hidden * TYPE_BYTES[staged])
     if cast and not spec.domain_ranks:  # by warp that pushes
         fixed += reduce_warps * (align(packet.lines, 4) * _LINE + 16)
-    left = _SHARED_LIMIT - fixed
+    left = SHARED_LIMIT - fixed
     if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16
     slot_bytes = pull_bytes + cast * align(4 * -(-pull_bytes // 128), 16)

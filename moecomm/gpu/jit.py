@@ -55,6 +55,8 @@ def source(spec: KernelSpec) -> str:
             kind += f", .format = Format::{spec.format}"
         kind += f", .repeat = {_bool(spec.repeat)}"
         kind += f", .descriptors = {_bool(spec.descriptors)}" + ", .placed = true" * spec.placed
+        if spec.named_experts:
+            kind += f", .named_experts = {spec.named_experts}"
         kind += ", .balanced = true" * spec.balanced
         kind += f", .part = Part::{_native.Part(spec.part).name}, .packets = {_bool(spec.packets)}"
     else:

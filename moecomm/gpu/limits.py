@@ -8,6 +8,7 @@ from moecomm import _native
 from moecomm.base.protocol import TYPE_BYTES, TYPES
 from moecomm.errors import BadInput
 from moecomm.gpu import linking
+from moecomm.gpu.blocks import SHARED_LIMIT, choice_shared_bytes
 from moecomm.gpu.jit import KernelSpec, block_fields, packets_of
 from moecomm.ranks.settings import Settings
 
@@ -19,22 +20,48 @@ def check(settings: Settings) -> None:
     domain = settings.domain_ranks if settings.is_multi_domain else None
     if domain is not None and domain > MAX_DOMAIN_RANKS:
         raise BadInput("domain_ranks", domain, f"at most {MAX_DOMAIN_RANKS} where there are several domains")
-    most = most_experts(settings.ranks, settings.topk, settings.hidden, TYPES[settings.dtype], domain or 0)
+    sizes = (settings.ranks, settings.topk, settings.hidden, TYPES[settings.dtype], domain or 0)
+    placement = settings.placement
+    if placement is not None:
+        most = most_experts(*sizes, named_experts=placement.num_experts, balanced=settings.balances)
+        if settings.num_experts > most:
+            want = (
+                f"at most {most} slots of {placement.num_experts} experts: their counters and table take shared memory"
+            )
+            raise BadInput("placement", repr(placement), want)
+        return
+    most = most_experts(*sizes)
     if settings.num_experts > most:
         want = f"at most {most} of {settings.ranks} ranks, topk={settings.topk}: their counters take shared memory"
         raise BadInput("num_experts", settings.num_experts, want)
 
 
-def most_experts(ranks: int, topk: int, hidden: int, kind: int, domain_ranks: int = 0) -> int:
-    """Return the most experts for which every dispatch kernel has room for its counters in shared memory.
+def most_experts(
+    ranks: int,
+    topk: int,
+    hidden: int,
+    kind: int,
+    domain_ranks: int = 0,
+    *,
+    named_experts: int = 0,
+    balanced: bool = False,
+) -> int:
+    """Return the most experts, or slots, for which every dispatch kernel has room for its counters in shared memory.
 
     The kernels that need the most are those that replicate rows: with packets, or, with several domains, the second
     half of a split dispatch.  `kind`: the Type of the rows; `domain_ranks`: of several domains, else 0.
+    `named_experts`, `balanced`: of a placement, whose table takes shared memory as well.
     """
     fits, beyond = 0, 1 << 16  # experts of a rank
     while beyond - fits > 1:
         middle = (fits + beyond) // 2
-        if all(_fits(spec) for spec in _largest(ranks, middle * ranks, topk, hidden, kind, domain_ranks)):
+        slots = middle * ranks
+        specs = _largest(ranks, slots, topk, hidden, kind, domain_ranks)
+        if named_experts:
+            looked_up = 0 if balanced else named_experts
+            specs = [dataclasses.replace(s, placed=True, balanced=balanced, named_experts=looked_up) for s in specs]
+        chooser = choice_shared_bytes(ranks, slots, named_experts, replicates=True) if balanced else 0
+        if chooser <= SHARED_LIMIT and all(map(_fits, specs)):
             fits = middle
         else:
             beyond = middle

@@ -37,7 +37,8 @@ class KernelSpec:
     format: str = "fp8"  # to which `quantize` casts
     repeat: bool = False
     descriptors: bool = False
-    placed: bool = False  # Context.placed is not 0
+    placed: bool = False  # Context.placed is not 0; `experts` are then slots
+    named_experts: int = 0  # of a placement that is looked up: Shape.named_experts
     balanced: bool = False  # it is BALANCED
     part: int = 0
     packets: bool = False  # of few tokens: see packets_of
@@ -75,6 +76,8 @@ class KernelSpec:
         _want(not self.packets or self.transport == "lsa", "packets do not cross to other domains")
         _want(1 <= self.topk <= MAX_TOPK, f"topk={self.topk}: want 1 to {MAX_TOPK}")
         _want(self.experts >= self.ranks, f"{self.experts} experts: want at least {self.ranks}, the number of ranks")
+        looks_up = self.placed and not self.balanced
+        _want(looks_up == (self.named_experts > 0), f"named_experts={self.named_experts}: want those of a table")
         _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
         if self.op == "dispatch":
             fmt, others = formats.FORMATS[self.format], self.quantize and self.format != "fp8"

@@ -259,7 +259,7 @@ def _checked_replicas(rounds: Rounds, replicas: Mapping[int, int]) -> dict[int, 
     for pair in replicas.items():
         if not all(is_integer(number) for number in pair):
             raise BadInput("replicas", pair, wanted)
-    count = rounds.num_experts if rounds.ids is None else rounds.ids.count
+    count = rounds.named_experts
     if wrong := [pair for pair in replicas.items() if not all(0 <= number < count for number in pair)]:
         raise BadInput("replicas", wrong[0], wanted)
     return {place[int(a)]: place[int(b)] for a, b in replicas.items() if int(a) in place and int(b) in place}

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from moecomm.base.placement import NONE, Placement, checked, of_ranks, unchecked, with_slots
 from moecomm.errors import BadInput
 from moecomm.membership.suspension import refuse_capture
@@ -72,10 +70,11 @@ def left(ranks: Opening, rounds: Rounds, stay: Sequence[int]) -> Placement | Non
         return of_ranks(placement, stay)
     mine = Placed([], placement.choice, sorted(slot for slot, since in rounds.filled.items() if since > oldest))
     if ranks.rank == found.index(oldest):
-        mine = mine._replace(experts=placement.experts.tolist())
+        mine = mine._replace(experts=[list(one) for one in placement.held])
     everybody = [messages.unpack(data, Placed) for data in ranks.all_gather(messages.pack(mine))]
     of_oldest = everybody[found.index(oldest)]
-    experts = torch.tensor(of_oldest.experts)[list(stay)]
-    for held, one in zip(experts, everybody, strict=True):
-        held[one.replaced] = NONE
-    return unchecked(placement, experts, of_oldest.choice)
+    held = [
+        [NONE if slot in one.replaced else expert for slot, expert in enumerate(of_oldest.experts[rank])]
+        for rank, one in zip(stay, everybody, strict=True)
+    ]
+    return unchecked(placement, held, of_oldest.choice)

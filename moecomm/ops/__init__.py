@@ -205,11 +205,11 @@ def dispatch(
         topk_idx, dropped = rounds.drop(topk_idx, priorities, name, layout, expert_alignment, max_rows)
 
     def one(
-        x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, chunk: bool
+        x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, first_token: int | None
     ) -> chunks.Arrived:
         room = -1 if max_rows is None else max_rows
         wanted = rounds.wanted_gradients(x, weights)
-        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk, wanted, layer)
+        about = (name, layout, alignment, room, bool(zero_padding), num_sms, first_token, wanted, layer)
         found = rounds.dispatch(x, topk_idx, weights, *about, *cast_to, grad_dtype)
         rows, scales, row_weights, local_idx, src, tokens_per_expert, num_rows, memory, graph = found
         room, flat = src.numel() // 2, layout == "flat"
@@ -219,15 +219,15 @@ def dispatch(
         scales = None if dequantize or scales.ndim == 1 else scales
         return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, ids, handle, scales)
 
-    whole = (x, topk_idx, weights, expert_alignment, False)
+    whole = (x, topk_idx, weights, expert_alignment, None)
     if max_rows is not None or overflow in ("drop", "error") or not _waits(name, overflow):
         return _dispatched(one(*whole), dropped)
     owner = names.find(name)
 
     def waiting(
-        x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, chunk: bool
+        x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, first_token: int | None
     ) -> chunks.Arrived:
-        arrived = one(x, topk_idx, weights, alignment, chunk)
+        arrived = one(x, topk_idx, weights, alignment, first_token)
         owner.check()  # on GPUs the call above raises no error of its round
         return arrived
 
@@ -235,7 +235,7 @@ def dispatch(
     with contextlib.suppress(TooManyRows):
         return _dispatched(waiting(*whole))
     # Outside of the block, no traceback holds the memory of that round.
-    some = partial(waiting, alignment=1, chunk=True)
+    some = partial(waiting, alignment=1)
     with SeveralRounds(owner):
         return _dispatched(chunks.dispatch(name, layout, expert_alignment, (x, topk_idx, weights), some))
 

@@ -81,13 +81,14 @@ def dispatch(
     Args:
         buffer, layout, alignment: of the dispatch.
         given: x, topk_idx and topk_weights.
-        one: dispatches such tensors of some tokens, without alignment.  Like that of in_parts(), it waits.
+        one: dispatches such tensors of some tokens, without alignment, given the first of them.  Like that of
+            in_parts(), it waits.
     """
     owner, tokens = names.find(buffer), len(given[0])
     ranks = owner.num_ranks
 
     def some(span: slice) -> Arrived:
-        return one(*(None if tensor is None else tensor[span] for tensor in given))
+        return one(*(None if tensor is None else tensor[span] for tensor in given), first_token=span.start)
 
     done = list(in_parts(tokens, owner.max_tokens, some))
     rows, groups, sources, src = [], [], [], []

@@ -147,14 +147,14 @@ def moe_backward(
 
     def part(tokens: slice) -> _Gradients:
         weights = None if topk_weights is None else topk_weights[tokens]
-        return _backward(grad[tokens], x[tokens], topk_idx[tokens], weights, *how, True)
+        return _backward(grad[tokens], x[tokens], topk_idx[tokens], weights, *how, tokens.start)
 
     with CollectiveCall(owner, 3), observers.muted():
         tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2, w13_bias, w2_bias)
         if on_gpu:
             owner.check()  # raises the error of an earlier round
         try:
-            return _backward(grad, x, topk_idx, topk_weights, *how, False)
+            return _backward(grad, x, topk_idx, topk_weights, *how, None)
         except TooManyRows:
             if not waits:
                 raise
@@ -203,10 +203,10 @@ def _backward(
     wants_w2: bool,
     wait: bool,
     number: int,
-    chunk: bool,
+    first_token: int | None,
 ) -> _Gradients:
     room = -1 if max_rows is None else max_rows
-    how = (buffer, *_ROWS, room, False, None, chunk, number)
+    how = (buffer, *_ROWS, room, False, None, first_token, number)
     copy = None if copies is None else copies.run
     arrived = rounds.run_new(x, topk_idx.long(), topk_weights, *how, _BACKWARD, copies=copy)
     if wait:

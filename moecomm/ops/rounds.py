@@ -75,7 +75,7 @@ def dispatch(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
-    chunk: bool = False,
+    first_token: int | None = None,
     gradients: int = 0,
     layer: int = 0,
     quantize: str | None = None,
@@ -98,13 +98,13 @@ def dispatch(
 
     Args:
         max_rows: -1: as the Buffer says.
-        chunk: x has some tokens of a call.
+        first_token: see moecomm.dispatch.prepare.
         gradients: see dispatch_options.Gradients.
         layer: here and below: see Handle.
         grad_wire: `wire` of the combine that the backward pass makes.
     """
     tangents.refuse("moecomm::dispatch", x, topk_weights)
-    how = (buffer, layout, expert_alignment, max_rows, zero_padding, num_sms, chunk)
+    how = (buffer, layout, expert_alignment, max_rows, zero_padding, num_sms, first_token)
     cast_to = Cast(quantize, scale_format, global_scale, dequantize)
     return *run_new(x, topk_idx, topk_weights, *how, layer, "dispatch", gradients, cast_to), x.new_empty(0)
 
@@ -119,7 +119,7 @@ def run_new(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None,
-    chunk: bool,
+    first_token: int | None,
     layer: int,
     call: str,
     gradients: int = 0,
@@ -142,7 +142,7 @@ def run_new(
         None if topk_weights is None else topk_weights.contiguous(),
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,
-        chunk=chunk,
+        first_token=first_token,
         gradients=dispatch_options.Gradients(gradients),
         call=call,
         layer=layer,
@@ -208,7 +208,7 @@ def _(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
-    chunk: bool = False,
+    first_token: int | None = None,
     gradients: int = 0,
     layer: int = 0,
     quantize: str | None = None,

@@ -1,7 +1,9 @@
 """Weights of the slots of a placement, copied from the ranks that own the experts; gradients take the way back.
 
 The owner of an expert does not depend on the placement: rank r owns the experts that it would hold without one.  So
-parameters, optimizers and checkpoints are those of a layer without a placement, and every slot is a copy.
+parameters, optimizers and checkpoints are those of a layer without a placement, and every slot is a copy.  The ranks
+that are left after a loss own all experts, too.  An expert that was lost has an owner and no slot: its weights are not
+read, and its gradients are 0, until set_placement() gives it a slot.
 
 Ranks exchange weights and gradients over a Window, which layers of the same shapes share, and which ends with the
 Buffer, or with a release of its memory.  A rank writes what others need into its own memory there, and reads theirs
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from moecomm.base import tangents
-from moecomm.base.experts import experts_of, owners_of
+from moecomm.base.experts import experts_of, most_experts, owners_of
 from moecomm.base.placement import NONE
 from moecomm.errors import BadInput, MemoryReleased, Mismatch, MoecommError, Unsupported
 from moecomm.membership.suspension import agreement, refuse_capture
@@ -171,19 +173,19 @@ class _Barriers:
 
 
 class _Exchange(NamedTuple):
-    """A Window with room for a rank's slots, `[slots, ...]` of each tensor one after the other.
-
-    Owned experts have room there, too: all slots together are at least as many as the experts.
+    """A Window with room for a rank's slots or owned experts, `[rows, ...]` of each tensor one after the other.
 
     Attributes:
         window: of all ranks.
         slots: of a rank.
+        rows: as many as a rank has slots, or owns experts, whichever are more: after a loss these may be.
         kinds: of the tensors.
         barriers: of the Buffer.
     """
 
     window: Window
     slots: int
+    rows: int
     kinds: _Kinds
     barriers: _Barriers
 
@@ -191,8 +193,8 @@ class _Exchange(NamedTuple):
         """Return a rank's tensors."""
         found, at = [], 0
         for shape, dtype in self.kinds:
-            found.append(self.window.tensor((self.slots, *shape), dtype, rank=rank, offset=at))
-            at += _room(self.slots, shape, dtype)
+            found.append(self.window.tensor((self.rows, *shape), dtype, rank=rank, offset=at))
+            at += _room(self.rows, shape, dtype)
         return found
 
 
@@ -342,7 +344,9 @@ def _check(rounds: Rounds, owned: Sequence[torch.Tensor]) -> range:
     for weight in owned:
         if weight.ndim == 0 or len(weight) != len(mine) or weight.device != rounds.device:
             got = f"{tuple(weight.shape)} on {weight.device}"
-            want = f"[{len(mine)}, ...] on {rounds.device}: the experts that this rank owns"
+            want = (
+                f"[{len(mine)}, ...] on {rounds.device}: experts {mine.start} to {mine.stop - 1}, which this rank owns"
+            )
             refuse(rounds, BadInput("weights", got, want))
     return mine
 
@@ -374,8 +378,8 @@ def _require(rounds: Rounds) -> None:
         raise Unsupported(f"weights of slots beside masked ranks {sorted(rounds.masked)}, which own experts")
 
 
-def _room(slots: int, shape: torch.Size, dtype: torch.dtype) -> int:
-    return -(-slots * math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+def _room(rows: int, shape: torch.Size, dtype: torch.dtype) -> int:
+    return -(-rows * math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 @functools.cache
@@ -410,14 +414,16 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> _Exchange:
                 ranks.settle()
         else:
             barriers.open(kinds)
-        slots = len(rounds.local_experts)
+        slots, placement = len(rounds.local_experts), rounds.placement
+        assert placement is not None
+        rows = max(slots, most_experts(placement.num_experts, rounds.num_ranks))
         about: dict[str, Any] = {"backend": rounds.settings.backend, "device": rounds.device}
-        nbytes = sum(_room(slots, *kind) for kind in kinds)
+        nbytes = sum(_room(rows, *kind) for kind in kinds)
         digests = 8 * rounds.num_ranks if barriers is None else 0
         window = Window(rounds.members.group, nbytes + digests, **about, timeout_s=rounds.members.timeout_s)
         if barriers is None:
             barriers = rounds.exchange_barriers = _Barriers(window, nbytes)
-        opened[kinds] = _Exchange(window, slots, kinds, barriers)
+        opened[kinds] = _Exchange(window, slots, rows, kinds, barriers)
     return opened[kinds]
 
 

@@ -16,7 +16,7 @@ import torch
 from moecomm import _native
 from moecomm.base.choices import ON_TIMEOUT, WIRES, OnTimeout, Wire
 from moecomm.base.placement import NONE, Placement, checked
-from moecomm.base.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
+from moecomm.base.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK, MOST_HEAP_BYTES
 from moecomm.base.sampling import hash_words, told_bytes
 from moecomm.base.validation import check_dtype, is_integer
 from moecomm.errors import BadInput, Mismatch, Unsupported
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 VERSION = 10  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
+_MOST_HEAP = MOST_HEAP_BYTES >> 1  # bytes; extensions come on top
 _MAGIC = 0x6D6F65636F6D6D
 _WIRES = (None, *WIRES)
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
@@ -131,7 +132,7 @@ class Settings:
     capacity_factor: float | None = None
     verify_every: int = 0
     on_timeout: OnTimeout = "raise"
-    placement: Placement | None = None  # with which it opens; `num_experts` are then its slots
+    placement: Placement | None = None  # with which it opens; `num_experts` are then its slots: see named_experts
 
     _NAMES = (
         "magic",
@@ -211,8 +212,8 @@ class Settings:
         for name, size in (("hidden", self.staged_row_bytes), ("num_experts", self.num_experts)):
             if size >= _MOST:
                 raise BadInput(name, getattr(self, name), "a smaller number: sizes have 32 bits")
-        if self.window_bytes is not None and self.window_bytes < 1:
-            raise BadInput("window_bytes", self.window_bytes, "at least 1, or None")
+        if self.window_bytes is not None and not 1 <= self.window_bytes <= _MOST_HEAP:
+            raise BadInput("window_bytes", self.window_bytes, f"1 to {_MOST_HEAP}, or None")
         if self.domain_ranks is not None and (self.domain_ranks < 1 or self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
 
@@ -232,6 +233,11 @@ class Settings:
 
     def _window_bytes(self, backend: Backend) -> int:
         return int(_native.window_layout(self.shape(backend)).bytes)
+
+    @property
+    def named_experts(self) -> int:
+        """The experts that callers name.  With a placement `num_experts`, its slots, may be more or fewer."""
+        return self.num_experts if self.placement is None else self.placement.num_experts
 
     @property
     def balances(self) -> bool:
@@ -262,13 +268,14 @@ class Settings:
         """The sizes of a window, by the rules of a backend."""
         shape = _native.Shape(
             ranks=self.ranks,
-            experts=self.num_experts,
+            slots=self.num_experts,
+            named_experts=0 if self.placement is None else self.placement.num_experts,
             topk=self.topk,
             max_tokens=self.max_tokens,
             ring_tokens=self.ring_tokens(backend),
             packet_bytes=self.packet_bytes(backend),
             staged_row_bytes=self.staged_row_bytes,
-            heap_bytes=self.window_bytes or self.default_heap(),
+            heap_bytes=min(self.window_bytes or self.default_heap(), _MOST_HEAP),
             domain_ranks=self.domain_ranks or 0,
         )
         shape.receive_bytes = _native.received_token_bytes(shape, *self.receive_payload_bytes)
@@ -304,7 +311,7 @@ class Settings:
     def held(self) -> tuple[int, ...]:
         """The number of experts of each rank: those of its slots that are not empty."""
         if self.placement is not None:
-            return tuple((self.placement.experts != NONE).sum(1).tolist())
+            return tuple(sum(expert != NONE for expert in one) for one in self.placement.held)
         return tuple(map(self.local_experts, range(self.ranks)))
 
     @cached_property

@@ -123,7 +123,7 @@ class Rounds(RoundState, Bound):
     def note_copies(self) -> None:
         """Note that layers write slots that are empty in this generation, where older placements had weights."""
         assert self.placement is not None
-        for slot, expert in enumerate(self.placement.experts[self.rank].tolist()):
+        for slot, expert in enumerate(self.placement.held[self.rank]):
             if expert == NONE:
                 self.filled[slot] = self.generation
 
@@ -155,6 +155,14 @@ class Rounds(RoundState, Bound):
         if self.ids is not None:
             topk_idx = self.ids.translate(topk_idx, self.absent)
         return topk_idx if self.live is None else self.live.translate(topk_idx, self.absent)
+
+    @property
+    def named_experts(self) -> int:
+        """The experts that callers name: those that the Buffer was opened with.
+
+        `num_experts` are fewer after shrink(keep_ids=True), and slots where there is a placement.
+        """
+        return self.settings.named_experts if self.ids is None else self.ids.count
 
     @property
     def translates(self) -> bool:

@@ -161,7 +161,7 @@ class RoutingRecorder:
         if rounds.ids is not None:  # the ids that callers know, and not those of the experts that are left
             ids = rounds.ids.names(ids)
         with self._lock:
-            experts = rounds.num_experts if rounds.ids is None else rounds.ids.count
+            experts = rounds.named_experts
             self._experts = experts if self._experts is None else self._experts
             self._topk = ids.shape[1] if self._topk is None else self._topk
             if (experts, ids.shape[1]) != (self._experts, self._topk):

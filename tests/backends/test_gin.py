@@ -27,7 +27,7 @@ DEVICE = torch.device("cpu")  # where a struct for kernels can be looked at
 
 
 def layout_of(domain_ranks: int) -> _native.WindowLayout:
-    sizes = {"experts": 4, "topk": 1, "max_tokens": 8, "ring_tokens": 32, "staged_row_bytes": 32, "heap_bytes": 4096}
+    sizes = {"slots": 4, "topk": 1, "max_tokens": 8, "ring_tokens": 32, "staged_row_bytes": 32, "heap_bytes": 4096}
     return _native.window_layout(_native.Shape(ranks=4, domain_ranks=domain_ranks, **sizes))
 
 
@@ -306,7 +306,7 @@ def test_what_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(1, 16), (128, 16), (511, 16), (512, 32), (4096, 32)])
 def test_a_thread_that_posts_puts_gets_few(monkeypatch: pytest.MonkeyPatch, tokens: int, chunk: int) -> None:
-    sizes = {"experts": 4, "topk": 1, "max_tokens": 4096, "ring_tokens": 32, "staged_row_bytes": 32, "heap_bytes": 4096}
+    sizes = {"slots": 4, "topk": 1, "max_tokens": 4096, "ring_tokens": 32, "staged_row_bytes": 32, "heap_bytes": 4096}
     shape = _native.Shape(ranks=4, domain_ranks=2, **sizes)
     session: Any = SimpleNamespace(_gpu="NVIDIA H200", _ranks=4, _most_blocks=32)
     session.context, session.reach = SimpleNamespace(shape=shape), SimpleNamespace(least_chunks=gin._PROXY_CHUNKS)

@@ -71,7 +71,7 @@ def test_the_experts_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
 
     def compile_for(shape: _native.Shape) -> int:
-        asked.append((shape.ranks, shape.experts, shape.domain_ranks))
+        asked.append((shape.ranks, shape.slots, shape.domain_ranks))
         return 5
 
     with LocalBuffers(**SIZES, ranks=4) as ranks:

@@ -15,7 +15,7 @@ def call(domain_ranks: int) -> _native.CombineArgs:
     context.set_shape(
         _native.Shape(
             ranks=4,
-            experts=4,
+            slots=4,
             topk=1,
             max_tokens=8,
             ring_tokens=32,

@@ -141,7 +141,7 @@ def test_asking_imports_nothing_of_cuda(python: Callable[[str], subprocess.Compl
 
 
 def shape_of(ranks: int, **sizes: int) -> _native.Shape:
-    wanted = {"experts": ranks, "topk": 1, "max_tokens": 8, "ring_tokens": 32, "staged_row_bytes": 32}
+    wanted = {"slots": ranks, "topk": 1, "max_tokens": 8, "ring_tokens": 32, "staged_row_bytes": 32}
     return _native.Shape(ranks=ranks, **{**wanted, "heap_bytes": 4096, **sizes})
 
 
@@ -355,7 +355,7 @@ def test_the_memory_besides_outputs(ranks: int, most: int) -> None:
     settings = Settings(ranks, 7168, 256, 8, 4096, torch.bfloat16, "lsa", None)
     row = settings.staged_row_bytes
     ring = lsa.ring_tokens(ranks, 4096, row)
-    sizes = {"experts": 256, "topk": 8, "max_tokens": 4096, "ring_tokens": ring, "staged_row_bytes": row}
+    sizes = {"slots": 256, "topk": 8, "max_tokens": 4096, "ring_tokens": ring, "staged_row_bytes": row}
     shape = shape_of(ranks, **sizes, packet_bytes=lsa.packet_bytes(ranks, 4096, row))
     assert most - 3 << 20 <= _native.window_layout(shape).heap <= most << 20
     packets = 2 * ranks * shape.packet_bytes
@@ -465,7 +465,7 @@ def test_experts_are_copied_between_the_choice_and_the_dispatch(
     """Where nothing is copied, one native call launches both."""
     sizes = {"topk": 2, "max_tokens": 64, "ring_tokens": 32, "staged_row_bytes": 64, "heap_bytes": 1 << 20}
     args = _native.DispatchArgs()
-    args.ctx.shape, args.ctx.placed = _native.Shape(ranks=2, experts=6, **sizes), placed
+    args.ctx.shape, args.ctx.placed = _native.Shape(ranks=2, slots=6, **sizes), placed
     args.idx_bytes, args.workers = 8, 16
     order: list[str] = []
     monkeypatch.setattr(plain_kernel, "load", lambda kernel, device: order.append(f"load {kernel.header}") or 3000)
@@ -608,7 +608,7 @@ def test_a_kernel_is_looked_up_by_what_it_is_compiled_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(jit, "load", load)
     kernels = Kernels(torch.device("cuda", 0))
     context = _native.Context()
-    context.set_shape(shape_of(4, experts=16, topk=2, max_tokens=4096, packet_bytes=1 << 20))
+    context.set_shape(shape_of(4, slots=16, topk=2, max_tokens=4096, packet_bytes=1 << 20))
     dispatch, combine = _native.DispatchArgs(), _native.CombineArgs()
     dispatch.ctx = combine.ctx = context
     dispatch.hidden = combine.hidden = 64

@@ -22,7 +22,7 @@ from moecomm.ranks.collective import NoRoom
 
 DEVICE = torch.device("cuda", 0)
 LAYOUT = _native.window_layout(
-    _native.Shape(ranks=4, experts=4, topk=1, max_tokens=8, ring_tokens=32, staged_row_bytes=32, heap_bytes=4096)
+    _native.Shape(ranks=4, slots=4, topk=1, max_tokens=8, ring_tokens=32, staged_row_bytes=32, heap_bytes=4096)
 )
 
 

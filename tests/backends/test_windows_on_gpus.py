@@ -29,7 +29,7 @@ INT, CUDA = 0, 2  # DLPack's codes
 def exercise(group: Rendezvous, device: int) -> str:
     """Opens, writes to everybody, reads what everybody wrote, closes in rank order; returns the name of the session."""
     shape = _native.Shape(
-        ranks=group.ranks, experts=64, topk=2, max_tokens=64, ring_tokens=32, staged_row_bytes=256, heap_bytes=8 << 20
+        ranks=group.ranks, slots=64, topk=2, max_tokens=64, ring_tokens=32, staged_row_bytes=256, heap_bytes=8 << 20
     )
     session = lsa.open(group, shape, torch.device("cuda", device), 20.0)
     name, context, layout = session.name, session.context, session.context.window

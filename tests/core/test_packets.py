@@ -31,7 +31,7 @@ def test_128_tokens_of_deepseek_v3_go_straight_to_other_domains(ranks: int, most
     row = settings.staged_row_bytes
     shape = _native.Shape(
         ranks=ranks,
-        experts=256,
+        slots=256,
         topk=8,
         max_tokens=most,
         ring_tokens=settings.ring_tokens(lsa),  # type: ignore[arg-type]

@@ -27,6 +27,8 @@ DEEPSEEK: dict[str, Any] = {"ranks": 4, "experts": 256, "topk": 8, "hidden": 716
 def dispatch(**fields: Any) -> jit.KernelSpec:
     """DeepSeek-V3's shape but for `fields`; the bytes of rows and scales follow from them."""
     fields = DEEPSEEK | fields
+    if fields.get("placed", False):
+        fields.setdefault("named_experts", fields["experts"] - 16)
     quantize, hidden = fields.get("quantize", False), fields["hidden"]
     if "format" in fields:
         fmt = formats.FORMATS[fields["format"]]
@@ -205,6 +207,9 @@ SPECS |= {
 SPECS |= {
     "dispatch of a placement": dispatch(placed=True),
     "dispatch of a placement, 64 ranks, 1024 slots": dispatch(placed=True, ranks=64, experts=1024, hidden=4096),
+    "dispatch of a placement, 8 ranks, more experts than slots": dispatch(
+        placed=True, ranks=8, experts=16, named_experts=384, hidden=4096
+    ),
     "dispatch of a placement, few tokens": dispatch(placed=True, packets=True),
     "dispatch of a placement, row descriptors": dispatch(placed=True, descriptors=True, row_bytes=16),
     "dispatch of a placement across domains": dispatch(placed=True, **ACROSS),

@@ -18,11 +18,11 @@ from ..compiled import check_kernel
 from ..few import few
 
 
-def choice(ranks: int, experts: int, placed: int) -> plain_kernel.PlainKernel:
-    """Return the kernel ahead of a dispatch of experts in so many slots."""
+def choice(ranks: int, slots: int, experts: int, placed: int) -> plain_kernel.PlainKernel:
+    """Return the kernel ahead of a dispatch of so many experts in so many slots."""
     sizes = {"topk": 8, "max_tokens": 4096, "ring_tokens": 32, "staged_row_bytes": 1024, "heap_bytes": 1 << 20}
     args = _native.DispatchArgs()
-    args.ctx.shape, args.ctx.placed = _native.Shape(ranks=ranks, experts=experts, **sizes), placed
+    args.ctx.shape, args.ctx.placed = _native.Shape(ranks=ranks, slots=slots, named_experts=experts, **sizes), placed
     args.idx_bytes = 8
     found = choice_of(args)
     assert found is not None
@@ -42,8 +42,8 @@ KERNELS = (
     | {"table of experts": expert_table.kernel(), "table of a placement": SET_PLACEMENT, "pause": PAUSE}
     | {"copies of experts": COPY}
     | {
-        f"choice of {'copies' if placed == REPLICATED else 'replicas'}, {ranks} ranks": choice(ranks, experts, placed)
-        for ranks, experts in ((2, 12), (8, 320), (64, 384))
+        f"choice of {'copies' if placed == REPLICATED else 'replicas'}, {counts[0]} ranks": choice(*counts, placed)
+        for counts in ((2, 12, 10), (3, 9, 40), (8, 320, 256), (64, 384, 256))
         for placed in (BALANCED, REPLICATED)
     }
     | {
@@ -57,6 +57,7 @@ ALWAYS = (
     "table of a placement",
     "pause",
     "copies of experts",
+    "choice of copies, 3 ranks",
     "choice of copies, 8 ranks",
     "choice of copies, 64 ranks",
 )

@@ -371,7 +371,7 @@ def test_layers_whose_rows_have_no_room(fp8: bool, machine: Machine, monkeypatch
         for part in (slice(0, 20), slice(20, 40)):
             by_token = ("x", "topk_idx", "topk_weights")
             some = [{**call, **{name: call[name][part] for name in by_token}} for call in calls]
-            parts.append(emulated.fused(ranks, [{**call, "chunk": True} for call in some]))
+            parts.append(emulated.fused(ranks, [{**call, "first_token": part.start} for call in some]))
         ranks.check()
     for rank, out in enumerate(whole):
         case.check(rank, out)

@@ -47,8 +47,8 @@ void Cluster::clear_records() {
 u64 Cluster::output(i32 rank, u64 bytes) {
     const u64 offset = used_[rank];
     used_[rank] = align_up<u64>(offset + bytes + kGuard, 16);
-    if (used_[rank] > static_cast<u64>(shape.heap_bytes)) {
-        std::fprintf(stderr, "the heap of %lld bytes is too small\n", shape.heap_bytes);
+    if (used_[rank] > static_cast<u64>(heap_bytes(shape))) {
+        std::fprintf(stderr, "the heap of %lld bytes is too small\n", heap_bytes(shape));
         std::abort();
     }
     return window.heap + offset;

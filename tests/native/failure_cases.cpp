@@ -191,7 +191,7 @@ std::string bad_id(Layout layout, i64 id) {
     sent.ids[entry] = good;
     sent.ids32[entry] = static_cast<i32>(good);
     return check_invalid_everywhere(
-        f, {Failure::bad_input, Op::dispatch, Phase::header, 1, 1, Argument::topk_idx, f.scenario.shape.experts, id});
+        f, {Failure::bad_input, Op::dispatch, Phase::header, 1, 1, Argument::topk_idx, f.scenario.shape.slots, id});
 }
 
 // A rank that does not know yet that a dispatch was void combines what it should have brought: nothing.
@@ -243,7 +243,7 @@ std::string too_many_of_one_expert() {
     std::vector<i32> ids32(ids.size(), 0);
     std::vector<float> weights(ids.size(), 1.0f);
     for (DispatchArgs& a : f.dispatches) {
-        a.max_rows = s.experts * s.max_tokens;
+        a.max_rows = s.slots * s.max_tokens;
         a.topk_idx = reinterpret_cast<u64>(a.idx_bytes == 8 ? static_cast<void*>(ids.data()) : ids32.data());
         a.topk_weights = reinterpret_cast<u64>(weights.data());
     }
@@ -302,7 +302,7 @@ std::string changed_tables(bool repeat, bool nothing) {
     for (i32 rank = 0; rank < kRanks && problem.empty(); ++rank)
         problem = check_record(
             f.cluster.record(rank),
-            {Failure::bad_input, op, Phase::header, 1, 2, Argument::handle, f.scenario.shape.experts, nothing ? 0 : round_tag(1)}, rank);
+            {Failure::bad_input, op, Phase::header, 1, 2, Argument::handle, f.scenario.shape.slots, nothing ? 0 : round_tag(1)}, rank);
     return problem.empty() ? f.go_on() : problem;
 }
 
@@ -388,7 +388,7 @@ int run_failure_cases(u64 timeout_ns, bool until_one, bool several_domains) {
         {"a rank never finishes reading", slow_reader, true},
         {"id too large", [] { return bad_id(Layout::expert, 1000); }, false},
         {"id below -1", [] { return bad_id(Layout::flat, -2); }, false},
-        {"id beyond the last", [] { return bad_id(Layout::batched, Fixture::find(Layout::batched).shape.experts); }, false},
+        {"id beyond the last", [] { return bad_id(Layout::batched, Fixture::find(Layout::batched).shape.slots); }, false},
         {"combine of a void dispatch", combine_of_invalid, false},
         {"NaN weight", nan_weight, false},
         {"too many flat rows", [] { return too_many_rows(Layout::flat); }, false},

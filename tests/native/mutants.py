@@ -196,8 +196,8 @@ MUTANTS = [
     Mutant(
         "slot off by one",
         "host/send.cpp",
-        "cursors[d.a.ctx.shape.experts + owner]++;",
-        "++cursors[d.a.ctx.shape.experts + owner];",
+        "cursors[d.a.ctx.shape.slots + owner]++;",
+        "++cursors[d.a.ctx.shape.slots + owner];",
         "plain",
     ),
     Mutant(
@@ -394,7 +394,7 @@ MUTANTS = [
         "if (false)\n        n.route_round",
         "failures",
     ),
-    Mutant("ids not checked", "host/plan.cpp", "valid_id(slot, shape_.experts);", "slot >= -1000;", "failures"),
+    Mutant("ids not checked", "host/plan.cpp", "valid_id(slot, shape_.slots);", "slot >= -1000;", "failures"),
     Mutant(
         "weights not checked", "host/plan.cpp", "BadEntry bad = bad_weight(first, end);", "BadEntry bad;", "failures"
     ),

@@ -22,7 +22,7 @@ Shape random_shape(Random& random, const Limits& limits) {
     s.ranks = limits.fixed_ranks != 0 ? limits.fixed_ranks : random.between(1, limits.ranks);
     s.domain_ranks = limits.fixed_domain_ranks;
     if (limits.several_domains) random_domains(random, s);
-    s.experts = s.ranks * random.between(1, 4);
+    s.slots = s.ranks * random.between(1, 4);
     s.topk = random.once_in(10) ? random.between(9, kMaxTopk) : random.between(1, 8);
     s.max_tokens = random.once_in(20) ? random.between(30, 70) : random.between(1, 20);
     s.ring_tokens = kMaxChunk * random.one_of({1, 1, 1, 2, 3});
@@ -30,9 +30,9 @@ Shape random_shape(Random& random, const Limits& limits) {
         s.max_tokens = random.between(100, 300);
         s.topk = random.between(1, 4);
         if (limits.fixed_ranks == 0 && !limits.several_domains) s.ranks = random.between(1, 4);
-        s.experts = s.ranks * random.between(1, 2);
+        s.slots = s.ranks * random.between(1, 2);
     }
-    if (limits.fixed_ranks == 0 && random.once_in(3)) s.experts += random.between(0, s.ranks - 1);  // some ranks have one more
+    if (limits.fixed_ranks == 0 && random.once_in(3)) s.slots += random.between(0, s.ranks - 1);  // some ranks have one more
     if (limits.fixed_tokens != 0) s.max_tokens = limits.fixed_tokens;
     return s;
 }
@@ -79,7 +79,7 @@ std::vector<i64> random_ids(Random& random, const Shape& s, i32 tokens, i32 hot)
     const i32 holes = random.one_of({0, 0, 2, 8});
     for (i32 i = 0; i < tokens * s.topk; ++i) {
         const bool hole = holes != 0 && random.once_in(holes);
-        ids.push_back(hole ? -1 : hot >= 0 && !random.once_in(8) ? hot : random.between(0, s.experts - 1));
+        ids.push_back(hole ? -1 : hot >= 0 && !random.once_in(8) ? hot : random.between(0, s.slots - 1));
     }
     return ids;
 }
@@ -117,7 +117,7 @@ std::unique_ptr<Dispatched> random_dispatch(Random& random, const Shape& s, cons
     if (d->scale_columns) d->scale_bytes = align_up(d->scale_bytes, 4);
     d->alignment = d->layout == Layout::expert && random.once_in(2) ? random.one_of({2, 8, 16, 5}) : 1;
     d->idx_bytes = random.one_of({4, 8});
-    const i32 hot = random.once_in(5) ? random.between(0, s.experts - 1) : -1;
+    const i32 hot = random.once_in(5) ? random.between(0, s.slots - 1) : -1;
     for (i32 rank = 0; rank < s.ranks; ++rank) d->input.push_back(random_sent(random, s, *d, limits, hot));
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         ReceiveBuffer receive_buffer;
@@ -145,7 +145,7 @@ std::unique_ptr<Dispatched> random_repeat(Random& random, const Dispatched& firs
 
 // The batched layout may get more of one expert than it has room for, when a token names it twice.
 bool fits(const Shape& s, const Dispatched& d) {
-    std::vector<i64> count(s.experts, 0);
+    std::vector<i64> count(s.slots, 0);
     for (const Input& sent : d.input)
         for (i64 id : sent.ids)
             if (id >= 0) ++count[id];
@@ -232,7 +232,7 @@ OfRank experts_of(const Shape& s, i32 rank) {
     OfRank of{0, 0};
     for (i32 r = 0; r <= rank; ++r) {
         of.first += of.count;
-        of.count = (s.experts - of.first + s.ranks - r - 1) / (s.ranks - r);
+        of.count = (s.slots - of.first + s.ranks - r - 1) / (s.ranks - r);
     }
     return of;
 }
@@ -246,7 +246,7 @@ i32 owner_of(const Shape& s, i64 expert) {
 i32 scale_groups(const Shape& s, const Dispatched& d, i32 rank) { return d.layout == Layout::batched ? experts_of(s, rank).count : 1; }
 
 i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
-    std::vector<i64> count(s.experts, 0);
+    std::vector<i64> count(s.slots, 0);
     i64 slots = 0;
     for (const Input& sent : d.input) {
         for (i32 token = 0; token < sent.tokens; ++token) {
@@ -290,7 +290,7 @@ Scenario random_scenario(Random& random, const Limits& limits) {
         s.receive_bytes = std::max(s.receive_bytes, received_token_bytes(s, d->row_bytes, d->scale_bytes));
     // Room for what goes straight: of none, of some ranks, of all.
     if (domains(s) > 1) s.packet_bytes = random.one_of({0, 1, 2, 2}) * ((s.max_tokens + 1) / 2 * direct_bytes(s));
-    s.heap_bytes = heap_needed(s, scenario);
+    s.heap_and_experts = heap_and_experts(heap_needed(s, scenario), 0);
     return scenario;
 }
 

@@ -119,7 +119,7 @@ def check_parts(layout: _native.WindowLayout, sizes: dict[str, int]) -> None:
 
 def test_shape_and_layout() -> None:
     shape = _native.Shape(4, 16, 2, 100, ring_tokens=64, staged_row_bytes=48, heap_bytes=1000, packet_bytes=512)
-    names = ("ranks", "experts", "topk", "max_tokens", "ring_tokens", "staged_row_bytes", "heap_bytes", "packet_bytes")
+    names = ("ranks", "slots", "topk", "max_tokens", "ring_tokens", "staged_row_bytes", "heap_bytes", "packet_bytes")
     assert [getattr(shape, name) for name in names] == [4, 16, 2, 100, 64, 48, 1000, 512]
     layout = _native.window_layout(shape)
     assert (layout.columns, layout.num_tagged_words, layout.abort) == (20, 24 + 20 + 16, 0)

@@ -47,7 +47,7 @@ class LowLatencyHandle(LazyTuple):
         lambda self: layout_range(self.first or self.native),
         lambda self: self.native.rounds.max_tokens,
         lambda self: self.native.rounds.hidden,
-        lambda self: self.native.rounds.num_experts,
+        lambda self: self.native.rounds.named_experts,
     )
 
     native: Handle
@@ -358,9 +358,8 @@ def _arriving(routed: Routed, x: torch.Tensor, options: Options) -> tuple[Any, C
 def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
     """A round of 16-byte rows: its weights land in the rows' order, and become those of the handle."""
     rounds = native.rounds
-    small = pool.batched(
-        rounds.device, _WEIGHTS_HIDDEN, rounds.num_experts, rounds.topk, rounds.max_tokens, torch.bfloat16
-    )
+    sizes = (_WEIGHTS_HIDDEN, rounds.named_experts, rounds.topk, rounds.max_tokens, torch.bfloat16)
+    small = pool.batched(rounds.device, *sizes, rounds.placement)
     rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=rounds.device)
     pool.calls.begin(small.rounds)
     weights = small.dispatch(rows, topk_idx, topk_weights, layout="batched", sync=False).row_weights

@@ -252,7 +252,7 @@ class Pool:
         open_one = partial(
             Buffer,
             hidden=settings.hidden,
-            num_experts=settings.num_experts,
+            num_experts=settings.named_experts,
             topk=settings.topk,
             max_tokens=settings.max_tokens,
             dtype=settings.dtype,

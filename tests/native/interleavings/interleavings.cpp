@@ -36,7 +36,7 @@ Run make_run(u64 seed) {
     return run;
 }
 
-bool is_small(const Scenario& scenario) { return scenario.shape.experts <= kExperts && scenario.steps.size() <= kSteps; }
+bool is_small(const Scenario& scenario) { return scenario.shape.slots <= kExperts && scenario.steps.size() <= kSteps; }
 
 std::string explore(u64 seed, size_t& states, size_t& runs) {
     Run run;
