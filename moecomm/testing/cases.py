@@ -12,7 +12,7 @@ import torch
 from moecomm.base import formats
 from moecomm.base.choices import Quantize, ReplicaChoice, ScaleLayout, Wire
 from moecomm.base.experts import experts_of
-from moecomm.base.placement import Placement
+from moecomm.base.placement import Placement, of_ranks
 
 PAYLOADS = (torch.uint8, torch.int8, torch.float8_e5m2, torch.int16, torch.int32)  # of rows that travel as bytes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -168,16 +168,25 @@ def random_case(
 
 
 def random_placement(
-    seed: int, *, ranks: int, num_experts: int, slots: int | None = None, balanced: bool = False, **others: Any
+    seed: int,
+    *,
+    ranks: int,
+    num_experts: int,
+    slots: int | None = None,
+    balanced: bool = False,
+    lost: int = 0,
+    **others: Any,
 ) -> Placement:
     """Draw a placement of a Buffer of these sizes: with replicas, empty slots and ranks that have none.
 
     Args:
         slots: of a rank; default: some more than there have to be.
+        lost: further ranks that the Buffer has lost: as after shrink(), experts that only they had have no slot.
         balanced: the choice, which no other placement of the Buffer changes; else one of the others is drawn.
     """
     del others  # sizes of a Buffer that do not matter
-    rng = random.Random(f"placement {seed}")
+    rng, left = random.Random(f"placement {seed}"), range(ranks)
+    ranks += lost
     slots = -(-num_experts // ranks) + rng.choice([0, 1, 1, 2, 5]) if slots is None else slots
     held: list[list[int]] = [[] for _ in range(ranks)]
     for expert in rng.sample(range(num_experts), num_experts):
@@ -188,7 +197,7 @@ def random_placement(
             held[rank].append(rng.choice([-1, rng.randrange(num_experts), 0]))
         rng.shuffle(held[rank])
     choice: ReplicaChoice = "balanced" if balanced else rng.choice(("token", "nearest"))
-    return Placement(held, num_experts=num_experts, slots=slots, choice=choice)
+    return of_ranks(Placement(held, num_experts=num_experts, slots=slots, choice=choice), left)
 
 
 def placed(case: Case) -> Case:

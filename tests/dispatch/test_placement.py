@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,10 +15,11 @@ import torch
 from hypothesis import given, strategies
 
 import moecomm
-from moecomm import Placement, balance, nn
+from moecomm import Placement, balance, nn, ops
 from moecomm.base import replicas
-from moecomm.base.choices import ReplicaChoice
+from moecomm.base.choices import Layout, ReplicaChoice
 from moecomm.errors import BadInput, Mismatch, PeerLost, Unsupported
+from moecomm.routed import ChunkedHandle
 from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
 from moecomm.testing.cases import placed, random_placement
 from moecomm.testing.check import Wanted, again_call, dispatch_call
@@ -24,6 +27,8 @@ from moecomm.testing.check import Wanted, again_call, dispatch_call
 from ..backends.conftest import run_ranks
 from ..few import few
 from ..ops.plain import formula
+from ..placed_rounds import SIZES as ROUND_SIZES
+from ..placed_rounds import check_random, check_rank, check_sums, left, routing, wanted
 
 HELD = [[2, 0], [1, 2], [3, 2], []]  # of 4 ranks; expert 2 has three replicas, and rank 3 has no expert
 SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 4, "topk": 2, "max_tokens": 12, "timeout_s": 20}
@@ -41,12 +46,141 @@ def test_rounds_match_the_reference(number: int) -> None:
     sizes = random_sizes(number)
     domains = {"domain_ranks": sizes["ranks"] // 2} if sizes["ranks"] % 2 == 0 and number % 3 == 0 else {}
     balanced = not domains and number % 2 == 0
-    first = random_placement(number, **sizes, balanced=balanced)
+    drawn = partial(random_placement, **sizes, balanced=balanced, lost=number % 5 % 3)
+    first = drawn(number)
     with LocalBuffers(**sizes, **domains, backend="host", verify_every=number % 3, placement=first) as ranks:
         for seed in range(number * 10, number * 10 + 10):
             if seed % 3 == 2:
-                ranks.set_placement(random_placement(seed, **sizes, slots=first.slots, balanced=balanced))
+                ranks.set_placement(drawn(seed, slots=first.slots))
             check_case(ranks, placed(random_case(seed, **sizes)))
+
+
+@pytest.mark.parametrize("seed", few(range(200), *range(8)))
+def test_slots_after_losses_moves_and_masks(seed: int) -> None:
+    """Slots, experts that callers name and ids are three numbers: any may be more than the others."""
+    check_random(seed)
+
+
+@pytest.mark.parametrize("choice", ["token", "balanced"])
+def test_a_loss_and_growth(choice: ReplicaChoice) -> None:
+    """Experts 2 and 3 go with rank 1: entries of the others lose no row.  Then new ranks have all experts."""
+    before = Placement([[0, 1], [2, 3], [4, 5]], choice=choice)
+    after, grown = left(before, 1), Placement([[5, 0], [3, 1], [4, 2]], choice=choice)
+    two, three = moecomm.local_ranks(2), moecomm.local_ranks(3)
+
+    def body(group: Any) -> None:
+        def check(buffer: moecomm.Buffer, placement: Placement, seed: int) -> None:
+            slots, ids = wanted(seed, placement), routing(seed, buffer.rank, 6)
+            routed = buffer.dispatch(torch.ones(len(ids), 16), ids)
+            y = check_rank(slots, buffer.rank, 2, routed.tokens_per_expert)
+            check_sums(slots[buffer.rank], buffer.combine(y, routed.handle))
+
+        with moecomm.Buffer(group, num_experts=6, **ROUND_SIZES, placement=before) as buffer:
+            if group.rank != 1:
+                buffer.shrink(two[group.rank // 2])
+                for seed in range(30):
+                    check(buffer, after, seed)
+                buffer.grow(three[buffer.rank], placement=grown)
+                for seed in range(10):
+                    check(buffer, grown, seed)
+                return
+        with moecomm.Buffer(three[2], num_experts=6, **ROUND_SIZES, placement=grown) as buffer:
+            for seed in range(10):
+                check(buffer, grown, seed)
+
+    assert run_ranks(3, body) == [None] * 3
+
+
+@pytest.mark.parametrize("call", ["close", "combine"])
+def test_a_choice_that_does_not_end_is_not_judged(call: str) -> None:
+    """After a bad id that all ranks caught, a peer that closes or makes another call is named, and no good id."""
+    placement = Placement([[0, 1, 3], [2, 3, 0]], choice="balanced")
+    good = torch.tensor([[0, 1], [2, 3], [1, 3], [2, 0]])
+    bad = good.clone()
+    bad[:, 0] = -2
+    error = PeerLost if call == "close" else Mismatch
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **SIZES, placement=placement) as buffer:
+            x = torch.zeros(4, 16).bfloat16()
+            first = buffer.dispatch(x, good)
+            with pytest.raises(BadInput, match="-2"):
+                buffer.dispatch(x, bad if group.rank == 0 else good)
+            if group.rank == 0:
+                with pytest.raises(error):
+                    buffer.dispatch(x, good)
+            elif call == "combine":
+                with pytest.raises(Mismatch):
+                    buffer.combine(first.x, first.handle)
+
+    assert run_ranks(2, body) == [None] * 2
+
+
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+@pytest.mark.parametrize("choice", ["token", "nearest"])
+def test_tokens_in_parts_go_on_taking_turns(choice: ReplicaChoice, layout: Layout) -> None:
+    """A call that goes in several rounds takes the replicas of one round, in rounds, layers and operators."""
+    placement = Placement([[0, 1], [1, 2], [2, 0], [2, 1]], choice=choice)
+    sizes = {**SIZES, "num_experts": 3, "max_tokens": 21}
+
+    def body(group: Any) -> None:
+        x, ids, weights = tokens(group.rank, 21, 3)
+        want = sum(
+            torch.bincount(placement.slots_of(tokens(rank, 21, 3)[1], rank).flatten(), minlength=8) for rank in range(4)
+        )
+        found = []
+        for room in (10.0, 0.3):
+            with moecomm.Buffer(group, **sizes, capacity_factor=room, placement=placement) as buffer:
+                w13, w2 = (
+                    torch.randn(2, *shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+                    for shape in ((8, 16), (16, 4))
+                )
+                routed = buffer.dispatch(x, ids, weights, layout=layout)
+                assert torch.equal(routed.tokens_per_expert.long(), want.view(4, 2)[group.rank])
+                assert isinstance(routed.handle, ChunkedHandle) == (room < 1)
+                outs = [buffer.combine(routed.x * 3, routed.handle)]
+                again = ops.dispatch(buffer, x, ids, weights, layout=layout)
+                assert torch.equal(again.tokens_per_expert, routed.tokens_per_expert)
+                outs.append(ops.combine(again.x * 3, again.handle))
+                before = buffer.stats().rows_per_expert
+                outs.append(buffer.moe(x, ids, weights, w13, w2))
+                assert torch.equal(buffer.stats().rows_per_expert - before, want.view(4, 2)[group.rank])
+                tracked = x.clone().requires_grad_()
+                ops.moe(buffer, tracked, ids, weights, w13, w2).float().sum().backward()
+                found.append([*outs, tracked.grad])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+    assert run_ranks(4, body) == [None] * 4
+
+
+def test_a_placement_does_not_change() -> None:
+    placement = Placement(HELD)
+    with moecomm.Buffer("self", **SIZES, placement=Placement([range(4)])) as buffer:
+        buffer.placement.experts[:] = 0  # type: ignore[union-attr]
+        assert buffer.local_experts == (0, 1, 2, 3) and buffer.placement == Placement([range(4)])
+    assert placement.held == ((2, 0), (1, 2), (3, 2), (-1, -1))
+    for name in ("experts", "held", "choice", "slots"):
+        with pytest.raises(AttributeError):
+            setattr(placement, name, None)
+    assert pickle.loads(pickle.dumps(placement)) == copy.deepcopy(placement) == placement
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        [range(10**7)],
+        [itertools.count()],
+        itertools.repeat([0]),
+        torch.zeros(1, 10**6, dtype=torch.int64),
+        torch.zeros(10**6, 0, dtype=torch.int64),
+    ],
+)
+def test_too_many_slots_are_refused_at_once(experts: Any) -> None:
+    begin = time.process_time()
+    with pytest.raises(BadInput, match="slots"):
+        Placement(experts)
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize("choice", ["token", "nearest"])

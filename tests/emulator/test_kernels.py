@@ -151,28 +151,43 @@ def test_random_cases_in_one_domain(
 
 @pytest.mark.parametrize("sizes", few([DOMAINS, {"ranks": 4}], {"ranks": 4}), ids=["domains", "one"])
 @pytest.mark.parametrize("packs", few((True, False), True))
-def test_placements(packs: bool, sizes: dict[str, int], machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts anywhere, and elsewhere in the next round: rows in packets, and in bulk."""
+@pytest.mark.parametrize(("slots", "lost"), [(4, 0), (1, 8)])
+def test_placements(
+    slots: int,
+    lost: int,
+    packs: bool,
+    sizes: dict[str, int],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts anywhere, and elsewhere in the next round: rows in packets, and in bulk.  As many slots as experts and
+    more, or fewer after a loss.
+    """
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     if not packs:
         monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
-    first = random_placement(0, ranks=4, num_experts=10, slots=4)
-    with LocalBuffers(**sizes, **UNEVEN, backend="host", placement=first) as ranks:
+    drawn: dict[str, Any] = {"ranks": 4, "num_experts": 10, "slots": slots, "lost": lost}
+    with LocalBuffers(**sizes, **UNEVEN, backend="host", placement=random_placement(0, **drawn)) as ranks:
         try:
             for seed in range(6):
                 check_case(ranks, placed(random_case(seed, ranks=4, **UNEVEN, few_kernels=True)))
-                ranks.set_placement(random_placement(seed + 1, ranks=4, num_experts=10, slots=4))
+                ranks.set_placement(random_placement(seed + 1, **drawn))
         finally:
             machine.forget()
 
 
 @pytest.mark.parametrize("packs", few((True, False), True))
-def test_balanced_replicas(packs: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that a kernel chooses ahead of each dispatch, by one block to three."""
+@pytest.mark.parametrize(("slots", "lost"), [(5, 0), (2, 3)])
+def test_balanced_replicas(
+    slots: int, lost: int, packs: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that a kernel chooses ahead of each dispatch, by one block to three.  More slots than experts, and fewer
+    after a loss.
+    """
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     if not packs:
         monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
-    drawn: dict[str, Any] = {"ranks": 4, "num_experts": 10, "slots": 5, "balanced": True}
+    drawn: dict[str, Any] = {"ranks": 4, "num_experts": 10, "slots": slots, "balanced": True, "lost": lost}
     with LocalBuffers(ranks=4, **UNEVEN, backend="host", placement=random_placement(0, **drawn)) as ranks:
         try:
             for seed in range(6):
