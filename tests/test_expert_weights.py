@@ -262,6 +262,31 @@ def test_copies_between_domains_and_at_a_rate() -> None:
     assert [took >= nbytes / (gbs * 1e9) for _, took in found][1:3] == [True, True]
 
 
+def test_experts_that_are_lost_are_not_copied() -> None:
+    """After a loss, prefetch() fills what it can; expert 0 has no weights, so it gets no slot."""
+    before = Placement([[1, -1], [2, 1], [0, -1]], choice="token")
+    groups, target = moecomm.local_ranks(2), Placement([[1, 2], [2, 0]], choice="token")
+
+    def body(group: Any) -> None:
+        sizes = {"hidden": 16, "num_experts": 3, "topk": 1, "max_tokens": 4, "backend": "host"}
+        with moecomm.Buffer(group, **sizes, timeout_s=20, placement=before) as buffer:
+            if group.rank == 2:
+                return
+            buffer.shrink(groups[group.rank])
+            weights = ExpertWeights(buffer, {"w": (2,)}, dtype=torch.float32)
+            weights["w"].copy_(torch.tensor(buffer.local_experts)[:, None])
+            while weights.prefetch(target) != buffer.placement:
+                weights.commit()
+            assert buffer.placement.held == ((1, 2), (2, -1))
+            held = torch.tensor(buffer.local_experts)
+            assert torch.equal(weights["w"][held >= 0, 0], held[held >= 0].float())
+            buffer.set_placement(target)
+            assert list(buffer.local_experts) == target.experts[buffer.rank].tolist()
+            weights.close()
+
+    assert run_ranks(3, body) == [None] * 3
+
+
 def test_what_cannot_be_moved() -> None:
     sizes = {**SIZES, "dtype": torch.float32, "backend": "host"}
     with moecomm.Buffer("self", **sizes) as buffer, pytest.raises(BadInput, match="placement"):

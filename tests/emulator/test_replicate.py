@@ -9,7 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from moecomm import combine
 from moecomm.base.placement import NONE, Placement, replicated
+from moecomm.dispatch import Options, prepare
+from moecomm.errors import BadInput, Mismatch
 from moecomm.fused.copies import Copies
 from moecomm.gpu import plain_kernel
 from moecomm.testing import LocalBuffers
@@ -17,6 +20,7 @@ from moecomm.testing import ranks as local
 from moecomm.testing.cases import random_placement
 
 from ..few import few
+from ..placed_rounds import check_random
 from ..slot_weights import drawn_weights, opened_weights
 from .machine import Machine
 from .test_kernels import pytestmark as of_emulator
@@ -146,5 +150,44 @@ def test_masked_ranks_get_no_copies(machine: Machine, monkeypatch: pytest.Monkey
             for buffer in buffers.buffers:
                 assert torch.equal(Copies(buffer.rounds, []).sources() != NONE, want)
             assert not want[1].any() and want.any()
+        finally:
+            machine.forget()
+
+
+@pytest.mark.parametrize("seed", few(range(12), 0, 3))
+def test_slots_after_losses_moves_and_masks(seed: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables, balanced choices and copies where slots and experts are different numbers, as on CPU ranks."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    try:
+        check_random(seed, rounds=4)
+    finally:
+        machine.forget()
+
+
+def test_a_choice_that_does_not_end_is_not_judged(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a bad id of all ranks, a peer that combines makes a Mismatch of the dispatch, and no good id is bad."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    placement = Placement([[0, 1, 3], [2, 3, 0]], choice="balanced")
+    ids = torch.tensor([[0, 1], [2, 3], [1, 3], [2, 0]])
+    bad = ids.clone()
+    bad[:, 0] = -2
+    x = torch.zeros(4, HIDDEN).bfloat16()
+    good = {"x": x, "topk_idx": ids}
+    with LocalBuffers(2, **SIZES, num_experts=4, placement=placement) as buffers:
+        try:
+            first = buffers.dispatch([good, good])
+            with pytest.raises(BadInput, match="-2"):
+                buffers.dispatch([{"x": x, "topk_idx": bad}, good])
+            with pytest.raises(BadInput, match="-2"):
+                buffers.buffers[1].check()
+            here, there = (buffer.rounds for buffer in buffers.buffers)
+            for rounds in (here, there):
+                rounds.admit()
+            dispatching = prepare(here, Options("expert"), **good)
+            combining = combine.prepare(there, combine.Options(), first[1].x, first[1].handle)
+            machine.run_all([dispatching.args, combining.args])
+            for rounds in (here, there):
+                with pytest.raises(Mismatch):
+                    rounds.raise_failure()
         finally:
             machine.forget()

@@ -411,6 +411,44 @@ def _weights(group: Any, kind: str) -> Any:
     return [good] if kind == "good" else bad[kind]
 
 
+def test_weights_of_the_ranks_that_are_left_after_a_loss() -> None:
+    """A rank may own more experts than it has slots: 4 of 8, in 3 slots.  Lost experts have an owner, and no slot."""
+    groups, sizes = moecomm.local_ranks(2), {"hidden": HIDDEN, "num_experts": 8, "topk": 1, "max_tokens": 4}
+    placement = Placement([[3, 4, 1], [5, 7, 2], [6, 5, 0]], num_experts=8, choice="token")
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **sizes, backend="host", timeout_s=20, placement=placement) as buffer:
+            if group.rank == 0:
+                return
+            buffer.shrink(groups[group.rank - 1])
+            first = 4 * buffer.rank
+            owned = torch.arange(first, first + 4.0)[:, None].repeat(1, 5).requires_grad_()
+            (slots,) = ops.slot_weights(buffer, [owned])
+            assert slots[:, 0].tolist() == list(placement.held[group.rank]) == list(buffer.local_experts)
+            slots.sum().backward()
+            replicas = [sum(one.count(expert) for one in placement.held[1:]) for expert in range(first, first + 4)]
+            assert owned.grad is not None and owned.grad[:, 0].tolist() == replicas
+            with pytest.raises(moecomm.BadInput, match=f"experts {first} to {first + 3}, which this rank owns"):
+                ops.slot_weights(buffer, [torch.zeros(3, 5)])
+
+    on_threads(3, body)
+
+
+def test_fewer_experts_than_ranks_have_owners() -> None:
+    placement = Placement([[0], [1], [0, 1]])
+
+    def body(group: Any) -> None:
+        sizes = {"hidden": HIDDEN, "num_experts": 2, "topk": 1, "max_tokens": 4}
+        with moecomm.Buffer(group, **sizes, backend="host", timeout_s=20, placement=placement) as buffer:
+            owned = torch.full((int(group.rank < 2), 3), float(group.rank), requires_grad=True)
+            (slots,) = ops.slot_weights(buffer, [owned])
+            assert slots[:, 0].tolist() == [max(expert, 0) for expert in placement.held[group.rank]]
+            slots.sum().backward()
+            assert owned.grad is not None and torch.equal(owned.grad, torch.full_like(owned, 2))
+
+    on_threads(3, body)
+
+
 @pytest.mark.parametrize("opened", [False, True], ids=["first call", "later call"])
 @pytest.mark.parametrize("kind", ["of another number", "no list", "no tensor", "of another dtype", "of another shape"])
 def test_weights_that_one_rank_cannot_use_raise_on_all(kind: str, opened: bool) -> None:
