@@ -478,10 +478,11 @@ def slot_weights(buffer: Buffer | str, weights: Sequence[torch.Tensor]) -> list[
         buffer: a Buffer with a placement, in one domain; or its `name`.
         weights: tensors `[E/R, ...]` of the experts that this rank owns, on the device of the Buffer: the same number,
             shapes `...` and dtypes on all ranks.  The first call with some shapes opens a Window, which has room for
-            the slots of a rank.
+            the slots of a rank, or the experts that it owns if these are more.
 
     Returns:
-        A tensor `[slots, ...]` for each of them; an empty slot has zeros.
+        A tensor `[slots, ...]` for each of them; an empty slot has zeros.  After a loss the ranks that are left own
+        all experts; those of an expert without a slot are not read, and its gradients are 0.
 
     Raises:
         BadInput: a Buffer without a placement; weights of another number of experts, here or on the rank that it names;

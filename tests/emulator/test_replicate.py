@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moecomm import combine
+from moecomm.backends.lsa_kernels import choice_of
 from moecomm.base.placement import NONE, Placement, replicated
 from moecomm.dispatch import Options, prepare
 from moecomm.errors import BadInput, Mismatch
@@ -22,7 +23,7 @@ from moecomm.testing.cases import random_placement
 from ..few import few
 from ..placed_rounds import check_random
 from ..slot_weights import drawn_weights, opened_weights
-from .machine import Machine
+from .machine import Call, Machine
 from .test_kernels import pytestmark as of_emulator
 from .test_plain_kernels import launcher
 
@@ -185,7 +186,9 @@ def test_a_choice_that_does_not_end_is_not_judged(machine: Machine, monkeypatch:
                 rounds.admit()
             dispatching = prepare(here, Options("expert"), **good)
             combining = combine.prepare(there, combine.Options(), first[1].x, first[1].handle)
-            machine.run_all([dispatching.args, combining.args])
+            asked = dispatching.args
+            calls = [Call(asked, machine.sizes, choice_of(asked)), Call(combining.args, machine.sizes)]
+            machine.run([*calls, Call(asked, machine.sizes)], 2)
             for rounds in (here, there):
                 with pytest.raises(Mismatch):
                     rounds.raise_failure()
