@@ -83,7 +83,7 @@ def dispatch(
 ) -> Routed:
     """Buffer.dispatch.  `grow` and later ones: see prepare(); `global_scale`: pack()."""
     asks_for_more = grow or first_token is not None or copies is not None or options.overflow is not None
-    asks_for_more = asks_for_more or observers.active
+    asks_for_more = asks_for_more or bool(observers.active)
     packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None
     packs = packs or getattr(x, "dtype", None) is torch.uint8
     words: tuple[object, object] = options.quantize, options.scale_layout  # any other object is refused later
