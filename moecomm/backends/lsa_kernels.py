@@ -78,7 +78,10 @@ class _Asked(NamedTuple):
 
     def in_shape(self, shape: _native.Shape) -> jit.KernelSpec:
         """Return the spec of the kernel for the same call of a rank in another shape."""
-        sizes: dict[str, Any] = {"experts": shape.slots, "named_experts": shape.named_experts * (self.spec.named_experts > 0)}
+        sizes: dict[str, Any] = {
+            "experts": shape.slots,
+            "named_experts": shape.named_experts * (self.spec.named_experts > 0),
+        }
         made = replace(self.spec, ranks=shape.ranks, **sizes, packets=False, **_domains(shape))
         if made.op == "combine":
             made = replace(made, wire=_wire(made.layout, self.wire, shape))

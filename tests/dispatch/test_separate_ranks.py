@@ -10,6 +10,7 @@ import torch
 
 import moecomm
 from moecomm import Placement, nn
+from moecomm.base.placement import unchecked
 from moecomm.errors import TooManyRows
 from moecomm.ranks.settings import Settings
 from moecomm.testing import LocalBuffers, check_case, random_case
@@ -218,8 +219,8 @@ def test_no_room_is_said() -> None:
 
 def test_settings_of_ranks_whose_experts_are_all_lost() -> None:
     """Sizes stay valid, as after shrink() without the last rank that held an expert."""
-    placement = apart(2, 1)
-    placement.experts[:] = -1
+    lost = apart(2, 1)
+    placement = unchecked(lost, [[-1] * lost.slots] * 3, lost.choice)
     settings = replace(Settings(3, 16, EXPERTS, 2, 8, torch.bfloat16, "host", None), placement=placement)
     assert settings.capacity_rows("expert") == 1 and settings.default_heap() > 0
     assert settings.expected_rows(8) == 8 * 2 * 3
