@@ -94,8 +94,10 @@ py::class_<Struct> bind_struct(py::module_& m, const char* name, const char* doc
         py::native_enum<E>(m, #Enum, "enum.IntEnum", #Enum " of " HEADER_##Enum ".") FIELDS_##Enum(VALUE).finalize(); \
     }
 
-void bind_enums(py::module_& m){BIND_ENUM(Layout) BIND_ENUM(Type) BIND_ENUM(Part) BIND_ENUM(ScaleFormat) BIND_ENUM(Failure) BIND_ENUM(Phase)
-                                    BIND_ENUM(Op) BIND_ENUM(Argument)}
+void bind_enums(py::module_& m) {
+    BIND_ENUM(Layout)
+    BIND_ENUM(Type) BIND_ENUM(Part) BIND_ENUM(ScaleFormat) BIND_ENUM(Failure) BIND_ENUM(Phase) BIND_ENUM(Op) BIND_ENUM(Argument)
+}
 
 void set_heap_bytes(Shape& shape, i64 bytes) {
     if (bytes < 0 || bytes > kMostHeapBytes) throw std::invalid_argument("heap_bytes: want 0 to " + std::to_string(kMostHeapBytes));

@@ -36,10 +36,10 @@ struct DispatchConfig {
     ScaleFormat scale_format;     // of the scales that `quantize` makes in Format::fp8
     Format format = Format::fp8;  // that `quantize` casts to
     bool repeat;
-    bool descriptors;  // travel in place of rows (descriptors.cuh)
-    bool placed;       // Context::placed is not 0; `experts` are then slots
+    bool descriptors;   // travel in place of rows (descriptors.cuh)
+    bool placed;        // Context::placed is not 0; `experts` are then slots
     i32 named_experts;  // placed, not balanced: named_experts(Shape); else 0
-    bool balanced;     // it is kBalanced
+    bool balanced;      // it is kBalanced
     Part part;
     // Packets of a row (moecomm/base/packets.py): bytes of the row and of its scales in each packet, and lines; no lines: no rank sends
     // packets.

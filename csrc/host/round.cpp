@@ -132,8 +132,7 @@ void Round::load_headers() {
 
 ValidationResult Round::validate_headers() const {
     for (i32 p = 0; p < ranks; ++p) {
-        const ValidationResult validation =
-            validate_header(header(me), header(p), p, named_experts(ctx.shape));
+        const ValidationResult validation = validate_header(header(me), header(p), p, named_experts(ctx.shape));
         if (validation.failure != Failure::none) return validation;
     }
     return {Failure::none, Argument::none, -1, 0, 0};

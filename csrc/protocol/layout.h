@@ -6,20 +6,20 @@
 namespace moecomm {
 
 // Three numbers are easily taken for each other. Rounds know slots: columns of counts, owners and outputs are by slot. Ids of callers name
-// experts. Without a placement (placement.h) an expert is its slot. With one, there may be more slots than experts (replicas, empty slots) or
-// more experts than slots (experts of lost ranks).
+// experts. Without a placement (placement.h) an expert is its slot. With one, there may be more slots than experts (replicas, empty slots)
+// or more experts than slots (experts of lost ranks).
 struct Shape {
     i32 ranks, slots, topk, max_tokens;  // slots of all ranks
-    i32 ring_tokens;       // tokens in the staging ring of each source rank, a multiple of kMaxChunk: see `staging`
-    i32 domain_ranks;      // ranks in a domain, consecutive in number: see domains.h; 0: all ranks
-    i64 packet_bytes;      // room for one sender's packets of one round; several domains: for its direct rows; 0: none
+    i32 ring_tokens;                     // tokens in the staging ring of each source rank, a multiple of kMaxChunk: see `staging`
+    i32 domain_ranks;                    // ranks in a domain, consecutive in number: see domains.h; 0: all ranks
+    i64 packet_bytes;                    // room for one sender's packets of one round; several domains: for its direct rows; 0: none
     i64 staged_row_bytes;  // bytes of the widest row that combine stages: the fp32 partial sum, and topk fp32 gradients of weights
     u64 heap_and_experts;  // heap_bytes() and named_experts()
     i64 receive_bytes;     // several domains: bytes of the widest token in a forwarder's receive buffer (domains.h)
 };
 
-// Two sizes in one word, so that the arguments of kernels stay as they are: room for outputs, and the experts that callers name, by ids from
-// 0 to named_experts() - 1.
+// Two sizes in one word, so that the arguments of kernels stay as they are: room for outputs, and the experts that callers name, by ids
+// from 0 to named_experts() - 1.
 constexpr i32 kHeapBits = 44;
 constexpr i64 kMostHeapBytes = (1ll << kHeapBits) - 1;
 MOECOMM_BOTH constexpr i64 heap_bytes(const Shape& s) { return static_cast<i64>(s.heap_and_experts & static_cast<u64>(kMostHeapBytes)); }
@@ -120,9 +120,7 @@ MOECOMM_BOTH constexpr u64 all_signals(const Shape& s) { return domains(s) > 1 ?
 
 // Words of `counters`: scalars, seven for each peer, and one for each slot of the rank that has most.
 constexpr u64 kScalarCounters = 2, kPeerCounters = 7;
-MOECOMM_BOTH constexpr u64 counter_words(const Shape& s) {
-    return kScalarCounters + kPeerCounters * s.ranks + ceil_div(s.slots, s.ranks);
-}
+MOECOMM_BOTH constexpr u64 counter_words(const Shape& s) { return kScalarCounters + kPeerCounters * s.ranks + ceil_div(s.slots, s.ranks); }
 
 // True if source ranks may give a combine routing weights of their own. Depends on the Buffer's sizes alone, so that all ranks agree
 // whatever the number of tokens in the round.
