@@ -100,6 +100,29 @@ def explain(
         typer.echo("\n".join(report.lines()))
 
 
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def launch(
+    program: Annotated[
+        list[str], typer.Argument(metavar="PROGRAM [ARGUMENT]...", help="A Python file, and its arguments.")
+    ],
+    ranks: Annotated[int, typer.Option(callback=whole(1), help="Number of processes.")],
+    module: Annotated[bool, typer.Option("-m", "--module", help="PROGRAM is a module, as with python -m.")] = False,
+) -> None:
+    """Start a program on several ranks of this machine, as torchrun does, but leave the others alone if one is lost.
+
+    It ends when all ranks have ended. Exit code 0: at least one rank has ended with 0, and all others with 0 or by a
+    signal. Otherwise the first exit code that is not 0, or 128 + the signal.
+    """
+    from moecomm.tools.local_job import run as run_job
+
+    console = Console(stderr=True)
+
+    def say(line: str) -> None:
+        console.print(f"moecomm launch: {line}", highlight=False, markup=False, soft_wrap=True)
+
+    raise typer.Exit(run_job(["-m", *program] if module else program, ranks, say))
+
+
 @app.command()
 def top(
     folder: Annotated[

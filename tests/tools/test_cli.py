@@ -18,7 +18,7 @@ from moecomm_bench.simulate import cli as simulate
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        ([], ["demo", "doctor", "explain", "tune", "bench", "simulate", "trace", "record", "routing"]),
+        ([], ["demo", "doctor", "launch", "explain", "tune", "bench", "simulate", "trace", "record", "routing"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
         (["simulate"], ["check", "fit"]),
         (["routing"], ["show", "join", "synthesize"]),
