@@ -57,7 +57,17 @@ def expert_weights(
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`; the values are equal on all ranks."""
-    generator = torch.Generator().manual_seed(int(seed) * 1_000_003 + expert)
+    generator = _generator(seed, expert)
     w13 = drawn(generator, 2 * intermediate, hidden) / hidden**0.5
     w2 = drawn(generator, hidden, intermediate) / intermediate**0.5
     return w13.to(device=device, dtype=dtype), w2.to(device=device, dtype=dtype)
+
+
+def first_weights(expert: int, hidden: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the first 8 values of an expert's w13, without drawing the others."""
+    first: torch.Tensor = drawn(_generator(seed, expert), 16)[:8] / hidden**0.5  # torch draws normal values by 16
+    return first.to(dtype)
+
+
+def _generator(seed: int, expert: int) -> torch.Generator:
+    return torch.Generator().manual_seed(int(seed) * 1_000_003 + expert)

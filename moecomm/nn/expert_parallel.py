@@ -183,6 +183,7 @@ class ExpertParallel(torch.nn.Module):
         """
         if self._buffer is None or (self._buffer.closed and not self._buffer_given):
             device = self.experts.w13.device
+            self.experts.warn_if_broadcast()
             about: dict[str, Any] = {"dtype": self.payload, "backend": self._backend, "device": device}
             self._use(shared_buffer(self._group, **self._sizes, **self._placing, **about))
         assert self._buffer is not None
@@ -229,6 +230,7 @@ class ExpertParallel(torch.nn.Module):
             BadInput: arguments that do not fit; no open Buffer in a compiled layer.
             As Buffer.dispatch and Buffer.combine; with a placement, also as ops.slot_weights().
         """
+        self.experts.shard.check_own("experts.w13", self.experts.w13)
         if torch.compiler.is_compiling():
             if not self._buffer_name:
                 raise BadInput("buffer", "none that is open", "layer.open() before the first call of a compiled layer")

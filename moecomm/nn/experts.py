@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
 from moecomm.fused.activations import check_activation
 from moecomm.fused.biases import add_bias
-from moecomm.fused.weights import expert_weights
+from moecomm.fused.weights import expert_weights, first_weights
 from moecomm.nn import training
-from moecomm.nn.shard import ExpertShard
+from moecomm.nn.shard import ExpertShard, is_dtensor
 from moecomm.ops.grouped import grouped_linear
 
 EXTRA_STATE = "_extra_state"  # torch's name
@@ -86,7 +87,30 @@ class Experts(torch.nn.Module):
         self.w2_bias: torch.nn.Parameter | None = None
         if bias:
             self.w13_bias, self.w2_bias = (torch.nn.Parameter(w.new_zeros(w.shape[:2])) for w in (w13, w2))
+        # Rank 0's first weights, on other ranks until they have been compared.
+        self._of_rank_0: torch.Tensor | None = None
+        if self.shard.group is not None and self.shard.group.rank:
+            self._of_rank_0 = first_weights(0, hidden, seed=seed, dtype=dtype)
         training.watch(self, self.shard)
+
+    def warn_if_broadcast(self) -> None:
+        """Warn, once, if this rank has rank 0's experts: a loop over parameters() has broadcast them.
+
+        It is seen only while rank 0 has the weights that were drawn.
+        """
+        weights, wanted = self.w13.detach(), vars(self).get("_of_rank_0")
+        if wanted is None or is_dtensor(weights) or weights.is_meta:
+            return
+        if weights.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self._of_rank_0 = None
+        if torch.equal(weights.flatten()[: len(wanted)].cpu(), wanted.to(weights.dtype)):
+            warnings.warn(
+                f"experts {self.shard.experts.start} to {self.shard.experts.stop - 1} have the weights of rank 0's: "
+                "broadcast all parameters but those of moecomm.nn.expert_parameters(model)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def forward(
         self, x: torch.Tensor, tokens_per_expert: torch.Tensor, buffer: Buffer | str | None = None

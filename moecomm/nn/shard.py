@@ -105,6 +105,19 @@ class ExpertShard:
             )
         return value[mine.start - has.start : mine.stop - has.start]
 
+    def check_own(self, name: str, weight: torch.Tensor) -> None:
+        """Check that a weight has this rank's experts alone.
+
+        Raises:
+            BadInput: it has another number of experts, such as all of a state dict, with which functional_call() runs.
+        """
+        if len(weight) != len(self.experts):
+            raise BadInput(
+                name,
+                f"{len(weight)} experts, as states of all ranks have them",
+                f"this rank's {len(self.experts)}: to functional_call(), pass dict(model.named_parameters())",
+            )
+
     def is_mixed_by(self, ranks: Iterable[int]) -> bool:
         """Return whether any of these ranks of the default group owns other experts of the layer than this rank."""
         if self.group is None or not self.global_ranks:

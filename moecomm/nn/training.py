@@ -186,6 +186,9 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
+    owners = _owners()
+    for experts in dict.fromkeys(owners[id(param)] for param in _params_of(optimizer) if id(param) in owners):
+        experts.warn_if_broadcast()
     of_all = zip(_params_of(optimizer), _shards_of(optimizer), strict=True)
     owned = [(param, shard) for param, shard in of_all if shard is not None]
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")

@@ -21,6 +21,7 @@ from tests.ops.ranks import on_threads
 
 SIZES: dict[str, Any] = {"hidden": 8, "intermediate": 4, "topk": 2, "max_tokens": 8, "backend": "host", "device": "cpu"}
 OTHER, SAVED = 2, 1  # seeds; an expert's weights depend on the seed and its number alone
+FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
 ODD = 6  # experts, which 4 ranks share as 2, 2, 1, 1 and torch.chunk would as 2, 2, 2, 0
 
 
@@ -78,6 +79,65 @@ def test_torch_checkpoints_have_every_expert_for_any_number_of_ranks(
     ranks.run(saving, _save, experts, str(tmp_path / "saved"))
     for number in loading:
         assert ranks.run(number, _load, experts, str(tmp_path / "saved")) == [True] * number
+
+
+def grouped(group: Any, experts: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with other parameters, and an optimizer with groups as docs/training.md has them."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), model_of(group, experts, seed))
+    own = set(moecomm.nn.expert_parameters(model))
+    groups = [{"params": [p for p in model.parameters() if (p in own) == owned]} for owned in (False, True)]
+    return model, torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def _save_groups(rank: int, group: Any, experts: int, path: str) -> None:
+    model, optimizer = grouped(group, experts, SAVED)
+    for param in model.parameters():
+        param.grad = param.detach().clone()
+    optimizer.step()
+    weights, moments = states.get_state_dict(model, optimizer, options=FLAT)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
+
+
+def _load_groups(rank: int, group: Any, experts: int, path: str) -> bool:
+    model, optimizer = grouped(group, experts, OTHER)
+    weights, moments = states.get_state_dict(model, optimizer, options=FLAT)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
+    states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLAT)
+    want, stepped_once = grouped(group, experts, SAVED)
+    for param in want.parameters():
+        param.grad = param.detach().clone()
+    stepped_once.step()
+    return same((model, optimizer), (want, stepped_once))
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2)])
+def test_a_checkpoint_of_several_ranks_loads_on_one_with_the_optimizer_of_the_page(
+    saving: int, loading: int, ranks: Any, tmp_path: Path
+) -> None:
+    """One rank has no group of experts, so states by parameter, not by group, go both ways."""
+    ranks.run(saving, _save_groups, ODD, str(tmp_path / "saved"))
+    assert ranks.run(loading, _load_groups, ODD, str(tmp_path / "saved")) == [True] * loading
+
+
+def _called_with_a_state(rank: int, group: Any) -> list[str]:
+    layer = ExpertParallel(group, **SIZES, num_experts=ODD)
+    x = torch.randn(4, 8)
+    said = []
+    for opened in (False, True):
+        for state in (layer.state_dict(), gather_state(layer.state_dict(), group)):
+            with pytest.raises(moecomm.BadInput) as error:
+                torch.func.functional_call(layer, state, x)
+            said.append(f"{error.value.argument} {error.value.want} {opened}")
+        out = torch.func.functional_call(layer, dict(layer.named_parameters()), x)  # opens the Buffer
+        assert torch.equal(out, layer(x))
+    return said
+
+
+def test_a_functional_call_with_the_experts_of_all_ranks_says_what_to_pass(ranks: Any) -> None:
+    for found in ranks.run(2, _called_with_a_state):
+        assert len(found) == 4
+        assert all(said.startswith("experts.w13 this rank's 3: ") and "named_parameters" in said for said in found)
 
 
 def _rank_0_saves(rank: int, group: Any, experts: int, folder: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_module, init_device_mes
 from torch.nn.parallel import DistributedDataParallel
 
 import moecomm
+from moecomm.fused.weights import expert_weights, first_weights
 from moecomm.nn import ExpertParallel, clip_grad_norm_, expert_parameters, gather_state
 from tests.ops.ranks import on_threads
 
@@ -270,6 +272,48 @@ def _refused(rank: int, group: Any) -> None:
 
 def test_what_would_mix_experts_or_let_gates_drift_is_refused(ranks: Any) -> None:
     ranks.run(4, _refused)
+
+
+def _broadcast(rank: int, group: Any) -> list[list[str]]:
+    """What is said where scripts without DDP start alike: nothing, if they leave experts out."""
+    said = []
+    for kept, dtype, by_step in (
+        (False, torch.float32, False),
+        (False, torch.bfloat16, True),
+        (True, torch.float32, False),
+    ):
+        model = ExpertParallel(group, **SIZES, num_experts=4, dtype=dtype)
+        experts = set(expert_parameters(model)) if kept else set()
+        with torch.no_grad():
+            for param in model.parameters():
+                if param not in experts:
+                    dist.broadcast(param, 0, group)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                if by_step:  # as with a Buffer that is given, which no forward pass opens
+                    torch.optim.SGD(model.parameters(), lr=0.0).step()
+                else:
+                    model(tokens_of(rank))
+        said.append([str(each.message) for each in caught if "broadcast" in str(each.message)])
+    return said
+
+
+def test_experts_that_were_broadcast_by_hand_are_warned_of(ranks: Any) -> None:
+    on_0, on_1 = ranks.run(2, _broadcast)
+    assert on_0 == [[], [], []]
+    text = (
+        "experts 2 to 3 have the weights of rank 0's: broadcast all parameters but those of "
+        "moecomm.nn.expert_parameters(model)"
+    )
+    assert on_1 == [[text], [text], []]
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(4, 4), (12, 4), (16, 24)])
+def test_the_first_weights_are_those_that_are_drawn_in_full(hidden: int, intermediate: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        w13, _ = expert_weights(3, hidden, intermediate, seed=7, dtype=dtype)
+        assert torch.equal(first_weights(3, hidden, seed=7, dtype=dtype), w13.flatten()[:8])
 
 
 def _wrapped_again(rank: int, group: Any) -> None:
