@@ -57,15 +57,16 @@ def front() -> list[str]:
     for one in beside.operations(result):
         if one.payload not in beside.MAIN or not {*others} & {*one.best} or (one.tokens, one.layout) == (128, "expert"):
             continue
-        times = [time_of(one.best[name].us) if name in one.best else "" for name in ("moecomm", *others)]
+        times = [time_of(one.able[name].us) if name in one.able else "" for name in ("moecomm", *others)]
         cells = (str(one.tokens), beside.words(one), *times)
         lines.append(line(result, round_parts(one.tokens, one.what), *cells, at=(2,)))
     shown = table(" | ".join(("tokens a GPU", "operation", "moecomm", *others)), lines)
     case = result["case"]
     head = (
-        f"{where(result)}, DeepSeek-V3's sizes (hidden {case['hidden']}, top-{case['topk']} of "
-        f"{case['experts']} experts), all libraries in one run: time of the slowest GPU, in a CUDA graph. Left of 1, "
-        "the other library is faster. NCCL EP and FlashInfer read registered memory, DeepEP any tensor."
+        f"{where(result)} on {result['date']}, with moecomm's kernels of that day, DeepSeek-V3's sizes "
+        f"(hidden {case['hidden']}, top-{case['topk']} of {case['experts']} experts), all libraries in one run: time "
+        "of the slowest GPU, in a CUDA graph. Left of 1, the other library is faster. "
+        f"{' and '.join(beside.REGISTERED)} read registered memory alone, DeepEP any tensor."
     )
     about = f"Source: {source(used, 'bench/results')}."
     if OLDER in shown:

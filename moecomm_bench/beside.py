@@ -20,6 +20,8 @@ MAIN = ("", "fp8")  # payloads in pictures and short tables
 _OURS = {"flat": ("y in the window", "y outside"), "expert": ("bf16 wire",), "batched": ("bf16 wire",)}  # of combine
 _PAIRS = {"flat": "y in the window", "expert": "fp32 wire", "batched": "fp32 wire"}
 
+REGISTERED = ("NCCL EP", "FlashInfer")  # libraries that read registered memory alone
+
 
 class Best(NamedTuple):
     """The fastest setting of a library: microseconds in a graph, and of a call alone; its SMs, 0 if it does not say."""
@@ -47,6 +49,12 @@ class SizedOperation(NamedTuple):
     best: dict[str, Best]
     ours: Best | None
     ratios: tuple[float | None, float | None]
+
+    @property
+    def able(self) -> dict[str, Best]:
+        """`best`, without libraries that need registered memory where moecomm reads any tensor."""
+        any_tensor = self.what == "combine" and self.variant == "y outside"
+        return {name: best for name, best in self.best.items() if not (any_tensor and name in REGISTERED)}
 
     @property
     def ratio(self) -> float:

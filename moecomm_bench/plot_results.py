@@ -81,7 +81,7 @@ def others(result: Result, tokens: int) -> Dots:
     found = [one for one in beside.operations(result) if one.tokens == tokens and one.payload in beside.MAIN]
     cases = [f"{beside.words(one)} ({_us(one.best['moecomm'].us)})" for one in found]
     dots = {
-        name: {case: one.best[name].us / one.best["moecomm"].us for case, one in enumerate(found) if name in one.best}
+        name: {case: one.able[name].us / one.able["moecomm"].us for case, one in enumerate(found) if name in one.able}
         for name in beside.libraries(result)
         if name != "moecomm"
     }
