@@ -790,9 +790,9 @@ TOPICS = (
     Topic(
         "Formats",
         "On 2 H200s, in a graph, 128 and 8192 tokens a rank.  `fp8_token` and `int8_token` are cast by a pass ahead of "
-        "the dispatch, the other formats by the kernel that sends.  Then combines, with sums in the dtype of `y`, in "
-        "FP8 and in INT8.  `formats-blocks-h200-4` has some of them on 4 H200s by the number of blocks, before sums "
-        "in FP8 went through rings.",
+        "the dispatch, the other formats by the kernel that sends.  Then combines of `y` outside the window, with sums "
+        "in the dtype of `y`, in FP8 and in INT8.  `formats-blocks-h200-4` has some of them on 4 H200s by the number "
+        "of blocks, before sums in FP8 went through rings.",
         "formats-h200-2 formats-blocks-h200-4",
         payloads,
     ),

@@ -263,9 +263,10 @@ def plan(
 
     Policies:
 
-    - "eplb": EPLB's greedy plan, with the same tables as its `rebalance_experts`.  The next replica goes to the expert
-      with the largest load of a replica, and replicas are packed to ranks, the heaviest first, each to the lightest
-      rank with a free slot.  An expert may have two replicas on a rank.
+    - "eplb": EPLB's greedy plan: `phy2log` and `logcnt` of its `rebalance_experts`, and in `log2phy` the same slots of
+      each expert, in another order.  The next replica goes to the expert with the largest load of a replica, and
+      replicas are packed to ranks, the heaviest first, each to the lightest rank with a free slot.  An expert may have
+      two replicas on a rank.
     - "spread": the same number of replicas in most cases, but no rank has two of an expert, unless it has more slots
       than there are experts.  Replicas are spread over nodes.  Then experts are exchanged while that takes load off
       the busiest rank.

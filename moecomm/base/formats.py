@@ -12,12 +12,14 @@ even in its dtype, and saturated.  A NaN of the result is 0x7f in e4m3 and 0x7fc
 | fp8_tensor | given: `global_scale` | x * (1 / global_scale) | vLLM, static_scaled_fp8_quant |
 | int8_token | amax / 127 | x * (127 / amax), of NaN 0 | vLLM, dynamic_scaled_int8_quant |
 | int8_group | max(amax, 1e-10) / 127 | x / scale | vLLM, per_token_group_quant_int8, which truncates |
-| mxfp8 | the power of two above amax / 448 | x / scale | TransformerEngine; FlashInfer, mxfp8_quantize |
+| mxfp8 | the power of two above amax / 448 | x / scale | TransformerEngine; mostly FlashInfer, mxfp8_quantize |
 | nvfp4 | e4m3(amax * (g * (1 / 6))) | x * min(1 / (scale * (1 / g)), largest float32) | TransformerEngine |
 | mxfp4 | the power of two above amax / 6 | x / scale | FlashInfer, fp4_quantize with UE8M0 scales |
 
 The power of two above: the smallest that is not below; of mxfp8 and mxfp4 at least 2^-127, of infinity 2^127.  g is
 `global_scale`, or 1.  Columns that a last group lacks count as zeros.
+
+FlashInfer's mxfp8_quantize makes all values 0 whose scale is 2^-127, and gives groups with NaN this scale.
 
 FlashInfer's fp4_quantize approximates the reciprocals of nvfp4, and does not where it is asked to equal
 TransformerEngine.  Zero keeps its sign, as the instruction for e2m1 has it; TransformerEngine's reference drops it.
