@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sysconfig
 from pathlib import Path
@@ -90,6 +91,13 @@ def script(path: str) -> ModuleType:
     return module
 
 
+def version() -> str:
+    """The version in pyproject.toml, without tomllib, which Python 3.10 lacks."""
+    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
 class BuildShims(Command):
     """The device shims, where nvcc and headers are: moecomm/shims/build.py.
 
@@ -136,7 +144,13 @@ class BuildShims(Command):
 build.sub_commands = [*build.sub_commands, ("build_shims", None)]
 ParallelCompile().install()
 
+page = script("package_page.py")
+about = (os.environ.get("MOECOMM_REPOSITORY", ""), version())
+
 setup(
+    long_description=page.description((ROOT / "README.md").read_text(encoding="utf-8"), *about),
+    long_description_content_type="text/markdown",
+    project_urls=page.urls(*about),
     packages=[*find_packages(include=["moecomm", "moecomm.*", "moecomm_bench", "moecomm_bench.*"]), *HEADERS],
     package_dir={"moecomm": "moecomm", "moecomm.csrc": "csrc"},
     package_data={

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent
 # What libstdc++ and the compiler call where glibc has it, and what older glibcs have under older versions.
 YOUNGER = {"__libc_single_threaded", "dlopen", "dlsym", "fstat", "pthread_cond_clockwait", "pthread_sigmask"}
-FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
+FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "package_page.py", "pyproject.toml", "setup.py")
 NATIVE = {".h", ".cuh", ".cpp", ".cu", ".map"}
 KERNELS = {".h", ".cuh", ".cu"}
 
@@ -115,7 +115,10 @@ def test_the_wheel_holds_the_package_and_the_headers_of_its_kernels(built: tuple
     with zipfile.ZipFile(built[1]) as archive:
         held = {name: archive.read(name).decode() for name in archive.namelist() if Path(name).suffix in KERNELS}
         names = set(archive.namelist())
+        said = archive.read(f"moecomm-{moecomm.__version__}.dist-info/METADATA").decode()
     about = f"moecomm-{moecomm.__version__}.dist-info"
+    assert "Description-Content-Type: text/markdown" in said and "# moecomm" in said
+    assert "](docs/" not in said and "](bench/" not in said  # lead nowhere on an index
     assert {name.split("/")[0] for name in names} == {"moecomm", "moecomm_bench", about}
     assert {name for name in names if re.search(r"(^|/)(tests|results)/|\.cpp$", name)} == set()
     packages = [path for package in ("moecomm", "moecomm_bench") for path in (tree / package).rglob("*")]
