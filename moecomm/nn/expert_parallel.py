@@ -60,10 +60,10 @@ class ExpertParallel(torch.nn.Module):
 
     Parameters: `gate.weight` [E, H] (and the buffer `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and
     `experts.w2` [E/R, H, I]; with `bias`, `experts.w13_bias` [E/R, 2 I] and `experts.w2_bias` [E/R, H].  state_dict()
-    has experts as DTensors of all ranks, see Experts; gather_state makes plain tensors of them.  Gradients of the gate
-    are those of this rank's tokens: sum them over ranks like those of other replicated parameters.  Gradients of the
-    experts are those of all ranks' tokens.  A layer with a group or a given Buffer is not pickled, which is BadInput:
-    save its state_dict().
+    has experts as DTensors of all ranks, see Experts; gather_state() makes plain tensors of them, which safetensors and
+    other formats need.  Gradients of the gate are those of this rank's tokens: sum them over ranks like those of other
+    replicated parameters.  Gradients of the experts are those of all ranks' tokens.  A layer with a group or a given
+    Buffer is not pickled, which is BadInput: save its state_dict().
 
     Args:
         group: the ranks; see Buffer.
