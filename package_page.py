@@ -28,10 +28,7 @@ def urls(repository: str, version: str) -> dict[str, str]:
     """Return the links of the page, by name."""
     if not repository:
         return {}
-    files = f"{repository.rstrip('/')}/blob/v{version}"
-    return {
-        "Source": repository.rstrip("/"),
-        "Documentation": f"{files}/docs/index.md",
-        "Changelog": f"{files}/CHANGELOG.md",
-        "Issues": f"{repository.rstrip('/')}/issues",
-    }
+    root = repository.rstrip("/")
+    files = "/".join((root, "blob", f"v{version}"))
+    pages = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
+    return {"Source": root, "Issues": f"{root}/issues"} | {name: f"{files}/{path}" for name, path in pages.items()}

@@ -29,6 +29,7 @@ TEXT = [
     *NATIVE,
     ROOT / "README.md",
     ROOT / "pyproject.toml",
+    ROOT / "package_page.py",
     ROOT / "setup.py",
     *sorted((ROOT / "csrc").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
