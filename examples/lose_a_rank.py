@@ -44,6 +44,12 @@ def next_step(buffer: moecomm.Buffer, step: int) -> int:
     return int(buffer.dispatch(x, topk_idx, layout="expert", sync=True).x[:, 0].min())
 
 
+def say(line: str) -> None:
+    """Print a line in one write, which those of other ranks cannot part."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     """Serve all steps; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,8 +73,8 @@ def main() -> int:
                     step += 1
                 except moecomm.RoundFailed as error:
                     found, agreed = buffer.shrink(), False
-                    print(f"rank {number}: {type(error).__name__}; without {found.lost}, on {buffer.num_ranks} ranks")
-            print(f"rank {number}: served {step} steps, at last on {buffer.num_ranks} ranks")
+                    say(f"rank {number}: {type(error).__name__}; without {found.lost}, on {buffer.num_ranks} ranks")
+            say(f"rank {number}: served {step} steps, at last on {buffer.num_ranks} ranks")
     return 0
 
 
