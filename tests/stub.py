@@ -37,6 +37,9 @@ def generated() -> str:
     constant = r"    @property\n    def (\w+)\(self\) -> (\w+):\n        \.\.\.\n"
     text = re.sub(constant, r"    \1: typing.Final[\2]\n", text)
     text = re.sub(r":\n +\.\.\.\n", ": ...\n", text)
+    # A type of Python's C interface, whose constructor has no signature that a program can read.
+    made = "(self, owner: typing.Any, rounds: int, note: object = None, outer: bool = False, /) -> None: ..."
+    text = re.sub(r"(?ms)(^class Call:\n.*?)(    def __enter__)", rf"\1    def __init__{made}\n\2", text)
     text = re.sub(r'(:\n +)"""\n +([^\n"]+)\n +"""', r'\1"""\2"""', text)  # docstrings of a line
     text = re.sub(r"(?:    @classmethod\n)?    def __(?:new|format)__\(\w+, [a-z_]+\): \.\.\.\n", "", text)  # of enums
     text = re.sub(r"^class (\w+)\(enum\.IntEnum\):\n(.*?)(?=^\w)", enumeration, text, flags=re.DOTALL | re.MULTILINE)

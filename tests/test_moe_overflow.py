@@ -66,7 +66,7 @@ def run(group: Any, given: World, how: str) -> tuple[bool, list[torch.Tensor]]:
         free = buffer.rounds.memory.arena.largest_free
         if how == "moe":
             out = buffer.moe(x, ids, weights, w13, w2)
-            made = buffer.rounds.made
+            made = buffer.rounds.turn.made
             assert buffer.rounds.memory.arena.largest_free == free
             return made > 2, [out]
         leaves = [t.clone().requires_grad_() for t in (x, weights, w13, w2)]
@@ -79,7 +79,7 @@ def run(group: Any, given: World, how: str) -> tuple[bool, list[torch.Tensor]]:
             layer.load_state_dict({"experts.w13": w13, "experts.w2": w2})
             out = layer(leaves[0], ids, leaves[1])
             leaves[2:] = [layer.experts.w13, layer.experts.w2]
-        made = buffer.rounds.made
+        made = buffer.rounds.turn.made
         out.square().sum().backward()
         assert all(leaf.grad is not None for leaf in leaves)
         return made > 2, [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]

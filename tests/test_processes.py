@@ -368,7 +368,7 @@ def _fork_beside_a_round(rank: int, group: Any) -> list[str]:
         return []
     thread = threading.Thread(target=buffer.dispatch, args=(x, idx, weights))
     thread.start()
-    while not buffer.rounds._running:
+    while not buffer.rounds.turn.running:
         time.sleep(1e-3)
     here, there = multiprocessing.Pipe()
     if os.fork() == 0:

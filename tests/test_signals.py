@@ -46,7 +46,7 @@ def at_a_round(buffer: moecomm.Buffer, number: int, handler: Callable[[], None])
         handler()
 
     def send() -> None:
-        while not buffer.rounds._running:
+        while not buffer.rounds.turn.running:
             time.sleep(0.001)
         time.sleep(0.1)  # it waits, and has for longer than a wait spins
         sent.append(time.monotonic())

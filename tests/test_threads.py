@@ -91,7 +91,7 @@ def _first_waits(rank: int, group: Any) -> list[str]:
     else:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(buffer.dispatch, rows_of(0), IDS)
-            while not buffer.rounds._running:
+            while not buffer.rounds.turn.running:
                 time.sleep(0.001)
             dist.barrier(group)
             for call in (

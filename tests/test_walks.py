@@ -220,7 +220,7 @@ class Rank:
         rounds = self.buffer.rounds
         entries = self.buffer.flight_record()["entries"]
         calls = [(e["profiling_name"], e["collective_seq_id"], e["round"], e["state"]) for e in entries]
-        return calls[-3:], rounds.made, rounds.rejected, rounds.flight.steps
+        return calls[-3:], rounds.turn.made, rounds.turn.failed, rounds.flight.steps
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -14,6 +14,7 @@
 #include "call_ring.h"
 #include "module.h"
 #include "prepared.h"
+#include "turn.h"
 
 namespace py = pybind11;
 using namespace moecomm::runtime;
@@ -63,8 +64,13 @@ using Result = py::typing::Tuple<py::handle, bool>;
 
 class KnownCalls {
   public:
-    KnownCalls(Plans plans, std::shared_ptr<HeapParts> heap, py::object ring, u64 record, bool on_host)
-        : plans_(std::move(plans)), heap_(std::move(heap)), ring_(std::move(ring)), record_(record), on_host_(on_host) {}
+    KnownCalls(Plans plans, std::shared_ptr<HeapParts> heap, py::object ring, std::shared_ptr<Turn> turn, u64 record, bool on_host)
+        : plans_(std::move(plans)),
+          heap_(std::move(heap)),
+          ring_(std::move(ring)),
+          turn_(std::move(turn)),
+          record_(record),
+          on_host_(on_host) {}
 
     // The Routed, and true if the call is over; None if this is not a plain call of a kind that there was before.
     Result dispatch(py::object rounds, py::handle options, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
@@ -271,6 +277,7 @@ class KnownCalls {
         const i64 record = ring.begin(kind, args.num_tokens, false);
         runner.run(args);
         ring.end(record);
+        ++turn_->made;
     }
 
     // Free the memory of rows that did not arrive.
@@ -287,6 +294,7 @@ class KnownCalls {
     Plans plans_;
     std::shared_ptr<HeapParts> heap_;
     py::object ring_;
+    std::shared_ptr<Turn> turn_;
     u64 record_;
     bool on_host_;
 };
@@ -301,9 +309,10 @@ The arguments are those of moecomm.dispatch.dispatch and moecomm.combine.combine
 
 `plans`: lists of plans by the options of a call: moecomm.rounds.plans.
 `ring`: the flight recorder's.
+`turn`: of the calls; its `made` counts the rounds.
 `record`: address of the failure record.
 `on_host`: of a CPU rank.)")
-        .def(py::init<Plans, std::shared_ptr<HeapParts>, py::object, u64, bool>(), py::arg("plans"), py::arg("heap"), py::arg("ring"),
+        .def(py::init<Plans, std::shared_ptr<HeapParts>, py::object, std::shared_ptr<Turn>, u64, bool>(), py::arg("plans"), py::arg("heap"), py::arg("ring"), py::arg("turn"),
              py::arg("record"), py::arg("on_host"))
         .def("dispatch", &KnownCalls::dispatch, py::arg("rounds"), py::arg("options"), py::arg("x"), py::arg("topk_idx"),
              py::arg("topk_weights"), py::arg("scales"), py::arg("max_rows"), py::arg("handle"), py::arg("sync"), py::arg("gradients"),

@@ -19,6 +19,7 @@ void bind_steps(pybind11::module_& m);
 void bind_row_checks(pybind11::module_& m);
 void bind_structs(pybind11::module_& m);
 void bind_leave(pybind11::module_& m);
+void bind_turn(pybind11::module_& m);
 void bind_window(pybind11::module_& m);
 
 }  // namespace moecomm::bindings

@@ -48,7 +48,6 @@ def combine(
     if rounds.plain and rounds.sampling is None:
         result, is_over = rounds.known_calls.combine(rounds, options, *given, gradients, call, layer)
         if result is not None:
-            rounds.made += 1
             if not is_over:
                 rounds.raise_failure()
             rounds.unfinished.clear()
@@ -161,7 +160,7 @@ def empty(rounds: Rounds, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
 
 def _round(rounds: Rounds, combining: Combining) -> Any:
     run(combining)
-    rounds.made += 1
+    rounds.turn.made += 1
     return finish(rounds, combining)
 
 

@@ -114,7 +114,7 @@ def dispatch(
         if first_token is None:  # else the whole has been shown
             observers.show(rounds, topk_idx, topk_weights)
         run(routed)
-    rounds.made += 1
+        rounds.turn.made += 1
     if is_over:
         rounds.unfinished.clear()
         return routed
@@ -154,7 +154,7 @@ def dispatch_begin(
     routed.form = form
     observers.show(rounds, topk_idx, topk_weights)
     run(routed)
-    rounds.made += 1
+    rounds.turn.made += 1
     finish(rounds, routed)
     if early:
         outputs.place_rows(rounds, routed)
@@ -409,7 +409,7 @@ def _repeat_in_chunks(
 def _round(rounds: Rounds, routed: Routed) -> Routed:
     """Run the round of a chunk."""
     run(routed)
-    rounds.made += 1
+    rounds.turn.made += 1
     return finish(rounds, routed, copied=True)
 
 

@@ -108,7 +108,7 @@ def goes_in_parts(rounds: Rounds, overflow: Overflow | None, max_rows: int | Non
 
 def _finish(rounds: Rounds, layer: Pipeline, routed: Routed, waits: bool) -> Any:
     out = pipeline.finish(rounds, layer, routed, wait=waits)
-    rounds.made += 2  # a dispatch and a combine, or what stands for them
+    rounds.turn.made += 2  # a dispatch and a combine, or what stands for them
     return out
 
 

@@ -34,7 +34,7 @@ class CallCount:
 
     def marks(self) -> Marks:
         """Return the progress of all Buffers, for count_failure()."""
-        return self.failed, {b: b.made + b.rejected for ref in self._states if (b := ref()) is not None}
+        return self.failed, {b: b.turn.made + b.turn.failed for ref in self._states if (b := ref()) is not None}
 
     def count_failure(self, marks: Marks, error: BaseException | None = None) -> None:
         """Count a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted.

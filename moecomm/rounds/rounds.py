@@ -72,7 +72,7 @@ class Rounds(RoundState, Bound):
         arena = _native.Arena(heap + before, taken)
         self.memory = WindowMemory(arena, session.capturing, *settings.heap_parts(taken), session.extend)
         self.plans = PlanCache()
-        known = (self.plans.table, self.memory.parts, self.flight, session.context.record, self.on_cpu)
+        known = (self.plans.table, self.memory.parts, self.flight, self.turn, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.exchanges: dict[Any, Any] = {}  # of weights of slots, by their shapes: see moecomm.ops.slots

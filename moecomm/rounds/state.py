@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -28,8 +28,10 @@ from moecomm.ranks.group import Members
 from moecomm.ranks.session import Session
 from moecomm.rounds import corruption, failures, signature
 from moecomm.rounds.flight import Failure, FlightRecorder, shown
+from moecomm.rounds.spans import span
 
-_Call = TypeVar("_Call", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Call = _native.Call
 
 NOT_TRACED = (
     "dispatch, combine and moe of a moecomm.Buffer cannot be part of a graph of torch.compile: use moecomm.ops, whose "
@@ -54,53 +56,28 @@ class RoundState:
         self._forked = False  # this is a child's copy, whose locks may be held by threads that are not there
         self.released = False  # the memory of outputs, by release_memory()
         self._what = "Buffer"
-        self.made, self.rejected = 0, 0  # dispatches and combines, and calls that count_rejected has counted
-        self._turn = threading.RLock()  # held by the thread that is in a collective call
-        self._depth = 0  # of the CollectiveCalls of that thread
-        self._running = False  # a call that is not made up of others
-        self._closing = False  # when that call ends
+        self.turn = _native.Turn()  # of the thread that is in a collective call
         self.calls = 0  # with rounds, since ranks last agreed on a mask
         self._before = 0  # number of the last round before the call under way
         self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.membership.masking
         self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
         self.elsewhere: Callable[[], str] = lambda: ""  # the end of a Timeout's text: see moecomm.ranks.last_calls
         self.unfinished: list[object] = []  # memory that peers write to in a dispatch that is under way or has failed
-        self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
         self._raised: Callable[[], MoecommError | None] = lambda: None  # the last error that a round left behind
 
-    def _begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
-        """Raise ConcurrentCall while another call is under way: in another thread, or below a signal handler.
-
-        The next call counts the refused one, unless that has no `rounds`.  The call under way, whose round headers may
-        not be sent yet, is not disturbed.  `outer`: the call consists of other calls of the same thread.
-        """
-        if not self._turn.acquire(blocking=False):
-            self._refuse(rounds)
-        if self._running:
-            self._turn.release()
-            self._refuse(rounds)
-        if self._refused and self._depth == 0:
-            self._count_refused()
-        if rounds and self._depth == 0:
+    def _begin_call(self, rounds: int, nested: bool, note: object) -> None:
+        """See _native.Call."""
+        if rounds and not nested:
             if self._failure is None:
                 self.unfinished.clear()
             self.calls += 1
             self._before = self.flight.rounds
         self.plain = self._open and self._failure is None and not self.released and self.flight.spans is None
-        if outer:
-            self._depth += 1
-        else:
-            self._running = True
 
-    def _end_call(self, *, outer: bool = False) -> None:
-        """End what _begin_call began."""
-        if outer:
-            self._depth -= 1
-        else:
-            self._running = False
-            if self._closing:
-                self._release()
-        self._turn.release()
+    def _call_failed(self, error: BaseException, missed: bool, note: str | None) -> None:
+        """See _native.Call.  `note`: the name of the call."""
+        if missed:
+            self.count_rejected(error, note or "")
 
     def admit(self) -> None:
         """Map memory that peers have taken, if there is such, for rounds from now on."""
@@ -117,17 +94,12 @@ class RoundState:
         """
         if self._forked:
             return
-        if not self._turn.acquire(blocking=False):
-            self.abort()
-            self._turn.acquire()
-        try:
-            if self._running:
-                self._closing = True
+        with _native.AwaitedTurn(self.turn, self.abort):
+            if self.turn.running:
+                self.turn.closing = True
                 self.abort()
             else:
                 self._release()
-        finally:
-            self._turn.release()
 
     def retire(self) -> None:
         """Close, and let go of the failure: its traceback refers to frames, and these to outputs in the window."""
@@ -146,19 +118,19 @@ class RoundState:
             self.flight.spans.finish()
         self._close()
 
-    def _refuse(self, rounds: int) -> NoReturn:
+    def _refuse(self) -> NoReturn:
+        """See _native.Call."""
         if self._forked:
             raise Closed(self._what)
-        if rounds:
-            self._refused.append(None)
         raise ConcurrentCall
 
     def _count_refused(self) -> None:
-        while self._refused:
-            self._refused.pop()
+        """See _native.Call."""
+        while self.turn.uncounted > 0:
             if self._open and self._failure is None:
                 self.flight.reject("", None)
                 self._session.count_rejected()
+            self.turn.counted()
 
     def count_rejected(self, error: BaseException | None = None, call: str = "") -> None:
         """Count a collective call that fails on this rank before all its rounds are made.
@@ -170,9 +142,9 @@ class RoundState:
             call: its name, likewise.
         """
         if self._open and self._failure is None and not isinstance(error, RoundFailed):  # ranks have agreed since
-            self.rejected += 1
             self.flight.reject(call, error)
             self._session.count_rejected()
+            self.turn.failed += 1  # last: an interrupt may count a call twice, which all ranks notice, but never leave it out
             if error is not None:
                 self.leave_error(error)
 
@@ -183,16 +155,9 @@ class RoundState:
 
     def count_failed(self) -> None:
         """Count a rejected call from outside of a call; while one is under way, in the next one."""
-        if not self._turn.acquire(blocking=False):
-            self._refused.append(None)
-            return
-        try:
-            if self._running:
-                self._refused.append(None)
-            else:
-                self.count_rejected()
-        finally:
-            self._turn.release()
+        self.turn.miss()
+        with suppress(ConcurrentCall, Closed), _native.Call(self, 0):
+            self._count_refused()
 
     def require_usable(self) -> None:
         """Raise Closed, or the error that earlier rounds left behind.  Does not wait for the device."""
@@ -269,7 +234,7 @@ class RoundState:
 
         On GPUs a call may raise the failure of rounds before it, which nobody has waited for.  Replays are not counted.
         """
-        if not (self._running or self._depth > 0) or not isinstance(self._failure, RoundFailed):
+        if not (self.turn.running or self.turn.depth > 0) or not isinstance(self._failure, RoundFailed):
             return False
         return not self.flight.replays and self._failure.round > self._before
 
@@ -323,63 +288,38 @@ def not_traced(function: Callable[..., Any]) -> None:
     function._torchdynamo_disable_msg = NOT_TRACED  # type: ignore[attr-defined]
 
 
-def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
+def collective(rounds: int = 1) -> Callable[[_Function], _Function]:
     """Decorate a function of Rounds, its first argument, that makes `rounds` dispatches and combines.
 
     It raises ConcurrentCall while another call is under way, and is counted if it fails before its last round.
     """
 
-    def decorate(function: _Call) -> _Call:
+    def decorate(function: _Function) -> _Function:
+        name = function.__name__
+
         @functools.wraps(function)
         def call(state: RoundState, *args: Any, **kwargs: Any) -> Any:
-            state._begin_call(rounds)
-            made, rejected, spans = state.made + rounds, state.rejected, state.flight.spans
-            depth = 0 if spans is None else spans.begin(function.__name__)
-            failure: BaseException | None = None
-            try:
+            with _Call(state, rounds, name):
+                if state.flight.spans is not None:
+                    with span(state.flight.spans, name):
+                        state.admit()
+                        return function(state, *args, **kwargs)
                 if state.offers is not None:
                     state.admit()
                 return function(state, *args, **kwargs)
-            except BaseException as error:
-                failure = error
-                if state.rejected == rejected and state.made < made:
-                    state.count_rejected(error, function.__name__)
-                raise
-            finally:
-                if spans is not None:
-                    spans.end(depth, failure)
-                del failure  # else it is in a cycle with its traceback
-                state._end_call()
 
         not_traced(call)
-        return cast("_Call", call)
+        return cast("_Function", call)
 
     return decorate
 
 
-class CollectiveCall:
-    """Context of a call that consists of others, with `rounds` dispatches and combines in all: see collective().
+def CollectiveCall(state: RoundState, rounds: int = 1) -> _native.Call:  # noqa: N802 - a context, as SeveralRounds
+    """Return the context of a call that consists of others, with `rounds` dispatches and combines in all.
 
-    A call inside that fails counts itself.
+    As collective().  A call inside that fails counts itself.
     """
-
-    __slots__ = ("_made", "_rejected", "_rounds", "_state")
-
-    def __init__(self, state: RoundState, rounds: int = 1) -> None:
-        self._state, self._rounds = state, rounds
-
-    def __enter__(self) -> None:
-        state = self._state
-        state._begin_call(self._rounds, outer=True)
-        self._made, self._rejected = state.made + self._rounds, state.rejected
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        state = self._state
-        if kind is not None and state.rejected == self._rejected and state.made < self._made:
-            state.count_rejected(error)
-        state._end_call(outer=True)
+    return _native.Call(state, rounds, None, True)
 
 
 class SeveralRounds:
@@ -388,17 +328,17 @@ class SeveralRounds:
     Not if a round has left the error behind, because every rank raises that.
     """
 
-    __slots__ = ("_rejected", "_state")
+    __slots__ = ("_failed", "_state")
 
     def __init__(self, state: RoundState) -> None:
         self._state = state
 
     def __enter__(self) -> None:
-        self._rejected = self._state.rejected
+        self._failed = self._state.turn.failed
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         state = self._state
-        if error is not None and error is not state._raised() and state.rejected == self._rejected:
+        if error is not None and error is not state._raised() and state.turn.failed == self._failed:
             state.count_rejected(error)

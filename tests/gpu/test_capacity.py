@@ -128,9 +128,9 @@ def layers(group: Any, rank: int, factor: float, fused: bool, first: int = EXPER
     """Run layers that wait.  Return whether the first took several rounds, its output, and values with gradients."""
     with moecomm.Buffer(group, **SIZES, backend="lsa", capacity_factor=factor) as buffer:
         given = {**call(rank, first), **experts(rank, len(buffer.local_experts))}
-        free, made = buffer.rounds.memory.arena.largest_free, buffer.rounds.made
+        free, made = buffer.rounds.memory.arena.largest_free, buffer.rounds.turn.made
         out = buffer.moe(**given, bias=given["x"], fused=fused, overflow="chunks")
-        parts = buffer.rounds.made > made + 2
+        parts = buffer.rounds.turn.made > made + 2
         assert buffer.rounds.memory.arena.largest_free == free
         leaves = {name: given[name].clone().requires_grad_() for name in ("x", "topk_weights", "w13", "w2")}
         again = ops.moe(buffer, topk_idx=given["topk_idx"], **leaves, fused=fused, overflow="chunks")

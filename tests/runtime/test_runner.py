@@ -33,7 +33,7 @@ HostSession.dispatcher = runner(_native.host_dispatch, 0xabc)
 HostSession.combiner = runner(_native.host_combine, 0xabd)
 buffer = moecomm.Buffer("self", hidden=64, num_experts=4, topk=2, max_tokens=4, backend="host")
 rounds = buffer.rounds
-known = (rounds.plans.table, rounds.memory.parts, rounds.flight, rounds.session.context.record)
+known = (rounds.plans.table, rounds.memory.parts, rounds.flight, rounds.turn, rounds.session.context.record)
 rounds.known_calls = _native.KnownCalls(*known, on_host=False)
 x, ids = torch.ones(4, 64, dtype=torch.bfloat16), torch.arange(8).view(4, 2) % 4
 
