@@ -301,6 +301,59 @@ class FailureRecordView:
     seen: typing.Final[int]
     waited_ns: typing.Final[int]
 
+class Turn:
+    """
+    One thread at a time in the calls of an object: see Call.
+
+    `made`: rounds of its calls.  `failed`: calls that failed before their last round, and are counted.
+    `uncounted`: calls that were refused, or have failed so and are yet to be counted.
+    `running`: a call that contains no other is under way.  `depth`: those under way that consist of others.
+    `closing`: the object closes when the call under way ends.
+    """
+
+    closing: bool
+    def __init__(self) -> None: ...
+    def counted(self) -> None:
+        """Note that one of the calls to be counted has been."""
+    def miss(self) -> None:
+        """Note a call to be counted."""
+    depth: typing.Final[int]
+    failed: int
+    made: int
+    running: typing.Final[bool]
+    uncounted: typing.Final[int]
+
+class Call:
+    """
+    Context of a call of an object: in its block, this thread has the object's turn.
+
+    Another call, in another thread or below a signal handler, is refused meanwhile.  The turn is given back by whatever
+    ends the block or its frame, an exception of a signal handler between any two instructions included.
+
+    `owner`: an object with a `turn`, a Turn, and these methods:
+        `_refuse()`: raise the error of a call that is refused.
+        `_begin_call(rounds, nested, note)`: begin a call that has the turn.  `nested`: another one consists of it.
+        `_count_refused()`: count the calls that Turn.uncounted says.
+        `_call_failed(error, missed, note)`: the call ends in an error.  `missed`: it counts as failed.
+        `_release()`: close the object.
+    `rounds`: of the call.  An error before the last of them counts the call as failed, unless a call in it has.
+    `note`: the owner gets it back.
+    `outer`: the call consists of other calls of the same thread.
+    """
+    def __init__(self, owner: typing.Any, rounds: int, note: object = None, outer: bool = False, /) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+
+class AwaitedTurn:
+    """
+    Context that takes a turn without a call, and waits for it.
+
+    `before`: called before the wait, if another thread has the turn.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
+    def __init__(self, turn: Turn, before: typing.Any) -> None: ...
+
 class Block:
     """A range of an Arena.  It goes back when the object and everything made by tensor() are gone."""
     def shrink(self, nbytes: int) -> None:
@@ -702,59 +755,6 @@ class CombinePlan:
     def schedule(self, num_tokens: int, workers: int, chunk_tokens: int, in_packets: bool = True) -> None:
         """Set workers and chunks of rounds of so many tokens; `in_packets`: their rows return in packets."""
 
-class Turn:
-    """
-    One thread at a time in the calls of an object: see Call.
-
-    `made`: rounds of its calls.  `failed`: calls that failed before their last round, and are counted.
-    `uncounted`: calls that were refused, or have failed so and are yet to be counted.
-    `running`: a call that contains no other is under way.  `depth`: those under way that consist of others.
-    `closing`: the object closes when the call under way ends.
-    """
-
-    closing: bool
-    def __init__(self) -> None: ...
-    def counted(self) -> None:
-        """Note that one of the calls to be counted has been."""
-    def miss(self) -> None:
-        """Note a call to be counted."""
-    depth: typing.Final[int]
-    failed: int
-    made: int
-    running: typing.Final[bool]
-    uncounted: typing.Final[int]
-
-class Call:
-    """
-    Context of a call of an object: in its block, this thread has the object's turn.
-
-    Another call, in another thread or below a signal handler, is refused meanwhile.  The turn is given back by whatever
-    ends the block or its frame, an exception of a signal handler between any two instructions included.
-
-    `owner`: an object with a `turn`, a Turn, and these methods:
-        `_refuse()`: raise the error of a call that is refused.
-        `_begin_call(rounds, nested, note)`: begin a call that has the turn.  `nested`: another one consists of it.
-        `_count_refused()`: count the calls that Turn.uncounted says.
-        `_call_failed(error, missed, note)`: the call ends in an error.  `missed`: it counts as failed.
-        `_release()`: close the object.
-    `rounds`: of the call.  An error before the last of them counts the call as failed, unless a call in it has.
-    `note`: the owner gets it back.
-    `outer`: the call consists of other calls of the same thread.
-    """
-    def __init__(self, owner: typing.Any, rounds: int, note: object = None, outer: bool = False, /) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
-
-class AwaitedTurn:
-    """
-    Context that takes a turn without a call, and waits for it.
-
-    `before`: called before the wait, if another thread has the turn.
-    """
-    def __enter__(self) -> None: ...
-    def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...
-    def __init__(self, turn: Turn, before: typing.Any) -> None: ...
-
 class KnownCalls:
     """
     Dispatches and combines of kinds that there were before.
@@ -844,10 +844,10 @@ class Runner:
 
 class HostRunner(Runner):
     """
-    Runs rounds of a CPU rank while it holds `lock`.
+    Runs rounds of a CPU rank while it has `turn`, which close() takes as well.
 
     Raises:
-        Closed: `closed` is set.
+        Closed: `closed` is set, or another thread has the turn.
     """
 
     closed: bool
@@ -857,7 +857,7 @@ class HostRunner(Runner):
     @typing.overload
     def __call__(self, args: CombineArgs) -> None:
         """See host_combine."""
-    def __init__(self, lock: typing.Any) -> None: ...
+    def __init__(self, turn: Turn) -> None: ...
     def combine_checked(self, args: CombineArgs, checks: RowChecks) -> None:
         """Run a combine, and check the rows.  All ranks do."""
 

@@ -26,13 +26,13 @@ PYBIND11_MODULE(_native, m) {
     });
     moecomm::bindings::bind_structs(m);
     moecomm::bindings::bind_constants(m);
+    moecomm::bindings::bind_turn(m);
     moecomm::bindings::bind_arena(m);
     moecomm::bindings::bind_balance(m);
     moecomm::bindings::bind_bench(m);
     moecomm::bindings::bind_peers(m);
     moecomm::bindings::bind_call_ring(m);
     moecomm::bindings::bind_plans(m);
-    moecomm::bindings::bind_turn(m);
     moecomm::bindings::bind_known_calls(m);
     moecomm::bindings::bind_row_checks(m);
     moecomm::bindings::bind_runner(m);

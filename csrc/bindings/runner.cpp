@@ -12,6 +12,7 @@
 #include "../runtime/driver.h"
 #include "module.h"
 #include "torch.h"
+#include "turn.h"
 
 namespace py = pybind11;
 using namespace moecomm::runtime;
@@ -19,50 +20,51 @@ using namespace moecomm::runtime;
 namespace moecomm::bindings {
 namespace {
 
-// Holds a lock of Python, whose wait signal handlers interrupt.
-class Locked {
+// Has a turn that nobody else has.
+class Taken {
   public:
-    explicit Locked(const py::object& lock) : lock_(lock) { lock.attr("acquire")(); }
-    ~Locked() {
-        py::error_scope keep;
-        lock_.attr("release")();
+    explicit Taken(Turn& turn) : turn_(turn), taken_(turn.take()) {}
+    ~Taken() {
+        if (taken_) turn_.give_back();
     }
-    Locked(const Locked&) = delete;
-    Locked& operator=(const Locked&) = delete;
+    Taken(const Taken&) = delete;
+    Taken& operator=(const Taken&) = delete;
+    explicit operator bool() const { return taken_; }
 
   private:
-    const py::object& lock_;
+    Turn& turn_;
+    const bool taken_;
 };
 
 class HostRunner : public Runner {
   public:
-    explicit HostRunner(py::object lock) : lock_(std::move(lock)) {}
+    explicit HostRunner(std::shared_ptr<Turn> turn) : turn_(std::move(turn)) {}
 
     bool ready(i32) override { return !closed; }
     void run(const DispatchArgs& args) override {
-        locked([&] { run_host_round(args); });
+        in_turn([&] { run_host_round(args); });
     }
     void run(const CombineArgs& args) override {
-        locked([&] { run_host_round(args); });
+        in_turn([&] { run_host_round(args); });
     }
     void run_checked(const CombineArgs& args, host::RowChecks& checks) {
-        locked([&] { run_host_round(args, &checks); });
+        in_turn([&] { run_host_round(args, &checks); });
     }
 
     bool closed = false;
 
   private:
     template <class Round>
-    void locked(const Round& round) {
-        const Locked locked(lock_);
-        if (closed) {  // another thread was quicker
+    void in_turn(const Round& round) {
+        const Taken taken(*turn_);
+        if (!taken || closed) {  // another thread closes, or has closed
             PyErr_SetNone(py::module_::import("moecomm.errors").attr("Closed").ptr());
             throw py::error_already_set();
         }
         round();
     }
 
-    py::object lock_;
+    const std::shared_ptr<Turn> turn_;
 };
 
 // State of a session on a GPU that decides how its next round is launched.
@@ -110,11 +112,11 @@ class GpuRunner : public Runner {
 
 void bind_runner(py::module_& m) {
     py::class_<Runner, std::shared_ptr<Runner>>(m, "Runner", "Runs rounds of a session: see Session.dispatcher.");
-    py::class_<HostRunner, Runner, std::shared_ptr<HostRunner>>(m, "HostRunner", R"(Runs rounds of a CPU rank while it holds `lock`.
+    py::class_<HostRunner, Runner, std::shared_ptr<HostRunner>>(m, "HostRunner", R"(Runs rounds of a CPU rank while it has `turn`, which close() takes as well.
 
 Raises:
-    Closed: `closed` is set.)")
-        .def(py::init<py::object>(), py::arg("lock"))
+    Closed: `closed` is set, or another thread has the turn.)")
+        .def(py::init<std::shared_ptr<Turn>>(), py::arg("turn"))
         .def_readwrite("closed", &HostRunner::closed)
         .def(
             "__call__", [](HostRunner& runner, const DispatchArgs& args) { runner.run(args); }, py::arg("args"), "See host_dispatch.")

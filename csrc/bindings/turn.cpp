@@ -48,7 +48,7 @@ class Call {
     Call& operator=(const Call&) = delete;
     ~Call() {
         if (!held_) return;  // else nobody has called exit(): the frame has ended between two instructions
-        if (missed()) miss();
+        if (missed()) ++turn_->uncounted;
         give_back();
     }
 
@@ -70,7 +70,7 @@ class Call {
             if (turn_->uncounted > 0 && !nested) call_method(owner_, methods_.count_refused);
             call_method(owner_, methods_.begin_call, rounds_.ptr(), boolean(nested), note_.ptr());
         } catch (py::error_already_set&) {
-            if (missed()) miss();
+            if (missed()) ++turn_->uncounted;
             give_back();
             throw;
         }
@@ -86,7 +86,7 @@ class Call {
                 call_method(owner_, methods_.release);
             }
         } catch (py::error_already_set&) {  // a signal handler's, too
-            if (error != nullptr && missed()) miss();
+            if (error != nullptr && missed()) ++turn_->uncounted;
             give_back();
             throw;
         }
@@ -101,10 +101,6 @@ class Call {
     }
     // True if the call has not made all its rounds, and neither it nor a call in it has been counted.
     bool missed() const { return turn_->made < until_ && turn_->failed == failed_; }
-    void miss() {
-        ++turn_->failed;
-        ++turn_->uncounted;
-    }
     void give_back() {
         held_ = false;
         if (outer_)

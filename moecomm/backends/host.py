@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
@@ -100,7 +99,8 @@ class HostSession:
         self._placement = peers.addresses[ranks.rank] + context.window.placement
         self._counter_bytes = context.window.staging - context.window.counters
         self.nbytes = self._taken = peers.nbytes
-        self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
+        self._announced = False  # to peers, that this rank leaves
+        self._round = _native.Turn()  # of the thread that runs one: the process may end meanwhile, which closes
         self._runner = _native.HostRunner(self._round)
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
 
@@ -261,23 +261,21 @@ class HostSession:
 
         A round in another thread is aborted.
         """
-        if not self._round.acquire(blocking=False):
-            self.abort(failures.Failure.aborted, self.context.rank)
-            self._round.acquire()
-        try:
+        with _native.AwaitedTurn(self._round, lambda: self.abort(failures.Failure.aborted, self.context.rank)):
+            self._runner.closed = True
             self._close()
-        finally:
-            self._round.release()
 
     def _close(self) -> None:
-        leave_exit_error(self.pages)
-        if not failures.round_failed(self.context):
-            _native.leave(self.context)
-        if self._link is not None:  # before our process may end, and before the windows go
-            self._link.close()
+        """Every step can be repeated, because Ctrl-C may come in between."""
+        if self._window is not None:
+            leave_exit_error(self.pages)
+            if not self._announced and not failures.round_failed(self.context):
+                _native.leave(self.context)
+            self._announced = True
+            if self._link is not None:  # before our process may end, and before the windows go
+                self._link.close()
+            self._window = None
         self._peers.close()
-        self._window = None
-        self._runner.closed = True
 
 
 class RowTables:

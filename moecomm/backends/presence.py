@@ -31,6 +31,7 @@ class Presence:
     """
 
     def __init__(self, ranks: Rendezvous, abort_address: int, timeout_s: float) -> None:
+        self._left = False
         with ExitStack() as undo:
             self._page, self._mapped = open_windows(ranks, PAGE_BYTES, timeout_s)
             undo.callback(_close_all, self._mapped)
@@ -57,12 +58,14 @@ class Presence:
 
         `linger_s`: how long to wait until all peers have left, too, or died.
         """
-        leave_exit_error(self.pages)
-        _native.store_word(self._page.address + LEFT, 1)
-        deadline = time.monotonic() + linger_s
-        while time.monotonic() < deadline and not self._alone():
-            time.sleep(_NAP_S)
-        self._watcher.close()
+        if not self._left:
+            leave_exit_error(self.pages)
+            _native.store_word(self._page.address + LEFT, 1)
+            deadline = time.monotonic() + linger_s
+            while time.monotonic() < deadline and not self._alone():
+                time.sleep(_NAP_S)
+            self._watcher.close()
+            self._left = True  # an interrupt may come anywhere: from here on, pages may be gone
         _close_all(self._mapped)
 
     def _alone(self) -> bool:

@@ -41,12 +41,20 @@ _opened: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def closer(owner: _Opened, session: _Closable) -> weakref.finalize[..., Any]:
-    """A finalizer that closes the session: when it is called, when `owner` is gone, or when its process ends.
+    """A finalizer that closes the session: when run() calls it, when `owner` is gone, or when its process ends.
 
-    After a fork the child calls `owner.disown()`.
+    After a fork the child calls `owner.disown()`.  An interrupt may end `session.close()`, which then comes again.
     """
     _opened.add(owner)
     return weakref.finalize(owner, _close_where_opened, os.getpid(), session)
+
+
+def run(closing: weakref.finalize[..., Any]) -> None:
+    """Call a finalizer of closer(); it can be called again if an interrupt ends that."""
+    if (found := closing.peek()) is not None:
+        _, function, given, _ = found
+        function(*given)
+        closing.detach()
 
 
 def _close_where_opened(process: int, session: _Closable) -> None:

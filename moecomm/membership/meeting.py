@@ -275,7 +275,12 @@ class Meeting:
     def _gone(self) -> set[int]:
         """Return the ranks whose process has ended, or that have closed the Buffer."""
         session = self._rounds.session
-        left = set() if session.pages is None else session.pages.left()
+        left: set[int] = set()
+        if session.pages is not None:
+            left = session.pages.left()
+        else:  # ranks that are threads, or on several hosts: the round header of a rank that leaves says so
+            with suppress(RuntimeError):  # the device does not answer
+                left = {rank for rank in range(self._rounds.num_ranks) if session.begun(rank) == "close"}
         return (left | session.dead_peers().keys()) - {self._rounds.rank}
 
 

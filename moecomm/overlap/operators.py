@@ -155,7 +155,8 @@ def _call(
     if (call := repeated(operator, workspace, options, tuple(given.values()))) is not None:
         return run_plan(call, of)
     tangents.refuse(f"moecomm::{operator}", *_tensors(given))
-    with find(workspace).call(of=of) as owner:
+    owner = find(workspace)
+    with owner.call(of), torch.autocast(owner.device.type, enabled=False):  # it would choose other dtypes
         of_ranks: Any = getattr(sizes, operator)
         found = of_ranks(owner.num_ranks, *given.values(), *([None] if len(given) == 2 and "tables" in given else []))
         ready = tuple(_plain_matrix(owner, argument, matrix) for argument, matrix in given.items())

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from moecomm import _native
 from moecomm.overlap import sizes
 from moecomm.overlap.sizes import Matrix, Sizes
 
@@ -36,8 +37,8 @@ class CallPlan(NamedTuple):
     contiguous: tuple[bool, ...]
 
 
-class CallNumbers:
-    """Numbers of a Workspace's calls.
+class CallNumbers(_native.Turn):
+    """The turn of a Workspace, and the numbers of its calls.
 
     Attributes:
         made: calls that have begun, and may have reached the other ranks.
@@ -45,10 +46,9 @@ class CallNumbers:
         of: number of the call whose gradient the current one computes: see Workspace.call.
     """
 
-    __slots__ = ("failed", "made", "of")
-
     def __init__(self) -> None:
-        self.made, self.failed, self.of = 0, 0, 0
+        super().__init__()
+        self.of = 0
 
 
 class Operators:

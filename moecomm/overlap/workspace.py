@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch._C import _functorch
 
+from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName
-from moecomm.base.turn import Turn
 from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep
 from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import agreement
@@ -59,7 +58,7 @@ class Workspace(Bound):
         device: torch.device | str | int | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self._owns, self._numbers = not isinstance(group, Window), CallNumbers()
+        self._owns, self.turn = not isinstance(group, Window), CallNumbers()
         if isinstance(group, Window):
             if nbytes is not None or backend != "auto" or device is not None:
                 raise BadInput("group", "a Window", "no nbytes, backend or device beside it: it has its own")
@@ -74,7 +73,6 @@ class Workspace(Bound):
             if self._owns:
                 self.window.close()
             raise
-        self._turn = Turn()
         self._device_type, self._counted_ahead = self.device.type, self.executors.counted_ahead
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self._ended: OutOfStep | None = None  # ranks have made different calls
@@ -85,8 +83,8 @@ class Workspace(Bound):
         if self.executor_bytes <= 0:
             raise BadInput("nbytes", self.window.nbytes, "512 or more")
         if self.device.type == "cpu":
-            return HostExecutors(self.window, self._numbers)
-        return GpuExecutors(self.window, self.executor_bytes, self._numbers)
+            return HostExecutors(self.window, self.turn)
+        return GpuExecutors(self.window, self.executor_bytes, self.turn)
 
     @property
     def rank(self) -> int:
@@ -128,53 +126,43 @@ class Workspace(Bound):
         """
         return self.executors.choices
 
-    @contextmanager
-    def call(self, of: int = agreement.FORWARD) -> Iterator[Workspace]:
-        """Count a call, for the operators' own use.
+    def call(self, of: int = agreement.FORWARD, *, outer: bool = False) -> _native.Call:
+        """Return the context of a call, for the operators' own use.
 
         Args:
             of: number of the call whose gradient this one computes, the same on all ranks; see agreement.FORWARD.
+            outer: it consists of others.
 
-        Raises:
+        Raises, at its begin:
             OutOfStep: ranks have made different calls.
             ConcurrentCall: another call is under way, in another thread or below a signal handler.  The refused call
                 counts as failed.
             Closed: the Workspace is closed.
         """
-        before = self._begin(False, of)
-        try:
-            with torch.autocast(self._device_type, enabled=False):  # it would choose other dtypes
-                yield self
-        except Exception as error:
-            self._count_error(error, before)
-            raise
-        finally:
-            self._turn.end()
+        return _native.Call(self, 1, of, outer)
 
-    def _begin(self, outer: bool, of: int) -> int:
-        """Begin a call; return how many had been made, or -1 inside of a call that consists of others.
-
-        Raises as call().
-        """
-        turn, numbers = self._turn, self._numbers
-        if not turn.begin(outer):
-            raise ConcurrentCall("Workspace")
+    def _begin_call(self, rounds: int, nested: bool, of: int) -> None:
+        """See _native.Call."""
         if self._executors is None or self.window.closed or self._ended is not None:
-            turn.end(outer)
             if self._ended is None or self.closed:
                 raise Closed("Workspace")
             raise self._ended.with_traceback(None)
-        numbers.of = of
-        while turn.refused:
-            turn.refused.pop()
-            numbers.failed += 1
-        return numbers.made if turn.depth == outer else -1
+        self.turn.of = of
 
-    def _count_error(self, error: Exception, before: int) -> None:
-        """Take note of the error of a call; `before`: see _begin()."""
-        numbers = self._numbers
-        if before == numbers.made:
-            numbers.failed += 1
+    def _refuse(self) -> NoReturn:
+        """See _native.Call."""
+        raise ConcurrentCall("Workspace")
+
+    def _count_refused(self) -> None:
+        """See _native.Call."""
+        while self.turn.uncounted > 0:
+            self.turn.failed += 1
+            self.turn.counted()
+
+    def _call_failed(self, error: BaseException, missed: bool, of: int) -> None:
+        """See _native.Call."""
+        if missed:
+            self.turn.failed += 1
         if isinstance(error, Mismatch) and not isinstance(error, OutOfStep):
             self._ended = OutOfStep.after(error, "Workspace")
 
@@ -226,7 +214,7 @@ def number_of_call(workspace: str, output: torch.Tensor) -> int:
     """Return the number of the call that has just made this output, by which its backward pass is known."""
     if type(output) is not torch.Tensor:
         return agreement.UNKNOWN
-    return (_named.get(workspace) or find(workspace))._numbers.made
+    return (_named.get(workspace) or find(workspace)).turn.made
 
 
 def name_of(workspace: Workspace | str) -> str:
@@ -262,9 +250,8 @@ class Repeated(NamedTuple):
 def run_plan(call: Repeated, of: int = agreement.FORWARD) -> Any:
     """Run a call by its plan.  `of`: see Workspace.call.  Raises as that, and as the operator."""
     owner, plan = call.owner, call.plan
-    before = owner._begin(False, of)
-    try:
-        owner._numbers.made += owner._counted_ahead
+    with owner.call(of):
+        owner.turn.made += owner._counted_ahead
         given: list[Any] = []
         for tensor, contiguous in zip(call.tensors, plan.contiguous, strict=True):
             tensor = tensor if contiguous else tensor.contiguous()
@@ -275,23 +262,12 @@ def run_plan(call: Repeated, of: int = agreement.FORWARD) -> Any:
             with torch.autocast(owner._device_type, enabled=False):
                 return plan.run(*given)
         return plan.run(*given)
-    except Exception as error:
-        owner._count_error(error, before)
-        raise
-    finally:
-        owner._turn.end()
 
 
 def outer(owner: Workspace, function: Callable[..., _Result], *given: Any) -> _Result:
     """Call a function that makes a call of this thread, and count it if it fails before that.  Raises as call()."""
-    before = owner._begin(True, agreement.FORWARD)
-    try:
+    with owner.call(outer=True):
         return function(*given)
-    except Exception as error:
-        owner._count_error(error, before)
-        raise
-    finally:
-        owner._turn.end(True)
 
 
 def first(workspace: Any, function: Callable[..., _Result], *given: Any) -> _Result:

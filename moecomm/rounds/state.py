@@ -116,7 +116,7 @@ class RoundState:
         self.flight.closed = True
         if self.flight.spans is not None:
             self.flight.spans.finish()
-        self._close()
+        bound.run(self._close)
 
     def _refuse(self) -> NoReturn:
         """See _native.Call."""
@@ -144,7 +144,7 @@ class RoundState:
         if self._open and self._failure is None and not isinstance(error, RoundFailed):  # ranks have agreed since
             self.flight.reject(call, error)
             self._session.count_rejected()
-            self.turn.failed += 1  # last: an interrupt may count a call twice, which all ranks notice, but never leave it out
+            self.turn.failed += 1  # last: an interrupt may let a call count twice, but not never
             if error is not None:
                 self.leave_error(error)
 
@@ -314,7 +314,7 @@ def collective(rounds: int = 1) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def CollectiveCall(state: RoundState, rounds: int = 1) -> _native.Call:  # noqa: N802 - a context, as SeveralRounds
+def CollectiveCall(state: RoundState, rounds: int = 1) -> _native.Call:
     """Return the context of a call that consists of others, with `rounds` dispatches and combines in all.
 
     As collective().  A call inside that fails counts itself.

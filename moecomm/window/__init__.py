@@ -291,7 +291,7 @@ class Window(Bound):
         would without it, or at once after abort().
         """
         self._closed = True
-        self._close()
+        bound.run(self._close)
 
     def disown(self) -> None:
         """Close a parent's Window in a forked child, without a word to peers."""

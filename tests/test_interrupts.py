@@ -1,0 +1,227 @@
+"""Ctrl-C at any moment of a call: the next call of the Buffer is not refused, and no rank takes a call for another one."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import ops, overlap
+
+from .backends.conftest import run_ranks
+from .conftest import Ranks
+from .few import few
+
+SIZES: dict[str, Any] = {
+    "hidden": 64,
+    "num_experts": 4,
+    "topk": 2,
+    "max_tokens": 8,
+    "dtype": torch.float32,
+    "backend": "host",
+    "timeout_s": 60.0,
+}
+X, IDS = torch.arange(1.0, 5.0)[:, None].repeat(1, 64), torch.arange(8).view(4, 2) % 4
+PACKAGE = str(Path(moecomm.__file__).parent)
+
+
+def step(buffer: moecomm.Buffer) -> None:
+    routed = buffer.dispatch(X, IDS)
+    assert torch.equal(buffer.combine(routed.x, routed.handle), 2 * X)
+
+
+def interrupted(
+    call: Callable[[], object],
+    number: int,
+    then: Callable[[], object] = lambda: None,
+    begun: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Make a call that Ctrl-C interrupts at the instruction of moecomm with this number.  True: there is such a one.
+
+    Args:
+        call: to make.
+        number: of the instruction, from the first on at which `begun`.
+        then: called while the interrupt is being handled, whose traceback refers to the frames of the call.
+        begun: the call has.
+    """
+    before, left, counts = sys.gettrace(), number, False
+
+    def trace(frame: FrameType, event: str, _arg: object) -> Any:
+        nonlocal left, counts
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        counts = counts or begun()
+        if event == "opcode" and counts:
+            if left == 0:
+                sys.settrace(before)
+                raise KeyboardInterrupt
+            left -= 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        then()
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def weights() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(4, 16, 64), torch.zeros(4, 64, 8)
+
+
+CALLS: dict[str, Callable[[moecomm.Buffer], Callable[[], object]]] = {
+    "dispatch": lambda buffer: partial(buffer.dispatch, X, IDS),
+    "check": lambda buffer: buffer.check,
+    "ops.dispatch": lambda buffer: partial(ops.dispatch, buffer, X, IDS),
+    "moe": lambda buffer: partial(buffer.moe, X, IDS, None, *weights()),
+    "ops.moe": lambda buffer: partial(ops.moe, buffer, X, IDS, torch.ones(4, 2), *weights()),
+    "mask": lambda buffer: partial(buffer.mask, ()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_next_call_is_not_refused_after_an_interrupt_at_any_instruction(name: str) -> None:
+    buffer = moecomm.Buffer("self", **SIZES, on_timeout="mask")
+    CALLS[name](buffer)()
+    number, seen = 0, 0
+    while interrupted(CALLS[name](buffer), number, buffer.check):
+        seen += 1
+        step(buffer)
+        number += 1 if number < 400 else 13
+    assert seen > 50
+    turn = buffer.rounds.turn
+    assert not turn.running and turn.depth == 0
+    buffer.close()
+    assert buffer.closed
+
+
+def test_close_gives_the_memory_back_after_an_interrupt_at_any_instruction_of_it() -> None:
+    number = 0
+    while True:
+        buffer = moecomm.Buffer("self", **SIZES)
+        was = interrupted(buffer.close, number)
+        buffer.close()
+        assert buffer.closed and buffer.rounds.session.owner is None
+        if not was:
+            break
+        number += 1
+    assert number > 50
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_ranks_stay_in_step_or_all_of_them_say_so(first: bool) -> None:
+    """An interrupt before the round of a call of rank 1, or after it: no round is taken for that of another call.
+
+    Before a call has begun, there is none that could be missed.
+    """
+    seen: Counter[str] = Counter()
+
+    def body(group: Any, number: int) -> str:
+        with moecomm.Buffer(group, **SIZES) as buffer:
+            if not first:
+                step(buffer)
+            dispatch = partial(buffer.dispatch, X, IDS)
+            if group.rank == 1:
+                was = interrupted(dispatch, number, begun=lambda: buffer.rounds.turn.running)
+            found = "in step" if group.rank == 0 or was else "over"
+            try:
+                if group.rank == 0:
+                    dispatch()
+                routed = buffer.dispatch(2 * X, IDS)
+            except moecomm.OutOfStep:
+                return "out of step"
+            assert torch.equal(buffer.combine(routed.x, routed.handle), 4 * X)
+            return found
+
+    number = 0
+    while "over" not in (found := run_ranks(2, partial(body, number=number))):
+        assert found in (["in step"] * 2, ["out of step"] * 2), number
+        seen[found[0]] += 1
+        number += 37 if first else 1
+    assert seen["in step"] > 0 and seen["out of step"] > 0
+
+
+def test_a_workspace_refuses_no_call_after_an_interrupt_at_any_instruction() -> None:
+    """One in a round ends the waits of all ranks; after any other, calls go on."""
+    x, w = torch.ones(4, 8).bfloat16(), torch.ones(4, 8).bfloat16()
+    number, was, seen = 0, True, Counter[str]()
+    while was:
+        with overlap.Workspace("self", 1 << 16, backend="host") as workspace:
+            call = partial(overlap.matmul_all_reduce, x, w, workspace=workspace)
+            right, ended = call(), False
+            while not ended and (was := interrupted(call, number)):
+                number += 3
+                try:
+                    assert torch.equal(call(), right)
+                    seen["goes on"] += 1
+                except moecomm.Aborted:
+                    ended = True
+                    seen["ended"] += 1
+    assert min(seen["goes on"], seen["ended"]) > 10
+
+
+@contextmanager
+def ctrl_c_in(seconds: float) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block after this time, and never behind it."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _interrupts(rank: int, group: Any, count: int) -> Counter[str]:
+    """Interrupt calls of a Buffer at random.  Ranks that have failed, or are out of step, shrink."""
+
+    def handle(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, handle)
+    draw, seen = random.Random(rank), Counter[str]()
+    buffer = moecomm.Buffer(group, **SIZES)
+    for _ in range(count):
+        with suppress(KeyboardInterrupt):  # one that comes behind its block
+            try:
+                with ctrl_c_in(draw.uniform(1e-5, 1e-3)):
+                    while True:
+                        step(buffer)
+            except KeyboardInterrupt:
+                seen["interrupts"] += 1
+            except moecomm.MoecommError as error:
+                seen[type(error).__name__] += 1
+        turn = buffer.rounds.turn
+        assert not turn.running and turn.depth == 0
+        if buffer.num_ranks > 1:
+            buffer.shrink()
+        else:
+            with suppress(moecomm.Aborted):
+                buffer.check()
+            if buffer.failed:
+                buffer.shrink()
+    step(buffer)
+    buffer.close()
+    return seen
+
+
+@pytest.mark.parametrize(("size", "count"), few([(1, 300), (2, 150), (1, 80_000), (2, 12_000)], (1, 300), (2, 150)))
+def test_no_interrupt_leaves_the_turn_taken(ranks: Ranks, size: int, count: int) -> None:
+    ranks.start(size, _interrupts, count)
+    found = ranks.results(size, timeout_s=60 if count < 1000 else 1800)
+    assert sum(seen["interrupts"] for seen in found.values()) > count // 2
+    assert all(seen["ConcurrentCall"] == 0 for seen in found.values())
