@@ -182,15 +182,13 @@ class Buffer(Bound):
         rounds = self.rounds
         words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
         given = _DISPATCH if words == _DISPATCH else dispatch_options.Options(*words)
-        ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
-        try:
-            return dispatch.dispatch(
-                rounds, given, x, ids, topk_weights, scales, max_rows, handle, sync, extras, x_global_scale
-            )
-        except RoundFailed as error:
-            masking.require_repeats(error, handle)
-        more = {"extras": extras, "x_global_scale": x_global_scale, "max_rows": max_rows, "sync": sync}
-        return self.dispatch(x, topk_idx, topk_weights, scales=scales, **more, **given._asdict())
+        how = (max_rows, handle, sync, extras, x_global_scale)
+        while True:
+            ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
+            try:
+                return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, *how)
+            except RoundFailed as error:
+                masking.require_repeats(error, handle)
 
     @overloads.typed(overloads.DispatchBegin)
     def dispatch_begin(
@@ -232,15 +230,13 @@ class Buffer(Bound):
             raise unexpected(self.dispatch_begin, unknown)
         words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
         given = dispatch_options.Options(*words)
-        ids = self.rounds.own_ids(topk_idx)
-        try:
-            tensors = (x, ids, topk_weights, scales, max_rows, handle)
-            more = {"extras": extras, "global_scale": x_global_scale}
-            return dispatch.dispatch_begin(self.rounds, given, *tensors, **more)
-        except RoundFailed as error:
-            masking.require_repeats(error, handle)
-        rows = {"scales": scales, "extras": extras, "x_global_scale": x_global_scale, "max_rows": max_rows}
-        return self.dispatch_begin(x, topk_idx, topk_weights, **rows, **given._asdict())
+        more = {"extras": extras, "global_scale": x_global_scale}
+        while True:
+            tensors = (x, self.rounds.own_ids(topk_idx), topk_weights, scales, max_rows, handle)
+            try:
+                return dispatch.dispatch_begin(self.rounds, given, *tensors, **more)
+            except RoundFailed as error:
+                masking.require_repeats(error, handle)
 
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
         """Wait, on the current stream, for the rows of the dispatch that has begun.  Collective.
@@ -406,14 +402,13 @@ class Buffer(Bound):
             raise unexpected(self.moe, unknown)
         gated = (activation, activation_limit, activation_alpha, interleaved)
         given = layer_options.Options(*gated, max_rows, wire, num_sms, check_weights, fused, overflow, balance)
-        ids = self.rounds.own_ids(topk_idx)
         outputs = {"out": out, "bias": bias, "dropped": dropped, "w13_bias": w13_bias, "w2_bias": w2_bias}
-        try:
-            return layer.moe(self.rounds, given, x, ids, topk_weights, w13, w2, **outputs, number=number)
-        except RoundFailed as error:
-            masking.require_repeats(error)
-        again: dict[str, Any] = {**outputs, **given._asdict(), "_layer": number}
-        return self.moe(x, topk_idx, topk_weights, w13, w2, **again)
+        while True:
+            ids = self.rounds.own_ids(topk_idx)
+            try:
+                return layer.moe(self.rounds, given, x, ids, topk_weights, w13, w2, **outputs, number=number)
+            except RoundFailed as error:
+                masking.require_repeats(error)
 
     def shrink(self, group: Any = None, *, keep_ids: bool = False) -> Shrunk:
         """Go on with the ranks that are left, after PeerLost, Timeout or Aborted.  Collective among them.

@@ -54,7 +54,7 @@ class ExpertWeights:
         dtype: of all of them, or of each by name.
 
     Raises:
-        BadInput: a Buffer without a placement, a shape or dtype that can't be.
+        BadInput: a Buffer without a placement, a shape or dtype that can't be, weights that no memory has room for.
         Unsupported, Timeout, PeerLost, Aborted: as opening a Window.
     """
 
@@ -79,7 +79,13 @@ class ExpertWeights:
             at += -(-math.prod(whole) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
         group, device = buffer.rounds.members.group, buffer.device
         backend: Any = buffer.rounds.settings.backend
-        self._window = Window(group, at, backend=backend, device=device, timeout_s=buffer.timeout_s)
+        try:
+            self._window = Window(group, at, backend=backend, device=device, timeout_s=buffer.timeout_s)
+        except BadInput as error:
+            if error.argument != "nbytes":
+                raise
+            want = f"weights of {slots} slots in all that take {error.want}"
+            raise BadInput("shapes", f"{at} bytes on each rank", want, error.rank) from None
         reach = self._window.pointers
         self._tensors = {
             name: SlotTensor(partial(_of, self._window, *part), reach, part[2]) for name, part in parts.items()
@@ -94,7 +100,14 @@ class ExpertWeights:
         self._since = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return `[slots, *shape]`, the tensor of that name of this rank."""
+        """Return `[slots, *shape]`, the tensor of that name of this rank.
+
+        Raises:
+            BadInput: no such name.
+            Closed: after close().
+        """
+        if name not in self._tensors:
+            raise BadInput("name", repr(name), " or ".join(map(repr, self._tensors)))
         return self._tensors[name].of(self._window.rank)
 
     def prefetch(self, target: Placement, *, max_gbs: float | None = None) -> Placement:
@@ -111,10 +124,13 @@ class ExpertWeights:
                 CPU ranks: the call takes as long.
 
         Raises:
-            BadInput: what can't be placed, or a Buffer that has shrunk: its ranks open other ExpertWeights.
+            BadInput: what can't be placed, another `choice` that commit() would refuse, or a Buffer that has shrunk:
+                its ranks open other ExpertWeights.
+            Closed: the Buffer is closed.
             As Window.barrier().
         """
         self._require_same_ranks()
+        self._rounds.require_usable()
         if max_gbs is not None:
             check_real("max_gbs", max_gbs, *_RATES)
         refuse_capture(self._rounds, "prefetch")
@@ -197,12 +213,9 @@ def step(before: Placement, target: Placement) -> Placement:
     before, since its ranks are lost, gets none: there are no weights to copy.
 
     Raises:
-        BadInput: other experts or ranks, or more slots.
+        BadInput: other experts or ranks, more slots, or another choice where that can't change.
     """
-    if not isinstance(target, Placement) or (target.ranks, target.num_experts) != (before.ranks, before.num_experts):
-        want = f"a placement of {before.num_experts} experts on {before.ranks} ranks"
-        raise BadInput("target", repr(target), want)
-    target = placements.with_slots(target, before.slots)
+    target = placements.successor("target", before, target)
     found = []
     for held, wanted in zip(before.held, target.held, strict=True):
         left = [expert for expert in wanted if expert != NONE and before.slots_by_expert[expert]]

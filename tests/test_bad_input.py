@@ -396,3 +396,14 @@ def test_what_is_mixed_up_is_said_by_its_name() -> None:
         for told, mistake in mistakes.items():
             with pytest.raises(moecomm.BadInput, match=told):
                 mistake()
+
+
+@pytest.mark.parametrize("call", ["dispatch", "moe"])
+def test_local_buffers_raise_an_error_of_all_ranks_once(call: str, ranks: LocalBuffers) -> None:
+    good = good_call()
+    if call == "moe":
+        good |= {"w13": torch.zeros(4, 16, 64).bfloat16(), "w2": torch.zeros(4, 64, 8).bfloat16()}
+    with pytest.raises(moecomm.BadInput, match="expert 99"):
+        getattr(ranks, call)([{**good, "topk_idx": torch.full((T, 4), 99)}] * 3)
+    getattr(ranks, call)([good] * 3)
+    ranks.check()

@@ -305,6 +305,12 @@ def test_what_cannot_be_moved() -> None:
         for target in (Placement([[0, 1]]), Placement([range(EXPERTS)] * 2), None):
             with pytest.raises(BadInput, match="target"):
                 weights.prefetch(target)  # type: ignore[arg-type]
+        with pytest.raises(BadInput, match="choice"):
+            weights.prefetch(Placement([range(EXPERTS)], choice="balanced"))
+        with pytest.raises(BadInput, match="name: got 'v'; want 'w'"):
+            weights["v"]
+        with pytest.raises(BadInput, match=r"shapes: got .* bytes on each rank; want .* this machine"):
+            ExpertWeights(buffer, {"w": (2**31, 64)})
         for gbs in (0, -1.0, "1"):
             with pytest.raises(BadInput, match="max_gbs"):
                 weights.prefetch(Placement([range(EXPERTS)]), max_gbs=gbs)  # type: ignore[arg-type]
@@ -314,3 +320,14 @@ def test_what_cannot_be_moved() -> None:
         with pytest.raises(BadInput, match="shrunk"):
             weights.commit()
         weights.close()
+    with pytest.raises(moecomm.Closed):
+        weights["w"]
+
+
+def test_nothing_moves_once_the_buffer_is_closed() -> None:
+    placement = Placement([range(EXPERTS)], slots=EXPERTS + 1)
+    with moecomm.Buffer("self", **SIZES, backend="host", placement=placement) as buffer:
+        weights = ExpertWeights(buffer, {"w": (2,)})
+    with pytest.raises(moecomm.Closed):
+        weights.prefetch(placement)
+    weights.close()

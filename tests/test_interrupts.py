@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a call: the next call of the Buffer is not refused, and no rank takes a call for another one."""
+"""Ctrl-C at any moment of a call: the next one is not refused, and no rank takes a call for another."""
 
 from __future__ import annotations
 

@@ -322,6 +322,20 @@ def with_slots(placement: Placement, slots: int) -> Placement:
     return Placement(placement.held, slots=slots, **how)
 
 
+def successor(argument: str, before: Placement, given: Any) -> Placement:
+    """Return a placement that a Buffer may follow after `before`, with as many slots.
+
+    Raises:
+        BadInput: no Placement, other experts or ranks, more slots, or "balanced" on one side alone.
+    """
+    if not isinstance(given, Placement) or (given.ranks, given.num_experts) != (before.ranks, before.num_experts):
+        want = f"a moecomm.Placement of {before.num_experts} experts on {before.ranks} ranks"
+        raise BadInput(argument, repr(given), want)
+    if "balanced" in {given.choice, before.choice} and given.choice != before.choice:
+        raise BadInput(argument, repr(given), f"choice={before.choice!r}, as the Buffer was opened")
+    return with_slots(given, before.slots)
+
+
 def of_ranks(placement: Placement, ranks: Sequence[int]) -> Placement:
     """Return what these ranks hold.  Experts that no other rank holds may be left without a slot."""
     return unchecked(placement, [placement.held[rank] for rank in ranks], placement.choice)

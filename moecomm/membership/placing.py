@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moecomm.base.placement import NONE, Placement, checked, of_ranks, unchecked, with_slots
+from moecomm.base.placement import NONE, Placement, of_ranks, successor, unchecked
 from moecomm.errors import BadInput
 from moecomm.membership.suspension import refuse_capture
 from moecomm.ranks import messages
@@ -24,17 +24,9 @@ from moecomm.rounds.state import collective
 def set_placement(rounds: Rounds, placement: Placement) -> None:
     """See Buffer.set_placement."""
     rounds.require_usable()
-    given, before = checked(placement), rounds.placement
-    if before is None:
+    if rounds.placement is None:
         raise BadInput("placement", "one for a Buffer without", "a Buffer that was opened with a placement")
-    if given is None:
-        raise BadInput("placement", "None", "a moecomm.Placement")
-    if (given.ranks, given.num_experts) != (before.ranks, before.num_experts):
-        want = f"one of {before.num_experts} experts on {before.ranks} ranks"
-        raise BadInput("placement", repr(given), want)
-    if "balanced" in {given.choice, before.choice} and given.choice != before.choice:
-        raise BadInput("placement", repr(given), f"choice={before.choice!r}, as the Buffer was opened")
-    placed = with_slots(given, len(rounds.local_experts))
+    placed = successor("placement", rounds.placement, placement)
     if rounds.masked:
         raise BadInput("set_placement", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
     refuse_capture(rounds, "set_placement")

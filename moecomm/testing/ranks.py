@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from moecomm.ranks.rendezvous import local_ranks
 from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Routed
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch, prepare_moe
+
+_Result = TypeVar("_Result")
 
 _STREAMS = 32
 
@@ -142,23 +144,34 @@ class LocalBuffers:
         for buffer in self.buffers:
             buffer.rounds.admit()
         if not self.streams:
-            pending = [make(b) for make, b in zip(prepare, self.buffers, strict=True)]
+            pending = _each([partial(make, b) for make, b in zip(prepare, self.buffers, strict=True)])
+            ends = [partial(finish, b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
             if any(isinstance(p, combine.Combining) and isinstance(p.check, HostCheck) for p in pending):
                 self._together([partial(combine.run, p) for p in pending])
-                return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
+                return _each(ends)
             records = [p.plan.record(p.args) for p in pending]
             _native.host_run_all([p.args for p in pending])
             for buffer, record in zip(self.buffers, records, strict=True):
                 buffer.rounds.flight.end(record)
             for stages in _stages([p for p in pending if isinstance(p, Routed | dispatch.Ending)]):
                 self._together(stages)
-            return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
+            return _each(ends)
         current = torch.cuda.current_stream(self.device)
-        pending = []
-        for make, buffer, stream in zip(prepare, self.buffers, self.streams, strict=True):
+
+        def prepared(make: Callable[[Buffer], Any], buffer: Buffer, stream: torch.cuda.Stream) -> Any:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                pending.append(make(buffer))
+                return make(buffer)
+
+        def finished(buffer: Buffer, pending: Any, stream: torch.cuda.Stream) -> Any:
+            try:
+                with torch.cuda.stream(stream):
+                    return finish(buffer.rounds, pending)
+            finally:
+                current.wait_stream(stream)
+
+        ranks = list(zip(self.buffers, self.streams, strict=True))
+        pending = _each([partial(prepared, make, *rank) for make, rank in zip(prepare, ranks, strict=True)])
         # Only launches follow: an allocation or a module load may wait for running kernels, and these may wait for a
         # rank that has not been launched yet.
         for p, stream in zip(pending, self.streams, strict=True):
@@ -168,17 +181,12 @@ class LocalBuffers:
             for stage, stream in zip(stages, self.streams, strict=True):
                 with torch.cuda.stream(stream):
                     stage()
-        results = []
-        for buffer, p, stream in zip(self.buffers, pending, self.streams, strict=True):
-            with torch.cuda.stream(stream):
-                results.append(finish(buffer.rounds, p))
-            current.wait_stream(stream)
-        return results
+        return _each([partial(finished, b, p, stream) for (b, stream), p in zip(ranks, pending, strict=True)])
 
     def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Call Buffer.moe(**calls[rank]) on every rank."""
         meant = self._with_own_ids(calls)
-        given = [prepare_moe(buffer, **c) for buffer, c in zip(self.buffers, meant, strict=True)]
+        given = _each([partial(prepare_moe, buffer, **c) for buffer, c in zip(self.buffers, meant, strict=True)])
         for g in given:
             g.publish()
         for g, routed in zip(given, self.dispatch_layers(given), strict=True):
@@ -201,8 +209,7 @@ class LocalBuffers:
 
     def check(self) -> None:
         """Call Buffer.check() on every rank."""
-        for buffer in self.buffers:
-            buffer.check()
+        _each([buffer.check for buffer in self.buffers])
 
     def close(self) -> None:
         """Close every Buffer."""
@@ -216,6 +223,23 @@ class LocalBuffers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _each(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    """Make the calls of all ranks, then raise the first error: one that all ranks share is left behind on none."""
+    found: list[_Result] = []
+    first: Exception | None = None
+    for call in calls:
+        try:
+            found.append(call())
+        except Exception as error:  # noqa: BLE001 - raised below
+            first = first or error
+    if first is None:
+        return found
+    try:
+        raise first
+    finally:
+        del first, found  # else they are in a cycle with the traceback
 
 
 def _stages(pending: Sequence[Any]) -> Iterator[Sequence[Callable[[], None]]]:

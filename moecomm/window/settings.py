@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moecomm import _native
+from moecomm.base.processes import memory_bytes
 from moecomm.base.protocol import MAX_HOST_RANKS, MAX_RANKS
 from moecomm.errors import BadInput
 from moecomm.ranks.group import Rendezvous
@@ -42,6 +43,8 @@ class WindowSettings:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
         if not 1 <= self.nbytes <= _MOST_BYTES:
             raise BadInput("nbytes", self.nbytes, f"1 to {_MOST_BYTES}")
+        if self.backend == "host" and self.nbytes > (there := memory_bytes()):
+            raise BadInput("nbytes", self.nbytes, f"at most the {there} bytes of this machine")
         if not 1 <= self.signals <= MAX_SIGNALS:
             raise BadInput("signals", self.signals, f"1 to {MAX_SIGNALS}")
         most = MAX_HOST_RANKS if self.backend == "host" else MAX_RANKS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -440,3 +441,39 @@ def test_masked_ranks_have_no_part_until_they_are_taken_in_again() -> None:
             exact_round(buffer, rank)
 
     together(3, body)
+
+
+@pytest.mark.parametrize("lost_in", ["dispatch", "combine"])
+def test_a_call_that_loses_a_rank_is_repeated_with_all_that_the_caller_gave(lost_in: str) -> None:
+    """Each rank has waited for the other in the repeat, or the other for it."""
+    gone, waited = threading.Event(), torch.zeros(3, 3, dtype=torch.int64)
+    x, ids, weights = torch.ones(4, 128).bfloat16(), torch.arange(8).view(4, 2) % 6, torch.ones(4, 2)
+
+    def body(group: Any) -> None:
+        rank, buffer = group.rank, Buffer(group, 0, 1 << 20, low_latency_mode=True, enable_shrink=True)
+        received = torch.zeros(2, dtype=torch.int32)
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 4, 6, use_fp8=False)
+        if lost_in == "dispatch":
+            buffer.low_latency_combine(rows, ids, weights, handle)
+        if rank == 2:
+            for one in buffer._pool.low_latency():
+                one.close()
+            gone.set()
+            return
+        assert gone.wait(60)
+        if rank == 1:
+            time.sleep(0.05)  # the other waits for this one
+        if lost_in == "dispatch":
+            stats = {"cumulative_local_expert_recv_stats": received, "dispatch_wait_recv_cost_stats": waited[rank]}
+            rows, *_ = buffer.low_latency_dispatch(x, ids, 4, 6, use_fp8=False, **stats)
+            assert received.sum() > 0 and rows.shape[0] == 2
+        else:
+            out = torch.empty(4, 128).bfloat16()
+            got, *_ = buffer.low_latency_combine(
+                rows, ids, weights, handle, out=out, combine_wait_recv_cost_stats=waited[rank]
+            )
+            assert got is out
+            assert torch.equal(out, x * (ids < 4).sum(dim=1, keepdim=True))
+
+    together(3, body)
+    assert waited.sum() > 0

@@ -276,6 +276,25 @@ def test_a_rank_that_closes_is_left_out(ranks: Ranks) -> None:
     assert ranks.run(3, closes) == [None, ((1, 2), (0,)), ((1, 2), (0,))]
 
 
+def test_a_thread_that_closes_is_left_out_at_once() -> None:
+    """Without a call that fails first: the round header says that it leaves."""
+    closed = threading.Event()
+
+    def call(buffer: moecomm.Buffer) -> Any:
+        if buffer.rank == 1:
+            buffer.close()
+            closed.set()
+            return None
+        assert closed.wait(ROOM_S)
+        begin = time.monotonic()
+        shrunk = buffer.shrink()
+        assert time.monotonic() - begin < ROOM_S
+        return shrunk
+
+    found = over_threads(call, timeout_s=FAR_S)
+    assert [found[0], found[2]] == [meeting.Shrunk((0, 2), (1,))] * 2
+
+
 def layers(rank: int, group: Any) -> Any:
     """A layer with and without gradients; after a loss, with the values that it has without the lost experts."""
     layer = moecomm.nn.ExpertParallel(

@@ -138,32 +138,29 @@ class LowLatency(MaskBuffer):
         buffer = pool.batched(
             x.device, x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.dtype
         )
-        pool.calls.begin(buffer.rounds)
-        if pool.receiving:
-            pool.receive(buffer)
         options = _UE8M0 if use_ue8m0 else _ROUNDED if use_fp8 and round_scale else _FP8 if use_fp8 else _PLAIN
         more: dict[str, Any] = {}
         if use_nvfp4:
             options, first = _NVFP4, x_global_scale
             more["global_scale"] = first.reshape(-1)[:1] if isinstance(first, torch.Tensor) else first
-        if cost is not None:
-            cost.before(buffer.rounds, "dispatch")
-        ids = buffer.rounds.own_ids(topk_idx)  # of masked ranks: -1
         # With masks, CPU ranks receive at once: a call that has lost a rank is then over, and can be made again.
         repeats = pool.masks and buffer.rounds.on_cpu
         begins = return_recv_hook and not repeats
-        try:
-            if begins:
-                routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights, early=True, **more)
-            else:
-                routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False, **more)
-        except RoundFailed as error:
-            require_repeats(error)
-            named: dict[str, Any] = {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}
-            named |= {"async_finish": async_finish, "return_recv_hook": return_recv_hook, "topk_weights": topk_weights}
-            named |= {"use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale}
-            sizes = num_max_dispatch_tokens_per_rank, num_experts
-            return self.low_latency_dispatch(x, topk_idx, *sizes, stats, dispatch_wait_recv_cost_stats, **named)
+        routed: Routed | None = None
+        while routed is None:
+            pool.calls.begin(buffer.rounds)
+            if pool.receiving:
+                pool.receive(buffer)
+            if cost is not None:
+                cost.before(buffer.rounds, "dispatch")
+            ids = buffer.rounds.own_ids(topk_idx)  # of masked ranks: -1
+            try:
+                if begins:
+                    routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights, early=True, **more)
+                else:
+                    routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False, **more)
+            except RoundFailed as error:
+                require_repeats(error)
         if cost is not None:
             cost.after(buffer.rounds, "dispatch")
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
@@ -251,16 +248,18 @@ class LowLatency(MaskBuffer):
             else:
                 _send_weights(pool, native, handle.ids, topk_weights)
                 handle.topk_weights = None
-        if cost is not None:
-            cost.before(native.rounds, "combine")
-        rows = x if handle.first is None else _rows_left(handle, x)
-        try:
-            combined = combining.combine(native.rounds, _WEIGHTED, rows, native, out=out, topk_weights=own)
-        except RoundFailed as error:
-            require_repeats(error)
-            _route_again(handle, topk_weights)
-            waits: dict[str, Any] = {"async_finish": async_finish, "return_recv_hook": return_recv_hook}
-            return self.low_latency_combine(x, handle.topk_idx, topk_weights, handle, out=out, **waits)
+        combined: torch.Tensor | None = None
+        while combined is None:
+            if cost is not None:
+                cost.before(native.rounds, "combine")
+            rows = x if handle.first is None else _rows_left(handle, x)
+            try:
+                combined = combining.combine(native.rounds, _WEIGHTED, rows, native, out=out, topk_weights=own)
+            except RoundFailed as error:
+                require_repeats(error)
+                _route_again(handle, topk_weights)
+                native, own = _native_of(pool, handle), None  # whose rows have these weights
+                pool.calls.begin(native.rounds, combines=True)
         if cost is not None:
             cost.after(native.rounds, "combine")
         return combined, finished(async_finish), _nothing if return_recv_hook else None
