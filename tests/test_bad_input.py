@@ -407,3 +407,4 @@ def test_local_buffers_raise_an_error_of_all_ranks_once(call: str, ranks: LocalB
         getattr(ranks, call)([{**good, "topk_idx": torch.full((T, 4), 99)}] * 3)
     getattr(ranks, call)([good] * 3)
     ranks.check()
+    check_case(ranks, random_case(3, **SIZES))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -155,9 +154,11 @@ class RoundState:
 
     def count_failed(self) -> None:
         """Count a rejected call from outside of a call; while one is under way, in the next one."""
-        self.turn.miss()
-        with suppress(ConcurrentCall, Closed), _native.Call(self, 0):
-            self._count_refused()
+        try:
+            with _Call(self, 0):
+                self.count_rejected()
+        except (ConcurrentCall, Closed):
+            self.turn.miss()
 
     def require_usable(self) -> None:
         """Raise Closed, or the error that earlier rounds left behind.  Does not wait for the device."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,8 +20,6 @@ from moecomm.ranks.rendezvous import local_ranks
 from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Routed
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch, prepare_moe
-
-_Result = TypeVar("_Result")
 
 _STREAMS = 32
 
@@ -54,6 +52,7 @@ class LocalBuffers:
             for rank in range(count)
         ]
         self._all, self._all_streams = self.buffers, self.streams
+        self._raised = False  # the last call has raised an error
 
     @staticmethod
     def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -106,7 +105,10 @@ class LocalBuffers:
         self.streams = [self._all_streams[buffer.rank] for buffer in buffers if self._all_streams]
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
-        """Call Buffer.dispatch(**calls[rank]) on every rank; raises the first error in rank order."""
+        """Call Buffer.dispatch(**calls[rank]) on every rank; raises the first error in rank order.
+
+        Other ranks raise theirs in a call of their own Buffer before the next one here.
+        """
         meant = self._with_own_ids(calls)  # rounds use these ids until they have run
         return self._run([partial(prepare_dispatch, **c) for c in meant], dispatch.launch, dispatch.finish)
 
@@ -135,7 +137,26 @@ class LocalBuffers:
             for buffer, call in zip(self.buffers, calls, strict=True)
         ]
 
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Forget what the last call has raised already: it has left its error on the other ranks, too."""
+        if self._raised:
+            for buffer in self.buffers:
+                buffer.rounds.failure()
+        self._raised = True
+        yield
+        self._raised = False
+
     def _run(
+        self,
+        prepare: Sequence[Callable[[Buffer], Any]],
+        run: Callable[[Any], None],
+        finish: Callable[[Rounds, Any], Any],
+    ) -> list[Any]:
+        with self._call():
+            return self._run_all(prepare, run, finish)
+
+    def _run_all(
         self,
         prepare: Sequence[Callable[[Buffer], Any]],
         run: Callable[[Any], None],
@@ -144,34 +165,23 @@ class LocalBuffers:
         for buffer in self.buffers:
             buffer.rounds.admit()
         if not self.streams:
-            pending = _each([partial(make, b) for make, b in zip(prepare, self.buffers, strict=True)])
-            ends = [partial(finish, b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
+            pending = [make(b) for make, b in zip(prepare, self.buffers, strict=True)]
             if any(isinstance(p, combine.Combining) and isinstance(p.check, HostCheck) for p in pending):
                 self._together([partial(combine.run, p) for p in pending])
-                return _each(ends)
+                return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
             records = [p.plan.record(p.args) for p in pending]
             _native.host_run_all([p.args for p in pending])
             for buffer, record in zip(self.buffers, records, strict=True):
                 buffer.rounds.flight.end(record)
             for stages in _stages([p for p in pending if isinstance(p, Routed | dispatch.Ending)]):
                 self._together(stages)
-            return _each(ends)
+            return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
         current = torch.cuda.current_stream(self.device)
-
-        def prepared(make: Callable[[Buffer], Any], buffer: Buffer, stream: torch.cuda.Stream) -> Any:
+        pending = []
+        for make, buffer, stream in zip(prepare, self.buffers, self.streams, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                return make(buffer)
-
-        def finished(buffer: Buffer, pending: Any, stream: torch.cuda.Stream) -> Any:
-            try:
-                with torch.cuda.stream(stream):
-                    return finish(buffer.rounds, pending)
-            finally:
-                current.wait_stream(stream)
-
-        ranks = list(zip(self.buffers, self.streams, strict=True))
-        pending = _each([partial(prepared, make, *rank) for make, rank in zip(prepare, ranks, strict=True)])
+                pending.append(make(buffer))
         # Only launches follow: an allocation or a module load may wait for running kernels, and these may wait for a
         # rank that has not been launched yet.
         for p, stream in zip(pending, self.streams, strict=True):
@@ -181,12 +191,18 @@ class LocalBuffers:
             for stage, stream in zip(stages, self.streams, strict=True):
                 with torch.cuda.stream(stream):
                     stage()
-        return _each([partial(finished, b, p, stream) for (b, stream), p in zip(ranks, pending, strict=True)])
+        results = []
+        for buffer, p, stream in zip(self.buffers, pending, self.streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(finish(buffer.rounds, p))
+            current.wait_stream(stream)
+        return results
 
     def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Call Buffer.moe(**calls[rank]) on every rank."""
         meant = self._with_own_ids(calls)
-        given = _each([partial(prepare_moe, buffer, **c) for buffer, c in zip(self.buffers, meant, strict=True)])
+        with self._call():
+            given = [prepare_moe(buffer, **c) for buffer, c in zip(self.buffers, meant, strict=True)]
         for g in given:
             g.publish()
         for g, routed in zip(given, self.dispatch_layers(given), strict=True):
@@ -209,7 +225,8 @@ class LocalBuffers:
 
     def check(self) -> None:
         """Call Buffer.check() on every rank."""
-        _each([buffer.check for buffer in self.buffers])
+        for buffer in self.buffers:
+            buffer.check()
 
     def close(self) -> None:
         """Close every Buffer."""
@@ -223,23 +240,6 @@ class LocalBuffers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _each(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
-    """Make the calls of all ranks, then raise the first error: one that all ranks share is left behind on none."""
-    found: list[_Result] = []
-    first: Exception | None = None
-    for call in calls:
-        try:
-            found.append(call())
-        except Exception as error:  # noqa: BLE001 - raised below
-            first = first or error
-    if first is None:
-        return found
-    try:
-        raise first
-    finally:
-        del first, found  # else they are in a cycle with the traceback
 
 
 def _stages(pending: Sequence[Any]) -> Iterator[Sequence[Callable[[], None]]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import _native
 from moecomm.rounds.call_count import CallCount, CountedCall
 from tests.compat.together import together
 
@@ -63,12 +64,12 @@ def test_a_round_or_a_call_that_has_counted_is_not_counted_again() -> None:
     with opened("self") as buffer:
         calls.add(buffer.rounds)
         fails(calls, after=lambda: buffer.dispatch(X, IDS))
-        assert (calls.failed, buffer.rounds.rejected) == (0, 0)
+        assert (calls.failed, buffer.rounds.turn.failed) == (0, 0)
         with pytest.raises(moecomm.BadInput), CountedCall(calls):
             buffer.dispatch(X.double(), IDS)
-        assert (calls.failed, buffer.rounds.rejected) == (0, 1)
+        assert (calls.failed, buffer.rounds.turn.failed) == (0, 1)
         fails(calls, after=lambda: fails(calls))
-        assert (calls.failed, buffer.rounds.rejected) == (1, 2)
+        assert (calls.failed, buffer.rounds.turn.failed) == (1, 2)
 
 
 def test_a_failure_beside_a_call_of_another_thread_counts_after_it() -> None:
@@ -79,12 +80,11 @@ def test_a_failure_beside_a_call_of_another_thread_counts_after_it() -> None:
         with opened(group) as buffer:
             calls.add(buffer.rounds)
             if group.rank == 1:
-                buffer.rounds._begin_call()
-                other = Thread(target=fails, args=(calls,))
-                other.start()
-                other.join()
-                assert buffer.rounds.rejected == 0
-                buffer.rounds._end_call()
+                with _native.Call(buffer.rounds, 0):
+                    other = Thread(target=fails, args=(calls,))
+                    other.start()
+                    other.join()
+                    assert (buffer.rounds.turn.failed, buffer.rounds.turn.uncounted) == (0, 1)
             with pytest.raises(moecomm.OutOfStep):
                 buffer.dispatch(X, IDS)
             done.wait(30)
