@@ -312,8 +312,8 @@ The arguments are those of moecomm.dispatch.dispatch and moecomm.combine.combine
 `turn`: of the calls; its `made` counts the rounds.
 `record`: address of the failure record.
 `on_host`: of a CPU rank.)")
-        .def(py::init<Plans, std::shared_ptr<HeapParts>, py::object, std::shared_ptr<Turn>, u64, bool>(), py::arg("plans"), py::arg("heap"), py::arg("ring"), py::arg("turn"),
-             py::arg("record"), py::arg("on_host"))
+        .def(py::init<Plans, std::shared_ptr<HeapParts>, py::object, std::shared_ptr<Turn>, u64, bool>(), py::arg("plans"), py::arg("heap"),
+             py::arg("ring"), py::arg("turn"), py::arg("record"), py::arg("on_host"))
         .def("dispatch", &KnownCalls::dispatch, py::arg("rounds"), py::arg("options"), py::arg("x"), py::arg("topk_idx"),
              py::arg("topk_weights"), py::arg("scales"), py::arg("max_rows"), py::arg("handle"), py::arg("sync"), py::arg("gradients"),
              py::arg("call"), py::arg("layer"), R"(Run a dispatch.  Returns a Routed, and whether the call is over.

@@ -112,7 +112,8 @@ class GpuRunner : public Runner {
 
 void bind_runner(py::module_& m) {
     py::class_<Runner, std::shared_ptr<Runner>>(m, "Runner", "Runs rounds of a session: see Session.dispatcher.");
-    py::class_<HostRunner, Runner, std::shared_ptr<HostRunner>>(m, "HostRunner", R"(Runs rounds of a CPU rank while it has `turn`, which close() takes as well.
+    py::class_<HostRunner, Runner, std::shared_ptr<HostRunner>>(
+        m, "HostRunner", R"(Runs rounds of a CPU rank while it has `turn`, which close() takes as well.
 
 Raises:
     Closed: `closed` is set, or another thread has the turn.)")

@@ -267,16 +267,16 @@ void bind_turn(py::module_& m) {
         .def_readwrite("failed", &Turn::failed)
         .def(
             "miss", [](Turn& turn) { ++turn.uncounted; }, "Note a call to be counted.")
-        .def(
-            "counted", [](Turn& turn) { --turn.uncounted; }, "Note that one of the calls to be counted has been.");
+        .def("counted", [](Turn& turn) { --turn.uncounted; }, "Note that one of the calls to be counted has been.");
     bind_call(m);
     py::class_<Awaited>(m, "AwaitedTurn", R"(Context that takes a turn without a call, and waits for it.
 
 `before`: called before the wait, if another thread has the turn.)")
         .def(py::init<std::shared_ptr<Turn>, py::object>(), py::arg("turn"), py::arg("before"))
         .def("__enter__", &Awaited::enter)
-        .def("__exit__", [](Awaited& awaited, const py::object&, const py::object&, const py::object&) { awaited.exit(); },
-             py::arg("kind"), py::arg("error"), py::arg("trace"));
+        .def(
+            "__exit__", [](Awaited& awaited, const py::object&, const py::object&, const py::object&) { awaited.exit(); }, py::arg("kind"),
+            py::arg("error"), py::arg("trace"));
 }
 
 }  // namespace moecomm::bindings
