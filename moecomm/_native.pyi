@@ -217,6 +217,7 @@ class DispatchArgs:
     check_weights: int
     chunk_tokens: int
     clear_rows: int
+    compared: int
     descriptors: int
     hidden: int
     idx_bytes: int
@@ -808,6 +809,7 @@ class KnownCalls:
         gradients: typing.Any,
         call: typing.Any,
         layer: typing.Any,
+        payload: typing.Any = None,
     ) -> tuple[typing.Any, bool]:
         """
         Run a dispatch.  Returns a Routed, and whether the call is over.

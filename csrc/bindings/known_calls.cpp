@@ -74,13 +74,14 @@ class KnownCalls {
 
     // The Routed, and true if the call is over; None if this is not a plain call of a kind that there was before.
     Result dispatch(py::object rounds, py::handle options, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
-                    py::handle max_rows, py::object handle, py::handle sync, py::handle gradients, py::handle call, py::handle layer) {
+                    py::handle max_rows, py::object handle, py::handle sync, py::handle gradients, py::handle call, py::handle layer,
+                    py::handle form) {
         if (failed() || !(sync.is_none() || PyBool_Check(sync.ptr()))) return nothing_;
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
         if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none() && max_rows.is_none())) return nothing_;
         const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(options, known_.layout);
         const py::object plans =
-            plans_of(py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer, false));
+            plans_of(py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer, false, form, false, none_));
         if (!plans) return nothing_;
         const DispatchTensors given(x, scales, topk_idx, topk_weights);
         if (!given.readable() || any_requires_grad(x, topk_weights)) return nothing_;
@@ -98,7 +99,7 @@ class KnownCalls {
             if (!args) return nothing_;
             const py::object bound = py::cast(*args), rows_here = py::cast(payload);
             if (!repeats) handle = new_handle(rounds, plan, bound, py::cast(kept));
-            const py::object routed = new_routed(handle, plan, bound, rows_here, waits);
+            const py::object routed = new_routed(handle, plan, bound, rows_here, waits, form);
             auto& running = bound.cast<DispatchArgs&>();
             try {
                 run(*runner, prepared.kind, running);
@@ -258,14 +259,15 @@ class KnownCalls {
         return handle;
     }
 
-    py::object new_routed(py::handle handle, py::handle plan, py::handle args, py::handle payload, bool sync) const {
+    py::object new_routed(py::handle handle, py::handle plan, py::handle args, py::handle payload, bool sync, py::handle form) const {
         py::object routed = made(known_.routed_type);
         set(routed, known_.handle, handle);
         set(routed, known_.plan, plan);
         set(routed, known_.args, args);
         set(routed, known_.payload, payload);
         set(routed, known_.sync, sync ? Py_True : Py_False);
-        for (const py::object* none : {&known_.dropped, &known_.form, &known_.back, &known_.inputs, &known_.check, &known_.copies})
+        set(routed, known_.form, form);
+        for (const py::object* none : {&known_.dropped, &known_.back, &known_.inputs, &known_.check, &known_.copies})
             set(routed, *none, Py_None);
         set(routed, known_.tensors, py::dict());
         return routed;
@@ -288,6 +290,7 @@ class KnownCalls {
         payload.shrink(std::max<u64>(1, used));
     }
 
+    const py::tuple none_;
     const Result nothing_ = py::make_tuple(py::none(), false);
     const Known known_;
     // Nothing here refers to the Rounds, which owns this object: Python's collector does not see such cycles.
@@ -316,7 +319,7 @@ The arguments are those of moecomm.dispatch.dispatch and moecomm.combine.combine
              py::arg("ring"), py::arg("turn"), py::arg("record"), py::arg("on_host"))
         .def("dispatch", &KnownCalls::dispatch, py::arg("rounds"), py::arg("options"), py::arg("x"), py::arg("topk_idx"),
              py::arg("topk_weights"), py::arg("scales"), py::arg("max_rows"), py::arg("handle"), py::arg("sync"), py::arg("gradients"),
-             py::arg("call"), py::arg("layer"), R"(Run a dispatch.  Returns a Routed, and whether the call is over.
+             py::arg("call"), py::arg("layer"), py::arg("payload") = py::none(), R"(Run a dispatch.  Returns a Routed, and whether the call is over.
 
 The Routed is None, and nothing has been done, if this is no plain call, there is no plan for it, or an
 argument can't be used.)")

@@ -40,6 +40,7 @@ struct DispatchConfig {
     bool placed;        // Context::placed is not 0; `experts` are then slots
     i32 named_experts;  // placed, not balanced: named_experts(Shape); else 0
     bool balanced;      // it is kBalanced
+    bool compares;      // DispatchArgs::compared is not 0
     Part part;
     // Packets of a row (moecomm/base/packets.py): bytes of the row and of its scales in each packet, and lines; no lines: no rank sends
     // packets.

@@ -14,6 +14,7 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     c.shared.masked = own_mask(c.a.ctx).ranks[0];
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
+    if constexpr (Call::cfg.compares) n.call = compare_scale(n.call, *reinterpret_cast<const u32*>(c.a.compared));
     n.route_round = Call::cfg.repeat ? round_of(c.a.route, Call::cfg.ranks) : 0;
     if constexpr (Call::cfg.placed && !Call::cfg.repeat) n.route_round = generation_of(c.placement());
     n.num_tokens = c.a.num_tokens;

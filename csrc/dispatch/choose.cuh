@@ -392,7 +392,7 @@ MOECOMM_FN void choose_replicas(const DispatchArgs& a) {
         read_round(a.ctx, shared.begin);
         shared.mine.op = static_cast<u32>(Op::dispatch);
         shared.mine.rejected = load_relaxed(&own_state(a.ctx)->rejected);
-        shared.mine.call = a.call;
+        shared.mine.call = a.compared == 0 ? a.call : compare_scale(a.call, *reinterpret_cast<const u32*>(a.compared));
     }
     __syncthreads();
     const Chooser<ranks, slots, experts, topk, idx_bytes> chooser{a, shared, {a.ctx, Op::dispatch, shared.begin.tag}};

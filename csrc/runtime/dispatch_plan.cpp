@@ -130,10 +130,13 @@ std::optional<DispatchArgs> DispatchPlan::with_inputs(const DispatchInputs& in) 
     args->x_stride = pitch_of(*in.x);
     args->num_tokens = tokens;
     if (in.scales != nullptr && args_.quantize != 0 && scales_.device().device_type == kOnHost) {
-        args->in_scales_stride = *reinterpret_cast<const u32*>(address_of(*in.scales));
+        const u32 bits = *reinterpret_cast<const u32*>(address_of(*in.scales));
+        args->in_scales_stride = bits;
+        args->call = compare_scale(args->call, bits);
     } else if (in.scales != nullptr) {
         args->in_scales = address_of(*in.scales);
         args->in_scales_stride = pitch_of(*in.scales);
+        if (args_.quantize != 0) args->compared = args->in_scales;
     }
     if (in.topk_idx != nullptr) args->topk_idx = address_of(*in.topk_idx);
     if (in.topk_weights != nullptr) args->topk_weights = address_of(*in.topk_weights);

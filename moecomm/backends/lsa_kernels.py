@@ -114,6 +114,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         placed=placed,
         named_experts=shape.named_experts if placed and not balanced else 0,
         balanced=balanced,
+        compares=args.compared != 0,
         part=args.part,
         **_domains(shape),
     )

@@ -16,7 +16,7 @@ from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Gradients, Key, Options, check_options, check_overflow
-from moecomm.dispatch.payloads import pack
+from moecomm.dispatch.payloads import Packed, Payload, pack
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.gpu import quantize_rows
@@ -80,6 +80,7 @@ def dispatch(
     call: str = "dispatch",
     layer: int = 0,
     copies: Callable[[], None] | None = None,
+    experts: tuple[tuple[str, str], ...] = (),
 ) -> Routed:
     """Buffer.dispatch.  `grow` and later ones: see prepare(); `global_scale`: pack()."""
     asks_for_more = grow or first_token is not None or copies is not None or options.overflow is not None
@@ -90,27 +91,23 @@ def dispatch(
     packs = packs or (isinstance(words[0], str) and words[0] in quantize_rows.NAMES)
     packs = packs or (isinstance(words[1], str) and words[1] == "swizzled")
     routed: Routed | None
-    routed, is_over, form = None, False, None
+    routed, is_over, payload, scale = None, False, None, None
     if isinstance(handle, ChunkedHandle):
-        x, scales, form = pack(rounds, options, x, scales, extras, global_scale)
-        routed = _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
-        routed.form = form
-        return routed
+        packed = pack(rounds, options, x, scales, extras, global_scale)
+        return _repeat_in_chunks(rounds, options, packed, topk_idx, topk_weights, handle, sync)
     may_be_known = rounds.plain and rounds.begun is None and rounds.sampling is None and not asks_for_more
     how = (max_rows, handle, sync, gradients, call, layer)
     if may_be_known and not packs:
         routed, is_over = rounds.known_calls.dispatch(rounds, options, x, topk_idx, topk_weights, scales, *how)
     if routed is None:
         rounds.require_usable()
-        x, scales, form = pack(rounds, options, x, scales, extras, global_scale)
-        if may_be_known and form is not None:
-            routed, is_over = rounds.known_calls.dispatch(rounds, options, x, topk_idx, topk_weights, scales, *how)
-            if routed is not None:
-                routed.form = form
+        x, scales, payload, scale = pack(rounds, options, x, scales, extras, global_scale)
+        if may_be_known and payload is not None and scale is None:
+            tensors = (x, topk_idx, topk_weights, scales)
+            routed, is_over = rounds.known_calls.dispatch(rounds, options, *tensors, *how, payload)
     if routed is None:
-        about = (False, grow, None, first_token, gradients, call, layer, copies)
+        about = (False, grow, None, first_token, gradients, call, layer, copies, experts, payload, scale)
         routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
-        routed.form = form
         if first_token is None:  # else the whole has been shown
             observers.show(rounds, topk_idx, topk_weights)
         run(routed)
@@ -129,9 +126,7 @@ def dispatch(
     except BaseException:
         _free(routed)
         raise
-    routed = _dispatch_in_chunks(rounds, options, x, topk_idx, topk_weights, scales)
-    routed.form = form
-    return routed
+    return _dispatch_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, payload)
 
 
 @collective()
@@ -149,9 +144,9 @@ def dispatch_begin(
     global_scale: Any = None,
 ) -> Routed:
     """Buffer.dispatch_begin.  `early`: the tensors of its plan are made before dispatch_end()."""
-    x, scales, form = pack(rounds, options, x, scales, extras, global_scale)
-    routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, begin=True)
-    routed.form = form
+    x, scales, payload, scale = pack(rounds, options, x, scales, extras, global_scale)
+    how: dict[str, Any] = {"begin": True, "payload": payload, "global_scale": scale}
+    routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, **how)
     observers.show(rounds, topk_idx, topk_weights)
     run(routed)
     rounds.turn.made += 1
@@ -188,6 +183,9 @@ def prepare(
     call: str = "dispatch",
     layer: int = 0,
     copies: Callable[[], None] | None = None,
+    experts: tuple[tuple[str, str], ...] = (),
+    payload: Payload | None = None,
+    global_scale: float | torch.Tensor | None = None,
 ) -> Routed:
     """Check the arguments of Buffer.dispatch and make room for the outputs.
 
@@ -203,6 +201,8 @@ def prepare(
         gradients, call, layer: see Key.
         copies: experts are copied to empty slots for this round, by this call.  GPUs: enqueues that, between the choice
             and the dispatch.  CPU ranks: behind the dispatch.
+        experts: see Key.
+        payload, global_scale: of pack(), which has made `x` and `scales`.
     """
     rounds.require_usable()
     if sync is not None:
@@ -228,10 +228,12 @@ def prepare(
     # Not a Key, which takes longer to make.
     about = (handle is not None, begin, descriptors is not None, grow, first_token is not None)
     how = (*about, gradients, call, layer, copies is not None)
-    key = (layout, options, *how)
-    routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
+    key = (layout, options, *how, payload, isinstance(global_scale, torch.Tensor), experts)
+    tensors = (x, topk_idx, topk_weights, scales, max_rows, handle)
+    routed: Routed | None = rounds.plans.start(key, (rounds, *tensors, global_scale))
     if routed is None:
-        routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
+        routed = _start_checked(rounds, Key(*key), *tensors, global_scale)
+    routed.form = payload
     routed.sync = rounds.on_cpu if sync is None else sync
     routed.copies = copies
     if first_token is not None:
@@ -364,7 +366,13 @@ def is_of(routed: Routed, error: TooManyRows) -> bool:
 
 
 def _dispatch_in_chunks(
-    rounds: Rounds, options: Options, x: Any, topk_idx: Any, topk_weights: Any, scales: Any
+    rounds: Rounds,
+    options: Options,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    scales: Any,
+    payload: Payload | None,
 ) -> Routed:
     """A dispatch whose rows had no room, on every rank."""
     given = check(rounds, options, x, topk_idx, topk_weights, scales, None, None)
@@ -375,39 +383,43 @@ def _dispatch_in_chunks(
         scales = chunks.scales_of(options, given.x, given.scales, tokens)
         x = given.x.detach()[tokens]
         rounds.retries += 1
-        return _round(rounds, prepare(rounds, small, x, ids, weights, scales, sync=True, first_token=tokens.start))
+        how: dict[str, Any] = {"sync": True, "first_token": tokens.start, "payload": payload}
+        return _round(rounds, prepare(rounds, small, x, ids, weights, scales, **how))
 
     with SeveralRounds(rounds):
         routed = chunks.dispatch(rounds, options, len(given.x), one)
-    routed.back, routed.sync = given.back, True
+    routed.back, routed.sync, routed.form = given.back, True, payload
     return routed
 
 
 def _repeat_in_chunks(
     rounds: Rounds,
     options: Options,
-    x: Any,
+    packed: Packed,
     topk_idx: Any,
     topk_weights: Any,
-    scales: Any,
     handle: ChunkedHandle,
     sync: bool | None,
 ) -> Routed:
     rounds.require_usable()
     check_handle(rounds, handle)
-    given = check(rounds, options._replace(layout=handle.layout), x, topk_idx, topk_weights, scales, None, handle)
+    tensors = (packed.x, topk_idx, topk_weights, packed.scales)
+    given = check(rounds, options._replace(layout=handle.layout), *tensors, None, handle)
+    of_payload = packed.payload, packed.global_scale
 
     def one(x: torch.Tensor, scales: torch.Tensor | None, handle: Handle) -> Routed:
-        return _round(rounds, prepare(rounds, options, x, scales=scales, handle=handle, sync=sync))
+        how: dict[str, Any] = {"sync": sync, "payload": of_payload[0], "global_scale": of_payload[1]}
+        return _round(rounds, prepare(rounds, options, x, scales=scales, handle=handle, **how))
 
     with SeveralRounds(rounds):
         routed = chunks.repeat(options, given.x, given.scales, handle, one)
-    routed.back = given.back
+    routed.back, routed.form = given.back, packed.payload
     return routed
 
 
 def _round(rounds: Rounds, routed: Routed) -> Routed:
-    """Run the round of a chunk."""
+    """Run the round of a chunk, whose rows stay bytes until they are joined."""
+    routed.form = None
     run(routed)
     rounds.turn.made += 1
     return finish(rounds, routed, copied=True)
@@ -422,10 +434,11 @@ def _start_checked(
     scales: Any,
     max_rows: int | None,
     handle: Handle | None,
+    global_scale: float | torch.Tensor | None,
 ) -> Routed:
     """The first dispatch of its kind or with so many tokens, or one whose arguments have to be converted."""
     given = check(rounds, key.options._replace(layout=key.layout), x, topk_idx, topk_weights, scales, max_rows, handle)
-    tensors = (rounds, given.x, given.topk_idx, given.topk_weights, given.scales, max_rows, handle)
+    tensors = (rounds, given.x, given.topk_idx, given.topk_weights, given.scales, max_rows, handle, global_scale)
     routed: Routed = rounds.plans.start_checked(key, len(given.x), tensors, lambda: Plan(rounds, key, given))
     routed.back, routed.inputs = given.back, given
     return routed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, TypedDict, get_args
+from typing import Any, NamedTuple, TypedDict, get_args
 
 from moecomm.base.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
 from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS
@@ -63,6 +63,9 @@ class Key(NamedTuple):
     call: str = "dispatch"
     layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
     replicates: bool = False  # experts are copied to empty slots for this round
+    payload: Any = None  # payloads.Payload of rows that travel as bytes
+    compares: bool = False  # a global scale on the GPU by which rows have been cast: DispatchArgs.compared
+    experts: tuple[tuple[str, str], ...] = ()  # what ranks must pass alike to copy experts, by name
 
     def described(self) -> int:
         """Return the index of the call in signature.DISPATCHES."""

@@ -22,7 +22,6 @@ from moecomm.dispatch.options import Options, check_options
 from moecomm.errors import BadInput
 from moecomm.gpu import quantize_rows
 from moecomm.rounds.rounds import Rounds
-from moecomm.rounds.signature import MOST_BYTES_ALIGNMENT
 from moecomm.routed import Routed
 
 RAW = torch.uint8  # the dtype of rows that travel as bytes; no others have it
@@ -40,9 +39,14 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def nbytes(self) -> int:
+        """Return its bytes in a row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def end(self) -> int:
         """Return the place behind it."""
-        return self.begin + math.prod(self.shape) * self.dtype.itemsize
+        return self.begin + self.nbytes
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the part of rows of bytes `[..., n]`: `[..., *shape]`."""
@@ -57,6 +61,17 @@ class Payload(NamedTuple):
     scales: Part | None
     extras: tuple[Part, ...]
     scale_layout: ScaleLayout
+
+    @property
+    def compared(self) -> dict[str, object]:
+        """Return what all ranks must pass alike, beside the dtypes of rows and scales: see rounds/signature.py."""
+        found: dict[str, object] = {"row bytes": self.x.nbytes}
+        if self.scales is not None:
+            found["scale bytes"] = self.scales.nbytes
+        if self.extras:
+            texts = [f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in self.extras]
+            found["extras"] = ", ".join(texts)
+        return found
 
     def tensor(self, name: str, routed: Routed[Any, Any, Any, Any]) -> Any:
         """Return a tensor of Routed, by its name there; of "extras" a tuple."""
@@ -75,6 +90,22 @@ class Payload(NamedTuple):
         return reference.by_column(scales) if self.scale_layout == "column" else formats.swizzle(scales)
 
 
+class Packed(NamedTuple):
+    """Tensors of a dispatch as the executor takes them.
+
+    Attributes:
+        x: rows.
+        scales: of rows that the executor casts, the global scale: see arguments.Tensors.
+        payload: how they are read; None: as they arrive.
+        global_scale: by which rows have been cast, for ranks to compare; None where the executor has it, or none is.
+    """
+
+    x: Any
+    scales: Any
+    payload: Payload | None
+    global_scale: float | torch.Tensor | None
+
+
 def pack(
     rounds: Rounds,
     options: Options,
@@ -82,10 +113,8 @@ def pack(
     scales: Any,
     extras: Sequence[Any],
     global_scale: Any,
-) -> tuple[Any, Any, Payload | None]:
-    """Return rows and scales as the executor takes them, and how to read them; None: as they arrive.
-
-    Of rows that the executor casts, the scales are the global scale: see arguments.Tensors.
+) -> Packed:
+    """Give tensors the form in which they travel.
 
     Args:
         rounds, options, x, scales, extras: of the dispatch.
@@ -106,28 +135,26 @@ def pack(
     if not (casts or extras or swizzles or _differs(rounds, rows)):
         if global_scale is not None:
             raise BadInput("x_global_scale", "a scale", f"None with quantize={options.quantize!r}")
-        return x, scales, None
+        return Packed(x, scales, None, None)
     check_options(options)
     refuse_gradients(x=rows, extras=tuple(extras))
     beside = None if scales is None else as_tensor("scales", scales)[0]
     if isinstance(name, str) and not extras and _casts_on_the_way(rounds, name):
         return _left_to_cast(rounds, options, rows, beside, global_scale)
+    given: float | torch.Tensor | None = None
     if options.quantize is not None:
-        rows, beside = _cast(rounds, options, rows, beside, global_scale)
-    return _packed(rounds, options, rows, beside, extras)
+        given = _checked_scale(rounds, options, rows, beside, global_scale)
+        how: dict[str, Any] = {"scale_format": options.scale_format, "global_scale": given}
+        rows, beside = quantize_rows.cast(rows.detach(), options.quantize, **how)
+    if isinstance(given, torch.Tensor) and given.device.type == "cpu":
+        given = given.item()
+    return Packed(*_packed(rounds, options, rows, beside, extras), given)
 
 
 def _differs(rounds: Rounds, x: torch.Tensor) -> bool:
     """Return whether rows are of another type or width than those that kernels know."""
     known = x.dtype is rounds.dtype or x.dtype is torch.float8_e4m3fn
     return x.ndim == 2 and (not known or x.shape[1] != rounds.hidden) and x.element_size() in _SIZES
-
-
-def _cast(
-    rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    given = _checked_scale(rounds, options, x, scales, global_scale)
-    return quantize_rows.cast(x.detach(), str(options.quantize), scale_format=options.scale_format, global_scale=given)
 
 
 def _checked_scale(
@@ -154,17 +181,16 @@ def _casts_on_the_way(rounds: Rounds, name: str) -> bool:
 
 def _left_to_cast(
     rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
-) -> tuple[torch.Tensor, torch.Tensor | None, Payload]:
+) -> Packed:
     """Do pack() for rows that the executor casts."""
     given = _checked_scale(rounds, options, x, scales, global_scale)
-    _check_alignment(options)
     scale = _on_host(given) if isinstance(given, float) else given
     x = x.detach()
     if not _are_rows(x, ROW_ALIGNMENT):
         x = x.clone(memory_format=torch.contiguous_format)
     payload = _cast_payload(str(options.quantize), rounds.hidden, options.scale_layout)
     _check_layout(payload)
-    return x, None if scale is None else scale.view(1, 1), payload
+    return Packed(x, None if scale is None else scale.view(1, 1), payload, None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -197,7 +223,6 @@ def as_they_travel(
 def _packed(
     rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, extras: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None, Payload]:
-    _check_alignment(options)
     _check("x", rounds, x, None, 2, _SIZES)
     tensors = []
     if scales is not None:
@@ -226,11 +251,6 @@ def _packed(
     beside = _side_by_side(tensors, parts, at, 1) if tensors else None
     wide = -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT
     return _side_by_side([x], [payload.x], wide, ROW_ALIGNMENT), beside, payload
-
-
-def _check_alignment(options: Options) -> None:
-    if options.expert_alignment > MOST_BYTES_ALIGNMENT:
-        raise BadInput("expert_alignment", options.expert_alignment, f"at most {MOST_BYTES_ALIGNMENT} for such rows")
 
 
 def _check_layout(payload: Payload) -> None:

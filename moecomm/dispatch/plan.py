@@ -73,8 +73,12 @@ class Plan(outputs.ByName):
         scales: Any,
         max_rows: int | None,
         handle: Handle | None,
+        global_scale: float | torch.Tensor | None,
     ) -> Routed | None:
-        """A dispatch that is ready to run, or None if the plan is not for these tensors, or one can't be used."""
+        """A dispatch that is ready to run, or None if the plan is not for these tensors, or one can't be used.
+
+        `global_scale`: see payloads.Packed.
+        """
         if max_rows is not None and not (is_integer(max_rows) and 0 <= max_rows < 1 << 63):
             return None
         if handle is not None:
@@ -92,6 +96,10 @@ class Plan(outputs.ByName):
             args = self.native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
         if args is None:
             return None
+        if isinstance(global_scale, torch.Tensor):
+            args.compared = global_scale.data_ptr()
+        elif global_scale is not None:
+            args.call ^= signature.scale_word(global_scale)
         if not self.native.loaded(args.num_tokens):
             self._load(args)
         if handle is None:
@@ -177,17 +185,24 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     args.part = BEGIN if key.begin else WHOLE
     if like.topk_idx is not None:
         args.idx_bytes = like.topk_idx.element_size()
-    if (dtype := scale_dtype(options, like)) is not None:
+    x_dtype, dtype = like.x.dtype, scale_dtype(options, like)
+    if dtype is not None:
         args.scale_bytes = scale_columns(options, like) * dtype.itemsize
+    compared = dict[str, object](key.experts)
+    if as_bytes:
+        assert key.payload is not None, "pack() has made these rows"
+        compared |= key.payload.compared
+        x_dtype, dtype = key.payload.x.dtype, key.payload.scales and key.payload.scales.dtype
     args.call = signature.pack(
-        "bytes" if as_bytes else "dispatch",
+        "dispatch",
+        compared,
         layer=key.layer,
         call=key.described(),
         layout=args.layout,
-        dtype=args.in_type,
+        dtype=signature.index_of(signature.ROW_DTYPES, x_dtype),
+        scales=signature.index_of(signature.SCALE_DTYPES, dtype),
         topk_idx_dtype=int(args.idx_bytes == 8),
         quantize=key.quantized(),
-        scale_format=args.scale_format,
         scale_layout=SCALE_LAYOUTS.index(options.scale_layout),
         row_bytes=args.row_bytes,
         scale_bytes=args.scale_bytes,

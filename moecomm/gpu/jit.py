@@ -57,7 +57,7 @@ def source(spec: KernelSpec) -> str:
         kind += f", .descriptors = {_bool(spec.descriptors)}" + ", .placed = true" * spec.placed
         if spec.named_experts:
             kind += f", .named_experts = {spec.named_experts}"
-        kind += ", .balanced = true" * spec.balanced
+        kind += ", .balanced = true" * spec.balanced + ", .compares = true" * spec.compares
         kind += f", .part = Part::{_native.Part(spec.part).name}, .packets = {_bool(spec.packets)}"
     else:
         kind += f", .wide_bias = {_bool(spec.wide_bias)}, .bias_first = {_bool(spec.bias_first)}"

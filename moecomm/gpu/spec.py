@@ -40,6 +40,7 @@ class KernelSpec:
     placed: bool = False  # Context.placed is not 0; `experts` are then slots
     named_experts: int = 0  # of a placement that is looked up: Shape.named_experts
     balanced: bool = False  # it is BALANCED
+    compares: bool = False  # DispatchArgs.compared is not 0
     part: int = 0
     packets: bool = False  # of few tokens: see packets_of
     wire: int = 2

@@ -1,13 +1,22 @@
-"""The options that all ranks must pass alike in one call, packed into the 63 bits that travel in the round header.
+"""The list of what all ranks must pass alike in one round, packed into the 64 bits that travel in the round header.
 
-Dispatch and combine have a table of fields each.  Where two ranks differ, the error names the first field in which they
-do, with the values that the callers passed.
+Each field is here once.  An option that is not in this list may differ between ranks.  docs/failures.md has the list for
+users, and that of calls that are no rounds.
+
+A combine has one table of fields, a dispatch has three: of rows in a dtype that kernels know, of rows that are given as
+bytes, and of rows that are cast on the way to bytes.  Values that find no room are compared by a digest.  Where two ranks
+differ, the error names the first field in which they do, with the values that the callers passed; of values that only a
+digest tells apart, it has those of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import get_args
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, get_args
+
+import torch
 
 from moecomm.base.choices import BALANCES, Quantize, ScaleLayout
 from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS, TYPES
@@ -36,79 +45,115 @@ _Field = tuple[str, int, Sequence[object]]  # name, bits, meaning of each value;
 _NO_YES = (False, True)
 _DTYPES = tuple(TYPES)
 _LAYOUT: _Field = ("layout", 2, LAYOUTS)
-_DTYPE: _Field = ("dtype", 3, _DTYPES)
 _LAYER: _Field = ("layer", LAYERS.bit_length(), ())  # 0: has no number
 _GRADIENTS: _Field = ("gradients wanted", 1, _NO_YES)  # of moecomm.ops: all ranks take part in a backward pass
 _WEIGHTS: _Field = ("weight_grads given", 1, _NO_YES)  # of a dispatch: by its backward pass
 QUANTIZED = (None, *get_args(Quantize))
+# Dtypes of payloads.  Another one shares the last value, and a digest tells it apart.
+_OTHERS = ("int8", "bool", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
+_OTHERS += ("int16", "uint8", "uint16", "int32", "uint32", "float32", "float8_e4m3fn", "float16", "bfloat16")
+_ANOTHER = "another dtype"
+_KNOWN = (*_DTYPES, *(getattr(torch, name) for name in _OTHERS))
+ROW_DTYPES = (*dict.fromkeys(_KNOWN), _ANOTHER)
+_PLAIN_SCALES = (torch.float32, torch.int32, torch.uint8, torch.int16, torch.float8_e8m0fnu)
+SCALE_DTYPES = (None, *dict.fromkeys((*_PLAIN_SCALES, *_KNOWN)), _ANOTHER)
+_FP32_SCALES = SCALE_DTYPES.index(torch.float32)
+_FORM: _Field = ("", 2, ())  # the lowest bits of a dispatch: which table it has
 _DISPATCH: tuple[_Field, ...] = (
+    _FORM,
     ("call", 4, DISPATCHES),
     _LAYOUT,
-    _DTYPE,
     ("topk_idx dtype", 1, ("int32", "int64")),
     ("quantize", 4, QUANTIZED),
-    ("scale_format", 2, SCALE_FORMATS),
     ("scale_layout", 2, get_args(ScaleLayout)),
     ("handle given", 1, _NO_YES),
     _GRADIENTS,
-)
-_GROW: _Field = (GROW, 1, _NO_YES)
-_LONG = ("scale bytes", "expert_alignment")
-# A dispatch has one of three forms.  Its lowest bits say which: 0, 1 and then 0, 1 and then 1.
-_BALANCE: _Field = ("balance", 1, (None, *BALANCES))
-_SHORT_FORM = (("", 1, ()), _LAYER, *_DISPATCH, *((name, 12, ()) for name in _LONG), _GROW, _WEIGHTS, _BALANCE)
-_LONG_FORM = (("", 2, ()), *_DISPATCH, *((name, 20, ()) for name in _LONG), _GROW)
-# Rows that travel as bytes.  Scales and extras beside them fill whole words.
-_ROW_BYTES: _Field = ("row bytes", 16, range(0, 1 << 20, 16))
-_BYTES_FORM: tuple[_Field, ...] = (
-    ("", 2, ()),
-    *(field for field in _DISPATCH if field[0] not in ("dtype", "scale_format")),
-    _ROW_BYTES,
-    ("scale bytes", 18, range(0, 1 << 20, 4)),
-    ("expert_alignment", 10, ()),
-    _GROW,
     _WEIGHTS,
+    ("balance", 1, (None, *BALANCES)),
+    (GROW, 1, _NO_YES),
 )
-MOST_BYTES_ALIGNMENT = (1 << 10) - 1  # of rows that travel as bytes
+_PLAIN: tuple[_Field, ...] = (
+    _FORM,
+    _LAYER,
+    *_DISPATCH[1:],
+    ("dtype", 3, ROW_DTYPES),
+    ("scales", 3, SCALE_DTYPES),
+    ("scale bytes", 12, ()),
+    ("expert_alignment", 12, ()),
+)
+_DIGEST = "payload"
+_ROW_BITS = 15
+_MOST_ROW = (1 << _ROW_BITS) - 1  # bytes of longer rows are in the digest alone
+_BYTES: tuple[_Field, ...] = (
+    *(field for field in _DISPATCH if field[0] != "quantize"),  # None
+    ("dtype", 5, ROW_DTYPES),
+    ("scales", 5, SCALE_DTYPES),
+    ("row bytes", _ROW_BITS, (*range(_MOST_ROW), f"{_MOST_ROW} or more")),
+    (_DIGEST, 23, ()),
+)
+# The last 32 bits are a digest, plus by XOR those of the global scale, which a kernel may add.
+_SCALE = "x_global_scale"
+_CAST: tuple[_Field, ...] = (*_DISPATCH, (_DIGEST, 12, ()), (_SCALE, 32, ()))
+_FORMS = (_PLAIN, _BYTES, _CAST)
+SCALE_SHIFT = 32  # of the bits of the global scale: compare_scale of csrc/protocol/args.h
 _WIRES = (*_DTYPES[:3], "fp8", "int8", "rows")
 ROWS_WIRE = _WIRES.index("rows")  # of rows that travel unsummed, whatever their dtype
 _COMBINE: tuple[_Field, ...] = (
     _LAYER,
     ("call", 2, COMBINES),
     _LAYOUT,
-    _DTYPE,
+    ("dtype", 3, _DTYPES),
     ("wire", 3, _WIRES),
     ("weighted", 1, _NO_YES),
     _WEIGHTS,
     ("topk_weights given", 1, _NO_YES),
     _GRADIENTS,
 )
+_ALL, _LOW = (1 << 64) - 1, (1 << SCALE_SHIFT) - 1
+_packed: dict[int, _Packed] = {}  # by word, without the bits to which a scale is added
 
 
-def pack(op: str = "dispatch", /, **fields: int) -> int:
+class _Packed(NamedTuple):
+    """A word of this process, and the values of which it has a digest."""
+
+    word: int
+    others: dict[str, object]
+
+
+def pack(op: str = "dispatch", /, others: Mapping[str, object] | None = None, **fields: int) -> int:
     """Pack the fields of a call (names with underscores) into one integer.
 
-    `op`: "combine", "dispatch", or "bytes": a dispatch whose rows travel as bytes.  A dispatch drops `layer`,
-    `weight_grads given` and `balance` beside rows of scales, or an alignment, of 4096 and more; one of bytes drops the
-    first and the last of these.
+    Args:
+        op: "combine" or "dispatch".
+        others: of a dispatch: what its table has no field for, by name.  Equal values have equal texts.
+        fields: values; those that are not given are 0.
     """
     if op == "combine":
-        table = _COMBINE
-    elif op == "bytes":
-        table, fields[""] = _BYTES_FORM, 3
-        fields["row_bytes"] //= 16
-        fields["scale_bytes"] //= 4
+        return _word(_COMBINE, fields)
+    if not others and max(fields.get("scale_bytes", 0), fields.get("expert_alignment", 0)) < 1 << 12:
+        return _word(_PLAIN, fields)
+    named = ("layer", "scale bytes", "expert_alignment", "row bytes")
+    kept: dict[str, object] = {name: fields.get(name.replace(" ", "_"), 0) for name in named}
+    kept.update(others or {})
+    casts = fields.get("quantize", 0) != 0
+    digest = _digest((kept, fields.get("dtype"), fields.get("scales")))
+    if casts:
+        word = _word(_CAST, {**fields, "": 2, _DIGEST: digest >> 52, _SCALE: digest & _LOW})
     else:
-        is_long = max(fields.get(name.replace(" ", "_"), 0) for name in _LONG) >= 1 << 12
-        table = _LONG_FORM if is_long else _SHORT_FORM
-        fields[""] = int(is_long)
-    word, at = 0, 0
-    for name, bits, _ in table:
-        value = fields.get(name.replace(" ", "_"), 0)
-        assert 0 <= value < 1 << bits, (name, value)
-        word |= value << at
-        at += bits
+        row = min(fields.get("row_bytes", 0), _MOST_ROW)
+        word = _word(_BYTES, {**fields, "": 1, _DIGEST: digest >> 41, "row_bytes": row})
+    _packed[_kind(word)] = _Packed(word, kept)
     return word
+
+
+def index_of(dtypes: Sequence[object], dtype: object) -> int:
+    """Return the index of a dtype in ROW_DTYPES or SCALE_DTYPES."""
+    return dtypes.index(dtype) if dtype in dtypes else len(dtypes) - 1
+
+
+def scale_word(value: float) -> int:
+    """Return what a global scale on the host adds to a word by XOR: compare_scale of csrc/protocol/args.h."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0]) << SCALE_SHIFT
 
 
 def shown(word: int, op: str = "dispatch") -> dict[str, str]:
@@ -118,32 +163,75 @@ def shown(word: int, op: str = "dispatch") -> dict[str, str]:
     """
     found = {}
     for name, (value, meaning) in _fields(word, op).items():
-        if value or name in ("layout", "dtype", "row bytes"):
-            found[name] = str(_meant(value, meaning)).removeprefix("torch.")
-    return found
+        if name not in (_DIGEST, _SCALE) and (value or name in ("layout", "dtype")):
+            found[name] = _text(_meant(value, meaning))
+    return found | {name: _text(value) for name, value in _others(word, op).items() if value}
 
 
 def difference(mine: int, theirs: int, op: str = "dispatch") -> tuple[str, object, object]:
     """Return the first field in which two calls differ: name, mine, theirs."""
     ours, others = _fields(mine, op), _fields(theirs, op)
     for name, (value, meaning) in ours.items():
-        if name in others and value != (their_value := others[name][0]):
-            return name, _meant(value, meaning), _meant(their_value, meaning)
-    if ("dtype" in ours) != ("dtype" in others):
-        kinds = [_meant(*call["dtype"]) if "dtype" in call else "rows of another kind" for call in (ours, others)]
-        return "x", kinds[0], kinds[1]
-    return "call", mine, theirs
+        if name not in (_DIGEST, _SCALE) and name in others and value != others[name][0]:
+            return name, _meant(value, meaning), _meant(*others[name])
+    packed = None if op == "combine" else _packed.get(_kind(mine))
+    if packed is not None and _kind(mine) == _kind(theirs) and _SCALE in ours:
+        return _SCALE, *(_scale(word & _ALL ^ packed.word) for word in (mine, theirs))
+    beside, beside_them = _others(mine, op), _others(theirs, op)
+    if beside and beside_them:
+        for name in {**beside, **beside_them}:
+            if (pair := (beside.get(name), beside_them.get(name)))[0] != pair[1]:
+                return name, *pair
+    described = ", ".join(f"{name} {_text(value)}" for name, value in beside.items() if value)
+    return _DIGEST, described or "the plain one", "another, which the error of that rank names"
+
+
+def _kind(word: int) -> int:
+    return word & (_LOW if word & 3 == 2 else _ALL)
+
+
+def _scale(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits >> SCALE_SHIFT))[0])
+
+
+def _digest(what: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little")
+
+
+def _word(table: Sequence[_Field], fields: Mapping[str, int]) -> int:
+    word, at = 0, 0
+    for name, bits, _ in table:
+        value = fields.get(name.replace(" ", "_"), 0)
+        assert 0 <= value < 1 << bits, (name, value)
+        word |= value << at
+        at += bits
+    assert at <= 64, "the bits of RoundHeader::call"
+    return word
 
 
 def _fields(word: int, op: str) -> dict[str, tuple[int, Sequence[object]]]:
-    """Return the fields of a call by name: value, and the meaning of each value."""
-    table = _COMBINE if op == "combine" else (_SHORT_FORM, _LONG_FORM, _SHORT_FORM, _BYTES_FORM)[word & 3]
-    found = {}
+    """Return the fields of a call that a word has whole, by name: value, and the meaning of each value."""
+    table = _COMBINE if op == "combine" else _FORMS[word & 3]
+    found: dict[str, tuple[int, Sequence[object]]] = {}
     for name, bits, meaning in table:
         if name:
             found[name] = word & ((1 << bits) - 1), meaning
         word >>= bits
+    if op == "combine":
+        return found
+    if found.setdefault("quantize", (0, QUANTIZED))[0] and "scales" in found:
+        found["scale_format"] = int(found.pop("scales")[0] > _FP32_SCALES), SCALE_FORMATS
     return found
+
+
+def _others(word: int, op: str) -> dict[str, object]:
+    """Return the values of a call of which the word has a digest, if this process has packed it."""
+    packed = None if op == "combine" else _packed.get(_kind(word))
+    return {} if packed is None else packed.others
+
+
+def _text(value: object) -> str:
+    return str(value).removeprefix("torch.")
 
 
 def _meant(value: int, meaning: Sequence[object]) -> object:

@@ -17,11 +17,11 @@ def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Rout
     """A dispatch with the arguments of Buffer.dispatch; `begin=True`: the first half of one."""
     options = _options(dispatch.Options, call)
     payload = call.pop("scales", None), call.pop("extras", ()), call.pop("x_global_scale", None)
-    x, scales, form = pack(buffer.rounds, options, x, *payload)
-    call["scales"] = scales
+    x, scales, form, scale = pack(buffer.rounds, options, x, *payload)
+    call.update(scales=scales, payload=form, global_scale=scale)
     routed = dispatch.prepare(buffer.rounds, options, x, *tensors, **call)
     if form is not None:
-        routed.form, routed.inputs = form, (routed.inputs, x, scales)  # which nobody else may keep
+        routed.inputs = routed.inputs, x, scales  # which nobody else may keep
     return routed
 
 
