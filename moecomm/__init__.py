@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from moecomm.base import formats as formats
@@ -71,6 +72,11 @@ __all__ = [
     "local_ranks",
     "trace",
 ]
+
+
+sys.modules[f"{__name__}.formats"] = (
+    formats  # `import moecomm.formats` finds it: formats.pyi is the same for type checkers
+)
 
 
 def doctor() -> Report:

@@ -8,6 +8,7 @@ copies of all ranks.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,10 +20,11 @@ from moecomm.base import placement as placements
 from moecomm.base.placement import NONE, Placement
 from moecomm.base.validation import check_dtype, check_real, check_shape
 from moecomm.buffer import Buffer
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Mismatch
 from moecomm.fused.copies import SlotTensor
 from moecomm.gpu import plain_kernel
 from moecomm.membership.suspension import refuse_capture
+from moecomm.ranks.opening import opening
 from moecomm.window import Window
 from moecomm.window.pace import PAUSE, Pace
 
@@ -51,10 +53,12 @@ class ExpertWeights:
     Args:
         buffer: opened with a placement.  GPUs: in one NVLink domain.
         shapes: of an expert's tensors, by name.
+            All ranks pass the same in the same order.
         dtype: of all of them, or of each by name.
 
     Raises:
         BadInput: a Buffer without a placement, a shape or dtype that can't be, weights that no memory has room for.
+        Mismatch: ranks passed other shapes, names or dtypes, or the same in another order.
         Unsupported, Timeout, PeerLost, Aborted: as opening a Window.
     """
 
@@ -78,6 +82,7 @@ class ExpertWeights:
             parts[name] = whole, kind, at
             at += -(-math.prod(whole) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
         group, device = buffer.rounds.members.group, buffer.device
+        self._agree(parts)
         backend: Any = buffer.rounds.settings.backend
         try:
             self._window = Window(group, at, backend=backend, device=device, timeout_s=buffer.timeout_s)
@@ -88,7 +93,8 @@ class ExpertWeights:
             raise BadInput("shapes", f"{at} bytes on each rank", want, error.rank) from None
         reach = self._window.pointers
         self._tensors = {
-            name: SlotTensor(partial(_of, self._window, *part), reach, part[2]) for name, part in parts.items()
+            name: SlotTensor(partial(_of, self._window, *part), reach, part[2], f"{name} at {part[2]}")
+            for name, part in parts.items()
         }
         for tensor in self._tensors.values():
             self._rounds.slot_tensors[tensor.of(self._window.rank).data_ptr()] = tensor
@@ -177,6 +183,21 @@ class ExpertWeights:
     def close(self) -> None:
         """Give the memory back.  Tensors that are still referenced stay valid."""
         self._window.close()
+
+    def _agree(self, parts: Mapping[str, tuple[tuple[int, ...], torch.dtype, int]]) -> None:
+        """Compare the tensors of all ranks, whose copies find them by place."""
+        members = self._rounds.members
+        mine = {
+            "shapes": ", ".join(f"{name} {list(shape[1:])}" for name, (shape, _, _) in parts.items()),
+            "dtype": ", ".join(f"{name} {dtype}" for name, (_, dtype, _) in parts.items()),
+        }
+        how: dict[str, Any] = {"of": "ExpertWeights", "note": "ExpertWeights()"}
+        with opening(members.group, members.timeout_s, **how) as ranks:
+            for rank, record in enumerate(ranks.all_gather(json.dumps(mine).encode())):
+                for name, theirs in json.loads(record).items():
+                    if theirs != mine[name]:
+                        raise Mismatch(name, mine[name], theirs, rank)
+            ranks.settle()
 
     def _require_same_ranks(self) -> None:
         if self._buffer.rounds is not self._rounds:

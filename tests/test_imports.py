@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -50,6 +52,14 @@ def test_no_module_and_no_room_imports_itself_by_way_of_others() -> None:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
             pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/api").glob("*.md")), ids=lambda page: page.stem)
+def test_each_module_of_the_reference_is_imported_by_its_name(page: Path) -> None:
+    name = page.read_text().partition("\n")[0].removeprefix("# ")
+    if name.startswith("moecomm"):
+        code = f"import {name}; from {name} import __doc__; assert {name} is __import__('sys').modules['{name}']"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_nothing_of_moecomm_imports_what_measures_it() -> None:

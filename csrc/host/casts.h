@@ -56,15 +56,16 @@ struct Fp32 {
     static MOECOMM_INLINE float round(float f) { return f; }
 };
 
-// e4m3fn: no infinities; the largest value is 448, and larger rounded values become NaN.
+// e4m3fn: no infinities; the largest value is 448. NaN and larger rounded values become the NaN 0x7f, whatever their sign is: infinity
+// times 0 has one that differs between processors.
 MOECOMM_INLINE u8 round_e4m3(float f) {
     const u32 bits = bits_of(f);
     const u32 magnitude = bits & 0x7fffffffu;
     const u32 normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
     const u32 subnormal = bits_of(float_of(magnitude) + 0x1p14f) - bits_of(0x1p14f);  // the ulp of 2^14 is 2^-9
     u32 narrow = magnitude < (121u << 23) ? subnormal : normal;
-    narrow = magnitude >= (135u << 23) + (7u << 20) ? 0x7fu : narrow;  // 480 and above, and NaN
-    return static_cast<u8>(narrow | ((bits >> 24) & 0x80u));
+    const bool is_nan = magnitude >= (135u << 23) + (7u << 20) || narrow == 0x7fu;  // 480 and above and NaN; above 464
+    return static_cast<u8>(is_nan ? 0x7fu : narrow | ((bits >> 24) & 0x80u));
 }
 
 MOECOMM_INLINE float load_e4m3(u8 v) {

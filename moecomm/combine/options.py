@@ -25,6 +25,9 @@ class Options(NamedTuple):
         return is_unsummed(self.wire)
 
 
+NOT_COMPARED = frozenset({"num_sms"})  # of each rank; ranks compare all others
+
+
 class OptionsDict(TypedDict, total=False):
     """Options for type checkers, with the tensors on which the types of the result do not depend."""
 

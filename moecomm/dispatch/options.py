@@ -28,6 +28,10 @@ class Options(NamedTuple):
     overflow: Overflow | None = None
 
 
+# Of each rank.  Ranks compare all others: moecomm/rounds/signature.py has the list.
+NOT_COMPARED = frozenset({"num_sms", "check_weights", "overflow"})
+
+
 class OptionsDict(TypedDict, total=False):
     """Options for type checkers, without `layout` and `quantize`, on which the types of the result depend."""
 

@@ -63,15 +63,10 @@ class Payload(NamedTuple):
     scale_layout: ScaleLayout
 
     @property
-    def compared(self) -> dict[str, object]:
-        """Return what all ranks must pass alike, beside the dtypes of rows and scales: see rounds/signature.py."""
-        found: dict[str, object] = {"row bytes": self.x.nbytes}
-        if self.scales is not None:
-            found["scale bytes"] = self.scales.nbytes
-        if self.extras:
-            texts = [f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in self.extras]
-            found["extras"] = ", ".join(texts)
-        return found
+    def compared(self) -> tuple[Part, Part | None, str]:
+        """Return what all ranks must pass alike: rows, scales, and extras in words."""
+        extras = (f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in self.extras)
+        return self.x, self.scales, ", ".join(extras)
 
     def tensor(self, name: str, routed: Routed[Any, Any, Any, Any]) -> Any:
         """Return a tensor of Routed, by its name there; of "extras" a tuple."""
@@ -132,6 +127,8 @@ def pack(
     casts = isinstance(name, str) and (name != "fp8" or rounds.hidden % ROW_ALIGNMENT != 0)
     swizzles = isinstance(layout, str) and layout == "swizzled"
     rows = as_tensor("x", x)[0]
+    if scales is None and name is None:
+        _check_columns(rounds, rows)
     if not (casts or extras or swizzles or _differs(rounds, rows)):
         if global_scale is not None:
             raise BadInput("x_global_scale", "a scale", f"None with quantize={options.quantize!r}")
@@ -149,6 +146,13 @@ def pack(
     if isinstance(given, torch.Tensor) and given.device.type == "cpu":
         given = given.item()
     return Packed(*_packed(rounds, options, rows, beside, extras), given)
+
+
+def _check_columns(rounds: Rounds, x: torch.Tensor) -> None:
+    """Raise BadInput for rows that look like those of the Buffer and are not: combine could not return them."""
+    if x.dtype is rounds.dtype and x.ndim == 2 and x.shape[1] != rounds.hidden:
+        want = f"hidden = {rounds.hidden}; x.view(torch.uint8) sends other rows"
+        raise BadInput("x", f"{x.shape[1]} columns of {rounds.dtype}", want)
 
 
 def _differs(rounds: Rounds, x: torch.Tensor) -> bool:

@@ -188,13 +188,14 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     x_dtype, dtype = like.x.dtype, scale_dtype(options, like)
     if dtype is not None:
         args.scale_bytes = scale_columns(options, like) * dtype.itemsize
-    compared = dict[str, object](key.experts)
+    compared, row_bytes, scale_bytes = dict(key.experts), args.row_bytes, args.scale_bytes
     if as_bytes:
         assert key.payload is not None, "pack() has made these rows"
-        compared |= key.payload.compared
-        x_dtype, dtype = key.payload.x.dtype, key.payload.scales and key.payload.scales.dtype
+        x, scales, compared["extras"] = key.payload.compared
+        x_dtype, row_bytes = x.dtype, x.nbytes
+        dtype, scale_bytes = (None, 0) if scales is None else (scales.dtype, scales.nbytes)
     args.call = signature.pack(
-        "dispatch",
+        "payload" if as_bytes else "dispatch",
         compared,
         layer=key.layer,
         call=key.described(),
@@ -204,8 +205,8 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
         topk_idx_dtype=int(args.idx_bytes == 8),
         quantize=key.quantized(),
         scale_layout=SCALE_LAYOUTS.index(options.scale_layout),
-        row_bytes=args.row_bytes,
-        scale_bytes=args.scale_bytes,
+        row_bytes=row_bytes,
+        scale_bytes=scale_bytes,
         expert_alignment=args.alignment,
         handle_given=args.repeat,
         asks_for_a_larger_buffer=int(key.grow),

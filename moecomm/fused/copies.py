@@ -46,17 +46,26 @@ class SlotTensor:
         of: returns that of a rank.
         pointers: int64 `[R]` on the device: of the memory of each rank, as this one reaches it.
         offset: of the tensor there, in bytes.
+        name: of its owner; the same on all ranks.
     """
 
-    def __init__(self, of: Callable[[int], torch.Tensor], pointers: torch.Tensor, offset: int) -> None:
-        self.of, self.pointers, self.offset = of, pointers, offset
+    def __init__(self, of: Callable[[int], torch.Tensor], pointers: torch.Tensor, offset: int, name: str) -> None:
+        self.of, self.pointers, self.offset, self.name = of, pointers, offset, name
 
 
 class Copies(NamedTuple):
-    """The tensors of experts that a layer copies: all of them."""
+    """The tensors of experts that a layer copies: all of them.
+
+    Attributes:
+        rounds: of the Buffer.
+        tensors: in the order of arguments.
+        compared: what ranks must pass alike, because an expert is computed where a copy of it is: see
+            moecomm.dispatch.options.Key.experts.
+    """
 
     rounds: Rounds
     tensors: list[SlotTensor]
+    compared: tuple[tuple[str, str], ...]
 
     @property
     def _table(self) -> int:
@@ -102,11 +111,14 @@ class Copies(NamedTuple):
         plain_kernel.launch_on(rounds.device, COPY, _BLOCKS, args)
 
 
-def copies_of(rounds: Rounds, balance: Balance | None, **weights: Any) -> Copies | None:
+def copies_of(
+    rounds: Rounds, balance: Balance | None, activation: object, interleaved: bool, **weights: Any
+) -> Copies | None:
     """Return what moe() copies; None: nothing.
 
     Args:
-        rounds, balance: see Buffer.moe.
+        rounds, balance, interleaved: see Buffer.moe.
+        activation: with its limits.
         weights: tensors of the experts by argument, or tuples of them, or None.
 
     Raises:
@@ -119,7 +131,7 @@ def copies_of(rounds: Rounds, balance: Balance | None, **weights: Any) -> Copies
     if placement is None or placement.choice != "balanced":
         want = 'a Buffer whose placement has choice="balanced", and empty slots'
         raise BadInput("balance", f"{balance!r} in a Buffer with {placement}", want)
-    tensors = []
+    tensors, names = [], []
     for name, given in weights.items():
         for part in given if isinstance(given, tuple) else (given,):
             if part is None:
@@ -128,8 +140,10 @@ def copies_of(rounds: Rounds, balance: Balance | None, **weights: Any) -> Copies
             if found is None:
                 raise BadInput(name, "a tensor of its own", "one of ExpertWeights of this Buffer")
             tensors.append(found)
+            names.append(f"{name}: {found.name}")
     rounds.replicates = True
     rounds.note_copies()
-    found = Copies(rounds, tensors)
+    compared = {"experts": ", ".join(names), "activation": str(activation), "interleaved": str(bool(interleaved))}
+    found = Copies(rounds, tensors, tuple(compared.items()))
     found.load()
     return found

@@ -170,7 +170,9 @@ def prepare(
         values, fp8 = w2, False
     intermediate = values.shape[2] * (2 if isinstance(w2, Mxfp4) else 1)
     biases = check_biases(rounds, w13_bias, w2_bias, intermediate)
-    copies = copies_of(rounds, options.balance, w13=w13, w2=w2, w13_bias=biases[0], w2_bias=biases[1])
+    tensors: dict[str, Any] = {"w13": w13, "w2": w2, "w13_bias": biases[0], "w2_bias": biases[1]}
+    copies = copies_of(rounds, options.balance, activation, interleaved, **tensors)
+    copying: dict[str, Any] = {"copies": copies.run, "experts": copies.compared} if copies is not None else {}
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
@@ -199,7 +201,7 @@ def prepare(
                 "gradients": gradients,
                 "call": "moe" if travels is None else f"moe in {travels}",
                 "layer": number,
-                "copies": None if copies is None else copies.run,
+                **copying,
             },
         )
 
@@ -218,7 +220,7 @@ def prepare(
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
 
     quantize: Quantize | None = "fp8" if fp8 else None
-    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe", "copies": None if copies is None else copies.run}
+    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe", **copying}
     if by_channel is not None:  # bytes are bytes: rows of int8 travel as rows of FP8
         data, room["scales"] = quantize_rows(x, values.dtype)
         x = data.view(kernels.FP8)

@@ -23,6 +23,12 @@ class Options(NamedTuple):
     balance: Balance | None = None
 
 
+# Of each rank.  Ranks compare all others.
+NOT_COMPARED = frozenset({"max_rows", "num_sms", "check_weights", "overflow"})
+# Of the experts of a rank, which alone computes them, unless balance="replicate" copies them: then ranks compare these.
+OF_EXPERTS = frozenset({"activation", "activation_limit", "activation_alpha", "interleaved"})
+
+
 class OptionsDict(TypedDict, total=False):
     """Options for type checkers, with the tensors on which the type of the result does not depend."""
 

@@ -142,7 +142,8 @@ def moe_backward(
     on_gpu = waits and not owner.on_cpu  # CPU ranks wait by themselves
     gated = check_activation(activation, activation_limit, activation_alpha)
     experts = _Experts(w13, w2, w13_bias, w2_bias, interleaved, gated)
-    copies = copies_of(owner, cast("Balance | None", balance), w13=w13, w2=w2, w13_bias=w13_bias, w2_bias=w2_bias)
+    tensors = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
+    copies = copies_of(owner, cast("Balance | None", balance), gated, interleaved, **tensors)
     how = (experts, copies, buffer, max_rows, wants_w13, wants_w2, on_gpu, number)
 
     def part(tokens: slice) -> _Gradients:

@@ -1,12 +1,12 @@
 """The list of what all ranks must pass alike in one round, packed into the 64 bits that travel in the round header.
 
-Each field is here once.  An option that is not in this list may differ between ranks.  docs/failures.md has the list for
-users, and that of calls that are no rounds.
+Each field is here once.  An option that is not in this list may differ between ranks.  docs/failures.md has the list
+for users, and that of calls that are no rounds.
 
-A combine has one table of fields, a dispatch has three: of rows in a dtype that kernels know, of rows that are given as
-bytes, and of rows that are cast on the way to bytes.  Values that find no room are compared by a digest.  Where two ranks
-differ, the error names the first field in which they do, with the values that the callers passed; of values that only a
-digest tells apart, it has those of this rank.
+A combine has one table of fields.  A dispatch has three: of rows in a dtype that kernels know, of rows that are given
+as bytes, and of rows that are cast to bytes.  Values that find no room are compared by a digest.  Where two ranks
+differ, the error names the first field in which they do, with the values that the callers passed.  Of values that only
+a digest tells apart, and that another process has packed, it has those of this rank alone.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ _GRADIENTS: _Field = ("gradients wanted", 1, _NO_YES)  # of moecomm.ops: all ran
 _WEIGHTS: _Field = ("weight_grads given", 1, _NO_YES)  # of a dispatch: by its backward pass
 QUANTIZED = (None, *get_args(Quantize))
 # Dtypes of payloads.  Another one shares the last value, and a digest tells it apart.
-_OTHERS = ("int8", "bool", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
-_OTHERS += ("int16", "uint8", "uint16", "int32", "uint32", "float32", "float8_e4m3fn", "float16", "bfloat16")
+_OTHERS = (
+    *("int8", "bool", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *("int16", "uint8", "uint16", "int32", "uint32"),
+)
 _ANOTHER = "another dtype"
 _KNOWN = (*_DTYPES, *(getattr(torch, name) for name in _OTHERS))
 ROW_DTYPES = (*dict.fromkeys(_KNOWN), _ANOTHER)
@@ -124,13 +126,17 @@ def pack(op: str = "dispatch", /, others: Mapping[str, object] | None = None, **
     """Pack the fields of a call (names with underscores) into one integer.
 
     Args:
-        op: "combine" or "dispatch".
+        op: "combine", "dispatch", or "payload": a dispatch of rows that travel as bytes.
         others: of a dispatch: what its table has no field for, by name.  Equal values have equal texts.
         fields: values; those that are not given are 0.
     """
     if op == "combine":
         return _word(_COMBINE, fields)
-    if not others and max(fields.get("scale_bytes", 0), fields.get("expert_alignment", 0)) < 1 << 12:
+    if (
+        op == "dispatch"
+        and not others
+        and max(fields.get("scale_bytes", 0), fields.get("expert_alignment", 0)) < 1 << 12
+    ):
         return _word(_PLAIN, fields)
     named = ("layer", "scale bytes", "expert_alignment", "row bytes")
     kept: dict[str, object] = {name: fields.get(name.replace(" ", "_"), 0) for name in named}
@@ -176,13 +182,13 @@ def difference(mine: int, theirs: int, op: str = "dispatch") -> tuple[str, objec
             return name, _meant(value, meaning), _meant(*others[name])
     packed = None if op == "combine" else _packed.get(_kind(mine))
     if packed is not None and _kind(mine) == _kind(theirs) and _SCALE in ours:
-        return _SCALE, *(_scale(word & _ALL ^ packed.word) for word in (mine, theirs))
+        return _SCALE, _scale(mine & _ALL ^ packed.word), _scale(theirs & _ALL ^ packed.word)
     beside, beside_them = _others(mine, op), _others(theirs, op)
     if beside and beside_them:
         for name in {**beside, **beside_them}:
             if (pair := (beside.get(name), beside_them.get(name)))[0] != pair[1]:
                 return name, *pair
-    described = ", ".join(f"{name} {_text(value)}" for name, value in beside.items() if value)
+    described = ", ".join(f"{name} {_text(value)}" for name, value in beside.items() if value not in (0, 1))
     return _DIGEST, described or "the plain one", "another, which the error of that rank names"
 
 

@@ -1,0 +1,3 @@
+"""moecomm.formats, which is moecomm.base.formats."""
+
+from moecomm.base.formats import *
