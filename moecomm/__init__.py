@@ -74,9 +74,7 @@ __all__ = [
 ]
 
 
-sys.modules[f"{__name__}.formats"] = (
-    formats  # `import moecomm.formats` finds it: formats.pyi is the same for type checkers
-)
+sys.modules[f"{__name__}.formats"] = formats  # for `import moecomm.formats`; formats.pyi is for type checkers
 
 
 def doctor() -> Report:

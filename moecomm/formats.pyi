@@ -1,3 +1,3 @@
 """moecomm.formats, which is moecomm.base.formats."""
 
-from moecomm.base.formats import *
+from moecomm.base.formats import *  # noqa: F403

@@ -230,9 +230,9 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], object, object]] = {
         "row",
         "swizzled",
     ),
-    "row bytes": ({"x": torch.zeros(T, 20).char()}, {"x": torch.zeros(T, 40).char()}, 32, 48),
-    "scale bytes": ({"extras": (torch.zeros(T, 2),)}, {"extras": (torch.zeros(T, 5),)}, 8, 20),
-    "x": ({"x": torch.zeros(T, 64).char()}, {}, "rows of another kind", torch.bfloat16),
+    "row bytes": ({"x": torch.zeros(T, 20).char()}, {"x": torch.zeros(T, 22).char()}, 20, 22),
+    "extras": ({"extras": (torch.zeros(T, 2),)}, {"extras": (torch.zeros(T, 5),)}, "float32 [2]", "float32 [5]"),
+    "dtype": ({"x": torch.zeros(T, 64).char()}, {}, torch.int8, torch.bfloat16),
 }
 
 

@@ -65,10 +65,10 @@ _DISPATCH: tuple[_Field, ...] = (
     _FORM,
     ("call", 4, DISPATCHES),
     _LAYOUT,
+    ("handle given", 1, _NO_YES),
     ("topk_idx dtype", 1, ("int32", "int64")),
     ("quantize", 4, QUANTIZED),
     ("scale_layout", 2, get_args(ScaleLayout)),
-    ("handle given", 1, _NO_YES),
     _GRADIENTS,
     _WEIGHTS,
     ("balance", 1, (None, *BALANCES)),
@@ -83,15 +83,15 @@ _PLAIN: tuple[_Field, ...] = (
     ("scale bytes", 12, ()),
     ("expert_alignment", 12, ()),
 )
-_DIGEST = "payload"
-_ROW_BITS = 15
-_MOST_ROW = (1 << _ROW_BITS) - 1  # bytes of longer rows are in the digest alone
+_DIGEST, _ROW = "payload", "row bytes"
+_LONG = ("layer", "scale bytes", "expert_alignment")  # fields of some words, and values of digests
+_BYTES_SHIFT = 26  # of 64 bits of a digest
+_GUESSES = 1 << 15  # widths of another process that are tried, to name them
 _BYTES: tuple[_Field, ...] = (
     *(field for field in _DISPATCH if field[0] != "quantize"),  # None
     ("dtype", 5, ROW_DTYPES),
     ("scales", 5, SCALE_DTYPES),
-    ("row bytes", _ROW_BITS, (*range(_MOST_ROW), f"{_MOST_ROW} or more")),
-    (_DIGEST, 23, ()),
+    (_DIGEST, 38, ()),
 )
 # The last 32 bits are a digest, plus by XOR those of the global scale, which a kernel may add.
 _SCALE = "x_global_scale"
@@ -111,6 +111,7 @@ _COMBINE: tuple[_Field, ...] = (
     ("topk_weights given", 1, _NO_YES),
     _GRADIENTS,
 )
+_ELSEWHERE = "another, which the error of that rank names"
 _ALL, _LOW = (1 << 64) - 1, (1 << SCALE_SHIFT) - 1
 _packed: dict[int, _Packed] = {}  # by word, without the bits to which a scale is added
 
@@ -138,16 +139,14 @@ def pack(op: str = "dispatch", /, others: Mapping[str, object] | None = None, **
         and max(fields.get("scale_bytes", 0), fields.get("expert_alignment", 0)) < 1 << 12
     ):
         return _word(_PLAIN, fields)
-    named = ("layer", "scale bytes", "expert_alignment", "row bytes")
-    kept: dict[str, object] = {name: fields.get(name.replace(" ", "_"), 0) for name in named}
+    kept: dict[str, object] = {name: fields.get(name.replace(" ", "_"), 0) for name in (*_LONG, _ROW)}
     kept.update(others or {})
     casts = fields.get("quantize", 0) != 0
-    digest = _digest((kept, fields.get("dtype"), fields.get("scales")))
+    digest = _digest(kept, fields.get("dtype", 0), fields.get("scales", 0))
     if casts:
         word = _word(_CAST, {**fields, "": 2, _DIGEST: digest >> 52, _SCALE: digest & _LOW})
     else:
-        row = min(fields.get("row_bytes", 0), _MOST_ROW)
-        word = _word(_BYTES, {**fields, "": 1, _DIGEST: digest >> 41, "row_bytes": row})
+        word = _word(_BYTES, {**fields, "": 1, _DIGEST: digest >> _BYTES_SHIFT})
     _packed[_kind(word)] = _Packed(word, kept)
     return word
 
@@ -171,7 +170,7 @@ def shown(word: int, op: str = "dispatch") -> dict[str, str]:
     for name, (value, meaning) in _fields(word, op).items():
         if name not in (_DIGEST, _SCALE) and (value or name in ("layout", "dtype")):
             found[name] = _text(_meant(value, meaning))
-    return found | {name: _text(value) for name, value in _others(word, op).items() if value}
+    return found | {name: _text(value) for name, value in _others(word, op).items() if value and name not in found}
 
 
 def difference(mine: int, theirs: int, op: str = "dispatch") -> tuple[str, object, object]:
@@ -184,12 +183,15 @@ def difference(mine: int, theirs: int, op: str = "dispatch") -> tuple[str, objec
     if packed is not None and _kind(mine) == _kind(theirs) and _SCALE in ours:
         return _SCALE, _scale(mine & _ALL ^ packed.word), _scale(theirs & _ALL ^ packed.word)
     beside, beside_them = _others(mine, op), _others(theirs, op)
+    if packed is not None and not beside_them:
+        beside_them = _guessed(packed, others)
     if beside and beside_them:
         for name in {**beside, **beside_them}:
-            if (pair := (beside.get(name), beside_them.get(name)))[0] != pair[1]:
+            pair = beside.get(name), beside_them.get(name)
+            if pair[0] != pair[1] and not (name == _ROW and None in pair):
                 return name, *pair
     described = ", ".join(f"{name} {_text(value)}" for name, value in beside.items() if value not in (0, 1))
-    return _DIGEST, described or "the plain one", "another, which the error of that rank names"
+    return _DIGEST, described or "none", _ELSEWHERE
 
 
 def _kind(word: int) -> int:
@@ -200,8 +202,22 @@ def _scale(bits: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", bits >> SCALE_SHIFT))[0])
 
 
-def _digest(what: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little")
+def _digest(others: Mapping[str, object], dtype: int, scales: int) -> int:
+    text = repr((others, dtype, scales))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _guessed(mine: _Packed, theirs: Mapping[str, tuple[int, Sequence[object]]]) -> dict[str, object]:
+    """Return the values of another process's call that differs from this one in a width; {}: in more than that."""
+    if "dtype" not in theirs or _DIGEST not in theirs:
+        return {}
+    dtype, scales, digest = (theirs[name][0] for name in ("dtype", "scales", _DIGEST))
+    for name in (_ROW, "scale bytes"):
+        for value in range(_GUESSES):
+            tried = {**mine.others, name: value}
+            if _digest(tried, dtype, scales) >> _BYTES_SHIFT == digest:
+                return tried
+    return {}
 
 
 def _word(table: Sequence[_Field], fields: Mapping[str, int]) -> int:
@@ -220,18 +236,22 @@ def _fields(word: int, op: str) -> dict[str, tuple[int, Sequence[object]]]:
     table = _COMBINE if op == "combine" else _FORMS[word & 3]
     found: dict[str, tuple[int, Sequence[object]]] = {}
     for name, bits, meaning in table:
-        if name:
-            found[name] = word & ((1 << bits) - 1), meaning
+        value = word & ((1 << bits) - 1)
         word >>= bits
-    if op == "combine":
-        return found
-    if found.setdefault("quantize", (0, QUANTIZED))[0] and "scales" in found:
-        found["scale_format"] = int(found.pop("scales")[0] > _FP32_SCALES), SCALE_FORMATS
+        if name == "scales" and table is _PLAIN and found["quantize"][0]:
+            found["scale_format"] = int(value > _FP32_SCALES), SCALE_FORMATS
+        elif name:
+            found[name] = value, meaning
+    if table is _BYTES:
+        found["quantize"] = 0, QUANTIZED
     return found
 
 
 def _others(word: int, op: str) -> dict[str, object]:
-    """Return the values of a call of which the word has a digest, if this process has packed it."""
+    """Return the values that digests are made of; {}: another process has packed this word."""
+    if op != "combine" and word & 3 == 0:
+        found = _fields(word, op)
+        return {name: found[name][0] for name in _LONG}
     packed = None if op == "combine" else _packed.get(_kind(word))
     return {} if packed is None else packed.others
 
