@@ -1,11 +1,11 @@
 """What ranks must pass alike: for each call and each of its options, one rank differs, and every rank is told by name.
 
 docs/failures.md has the list.  An option that may differ between ranks says so where it is defined, in NOT_COMPARED.
+Settings of openings are in test_processes.py, operators of moecomm.overlap in overlap/test_failures.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import ExpertWeights, Mismatch, Placement, Window, fused, ops
+from moecomm import ExpertWeights, Mismatch, Placement, fused, ops
 from moecomm.combine import options as combining
 from moecomm.dispatch import options as dispatching
 from moecomm.fused import options as layers
-from moecomm.ranks.settings import Settings
 from moecomm.rounds import signature
 
 from .backends.conftest import run_ranks
@@ -61,6 +60,7 @@ DISPATCHES: dict[str, Case] = {
     "expert_alignment": two("expert_alignment", 1, 8),
     "expert_alignment, large": two("expert_alignment", 1, 1 << 13),
     "expert_alignment, of bytes": two("expert_alignment", 1, 2, x=U8),
+    "expert_alignment, large, of bytes": two("expert_alignment", 1024, 2048, x=U8),
     "quantize": two("quantize", None, "fp8"),
     "quantize, of bytes": two("quantize", "fp8", "mxfp8"),
     "scale_format": two("scale_format", "fp32", "ue8m0", quantize="fp8"),
@@ -316,42 +316,6 @@ def test_each_option_says_whether_ranks_compare_it() -> None:
         assert names - options.NOT_COMPARED <= names_of(cases), call
         assert names & per_rank <= names_of(PER_RANK[call]), call
     assert {"fused moe", "moe"} <= set(signature.DISPATCHES)
-
-
-OPENINGS: dict[str, tuple[Any, Any]] = {
-    "hidden": (HIDDEN, 64),
-    "num_experts": (E, 8),
-    "topk": (K, 1),
-    "max_tokens": (8, 9),
-    "dtype": (torch.bfloat16, torch.float16),
-    "window_bytes": (None, 1 << 24),
-    "wire": (None, "fp8"),
-    "capacity_factor": (None, 2.0),
-    "verify_every": (0, 3),
-    "on_timeout": ("raise", "mask"),
-    "placement": (None, Placement([[0, 1], [2, 3]], num_experts=E)),
-}
-
-
-@pytest.mark.parametrize("name", OPENINGS)
-def test_an_opening(name: str) -> None:
-    def body(group: Any) -> None:
-        moecomm.Buffer(group, **{**SIZES, name: OPENINGS[name][group.rank]}, timeout_s=20)
-
-    require_mismatch(run_ranks(2, body), name)
-
-
-def test_each_setting_is_compared() -> None:
-    settings = {field.name for field in dataclasses.fields(Settings)} - {"ranks", "backend", "domain_ranks"}
-    assert settings == set(OPENINGS) and settings | {"domain_ranks"} <= set(Settings._NAMES)
-
-
-@pytest.mark.parametrize(("name", "one", "other"), [("nbytes", 64, 128), ("signals", 1, 2)])
-def test_a_window(name: str, one: int, other: int) -> None:
-    def body(group: Any) -> None:
-        Window(group, **{"nbytes": 64, name: other if group.rank else one}, device="cpu", timeout_s=20)
-
-    require_mismatch(run_ranks(2, body), name)
 
 
 W: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

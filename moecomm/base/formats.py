@@ -169,6 +169,7 @@ def quantize(
         scale_format: of fp8: "fp32" or "ue8m0".
         global_scale: positive; a number, or float32 `[1]` on the device of x.  fp8_tensor: the scale of all values, and
             required.  nvfp4: the factor g of all values before they are scaled, such as 2688 / amax of the tensor.
+            Rows that travel: the same on all ranks, so that amax is that of the tokens of all ranks.
 
     Returns:
         Values `[T, value_columns(H)]` and scales `[T, scale_columns(H)]`, None for fp8_tensor, in the dtypes of the

@@ -166,12 +166,12 @@ def dispatch(
         num_sms: see Buffer.dispatch; also used by all rounds with the handle and by backward passes.
         overflow: see Buffer.dispatch.  "chunks": the host waits for the rows, which no graph can; None: "chunks" on
             CPUs, "error" on GPUs and in graphs.
-        layer: number of the layer among those of the Buffer, 1 to 65535, the same on all ranks; 0: it has none.  All
+        layer: number of the layer among those of the Buffer, 1 to 16383, the same on all ranks; 0: it has none.  All
             rounds with the handle and of backward passes carry it, so that layers that a rank runs in another order
-            are a Mismatch.  Not rounds of rows that travel as bytes, such as those of "mxfp8": the combine tells.
+            are a Mismatch.
         quantize: None: rows travel in the Buffer's dtype; else a format, see Buffer.dispatch.
         scale_format: see Buffer.dispatch.
-        x_global_scale: see Buffer.dispatch.  The same on all ranks, since rows are dequantized with that of the rank
+        x_global_scale: see Buffer.dispatch.  Ranks compare it, since rows are dequantized with that of the rank
             where they arrive.
         dequantize: False: `Dispatched.x` has the values of the format, and `Dispatched.scales` their scales by row.
             They have no gradients.

@@ -108,7 +108,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "too many bytes": ("extras", {"extras": (torch.zeros(T, 1 << 18),)}),
     "a scale that no format takes": ("x_global_scale", {"x_global_scale": 2.0}),
     "no scale of all values": ("x_global_scale", {"quantize": "fp8_tensor"}),
-    "an alignment of 1024": ("expert_alignment", {"quantize": "mxfp8", "expert_alignment": 1024}),
     "swizzled scales of 4 bytes": ("scale_layout", {"quantize": "fp8_token", "scale_layout": "swizzled"}),
     "no scales to swizzle": ("scale_layout", {"scale_layout": "swizzled"}),
     "a cast of rows that were cast": ("x", {"quantize": "mxfp8", "x": torch.zeros(T, H).char()}),
