@@ -21,7 +21,7 @@ def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Rout
     call.update(scales=scales, payload=form, global_scale=scale)
     routed = dispatch.prepare(buffer.rounds, options, x, *tensors, **call)
     if form is not None:
-        routed.inputs = routed.inputs, x, scales  # which nobody else may keep
+        routed.inputs = routed.inputs, x, scales, scale  # which nobody else may keep
     return routed
 
 

@@ -57,6 +57,7 @@ SPECS = {
     "dispatch flat casts a last group of 48 columns": dispatch(layout=FLAT, type=FP16, hidden=176, quantize=True),
     "dispatch casts fp32, 16384 columns": dispatch(layout=BATCHED, type=FP32, hidden=16384, quantize=True),
     "dispatch casts to nvfp4": dispatch(format="nvfp4"),
+    "dispatch casts to nvfp4 by a scale in device memory": dispatch(format="nvfp4", compares=True),
     "dispatch casts to mxfp8, flat": dispatch(format="mxfp8", layout=FLAT),
     "dispatch casts to mxfp4, 2880 columns of fp16": dispatch(format="mxfp4", hidden=2880, type=FP16),
     "dispatch casts to int8_group, 16384 columns of fp32": dispatch(

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from moecomm.backends import host
+from moecomm.backends.lsa_kernels import dispatch_spec
 from moecomm.base import formats, packets
+from moecomm.dispatch.payloads import Packed, pack
+from moecomm.errors import Mismatch
 from moecomm.gpu import jit, limits
-from moecomm.testing import LocalBuffers, check_case
+from moecomm.testing import LocalBuffers, check_case, prepare
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_dispatch
 
@@ -219,6 +222,38 @@ def test_tensors_in_one_step() -> None:
             assert layout == "batched" or (scales.dtype == torch.uint8 and scales.shape == (8, 4))
             assert routed.plan.tensor("x", routed).data_ptr() == rows.data_ptr()
             assert str([*sizes, 32]) in repr(routed)
+
+
+@pytest.mark.parametrize("way", few(tuple(WAYS), "rows", "packets"))
+def test_global_scales_in_device_memory_are_compared(
+    way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reads them: no host knows their values."""
+
+    def packed(*given: Any) -> Packed:
+        found = pack(*given)
+        assert found.global_scale is not None
+        return found._replace(global_scale=torch.tensor([found.global_scale]))
+
+    sizes = dict(WAYS[way])
+    for room in ("packet_bytes", "direct_bytes"):
+        monkeypatch.setattr(host, room, sizes.pop(room, getattr(host, room)))
+    monkeypatch.setattr(prepare, "pack", packed)
+    x, ids = torch.full((4, 64), 6.0).bfloat16(), torch.arange(4)[:, None]
+    how = {"x": x, "topk_idx": ids, "quantize": "nvfp4"}
+    sizes |= {"hidden": 64, "num_experts": 8, "topk": 1, "max_tokens": 4}
+    with LocalBuffers(**sizes, backend="host") as ranks, monkeypatch.context() as patch:
+        patch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+        try:
+            for scale in (2.0, 3.0):
+                for routed in ranks.dispatch([{**how, "x_global_scale": scale} for _ in ranks.buffers]):
+                    assert routed.args.compared != 0 and dispatch_spec(routed.args).compares
+                    values = formats.dequantize(routed.x, routed.scales, "nvfp4", global_scale=scale)
+                    assert torch.equal(values, torch.full((len(routed.x), 64), 6.0))
+            with pytest.raises(Mismatch, match=r"x_global_scale: this rank has 2\.0, rank 1 has 3\.0"):
+                ranks.dispatch([{**how, "x_global_scale": 3.0 if rank == 1 else 2.0} for rank in range(sizes["ranks"])])
+        finally:
+            machine.forget()
 
 
 @pytest.mark.parametrize("hidden", [1024, 1040])
