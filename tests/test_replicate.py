@@ -348,7 +348,7 @@ def test_slots_that_are_filled_get_no_copies() -> None:
             def layer() -> None:
                 out = buffer.moe(*given, balance="replicate")
                 torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
-                sources = fused_copies.Copies(buffer.rounds, []).sources()
+                sources = fused_copies.Copies(buffer.rounds, [], ()).sources()
                 made.append((sources[1] != NONE).nonzero().flatten().tolist())
 
             layer()

@@ -101,6 +101,10 @@ def test_halves_and_chunks() -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "wider than a row of the Buffer": ("x", {"x": torch.zeros(T, 2 * H + 1).char()}),
+    "narrow rows of the Buffer's dtype": ("x", {"x": torch.zeros(T, H // 2).bfloat16()}),
+    "... beside extras": ("x", {"x": torch.zeros(T, H // 2).bfloat16(), "extras": (torch.zeros(T),)}),
+    "... beside a format": ("x", {"x": torch.zeros(T, H // 2).bfloat16(), "quantize": "mxfp8"}),
+    "... and no tokens": ("x", {"x": torch.zeros(0, H // 2).bfloat16(), "topk_idx": ids()[:0]}),
     "8 bytes": ("x", {"x": torch.zeros(T, H, dtype=torch.int64)}),
     "no bytes": ("x", {"x": torch.zeros(T, 0).char()}),
     "extras of other tokens": ("extras[1]", {"extras": (torch.zeros(T), torch.zeros(T + 1, 2))}),
@@ -121,6 +125,30 @@ def test_what_cannot_travel(what: str, buffer: moecomm.Buffer) -> None:
         buffer.dispatch(**{"x": torch.zeros(T, H).bfloat16(), "topk_idx": ids(), **given})
     assert caught.value.argument == argument
     buffer.dispatch(torch.zeros(T, H).bfloat16(), ids())
+
+
+def test_narrow_rows_of_the_buffers_dtype_travel_as_bytes_or_with_scales(buffer: moecomm.Buffer) -> None:
+    x = torch.randn(T, H // 2).bfloat16()
+    as_bytes = buffer.dispatch(x.view(torch.uint8), ids())
+    scaled = buffer.dispatch(x, ids(), scales=torch.ones(T, 1))
+    for routed in (as_bytes, scaled):
+        assert torch.equal(routed.x.view(torch.bfloat16), x[tokens_of(routed)])
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, -torch.nan])
+def test_what_is_no_number_is_cast_alike(name: str, value: float, buffer: moecomm.Buffer) -> None:
+    """Bit by bit: x86 gives infinity * 0 a sign."""
+    scale = 1.0 if name == "fp8_tensor" else None
+    x = torch.linspace(-2, 2, T * H).view(T, H).bfloat16()
+    x[0, 1] = value
+    for scale_format in ("fp32", "ue8m0") if name == "fp8" else ("fp32",):
+        how: dict[str, Any] = {"quantize": name, "scale_format": scale_format}
+        routed = buffer.dispatch(x, ids(), **how, x_global_scale=scale)
+        wanted = formats.quantize(x, name, scale_format=scale_format, global_scale=scale)
+        for got, want in zip((routed.x, routed.scales), wanted, strict=True):
+            if want is not None:
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)[tokens_of(routed)])
 
 
 def test_extras_without_room_between_domains() -> None:
