@@ -80,8 +80,8 @@ class KnownCalls {
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
         if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none() && max_rows.is_none())) return nothing_;
         const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(options, known_.layout);
-        const py::object plans =
-            plans_of(py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer, false, form, false, none_));
+        const py::object plans = plans_of(
+            py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer, false, form, false, none_));
         if (!plans) return nothing_;
         const DispatchTensors given(x, scales, topk_idx, topk_weights);
         if (!given.readable() || any_requires_grad(x, topk_weights)) return nothing_;
@@ -319,7 +319,8 @@ The arguments are those of moecomm.dispatch.dispatch and moecomm.combine.combine
              py::arg("ring"), py::arg("turn"), py::arg("record"), py::arg("on_host"))
         .def("dispatch", &KnownCalls::dispatch, py::arg("rounds"), py::arg("options"), py::arg("x"), py::arg("topk_idx"),
              py::arg("topk_weights"), py::arg("scales"), py::arg("max_rows"), py::arg("handle"), py::arg("sync"), py::arg("gradients"),
-             py::arg("call"), py::arg("layer"), py::arg("payload") = py::none(), R"(Run a dispatch.  Returns a Routed, and whether the call is over.
+             py::arg("call"), py::arg("layer"), py::arg("payload") = py::none(),
+             R"(Run a dispatch.  Returns a Routed, and whether the call is over.
 
 The Routed is None, and nothing has been done, if this is no plain call, there is no plan for it, or an
 argument can't be used.)")

@@ -189,10 +189,12 @@ MOECOMM_FN void group_scales(const float (&seen)[n], GroupScale (&scale)[n]) {
         scale[i] = group_scale<format>(seen[i]);
         huge |= !(seen[i] < 0x1p126f);
     }
-    if (format == ScaleFormat::fp32 && huge) {  // `up` may be subnormal or 0
+    if (format == ScaleFormat::fp32 && huge) {  // `up` may be subnormal or 0, and any NaN is the one of the specification
 #pragma unroll
-        for (i32 i = 0; i < n; ++i)
+        for (i32 i = 0; i < n; ++i) {
             if (!(seen[i] < 0x1p126f)) scale[i].up = __fmul_rn(__fdiv_rn(1.0f, seen[i]), 448.0f);
+            if (seen[i] != seen[i]) scale[i].bits = 0x7fc00000u;
+        }
     }
 }
 

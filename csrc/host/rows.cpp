@@ -94,7 +94,7 @@ MOECOMM_CLONES void quantize_group(u8* __restrict out, u8* __restrict scale, Sca
         const u32 magnitude = bits_of(values[i]) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
     }
-    const float seen = float_of(largest);
+    const float seen = float_of(largest > 0x7f800000u ? 0x7fc00000u : largest);  // one NaN for all
     const float amax = seen < 1e-4f ? 1e-4f : seen;
     const float exact = amax / 448.0f;
     const u8 exponent = round_up_ue8m0(exact);

@@ -145,7 +145,7 @@ struct DispatchArgs {
     i64 scale_stride;
     u64 result_rows;  // descriptors: room in this rank's window for the experts' result rows, [num_tokens][topk] rows of
                       // in_type: an offset
-    u64 compared;     // kernels: f32[1], the global scale by which rows are cast, or have been: see compare_scale. 0: none, or `call` has it
+    u64 compared;  // kernels: f32[1], the global scale by which rows are cast, or have been: see compare_scale. 0: none, or `call` has it
 };
 
 // What ranks compare of a dispatch whose rows are cast by a global scale with these bits: RoundHeader::call.

@@ -50,8 +50,9 @@ def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor,
         up = (exponent << 23).view(torch.float32).reciprocal()
         scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
     else:
-        up = amax.reciprocal() * E4M3_MAX
-    q = (wide * up.unsqueeze(2)).to(torch.float8_e4m3fn)
+        up, scales = amax.reciprocal() * E4M3_MAX, scales.masked_fill(scales.isnan(), torch.nan)
+    values = wide * up.unsqueeze(2)
+    q = values.masked_fill(values.isnan(), torch.nan).to(torch.float8_e4m3fn)  # one NaN, without a sign
     return q.view(torch.uint8).flatten(1)[:, :hidden].contiguous().view(torch.float8_e4m3fn), scales
 
 

@@ -141,7 +141,7 @@ def test_what_is_no_number_is_cast_alike(name: str, value: float, buffer: moecom
     """Bit by bit: x86 gives infinity * 0 a sign."""
     scale = 1.0 if name == "fp8_tensor" else None
     x = torch.linspace(-2, 2, T * H).view(T, H).bfloat16()
-    x[0, 1] = value
+    x[0, 1], x.view(torch.int16)[1, 2] = value, -1  # and a NaN with other bits
     for scale_format in ("fp32", "ue8m0") if name == "fp8" else ("fp32",):
         how: dict[str, Any] = {"quantize": name, "scale_format": scale_format}
         routed = buffer.dispatch(x, ids(), **how, x_global_scale=scale)
