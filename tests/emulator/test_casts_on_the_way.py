@@ -141,7 +141,7 @@ def test_rows_of_other_types(name: str, dtype: torch.dtype, machine: Machine, mo
 
 
 @pytest.mark.parametrize("step", few((1, 61), 61))
-@pytest.mark.parametrize("name", ("fp8", *NAMES))
+@pytest.mark.parametrize("name", ["fp8", *NAMES])
 def test_every_bf16(name: str, step: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     bits = torch.cat((torch.arange(0, 1 << 16, step), ENDS, ENDS + 0x8000))
     check_every_bf16(machine, monkeypatch, name, bits)
