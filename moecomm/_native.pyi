@@ -706,6 +706,10 @@ class DispatchPlan:
         """Run a round by the function for its number of tokens."""
     def schedule(self, num_tokens: int, workers: int, chunk_tokens: int) -> None:
         """Set workers and chunks of rounds of so many tokens."""
+    def table_outputs(
+        self, args: DispatchArgs, kept: Block, owner: typing.Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows and, flat, topk_idx of a bound dispatch.  Each keeps its block and `owner`."""
 
 class CombinePlan:
     """Combines of one kind, prepared; see DispatchPlan."""

@@ -69,6 +69,10 @@ class DispatchPlan(Protocol):
         """x and tokens_per_expert of a batched dispatch in one step, before or after it has arrived."""
         ...
 
+    def table_tensors(self, routed: Any) -> tuple[Any, ...]:
+        """topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows and topk_idx or None in one step."""
+        ...
+
 
 class Handle(Bound):
     """The routing of one dispatch: the input of combine, and of a dispatch that repeats it.  Opaque.

@@ -64,6 +64,17 @@ py::typing::Tuple<Tensor, Tensor> batched_outputs(const PreparedDispatch& plan, 
     return py::make_tuple(Tensors(plan, payload, owner)(out.x), Tensors(plan, kept, owner)(out.tokens_per_expert));
 }
 
+// Weights of rows, src, tokens_per_expert, num_rows and, of a flat dispatch, topk_idx.
+py::typing::Tuple<Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>> table_outputs(const PreparedDispatch& plan,
+                                                                                       const DispatchArgs& args,
+                                                                                       const std::shared_ptr<Block>& kept,
+                                                                                       const py::object& owner) {
+    const TableOutputs out = plan.table_outputs(args);
+    const Tensors staying(plan, kept, owner);
+    const py::object ids = out.topk_idx ? staying(*out.topk_idx) : py::none();
+    return py::make_tuple(staying(out.weights), staying(out.src), staying(out.tokens_per_expert), staying(out.num_rows), ids);
+}
+
 // Bind the functions that run the rounds of a plan, by number of tokens.
 template <class Plan, class Args>
 void bind_runs(py::class_<Plan>& plan) {
@@ -148,7 +159,10 @@ Raises:
         .def("expert_outputs", &expert_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"), py::arg("counted"),
              "x, scales and row_weights of a bound expert dispatch; `counted`: and rows_per_expert.  See flat_outputs.")
         .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"),
-             "x and tokens_per_expert of a bound batched dispatch.  See flat_outputs.");
+             "x and tokens_per_expert of a bound batched dispatch.  See flat_outputs.")
+        .def("table_outputs", &table_outputs, py::arg("args"), py::arg("kept"), py::arg("owner"),
+             "topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows and, flat, topk_idx of a bound dispatch."
+             "  Each keeps its block and `owner`.");
     bind_runs<PreparedDispatch, DispatchArgs>(plan);
 }
 

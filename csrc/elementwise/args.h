@@ -48,7 +48,7 @@ struct CopyRowsArgs {
 };
 
 struct TidyArgs {
-    PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are unused
+    PaddingArgs of;                           // which rows are empty; of.rows: 0 leaves them as they are
     u64 weights, ids, src, counts, num_rows;  // as in Routed; no ids: 0
     u64 to_weights, to_ids, to_src, to_counts, to_num_rows;
     i32 each, experts;  // weights (and ids) of a row; length of `counts`

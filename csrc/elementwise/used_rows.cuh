@@ -60,9 +60,9 @@ MOECOMM_FN void copy_rows(const CopyRowsArgs& a) {
     }
 }
 
-// Copy a dispatch's metadata out of the window into tensors, with zeros and -1 in rows without a token. Called by all threads of the grid:
-// one weight, and its id, a thread.
-template <class Id>
+// Copy a dispatch's metadata out of the window into tensors, with zeros and -1 in rows without a token, and zero these rows themselves.
+// Called by all threads of the grid: one weight, and its id, a thread; then as zero_padding.
+template <class Id, class Word>
 MOECOMM_FN void tidy(const TidyArgs& a) {
     const i32 thread = blockIdx.x * kPassThreads + threadIdx.x, threads = gridDim.x * kPassThreads;
     const i32 end = a.of.num_rows != 0 ? *reinterpret_cast<const i32*>(a.of.num_rows) : a.of.count;
@@ -75,6 +75,7 @@ MOECOMM_FN void tidy(const TidyArgs& a) {
     }
     for (i32 i = thread; i < a.experts; i += threads) reinterpret_cast<i32*>(a.to_counts)[i] = reinterpret_cast<const i32*>(a.counts)[i];
     if (thread == 0) *reinterpret_cast<i32*>(a.to_num_rows) = *reinterpret_cast<const i32*>(a.num_rows);
+    if (a.of.rows != 0) zero_padding<Word>(a.of);
 }
 
 }  // namespace moecomm

@@ -225,6 +225,24 @@ BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {
             {args.tokens_per_expert, {experts}, kInt32}};
 }
 
+TableOutputs DispatchPlan::table_outputs(const DispatchArgs& args) const {
+    const u64 base = window_of(args.ctx, args.ctx.rank);
+    const i64 rows = args.max_rows, experts = experts_here(args), topk = args.ctx.shape.topk;
+    std::vector<i64> shape{rows};
+    if (args.layout == static_cast<i32>(Layout::batched)) shape = {experts, rows / experts};
+    std::vector<i64> pairs = shape;
+    pairs.push_back(2);
+    TableOutputs out{{base + args.out_weights, shape, kFloat32},
+                     {base + args.out_src, pairs, kInt32},
+                     {args.tokens_per_expert, {experts}, kInt32},
+                     {args.num_rows, {1}, kInt32},
+                     std::nullopt};
+    if (args.layout != static_cast<i32>(Layout::flat)) return out;
+    out.weights.shape = {rows, topk};
+    out.topk_idx = Output{base + args.out_topk_idx, {rows, topk}, topk_idx_.type()};
+    return out;
+}
+
 std::optional<DispatchArgs> DispatchPlan::repeat(const Block& payload, const DispatchArgs& earlier, const DispatchInputs& inputs) const {
     auto args = with_inputs(inputs);
     if (!args || args->num_tokens != earlier.num_tokens) return std::nullopt;

@@ -29,6 +29,10 @@ struct ExpertOutputs {
     std::optional<Output> scales;
     Output row_weights, rows_per_expert;
 };
+struct TableOutputs {
+    Output weights, src, tokens_per_expert, num_rows;
+    std::optional<Output> topk_idx;  // of a flat dispatch, whose `weights` are topk_weights
+};
 struct BatchedOutputs {
     Output x, tokens_per_expert;
 };
@@ -58,6 +62,8 @@ class DispatchPlan {
     ExpertOutputs expert_outputs(const DispatchArgs& args) const;
     // The outputs of a batched dispatch.  Throws std::invalid_argument for any other dispatch.
     BatchedOutputs batched_outputs(const DispatchArgs& args) const;
+    // What a dispatch of any layout says of its rows.
+    TableOutputs table_outputs(const DispatchArgs& args) const;
     const DLDevice& device() const { return x_.device(); }
     // Workers of a round of so many tokens; 0: it has no schedule.
     i32 workers(i32 num_tokens) const { return workers_of(schedules_, num_tokens); }

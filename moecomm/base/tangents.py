@@ -21,8 +21,13 @@ def refuse(operator: str, *tensors: Any) -> None:
             raise _unsupported(operator)
         return
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and _is_differentiated(tensor):
+        if isinstance(tensor, torch.Tensor) and is_transformed(tensor) and _is_differentiated(tensor):
             raise _unsupported(operator)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether it may have a tangent, or belongs to a transformation of torch.func."""
+    return forward_ad._current_level >= 0 or _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:

@@ -117,6 +117,16 @@ def check_dense(argument: str, value: Any) -> None:
         raise Unsupported(f"{argument} under torch.func.vmap")
 
 
+def is_plain(value: object) -> bool:
+    """Return whether it is a dense tensor of torch's own class, that nothing but autograd watches."""
+    return (
+        (type(value) is torch.Tensor or type(value) is torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized)
+        and not tangents.is_transformed(value)
+    )
+
+
 def _is_distributed(tensor: torch.Tensor) -> bool:
     """Return whether it is a DTensor.  Does not import their package, without which there is none."""
     package = sys.modules.get("torch.distributed.tensor")
@@ -130,6 +140,10 @@ def check_same_device(**values: Any) -> None:
     DTensors.
     """
     given = {argument: value for argument, value in values.items() if value is not None}
+    if not torch.compiler.is_compiling() and all(map(is_plain, given.values())):
+        devices = {value.device for value in given.values()}
+        if len(devices) == 1 and devices.pop().type != "meta":
+            return
     for argument, value in given.items():
         check_dense(argument, value)
         if type(value) is not torch.Tensor and not torch.compiler.is_compiling() and _is_distributed(value):

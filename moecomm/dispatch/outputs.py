@@ -130,6 +130,10 @@ class ByName:
     def batched_tensors(self, routed: Any) -> tuple[Any, ...]:
         return self.tensor("x", routed), self.tensor("tokens_per_expert", routed)
 
+    def table_tensors(self, routed: Any) -> tuple[Any, ...]:
+        names = ("topk_weights" if routed.plan.layout == "flat" else "row_weights", "src", "tokens_per_expert")
+        return tuple(self.tensor(name, routed) for name in (*names, "num_rows", "topk_idx"))
+
 
 class Outside(ByName):
     """The DispatchPlan of a Routed with tensors outside of the window."""

@@ -157,6 +157,11 @@ class Plan(outputs.ByName):
             return super().batched_tensors(routed)
         return self.native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
+    def table_tensors(self, routed: Routed) -> tuple[Any, ...]:
+        if type(routed.handle.block) is not _native.Block:
+            return super().table_tensors(routed)
+        return self.native.table_outputs(routed.handle.args, routed.handle.block, self.owner)
+
     def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
         rows = args.max_rows // self._groups
         return (self._groups, rows) if self.layout == "batched" else (rows,)

@@ -46,8 +46,12 @@ def zero(
     if rows.is_cuda:
         _by_kernel(rows, src=src, num_rows=num_rows, counts=counts)
     else:
-        none = empty(rows.shape[:-1], src=src, num_rows=num_rows, counts=counts)
-        (rows.view(torch.uint8) if rows.itemsize == 1 else rows)[none] = 0
+        clear(rows, empty(rows.shape[:-1], src=src, num_rows=num_rows, counts=counts))
+
+
+def clear(rows: torch.Tensor, empty: torch.Tensor) -> None:
+    """Write zeros into rows that `empty`, bool of their shape without the last dimension, marks; on a CPU."""
+    (rows.view(torch.uint8) if rows.itemsize == 1 else rows)[empty] = 0
 
 
 def told(

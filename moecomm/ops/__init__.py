@@ -66,6 +66,7 @@ from moecomm.ops import layer as whole_layer
 from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle, deep_copied
+from moecomm.ops.operator import checked_once
 from moecomm.rounds import names
 from moecomm.rounds.signature import LAYERS
 from moecomm.rounds.state import SeveralRounds
@@ -187,16 +188,12 @@ def dispatch(
     """
     name = _name_of(buffer)
     x, topk_idx, weights = _routed(x, topk_idx, topk_weights)
-    check_options(Options(layout, expert_alignment, quantize, scale_format, num_sms=num_sms))
-    check_flags(zero_padding=zero_padding, dequantize=dequantize)
-    check_max_rows(max_rows)  # users must not pass -1, which leaves it to the Buffer
-    check_overflow(overflow, max_rows)
-    check_integer("layer", layer, 0, LAYERS)
-    if not dequantize and (quantize is None or rounds.wanted_gradients(x, weights) is not Gradients.NONE):
-        got = "False without quantize" if quantize is None else "False where a gradient is wanted"
-        raise BadInput("dequantize", got, "True, or quantize= of a format under torch.no_grad()")
+    words = (layout, expert_alignment, quantize, scale_format, num_sms, zero_padding, dequantize, max_rows, overflow)
+    grad_dtype = checked_once(_check_words, *words, layer, grad_wire, x.dtype)
+    if not dequantize and rounds.wanted_gradients(x, weights) is not Gradients.NONE:
+        want = "True, or quantize= of a format under torch.no_grad()"
+        raise BadInput("dequantize", "False where a gradient is wanted", want)
     cast_to = (quantize, scale_format, _global_scale_of(x_global_scale, x), bool(dequantize))
-    grad_dtype = _grad_wire_of(grad_wire, x)
     tangents.refuse("moecomm.ops.dispatch", x, weights)
     topk_idx = topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx
     dropped = None
@@ -509,6 +506,32 @@ def slot_weights(buffer: Buffer | str, weights: Sequence[torch.Tensor]) -> list[
     return found
 
 
+def _check_words(
+    layout: Layout,
+    expert_alignment: int,
+    quantize: Quantize | None,
+    scale_format: ScaleFormat,
+    num_sms: int | None,
+    zero_padding: bool,
+    dequantize: bool,
+    max_rows: int | None,
+    overflow: Overflow | None,
+    layer: int,
+    grad_wire: Wire | None,
+    dtype: torch.dtype,
+) -> torch.dtype | None:
+    """Check arguments of dispatch() other than tensors; return `grad_wire` as operators take it.  Raises BadInput."""
+    check_options(Options(layout, expert_alignment, quantize, scale_format, num_sms=num_sms))
+    check_flags(zero_padding=zero_padding, dequantize=dequantize)
+    check_max_rows(max_rows)  # users must not pass -1, which leaves it to the Buffer
+    check_overflow(overflow, max_rows)
+    check_integer("layer", layer, 0, LAYERS)
+    if not dequantize and quantize is None:
+        want = "True, or quantize= of a format under torch.no_grad()"
+        raise BadInput("dequantize", "False without quantize", want)
+    return _grad_wire_of(grad_wire, dtype)
+
+
 def _waits(name: str, overflow: Overflow | None) -> bool:
     """Return whether the host waits for the rows of a dispatch: None says so on CPUs, where the call waits anyway."""
     if torch.compiler.is_compiling():
@@ -564,22 +587,22 @@ def _wire_of(wire: CombineWire | None, y: torch.Tensor) -> str | None:
     """
     if is_unsummed(wire):
         return "rows"
-    found = _dtype_of_wire("wire", wire, "None, 'exact', 'rows', 'fp8', 'int8'", y)
+    found = _dtype_of_wire("wire", wire, "None, 'exact', 'rows', 'fp8', 'int8'", y.dtype)
     return None if found is None else str(found).removeprefix("torch.")
 
 
-def _dtype_of_wire(argument: str, wire: Any, words: str, y: torch.Tensor) -> torch.dtype | None:
+def _dtype_of_wire(argument: str, wire: Any, words: str, dtype: torch.dtype) -> torch.dtype | None:
     found = dtype_of_wire(wire)
     if found is not None and not isinstance(found, torch.dtype):
-        raise BadInput(argument, wire, f"{words} or the dtype of y, {y.dtype}")
+        raise BadInput(argument, wire, f"{words} or the dtype of y, {dtype}")
     return found
 
 
-def _grad_wire_of(grad_wire: Any, x: torch.Tensor) -> torch.dtype | None:
+def _grad_wire_of(grad_wire: Any, dtype: torch.dtype) -> torch.dtype | None:
     """Return `grad_wire` of a dispatch as operators take it, checked here: the backward pass is late for an error."""
     try:
-        found = _dtype_of_wire("grad_wire", grad_wire, "None, 'exact', 'fp8', 'int8'", x)
-        combine_options.check_options(combine_options.Options(wire=found), x.dtype)
+        found = _dtype_of_wire("grad_wire", grad_wire, "None, 'exact', 'fp8', 'int8'", dtype)
+        combine_options.check_options(combine_options.Options(wire=found), dtype)
     except BadInput as error:
         raise BadInput("grad_wire", error.got, error.want) from None
     return found

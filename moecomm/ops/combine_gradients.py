@@ -9,6 +9,7 @@ import torch
 from moecomm.base import tangents
 from moecomm.gpu import plain_kernel, row_pass
 from moecomm.gpu.structs import fields_of
+from moecomm.ops.operator import operator
 from moecomm.ops.rounds import rows_of
 
 
@@ -24,7 +25,7 @@ def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
     return row_pass.kernel("elementwise/gradients", entry, "GradientArgs")
 
 
-@torch.library.custom_op("moecomm::combine_gradients", mutates_args=())
+@operator("combine_gradients")
 def combine_gradients(
     rows: torch.Tensor, row_weights: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:

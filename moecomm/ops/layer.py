@@ -27,6 +27,7 @@ from moecomm.fused.options import Options
 from moecomm.fused.weights import GRANULARITY, deinterleave, interleave
 from moecomm.ops import rounds, slots, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
+from moecomm.ops.operator import operator
 from moecomm.rounds import names
 from moecomm.rounds.state import CollectiveCall, SeveralRounds
 
@@ -37,7 +38,7 @@ _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch
 _BIAS_COLUMNS = 8  # of the operand in place of a bias: grouped GEMMs want rows of 16 bytes
 
 
-@torch.library.custom_op("moecomm::moe", mutates_args=())
+@operator("moe")
 def moe(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -111,7 +112,7 @@ def _(x: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("moecomm::moe_backward", mutates_args=())
+@operator("moe_backward")
 def moe_backward(
     grad: torch.Tensor,
     x: torch.Tensor,

@@ -14,6 +14,7 @@ import torch
 from moecomm.base import formats, tangents
 from moecomm.base.arrays import check_memory, check_tensor
 from moecomm.base.choices import CombineWire, Layout, Quantize, ScaleFormat
+from moecomm.base.validation import is_plain
 from moecomm.combine import combine as run_combine
 from moecomm.combine import options as combine_options
 from moecomm.dispatch import dispatch as run_dispatch
@@ -23,6 +24,7 @@ from moecomm.dispatch.tables import tables_of
 from moecomm.errors import BadInput
 from moecomm.gpu import padding
 from moecomm.ops import handles
+from moecomm.ops.operator import operator
 from moecomm.ops.tidy import About, tidied
 from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
@@ -43,7 +45,7 @@ class Cast(NamedTuple):
 _NO_CAST = Cast()
 
 
-@torch.library.custom_op("moecomm::drop", mutates_args=())
+@operator("drop")
 def drop(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -64,7 +66,7 @@ def _(topk_idx: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tens
     return torch.empty_like(topk_idx), topk_idx.new_empty((1,), dtype=torch.int32)
 
 
-@torch.library.custom_op("moecomm::dispatch", mutates_args=())
+@operator("dispatch")
 def dispatch(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -152,15 +154,10 @@ def run_new(
     handles.remember(owner, routed)
     memory = tables_of(routed)
     rows, scales = rows_as_asked(owner, routed, cast_to)
-    src, counts, num_rows = routed.src, routed.tokens_per_expert, routed.num_rows
-    if zero_padding:
-        empty_rows = padding.told(layout, src, counts, num_rows)
-        padding.zero(rows, **empty_rows)
-        if scales is not None:
-            padding.zero(scales, **empty_rows)
-    weights = routed.topk_weights if layout == "flat" else routed.row_weights
-    assert weights is not None
-    about = tidied(layout, About(weights, routed.topk_idx, src, counts, num_rows))
+    found = About(*routed.plan.table_tensors(routed))
+    about = tidied(layout, found, rows if zero_padding else None)
+    if zero_padding and scales is not None:
+        padding.zero(scales, **padding.told(layout, found.src, found.tokens_per_expert, found.num_rows))
     local_idx = topk_idx.new_empty(0) if about.ids is None else about.ids
     scales = x.new_empty(0) if scales is None else scales
     return rows, scales, about.weights, local_idx, about.src, about.tokens_per_expert, about.num_rows, memory
@@ -168,6 +165,8 @@ def run_new(
 
 def _check_rows(owner: Rounds, x: torch.Tensor) -> None:
     """Raise BadInput for other rows than those of the Buffer, which a dispatch would take for bytes."""
+    if x.dtype is owner.dtype and x.ndim == 2 and x.shape[1] == owner.hidden and is_plain(x):
+        return  # the round looks at the rest
     with CollectiveCall(owner):
         check_tensor("x", x, device=owner.device, dtypes=(owner.dtype,), shape=(None, owner.hidden))
 
@@ -243,7 +242,7 @@ def _(
     )
 
 
-@torch.library.custom_op("moecomm::dispatch_again", mutates_args=())
+@operator("dispatch_again")
 def dispatch_again(
     x: torch.Tensor,
     memory: torch.Tensor,
@@ -311,7 +310,7 @@ def _(
     return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden)), x.new_empty(0)
 
 
-@torch.library.custom_op("moecomm::combine", mutates_args=())
+@operator("combine")
 def combine(
     y: torch.Tensor,
     row_weights: torch.Tensor | None,
@@ -371,7 +370,7 @@ def _(
     return y.new_empty((num_tokens, y.shape[-1]))
 
 
-@torch.library.custom_op("moecomm::dispatch_backward", mutates_args=())
+@operator("dispatch_backward")
 def dispatch_backward(
     x: torch.Tensor,
     weights: torch.Tensor | None,

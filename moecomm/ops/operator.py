@@ -1,0 +1,113 @@
+"""Operators of torch that are called directly where nothing but autograd watches.
+
+A call through torch's dispatcher takes some 50 us of the host, with gradients twice that: more than a round.  Graphs of
+torch.compile, dispatch modes (fake tensors, make_fx, selective checkpoints), transformations of torch.func, forward-mode
+AD, tensor subclasses and the profiler need the dispatcher, and get it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import torch
+from torch._C import _functorch
+from torch.autograd import forward_ad, profiler
+from torch.nn import Parameter
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_PLAIN = (torch.Tensor, Parameter)
+
+
+def is_eager() -> bool:
+    """Return whether only autograd watches calls of this thread."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and _functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not profiler._is_profiler_enabled
+    )
+
+
+class Operator(Generic[_Arguments, _Result]):
+    """A function, the operator `moecomm::name` that runs it, and the gradient of both.
+
+    Tensors are arguments of their own, never in lists.  The function has no output that shares memory with an argument.
+    """
+
+    def __init__(self, name: str, run: Callable[_Arguments, _Result]) -> None:
+        self.run = run
+        self.registered = torch.library.custom_op(f"moecomm::{name}", run, mutates_args=())
+        self.register_fake = self.registered.register_fake
+        self.__name__, self.__doc__ = run.__name__, run.__doc__
+        parameters = inspect.signature(run).parameters.values()
+        self._names = [parameter.name for parameter in parameters]
+        self._defaults = tuple(parameter.default for parameter in parameters)
+        self._tensors = [n for n, parameter in enumerate(parameters) if "Tensor" in str(parameter.annotation)]
+        self._function: type[torch.autograd.Function] | None = None
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[[Any, tuple[Any, ...], Any], None]
+    ) -> None:
+        """Register its gradient: see torch.library.register_autograd."""
+        self.registered.register_autograd(backward, setup_context=setup_context)
+        run: Callable[..., Any] = self.run
+
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = run(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._function = type(f"Gradient of {self.__name__}", (torch.autograd.Function,), members)
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if torch.compiler.is_compiling() or not is_eager():
+            return cast("_Result", self.registered(*args, **kwargs))
+        inputs: tuple[Any, ...] = args + self._defaults[len(args) :]
+        if kwargs:
+            rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
+            inputs = args + tuple(kwargs.get(name, default) for name, default in rest)
+        differentiable = False
+        for n in self._tensors:
+            tensor = inputs[n]
+            if tensor is not None:
+                if type(tensor) not in _PLAIN:
+                    return cast("_Result", self.registered(*args, **kwargs))
+                differentiable = differentiable or tensor.requires_grad
+        run: Callable[..., _Result] = self.run
+        if not (differentiable and torch.is_grad_enabled()):
+            return run(*inputs)
+        if self._function is not None:
+            return cast("_Result", self._function.apply(*inputs))  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            return run(*inputs)
+
+
+def operator(
+    name: str,
+) -> Callable[[Callable[_Arguments, _Result]], Operator[_Arguments, _Result]]:
+    """Decorate the function of the operator `moecomm::name`."""
+
+    def decorate(run: Callable[_Arguments, _Result]) -> Operator[_Arguments, _Result]:
+        return Operator(name, run)
+
+    return decorate
+
+
+def checked_once(check: Callable[..., _Result], *words: Any) -> _Result:
+    """Return `check(*words)`, which looks at words and numbers alone; from memory if it has passed before."""
+    if torch.compiler.is_compiling():
+        return check(*words)
+    try:
+        return cast("_Result", _checked(check, *words))
+    except TypeError:  # not hashable: the check says which argument
+        return check(*words)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _checked(check: Callable[..., object], *words: Any) -> object:
+    return check(*words)
