@@ -709,7 +709,11 @@ class DispatchPlan:
     def table_outputs(
         self, args: DispatchArgs, kept: Block, owner: typing.Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows and, flat, topk_idx of a bound dispatch.  Each keeps its block and `owner`."""
+        """
+        topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows and, flat, topk_idx of a bound dispatch.
+
+        Each keeps its block and `owner`.
+        """
 
 class CombinePlan:
     """Combines of one kind, prepared; see DispatchPlan."""
@@ -1246,6 +1250,13 @@ def take_steps(record: int) -> tuple[list[tuple[int, int, int, int, int, str]], 
 
 def takes_weights(shape: Shape) -> bool:
     """Return whether source ranks may give a combine routing weights of their own."""
+
+def tensor_words(tensors: tuple[torch.Tensor | None, ...], addresses: bool = True) -> bytes | None:
+    """
+    Devices, dtypes, shapes, strides and addresses of torch's tensors, of which some may be None, as bytes to compare.
+
+    None if one is no dense tensor of torch, or its memory does not hold what it promises.
+    """
 
 def trace_rounds(record: int, on: bool) -> None:
     """Begin or end to time the steps of host rounds whose context has this record."""

@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <stdexcept>
+#include <string>
 
 #include "arguments.h"
 #include "module.h"
@@ -17,6 +18,31 @@ namespace {
 
 void require(bool readable) {
     if (!readable) throw std::invalid_argument("not torch tensors");
+}
+
+template <class T>
+void append(std::string& to, const T& value) {
+    to.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+// Everything that tensors say of themselves but their values, in bytes that are equal where all of it is.
+std::optional<py::bytes> tensor_words(const py::typing::Tuple<std::optional<Tensor>, py::ellipsis>& tensors, bool addresses) {
+    std::string words;
+    for (const py::handle object : tensors) {
+        const Argument argument(object);
+        if (!argument.readable()) return std::nullopt;
+        const DLTensor* tensor = argument.get();
+        append(words, tensor == nullptr ? -1 : tensor->ndim);
+        if (tensor == nullptr) continue;
+        append(words, tensor->device);
+        append(words, tensor->dtype);
+        if (addresses) append(words, address_of(*tensor));
+        for (i32 d = 0; d < tensor->ndim; ++d) {
+            append(words, tensor->shape[d]);
+            append(words, tensor->strides[d]);
+        }
+    }
+    return py::bytes(words);
 }
 
 // Makes the outputs of a plan that are in one block; they keep it, and `owner`.
@@ -161,8 +187,9 @@ Raises:
         .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"),
              "x and tokens_per_expert of a bound batched dispatch.  See flat_outputs.")
         .def("table_outputs", &table_outputs, py::arg("args"), py::arg("kept"), py::arg("owner"),
-             "topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows and, flat, topk_idx of a bound dispatch."
-             "  Each keeps its block and `owner`.");
+             R"(topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows and, flat, topk_idx of a bound dispatch.
+
+Each keeps its block and `owner`.)");
     bind_runs<PreparedDispatch, DispatchArgs>(plan);
 }
 
@@ -221,6 +248,10 @@ void bind_combine_plan(py::module_& m) {
 void bind_plans(py::module_& m) {
     bind_dispatch_plan(m);
     bind_combine_plan(m);
+    m.def("tensor_words", &tensor_words, py::arg("tensors"), py::arg("addresses") = true,
+          R"(Devices, dtypes, shapes, strides and addresses of torch's tensors, of which some may be None, as bytes to compare.
+
+None if one is no dense tensor of torch, or its memory does not hold what it promises.)");
     m.def("current_stream", &current_stream, py::arg("device"), "torch's current stream of a GPU: a cudaStream_t.");
     m.def(
         "share_memory",

@@ -20,14 +20,20 @@ def refuse(operator: str, *tensors: Any) -> None:
         if forward_ad._current_level >= 0:
             raise _unsupported(operator)
         return
+    if not may_exist() and not any(map(_is_wrapped, tensors)):
+        return
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and is_transformed(tensor) and _is_differentiated(tensor):
+        if isinstance(tensor, torch.Tensor) and _is_differentiated(tensor):
             raise _unsupported(operator)
 
 
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Return whether it may have a tangent, or belongs to a transformation of torch.func."""
-    return forward_ad._current_level >= 0 or _functorch.is_functorch_wrapped_tensor(tensor)
+def may_exist() -> bool:
+    """Return whether forward-mode AD or a transformation of torch.func is under way in this thread."""
+    return forward_ad._current_level >= 0 or _functorch.peek_interpreter_stack() is not None
+
+
+def _is_wrapped(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm.base import tangents
@@ -117,14 +118,29 @@ def check_dense(argument: str, value: Any) -> None:
         raise Unsupported(f"{argument} under torch.func.vmap")
 
 
-def is_plain(value: object) -> bool:
-    """Return whether it is a dense tensor of torch's own class, that nothing but autograd watches."""
-    return (
-        (type(value) is torch.Tensor or type(value) is torch.nn.Parameter)
-        and value.layout is torch.strided
-        and not (value.is_nested or value.is_quantized)
-        and not tangents.is_transformed(value)
-    )
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def are_plain(*values: Any) -> bool:
+    """Return whether all are dense tensors of torch's own classes, on one device, that nothing but autograd watches.
+
+    None is left out.  False while torch.compile traces.
+    """
+    if torch.compiler.is_compiling() or tangents.may_exist():
+        return False
+    device = None
+    for value in values:
+        if value is None:
+            continue
+        if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            return False
+        if _functorch.is_functorch_wrapped_tensor(value) or value.is_neg():
+            return False
+        if device is None:
+            device = value.device
+        elif value.device != device:
+            return False
+    return device is not None and device.type != "meta"
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
@@ -140,10 +156,8 @@ def check_same_device(**values: Any) -> None:
     DTensors.
     """
     given = {argument: value for argument, value in values.items() if value is not None}
-    if not torch.compiler.is_compiling() and all(map(is_plain, given.values())):
-        devices = {value.device for value in given.values()}
-        if len(devices) == 1 and devices.pop().type != "meta":
-            return
+    if are_plain(*given.values()):
+        return
     for argument, value in given.items():
         check_dense(argument, value)
         if type(value) is not torch.Tensor and not torch.compiler.is_compiling() and _is_distributed(value):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from moecomm import _native
+from moecomm import _native, tuning
 from moecomm.base.arrays import note_written
 from moecomm.base.choices import Activation, Quantize
+from moecomm.base.known import Known
 from moecomm.base.validation import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
@@ -137,6 +138,10 @@ def grouped_gemm(
             multiple of 32; more than 512 experts; `quantize` without FP8 or an activation; a GPU that is not Hopper
             (compute capability 9.0).
     """
+    options = (alignment, activation, activation_limit, activation_alpha, interleaved, out_dtype, quantize)
+    key = _key_of(x, w, tokens_per_expert, bias, out, (*options, expected_rows, schedule))
+    if key is not None and (known := _known.get(key)) is not None:
+        return known.run(x, w, tokens_per_expert, bias, out)
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved, bias)
     gated = None if activation is None else check_activation(activation, activation_limit, activation_alpha)
     if expected_rows is not None:
@@ -159,7 +164,56 @@ def grouped_gemm(
     _want_hopper(product.device.index)
     rows = given.x.shape[:-1].numel() // len(given.w) if expected_rows is None else expected_rows
     multiply(given, gated, interleaved, product, scales, rows, alignment, schedule)
+    if key is not None and given.w_scales is _parts(w)[1] and given.x_scales is _parts(x)[1]:
+        made = None if scales is None else (scales.shape, scales.dtype)
+        _known.add(key, _Checked(gated, interleaved, rows, alignment, schedule, (product.shape, product.dtype), made))
     return returned
+
+
+class _Checked(NamedTuple):
+    """What is known of a call of grouped_gemm whose tensors and words have passed all checks."""
+
+    activation: GatedActivation | None
+    interleaved: bool
+    rows: int  # of an expert, expected
+    alignment: int
+    schedule: Schedule | None
+    product: tuple[tuple[int, ...], torch.dtype]
+    scales: tuple[tuple[int, ...], torch.dtype] | None  # of the product
+
+    def run(
+        self, x: Operand, w: Operand | Mxfp4, counts: torch.Tensor, bias: torch.Tensor | None, out: Operand | None
+    ) -> torch.Tensor | Fp8:
+        """Multiply tensors that look as those did."""
+        (x, x_scales), (w, w_scales) = _parts(x), _parts(w)
+        if out is None:
+            product = torch.empty(self.product[0], dtype=self.product[1], device=x.device)
+            made = self.scales
+            scales = None if made is None else torch.empty(made[0], dtype=made[1], device=x.device)
+        else:
+            product, scales = _parts(out)
+            note_written("out", product, scales)
+        given = Operands(x, w, counts, x_scales, w_scales, bias)
+        how = (self.rows, self.alignment, self.schedule)
+        multiply(given, self.activation, self.interleaved, product, scales, *how)
+        return product if scales is None else Fp8(product, scales)
+
+
+_known: Known[_Checked] = Known()
+
+
+def _parts(operand: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return values and scales of an operand that may be a tensor alone."""
+    return operand if isinstance(operand, tuple) else (operand, None)
+
+
+def _key_of(x: Any, w: Any, counts: Any, bias: Any, out: Any, words: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return by what a call of grouped_gemm is known; None for arguments that have to be looked at one by one."""
+    parts = [part for operand in (x, w, out) for part in (operand if isinstance(operand, tuple) else (operand, None))]
+    if len(parts) != 6 or any(type(word) is bool for word in (words[0], words[-2])):
+        return None
+    tensors = _native.tensor_words((*parts, counts, bias))
+    return None if tensors is None else (tensors, type(w), *words)
 
 
 def multiply(
@@ -175,9 +229,44 @@ def multiply(
     """Launch the kernel of grouped_gemm, with checked arguments, on the current stream."""
     if out.numel() == 0:
         return
-    device, dtype, apart = out.device.index, given.x.dtype, activation is not None and not interleaved
-    if given.bias is not None:
+    if given.bias is not None and given.bias.dtype is not torch.float32:
         given = given._replace(bias=given.bias.float())
+    x, w, counts, x_scales, w_scales, bias = given
+    words = _native.tensor_words((x, w, counts, x_scales, w_scales, bias, out, out_scales))
+    key = (words, activation, interleaved, expected_rows, alignment, schedule)
+    launch = _launches().get(key)
+    if launch is None:
+        launch = _launch_of(given, activation, interleaved, out, out_scales, expected_rows, alignment, schedule)
+        _launches().add(key, launch)
+    device = launch[0]
+    if torch.cuda.current_device() == device and _native.cuda_context() != 0:
+        enqueue(*launch)
+    else:  # another GPU is current, or this thread has no CUDA context yet
+        with torch.cuda.device(device):
+            cuda_driver.bind_thread(device)
+            enqueue(*launch)
+
+
+_Launch = tuple[int, kernels.SharedKernel, int, GemmArgs]  # arguments of enqueue(): device, kernel, blocks, struct
+
+
+@tuning.until_forgotten
+def _launches() -> Known[_Launch]:
+    """Launches of multiply() by its arguments."""
+    return Known()
+
+
+def _launch_of(
+    given: Operands,
+    activation: GatedActivation | None,
+    interleaved: bool,
+    out: torch.Tensor,
+    out_scales: torch.Tensor | None,
+    expected_rows: int,
+    alignment: int,
+    schedule: Schedule | None,
+) -> _Launch:
+    device, dtype, apart = out.device.index, given.x.dtype, activation is not None and not interleaved
     used = activation or SWIGLU
     units = kernels.multiprocessors(device)
     if schedule is None:
@@ -193,13 +282,7 @@ def multiply(
     blocks = units // schedule.cluster * schedule.cluster * schedule.blocks_per_sm
     epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
     kernel = kernels.gemm_kernel(dtype, activation is not None, apart, schedule, out.dtype, epilogue, given.mxfp4)
-    call = (device, kernel, blocks, args)
-    if torch.cuda.current_device() == device and _native.cuda_context() != 0:
-        enqueue(*call)
-    else:  # another GPU is current, or this thread has no CUDA context yet
-        with torch.cuda.device(device):
-            cuda_driver.bind_thread(device)
-            enqueue(*call)
+    return device, kernel, blocks, args
 
 
 def arguments(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import grouped_mm, pad
 
-from moecomm import combine, dispatch
+from moecomm import _native, combine, dispatch
 from moecomm.base.arrays import as_tensor, check_tensor, note_written, refuse_gradients
 from moecomm.base.choices import Overflow, Quantize, is_unsummed
+from moecomm.base.known import Known
 from moecomm.base.validation import check_flags
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
@@ -139,45 +142,21 @@ def prepare(
         number: of the layer among those of the Buffer, which round headers carry; 0: it has none.
     """
     rounds.require_usable()
-    (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
     refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
-    activation = check_activation(options.activation, options.activation_limit, options.activation_alpha)
+    layer = _checked(rounds, options, x, w13, w2, bias, w13_bias, w2_bias)
+    x, w13, w2, biases, back, by_channel, activation, runs_fused = layer
     interleaved, max_rows = options.interleaved, options.max_rows
-    check_flags(interleaved=interleaved, check_weights=options.check_weights)
-    asked = fused_or_not(options.fused)
-    check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
-    if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not rounds.dtype:
-        raise BadInput("bias", str(given.dtype), str(rounds.dtype))
     rows = rounds.settings.expected_rows(x.shape[0])
-    check_max_rows(max_rows)
     count = _check_overflow(rounds, options, dropped)
-    by_channel: tuple[ByChannel, ByChannel] | None = None
-    if is_by_channel(w13) or is_by_channel(w2):
-        w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)
-        values, fp8 = w2.data, False
-        if why := lacks_kernel(rounds.device):
-            _say_once("torch computes experts with scales of channels: %s", why)
-    elif isinstance(w13, Mxfp4) or isinstance(w2, Mxfp4):
-        w13, w2 = check_mxfp4(rounds, w13, w2)
-        values, fp8 = w2.data, False
-        if x.is_cuda and (why := ours_lacks(x.device.index, x.dtype, *w2.data.shape)):
-            _say_once("torch widens MXFP4 weights in every call: %s", why)
-    elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
-        w13, w2 = check_fp8(rounds, w13, w2, interleaved)
-        values, fp8 = w2.data, True
-    else:
-        _check_experts(rounds, w13, w2, interleaved)
-        values, fp8 = w2, False
-    intermediate = values.shape[2] * (2 if isinstance(w2, Mxfp4) else 1)
-    biases = check_biases(rounds, w13_bias, w2_bias, intermediate)
     tensors: dict[str, Any] = {"w13": w13, "w2": w2, "w13_bias": biases[0], "w2_bias": biases[1]}
     copies = copies_of(rounds, options.balance, activation, interleaved, **tensors)
     copying: dict[str, Any] = {"copies": copies.run, "experts": copies.compared} if copies is not None else {}
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
         count.copy_(entries)
-    why_not = partial(_why_unfused, rounds, x, values, back, options)
-    if _runs_fused(rounds, kernels.FP8 if by_channel is not None else values.dtype, asked, why_not):
+    values = w2 if isinstance(w2, torch.Tensor) else w2.data
+    fp8 = isinstance(w2, Fp8) and by_channel is None
+    if runs_fused:
         note_written("out", out)
         travels = ROW_FORMATS[values.dtype] if by_channel is not None else "fp8" if fp8 else None
         return Fused(
@@ -234,6 +213,90 @@ def prepare(
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)
     return Unfused(rounds, dispatching, combining, {"out": out, "bias": bias}, number, experts, back)
+
+
+class _Layer(NamedTuple):
+    """Arguments of a layer that have passed all checks."""
+
+    x: torch.Tensor
+    w13: Any  # Weights, here and below
+    w2: Any
+    biases: Biases
+    back: Callable[[torch.Tensor], Any] | None  # to the caller's kind of arrays; None: torch's
+    by_channel: tuple[ByChannel, ByChannel] | None  # w13 and w2, if they have scales of channels
+    activation: GatedActivation
+    runs_fused: bool
+
+
+# By Rounds: whether weights have scales of channels, the activation, and whether the layer runs fused.
+_known: weakref.WeakKeyDictionary[Rounds, Known[tuple[bool, GatedActivation, bool]]] = weakref.WeakKeyDictionary()
+
+
+def _checked(
+    rounds: Rounds, options: Options, x: Any, w13: Any, w2: Any, bias: Any, w13_bias: Any, w2_bias: Any
+) -> _Layer:
+    """Check arguments of Buffer.moe that are neither routing nor outputs.  Most calls have the weights of earlier ones.
+
+    Raises BadInput or Unsupported.
+    """
+    known = _known.get(rounds)
+    if known is None:
+        known = _known[rounds] = Known()
+    given = _parts(w13) + _parts(w2)
+    here, anywhere = _native.tensor_words((*given, w13_bias, w2_bias)), _native.tensor_words((x, bias), False)
+    words_only = bool not in map(type, (options.max_rows, options.num_sms))  # True equals 1, and is no number
+    key = (here, anywhere, options) if here is not None and anywhere is not None and words_only else None
+    if key is not None and (found := known.get(key)) is not None:
+        by_channel, activation, runs_fused = found
+        w13, w2 = as_weights("w13", w13), as_weights("w2", w2)
+        of_channels = (w13, w2) if by_channel else None
+        return _Layer(x, w13, w2, (w13_bias, w2_bias), None, of_channels, activation, runs_fused)
+    layer = _check(rounds, options, x, w13, w2, bias, w13_bias, w2_bias)
+    if key is not None and all(map(operator.is_, given, _parts(layer.w13) + _parts(layer.w2))):
+        known.add(key, (layer.by_channel is not None, layer.activation, layer.runs_fused))
+    return layer
+
+
+def _parts(weights: Any) -> tuple[Any, Any]:
+    """Return values and scales, or None for these."""
+    return weights if isinstance(weights, tuple) and len(weights) == 2 else (weights, None)
+
+
+def _check(
+    rounds: Rounds, options: Options, x: Any, w13: Any, w2: Any, bias: Any, w13_bias: Any, w2_bias: Any
+) -> _Layer:
+    (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
+    activation = check_activation(options.activation, options.activation_limit, options.activation_alpha)
+    interleaved = options.interleaved
+    check_flags(interleaved=interleaved, check_weights=options.check_weights)
+    asked = fused_or_not(options.fused)
+    check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
+    if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not rounds.dtype:
+        raise BadInput("bias", str(given.dtype), str(rounds.dtype))
+    check_max_rows(options.max_rows)
+    check_overflow(options.overflow, options.max_rows)
+    by_channel: tuple[ByChannel, ByChannel] | None = None
+    if is_by_channel(w13) or is_by_channel(w2):
+        w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)
+        values = w2.data
+        if why := lacks_kernel(rounds.device):
+            _say_once("torch computes experts with scales of channels: %s", why)
+    elif isinstance(w13, Mxfp4) or isinstance(w2, Mxfp4):
+        w13, w2 = check_mxfp4(rounds, w13, w2)
+        values = w2.data
+        if x.is_cuda and (why := ours_lacks(x.device.index, x.dtype, *w2.data.shape)):
+            _say_once("torch widens MXFP4 weights in every call: %s", why)
+    elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
+        w13, w2 = check_fp8(rounds, w13, w2, interleaved)
+        values = w2.data
+    else:
+        _check_experts(rounds, w13, w2, interleaved)
+        values = w2
+    intermediate = values.shape[2] * (2 if isinstance(w2, Mxfp4) else 1)
+    biases = check_biases(rounds, w13_bias, w2_bias, intermediate)
+    why_not = partial(_why_unfused, rounds, x, values, back, options)
+    runs_fused = _runs_fused(rounds, kernels.FP8 if by_channel is not None else values.dtype, asked, why_not)
+    return _Layer(x, w13, w2, biases, back, by_channel, activation, runs_fused)
 
 
 def fused_or_not(fused: bool | str | None) -> bool | None:

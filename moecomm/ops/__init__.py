@@ -46,6 +46,7 @@ from moecomm.base.choices import (
     is_unsummed,
 )
 from moecomm.base.validation import (
+    are_plain,
     check_flag,
     check_flags,
     check_integer,
@@ -187,7 +188,8 @@ def dispatch(
         in the backward pass where ranks differ in `grad_wire`.
     """
     name = _name_of(buffer)
-    x, topk_idx, weights = _routed(x, topk_idx, topk_weights)
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _routed(x, topk_idx, topk_weights)
+    x, topk_idx, weights = given
     words = (layout, expert_alignment, quantize, scale_format, num_sms, zero_padding, dequantize, max_rows, overflow)
     grad_dtype = checked_once(_check_words, *words, layer, grad_wire, x.dtype)
     if not dequantize and rounds.wanted_gradients(x, weights) is not Gradients.NONE:
@@ -213,8 +215,8 @@ def dispatch(
         route = (name, layout, x.shape[0], room, bool(zero_padding), num_sms)
         handle = Handle(memory, None if flat else row_weights, *route, graph, layer)
         ids = local_idx if flat else None
-        scales = None if dequantize or scales.ndim == 1 else scales
-        return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, ids, handle, scales)
+        shown = None if dequantize or scales.ndim == 1 else scales
+        return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, ids, handle, shown)
 
     whole = (x, topk_idx, weights, expert_alignment, None)
     if max_rows is not None or overflow in ("drop", "error") or not _waits(name, overflow):
@@ -570,6 +572,8 @@ def _routed(
 
     Raises BadInput by argument name; torch's own operator errors would not name the argument.
     """
+    if are_plain(x, topk_idx, topk_weights) and (topk_weights is None or topk_weights.dtype is torch.float32):
+        return x, topk_idx, topk_weights
     x, topk_idx = as_tensor("x", x)[0], as_tensor("topk_idx", topk_idx)[0]
     weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
     check_same_device(x=x, topk_idx=topk_idx, topk_weights=weights)

@@ -1,8 +1,8 @@
 """Operators of torch that are called directly where nothing but autograd watches.
 
-A call through torch's dispatcher takes some 50 us of the host, with gradients twice that: more than a round.  Graphs of
-torch.compile, dispatch modes (fake tensors, make_fx, selective checkpoints), transformations of torch.func, forward-mode
-AD, tensor subclasses and the profiler need the dispatcher, and get it.
+A call through torch's dispatcher takes longer of the host than a round does, and with gradients twice as long.  Graphs
+of torch.compile, dispatch modes (fake tensors, make_fx, selective checkpoints), transformations of torch.func,
+forward-mode AD, tensor subclasses and the profiler need the dispatcher, and get it.
 """
 
 from __future__ import annotations
@@ -10,35 +10,30 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch._C import _functorch
-from torch.autograd import forward_ad, profiler
+from torch.autograd import profiler
 from torch.nn import Parameter
 
-_Arguments = ParamSpec("_Arguments")
+from moecomm.base import tangents
+
 _Result = TypeVar("_Result")
 _PLAIN = (torch.Tensor, Parameter)
 
 
 def is_eager() -> bool:
     """Return whether only autograd watches calls of this thread."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and _functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and not profiler._is_profiler_enabled
-    )
+    return torch._C._len_torch_dispatch_stack() == 0 and not tangents.may_exist() and not profiler._is_profiler_enabled
 
 
-class Operator(Generic[_Arguments, _Result]):
+class Operator(Generic[_Result]):
     """A function, the operator `moecomm::name` that runs it, and the gradient of both.
 
     Tensors are arguments of their own, never in lists.  The function has no output that shares memory with an argument.
     """
 
-    def __init__(self, name: str, run: Callable[_Arguments, _Result]) -> None:
+    def __init__(self, name: str, run: Callable[..., _Result]) -> None:
         self.run = run
         self.registered = torch.library.custom_op(f"moecomm::{name}", run, mutates_args=())
         self.register_fake = self.registered.register_fake
@@ -64,7 +59,7 @@ class Operator(Generic[_Arguments, _Result]):
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._function = type(f"Gradient of {self.__name__}", (torch.autograd.Function,), members)
 
-    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def __call__(self, *args: Any, **kwargs: Any) -> _Result:
         if torch.compiler.is_compiling() or not is_eager():
             return cast("_Result", self.registered(*args, **kwargs))
         inputs: tuple[Any, ...] = args + self._defaults[len(args) :]
@@ -89,10 +84,10 @@ class Operator(Generic[_Arguments, _Result]):
 
 def operator(
     name: str,
-) -> Callable[[Callable[_Arguments, _Result]], Operator[_Arguments, _Result]]:
+) -> Callable[[Callable[..., _Result]], Operator[_Result]]:
     """Decorate the function of the operator `moecomm::name`."""
 
-    def decorate(run: Callable[_Arguments, _Result]) -> Operator[_Arguments, _Result]:
+    def decorate(run: Callable[..., _Result]) -> Operator[_Result]:
         return Operator(name, run)
 
     return decorate

@@ -14,7 +14,7 @@ import torch
 from moecomm.base import formats, tangents
 from moecomm.base.arrays import check_memory, check_tensor
 from moecomm.base.choices import CombineWire, Layout, Quantize, ScaleFormat
-from moecomm.base.validation import is_plain
+from moecomm.base.validation import are_plain
 from moecomm.combine import combine as run_combine
 from moecomm.combine import options as combine_options
 from moecomm.dispatch import dispatch as run_dispatch
@@ -165,7 +165,7 @@ def run_new(
 
 def _check_rows(owner: Rounds, x: torch.Tensor) -> None:
     """Raise BadInput for other rows than those of the Buffer, which a dispatch would take for bytes."""
-    if x.dtype is owner.dtype and x.ndim == 2 and x.shape[1] == owner.hidden and is_plain(x):
+    if x.dtype is owner.dtype and x.ndim == 2 and x.shape[1] == owner.hidden and are_plain(x):
         return  # the round looks at the rest
     with CollectiveCall(owner):
         check_tensor("x", x, device=owner.device, dtypes=(owner.dtype,), shape=(None, owner.hidden))

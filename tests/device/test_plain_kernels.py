@@ -34,7 +34,7 @@ BUDGETS = ("count_entries<i64>", "keep_entries<i64>", "count_entries<i32>", "kee
 KERNELS = (
     {f"padding, {word}": padding.kernel(word) for word in ("uint4", "u32", "u8")}
     | {f"copy, {word}": used_rows.kernel(word) for word in ("uint4", "u32", "u8")}
-    | {f"tidy, {ids}": tidy.kernel(ids) for ids in ("i64", "i32")}
+    | {f"tidy, {ids}, {word}": tidy.kernel(ids, word) for ids in ("i64", "i32") for word in ("uint4", "u32", "u8")}
     | {f"gradients, {dtype}": combine_gradients.kernel(dtype) for dtype in DTYPES}
     | {f"SwiGLU, {dtype}": swiglu.kernel(dtype) for dtype in DTYPES}
     | {entry: routing_map.kernel(entry) for entry in MAPS}
@@ -66,7 +66,8 @@ CASTS = [f"{name} of {torch.bfloat16}, aligned" for name in ("fp8_token", "nvfp4
 
 @pytest.mark.compiled(KERNELS)
 @pytest.mark.parametrize(
-    "name", few(KERNELS, "padding, u32", "copy, uint4", "tidy, i64", "ids_of_map", "keep_entries<i64>", *ALWAYS, *CASTS)
+    "name",
+    few(KERNELS, "padding, u32", "copy, uint4", "tidy, i64, uint4", "ids_of_map", "keep_entries<i64>", *ALWAYS, *CASTS),
 )
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name])

@@ -137,6 +137,10 @@ def test_tidy(layout: str) -> None:
     for found in cases.found(layout, most=40):
         told = padding.told(layout, found.src, found.tokens_per_expert, found.num_rows)
         cases.check_about(tidy._by_kernel(found, told), tidy.tidied(layout, found))
+        for rows in cases.rows_of(found):
+            padded = rows.clone()
+            cases.check_about(tidy._by_kernel(found, told, padded), tidy.tidied(layout, found, rows))
+            assert torch.equal(padded, rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

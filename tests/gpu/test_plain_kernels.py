@@ -104,7 +104,13 @@ def found(layout: str, most: int) -> Iterator[About]:
         src = torch.randint(-1, 4, (*shape, 2), generator=g, dtype=torch.int32)
         counts = torch.randint(0, rows + 1, (groups,), generator=g, dtype=torch.int32)
         end = torch.randint(0, rows + 1, (1,), generator=g, dtype=torch.int32)
-        yield About(torch.rand(entries, generator=g), ids, src, counts, end)
+        yield About(torch.rand(entries, generator=g), src, counts, end, ids)
+
+
+def rows_of(about: About) -> Iterator[torch.Tensor]:
+    """Yield rows of such a dispatch, in words of each size."""
+    for nbytes in (48, 12, 7):
+        yield torch.full((*about.src.shape[:-1], nbytes), 9, dtype=torch.uint8)
 
 
 def gradients(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
@@ -240,6 +246,10 @@ def test_tidy(layout: str) -> None:
     for about in found(layout, most=50_000):
         there = About(*(None if tensor is None else tensor.cuda() for tensor in about))
         check_about(tidied(layout, there), tidied(layout, about))
+        for rows in rows_of(about):
+            padded = rows.cuda()
+            check_about(tidied(layout, there, padded), tidied(layout, about, rows))
+            assert torch.equal(padded.cpu(), rows)
 
 
 @pytest.mark.gpu1
