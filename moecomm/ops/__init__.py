@@ -572,7 +572,8 @@ def _routed(
 
     Raises BadInput by argument name; torch's own operator errors would not name the argument.
     """
-    if are_plain(x, topk_idx, topk_weights) and (topk_weights is None or topk_weights.dtype is torch.float32):
+    in_float32 = topk_weights is None or getattr(topk_weights, "dtype", None) is torch.float32
+    if in_float32 and x is not None and topk_idx is not None and are_plain(x, topk_idx, topk_weights):
         return x, topk_idx, topk_weights
     x, topk_idx = as_tensor("x", x)[0], as_tensor("topk_idx", topk_idx)[0]
     weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
