@@ -151,8 +151,8 @@ class Buffer(Bound):
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, which travel with the rows.
             extras: further tensors `[T, ...]` that travel with the rows; see `Routed.extras`.
-            x_global_scale: a number, or float32 `[1]` on the device; of "fp8_tensor" the scale, of "nvfp4" a factor.  The
-                same on all ranks.
+            x_global_scale: a number, or float32 `[1]` on the device; of "fp8_tensor" the scale, of "nvfp4" a factor.
+                The same on all ranks.
             max_rows: rows to make room for; batched: of each expert, at most R * max_tokens; default: the Buffer's.
             handle: repeats an earlier dispatch with new rows, without `topk_idx` and `topk_weights`.
             sync: True: wait, and return exactly the rows that arrived.  False: never wait for the device; tensors have

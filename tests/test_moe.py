@@ -296,7 +296,9 @@ def test_a_fused_layer_over_domains_runs_unfused(
             outs = buffers.moe([{**given, "fused": True} for given in calls])
             assert all(torch.equal(out, same) for out, same in zip(outs, apart, strict=True))
     several = "the ranks are in several domains"
-    assert set(found) == ({several} if domain_ranks < 4 else {""}) and len(found) == 4, "one look a rank: the second call is known"
+    assert set(found) == ({several} if domain_ranks < 4 else {""}) and len(found) == 4, (
+        "one look a rank: the second call is known"
+    )
     said = [record.getMessage() for record in caplog.records if "unfused" in record.getMessage()]
     assert len(said) == 1 and said[0].endswith(several if domain_ranks < 4 else "there is no GPU after all")
 
