@@ -56,7 +56,7 @@ def check(ranks: LocalBuffers, seed: int, placement: Placement, masked: tuple[in
     calls = []
     for buffer in ranks.buffers:
         ids = routing(seed, buffer.rank, placement.num_experts)
-        about = {"copies": Copies(buffer.rounds, []).run} if replicates else {}
+        about = {"copies": Copies(buffer.rounds, [], ()).run} if replicates else {}
         calls.append({"x": torch.ones(len(ids), SIZES["hidden"]), "topk_idx": ids, "layout": "expert", **about})
     routed = ranks.dispatch(calls)
     there = [buffer.rank for buffer in ranks.buffers]

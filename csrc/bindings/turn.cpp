@@ -161,6 +161,14 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t count, PyObje
     });
 }
 
+// A `__new__` of its own: that of object would make a Call that holds nothing, and torch.compile takes types without one for contexts that it
+// can trace.
+PyObject* new_call(PyTypeObject* type, PyObject* given, PyObject* names) {
+    const bool named = names != nullptr && PyDict_GET_SIZE(names) != 0;
+    PyObject* const* const first = &PyTuple_GET_ITEM(given, 0);
+    return make_call(reinterpret_cast<PyObject*>(type), first, static_cast<size_t>(PyTuple_GET_SIZE(given)), named ? names : nullptr);
+}
+
 void free_call(PyObject* self) {
     PyTypeObject* const type = Py_TYPE(self);
     reinterpret_cast<CallObject*>(self)->call.~Call();
@@ -210,6 +218,7 @@ ends the block or its frame, an exception of a signal handler between any two in
 
 void bind_call(py::module_& m) {
     static PyType_Slot slots[] = {
+        {Py_tp_new, reinterpret_cast<void*>(new_call)},
         {Py_tp_dealloc, reinterpret_cast<void*>(free_call)},
         {Py_tp_methods, call_methods},
         {Py_tp_doc, const_cast<char*>(kCallDoc)},

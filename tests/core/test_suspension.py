@@ -298,7 +298,7 @@ def test_one_thread_at_a_time() -> None:
             except moecomm.ConcurrentCall as error:
                 refused.append(error)
 
-        with buffer.rounds._turn:
+        with _native.Call(buffer.rounds, 0):
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
