@@ -161,8 +161,8 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t count, PyObje
     });
 }
 
-// A `__new__` of its own: that of object would make a Call that holds nothing, and torch.compile takes types without one for contexts that it
-// can trace.
+// A `__new__` of its own: that of object would make a Call that holds nothing, and torch.compile takes types without one for contexts that
+// it can trace.
 PyObject* new_call(PyTypeObject* type, PyObject* given, PyObject* names) {
     const bool named = names != nullptr && PyDict_GET_SIZE(names) != 0;
     PyObject* const* const first = &PyTuple_GET_ITEM(given, 0);

@@ -230,13 +230,13 @@ def test_matrices_of_a_grouped_gemm_have_the_multiples_of_the_table(
 def test_a_window_has_the_limits_of_the_table() -> None:
     most: dict[str, Any] = {"ranks": 64, "nbytes": WINDOW_BYTES, "signals": MAX_SIGNALS, "torch_memory": False}
     WindowSettings(**most, backend="lsa").check()
-    WindowSettings(**{**most, "ranks": 256, "nbytes": 1 << 20}, backend="host").check()
+    WindowSettings(**{**most, "nbytes": 1 << 20, "ranks": 256}, backend="host").check()
     for name in ("nbytes", "signals"):
         with pytest.raises(moecomm.BadInput, match=name):
             WindowSettings(**{**most, name: most[name] + 1}, backend="lsa").check()
     for ranks, backend in ((65, "lsa"), (257, "host")):
         with pytest.raises(moecomm.BadInput, match="group"):
-            WindowSettings(**{**most, "ranks": ranks}, backend=backend).check()
+            WindowSettings(**{**most, "nbytes": 1 << 20, "ranks": ranks}, backend=backend).check()
 
 
 def test_experts_of_deep_ep_are_a_multiple_of_the_ranks() -> None:
