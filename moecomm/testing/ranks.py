@@ -43,9 +43,19 @@ class LocalBuffers:
 
     def __init__(self, ranks: int, **settings: Any) -> None:
         opened = [partial(Buffer, group, **settings) for group in local_ranks(ranks)]
-        self.buffers: list[Buffer] = self._together(opened)
+        self._drive(self._together(opened))
+
+    @classmethod
+    def of(cls, buffers: Sequence[Buffer]) -> LocalBuffers:
+        """Drive Buffers of this process that are open, in rank order."""
+        made = cls.__new__(cls)
+        made._drive(list(buffers))
+        return made
+
+    def _drive(self, buffers: list[Buffer]) -> None:
+        self.buffers = buffers
         self.device = self.buffers[0].device
-        count = ranks if self.device.type == "cuda" else 0
+        count = len(buffers) if self.device.type == "cuda" else 0
         # torch has _STREAMS streams of each priority, and then hands them out again: ranks must not share one.
         self.streams = [
             torch.cuda.Stream(self.device, priority=-(rank // _STREAMS))  # type: ignore[no-untyped-call]
