@@ -434,7 +434,7 @@ def _killed(rank: int, group: Any, seed: int) -> str:
         run(self)
 
     fused_copies.Copies.run = ends  # type: ignore[method-assign]
-    with moecomm.Buffer(group, **{**FLOAT, "timeout_s": 60}, placement=SKEWED) as buffer:
+    with moecomm.Buffer(group, **{**FLOAT, "timeout_s": 30}, placement=SKEWED) as buffer:
         weights = model.fill(buffer)
         try:
             for nth in range(1000):
@@ -454,9 +454,9 @@ def _killed(rank: int, group: Any, seed: int) -> str:
 
 
 @pytest.mark.parametrize("seed", few(range(20), 0))
-def test_a_rank_is_killed_during_its_copies(seed: int, ranks: Ranks) -> None:
-    ranks.start(RANKS, _killed, seed)
-    for result in ranks.results(RANKS - 1).values():
+def test_a_rank_is_killed_during_its_copies(seed: int, computing_ranks: Ranks) -> None:
+    computing_ranks.start(RANKS, _killed, seed)
+    for result in computing_ranks.results(RANKS - 1).values():
         assert isinstance(result, str), result
 
 

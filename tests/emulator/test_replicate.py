@@ -73,7 +73,7 @@ def check_choices(seeds: range, shape: tuple[int, int, int], machine: Machine) -
                         {
                             "x": torch.zeros(len(ids[rank]), HIDDEN).bfloat16(),
                             "topk_idx": ids[rank],
-                            "copies": Copies(buffer.rounds, []).run,
+                            "copies": Copies(buffer.rounds, [], ()).run,
                         }
                         for rank, buffer in enumerate(buffers.buffers)
                     ]
@@ -83,7 +83,7 @@ def check_choices(seeds: range, shape: tuple[int, int, int], machine: Machine) -
                 copied = after.experts != placement.experts
                 for rank, (buffer, here) in enumerate(zip(buffers.buffers, routed, strict=True)):
                     assert torch.equal(here.tokens_per_expert.long(), want[rank])
-                    sources = Copies(buffer.rounds, []).sources()
+                    sources = Copies(buffer.rounds, [], ()).sources()
                     assert torch.equal(sources != NONE, copied), seed
                     of = placement.experts.flatten()[sources.clamp(min=0)]
                     assert torch.equal(of[copied], after.experts[copied])
@@ -144,12 +144,12 @@ def test_masked_ranks_get_no_copies(machine: Machine, monkeypatch: pytest.Monkey
             ids[:, 1] = 1
             x = torch.zeros(TOKENS, HIDDEN).bfloat16()
             buffers.dispatch(
-                [{"x": x, "topk_idx": ids, "copies": Copies(buffer.rounds, []).run} for buffer in buffers.buffers]
+                [{"x": x, "topk_idx": ids, "copies": Copies(buffer.rounds, [], ()).run} for buffer in buffers.buffers]
             )
             counts = counted([ids, ids[:0], ids, ids], experts)
             want = replicated(placement, counts, masked=[1]).experts != placement.experts
             for buffer in buffers.buffers:
-                assert torch.equal(Copies(buffer.rounds, []).sources() != NONE, want)
+                assert torch.equal(Copies(buffer.rounds, [], ()).sources() != NONE, want)
             assert not want[1].any() and want.any()
         finally:
             machine.forget()

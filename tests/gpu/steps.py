@@ -192,6 +192,7 @@ PARTS: dict[str, list[Step]] = {
     "stress": [Step("stress", 300, ("tests/gpu/test_stress.py",), gpus=2)],
     "bench": [
         Step("bench", 900, ("tests/bench/test_on_gpus.py",)),
+        Step("bench1", 150, ("tests/bench/test_dispatch_combine.py", "-m", "gpu1"), gpus=1),
         Step("bench2", 300, ("tests/bench/test_latency.py", "tests/bench/test_ceiling.py", "-m", "gpu2"), gpus=2),
     ],
     "domains": [*nvlink("domains", "vmm, 2 domains"), *nvlink("domains4", "vmm, 4 domains")],
