@@ -68,7 +68,8 @@ struct Share {
 // is released before its last products are added up.  Cannot fail.
 //
 // Registers hold the accumulators of both parts and the products of one.  While the tensor cores work, the warpgroup loads the next scales
-// and waits for the next slot; while it adds up, the tensor cores work for the other warpgroup.
+// and waits for the next slot; while it adds up, the tensor cores work for the other warpgroup.  They do so only if the products of a step
+// are issued one right behind the other: matrix descriptors are therefore computed in uniform registers, where the tensor cores read them.
 template <GemmConfig c, i32 parts, i32 size>
 MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
                                const Share<c>& share, i32 steps, float (&accum)[c.parts()][size]) {
@@ -89,7 +90,7 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
         const i32 slot = place.slot;
-        const u32 w_slot = w + slot * (c.weight_bytes() / 16), x_slot = x + slot * (c.row_bytes() / 16);
+        const u32 w_slot = uniform(w + slot * (c.weight_bytes() / 16)), x_slot = uniform(x + slot * (c.row_bytes() / 16));
         RowScales next = of_x;
 #pragma unroll
         for (i32 part = 0; part < parts; ++part) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from moecomm.fused.structs import GemmArgs
 from moecomm.tuning import Table
 from moecomm.tuning.gemms import HEIGHTS, Rule
 
-from ..compiled import check_kernel, compile_beside
+from ..compiled import check_kernel, compile_beside, functions_of
 from ..few import few
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -141,6 +142,7 @@ PACKED = {
     for gated in (True, False)
 }
 KERNELS |= PACKED
+TALL = {name: kernel for name, kernel in KERNELS.items() if name.startswith("FP8 128x4c1r")}
 
 
 @pytest.mark.compiled(KERNELS)
@@ -155,6 +157,20 @@ def test_products_run_while_weights_are_widened(name: str) -> None:
     """ptxas waits for each product where it is short of registers, or cannot follow which of them products use."""
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     assert "wgmma" not in compile_beside(PACKED[name]).result().log
+
+
+@pytest.mark.compiled(TALL)
+@pytest.mark.parametrize("name", few(TALL, *list(TALL)[:1]))
+def test_products_of_a_step_are_issued_one_behind_the_other(name: str) -> None:
+    """A vector register that becomes a descriptor (R2UR) between two products lets the other warpgroup's products in.
+
+    Both warpgroups then add up at the same time, and the tensor cores wait.
+    """
+    pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    code = "".join(functions_of(compile_beside(TALL[name]).result()))
+    steps = re.findall(r"QGMMA[^;]*RZ, !UPT[^;]*;(.*?QGMMA[^;]*gsb0)", code, re.DOTALL)
+    assert len(steps) == 3  # two parts of a tile of many rows, and one of a tile of at most 64
+    assert not any("R2UR" in step for step in steps)
 
 
 @pytest.mark.parametrize(
