@@ -70,7 +70,8 @@ struct Share {
 // Registers hold the accumulators of both parts and the products of one.  While the tensor cores work, the warpgroup loads the next scales
 // and waits for the next slot; while it adds up, the tensor cores work for the other warpgroup.  They do so only if the products of a step
 // are issued one right behind the other: matrix descriptors are therefore computed in uniform registers, where the tensor cores read them.
-template <GemmConfig c, i32 parts, i32 size>
+// `descriptors_in_lanes`: not so; slower, for a kernel that has no register left.
+template <GemmConfig c, i32 parts, bool descriptors_in_lanes, i32 size>
 MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
                                const Share<c>& share, i32 steps, float (&accum)[c.parts()][size]) {
     static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
@@ -90,7 +91,11 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
         const i32 slot = place.slot;
-        const u32 w_slot = uniform(w + slot * (c.weight_bytes() / 16)), x_slot = uniform(x + slot * (c.row_bytes() / 16));
+        u32 w_slot = w + slot * (c.weight_bytes() / 16), x_slot = x + slot * (c.row_bytes() / 16);
+        if constexpr (!descriptors_in_lanes) {
+            w_slot = uniform(w_slot);
+            x_slot = uniform(x_slot);
+        }
         RowScales next = of_x;
 #pragma unroll
         for (i32 part = 0; part < parts; ++part) {
@@ -122,14 +127,14 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
 }
 
 // Multiplies a math warpgroup's share of a tile; `accum` is complete on return.
-template <GemmConfig c, i32 size>
+template <GemmConfig c, bool descriptors_in_lanes = false, i32 size>
 MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
                               i32 steps, i32 padded, float (&accum)[c.parts()][size]) {
     const Share<c> share(padded, math_group);
     if (share.all_parts) {
-        multiply_share<c, c.parts()>(ring, barriers, scales, place, share, steps, accum);
+        multiply_share<c, c.parts(), descriptors_in_lanes>(ring, barriers, scales, place, share, steps, accum);
     } else {
-        multiply_share<c, 1>(ring, barriers, scales, place, share, steps, accum);
+        multiply_share<c, 1, descriptors_in_lanes>(ring, barriers, scales, place, share, steps, accum);
     }
 }
 

@@ -92,7 +92,10 @@ MOECOMM_FN void make_sent_tiles(SendShared<c, split>& s, const SendMatmulArgs& a
     u32 turns = 0, phase = 0;
     float accum[c.parts()][c.most_rows / 2] = {};
     for_my_tiles<c, send, ranks, split>(a, [&](const BlockTile& found) {
-        if (split == 1 || mine.first < mine.end) {
+        if constexpr (!c.swapped && send == Send::all_to_all) {  // whose tiles have two kinds of places: no register is left
+            multiply_rows<c, true>(s.gemm.ring, s.gemm.barriers, s.gemm.scales, place, math_group, mine.end - mine.first, found.tile.padded,
+                                   accum);
+        } else if (split == 1 || mine.first < mine.end) {
             multiply_padded<c>(s.gemm, place, math_group, mine.end - mine.first, found.tile.padded, accum);
         } else {
             for (float& sum : accum[0]) sum = 0;
