@@ -300,6 +300,7 @@ def gemm(
     ranks: Annotated[str, typer.Option(help="Ranks that share the experts (one is measured): 4,8.")] = "4,8",
     dtype: Annotated[str, typer.Option(help="bf16, fp8 (e4m3 with scales), or both: bf16,fp8.")] = "bf16",
     every_schedule: Annotated[bool, typer.Option("--every-schedule", help="Measure every schedule.")] = False,
+    others: Annotated[str, typer.Option(help="Libraries that are measured or named as absent: deep_gemm.")] = "",
     replays: Replays = 5,
     json: Json = None,
 ) -> None:
@@ -313,9 +314,10 @@ def gemm(
     models = measured.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
     lists = numbers("ranks", ranks), numbers("tokens", tokens)
     dtypes = dtype.split(",")
-    measured.check(models, *lists, replays=replays, dtypes=dtypes)
+    how: dict[str, Any] = {"replays": replays, "dtypes": dtypes, "others": others.split(",") if others else []}
+    measured.check(models, *lists, **how)
     need_gpu("bench gemm", "CPU ranks multiply with torch")
-    result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays, dtypes=dtypes)
+    result = measured.run(models, *lists, every_schedule=every_schedule, **how)
     table.show_gemm(result, table.console())
     keep(result, json)
 

@@ -1,4 +1,4 @@
-"""The grouped GEMMs of an expert layer on one GPU: ours, alternating with torch's, or in FP8 with deep_gemm's."""
+"""The grouped GEMMs of an expert layer on one GPU: ours, alternating with torch's and other libraries'."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ _WEIGHT_BYTES = 256 << 20  # several times the L2 cache: smaller weights have se
 _HOST_CALLS = 10
 _MOST_BYTES = 128 << 30  # of a rank's weights
 _READ_BYTES = 4 << 30
+_COMPARED_ROWS = 16  # whose products are compared with float64
 
 Call = Callable[[int], Any]  # takes the number of the call, which selects a copy of the weights
 
@@ -135,9 +136,17 @@ def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = ("bf16"
 
 
 def check(
-    models: list[Model], ranks: list[int], tokens: list[int], *, replays: int, dtypes: Sequence[str] = ("bf16",)
+    models: list[Model],
+    ranks: list[int],
+    tokens: list[int],
+    *,
+    replays: int,
+    dtypes: Sequence[str] = ("bf16",),
+    others: Sequence[str] = (),
 ) -> list[Gemm]:
     """Return the GEMMs of a run.  Raises BadInput if an argument is out of range."""
+    if set(others) - set(other_gemms.LIBRARIES):
+        raise BadInput("others", ",".join(others), f"some of {', '.join(other_gemms.LIBRARIES)}")
     if not tokens or min(tokens) < 1 or replays < 1:
         raise BadInput("tokens, replays", (tokens, replays), "at least 1 each")
     return gemms(models, ranks, dtypes)
@@ -151,17 +160,23 @@ def run(
     every_schedule: bool,
     replays: int,
     dtypes: Sequence[str] = ("bf16",),
+    others: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure a row for each GEMM and number of tokens, on the current GPU; without one, the reference on the CPU.
 
     Times are medians over `replays`. torch's GEMM never has an activation. In FP8 (scales of 128 columns, and of
-    blocks) there is no GEMM of torch; our GEMM with SwiGLU casts its result, and that of deep_gemm, if it can be
-    imported, has neither activation nor cast. `read_tbs` is what the memory of the GPU gives to a plain read.
+    blocks) there is no GEMM of torch; our GEMM with SwiGLU casts its result. `read_tbs` is what the memory of the GPU
+    gives to a plain read.
+
+    Args:
+        others: libraries to measure too, of other_gemms.LIBRARIES. They have neither activation nor cast; few rows are
+            also multiplied in their masked form. Rows then have `error`: of each GEMM without activation, the norm of
+            its difference to float64 over that of float64, for some rows; and `why`: reasons of those that failed.
 
     Raises:
         BadInput: an argument is out of range.
     """
-    cases = check(models, ranks, tokens, replays=replays, dtypes=dtypes)
+    cases = check(models, ranks, tokens, replays=replays, dtypes=dtypes, others=others)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     rows = []
     with progress(None, len(cases) * len(tokens)) as step:
@@ -169,7 +184,7 @@ def run(
             weights = _weights(case, device)
             for count in tokens:
                 step(f"{case.model} GEMM {case.gemm}, {case.dtype}, {count} tokens")
-                row = _row(case, weights, case.counts(count).to(device), every_schedule, replays)
+                row = _row(case, weights, case.counts(count).to(device), every_schedule, replays, bool(others))
                 rows.append({"tokens": count, **row})
     about = {"benchmark": "gemm", "device": device.type, "dtype": ",".join(dtypes), "replays": replays}
     return about | ({"read_tbs": _read_tbs(device, replays)} if device.type == "cuda" else {}) | {"rows": rows}
@@ -214,7 +229,7 @@ def _rows_of(case: Gemm, counts: torch.Tensor) -> tuple[torch.Tensor, Operand]:
 
 
 def _row(
-    case: Gemm, weights: list[Operand], counts: torch.Tensor, every_schedule: bool, replays: int
+    case: Gemm, weights: list[Operand], counts: torch.Tensor, every_schedule: bool, replays: int, with_others: bool
 ) -> dict[str, Any]:
     rows = int(counts.sum())
     drawn, x = _rows_of(case, counts)
@@ -222,7 +237,15 @@ def _row(
     calls = _schedules(case, x, weights, counts, tuple(case.schedules) if every_schedule else (chosen,))
     if case.activation is not None:
         calls[APART] = _schedules(case, x, weights, counts, (chosen,), interleaved=False)[chosen]
-    others = _of_torch(drawn, weights, counts) if case.dtype == "bf16" else other_gemms.fp8(x, weights, counts)
+    others = _of_torch(drawn, weights, counts) if case.dtype == "bf16" else {}
+    compared: dict[str, Any] = {}
+    if with_others:
+        found, failed = other_gemms.calls(x, weights, counts)
+        ours = {chosen: calls[chosen]} if case.activation is None else {}
+        made: dict[str, Callable[[], torch.Tensor]] = {n: partial(call, 0) for n, call in {**ours, **others}.items()}
+        made |= {name: gemm.rows for name, gemm in found.items()}
+        compared = {"error": _errors(x, weights[0], counts, made)} | ({"why": failed} if failed else {})
+        others |= {name: gemm.call for name, gemm in found.items()}
     calls |= others
     us = _alternating(calls, len(weights), replays) if drawn.is_cuda else _on_cpu(calls, replays)
     return {
@@ -233,7 +256,29 @@ def _row(
         **case.figures(counts, us[chosen]),
         "of_torch": rounded(us[TORCH] / us[chosen], 3) if TORCH in us else None,
         "host_us": {name: _host_us(calls[name]) for name in (chosen, *others)} if drawn.is_cuda else None,
+        **compared,
     }
+
+
+def _errors(
+    x: Operand, w: Operand, counts: torch.Tensor, made: dict[str, Callable[[], torch.Tensor]]
+) -> dict[str, float]:
+    """Return the relative error of each product against float64, over rows spread over all experts."""
+    ends = counts.cumsum(0)
+    rows = torch.arange(0, int(ends[-1]), max(1, int(ends[-1]) // _COMPARED_ROWS), device=counts.device)
+    experts = torch.bucketize(rows, ends, right=True)
+    wide = _widened(x, rows, 1)
+    true = torch.stack([_widened(w, expert, 128) @ row for expert, row in zip(experts, wide, strict=True)])
+    return {name: float((make()[rows].double() - true).norm() / true.norm()) for name, make in made.items()}
+
+
+def _widened(operand: Operand, at: torch.Tensor, rows_of_scale: int) -> torch.Tensor:
+    """Return rows or a matrix of an operand in float64, times its scales of 128 columns."""
+    if isinstance(operand, torch.Tensor):
+        return operand[at].double()
+    data, scales = operand[0][at].double(), operand[1][at].double()
+    scales = scales.repeat_interleave(128, -1)[..., : data.shape[-1]]
+    return data * scales.repeat_interleave(rows_of_scale, -2)[..., : data.shape[-2], :]
 
 
 def _schedules(

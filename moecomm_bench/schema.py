@@ -280,6 +280,8 @@ class _GemmRow(TypedDict):
     tbs: Number
     of_torch: Number | None
     host_us: dict[Name, Number] | None
+    error: NotRequired[dict[Name, Number]]
+    why: NotRequired[dict[Name, str]]
 
 
 class _MoeCase(_Replayed):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from moecomm.errors import BadInput
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES
 from moecomm.router import MODELS
 from moecomm_bench import gemm, other_gemms
@@ -79,6 +83,61 @@ def test_groups_of_deep_gemm_begin_at_multiples_of_128() -> None:
     place, group = other_gemms.padded_rows(torch.tensor([3, 0, 130, 1], dtype=torch.int32))
     assert place.tolist() == [0, 1, 2, *range(128, 258), 384]
     assert group.tolist() == [0] * 128 + [2] * 256 + [3] * 128
+
+
+class DeepGemm:
+    """Stands in for deep_gemm 2.x: its contiguous and masked GEMMs, by torch."""
+
+    def m_grouped_fp8_gemm_nt_contiguous(self, x: Any, w: Any, out: torch.Tensor, group: torch.Tensor) -> None:
+        wide, of_group = widen(x, 1), widen(w, 128)
+        for i, expert in enumerate(group.tolist()):
+            out[i] = of_group[expert] @ wide[i]
+
+    def m_grouped_fp8_gemm_nt_masked(self, x: Any, w: Any, out: torch.Tensor, counts: torch.Tensor, most: int) -> None:
+        raise RuntimeError("Assertion error: expected_m [sm90]")
+
+    def m_grouped_bf16_gemm_nt_contiguous(self, x: Any, w: Any, out: torch.Tensor, group: torch.Tensor) -> None:
+        for i, expert in enumerate(group.tolist()):
+            out[i] = w[expert] @ x[i]
+
+    def m_grouped_bf16_gemm_nt_masked(self, x: Any, w: Any, out: torch.Tensor, counts: torch.Tensor, most: int) -> None:
+        for expert, rows in enumerate(counts.tolist()):
+            out[expert, :rows] = x[expert, :rows] @ w[expert].T
+
+
+def widen(pair: Any, rows: int) -> torch.Tensor:
+    data = pair[0].float()
+    scales = pair[1].repeat_interleave(128, -1).repeat_interleave(rows, -2)
+    return data * scales[..., : data.shape[-2], : data.shape[-1]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU where there is one")
+def test_other_libraries_are_measured_and_compared_with_float64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moecomm_bench.ranks.need_gpu", lambda *about: None)
+    monkeypatch.setitem(sys.modules, "deep_gemm", cast("ModuleType", DeepGemm()))
+    out = tmp_path / "found.json"
+    words = ["--ranks", "2", "--tokens", "5", "--replays", "1", "--json", str(out), "--dtype", "bf16,fp8"]
+    told = CliRunner().invoke(
+        app, ["gemm", "--model", "mixtral-8x7b", *SIZES, *words, "--others", "deep_gemm"], catch_exceptions=False
+    )
+    assert told.exit_code == 0
+    for row in json.loads(out.read_text())["rows"]:
+        form = {"deep_gemm masked"} if row["dtype"] == "bf16" else set()
+        theirs = {"deep_gemm", *form} | ({"torch"} if row["dtype"] == "bf16" else set())
+        assert theirs <= set(row["us"]) and theirs <= set(row["host_us"] or row["us"])
+        ours = {row["chosen"]} if row["activation"] is None else set()
+        assert set(row["error"]) == theirs | ours and 0 < max(row["error"].values()) < 0.005
+        assert row.get("why", {}).get("deep_gemm masked", "").startswith("RuntimeError") == (row["dtype"] == "fp8")
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    found, why = other_gemms.calls(torch.ones(1, 8), [torch.ones(1, 8, 8)], torch.ones(1, dtype=torch.int32))
+    assert not found and "deep_gemm" in why["deep_gemm"]
+    with pytest.raises(BadInput, match="others"):
+        gemm.check([MODELS["qwen3-235b"]], [4], [1], replays=1, others=["cutlass"])
 
 
 def test_counts_are_those_of_one_rank_and_the_same_each_time() -> None:
