@@ -340,6 +340,9 @@ def moe(
     channels: Annotated[
         bool, typer.Option("--channels", help="Also measure our layer with FP8 and INT8 weights, a scale a channel.")
     ] = False,
+    others: Annotated[
+        str, typer.Option(help="Libraries whose FP8 layers are measured or named as absent, beside --fp8: deep_gemm.")
+    ] = "",
     room: Annotated[int, typer.Option(callback=whole(0), help="max_tokens of Buffers; 0: the measured size.")] = 0,
     singles: Singles = None,
     sustained: Annotated[
@@ -371,6 +374,7 @@ def moe(
         fp8=fp8,
         mxfp4=mxfp4,
         channels=channels,
+        others=others.split(",") if others else [],
         room=room,
         singles=SINGLES.of(singles, backend),
         sustained_s=sustained,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,7 +11,7 @@ from moecomm.errors import BadInput
 from moecomm.fused.quantized import MX_GROUP
 from moecomm.ranks.settings import Settings
 from moecomm.router import Model
-from moecomm_bench import replay
+from moecomm_bench import other_layers, replay
 
 _CHAINED_TOKENS, _LEAST_CHAINED, _MOST_CHAINED = 16384, 4, 20
 
@@ -37,6 +37,7 @@ class ModelsCase:
     inputs: int = 4  # number of inputs, each with its own routing; operations rotate among them
     singles: int = 0  # single calls, and eager calls beside those in a graph; 0: neither
     sustained_s: float = 0.0  # seconds of a run without a pause; 0: none is measured
+    others: list[str] = field(default_factory=list)  # of other_layers.LIBRARIES; layers then have errors
 
     def check(self) -> None:
         """Raise BadInput for a value that cannot be measured."""
@@ -45,6 +46,10 @@ class ModelsCase:
         if self.inputs < 1 or self.singles < 0 or self.sustained_s < 0:
             got = (self.inputs, self.singles, self.sustained_s)
             raise BadInput("inputs, singles, sustained_s", got, "1 or more; 0 or more; 0 or more")
+        if set(self.others) - set(other_layers.LIBRARIES):
+            raise BadInput("others", ",".join(self.others), f"some of {', '.join(other_layers.LIBRARIES)}")
+        if self.others and not self.fp8:
+            raise BadInput("others", ",".join(self.others), "with FP8 weights, of which these layers are: --fp8")
         if self.room < 0:
             raise BadInput("room", self.room, "at least 1, or 0 for as many as are measured")
         for model in self.models:

@@ -21,7 +21,7 @@ from moecomm.fused.layer import apply_experts, apply_mxfp4_experts
 from moecomm.gpu.quantize_rows import cast
 from moecomm.ranks.settings import Settings
 from moecomm.router import Model, random_routing
-from moecomm_bench import other_experts, replay
+from moecomm_bench import other_experts, other_layers, replay
 from moecomm_bench.case import Traffic
 from moecomm_bench.clock import Call, Clock, Rotation
 from moecomm_bench.layer_case import ModelsCase
@@ -71,6 +71,7 @@ class Layers:
     ) -> None:
         self._case, self._model, self._tokens, self._group = case, model, tokens, group
         self._transport, self._weights, self._singles = transport, weights, singles
+        self._opened: list[other_layers.DeepGemmLayer] = []
         generator = torch.Generator().manual_seed((case.seed * 1000 + group.rank()) * 1_000_003 + tokens)
         routing = [self._routing(index, generator) for index in range(case.inputs)]
         traffic = [Traffic.of(group, idx, model.num_experts) for idx, _ in routing]
@@ -106,6 +107,8 @@ class Layers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for layer in self._opened:
+            layer.close()
         self.buffer.close()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -120,6 +123,11 @@ class Layers:
                 made[key] = Rotation(calls)
         meet = partial(self.buffer.dispatch, **self.inputs[0], max_rows=self.max_rows, sync=False)
         found: dict[Key, dict[str, Any]] = {key: self._about(key) | {"flops": self._flops(key[1])} for key in made}
+        if self._case.others:
+            true = other_layers.true_outputs(self._group, self.inputs[0], self._weights["w13"], self._weights["w2"])
+            for key, row in found.items():
+                if key[1] == "layer":
+                    row["error"] = other_layers.error(made[key].calls[0], true, self._tokens)
         named: dict[str, Call] = {"\n".join(key): call for key, call in made.items()}
         slow: dict[str, Call] = {"\n".join(key): call for key, call in made.items() if key[1] in _WITH_SINGLES}
         burst, sustained = self._clock.burst_and_sustained(named, meet, slow, self._case.sustained_s)
@@ -150,6 +158,8 @@ class Layers:
                 yield from self._layers(name, *weights)
                 if case.parts:
                     yield ("moecomm", "GEMMs", name), partial(self._channel_gemms, of_channels, *weights)
+        for name in case.others:
+            yield (name, "layer", _named(FP8, FUSED)), partial(self._deep_gemm_layer, *quantized[FP8])
         if not case.parts:
             for dtype, both in quantized.items():
                 yield from self._layers(dtype, *both)
@@ -206,6 +216,11 @@ class Layers:
                     return [make(one.rows, one.counts, w13, w2) for one in arrived]
 
                 yield (name, "GEMMs", ""), calls
+
+    def _deep_gemm_layer(self, w13: Fp8, w2: Fp8) -> Sequence[Call]:
+        layer = other_layers.DeepGemmLayer(self._transport, self._model, self._tokens, w13, w2)
+        self._opened.append(layer)
+        return [layer.call(**given) for given in self.inputs]
 
     def _on_each(self, call: Callable[..., Any]) -> Sequence[Call]:
         return [partial(call, **given) for given in self.inputs]

@@ -40,7 +40,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     case = ModelsCase(**{**job, "models": [Model(**model) for model in job["models"]]})
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"rows": []}
-    transport = nccl_group() if case.peers and device.type == "cuda" else group
+    transport = nccl_group() if (case.peers or case.others) and device.type == "cuda" else group
     with ExitStack() as opened:
         singles, about = open_singles(opened, group, device, case.singles)
         found |= about
@@ -83,6 +83,7 @@ def merge(case: ModelsCase, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     - `tflops`: per rank, on average.
     - `of_gemms`: time of a layer / time of our GEMMs alone, of the same weights.
     - `of_gemms_sustained`: the same ratio of sustained times.
+    - `error` (layers, beside those of other libraries): see moecomm_bench.other_layers.error; the largest of a rank.
     - `of_torch`: torch's time for the same / this time, of the faster of torch's layers; for bfloat16 alone.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
@@ -103,6 +104,8 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
         return row
     for name in filter(row.__contains__, _TIMES):
         row[name] = percentiles([part[name] for part in parts])
+    if "error" in row:
+        row["error"] = max(part["error"] for part in parts)
     if "sustained_us" in row:
         row["sustained_us"] = rounded(max(part["sustained_us"] for part in parts), 3)
     flops = statistics.mean(part["flops"] for part in parts)

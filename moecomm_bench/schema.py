@@ -313,6 +313,7 @@ class _LayerJson(_LayerAbout):
     sustained_us: NotRequired[Number]
     of_gemms: NotRequired[Positive]
     of_torch: NotRequired[Number]
+    error: NotRequired[Number]
     window_bytes: NotRequired[Count]
     opened_bytes: NotRequired[Count]
     eager_us: NotRequired[Percentiles]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -239,6 +242,71 @@ def test_fp8_compares_with_gemms_in_fp8() -> None:
     found = moe.merge(case, [{"backend": "host", "rows": rows}] * 2)["rows"]
     assert [row.get("of_gemms") for row in found] == [None, None, 1.5, 1.25, 2.5]
     assert all("of_torch" not in row for row in found)
+
+
+class Mega:
+    """Stands in for deep_gemm: its layer for Hopper, as a moecomm layer of the same rank."""
+
+    buffer: moecomm.Buffer
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.destroyed = group, 0
+
+    def get_symm_buffer_for_sm90_mega_moe(self, group: Any, experts: int, *sizes: int) -> Any:
+        tokens, topk, hidden, _ = sizes
+        how: dict[str, Any] = {"num_experts": experts, "topk": topk, "max_tokens": tokens, "backend": "host"}
+        self.buffer = moecomm.Buffer(self.group, hidden=hidden, **how)
+        self.x = self.x_sf = self.topk_idx = self.topk_weights = None
+        return self
+
+    def destroy(self) -> None:
+        self.destroyed += 1
+        self.buffer.close()
+
+    def transform_weights_for_mega_moe_sm90(self, w13: Any, w2: Any) -> Any:
+        return w13, w2
+
+    def mega_moe_pre_dispatch_sm90(self, *given: Any) -> None:
+        x, idx, weights, *_, self.tokens = given
+        self.given = x, idx.long(), weights
+
+    def fp8_mega_moe(self, out: torch.Tensor, w13: Any, w2: Any, buffer: Any) -> None:
+        assert buffer is self and len(out) == self.tokens
+        out.copy_(self.buffer.moe(*self.given, moecomm.fused.Fp8(*w13), moecomm.fused.Fp8(*w2)))
+
+
+def _beside_deep_gemm(rank: int, group: Any, there: bool) -> tuple[list[dict[str, Any]], int]:
+    mega = Mega(group)
+    sys.modules["deep_gemm"] = cast("ModuleType", mega if there else None)
+    case = moe.ModelsCase([MODEL], [9], 2, "host", "eager", fp8=True, peers=False, inputs=2, replays=1)
+    case = replace(case, others=["deep_gemm"])
+    case.check()
+    cpu = torch.device("cpu")
+    with Layers(case, MODEL, 9, moe._weights(case, MODEL, rank, cpu), group, group, cpu) as layers:
+        rows = layers.rows()
+    return rows, mega.destroyed
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_deep_gemms_layer_is_measured_beside_ours_or_named(ranks: Ranks, there: bool) -> None:
+    """With the error of each against float64: several percent, of two casts to FP8."""
+    for rows, destroyed in ranks.run(2, _beside_deep_gemm, there):
+        assert destroyed == there
+        (theirs,) = (row for row in rows if row["who"] == "deep_gemm")
+        assert (theirs["what"], theirs["variant"]) == ("layer", "fp8, one launch")
+        layers = {row["variant"]: row["error"] for row in rows if row["what"] == "layer" and row["who"] == "moecomm"}
+        assert 0 < layers["sequential"] < 0.01 < layers["fp8"] < 0.1
+        if there:
+            assert theirs["error"] == layers["fp8"] and theirs["us"]
+        else:
+            assert "deep_gemm" in theirs["why"]
+
+
+def test_other_layers_are_asked_for_by_name_and_with_fp8() -> None:
+    for others, fp8 in ((["deep_gemm"], False), (["flashinfer"], True)):
+        case = moe.ModelsCase([MODEL], [9], 1, "host", "eager", fp8=fp8, others=others)
+        with pytest.raises(moecomm.BadInput, match="others"):
+            case.check()
 
 
 def test_layers_with_scales_of_channels_have_rows_of_their_own(ranks: Ranks) -> None:
