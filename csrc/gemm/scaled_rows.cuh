@@ -64,6 +64,9 @@ struct Share {
     }
 };
 
+// Returns lane 0's value, in every lane. The compiler then knows that the lanes agree, and computes with the value in uniform registers.
+MOECOMM_FN u32 uniform(u32 value) { return __shfl_sync(kAllLanes, value, 0); }
+
 // Multiplies 64 rows of x by `parts` parts of w over the whole depth.  Called by a math warpgroup.  Waits for `full` of each slot; a slot
 // is released before its last products are added up.  Cannot fail.
 //
