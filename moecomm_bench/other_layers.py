@@ -6,14 +6,14 @@ Written for the published interface of deep_gemm's layer for Hopper, as in its w
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import silu
 
 from moecomm.fused import Fp8
+from moecomm.ranks.rendezvous import rendezvous
 from moecomm.router import Model
 from moecomm_bench.clock import Call
 
@@ -63,19 +63,18 @@ def true_outputs(
     Each rank computes what its own experts add to the tokens of all ranks.
     """
     at = compared_tokens(len(given["x"]))
-    mine = {name: given[name][at].cpu() for name in ("x", "topk_idx", "topk_weights")}
-    asked = _gathered(group, mine)
+    asked = (_gathered(group, given[name][at]) for name in ("x", "topk_idx", "topk_weights"))
     first = dist.get_rank(group) * len(w13)
     added = []
-    for one in asked:
-        sums = torch.zeros(one["x"].shape, dtype=torch.float64, device=w13.device)
-        for token, k in (one["topk_idx"] // len(w13) == first // len(w13)).nonzero().tolist():
-            expert = int(one["topk_idx"][token, k]) - first
-            gate, up = (w13[expert].double() @ one["x"][token].to(w13.device).double()).chunk(2)
-            sums[token] += float(one["topk_weights"][token, k]) * (w2[expert].double() @ (silu(gate) * up))
-        added.append(sums.cpu())
-    rank = dist.get_rank(group)
-    return torch.stack([of_rank[rank] for of_rank in _gathered(group, added)]).sum(dim=0)
+    for x, idx, weights in zip(*asked, strict=True):
+        sums = torch.zeros(x.shape, dtype=torch.float64, device=w13.device)
+        for token, k in ((idx >= first) & (idx < first + len(w13))).nonzero().tolist():
+            expert = int(idx[token, k]) - first
+            gate, up = (w13[expert].double() @ x[token].to(w13.device).double()).chunk(2)
+            sums[token] += float(weights[token, k]) * (w2[expert].double() @ (silu(gate) * up))
+        added.append(sums)
+    by_rank = _gathered(group, torch.stack(added))
+    return torch.stack([of_rank[dist.get_rank(group)] for of_rank in by_rank]).sum(dim=0)
 
 
 def error(layer: Callable[[], torch.Tensor], true: torch.Tensor, tokens: int) -> float:
@@ -84,7 +83,7 @@ def error(layer: Callable[[], torch.Tensor], true: torch.Tensor, tokens: int) ->
     return float((out - true).norm() / true.norm())
 
 
-def _gathered(group: dist.ProcessGroup, mine: Any) -> Sequence[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
+def _gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, of one shape and dtype, on the CPU."""
+    data = rendezvous(group).all_gather(mine.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return [torch.frombuffer(bytearray(one), dtype=mine.dtype).view(mine.shape) for one in data]
