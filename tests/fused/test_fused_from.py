@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -96,6 +97,20 @@ def test_by_the_rows_of_a_rank() -> None:
         for tokens in (least, least - 1):
             buffer = cast(Any, buffer_of(MODELS["mixtral-8x7b"], 4, tokens))
             assert layer._runs_fused(buffer, weights, None, str) == (tokens == least)
+
+
+def test_one_rank_is_fused_where_that_was_measured_to_be_faster() -> None:
+    """In FP8, with 64 experts and top-8 of DeepSeek-V3's sizes and with 96 and top-6: 1.10 to 1.20 times as fast."""
+    for experts, topk, tokens, fused in (
+        (64, 8, 128, False),
+        (64, 8, 512, True),
+        (96, 6, 128, False),
+        (96, 6, 4096, True),
+    ):
+        model = replace(MODELS["deepseek-v3"], num_experts=experts, topk=topk)
+        buffer = cast(Any, buffer_of(model, 1, tokens))
+        assert layer._runs_fused(buffer, FP8, None, str) == fused
+        assert not layer._runs_fused(buffer, BF16, None, str)
 
 
 class Answers:
