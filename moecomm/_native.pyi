@@ -335,7 +335,9 @@ class Call:
         `_refuse()`: raise the error of a call that is refused.
         `_begin_call(rounds, nested, note)`: begin a call that has the turn.  `nested`: another one consists of it.
         `_count_refused()`: count the calls that Turn.uncounted says.
-        `_call_failed(error, missed, note)`: the call ends in an error.  `missed`: it counts as failed.
+        `interrupted(error)`: the call ends in an error and counts as failed.  If a signal handler has raised it, peers
+            do not know, and their waits are to end.  None: of an error that is not known, between two instructions.
+        `_call_failed(error, missed, note)`: likewise, after that.  `missed`: it counts as failed.
         `_release()`: close the object.
     `rounds`: of the call.  An error before the last of them counts the call as failed, unless a call in it has.
     `note`: the owner gets it back.
@@ -948,6 +950,12 @@ class WindowHandle:
     signals: typing.Final[int]
     timeout_ns: int
     total_bytes: typing.Final[int]
+
+def abort_all(context: Context) -> None:
+    """End the next host round on every rank, none of whose waits this rank is in.  Leaves a failure record here."""
+
+def aborted_word(rank: int) -> bytes:
+    """The abort word of ranks that a rank has stopped."""
 
 def choice_bytes(shape: Shape) -> int:
     """Bytes at the begin of a heap for the choice of balanced replicas: csrc/protocol/placement.h."""

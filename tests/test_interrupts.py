@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ import torch
 
 import moecomm
 from moecomm import ops, overlap
+from moecomm.rounds.failures import is_interrupt
 
 from .backends.conftest import run_ranks
 from .conftest import Ranks
@@ -125,7 +127,7 @@ def test_close_gives_the_memory_back_after_an_interrupt_at_any_instruction_of_it
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_ranks_stay_in_step_or_all_of_them_say_so(first: bool) -> None:
+def test_ranks_stay_in_step_or_all_of_them_are_stopped(first: bool) -> None:
     """An interrupt before the round of a call of rank 1, or after it: no round is taken for that of another call.
 
     Before a call has begun, there is none that could be missed.
@@ -134,27 +136,90 @@ def test_ranks_stay_in_step_or_all_of_them_say_so(first: bool) -> None:
 
     def body(group: Any, number: int) -> str:
         with moecomm.Buffer(group, **SIZES) as buffer:
-            if not first:
-                step(buffer)
-            dispatch = partial(buffer.dispatch, X, IDS)
-            if group.rank == 1:
-                was = interrupted(dispatch, number, begun=lambda: buffer.rounds.turn.running)
-            found = "in step" if group.rank == 0 or was else "over"
+            found, dispatch = "in step", partial(buffer.dispatch, X, IDS)
             try:
+                if not first:
+                    step(buffer)
                 if group.rank == 0:
                     dispatch()
+                elif not interrupted(dispatch, number, begun=lambda: buffer.rounds.turn.running):
+                    found = "over"
                 routed = buffer.dispatch(2 * X, IDS)
-            except moecomm.OutOfStep:
-                return "out of step"
+            except moecomm.Aborted:
+                return "stopped"
             assert torch.equal(buffer.combine(routed.x, routed.handle), 4 * X)
             return found
 
     number = 0
     while "over" not in (found := run_ranks(2, partial(body, number=number))):
-        assert found in (["in step"] * 2, ["out of step"] * 2), number
+        assert found in (["in step"] * 2, ["stopped"] * 2), number
         seen[found[0]] += 1
         number += 37 if first else 1
-    assert seen["in step"] > 0 and seen["out of step"] > 0
+    assert seen["in step"] > 0 and seen["stopped"] > 0
+
+
+ROUNDS: dict[str, Callable[[moecomm.Buffer], object]] = {
+    "dispatch": lambda buffer: buffer.dispatch(X, IDS),
+    "moe": lambda buffer: buffer.moe(X, IDS, None, *(w[:2] for w in weights())),
+    "ops.moe": lambda buffer: ops.moe(buffer, X, IDS, torch.ones(4, 2), *(w[:2] for w in weights())),
+    "begin": lambda buffer: buffer.dispatch_end(buffer.dispatch_begin(X, IDS)),
+    "chunks": lambda buffer: buffer.moe(
+        torch.ones(8, 64), torch.tensor([[0, 1]] * 8), None, *(w[:2] for w in weights()), overflow="chunks"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_an_interrupt_in_no_wait_stops_the_other_rank_at_once(name: str) -> None:
+    """Rank 1 makes no further round after an interrupt, and rank 0 does not wait for one.  Then all ranks go on."""
+    call, seen, there = ROUNDS[name], Counter[str](), dict[int, bool]()
+    met = threading.Barrier(2, timeout=30)
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **SIZES, capacity_factor=1.0) as buffer:
+            number, was, begun = 0, True, lambda: buffer.rounds.turn.running or buffer.rounds.turn.depth > 0
+            while was:
+                call(buffer)  # a first one, which makes plans
+                met.wait()
+                if group.rank == 1:
+                    was = there[number] = interrupted(partial(call, buffer), number, begun=begun)
+                    seen["stopped" if buffer.rounds.failure() is not None else "in step"] += 1
+                else:
+                    with suppress(moecomm.Aborted):
+                        call(buffer)
+                assert buffer.shrink().lost == ()
+                met.wait()
+                was = there[number]
+                number += 1 if number < 40 else 29
+
+    for error in run_ranks(2, body):
+        if isinstance(error, BaseException):
+            raise error
+    assert seen["stopped"] > 20
+
+
+def _refused() -> None:
+    raise ValueError("a wrong argument")
+
+
+def test_errors_of_signal_handlers_are_told_from_those_of_calls() -> None:
+    def handle(_number: int, _frame: Any) -> None:
+        _refused()
+
+    def error_of(call: Callable[[], object]) -> BaseException:
+        try:
+            call()
+        except ValueError as error:
+            return error
+        raise AssertionError("no error")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        assert is_interrupt(error_of(partial(signal.raise_signal, signal.SIGUSR1)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert is_interrupt(KeyboardInterrupt()) and is_interrupt(SystemExit())
+    assert not is_interrupt(error_of(_refused))
 
 
 def test_a_workspace_refuses_no_call_after_an_interrupt_at_any_instruction() -> None:

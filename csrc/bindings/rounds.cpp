@@ -126,9 +126,16 @@ py::bytes resumed_signals(const Shape& shape, u32 round) {
     return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(u64)};
 }
 
+py::bytes aborted_word(i32 rank) { return bytes_of(abort_word(Failure::aborted, rank)); }
+
 py::bytes excluded_word(i32 rank) { return bytes_of(abort_word(Failure::excluded, rank)); }
 
 py::bytes resumed_state(u32 round, const std::vector<i32>& masked) { return bytes_of(resumed(round, bits_of(masked).data())); }
+
+void abort_all(const Context& ctx) {
+    check_context(ctx);
+    host::abort_all(ctx);
+}
 
 void count_rejected(const Context& ctx) {
     check_context(ctx);
@@ -221,6 +228,8 @@ Raises:
     m.def("leave", &leave, py::arg("context"), "Announce to the peers that this rank takes part in no further host round.  Never waits.");
     m.def("count_rejected", &count_rejected, py::arg("context"),
           "Count a host call that failed before its rounds were made, in State::rejected of this rank's window.");
+    m.def("abort_all", &abort_all, py::arg("context"),
+          "End the next host round on every rank, none of whose waits this rank is in.  Leaves a failure record here.");
     m.def("host_round", &host_round, py::arg("context"), py::call_guard<py::gil_scoped_release>(),
           "The number of the last round that has ended on this host rank, once its puts have arrived.");
     m.def("exclude", &exclude, py::arg("context"), py::arg("rank"),
@@ -239,6 +248,7 @@ Raises:
           "The words at WindowLayout.state of a rank that goes on after a round without the masked ranks.");
     m.def("forget_failure", &host::forget_failure, py::arg("context"),
           "Clear the failure record and the host's abort word, when no round of this rank runs.");
+    m.def("aborted_word", &aborted_word, py::arg("rank"), "The abort word of ranks that a rank has stopped.");
     m.def("excluded_word", &excluded_word, py::arg("rank"), "The abort word of a rank that others have masked.");
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);

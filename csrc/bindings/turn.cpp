@@ -22,7 +22,8 @@ py::object name(const char* text) { return py::reinterpret_steal<py::object>(PyU
 // Methods of the owner of a turn.
 struct Methods {
     const py::object turn = name("turn"), begin_call = name("_begin_call"), call_failed = name("_call_failed"),
-                     count_refused = name("_count_refused"), refuse = name("_refuse"), release = name("_release");
+                     count_refused = name("_count_refused"), interrupted = name("interrupted"), refuse = name("_refuse"),
+                     release = name("_release");
 };
 
 template <class... Arguments>
@@ -48,7 +49,8 @@ class Call {
     Call& operator=(const Call&) = delete;
     ~Call() {
         if (!held_) return;  // else nobody has called exit(): the frame has ended between two instructions
-        if (missed()) ++turn_->uncounted;
+        const py::error_scope propagating;
+        miss(Py_None);
         give_back();
     }
 
@@ -69,8 +71,8 @@ class Call {
         try {
             if (turn_->uncounted > 0 && !nested) call_method(owner_, methods_.count_refused);
             call_method(owner_, methods_.begin_call, rounds_.ptr(), boolean(nested), note_.ptr());
-        } catch (py::error_already_set&) {
-            if (missed()) ++turn_->uncounted;
+        } catch (py::error_already_set& error) {
+            miss(error.value().ptr());
             give_back();
             throw;
         }
@@ -80,13 +82,16 @@ class Call {
     void exit(PyObject* error) {
         if (!held_) return;
         try {
-            if (error != nullptr) call_method(owner_, methods_.call_failed, error, boolean(missed()), note_.ptr());
+            if (error != nullptr) {
+                if (missed()) call_method(owner_, methods_.interrupted, error);
+                call_method(owner_, methods_.call_failed, error, boolean(missed()), note_.ptr());
+            }
             if (turn_->closing && !outer_) {
                 turn_->running = false;
                 call_method(owner_, methods_.release);
             }
         } catch (py::error_already_set&) {  // a signal handler's, too
-            if (error != nullptr && missed()) ++turn_->uncounted;
+            if (error != nullptr) miss(error);
             give_back();
             throw;
         }
@@ -98,6 +103,15 @@ class Call {
         if (count_ > 0) ++turn_->uncounted;
         call_method(owner_, methods_.refuse);
         throw py::type_error("_refuse() raises an error");
+    }
+    // Note a call that ends without _call_failed(), if it counts as failed, and end the waits of its peers.
+    void miss(PyObject* error) {
+        if (!missed()) return;
+        ++turn_->uncounted;
+        try {
+            call_method(owner_, methods_.interrupted, error);
+        } catch (py::error_already_set&) {  // another error is on its way
+        }
     }
     // True if the call has not made all its rounds, and neither it nor a call in it has been counted.
     bool missed() const { return turn_->made < until_ && turn_->failed == failed_; }
@@ -210,7 +224,9 @@ ends the block or its frame, an exception of a signal handler between any two in
     `_refuse()`: raise the error of a call that is refused.
     `_begin_call(rounds, nested, note)`: begin a call that has the turn.  `nested`: another one consists of it.
     `_count_refused()`: count the calls that Turn.uncounted says.
-    `_call_failed(error, missed, note)`: the call ends in an error.  `missed`: it counts as failed.
+    `interrupted(error)`: the call ends in an error and counts as failed.  If a signal handler has raised it, peers
+        do not know, and their waits are to end.  None: of an error that is not known, between two instructions.
+    `_call_failed(error, missed, note)`: likewise, after that.  `missed`: it counts as failed.
     `_release()`: close the object.
 `rounds`: of the call.  An error before the last of them counts the call as failed, unless a call in it has.
 `note`: the owner gets it back.

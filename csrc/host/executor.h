@@ -12,6 +12,9 @@ void dispatch(const DispatchArgs& args);
 // `checks`: check the rows; all ranks do, or none.
 void combine(const CombineArgs& args, RowChecks* checks = nullptr);
 
+// End the round that comes next here on every rank: an error has ended its call while this rank was in no wait.  Leaves a FailureRecord.
+void abort_all(const Context& ctx);
+
 // Count a call of this rank that failed before it could start a round.  The headers of later rounds carry the count.
 void count_rejected(const Context& ctx);
 

@@ -29,6 +29,16 @@ void abort_all_windows(const Context& ctx, u32 word) {
 
 }  // namespace
 
+void abort_all(const Context& ctx) {
+    const u32 word = abort_word(Failure::aborted, ctx.rank);
+    FailureRecord record{};
+    record.code = static_cast<u32>(Failure::aborted);
+    record.rank = record.peer = ctx.rank;
+    record.round = at<State>(ctx, ctx.rank, ctx.window.state)->round + 1;
+    leave_record(memory<FailureRecord>(ctx.record), record);
+    abort_all_windows(ctx, word);
+}
+
 Watch::Watch(const Context& ctx, Op op, u32 tag) : ctx_(ctx), op_(op), tag_(tag), deadline_(deadline_of(ctx)), log_(steps_of(ctx.record)) {}
 
 u32 Watch::abort_seen() const {

@@ -60,6 +60,16 @@ class GpuMasks:
         if peer := self._own_window().peers[rank]:  # 0: another domain, where its neighbors write the word
             self._write(peer + self._context.window.abort, _native.excluded_word(rank))
 
+    def abort_others(self) -> None:
+        """Write the abort word of all ranks that take part and whose memory is mapped, beside kernels that run."""
+        context = self._context
+        if self.excluded():
+            return
+        word = _native.aborted_word(context.rank)
+        for rank, peer in enumerate(self._own_window().peers):
+            if peer and rank != context.rank and rank not in self.masked:
+                self._write(peer + context.window.abort, word)
+
     def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
         """See Maskable."""
         own, layout, peers = self._own_window().address, self._context.window, self._peers

@@ -184,6 +184,11 @@ class HostSession:
         """End every wait of this rank."""
         self._peers.abort(cause, culprit)
 
+    def abort_all(self) -> None:
+        """See Session."""
+        if self._window is not None:
+            _native.abort_all(self.context)
+
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended."""
         return self._peers.dead_peers()

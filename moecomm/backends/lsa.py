@@ -262,6 +262,12 @@ class LsaSession:
         """End every wait of this rank."""
         self._peers.abort(cause, culprit)
 
+    def abort_all(self) -> None:
+        """See Session.  In a capture nobody waits: a call in it makes no round."""
+        if self._window is not None and not self.capturing():
+            self.abort(failures.Failure.aborted, self.context.rank)
+            self._masks.abort_others()
+
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended, or that can't be reached any more."""
         return self._peers.dead_peers()

@@ -19,6 +19,7 @@ from moecomm.overlap import agreement
 from moecomm.overlap.executors import Executors, GpuExecutors, HostExecutors
 from moecomm.overlap.measured import Choice
 from moecomm.overlap.plans import MOST_PLANS, CallKey, CallNumbers, CallPlan, key_of, new_plan
+from moecomm.rounds.failures import is_interrupt
 from moecomm.window import Window
 
 _Result = TypeVar("_Result")
@@ -158,6 +159,11 @@ class Workspace(Bound):
         while self.turn.uncounted > 0:
             self.turn.failed += 1
             self.turn.counted()
+
+    def interrupted(self, error: BaseException | None) -> None:
+        """See _native.Call."""
+        if self.window.num_ranks > 1 and (error is None or is_interrupt(error)):
+            self.window.abort()
 
     def _call_failed(self, error: BaseException, missed: bool, of: int) -> None:
         """See _native.Call."""

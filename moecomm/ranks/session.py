@@ -173,6 +173,10 @@ class Session(Maskable, Protocol):
         """End every wait of this rank."""
         ...
 
+    def abort_all(self) -> None:
+        """End the waits of all ranks for the next round of this one, which is in none itself."""
+        ...
+
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
         ...

@@ -47,6 +47,8 @@ class CallCount:
             return
         self.failed += 1
         for buffer in now:
+            if error is not None:
+                buffer.interrupted(error)
             buffer.count_failed()
 
 

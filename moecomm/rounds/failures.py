@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +50,19 @@ def round_failed(context: _native.Context) -> bool:
     )
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether a signal handler has raised an error, or might have: no other rank makes the same one.
+
+    Of errors that calls raise as well, the frame of the handler is in the traceback.
+    """
+    if not isinstance(error, Exception):
+        return True
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def begun_op(word: bytes, last_round: int) -> str:
     """Return the operation of a round header, by its first tagged word, if it is of the round after `last_round`."""
     op, tag = word[0] & 0xF, word[4:8]  # RoundHeader::op
@@ -86,6 +102,8 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str], last: s
         return Excluded(record.rank, ())
     known = known_of(record, _OPS[record.op])
     where = f"{_OPS[record.op]}, round {record.round}, phase {Phase(record.phase).name}"
+    if record.op == 0:  # an interrupt of this rank while it was in no round
+        where = "between rounds"
     why = f": {dead[record.peer]}" if record.peer in dead else ""
     if record.code == Failure.peer_lost or (why and record.peer != record.rank):
         if last:

@@ -73,6 +73,16 @@ class RoundState:
             self._before = self.flight.rounds
         self.plain = self._open and self._failure is None and not self.released and self.flight.spans is None
 
+    def interrupted(self, error: BaseException | None) -> None:
+        """End the waits of peers for a call that ends without its rounds, if a signal handler may have raised `error`.
+
+        None: an error that is not known, between two instructions.
+        """
+        if not self._open or self._failure is not None or self.session.context.shape.ranks - len(self.masked) < 2:
+            return
+        if error is None or failures.is_interrupt(error):
+            self.session.abort_all()
+
     def _call_failed(self, error: BaseException, missed: bool, note: str | None) -> None:
         """See _native.Call.  `note`: the name of the call."""
         if missed:
@@ -342,4 +352,5 @@ class SeveralRounds:
     ) -> None:
         state = self._state
         if error is not None and error is not state._raised() and state.turn.failed == self._failed:
+            state.interrupted(error)
             state.count_rejected(error)
