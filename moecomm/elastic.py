@@ -158,6 +158,7 @@ class Membership:
                 placement=placement,
             )
             rounds = open_rounds(ranks, settings, old.chosen_because, old.device, timeout_s, ids)
+            rounds.asked_domain_ranks = old.asked_domain_ranks
         rounds.members = members_of(group, old, rounds, ranks.number, timeout_s)
         return rounds, shrunk
 
@@ -180,6 +181,8 @@ class Membership:
                 others=lambda: last_calls.others(old),
             ) as ranks:
                 among: dict[str, Any] = {"ranks": ranks.ranks, "num_experts": old.named_experts}
+                if old.asked_domain_ranks is not None and ranks.ranks % old.asked_domain_ranks == 0:
+                    among["domain_ranks"] = old.asked_domain_ranks
                 settings = replace(old.settings, placement=None, **among).placed(placement)
                 rounds = open_rounds(ranks, settings, old.chosen_because, old.device, timeout_s)
         rounds.members = Members(found, ranks.number, timeout_s)

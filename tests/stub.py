@@ -39,7 +39,8 @@ def generated() -> str:
     text = re.sub(r":\n +\.\.\.\n", ": ...\n", text)
     # A type of Python's C interface, whose constructor has no signature that a program can read.
     made = "(self, owner: typing.Any, rounds: int, note: object = None, outer: bool = False, /) -> None: ..."
-    text = re.sub(r"(?ms)(^class Call:\n.*?)(    def __enter__)", rf"\1    def __init__{made}\n\2", text)
+    new = r"(?:    @staticmethod\n    def __new__\(type, \*args, \*\*kwargs\):\n {8}\"\"\"[^\"]*\"\"\"\n)?"
+    text = re.sub(rf"(?ms)(^class Call:\n.*?){new}(    def __enter__)", rf"\1    def __init__{made}\n\2", text)
     text = re.sub(r'(:\n +)"""\n +([^\n"]+)\n +"""', r'\1"""\2"""', text)  # docstrings of a line
     text = re.sub(r"(?:    @classmethod\n)?    def __(?:new|format)__\(\w+, [a-z_]+\): \.\.\.\n", "", text)  # of enums
     text = re.sub(r"^class (\w+)\(enum\.IntEnum\):\n(.*?)(?=^\w)", enumeration, text, flags=re.DOTALL | re.MULTILINE)

@@ -64,6 +64,7 @@ class Rounds(RoundState, Bound):
         self.topk, self.max_tokens = settings.topk, settings.max_tokens
         self.local_experts = experts_of(self.rank, self.num_experts, self.num_ranks)
         self.domain_ranks = shape.domain_ranks or settings.ranks
+        self.asked_domain_ranks = settings.domain_ranks  # for grow(), also while shrink() has left another number
         self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
         self.device = session.device
         self.on_cpu = session.synchronous

@@ -118,6 +118,31 @@ def test_a_rank_that_gave_up_does_not_wait() -> None:
         buffer.joining(group[0])
 
 
+def test_ranks_that_shrank_to_other_domains_grow_with_the_domains_that_were_asked_for() -> None:
+    """2 does not divide the 3 ranks that are left, but the 4 that go on."""
+    sizes = {**SIZES, "domain_ranks": 2, "timeout_s": 10.0}
+    first, second = moecomm.local_ranks(4), moecomm.local_ranks(4)
+    met = threading.Barrier(4, timeout=30)
+
+    def rank(number: int) -> tuple[int, int]:
+        buffer = moecomm.Buffer(first[number], **sizes)
+        if number == 3:
+            buffer.close()
+            met.wait()
+            buffer, left = moecomm.Buffer(second[3], **sizes), 1
+        else:
+            buffer.shrink()
+            left = buffer.domain_ranks
+            met.wait()
+            buffer.grow(second[number])
+        with buffer:
+            sums(buffer)
+            return left, buffer.domain_ranks
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(rank, range(4))) == [(1, 2)] * 4
+
+
 def test_abort_ends_grow() -> None:
     buffer = moecomm.Buffer("self", **SIZES, device="cpu", timeout_s=FAR_S)
     group = moecomm.local_ranks(2)
