@@ -147,6 +147,9 @@ def collected() -> None:
     gc.freeze()
 
 
+STACKS_S = 60  # the most that a rank takes to write its stacks and end, on a machine under load
+
+
 class Ranks:
     """Processes of one gloo group.  Each runs `body(rank, group, *args)`; what it returns or raises comes back.
 
@@ -181,15 +184,16 @@ class Ranks:
     def results(self, expected: int, timeout_s: float = 60) -> dict[int, Any]:
         """Return what the first `expected` ranks to finish returned, or raised; end the others.
 
-        Where that takes too long, ranks write where each of their threads is.
+        Where that takes too long, ranks write where each of their threads is, and end.  Their Buffers' `timeout_s` must
+        be well below, so that a rank that waits for another says so itself.
         """
         try:
             found = dict(self._queue.get(timeout=timeout_s) for _ in range(expected))
         except queue.Empty:
-            for process in self.processes:
+            for process in self.processes:  # one after the other: their lines would mix
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGUSR1)
-                    process.join(timeout=5)  # the time to write, on a busy machine
+                    process.join(timeout=STACKS_S)
             raise
         for rank in found:
             self.processes[rank].join(timeout=timeout_s)
@@ -214,7 +218,7 @@ class Ranks:
 def _rank_main(
     results: Any, store: str, rank: int, ranks: int, on_gpus: bool, body: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    faulthandler.register(signal.SIGUSR1, file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, chain=True)  # then ends the process
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no listener that other machines reach
     try:

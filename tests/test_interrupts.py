@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "max_tokens": 8,
     "dtype": torch.float32,
     "backend": "host",
-    "timeout_s": 60.0,
+    "timeout_s": 20.0,
 }
 X, IDS = torch.arange(1.0, 5.0)[:, None].repeat(1, 64), torch.arange(8).view(4, 2) % 4
 PACKAGE = str(Path(moecomm.__file__).parent)
