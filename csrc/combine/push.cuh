@@ -138,7 +138,7 @@ struct Push {
         } else if constexpr (kCopies) {
             u8* const to = packet(f, f.token);
 #pragma unroll
-            for (i32 step = 0; step < P::kSteps; ++step) store_step<cfg.packet_lines>(to, step, f.words.step[step], c.round.tag);
+            for (i32 step = 0; step < P::kSteps; ++step) store_step(to, cfg.packet_lines, step, f.words.step[step], c.round.tag);
             return true;
         } else {
             return reduce(f);
@@ -196,7 +196,7 @@ struct Push {
         u8* const to = packet(f, token);
 #pragma unroll
         for (i32 step = 0; step < P::kSteps; ++step)
-            store_step<cfg.packet_lines>(to, step, make_ulonglong2(narrow(sum[step][0]), narrow(sum[step][1])), c.round.tag);
+            store_step(to, cfg.packet_lines, step, make_ulonglong2(narrow(sum[step][0]), narrow(sum[step][1])), c.round.tag);
         return true;
     }
 
@@ -253,7 +253,7 @@ struct Push {
 #pragma unroll
         for (i32 step = 0; step < P::kSteps; ++step) {
             const u64* const two = content + packet_word(step);
-            store_step<cfg.packet_lines>(to, step, make_ulonglong2(two[0], two[1]), c.round.tag);
+            store_step(to, cfg.packet_lines, step, make_ulonglong2(two[0], two[1]), c.round.tag);
         }
         __syncwarp();  // `content` may be overwritten
         return true;

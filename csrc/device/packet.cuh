@@ -32,18 +32,16 @@ MOECOMM_FN ulonglong2 load_line_words(const u8* from) {
     return words;
 }
 
-// Store one step of a packet, tags included, to one receiver. Called by all lanes of a warp. Needs no fence: each line carries its tag.
-// Cannot fail.
-template <i32 lines>
-MOECOMM_FN void store_step(u8* packet, i32 step, ulonglong2 words, u32 tag) {
+// Store one step of a packet of `lines` lines, tags included, to one receiver. Called by all lanes of a warp. Needs no fence: each line
+// carries its tag. Cannot fail.
+MOECOMM_FN void store_step(u8* packet, i32 lines, i32 step, ulonglong2 words, u32 tag) {
     if (ends_line()) words.y = line_tag(tag);
     if (packet_line(step) < lines) store_line_words(packet + step * kWarp * 16 + lane_id() * 16, words);
 }
 
 // Load a packet once. Called by all lanes of a warp; true in all lanes if the packet is complete. Volatile loads, nothing to order: data
 // and tag of a line arrive together.
-template <i32 lines>
-MOECOMM_FN bool poll_packet(const u8* packet, u32 tag, PacketWords& words) {
+MOECOMM_FN bool poll_packet(const u8* packet, i32 lines, u32 tag, PacketWords& words) {
     bool here = true;
 #pragma unroll
     for (i32 step = 0; step < kPacketSteps; ++step)
@@ -58,10 +56,10 @@ constexpr i32 kPacketPolls = 64;  // loads of the complete packet before a warp 
 
 // Wait for the packet of `from`. Called by all lanes of a warp. False in all lanes on timeout or abort; the failure record is then filled.
 // If times() is true, in one warp of the rank for a source, the wait is counted.
-template <i32 lines, class Times>
-MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* packet, PacketWords& words, Times times) {
+template <class Times>
+MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* packet, i32 lines, PacketWords& words, Times times) {
     for (i32 look = 0; look < kPacketPolls; ++look) {
-        if (poll_packet<lines>(packet, r.tag, words)) return true;
+        if (poll_packet(packet, lines, r.tag, words)) return true;
         if (look > 0 || !times()) continue;
         const auto* tag = reinterpret_cast<const u64*>(packet + kLineBytes - sizeof(u64));
         const bool in_time = lane_id() != 0 || counted_wait(r, phase, from, tag, Counter::wait_dispatch);
@@ -78,7 +76,7 @@ MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* pa
                 [&] { return static_cast<i64>(signal_tag(load_relaxed(tag))); });
         }
         if (!__all_sync(kAllLanes, in_time)) return false;
-    } while (!poll_packet<lines>(packet, r.tag, words));
+    } while (!poll_packet(packet, lines, r.tag, words));
     return true;
 }
 

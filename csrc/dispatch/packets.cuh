@@ -17,6 +17,9 @@ struct Packets {
     static constexpr i32 kColumns =
         cfg.quantize ? cfg.packet_columns() : cfg.packet_row_bytes / bytes_of(cfg.type);  // of a row in a packet
     static constexpr i32 kScaleWord = cfg.packet_row_bytes / 8, kEntryWord = kScaleWord + cfg.packet_scale_bytes / 8;
+    // A flat row needs its entries once, in the first packet. The others end in the line that has the last scales.
+    MOECOMM_FN static bool has_entries(i32 piece) { return cfg.layout != Layout::flat || piece == 0; }
+    MOECOMM_FN static i32 lines(i32 piece) { return has_entries(piece) ? cfg.packet_lines : ceil_div(kEntryWord, kLineWords); }
 
     const Call& c;
     const i32 packets;         // packets of this block
@@ -91,38 +94,39 @@ struct Packets {
     }
 
     MOECOMM_FN void send_next() {
-        const i32 token = token_of(sent), column = column_of(sent), place = cfg.layout != Layout::flat ? place_of(token) : 0;
-        if (lane_id() < cfg.topk)
+        const i32 token = token_of(sent), column = column_of(sent), piece = column / kColumns;
+        const i32 place = cfg.layout != Layout::flat ? place_of(token) : 0;
+        if (has_entries(piece) && lane_id() < cfg.topk)
             reinterpret_cast<u64*>(content())[kEntryWord + lane_id()] =
                 expert >= 0 ? packed_entry(expert, place, __float_as_uint(weight)) : static_cast<u64>(kNoEntry) << 32;
         copy_wait(&ring().full[sent % kSlots], sent / kSlots & 1);
         fill_content(token, column);
         __syncwarp();
         const u64 offset = packets_at(c.window(), c.shape(), c.round.tag, c.me()) +
-                           static_cast<u64>(token * kOfRow + column / kColumns) * cfg.packet_lines * kLineBytes;
-        store(offset, expert >= 0 ? cfg.ranges().owner(expert) : -1);
+                           static_cast<u64>(token * kOfRow + piece) * cfg.packet_lines * kLineBytes;
+        store(offset, lines(piece), expert >= 0 ? cfg.ranges().owner(expert) : -1);
         __syncwarp();  // the slot is free
         ++sent;
         look_ahead();
     }
 
-    // Stores the packet at every rank that owns an expert of the token. `owner` is the owner of this lane's entry. Each line ends in the
-    // round's tag, and a warp stores a line at once, so no fence or signal follows.
-    MOECOMM_FN void store(u64 offset, i32 owner) const {
+    // Stores a packet of `lines` lines at every rank that owns an expert of the token. `owner` is the owner of this lane's entry. Each line
+    // ends in the round's tag, and a warp stores a line at once, so no fence or signal follows.
+    MOECOMM_FN void store(u64 offset, i32 lines, i32 owner) const {
         const auto* words = reinterpret_cast<const u64*>(content());
-        ulonglong2 lines[kPacketSteps];
+        ulonglong2 held[kPacketSteps];
 #pragma unroll
         for (i32 step = 0; step < kPacketSteps; ++step) {
             const i32 word = packet_word(step);
-            const bool inside = packet_line(step) < cfg.packet_lines;
-            lines[step] = make_ulonglong2(inside ? words[word] : 0, inside && !ends_line() ? words[word + 1] : 0);
+            const bool inside = packet_line(step) < lines;
+            held[step] = make_ulonglong2(inside ? words[word] : 0, inside && !ends_line() ? words[word + 1] : 0);
         }
         for (i32 step = 0; step < cfg.ranks; ++step) {
             const i32 rank = rotated<cfg.ranks>(c.me(), step);
             if (!__any_sync(kAllLanes, owner == rank)) continue;
             u8* packet = c.transport.template peer_ptr<u8>(rank, offset);
 #pragma unroll
-            for (i32 step = 0; step < kPacketSteps; ++step) store_step<cfg.packet_lines>(packet, step, lines[step], c.round.tag);
+            for (i32 step = 0; step < kPacketSteps; ++step) store_step(packet, lines, step, held[step], c.round.tag);
         }
     }
 

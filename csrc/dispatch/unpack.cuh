@@ -57,7 +57,7 @@ struct Unpacker {
 
     // Stores this piece in every row that the token has here; the first piece also brings metadata. Cannot fail.
     MOECOMM_FN void put() const {
-        if (cfg.layout == Layout::flat && piece != 0) {  // the flat row needs no entry
+        if (!SentPackets::has_entries(piece)) {
             put_row(slot);
             return;
         }
@@ -174,8 +174,8 @@ MOECOMM_FN void unpack(const Call& c) {
         const u64 packet = packets_at(c.window(), c.shape(), c.round.tag, source) +
                            static_cast<u64>(token * of_row + unpacker.piece) * cfg.packet_lines * kLineBytes;
         const auto is_last = [&] { return slot == c.shared.slots_before[source + 1] - 1 && unpacker.piece == of_row - 1; };
-        if (!await_packet<cfg.packet_lines>(c.round, Phase::payload, source, c.transport.template local<u8>(packet), unpacker.words,
-                                            is_last))
+        if (!await_packet(c.round, Phase::payload, source, c.transport.template local<u8>(packet), Packets<Call>::lines(unpacker.piece),
+                          unpacker.words, is_last))
             return;
         unpacker.put();
     }

@@ -89,7 +89,7 @@ struct AllReduce {
         for (i32 item = first; item < owned * (ranks - 1); item += warps) {
             const i32 owner = (round.rank() + 1 + item % (ranks - 1)) % ranks, part = item / (ranks - 1) * ranks + owner;
             if (part >= parts) continue;
-            store_step<kStepLines>(part_at(owner, part, round.rank()), 0, load(part), static_cast<u32>(round.number));
+            store_step(part_at(owner, part, round.rank()), kStepLines, 0, load(part), static_cast<u32>(round.number));
         }
     }
     // Adds up the parts that this rank owns, and sends the sums. False on failure.
@@ -104,7 +104,7 @@ struct AllReduce {
             const ulonglong2 total = sum(held);
             for (i32 i = 1; i < ranks; ++i) {
                 const i32 to = (round.rank() + i) % ranks;
-                store_step<kStepLines>(sum_at(to, part), 0, total, static_cast<u32>(round.number));
+                store_step(sum_at(to, part), kStepLines, 0, total, static_cast<u32>(round.number));
             }
             store(part, total);
         }

@@ -141,7 +141,7 @@ struct GemvGroup {
             const u64* const from = s.packet[group] + packet_word(step);
             ulonglong2 words = make_ulonglong2(0, 0);
             if (packet_line(step) < Unit::lines) words = make_ulonglong2(from[0], ends_line() ? 0 : from[1]);
-            store_step<Unit::lines>(packet, step, words, static_cast<u32>(round.number));
+            store_step(packet, Unit::lines, step, words, static_cast<u32>(round.number));
         }
     }
     // Each warp waits for the packet of one rank, and copies it to shared memory. False on failure.
@@ -151,7 +151,7 @@ struct GemvGroup {
         PacketWords words;
         const Deadline limit = round.deadline();
         Waited waited = Waited::ok;
-        for (Polls polls(limit); !poll_packet<Unit::lines>(packet, static_cast<u32>(round.number), words);) {
+        for (Polls polls(limit); !poll_packet(packet, Unit::lines, static_cast<u32>(round.number), words);) {
             waited = polls.pause();
             if (__any_sync(kAllLanes, waited != Waited::ok)) {
                 if (waited != Waited::ok) round.fail(waited, warp, unit, 0);

@@ -80,6 +80,8 @@ void emulator_add(int rank, int peer, int channel, unsigned long long* word, uns
 void emulator_quiet(int rank);
 // Address in a peer's window of what is at `local` in that of the rank.
 void* emulator_address(int rank, int peer, const void* local);
+// Count a line of a packet that a rank has stored.
+void emulator_count_line(int rank);
 // For tests: flips a bit of the copy whose turn it is, once emulator_flip_in was set to its number.
 void emulator_flip(void* to, const void* from, int bytes);
 }
@@ -123,6 +125,7 @@ inline void exchange_line(const unsigned char* here, ulonglong2& words, bool sto
     if (stores) std::memcpy(mine, &words, 16);
     if (++line.arrived[turn] == all) {
         std::memcpy(stores ? memory : line.bytes[turn], stores ? line.bytes[turn] : memory, 128);
+        if (stores) emulator_count_line(thread.of_block->launch->rank);
     } else {
         emulator_wait(&line.arrived[turn], all);
     }

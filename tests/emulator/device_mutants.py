@@ -49,6 +49,27 @@ MUTANTS = [
         "f.flat_row = rows.first;",
         "packets",
     ),
+    Mutant(
+        "the last line of a packet is not awaited",
+        "dispatch/unpack.cuh",
+        "Packets<Call>::lines(unpacker.piece),",
+        "Packets<Call>::lines(unpacker.piece) - 1,",
+        "flat packets",
+    ),
+    Mutant(
+        "the last line of a packet is not stored",
+        "dispatch/packets.cuh",
+        "store(offset, lines(piece),",
+        "store(offset, lines(piece) - 1,",
+        "flat packets",
+    ),
+    Mutant(
+        "packets without entries end a line early",
+        "dispatch/packets.cuh",
+        "ceil_div(kEntryWord, kLineWords); }",
+        "ceil_div(kEntryWord, kLineWords) - 1; }",
+        "flat packets",
+    ),
     # Placements.
     Mutant(
         "replicas take turns from another entry on",

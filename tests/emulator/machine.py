@@ -164,6 +164,10 @@ class Machine:
         """Bytes that `rank` has put so far."""
         return int(self.scheduler.emulator_put_bytes(rank))
 
+    def lines(self, rank: int) -> int:
+        """Lines of packets that `rank` has stored so far, those to itself included."""
+        return int(self.scheduler.emulator_lines(rank))
+
     def slow_link(self, rank: int, peer: int, byte_passes: int) -> None:
         """Let each byte that `rank` puts to `peer`, of another domain, take so many passes from now on; 0: no time."""
         self.scheduler.emulator_slow_link(rank, peer, byte_passes)

@@ -53,6 +53,7 @@ std::vector<Order> orders[kLanes];
 std::uint64_t held_until[kLanes];
 std::uint64_t puts[64 * 64];  // by sender and receiver: how many there have been
 std::uint64_t put_bytes[64];  // by sender
+std::uint64_t lines[64];      // of packets, by sender: those to itself, too
 std::uint64_t last_put;       // number of the last one
 std::uint64_t windows[64];    // addresses of windows that are alike, by rank
 struct Wire {
@@ -200,6 +201,8 @@ void* emulator_address(int rank, int peer, const void* local) {
 
 void emulator_slow_link(int rank, int peer, std::uint64_t byte_passes) { wires[rank * 64 + peer].byte_passes = byte_passes; }
 std::uint64_t emulator_put_bytes(int rank) { return put_bytes[rank]; }
+void emulator_count_line(int rank) { ++lines[rank]; }
+std::uint64_t emulator_lines(int rank) { return lines[rank]; }
 std::uint64_t emulator_passes() { return passes; }
 std::uint64_t emulator_puts(int rank, int peer) { return puts[rank * 64 + peer]; }
 

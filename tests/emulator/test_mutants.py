@@ -50,6 +50,7 @@ HELD = [[0, 1, 2, 3, 4], [5, 6, 7, 0, 1], [8, 9, 0, 2, 5], [0, 1, 2, 8, 9]]
 # How many bytes there are for packets and for direct rows, and how many tokens a chunk has over an emulated NIC.
 WAYS: dict[str, dict[str, Any]] = {
     "packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20},
+    "flat packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "layout": "flat"},
     "rows": {"ranks": 4, "packet_bytes": lambda *_: 0},
     "unsummed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "wire": "rows"},
     "forwarders": {**DOMAINS, "direct_bytes": lambda *_: 0},
@@ -79,7 +80,8 @@ def rounds(way: str, machine: Machine) -> None:
         return
     sizes = {**SIZES, **WAYS[way]}
     rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
-    chunk_tokens, wire = sizes.pop("chunk_tokens", 0), sizes.pop("wire", None)
+    chunk_tokens = sizes.pop("chunk_tokens", 0)
+    kind = PLAIN | {"wire": sizes.pop("wire", None), "layout": sizes.pop("layout", PLAIN["layout"])}
     transport = sizes.pop("transport", "puts")
     run, nic = (machine.in_chunks(chunk_tokens), FAST) if chunk_tokens else (machine.run_all, None)
     of_case = {name: size for name, size in sizes.items() if name not in ("domain_ranks", "placement")}
@@ -95,7 +97,7 @@ def rounds(way: str, machine: Machine) -> None:
             for seed in range(SEEDS):
                 case = random_case(seed, **of_case, few_kernels=True, payloads=False)
                 x = [rows.to(sizes["dtype"]) for rows in case.x]
-                check_case(ranks, replace(case, **PLAIN | {"wire": wire, "x": x}))
+                check_case(ranks, replace(case, **kind | {"x": x}))
         finally:
             machine.forget()
 
