@@ -335,7 +335,7 @@ class Call:
         `_refuse()`: raise the error of a call that is refused.
         `_begin_call(rounds, nested, note)`: begin a call that has the turn.  `nested`: another one consists of it.
         `_count_refused()`: count the calls that Turn.uncounted says.
-        `interrupted(error)`: the call ends in an error and counts as failed.  If a signal handler has raised it, peers
+        `_interrupted(error)`: the call ends in an error and counts as failed.  If a signal handler has raised it, peers
             do not know, and their waits are to end.  None: of an error that is not known, between two instructions.
         `_call_failed(error, missed, note)`: likewise, after that.  `missed`: it counts as failed.
         `_release()`: close the object.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ class Buffer(Bound):
             raise unexpected(self.dispatch, unknown)
         rounds = self.rounds
         words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
-        given = _DISPATCH if words == _DISPATCH else dispatch_options.Options(*words)
+        given = _DISPATCH if all(map(is_, words, _DISPATCH)) else dispatch_options.Options(*words)
         how = (max_rows, handle, sync, extras, x_global_scale)
         while True:
             ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
@@ -303,7 +304,7 @@ class Buffer(Bound):
         if unknown:
             raise unexpected(self.combine, unknown)
         words = (weighted, wire, num_sms)
-        given = _COMBINE if words == _COMBINE else combine_options.Options(*words)
+        given = _COMBINE if all(map(is_, words, _COMBINE)) else combine_options.Options(*words)
         return combine.combine(self.rounds, given, y, handle, out, bias, weight_grads, topk_weights)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -22,7 +22,7 @@ py::object name(const char* text) { return py::reinterpret_steal<py::object>(PyU
 // Methods of the owner of a turn.
 struct Methods {
     const py::object turn = name("turn"), begin_call = name("_begin_call"), call_failed = name("_call_failed"),
-                     count_refused = name("_count_refused"), interrupted = name("interrupted"), refuse = name("_refuse"),
+                     count_refused = name("_count_refused"), interrupted = name("_interrupted"), refuse = name("_refuse"),
                      release = name("_release");
 };
 
@@ -224,7 +224,7 @@ ends the block or its frame, an exception of a signal handler between any two in
     `_refuse()`: raise the error of a call that is refused.
     `_begin_call(rounds, nested, note)`: begin a call that has the turn.  `nested`: another one consists of it.
     `_count_refused()`: count the calls that Turn.uncounted says.
-    `interrupted(error)`: the call ends in an error and counts as failed.  If a signal handler has raised it, peers
+    `_interrupted(error)`: the call ends in an error and counts as failed.  If a signal handler has raised it, peers
         do not know, and their waits are to end.  None: of an error that is not known, between two instructions.
     `_call_failed(error, missed, note)`: likewise, after that.  `missed`: it counts as failed.
     `_release()`: close the object.

@@ -26,7 +26,11 @@ class Known(Generic[_Value]):
             return None
 
     def add(self, key: Hashable, value: _Value) -> None:
-        """Note a value."""
+        """Note a value, unless a part of its key can't be hashed."""
+        try:
+            hash(key)
+        except TypeError:
+            return
         if len(self._values) >= self._most:
             for old in list(self._values)[: self._most // 2]:
                 self._values.pop(old, None)

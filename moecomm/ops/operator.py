@@ -70,7 +70,7 @@ class Operator(Generic[_Result]):
         for n in self._tensors:
             tensor = inputs[n]
             if tensor is not None:
-                if type(tensor) not in _PLAIN or tensor.is_neg():
+                if type(tensor) not in _PLAIN or tensor.is_neg() or tensor._is_zerotensor():
                     return cast("_Result", self.registered(*args, **kwargs))
                 differentiable = differentiable or tensor.requires_grad
         run: Callable[..., _Result] = self.run

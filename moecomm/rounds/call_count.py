@@ -48,7 +48,7 @@ class CallCount:
         self.failed += 1
         for buffer in now:
             if error is not None:
-                buffer.interrupted(error)
+                buffer._interrupted(error)
             buffer.count_failed()
 
 

@@ -73,7 +73,7 @@ class RoundState:
             self._before = self.flight.rounds
         self.plain = self._open and self._failure is None and not self.released and self.flight.spans is None
 
-    def interrupted(self, error: BaseException | None) -> None:
+    def _interrupted(self, error: BaseException | None) -> None:
         """End the waits of peers for a call that ends without its rounds, if a signal handler may have raised `error`.
 
         None: an error that is not known, between two instructions.
@@ -352,5 +352,5 @@ class SeveralRounds:
     ) -> None:
         state = self._state
         if error is not None and error is not state._raised() and state.turn.failed == self._failed:
-            state.interrupted(error)
+            state._interrupted(error)
             state.count_rejected(error)

@@ -224,7 +224,7 @@ def test_layers_copy_experts(fp8: bool, machine: Machine, monkeypatch: pytest.Mo
             others = ranks.moe([{**call, "fused": False} for call in calls])
             for out, other in zip(emulated.fused(ranks, calls), others, strict=True):
                 assert torch.equal(out.view(torch.int16), other.view(torch.int16)), seed
-            copied += sum(int((Copies(b.rounds, []).sources() >= 0).sum()) for b in ranks.buffers)
+            copied += sum(int((Copies(b.rounds, [], ()).sources() >= 0).sum()) for b in ranks.buffers)
             unsummed = [{**call, "fused": False, "wire": "rows"} for call in calls]
             plain = ranks.moe([{**call, "balance": None} for call in unsummed])
             for out, other in zip(ranks.moe(unsummed), plain, strict=True):

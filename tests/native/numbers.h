@@ -58,7 +58,7 @@ inline const std::array<double, 127>& e4m3_values() {
 inline u8 e4m3_nearest(float f) {
     const u8 sign = std::signbit(f) ? 0x80 : 0;
     const double magnitude = std::fabs(static_cast<double>(f));
-    if (std::isnan(f) || magnitude > 464.0) return sign | 0x7f;  // 464 is half way to 480, which is no value
+    if (std::isnan(f) || magnitude > 464.0) return 0x7f;  // one NaN; 464 is half way to 480, which is no value
     const auto& values = e4m3_values();
     const auto above = std::lower_bound(values.begin(), values.end(), magnitude);
     if (above == values.begin()) return sign;
