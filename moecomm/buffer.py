@@ -355,7 +355,7 @@ class Buffer(Bound):
 
         Weights in FP8 make an FP8 layer: dispatch casts tokens to e4m3 (`quantize="fp8"`), both GEMMs multiply e4m3,
         the activated values are cast between them, and the experts' rows return in the Buffer's dtype.  Of weights with
-        scales of channels, in INT8 and in MXFP4, docs/formats.md has the arithmetic.
+        scales of channels, in INT8, MXFP4 and NVFP4, docs/formats.md has the arithmetic.
 
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
@@ -365,7 +365,7 @@ class Buffer(Bound):
             w2: `[E/R, H, I]`: the down projections.  Both in FP8: pairs of float8_e4m3fn values and float32 scales, one
                 for 128 rows and 128 columns (moecomm.fused.quantize_weights); or of float8_e4m3fn or int8 values and
                 scales `[E/R, N]` (quantize_channels) or `[E/R]`; or of MXFP4: uint8 values `[E/R, N, K / 2]` and
-                exponents `[E/R, N, K / 32]`.
+                exponents `[E/R, N, K / 32]`; or of NVFP4: a triple, moecomm.fused.Nvfp4.
             out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
             w13_bias: `[E/R, 2 I]`, float32 or the Buffer's dtype, of the first GEMM: gate before up, also interleaved.
@@ -396,7 +396,7 @@ class Buffer(Bound):
             BadInput: what does not fit.
             Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
                 experts a rank, or where the Buffer's dtype is float32, likewise scales of channels; MXFP4 with H or I
-                no multiple of 32, or where the Buffer's dtype is not bfloat16.
+                no multiple of 32, NVFP4 of 16, or where the Buffer's dtype is not bfloat16.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         number = unknown.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe

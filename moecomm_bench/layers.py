@@ -17,7 +17,7 @@ from moecomm.fused import Fp8, Mxfp4, kernels, quantize_channels, quantize_rows,
 from moecomm.fused.activations import SWIGLU
 from moecomm.fused.channel_experts import apply_channel_experts
 from moecomm.fused.fp8_experts import apply_fp8_experts
-from moecomm.fused.layer import apply_experts, apply_mxfp4_experts
+from moecomm.fused.layer import apply_experts, apply_fp4_experts
 from moecomm.gpu.quantize_rows import cast
 from moecomm.ranks.settings import Settings
 from moecomm.router import Model, random_routing
@@ -292,7 +292,7 @@ def _gemms(one: LayerRows, w13: Any, w2: Any) -> Call:
     experts = len(w2.data if isinstance(w2, (Fp8, Mxfp4)) else w2)
     about: dict[str, Any] = {"expected_rows": max(1, len(one.rows) // experts)}
     if isinstance(w2, Mxfp4):
-        return partial(apply_mxfp4_experts, one.rows, w13, w2, tokens_per_expert=one.counts, **about)
+        return partial(apply_fp4_experts, one.rows, w13, w2, tokens_per_expert=one.counts, **about)
     if one.scales is None:
         return partial(apply_experts, one.rows, w13, w2, tokens_per_expert=one.counts, **about)
     return partial(apply_fp8_experts, Fp8(one.rows, one.scales), w13, w2, one.counts, torch.bfloat16, **about)

@@ -2,7 +2,7 @@
 
 from moecomm.fused.fp8 import Fp8, quantize_weights
 from moecomm.fused.gemm import grouped_gemm
-from moecomm.fused.quantized import Int8, Mxfp4, quantize_channels, quantize_rows
+from moecomm.fused.quantized import Int8, Mxfp4, Nvfp4, quantize_channels, quantize_rows
 from moecomm.fused.schedules import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8
 from moecomm.fused.weights import deinterleave, interleave
 
@@ -13,6 +13,7 @@ __all__ = [
     "Fp8",
     "Int8",
     "Mxfp4",
+    "Nvfp4",
     "Schedule",
     "choose",
     "choose_fp8",

@@ -18,7 +18,7 @@ from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
-from moecomm.fused.quantized import Mxfp4, dequantize
+from moecomm.fused.quantized import Fp4, Mxfp4, Nvfp4, check_fp4_values, dequantize
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.fused.weights import GRANULARITY
@@ -29,7 +29,7 @@ from moecomm.gpu.plain_kernel import enqueue
 @overload
 def grouped_gemm(
     x: Operand,
-    w: Operand | Mxfp4,
+    w: Operand | Fp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
@@ -47,7 +47,7 @@ def grouped_gemm(
 @overload
 def grouped_gemm(
     x: Operand,
-    w: Operand | Mxfp4,
+    w: Operand | Fp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
@@ -64,7 +64,7 @@ def grouped_gemm(
 ) -> Fp8: ...
 def grouped_gemm(
     x: Operand,
-    w: Operand | Mxfp4,
+    w: Operand | Fp4,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
@@ -105,8 +105,9 @@ def grouped_gemm(
         w: `[E, N, K]` of the same dtype.  With an activation N = 2 I: gate and up rows.  In FP8, an `Fp8` with scales
             `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
             `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
-            matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4`, beside
-            bfloat16 rows: the bits of the bfloat16 weights that it stands for.
+            matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4` or
+            `Nvfp4`, beside bfloat16 rows: the bits of the bfloat16 weights that it stands for.  `Nvfp4` is widened to
+            these weights in every call.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -142,6 +143,9 @@ def grouped_gemm(
     key = _key_of(x, w, tokens_per_expert, bias, out, (*options, expected_rows, schedule))
     if key is not None and (known := _known.get(key)) is not None:
         return known.run(x, w, tokens_per_expert, bias, out)
+    if isinstance(w, Nvfp4):  # no kernel reads it
+        check_fp4_values("w", w)
+        w = dequantize(w)
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved, bias)
     gated = None if activation is None else check_activation(activation, activation_limit, activation_alpha)
     if expected_rows is not None:
@@ -182,7 +186,7 @@ class _Checked(NamedTuple):
     scales: tuple[tuple[int, ...], torch.dtype] | None  # of the product
 
     def run(
-        self, x: Operand, w: Operand | Mxfp4, counts: torch.Tensor, bias: torch.Tensor | None, out: Operand | None
+        self, x: Operand, w: Operand | Fp4, counts: torch.Tensor, bias: torch.Tensor | None, out: Operand | None
     ) -> torch.Tensor | Fp8:
         """Multiply tensors that look as those did."""
         (x, x_scales), (w, w_scales) = _parts(x), _parts(w)

@@ -38,11 +38,13 @@ from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.quantized import (
     ROW_FORMATS,
     ByChannel,
-    Mxfp4,
+    Fp4,
+    Nvfp4,
     as_weights,
-    check_mxfp4,
+    check_fp4,
     dequantize,
     is_by_channel,
+    name_of,
     quantize_rows,
 )
 from moecomm.fused.weights import deinterleave
@@ -192,8 +194,8 @@ def prepare(
             assert routed.scales is not None
             arrived = type(by_channel[0])(routed.x.view(values.dtype), routed.scales)
             return apply_channel_experts(arrived, *by_channel, counts, rounds.dtype, **how)
-        if isinstance(w13, Mxfp4):
-            return apply_mxfp4_experts(routed.x, w13, w2, counts, **how)
+        if isinstance(w13, Fp4):
+            return apply_fp4_experts(routed.x, w13, w2, counts, **how)
         if routed.scales is None:
             return apply_experts(routed.x, w13, w2, counts, **how)
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
@@ -257,9 +259,9 @@ def _checked(
     return layer
 
 
-def _parts(weights: Any) -> tuple[Any, Any]:
-    """Return values and scales, or None for these."""
-    return weights if isinstance(weights, tuple) and len(weights) == 2 else (weights, None)
+def _parts(weights: Any) -> tuple[Any, ...]:
+    """Return values, scales (None: there are none), and of NVFP4 factors."""
+    return weights if isinstance(weights, tuple) and len(weights) in (2, 3) else (weights, None)
 
 
 def _check(
@@ -281,18 +283,18 @@ def _check(
         values = w2.data
         if why := lacks_kernel(rounds.device):
             _say_once("torch computes experts with scales of channels: %s", why)
-    elif isinstance(w13, Mxfp4) or isinstance(w2, Mxfp4):
-        w13, w2 = check_mxfp4(rounds, w13, w2)
+    elif isinstance(w13, Fp4) or isinstance(w2, Fp4):
+        w13, w2 = check_fp4(rounds, w13, w2)
         values = w2.data
-        if x.is_cuda and (why := ours_lacks(x.device.index, x.dtype, *w2.data.shape)):
-            _say_once("torch widens MXFP4 weights in every call: %s", why)
+        if x.is_cuda and (why := _widened_because(x, w2)):
+            _say_once(f"torch widens {name_of(w2)} weights in every call: %s", why)
     elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(rounds, w13, w2, interleaved)
         values = w2.data
     else:
         _check_experts(rounds, w13, w2, interleaved)
         values = w2
-    intermediate = values.shape[2] * (2 if isinstance(w2, Mxfp4) else 1)
+    intermediate = values.shape[2] * (2 if isinstance(w2, Fp4) else 1)
     biases = check_biases(rounds, w13_bias, w2_bias, intermediate)
     why_not = partial(_why_unfused, rounds, x, values, back, options)
     runs_fused = _runs_fused(rounds, kernels.FP8 if by_channel is not None else values.dtype, asked, why_not)
@@ -330,7 +332,7 @@ def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, o
     if not x.is_cuda:
         return f"{rounds.device} is no GPU"
     if w2.dtype is torch.uint8:
-        return "weights are MXFP4"
+        return "weights have four bits"
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
     if not (options.wire is None or is_unsummed(options.wire)) or options.check_weights or back is not None:
@@ -377,10 +379,10 @@ def apply_experts(
     return y
 
 
-def apply_mxfp4_experts(
+def apply_fp4_experts(
     x: torch.Tensor,
-    w13: Mxfp4,
-    w2: Mxfp4,
+    w13: Fp4,
+    w2: Fp4,
     tokens_per_expert: torch.Tensor,
     *,
     interleaved: bool = False,
@@ -388,8 +390,8 @@ def apply_mxfp4_experts(
     activation: GatedActivation = SWIGLU,
     biases: Biases = (None, None),
 ) -> torch.Tensor:
-    """Apply experts in MXFP4 to bfloat16 rows; arguments and bits as of apply_experts with the widened weights."""
-    if not x.is_cuda or ours_lacks(x.device.index, x.dtype, *w2.data.shape):
+    """Apply experts of four bits to bfloat16 rows; arguments and bits as of apply_experts with the widened weights."""
+    if not x.is_cuda or _widened_because(x, w2):
         how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": expected_rows}
         how |= {"activation": activation, "biases": biases}
         return apply_experts(x, dequantize(w13), dequantize(w2), tokens_per_expert, **how)
@@ -399,6 +401,13 @@ def apply_mxfp4_experts(
     multiply(first, activation, interleaved, inner, None, rows)
     multiply(Operands(inner, w2.data, tokens_per_expert, None, w2.scales, biases[1]), None, False, y, None, rows)
     return y
+
+
+def _widened_because(x: torch.Tensor, w2: Fp4) -> str:
+    """Return why torch widens such weights on this GPU; empty if a kernel reads them packed."""
+    if isinstance(w2, Nvfp4):
+        return "no kernel reads them"
+    return ours_lacks(x.device.index, x.dtype, *w2.data.shape)
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp8 import Operand
-from moecomm.fused.quantized import Mxfp4, check_mxfp4_values
+from moecomm.fused.quantized import Mxfp4, check_fp4_values
 
 _MOST_ROWS = 1 << 30
 
@@ -57,7 +57,7 @@ def check_operands(
     check_flag("interleaved", interleaved)
     packed = isinstance(w, Mxfp4)
     if isinstance(w, Mxfp4):
-        check_mxfp4_values("w", w)
+        check_fp4_values("w", w)
     (x, x_scales), (w, w_scales) = _pair("x", x), _pair("w", w)
     check_dense("tokens_per_expert", counts)
     _check_memory(x, x=x, w=w, tokens_per_expert=counts)

@@ -1,4 +1,4 @@
-"""Weights and rows in formats other than FP8 with scales for 128 columns: scales of rows and channels, INT8, MXFP4."""
+"""Weights and rows in formats other than FP8 with scales for 128 columns: scales of rows and channels, INT8, FP4."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm.base import formats
-from moecomm.base.arrays import check_tensor
+from moecomm.base.arrays import as_tensor, check_tensor
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import check_dense, check_dtype
 from moecomm.errors import BadInput, Unsupported
@@ -16,7 +16,6 @@ from moecomm.gpu.quantize_rows import cast
 from moecomm.rounds.rounds import Rounds
 
 FP8 = torch.float8_e4m3fn
-MX_GROUP = 32  # values that share an exponent
 ROW_FORMATS = {FP8: "fp8_token", torch.int8: "int8_token"}  # of rows with one scale each, by dtype
 
 
@@ -38,19 +37,54 @@ class Mxfp4(NamedTuple):
 
     Attributes:
         data: uint8 `[experts, N, K / 2]`: two values a byte, the even column in the low four bits.
-        scales: uint8 `[experts, N, K / 32]` (UE8M0): the values of a group are e2m1 * 2^(scale - 127); 255 is NaN.
+        scales: `[experts, N, K / 32]`, float8_e8m0fnu or its bytes in uint8: the values of a group are
+            e2m1 * 2^(byte - 127); 255 is NaN.
     """
 
     data: torch.Tensor
     scales: torch.Tensor
 
 
-Weights = torch.Tensor | Fp8 | Int8 | Mxfp4
+class Nvfp4(NamedTuple):
+    """NVFP4 weights: e2m1 values with an e4m3 scale for 16 columns, and float32 factors.
+
+    They stand for the bfloat16 values e2m1 * (scale * factor), computed in float32 and rounded once more.
+
+    Attributes:
+        data: uint8 `[experts, N, K / 2]`: two values a byte, the even column in the low four bits.
+        scales: float8_e4m3fn `[experts, N, K / 16]`.
+        factors: float32 `[experts]` or `[experts, 1]`, one for a matrix; or `[experts, N]`, one for a row.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    factors: torch.Tensor
+
+
+Fp4 = Mxfp4 | Nvfp4  # weights of four bits
+Weights = torch.Tensor | Fp8 | Int8 | Fp4
 ByChannel = Fp8 | Int8  # pairs with scales of rows or of channels
 
 
+class _Packing(NamedTuple):
+    name: str
+    group: int  # columns that share a scale
+    scales: tuple[torch.dtype, ...]
+
+
+_PACKINGS: dict[type, _Packing] = {
+    Mxfp4: _Packing("MXFP4", 32, (torch.uint8, torch.float8_e8m0fnu)),
+    Nvfp4: _Packing("NVFP4", 16, (FP8,)),
+}
+
+
 def as_weights(argument: str, given: Any) -> Weights:
-    """Convert an array to a torch tensor, or a pair of arrays to the format that its dtype says.  Raises BadInput."""
+    """Convert an array to a torch tensor, or a tuple of arrays to the format that its length and dtype say.
+
+    Raises BadInput.
+    """
+    if isinstance(given, tuple) and len(given) == len(Nvfp4._fields):
+        return Nvfp4(*(as_tensor(argument, tensor)[0] for tensor in given))
     operand = as_operand(argument, given)
     if isinstance(operand, Fp8) and operand.data.dtype is torch.int8:
         return Int8(*operand)
@@ -109,49 +143,74 @@ def quantize_channels(w: torch.Tensor, dtype: torch.dtype = FP8) -> ByChannel:
     return Fp8(data, scales.squeeze(-1)) if dtype is FP8 else Int8(data, scales.squeeze(-1))
 
 
-def check_mxfp4_values(argument: str, w: Mxfp4) -> None:
-    """Raise BadInput unless values and exponents fit together."""
-    for tensor in w:
+def name_of(w: Fp4) -> str:
+    """Return the name of the format."""
+    return _PACKINGS[type(w)].name
+
+
+def check_fp4_values(argument: str, w: Fp4) -> None:
+    """Raise BadInput unless values, scales and factors fit together."""
+    _, group, dtypes = _PACKINGS[type(w)]
+    for tensor, wanted in ((w.data, (torch.uint8,)), (w.scales, dtypes)):
         check_dense(argument, tensor)
-        if tensor.dtype is not torch.uint8 or tensor.dim() != 3 or tensor.device != w.data.device:
-            raise BadInput(argument, f"{tuple(tensor.shape)} of {tensor.dtype}", "uint8 of three dimensions")
+        if tensor.dtype not in wanted or tensor.dim() != 3 or tensor.device != w.data.device:
+            want = f"{' or '.join(map(str, wanted))} of three dimensions"
+            raise BadInput(argument, f"{tuple(tensor.shape)} of {tensor.dtype}", want)
     experts, rows, half = w.data.shape
-    if 2 * half % MX_GROUP or w.scales.shape != (experts, rows, 2 * half // MX_GROUP):
-        got = f"values {tuple(w.data.shape)} and exponents {tuple(w.scales.shape)}"
-        raise BadInput(argument, got, "[experts, N, K / 2] and [experts, N, K / 32]")
+    if 2 * half % group or w.scales.shape != (experts, rows, 2 * half // group):
+        got = f"values {tuple(w.data.shape)} and scales {tuple(w.scales.shape)}"
+        raise BadInput(argument, got, f"[experts, N, K / 2] and [experts, N, K / {group}]")
+    if isinstance(w, Nvfp4):
+        check_dense(argument, w.factors)
+        shapes = (experts,), (experts, 1), (experts, rows)
+        if w.factors.dtype is not torch.float32 or w.factors.device != w.data.device or w.factors.shape not in shapes:
+            got = f"factors {tuple(w.factors.shape)} of {w.factors.dtype} on {w.factors.device}"
+            raise BadInput(argument, got, f"float32 [experts] or [experts, N] on {w.data.device}")
 
 
-def check_mxfp4(rounds: Rounds, w13: Weights, w2: Weights) -> tuple[Mxfp4, Mxfp4]:
-    """Check MXFP4 weights of Buffer.moe before any rank sends a row.  Raises BadInput or Unsupported."""
+def check_fp4(rounds: Rounds, w13: Weights, w2: Weights) -> tuple[Fp4, Fp4]:
+    """Check weights of four bits of Buffer.moe before any rank sends a row.  Raises BadInput or Unsupported."""
+    kind = type(w2) if isinstance(w2, Fp4) else type(w13)
+    name, group, dtypes = _PACKINGS[kind]
     for argument, w in (("w13", w13), ("w2", w2)):
-        if not isinstance(w, Mxfp4):
-            raise BadInput(argument, "another format", "MXFP4, as the other weights are")
-    assert isinstance(w13, Mxfp4) and isinstance(w2, Mxfp4)
+        if not isinstance(w, kind):
+            raise BadInput(argument, "another format", f"{name}, as the other weights are")
+    assert isinstance(w13, Fp4) and isinstance(w2, Fp4)
     if rounds.dtype is not torch.bfloat16:
-        raise Unsupported(f"experts in MXFP4: the Buffer's {rounds.dtype} is not bfloat16, which has its exponents")
+        raise Unsupported(f"experts in {name}: the Buffer's {rounds.dtype} is not bfloat16, which has its exponents")
     local, hidden = len(rounds.local_experts), rounds.hidden
-    about: dict[str, Any] = {"device": rounds.device, "dtypes": (torch.uint8,)}
-    check_tensor("w2", w2.data, **about, shape=(local, hidden, None))
+    about: dict[str, Any] = {"device": rounds.device}
+    check_tensor("w2", w2.data, **about, dtypes=(torch.uint8,), shape=(local, hidden, None))
     intermediate = 2 * w2.data.shape[2]
-    if hidden % MX_GROUP or intermediate == 0 or intermediate % MX_GROUP:
-        raise Unsupported(f"experts in MXFP4: H = {hidden} or I = {intermediate} is no multiple of {MX_GROUP}")
-    check_tensor("w13", w13.data, **about, shape=(local, 2 * intermediate, hidden // 2))
-    check_tensor("w13", w13.scales, **about, shape=(local, 2 * intermediate, hidden // MX_GROUP))
-    check_tensor("w2", w2.scales, **about, shape=(local, hidden, intermediate // MX_GROUP))
+    if hidden % group or intermediate == 0 or intermediate % group:
+        raise Unsupported(f"experts in {name}: H = {hidden} or I = {intermediate} is no multiple of {group}")
+    check_tensor("w13", w13.data, **about, dtypes=(torch.uint8,), shape=(local, 2 * intermediate, hidden // 2))
+    check_tensor("w13", w13.scales, **about, dtypes=dtypes, shape=(local, 2 * intermediate, hidden // group))
+    check_tensor("w2", w2.scales, **about, dtypes=dtypes, shape=(local, hidden, intermediate // group))
     for argument, w in (("w13", w13), ("w2", w2)):
+        check_fp4_values(argument, w)
         if not w.data.is_contiguous() or not w.scales.is_contiguous() or w.data.data_ptr() % 16:
             raise BadInput(argument, f"strides {w.data.stride()}", "contiguous weights that begin at multiples of 16")
     return w13, w2
 
 
-def dequantize(w: Mxfp4) -> torch.Tensor:
-    """Return MXFP4 weights in bfloat16, `[experts, N, K]`.
+def dequantize(w: Fp4) -> torch.Tensor:
+    """Return weights of four bits in bfloat16, `[experts, N, K]`.
 
-    Exact, also where the result is subnormal: values have two significant bits, and bfloat16 has the exponents of
-    UE8M0.  Values of 2^128 and more become infinite, and those of a group whose scale is 255 are NaN.
+    Of MXFP4 exact, also where the result is subnormal: values have two significant bits, and bfloat16 has the exponents
+    of UE8M0.  Values of 2^128 and more become infinite, and those of a group whose scale is 255 are NaN.
+
+    Of NVFP4 rounded: scale * factor and its product with the value in float32, then to bfloat16.  Where these are
+    normal numbers, the error is at most 2^-8 of the value.
     """
     experts, rows, half = w.data.shape
     out = torch.empty(experts, rows, 2 * half, dtype=torch.bfloat16, device=w.data.device)
-    for data, scales, to in zip(w.data, w.scales, out, strict=True):  # one matrix at a time, for the float32 values
-        to.copy_(formats.dequantize(data, scales.view(torch.float8_e8m0fnu), "mxfp4"))
+    factors = w.factors.reshape(experts, -1, 1) if isinstance(w, Nvfp4) else None
+    for expert in range(experts):  # one matrix at a time, for the float32 values
+        data, scales = w.data[expert], w.scales[expert]
+        if factors is None:
+            wide = formats.dequantize(data, scales.view(torch.float8_e8m0fnu), "mxfp4")
+        else:
+            wide = formats.dequantize(data, scales.float() * factors[expert], "nvfp4")
+        out[expert].copy_(wide)
     return out

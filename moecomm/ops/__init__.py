@@ -60,8 +60,8 @@ from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import Gradients, Options, check_num_sms, check_options, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.activations import check_activation
-from moecomm.fused.fp8 import as_operand
 from moecomm.fused.layer import check_dropped, fused_or_not
+from moecomm.fused.quantized import Nvfp4, Weights, as_weights
 from moecomm.ops import chunks, gradients, rounds, slots
 from moecomm.ops import layer as whole_layer
 from moecomm.ops.chunks import ChunkedHandle
@@ -352,8 +352,8 @@ def moe(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    w13: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    w2: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    w13: torch.Tensor | tuple[torch.Tensor, ...],
+    w2: torch.Tensor | tuple[torch.Tensor, ...],
     *,
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
@@ -388,7 +388,7 @@ def moe(
         topk_idx: int64 or int32 `[T, K]`; -1 picks none.
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
         w13: `[E/R, 2 I, H]` of the Buffer's dtype.
-        w2: `[E/R, H, I]`.  In FP8, w13 and w2 are pairs of float8_e4m3fn data and float32 scales.
+        w2: `[E/R, H, I]`.  Weights in FP8, INT8, MXFP4 and NVFP4: tuples, as in Buffer.moe.
         w13_bias, w2_bias, activation, activation_limit, activation_alpha, interleaved: see Buffer.moe.
         bias, max_rows, wire, num_sms, check_weights, fused, dropped: see Buffer.moe.
         overflow: see Buffer.moe.  "chunks" waits in a graph of torch.compile, too, and in its backward pass.  Entries
@@ -402,8 +402,8 @@ def moe(
         `[T, H]` of the dtype of x; see Buffer.moe.
 
     Raises:
-        As Buffer.moe; also Unsupported, in the forward pass, if a gradient is required of a layer with FP8 weights, or
-            with `balance` on GPUs or beside masked ranks.
+        As Buffer.moe; also Unsupported, in the forward pass, if a gradient is required of a layer with quantized
+            weights, or with `balance` on GPUs or beside masked ranks.
     """
     name = _name_of(buffer)
     x, topk_idx, topk_weights = _routed(x, topk_idx, topk_weights)
@@ -413,17 +413,16 @@ def moe(
     named = _wire_of(wire, x)
     check_num_sms(num_sms)
     check_integer("layer", layer, 0, LAYERS)
-    (w13, w13_scales), (w2, w2_scales) = (
-        weights if isinstance(weights, tuple) else (weights, None)
-        for weights in (as_operand("w13", w13), as_operand("w2", w2))
-    )
+    w13, w13_scales, w13_factors = _parts(as_weights("w13", w13))
+    w2, w2_scales, w2_factors = _parts(as_weights("w2", w2))
     bias = None if bias is None else as_tensor("bias", bias)[0]
     w13_bias = None if w13_bias is None else as_tensor("w13_bias", w13_bias)[0]
     w2_bias = None if w2_bias is None else as_tensor("w2_bias", w2_bias)[0]
     check_same_device(x=x, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
-    fp8 = w13_scales is not None or w2_scales is not None
-    for argument, scales in (("w13", w13_scales), ("w2", w2_scales)):
+    quantized = w13_scales is not None or w2_scales is not None
+    for argument, scales, factors in (("w13", w13_scales, w13_factors), ("w2", w2_scales, w2_factors)):
         check_same_device(x=x, **{argument: scales})
+        check_same_device(x=x, **{argument: factors})
     tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias, w13_bias, w2_bias)
     check_overflow(overflow, max_rows)
     if balance is not None:
@@ -453,12 +452,14 @@ def moe(
         bool(check_weights),
         fused_or_not(fused),
         overflow,
-        # Weights in FP8 have no backward pass.
-        not fp8 and rounds.wanted_gradients(x, topk_weights, w13, w2, w13_bias, w2_bias) is not Gradients.NONE,
+        # Quantized weights have no backward pass.
+        not quantized and rounds.wanted_gradients(x, topk_weights, w13, w2, w13_bias, w2_bias) is not Gradients.NONE,
         layer,
         activation_limit,
         activation_alpha,
         balance,
+        w13_factors,
+        w2_factors,
     )
     return out
 
@@ -639,3 +640,10 @@ def _check_handle(handle: Handle) -> None:
     graph = handle.graph
     if graph is not None and (graph.shape != (0,) or graph.dtype != names.find(handle.buffer).dtype):
         raise BadInput("handle", f"one whose graph is {graph.dtype} {tuple(graph.shape)}", want)
+
+
+def _parts(weights: Weights) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return values, scales and factors; None: there are none."""
+    if isinstance(weights, torch.Tensor):
+        return weights, None, None
+    return weights.data, weights.scales, weights.factors if isinstance(weights, Nvfp4) else None

@@ -112,6 +112,8 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         limit,
         alpha,
         ctx.balance,
+        _,
+        _,
     ) = inputs
     if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
         raise Unsupported(

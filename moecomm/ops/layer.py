@@ -64,8 +64,10 @@ def moe(
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
     balance: str | None = None,
+    w13_factors: torch.Tensor | None = None,
+    w2_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Operator of moecomm.ops.moe; scales only for FP8 weights.
+    """Operator of moecomm.ops.moe; scales only for quantized weights, factors only for NVFP4.
 
     Args:
         wire: see wire_named().
@@ -96,8 +98,8 @@ def moe(
         rounds.rows_of(x),
         owner.own_ids(topk_idx.contiguous()),
         None if topk_weights is None else topk_weights.contiguous(),
-        w13 if w13_scales is None else (w13, w13_scales),
-        w2 if w2_scales is None else (w2, w2_scales),
+        _weights(w13, w13_scales, w13_factors),
+        _weights(w2, w2_scales, w2_factors),
         bias=None if bias is None else rounds.rows_of(bias),
         w13_bias=w13_bias,
         w2_bias=w2_bias,
@@ -105,6 +107,14 @@ def moe(
         number=number,
     )
     return out
+
+
+def _weights(
+    values: torch.Tensor, scales: torch.Tensor | None, factors: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    if scales is None:
+        return values
+    return (values, scales) if factors is None else (values, scales, factors)
 
 
 @moe.register_fake

@@ -59,6 +59,7 @@ NOT_CALLED = {
     "fused.Fp8",
     "fused.Int8",
     "fused.Mxfp4",
+    "fused.Nvfp4",
     "balance.Move",
     "routing.Load",
     "routing.Recorded",

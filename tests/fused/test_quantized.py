@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from moecomm import formats
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import Fp8, Int8, grouped_gemm, interleave, quantize_channels, quantize_rows, quantize_weights
 from moecomm.fused.activations import SWIGLU
 from moecomm.fused.kernels import FP8
-from moecomm.fused.quantized import Mxfp4, dequantize, is_by_channel
+from moecomm.fused.quantized import Mxfp4, Nvfp4, dequantize, is_by_channel
 from moecomm.testing import bounds
 
 EXPERTS, N, K = 3, 48, 272
@@ -229,3 +230,50 @@ def test_a_grouped_gemm_widens_mxfp4() -> None:
     for wrong in (Mxfp4(w.data, w.scales[:, :, :1]), Mxfp4(w.data.int(), w.scales), Mxfp4(w.data[0], w.scales[0])):
         with pytest.raises(BadInput, match="w"):
             grouped_gemm(x, wrong, counts_of((4, 5)))
+
+
+def test_exponents_may_be_bytes_or_e8m0() -> None:
+    data, scales = formats.quantize(torch.randn(32, 64), "mxfp4")
+    assert scales is not None
+    pair = data.view(2, 16, 32), scales.view(2, 16, 2)
+    w, x = Mxfp4(*pair), torch.randn(9, 64).bfloat16()
+    of_bytes = Mxfp4(w.data, w.scales.view(torch.uint8))
+    assert torch.equal(grouped_gemm(x, w, counts_of((4, 5))), grouped_gemm(x, of_bytes, counts_of((4, 5))))
+
+
+def in_nvfp4(seed: int, experts: int, rows: int, columns: int, factors: tuple[int, ...]) -> tuple[Nvfp4, torch.Tensor]:
+    """Weights, and what they stand for in float64."""
+    g = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (experts, rows, columns // 2), generator=g)
+    codes = torch.randint(0, 126, (experts, rows, columns // 16), generator=g).to(torch.uint8)  # no NaN
+    scales, factor = codes.view(torch.float8_e4m3fn), 0.001 + torch.rand(factors, generator=g)
+    values = torch.tensor([sign * value for sign in (1, -1) for value in E2M1], dtype=torch.float64)
+    exact = values[torch.stack((data & 15, data >> 4), 3).flatten(2)]
+    exact = exact * scales.double().repeat_interleave(16, 2) * factor.double().view(experts, -1, 1)
+    return Nvfp4(data.to(torch.uint8), scales, factor), exact
+
+
+@pytest.mark.parametrize("factors", [(3,), (3, 1), (3, 40)])
+def test_nvfp4_values_are_within_their_bound_of_the_exact_ones(factors: tuple[int, ...]) -> None:
+    w, exact = in_nvfp4(0, 3, 40, 96, factors)
+    assert bool(((dequantize(w).double() - exact).abs() <= 2**-8 * exact.abs()).all())
+
+
+def test_a_grouped_gemm_of_nvfp4_is_within_its_bound() -> None:
+    w, exact = in_nvfp4(1, 2, 16, 64, (2,))
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = grouped_gemm(x, w, counts_of((4, 5)))
+    assert torch.equal(found, grouped_gemm(x, dequantize(w), counts_of((4, 5))))
+    for expert, rows in enumerate((slice(4), slice(4, 9))):
+        want = x[rows].double() @ exact[expert].T
+        sizes = x[rows].double().abs() @ exact[expert].abs().T
+        bound = (2**-8 + 66 * 2**-23) * sizes  # of the weights, and of sums in float32
+        bound += 2**-8 * (want.abs() + bound)  # of the result
+        assert bool(((found[rows].double() - want).abs() <= bound).all())
+    wrong: list[Any] = [w._replace(scales=w.scales.view(torch.uint8)), w._replace(scales=w.scales[:, :, :2])]
+    wrong += [w._replace(factors=w.factors.double()), w._replace(factors=w.factors[:1]), w._replace(data=w.data[0])]
+    for one in wrong:
+        with pytest.raises(BadInput, match="w"):
+            grouped_gemm(x, one, counts_of((4, 5)))
+    with pytest.raises(BadInput, match="w"):
+        grouped_gemm(x.half(), w, counts_of((4, 5)))
