@@ -84,7 +84,9 @@ def as_weights(argument: str, given: Any) -> Weights:
     Raises BadInput.
     """
     if isinstance(given, tuple) and len(given) == len(Nvfp4._fields):
-        return Nvfp4(*(as_tensor(argument, tensor)[0] for tensor in given))
+        packed = Nvfp4(*(as_tensor(argument, tensor)[0] for tensor in given))
+        if packed.data.dtype is torch.uint8:
+            return packed
     operand = as_operand(argument, given)
     if isinstance(operand, Fp8) and operand.data.dtype is torch.int8:
         return Int8(*operand)
