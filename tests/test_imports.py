@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import moecomm
+
 ROOT = Path(__file__).parents[1]
 PATHS = sorted(path for package in ("moecomm", "moecomm_bench") for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
@@ -59,7 +61,8 @@ def test_each_module_of_the_reference_is_imported_by_its_name(page: Path) -> Non
     name = page.read_text().partition("\n")[0].removeprefix("# ")
     if name.startswith("moecomm"):
         code = f"import {name}; from {name} import __doc__; assert {name} is __import__('sys').modules['{name}']"
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+        there = Path(moecomm.__file__).parent.parent  # not the repository, whose moecomm may not have been built
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=there)
 
 
 def test_nothing_of_moecomm_imports_what_measures_it() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,7 +60,9 @@ def test_random_sequences_of_processes_end_as_the_model_says(cases: int, request
     """Ranks that are killed and interrupted.  They are forked, so from a process that has one thread."""
     first = request.config.getoption("--seed") * 1_000_000
     command = [sys.executable, "-m", "tests.world.processes", str(cases), "--first", str(first)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    there = Path(moecomm.__file__).parent.parent  # first: the repository's moecomm may not have been built
+    given = {"cwd": there, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, **given)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 

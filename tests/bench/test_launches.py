@@ -101,8 +101,8 @@ def test_rounds_between_domains_are_marked_by_what_they_go_through() -> None:
     assert "puts" in tables.THROUGH["lsa"] and "NIC" in tables.THROUGH["emulated NIC"]
 
 
-# Rules that decide for no model of moecomm.router at the sizes that are measured.
-UNUSED = [("gemms", 4), ("fused_gemms", 3)]
+# Rules that decide for no model of moecomm.router at the sizes that are measured, and that of layers of one rank.
+UNUSED = [("gemms", 4), ("fused_gemms", 3), ("layers", 0)]
 
 
 def test_each_line_of_the_tuning_table_marks_what_it_decides() -> None:
