@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_random_sequences_of_processes_end_as_the_model_says(cases: int, request
     first = request.config.getoption("--seed") * 1_000_000
     command = [sys.executable, "-m", "tests.world.processes", str(cases), "--first", str(first)]
     there = Path(moecomm.__file__).parent.parent  # first: the repository's moecomm may not have been built
-    given = {"cwd": there, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}}
+    given: dict[str, Any] = {"cwd": there, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, **given)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
