@@ -62,7 +62,7 @@ class DispatchPlan {
     ExpertOutputs expert_outputs(const DispatchArgs& args) const;
     // The outputs of a batched dispatch.  Throws std::invalid_argument for any other dispatch.
     BatchedOutputs batched_outputs(const DispatchArgs& args) const;
-    // What a dispatch of any layout says of its rows.
+    // The tables that a dispatch of any layout leaves of its rows.
     TableOutputs table_outputs(const DispatchArgs& args) const;
     const DLDevice& device() const { return x_.device(); }
     // Workers of a round of so many tokens; 0: it has no schedule.

@@ -1,4 +1,4 @@
-"""What is known of calls that were made before, by what their arguments say of themselves."""
+"""A memory of calls whose arguments have passed all checks, by what the arguments say of themselves."""
 
 from __future__ import annotations
 

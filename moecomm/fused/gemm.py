@@ -175,7 +175,7 @@ def grouped_gemm(
 
 
 class _Checked(NamedTuple):
-    """What is known of a call of grouped_gemm whose tensors and words have passed all checks."""
+    """Arguments of multiply() for a call of grouped_gemm whose tensors and words have passed all checks."""
 
     activation: GatedActivation | None
     interleaved: bool

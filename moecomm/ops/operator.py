@@ -14,17 +14,10 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.autograd import profiler
-from torch.nn import Parameter
 
-from moecomm.base import tangents
+from moecomm.base.validation import are_plain
 
 _Result = TypeVar("_Result")
-_PLAIN = (torch.Tensor, Parameter)
-
-
-def is_eager() -> bool:
-    """Return whether only autograd watches calls of this thread."""
-    return torch._C._len_torch_dispatch_stack() == 0 and not tangents.may_exist() and not profiler._is_profiler_enabled
 
 
 class Operator(Generic[_Result]):
@@ -60,19 +53,16 @@ class Operator(Generic[_Result]):
         self._function = type(f"Gradient of {self.__name__}", (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Result:
-        if torch.compiler.is_compiling() or not is_eager():
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled:
             return cast("_Result", self.registered(*args, **kwargs))
         inputs: tuple[Any, ...] = args + self._defaults[len(args) :]
         if kwargs:
             rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
             inputs = args + tuple(kwargs.get(name, default) for name, default in rest)
-        differentiable = False
-        for n in self._tensors:
-            tensor = inputs[n]
-            if tensor is not None:
-                if type(tensor) not in _PLAIN or tensor.is_neg() or tensor._is_zerotensor():
-                    return cast("_Result", self.registered(*args, **kwargs))
-                differentiable = differentiable or tensor.requires_grad
+        tensors = [inputs[n] for n in self._tensors]
+        if not are_plain(*tensors):
+            return cast("_Result", self.registered(*args, **kwargs))
+        differentiable = any(tensor.requires_grad for tensor in tensors if tensor is not None)
         run: Callable[..., _Result] = self.run
         if not (differentiable and torch.is_grad_enabled()):
             return run(*inputs)
