@@ -688,6 +688,10 @@ class DispatchPlan:
         """
     def kept_bytes(self, max_rows: int) -> int:
         """Bytes of the block that combine and repeats need as well."""
+    def layer_outputs(
+        self, args: DispatchArgs, payload: Block, kept: Block, owner: typing.Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """x, scales and tokens_per_expert of an expert dispatch, also of rows cast to FP8.  See flat_outputs."""
     def load(self, num_tokens: int, run: typing.Any) -> None:
         """Set the function that runs rounds of so many tokens: see Session.dispatcher."""
     def loaded(self, num_tokens: int) -> bool:
@@ -773,7 +777,7 @@ class KnownCalls:
     Plain calls: no graph is captured, no round is verified or traced, and outputs stay in the window.
     The arguments are those of moecomm.dispatch.dispatch and moecomm.combine.combine.
 
-    `plans`: lists of plans by the options of a call: moecomm.rounds.plans.
+    `plans`: lists of plans by what a call asks for: moecomm.rounds.plans.
     `ring`: the flight recorder's.
     `turn`: of the calls; its `made` counts the rounds.
     `record`: address of the failure record.
@@ -791,24 +795,19 @@ class KnownCalls:
     def combine(
         self,
         rounds: typing.Any,
-        options: typing.Any,
+        request: typing.Any,
         y: typing.Any,
         handle: typing.Any,
         out: typing.Any,
         bias: typing.Any,
         weight_grads: typing.Any,
         topk_weights: typing.Any,
-        sum_grads: typing.Any,
-        bias_first: typing.Any,
-        gradients: typing.Any,
-        call: typing.Any,
-        layer: typing.Any,
     ) -> tuple[typing.Any, bool]:
         """Run a combine.  Returns its result, and whether it is over; None as dispatch()."""
     def dispatch(
         self,
         rounds: typing.Any,
-        options: typing.Any,
+        request: typing.Any,
         x: typing.Any,
         topk_idx: typing.Any,
         topk_weights: typing.Any,
@@ -816,9 +815,6 @@ class KnownCalls:
         max_rows: typing.Any,
         handle: typing.Any,
         sync: typing.Any,
-        gradients: typing.Any,
-        call: typing.Any,
-        layer: typing.Any,
         payload: typing.Any = None,
     ) -> tuple[typing.Any, bool]:
         """

@@ -26,7 +26,7 @@ from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle, Routed
 
-_DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
+_DISPATCH, _COMBINE = dispatch_options.Request(), combine_options.Request()  # made once: they are most calls'
 
 
 class Buffer(Bound):
@@ -183,12 +183,14 @@ class Buffer(Bound):
             raise unexpected(self.dispatch, unknown)
         rounds = self.rounds
         words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
-        given = _DISPATCH if all(map(is_, words, _DISPATCH)) else dispatch_options.Options(*words)
+        request = _DISPATCH
+        if not all(map(is_, words, _DISPATCH.options)):
+            request = dispatch_options.Request(dispatch_options.Options(*words))
         how = (max_rows, handle, sync, extras, x_global_scale)
         while True:
             ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
             try:
-                return dispatch.dispatch(rounds, given, x, ids, topk_weights, scales, *how)
+                return dispatch.dispatch(rounds, request, x, ids, topk_weights, scales, *how)
             except RoundFailed as error:
                 masking.require_repeats(error, handle)
 
@@ -231,12 +233,12 @@ class Buffer(Bound):
         if unknown:
             raise unexpected(self.dispatch_begin, unknown)
         words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
-        given = dispatch_options.Options(*words)
+        request = dispatch_options.Request(dispatch_options.Options(*words))
         more = {"extras": extras, "global_scale": x_global_scale}
         while True:
             tensors = (x, self.rounds.own_ids(topk_idx), topk_weights, scales, max_rows, handle)
             try:
-                return dispatch.dispatch_begin(self.rounds, given, *tensors, **more)
+                return dispatch.dispatch_begin(self.rounds, request, *tensors, **more)
             except RoundFailed as error:
                 masking.require_repeats(error, handle)
 
@@ -304,8 +306,10 @@ class Buffer(Bound):
         if unknown:
             raise unexpected(self.combine, unknown)
         words = (weighted, wire, num_sms)
-        given = _COMBINE if all(map(is_, words, _COMBINE)) else combine_options.Options(*words)
-        return combine.combine(self.rounds, given, y, handle, out, bias, weight_grads, topk_weights)
+        request = _COMBINE
+        if not all(map(is_, words, _COMBINE.options)):
+            request = combine_options.Request(combine_options.Options(*words))
+        return combine.combine(self.rounds, request, y, handle, out, bias, weight_grads, topk_weights)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
@@ -404,11 +408,13 @@ class Buffer(Bound):
             raise unexpected(self.moe, unknown)
         gated = (activation, activation_limit, activation_alpha, interleaved)
         given = layer_options.Options(*gated, max_rows, wire, num_sms, check_weights, fused, overflow, balance)
-        outputs = {"out": out, "bias": bias, "dropped": dropped, "w13_bias": w13_bias, "w2_bias": w2_bias}
+        request = layer_options.Request(given, number=number)
+        others = {"out": out, "bias": bias, "dropped": dropped, "w13_bias": w13_bias, "w2_bias": w2_bias}
+        rounds = self.rounds
         while True:
-            ids = self.rounds.own_ids(topk_idx)
+            ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
             try:
-                return layer.moe(self.rounds, given, x, ids, topk_weights, w13, w2, **outputs, number=number)
+                return layer.moe(rounds, request, x, ids, topk_weights, w13, w2, **others)
             except RoundFailed as error:
                 masking.require_repeats(error)
 

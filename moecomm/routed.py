@@ -65,6 +65,10 @@ class DispatchPlan(Protocol):
         """x, scales and row_weights of an expert dispatch in one step; `counted`: and rows_per_expert."""
         ...
 
+    def layer_tensors(self, routed: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """x, scales and tokens_per_expert of an expert dispatch in one step, as given or cast to FP8."""
+        ...
+
     def batched_tensors(self, routed: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """x and tokens_per_expert of a batched dispatch in one step, before or after it has arrived."""
         ...

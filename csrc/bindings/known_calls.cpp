@@ -29,11 +29,13 @@ struct Known {
     const py::object args = name("args"), back = name("back"), block = name("block"), check = name("check"), copies = name("copies"),
                      data_ptr = name("data_ptr"), dropped = name("dropped"), form = name("form"), dtype = name("dtype"),
                      extend = name("extend"), handle = name("handle"), inputs = name("inputs"), layout = name("layout"),
-                     native = name("native"), new_empty = name("new_empty"), payload = name("payload"), plan = name("plan"),
-                     requires_grad = name("requires_grad"), rounds = name("rounds"), sync = name("sync"), tensors = name("_tensors"),
-                     unfinished = name("unfinished"), weighted = name("weighted"), weights_read = name("weights_read");
+                     native = name("native"), new_empty = name("new_empty"), options = name("options"), payload = name("payload"),
+                     plan = name("plan"), requires_grad = name("requires_grad"), rounds = name("rounds"), sync = name("sync"),
+                     tensors = name("_tensors"), unfinished = name("unfinished"), weighted = name("weighted"),
+                     weights_read = name("weights_read");
     const py::module_ routed = py::module_::import("moecomm.routed");
     const py::object handle_type = routed.attr("Handle"), routed_type = routed.attr("Routed");
+    const py::object is_grad_enabled = py::module_::import("torch").attr("is_grad_enabled");
     const py::object increment_version = py::module_::import("torch").attr("autograd").attr("graph").attr("increment_version");
 };
 
@@ -73,15 +75,13 @@ class KnownCalls {
           on_host_(on_host) {}
 
     // The Routed, and true if the call is over; None if this is not a plain call of a kind that there was before.
-    Result dispatch(py::object rounds, py::handle options, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
-                    py::handle max_rows, py::object handle, py::handle sync, py::handle gradients, py::handle call, py::handle layer,
-                    py::handle form) {
+    Result dispatch(py::object rounds, py::handle request, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
+                    py::handle max_rows, py::object handle, py::handle sync, py::handle form) {
         if (failed() || !(sync.is_none() || PyBool_Check(sync.ptr()))) return nothing_;
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
         if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none() && max_rows.is_none())) return nothing_;
-        const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(options, known_.layout);
-        const py::object plans = plans_of(
-            py::make_tuple(layout, options, repeats, false, false, false, false, gradients, call, layer, false, form, false, none_));
+        const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(get(request, known_.options), known_.layout);
+        const py::object plans = plans_of(py::make_tuple(layout, repeats, false, form, false, request));
         if (!plans) return nothing_;
         const DispatchTensors given(x, scales, topk_idx, topk_weights);
         if (!given.readable() || any_requires_grad(x, topk_weights)) return nothing_;
@@ -116,9 +116,8 @@ class KnownCalls {
     }
 
     // The result of the combine, and true if it is over; None as in dispatch().
-    Result combine(const py::object& rounds, py::handle options, py::handle y, const py::object& handle, py::object out, py::handle bias,
-                   py::handle weight_grads, py::handle topk_weights, py::handle sum_grads, py::handle bias_first, py::handle gradients,
-                   py::handle call, py::handle layer) {
+    Result combine(const py::object& rounds, py::handle request, py::handle y, const py::object& handle, py::object out, py::handle bias,
+                   py::handle weight_grads, py::handle topk_weights) {
         if (failed() || !is_from(handle, rounds)) return nothing_;
         const py::object earlier = get(handle, known_.args);
         const auto& dispatch = earlier.cast<const DispatchArgs&>();
@@ -127,10 +126,10 @@ class KnownCalls {
         CombineArguments given(y, out, bias, weight_grads, py::none(), topk_weights);
         if (y.is_none() || !given.readable() || any_requires_grad(y, out, bias, weight_grads, topk_weights)) return nothing_;
         const py::object layout = get(get(handle, known_.plan), known_.layout);
-        const py::object plans =
-            plans_of(py::make_tuple(layout, get(y, known_.dtype), options, sum_grads, bias_first, gradients, call, layer));
+        const py::object plans = plans_of(py::make_tuple(layout, get(y, known_.dtype), request));
         if (!plans) return nothing_;
-        if (topk_weights.is_none() && get(options, known_.weighted).ptr() != Py_False && !weights_are_there(handle)) return nothing_;
+        if (topk_weights.is_none() && get(get(request, known_.options), known_.weighted).ptr() != Py_False && !weights_are_there(handle))
+            return nothing_;
         CombineTensors tensors = given.get();
         for (const py::handle plan : py::reinterpret_borrow<py::list>(plans)) {
             const py::object native = get(plan, known_.native);
@@ -174,7 +173,7 @@ class KnownCalls {
         const auto requires_grad = [&](py::handle tensor) {
             return !tensor.is_none() && get(tensor, known_.requires_grad).ptr() != Py_False;
         };
-        return (requires_grad(tensors) || ...);
+        return (requires_grad(tensors) || ...) && known_.is_grad_enabled().ptr() != Py_False;
     }
 
     py::object new_empty(const py::object& like, i64 rows, i64 columns) const {
@@ -290,7 +289,6 @@ class KnownCalls {
         payload.shrink(std::max<u64>(1, used));
     }
 
-    const py::tuple none_;
     const Result nothing_ = py::make_tuple(py::none(), false);
     const Known known_;
     // Nothing here refers to the Rounds, which owns this object: Python's collector does not see such cycles.
@@ -310,23 +308,22 @@ void bind_known_calls(py::module_& m) {
 Plain calls: no graph is captured, no round is verified or traced, and outputs stay in the window.
 The arguments are those of moecomm.dispatch.dispatch and moecomm.combine.combine.
 
-`plans`: lists of plans by the options of a call: moecomm.rounds.plans.
+`plans`: lists of plans by what a call asks for: moecomm.rounds.plans.
 `ring`: the flight recorder's.
 `turn`: of the calls; its `made` counts the rounds.
 `record`: address of the failure record.
 `on_host`: of a CPU rank.)")
         .def(py::init<Plans, std::shared_ptr<HeapParts>, py::object, std::shared_ptr<Turn>, u64, bool>(), py::arg("plans"), py::arg("heap"),
              py::arg("ring"), py::arg("turn"), py::arg("record"), py::arg("on_host"))
-        .def("dispatch", &KnownCalls::dispatch, py::arg("rounds"), py::arg("options"), py::arg("x"), py::arg("topk_idx"),
-             py::arg("topk_weights"), py::arg("scales"), py::arg("max_rows"), py::arg("handle"), py::arg("sync"), py::arg("gradients"),
-             py::arg("call"), py::arg("layer"), py::arg("payload") = py::none(),
+        .def("dispatch", &KnownCalls::dispatch, py::arg("rounds"), py::arg("request"), py::arg("x"), py::arg("topk_idx"),
+             py::arg("topk_weights"), py::arg("scales"), py::arg("max_rows"), py::arg("handle"), py::arg("sync"),
+             py::arg("payload") = py::none(),
              R"(Run a dispatch.  Returns a Routed, and whether the call is over.
 
 The Routed is None, and nothing has been done, if this is no plain call, there is no plan for it, or an
 argument can't be used.)")
-        .def("combine", &KnownCalls::combine, py::arg("rounds"), py::arg("options"), py::arg("y"), py::arg("handle"), py::arg("out"),
-             py::arg("bias"), py::arg("weight_grads"), py::arg("topk_weights"), py::arg("sum_grads"), py::arg("bias_first"),
-             py::arg("gradients"), py::arg("call"), py::arg("layer"),
+        .def("combine", &KnownCalls::combine, py::arg("rounds"), py::arg("request"), py::arg("y"), py::arg("handle"), py::arg("out"),
+             py::arg("bias"), py::arg("weight_grads"), py::arg("topk_weights"),
              "Run a combine.  Returns its result, and whether it is over; None as dispatch().");
 }
 

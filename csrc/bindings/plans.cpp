@@ -82,6 +82,16 @@ py::typing::Tuple<std::optional<Tensor>, py::ellipsis> expert_outputs(const Prep
     return py::make_tuple(arriving(out.x), scales, staying(out.row_weights), staying(out.rows_per_expert));
 }
 
+// x, scales or None, and tokens_per_expert.
+py::typing::Tuple<Tensor, std::optional<Tensor>, Tensor> layer_outputs(const PreparedDispatch& plan, const DispatchArgs& args,
+                                                                       const std::shared_ptr<Block>& payload,
+                                                                       const std::shared_ptr<Block>& kept, const py::object& owner) {
+    const LayerOutputs out = plan.layer_outputs(args);
+    const Tensors arriving(plan, payload, owner);
+    const py::object scales = out.scales ? arriving(*out.scales) : py::none();
+    return py::make_tuple(arriving(out.x), scales, Tensors(plan, kept, owner)(out.tokens_per_expert));
+}
+
 // x and tokens_per_expert.
 py::typing::Tuple<Tensor, Tensor> batched_outputs(const PreparedDispatch& plan, const DispatchArgs& args,
                                                   const std::shared_ptr<Block>& payload, const std::shared_ptr<Block>& kept,
@@ -184,6 +194,8 @@ Raises:
     ValueError: another layout, or scales that dispatch makes or that go by column.)")
         .def("expert_outputs", &expert_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"), py::arg("counted"),
              "x, scales and row_weights of a bound expert dispatch; `counted`: and rows_per_expert.  See flat_outputs.")
+        .def("layer_outputs", &layer_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"),
+             "x, scales and tokens_per_expert of an expert dispatch, also of rows cast to FP8.  See flat_outputs.")
         .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"),
              "x and tokens_per_expert of a bound batched dispatch.  See flat_outputs.")
         .def("table_outputs", &table_outputs, py::arg("args"), py::arg("kept"), py::arg("owner"),

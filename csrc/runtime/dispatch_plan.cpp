@@ -216,6 +216,19 @@ ExpertOutputs DispatchPlan::expert_outputs(const DispatchArgs& args) const {
             {args.rows_per_expert, {experts}, kInt64}};
 }
 
+LayerOutputs DispatchPlan::layer_outputs(const DispatchArgs& args) const {
+    const Output counts{args.tokens_per_expert, {experts_here(args)}, kInt32};
+    if (args.quantize != 1) {
+        require_as_given(args, Layout::expert);
+        return {rows_as_given(args), scales_as_given(args), counts};
+    }
+    if (args.layout != static_cast<i32>(Layout::expert) || args.scale_format != 0 || args.scale_columns != 0)
+        throw std::invalid_argument("not rows that an expert layer takes");
+    const u64 base = window_of(args.ctx, args.ctx.rank);
+    const i64 rows = args.max_rows, columns = args.scale_bytes / static_cast<i64>(sizeof(float));
+    return {{base + args.out_x, {rows, args.hidden}, kFloat8}, Output{base + args.out_scales, {rows, columns}, kFloat32}, counts};
+}
+
 BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {
     if (args.layout != static_cast<i32>(Layout::batched)) throw std::invalid_argument("not batched rows");
     const i64 experts = experts_here(args);

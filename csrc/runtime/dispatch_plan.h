@@ -29,6 +29,12 @@ struct ExpertOutputs {
     std::optional<Output> scales;
     Output row_weights, rows_per_expert;
 };
+struct LayerOutputs {
+    Output x;
+    std::optional<Output> scales;
+    Output tokens_per_expert;
+};
+
 struct TableOutputs {
     Output weights, src, tokens_per_expert, num_rows;
     std::optional<Output> topk_idx;  // of a flat dispatch, whose `weights` are topk_weights
@@ -61,6 +67,8 @@ class DispatchPlan {
     // The outputs of a dispatch in expert layout, with the same conditions.
     ExpertOutputs expert_outputs(const DispatchArgs& args) const;
     // The outputs of a batched dispatch.  Throws std::invalid_argument for any other dispatch.
+    // Of an expert dispatch, as given or cast to FP8 with float32 scales by row.
+    LayerOutputs layer_outputs(const DispatchArgs& args) const;
     BatchedOutputs batched_outputs(const DispatchArgs& args) const;
     // The tables that a dispatch of any layout leaves of its rows.
     TableOutputs table_outputs(const DispatchArgs& args) const;

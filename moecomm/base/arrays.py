@@ -75,8 +75,11 @@ def check_tensor(
     shape: tuple[int | None, ...],
 ) -> None:
     """Raise BadInput unless device, dtype and shape (None: any length) are as wanted, and the memory is plain."""
-    is_one = type(tensor) is torch.Tensor and tensor.dtype in dtypes and tensor.ndim == len(shape)
-    fits = is_one and tensor.device == device and all(map(_fits, tensor.shape, shape))
+    fits = type(tensor) is torch.Tensor and tensor.dtype in dtypes and tensor.ndim == len(shape)
+    fits = fits and tensor.device == device
+    if fits and tensor.shape != shape:
+        for got, want in zip(tensor.shape, shape, strict=True):
+            fits = fits and (want is None or got == want)
     if fits and _native.tensor_words((tensor,)) is not None:  # nearly all tensors end here
         return
     if tensor.device != device:
@@ -92,10 +95,6 @@ def check_tensor(
     if not fits:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise BadInput(argument, f"shape {tuple(tensor.shape)}", f"({wanted})")
-
-
-def _fits(got: int, want: int | None) -> bool:
-    return want is None or got == want
 
 
 def check_memory(argument: str, tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import check_dtype
 from moecomm.combine import chunks, verify
 from moecomm.combine.arguments import check, dequantized
-from moecomm.combine.options import Key, Options
+from moecomm.combine.options import Key, Options, Request
 from moecomm.combine.plan import Combining, Plan
 from moecomm.dispatch.arguments import check_handle
 from moecomm.errors import BadInput
@@ -22,60 +22,61 @@ from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import SeveralRounds, collective
 from moecomm.routed import ChunkedHandle, Handle, has_arrived
 
-__all__ = ["Combining", "Options", "Plan", "combine", "empty", "finish", "launch", "prepare", "run", "stages"]
+__all__ = [
+    "Combining",
+    "Options",
+    "Plan",
+    "Request",
+    "combine",
+    "empty",
+    "finish",
+    "launch",
+    "prepare",
+    "run",
+    "stages",
+]
 
 
 @collective()
 def combine(
     rounds: Rounds,
-    options: Options,
+    request: Request,
     y: Any,
     handle: Handle,
     out: Any = None,
     bias: Any = None,
     weight_grads: Any = None,
     topk_weights: Any = None,
-    sum_grads: bool = False,
-    bias_first: bool = False,
-    gradients: bool = False,
-    call: str = "combine",
-    layer: int = 0,
 ) -> Any:
-    """Buffer.combine.  `sum_grads`, `bias_first`, `gradients`, `call`, `layer`: see prepare()."""
+    """Buffer.combine."""
     if isinstance(handle, ChunkedHandle):
-        return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads, bias_first)
-    given = (y, handle, out, bias, weight_grads, topk_weights, sum_grads, bias_first)
+        return _combine_chunks(rounds, request, y, handle, out, bias, weight_grads, topk_weights)
+    given = (y, handle, out, bias, weight_grads, topk_weights)
     if rounds.plain and rounds.sampling is None:
-        result, is_over = rounds.known_calls.combine(rounds, options, *given, gradients, call, layer)
+        result, is_over = rounds.known_calls.combine(rounds, request, *given)
         if result is not None:
             if not is_over:
                 rounds.raise_failure()
             rounds.unfinished.clear()
             return result
-    return _round(rounds, prepare(rounds, options, *given, gradients=gradients, call=call, layer=layer))
+    return _round(rounds, prepare(rounds, request, *given))
 
 
 def prepare(
     rounds: Rounds,
-    options: Options,
+    request: Request,
     y: Any,
     handle: Handle,
     out: Any = None,
     bias: Any = None,
     weight_grads: Any = None,
     topk_weights: Any = None,
-    sum_grads: bool = False,
-    bias_first: bool = False,
     same_call: bool = False,
-    gradients: bool = False,
-    call: str = "combine",
-    layer: int = 0,
 ) -> Combining:
     """Check the arguments of Buffer.combine and make room for the reduced rows.
 
     Args:
-        rounds, options, y, handle, out, bias, weight_grads, topk_weights: see Buffer.combine.
-        sum_grads, bias_first, gradients, call, layer: see Key.
+        rounds, request, y, handle, out, bias, weight_grads, topk_weights: see Buffer.combine and Request.
         same_call: the dispatch belongs to the same call of the user.  The error that it may have left behind is not
             raised yet: ranks that see it early would leave, and the others would wait for them.
     """
@@ -89,15 +90,14 @@ def prepare(
         y = dequantized(rounds, handle, y)
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
-    if handle.weights_read is not None and options.weighted and topk_weights is None:
+    if handle.weights_read is not None and request.options.weighted and topk_weights is None:
         handle.check_row_weights()
     combining: Combining | None = None
-    how = options, sum_grads, bias_first, gradients, call, layer
     if isinstance(y, torch.Tensor):
-        key = (handle.layout, y.dtype, *how)  # Key, which takes longer to make
+        key = (handle.layout, y.dtype, request)  # Key, which takes longer to make
         combining = rounds.plans.start(key, (handle, y, out, bias, weight_grads, topk_weights))
     if combining is None:
-        combining = _start_checked(rounds, how, handle, y, out, bias, weight_grads, topk_weights)
+        combining = _start_checked(rounds, request, handle, y, out, bias, weight_grads, topk_weights)
     if is_pair:
         combining.inputs = y
     if out is not None:
@@ -166,29 +166,27 @@ def _round(rounds: Rounds, combining: Combining) -> Any:
 
 def _combine_chunks(
     rounds: Rounds,
-    options: Options,
+    request: Request,
     y: Any,
     handle: ChunkedHandle,
     out: Any,
     bias: Any,
     weight_grads: Any,
     topk_weights: Any,
-    sum_grads: bool,
-    bias_first: bool,
 ) -> Any:
     rounds.require_usable()
     check_handle(rounds, handle)
-    if options.weighted and topk_weights is None:
+    if request.options.weighted and topk_weights is None:
         handle.check_row_weights()
     refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     if isinstance(y, tuple):
         y = dequantized(rounds, handle, y)
-    given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
+    given = check(rounds, request.options, handle, y, out, bias, weight_grads, topk_weights)
 
     def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:
-        chunk = y, handle, None, bias, weight_grads, topk_weights, sum_grads, bias_first
-        return _round(rounds, prepare(rounds, options, *chunk))
+        return _round(rounds, prepare(rounds, part, y, handle, None, bias, weight_grads, topk_weights))
 
+    part = request._replace(call="combine", layer=0, gradients=False)
     with SeveralRounds(rounds):
         found = chunks.combine(given, handle, rounds.topk, one)
     if out is not None:
@@ -208,7 +206,7 @@ def _check_arrived(rounds: Rounds, handle: Handle) -> None:
 
 def _start_checked(
     rounds: Rounds,
-    how: tuple[Options, bool, bool, bool, str, int],
+    request: Request,
     handle: Handle,
     y: Any,
     out: Any,
@@ -216,14 +214,11 @@ def _start_checked(
     weight_grads: Any,
     topk_weights: Any,
 ) -> Combining:
-    """The first combine of its kind or with so many tokens, or one whose arguments have to be converted.
-
-    `how`: fields of its Key, from the options on.
-    """
-    given = check(rounds, how[0], handle, y, out, bias, weight_grads, topk_weights)
-    if how[0].unsummed:
+    """The first combine of its kind or with so many tokens, or one whose arguments have to be converted."""
+    given = check(rounds, request.options, handle, y, out, bias, weight_grads, topk_weights)
+    if request.options.unsummed:
         given.y = _where_peers_read(rounds, given.y)
-    key = Key(handle.layout, given.y.dtype, *how)
+    key = Key(handle.layout, given.y.dtype, request)
     check_hashable(key)  # y may be another library's
     tensors = (handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
     combining: Combining = rounds.plans.start_checked(

@@ -39,17 +39,26 @@ class OptionsDict(TypedDict, total=False):
     num_sms: int | None
 
 
+class Request(NamedTuple):
+    """What a combine asks for, apart from its tensors.  Callers make it once and pass it on."""
+
+    options: Options = Options()
+    call: str = "combine"  # of the user: a word of signature.COMBINES
+    layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
+    gradients: bool = False  # of moecomm.ops: this rank wants some, and takes part in the backward pass
+    sum_grads: bool = False  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
+    bias_first: bool = False  # one domain: the sum of a token starts from its bias, which is not added last
+
+
 class Key(NamedTuple):
-    """Everything that combines of one plan have in common, except the types of their other tensors."""
+    """Everything that combines of one plan have in common, except the types of their other tensors.
+
+    csrc/bindings/known_calls.cpp makes it as well.
+    """
 
     layout: Layout  # of the dispatch
     dtype: torch.dtype  # of y
-    options: Options
-    sum_grads: bool = False  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
-    bias_first: bool = False  # one domain: the sum of a token starts from its bias, which is not added last
-    gradients: bool = False  # of moecomm.ops: this rank wants some, and takes part in the backward pass
-    call: str = "combine"  # of the user: a word of signature.COMBINES
-    layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
+    request: Request
 
 
 def check_options(options: Options, dtype: torch.dtype) -> None:

@@ -48,7 +48,7 @@ class Plan:
         self.kind = self.kind_of(handle, like.y, like.out, like.bias, like.weight_grads, like.topk_weights)
         in_window = like.weight_grads is None and self.kind[0]
         flat = key.layout == "flat"
-        self._unsummed = key.options.unsummed
+        self._unsummed = key.request.options.unsummed
         wire = wire_of(rounds, key)
         self._casts = wire in CAST_WIRES
         staged = key.dtype if flat and not self._casts else wire
@@ -93,7 +93,7 @@ class Plan:
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else key.layout
         schedule = self._session.schedule(
-            "combine", num_tokens=expected, layout=layout, num_sms=key.options.num_sms, casts=self._casts
+            "combine", num_tokens=expected, layout=layout, num_sms=key.request.options.num_sms, casts=self._casts
         )
         self.native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens, few)
 
@@ -148,12 +148,13 @@ class Plan:
 
 def wire_of(rounds: Rounds, key: Key) -> torch.dtype:
     """Return the dtype of a reduced row on the wire."""
-    return wire_dtype(key.options.wire or rounds.settings.wire, key.dtype)
+    return wire_dtype(key.request.options.wire or rounds.settings.wire, key.dtype)
 
 
 def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     """The arguments that all combines of a plan share."""
-    options = key.options
+    request = key.request
+    options = request.options
     args = _native.CombineArgs()
     args.ctx = rounds.session.context
     args.hidden, args.type = rounds.hidden, DTYPES.index(key.dtype)
@@ -161,19 +162,19 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     args.wire = int(TYPES[wire_of(rounds, key)])
     args.layout, args.weighted = LAYOUTS.index(key.layout), int(bool(options.weighted))
     args.unsummed = int(options.unsummed)
-    args.sum_grads = int(key.sum_grads)
+    args.sum_grads = int(request.sum_grads)
     one_domain = args.ctx.shape.domain_ranks in (0, rounds.num_ranks)
-    args.bias_first = int(key.bias_first and like.bias is not None and one_domain)
+    args.bias_first = int(request.bias_first and like.bias is not None and one_domain)
     args.call = signature.pack(
         "combine",
-        layer=key.layer,
-        call=signature.COMBINES.index(key.call),
+        layer=request.layer,
+        call=signature.COMBINES.index(request.call),
         layout=args.layout,
         dtype=args.type,
         wire=signature.ROWS_WIRE if options.unsummed else args.wire,
         weighted=args.weighted,
         weight_grads_given=int(like.weight_grads is not None),
         topk_weights_given=int(like.topk_weights is not None),
-        gradients_wanted=int(key.gradients),
+        gradients_wanted=int(request.gradients),
     )
     return args

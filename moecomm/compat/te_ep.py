@@ -27,7 +27,7 @@ from moecomm.base.validation import MOST_SIZE, check_alignment, check_flags, che
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of
-from moecomm.dispatch import Options, dispatch
+from moecomm.dispatch import Options, Request, dispatch
 from moecomm.errors import BadInput, Unsupported
 from moecomm.gpu import padding
 from moecomm.rounds.state import CollectiveCall
@@ -112,7 +112,7 @@ class _Group:
         if rows is not None and drops:
             ids, _, needed = within_budgets(pool, ids, experts, rows, alignment)
         options = Options("expert", alignment, "mxfp8" if mxfp8 else None, num_sms=limit_of(x, sms))
-        routed = dispatch(buffer.rounds, options, x, ids, weights, max_rows=rows, sync=waits)
+        routed = dispatch(buffer.rounds, Request(options), x, ids, weights, max_rows=rows, sync=waits)
         x, scales, row_weights, counts = routed.plan.expert_tensors(routed, counted=True)
         if mxfp8:
             x, scales = routed.x, routed.scales
@@ -349,7 +349,7 @@ class _Combine(torch.autograd.Function):
         with CollectiveCall(handle.rounds):
             grad = grad.to(handle.rounds.dtype).contiguous()
             options = Options(quantize="mxfp8" if ctx.mxfp8 else None, num_sms=limit_of(grad, ctx.sms))
-            routed = dispatch(handle.rounds, options, grad, handle=handle, sync=False)
+            routed = dispatch(handle.rounds, Request(options), grad, handle=handle, sync=False)
         rows = _Rows.of(routed.x, routed.scales, handle, zeros=True).of_length(ctx.rows)
         if ctx.mxfp8:
             return rows.given(ctx.counts, ctx.dtype), None, None
@@ -360,7 +360,7 @@ def _combined(handle: Handle, rows: torch.Tensor, sms: int, **tensors: Any) -> A
     """A rank's rows of a token are added in float32 and rounded before they travel."""
     with CollectiveCall(handle.rounds):
         options = combining.Options(False, rows.dtype, limit_of(rows, sms))
-        return combining.combine(handle.rounds, options, rows.contiguous(), handle, **tensors)
+        return combining.combine(handle.rounds, combining.Request(options), rows.contiguous(), handle, **tensors)
 
 
 def _is_mxfp8(name: str, recipe: Any) -> bool:

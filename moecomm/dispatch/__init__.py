@@ -15,7 +15,7 @@ from moecomm.base.validation import check_flag
 from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
-from moecomm.dispatch.options import Gradients, Key, Options, check_options, check_overflow
+from moecomm.dispatch.options import Gradients, Key, Options, Request, check_options, check_overflow
 from moecomm.dispatch.payloads import Packed, Payload, pack
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
@@ -25,8 +25,10 @@ from moecomm.rounds.state import SeveralRounds, collective
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 
 __all__ = [
+    "Gradients",
     "Options",
     "Plan",
+    "Request",
     "dispatch",
     "dispatch_begin",
     "dispatch_end",
@@ -64,7 +66,7 @@ class Ending:
 @collective()
 def dispatch(
     rounds: Rounds,
-    options: Options,
+    request: Request,
     x: Any,
     topk_idx: Any = None,
     topk_weights: Any = None,
@@ -74,16 +76,12 @@ def dispatch(
     sync: bool | None = None,
     extras: Sequence[Any] = (),
     global_scale: Any = None,
-    grow: bool = False,
     first_token: int | None = None,
-    gradients: Gradients = Gradients.NONE,
-    call: str = "dispatch",
-    layer: int = 0,
     copies: Callable[[], None] | None = None,
-    experts: tuple[tuple[str, str], ...] = (),
 ) -> Routed:
-    """Buffer.dispatch.  `grow` and later ones: see prepare(); `global_scale`: pack()."""
-    asks_for_more = grow or first_token is not None or copies is not None or options.overflow is not None
+    """Buffer.dispatch.  `global_scale`: pack(); `first_token`, `copies`: see prepare()."""
+    options = request.options
+    asks_for_more = request.grow or first_token is not None or copies is not None or options.overflow is not None
     asks_for_more = asks_for_more or bool(observers.active)
     packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None
     packs = packs or getattr(x, "dtype", None) is torch.uint8
@@ -96,22 +94,21 @@ def dispatch(
         packed = pack(rounds, options, x, scales, extras, global_scale)
         return _repeat_in_chunks(rounds, options, packed, topk_idx, topk_weights, handle, sync)
     may_be_known = rounds.plain and rounds.begun is None and rounds.sampling is None and not asks_for_more
-    how = (max_rows, handle, sync, gradients, call, layer)
+    how = (max_rows, handle, sync)
     if may_be_known and not packs:
-        routed, is_over = rounds.known_calls.dispatch(rounds, options, x, topk_idx, topk_weights, scales, *how)
+        routed, is_over = rounds.known_calls.dispatch(rounds, request, x, topk_idx, topk_weights, scales, *how)
     if routed is None:
         rounds.require_usable()
         x, scales, payload, scale = pack(rounds, options, x, scales, extras, global_scale)
+        tensors = (x, topk_idx, topk_weights, scales)
         if may_be_known and payload is not None and scale is None:
-            tensors = (x, topk_idx, topk_weights, scales)
-            routed, is_over = rounds.known_calls.dispatch(rounds, options, *tensors, *how, payload)
-    if routed is None:
-        about = (False, grow, None, first_token, gradients, call, layer, copies, experts, payload, scale)
-        routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, *about)
-        if first_token is None:  # else the whole has been shown
-            observers.show(rounds, topk_idx, topk_weights)
-        run(routed)
-        rounds.turn.made += 1
+            routed, is_over = rounds.known_calls.dispatch(rounds, request, *tensors, *how, payload)
+        if routed is None:
+            routed = prepare(rounds, request, *tensors, *how, None, first_token, copies, payload, scale)
+            if first_token is None:  # else the whole has been shown
+                observers.show(rounds, topk_idx, topk_weights)
+            run(routed)
+            rounds.turn.made += 1
     if is_over:
         rounds.unfinished.clear()
         return routed
@@ -132,7 +129,7 @@ def dispatch(
 @collective()
 def dispatch_begin(
     rounds: Rounds,
-    options: Options,
+    request: Request,
     x: Any,
     topk_idx: Any = None,
     topk_weights: Any = None,
@@ -144,9 +141,10 @@ def dispatch_begin(
     global_scale: Any = None,
 ) -> Routed:
     """Buffer.dispatch_begin.  `early`: the tensors of its plan are made before dispatch_end()."""
-    x, scales, payload, scale = pack(rounds, options, x, scales, extras, global_scale)
-    how: dict[str, Any] = {"begin": True, "payload": payload, "global_scale": scale}
-    routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, **how)
+    x, scales, payload, scale = pack(rounds, request.options, x, scales, extras, global_scale)
+    request = request._replace(begin=True)
+    how: dict[str, Any] = {"payload": payload, "global_scale": scale}
+    routed = prepare(rounds, request, x, topk_idx, topk_weights, scales, max_rows, handle, **how)
     observers.show(rounds, topk_idx, topk_weights)
     run(routed)
     rounds.turn.made += 1
@@ -167,7 +165,7 @@ def dispatch_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) ->
 
 def prepare(
     rounds: Rounds,
-    options: Options,
+    request: Request,
     x: Any,
     topk_idx: Any = None,
     topk_weights: Any = None,
@@ -175,33 +173,22 @@ def prepare(
     max_rows: int | None = None,
     handle: Handle | None = None,
     sync: bool | None = None,
-    begin: bool = False,
-    grow: bool = False,
     descriptors: PublishedOffsets | None = None,
     first_token: int | None = None,
-    gradients: Gradients = Gradients.NONE,
-    call: str = "dispatch",
-    layer: int = 0,
     copies: Callable[[], None] | None = None,
-    experts: tuple[tuple[str, str], ...] = (),
     payload: Payload | None = None,
     global_scale: float | torch.Tensor | None = None,
 ) -> Routed:
     """Check the arguments of Buffer.dispatch and make room for the outputs.
 
     Args:
-        rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync: see Buffer.dispatch.
-        begin: prepare the first half of a split dispatch.
-        grow: ask for a larger Buffer: the round ends in a Mismatch of the field signature.GROW on every rank, unless
-            all ask.
-        descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
-            It has waited for all kernels before it, and dispatch reads nothing else that it writes.
+        rounds, request, x, topk_idx, topk_weights, scales, max_rows, handle, sync: see Buffer.dispatch and Request.
+        descriptors: of a request that has them.  The previous kernel in the stream publishes the rows.  It has waited
+            for all kernels before it, and dispatch reads nothing else that it writes.
         first_token: x has some tokens of a call, from this one on (chunks.py), and earlier ones go in other rounds.
             None: all.
-        gradients, call, layer: see Key.
         copies: experts are copied to empty slots for this round, by this call.  GPUs: enqueues that, between the choice
             and the dispatch.  CPU ranks: behind the dispatch.
-        experts: see Key.
         payload, global_scale: of pack(), which has made `x` and `scales`.
     """
     rounds.require_usable()
@@ -211,7 +198,8 @@ def prepare(
         raise BadInput("dispatch", "a second dispatch before dispatch_end()", "dispatch_end(routed) first")
     if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):
         refuse_gradients(x=x, topk_weights=topk_weights)
-    layout, dropped = options.layout, None
+    options, dropped = request.options, None
+    layout = options.layout
     if options.overflow is not None:
         check_overflow(options.overflow, max_rows)
         if options.overflow == "drop":
@@ -226,9 +214,14 @@ def prepare(
                 "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
             )
     # Not a Key, which takes longer to make.
-    about = (handle is not None, begin, descriptors is not None, grow, first_token is not None)
-    how = (*about, gradients, call, layer, copies is not None)
-    key = (layout, options, *how, payload, isinstance(global_scale, torch.Tensor), experts)
+    key = (
+        layout,
+        handle is not None,
+        first_token is not None,
+        payload,
+        isinstance(global_scale, torch.Tensor),
+        request,
+    )
     tensors = (x, topk_idx, topk_weights, scales, max_rows, handle)
     routed: Routed | None = rounds.plans.start(key, (rounds, *tensors, global_scale))
     if routed is None:
@@ -241,15 +234,15 @@ def prepare(
     if dropped is not None:
         routed.dropped = dropped
         routed.inputs = routed.inputs, topk_idx  # ids that nobody else keeps
-    if options.overflow == "chunks" and (begin or not routed.sync):
-        got, want = ("in dispatch_begin()", "dispatch()") if begin else ("without sync=True", "sync=True")
+    if options.overflow == "chunks" and (request.begin or not routed.sync):
+        got, want = ("in dispatch_begin()", "dispatch()") if request.begin else ("without sync=True", "sync=True")
         raise BadInput("overflow", f"'chunks' {got}", f"{want}, or another word")
     if max_rows is not None and not routed.sync and handle is None and layout == "flat":
         routed.args.clear_rows = routed.args.max_rows
     if descriptors is not None:
         args = routed.args
         args.x, args.x_stride, args.result_rows = descriptors
-    elif rounds.sampling is not None and not grow:
+    elif rounds.sampling is not None and not request.grow:
         routed.check = verify.checked(rounds, routed, options, x, scales)
     return routed
 
@@ -376,7 +369,7 @@ def _dispatch_in_chunks(
 ) -> Routed:
     """A dispatch whose rows had no room, on every rank."""
     given = check(rounds, options, x, topk_idx, topk_weights, scales, None, None)
-    small = options._replace(expert_alignment=1)
+    small = Request(options._replace(expert_alignment=1))
 
     def one(tokens: slice) -> Routed:
         ids, weights = (None if tensor is None else tensor[tokens] for tensor in (given.topk_idx, given.topk_weights))
@@ -409,7 +402,7 @@ def _repeat_in_chunks(
 
     def one(x: torch.Tensor, scales: torch.Tensor | None, handle: Handle) -> Routed:
         how: dict[str, Any] = {"sync": sync, "payload": of_payload[0], "global_scale": of_payload[1]}
-        return _round(rounds, prepare(rounds, options, x, scales=scales, handle=handle, **how))
+        return _round(rounds, prepare(rounds, Request(options), x, scales=scales, handle=handle, **how))
 
     with SeveralRounds(rounds):
         routed = chunks.repeat(options, given.x, given.scales, handle, one)
@@ -437,7 +430,9 @@ def _start_checked(
     global_scale: float | torch.Tensor | None,
 ) -> Routed:
     """The first dispatch of its kind or with so many tokens, or one whose arguments have to be converted."""
-    given = check(rounds, key.options._replace(layout=key.layout), x, topk_idx, topk_weights, scales, max_rows, handle)
+    given = check(
+        rounds, key.request.options._replace(layout=key.layout), x, topk_idx, topk_weights, scales, max_rows, handle
+    )
     tensors = (rounds, given.x, given.topk_idx, given.topk_weights, given.scales, max_rows, handle, global_scale)
     routed: Routed = rounds.plans.start_checked(key, len(given.x), tensors, lambda: Plan(rounds, key, given))
     routed.back, routed.inputs = given.back, given

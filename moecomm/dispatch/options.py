@@ -51,36 +51,48 @@ class Gradients(enum.IntEnum):
     WEIGHTS = 2  # those of topk_weights, too
 
 
-class Key(NamedTuple):
-    """Everything that dispatches of one plan have in common, except the types of their tensors."""
+class Request(NamedTuple):
+    """What a dispatch asks for, apart from its tensors.  Callers make it once and pass it on."""
 
-    layout: Layout  # a repeat has that of its handle
-    options: Options
-    repeat: bool = False  # by a handle, without routing
-    begin: bool = False  # the first half of a split dispatch
-    descriptors: bool = False  # row descriptors travel in the place of rows
-    grow: bool = False  # this rank asks for a larger Buffer, and has no tokens
-    chunk: bool = False  # a part of a dispatch whose rows had no room: see chunks.py
-    gradients: Gradients = Gradients.NONE
+    options: Options = Options()
     # Of the user: "dispatch", "moe", "moe in INT8", "backward of combine" or "backward of moe"; with row descriptors
     # "moe" or, where published rows are cast, "moe in " and their format.
     call: str = "dispatch"
     layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
+    gradients: Gradients = Gradients.NONE
+    begin: bool = False  # the first half of a split dispatch
+    descriptors: bool = False  # row descriptors travel in the place of rows
+    # This rank asks for a larger Buffer, and has no tokens: the round ends in a Mismatch of the field signature.GROW on
+    # every rank, unless all ask.
+    grow: bool = False
     replicates: bool = False  # experts are copied to empty slots for this round
-    payload: Any = None  # payloads.Payload of rows that travel as bytes
-    compares: bool = False  # a global scale on the GPU by which rows have been cast: DispatchArgs.compared
     experts: tuple[tuple[str, str], ...] = ()  # what ranks must pass alike to copy experts, by name
-
-    def described(self) -> int:
-        """Return the index of the call in signature.DISPATCHES."""
-        call = "dispatch_begin" if self.begin else "fused moe" if self.descriptors else self.call
-        return DISPATCHES.index(f"{call} in chunks" if self.chunk else call)
 
     def quantized(self) -> int:
         """Return the index in signature.QUANTIZED of the format of rows, also of those that row descriptors name."""
         if not self.descriptors:
             return QUANTIZED.index(self.options.quantize)
         return QUANTIZED.index(self.call.partition(" in ")[2] or None)
+
+
+class Key(NamedTuple):
+    """Everything that dispatches of one plan have in common, except the types of their tensors.
+
+    csrc/bindings/known_calls.cpp makes it as well.
+    """
+
+    layout: Layout  # a repeat has that of its handle
+    repeat: bool  # by a handle, without routing
+    chunk: bool  # a part of a dispatch whose rows had no room: see chunks.py
+    payload: Any  # payloads.Payload of rows that travel as bytes
+    compares: bool  # a global scale on the GPU by which rows have been cast: DispatchArgs.compared
+    request: Request
+
+    def described(self) -> int:
+        """Return the index of the call in signature.DISPATCHES."""
+        request = self.request
+        call = "dispatch_begin" if request.begin else "fused moe" if request.descriptors else request.call
+        return DISPATCHES.index(f"{call} in chunks" if self.chunk else call)
 
 
 def check_options(options: Options) -> None:

@@ -127,6 +127,9 @@ class ByName:
         names = ("x", "scales", "row_weights", *(("rows_per_expert",) if counted else ()))
         return tuple(self.tensor(name, routed) for name in names)
 
+    def layer_tensors(self, routed: Any) -> tuple[Any, ...]:
+        return tuple(self.tensor(name, routed) for name in ("x", "scales", "tokens_per_expert"))
+
     def batched_tensors(self, routed: Any) -> tuple[Any, ...]:
         return self.tensor("x", routed), self.tensor("tokens_per_expert", routed)
 

@@ -27,28 +27,29 @@ class Plan(outputs.ByName):
     def __init__(self, rounds: Rounds, key: Key, like: Tensors) -> None:
         self._session = session = rounds.session
         self._expected_tokens = rounds.settings.expected_tokens
-        self.layout, self._key, self._is_layer = key.layout, key, key.descriptors
+        self.layout, self._request, self._is_layer = key.layout, key.request, key.request.descriptors
         self.device, self.owner = session.device, session.owner
         self.base = session.context.peers[rounds.rank]
         self.topk, self.local_experts = rounds.topk, len(rounds.local_experts)
         self._groups = self.local_experts if key.layout == "batched" else 1  # with as many rows each
-        sizes = (key.layout, key.options.expert_alignment)
+        options = key.request.options
+        sizes = (key.layout, options.expert_alignment)
         self._worst_rows = rounds.settings.worst_rows(*sizes, rank=rounds.rank)
         self._rows = rounds.settings.capacity_rows(*sizes, rank=rounds.rank)
         self._memory = rounds.memory
         self.kind = like.x.dtype
-        as_bytes = travel_as_bytes(key.options, like.x)
-        values = torch.float8_e4m3fn if key.options.quantize else like.x.dtype
+        as_bytes = travel_as_bytes(options, like.x)
+        values = torch.float8_e4m3fn if options.quantize else like.x.dtype
         self.x_dtype = torch.uint8 if as_bytes else values
-        self.scales_dtype = scale_dtype(key.options, like)
+        self.scales_dtype = scale_dtype(options, like)
         args = _args(rounds, key, like)
-        by_column = key.options.scale_layout == "column" and not as_bytes
+        by_column = options.scale_layout == "column" and not as_bytes
         self.native = _native.DispatchPlan(args, by_column, like.x, like.scales, like.topk_idx, like.topk_weights)
         self._run_end: Callable[[_native.DispatchArgs], None] | None = None
         self._flight = flight = rounds.flight
         recorded = (args.call, self.x_dtype, args.row_bytes + args.scale_bytes)
-        self._recorded = flight.kind("dispatch_begin" if key.begin else "dispatch", *recorded)
-        self._recorded_end = flight.kind("dispatch_end", *recorded) if key.begin else self._recorded
+        self._recorded = flight.kind("dispatch_begin" if key.request.begin else "dispatch", *recorded)
+        self._recorded_end = flight.kind("dispatch_end", *recorded) if key.request.begin else self._recorded
         self.native.prepare(self._recorded, self._rows, self._worst_rows, self._groups)
 
     @staticmethod
@@ -60,7 +61,7 @@ class Plan(outputs.ByName):
         """See core.plans.Plan."""
         expected = self._expected_tokens(num_tokens)
         schedule = self._session.schedule(
-            "dispatch", num_tokens=expected, layout=self.layout, num_sms=self._key.options.num_sms
+            "dispatch", num_tokens=expected, layout=self.layout, num_sms=self._request.options.num_sms
         )
         self.native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
@@ -124,7 +125,7 @@ class Plan(outputs.ByName):
         self.native.load(args.num_tokens, self._session.dispatcher(args))
         if self.device.type == "cuda" and not self._is_layer:
             used_rows.load(self.device.index, args.row_bytes)
-        if self._key.begin:
+        if self._request.begin:
             end = copy.copy(args)
             end.part = END
             self._run_end = self._session.dispatcher(end)
@@ -152,6 +153,11 @@ class Plan(outputs.ByName):
             return super().expert_tensors(routed, counted=counted)
         return self.native.expert_outputs(routed.args, routed.payload, routed.handle.block, self.owner, counted)
 
+    def layer_tensors(self, routed: Routed) -> tuple[Any, ...]:
+        if type(routed.handle.block) is not _native.Block:
+            return super().layer_tensors(routed)
+        return self.native.layer_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
+
     def batched_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
         if type(routed.handle.block) is not _native.Block:
             return super().batched_tensors(routed)
@@ -169,10 +175,11 @@ class Plan(outputs.ByName):
 
 def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     """The arguments that all dispatches of a plan share."""
-    options = key.options
+    request = key.request
+    options = request.options
     args = _native.DispatchArgs()
     args.ctx = rounds.session.context
-    if key.replicates:
+    if request.replicates:
         args.ctx.placed = REPLICATED
     raw, as_bytes = like.x.dtype is torch.uint8, travel_as_bytes(options, like.x)
     args.hidden = like.x.shape[1] if raw else rounds.hidden
@@ -180,20 +187,20 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     args.layout, args.alignment = LAYOUTS.index(key.layout), options.expert_alignment
     args.quantize = 0 if raw else signature.QUANTIZED.index(options.quantize)
     args.row_bytes = args.hidden * like.x.element_size()
-    if key.descriptors:
+    if request.descriptors:
         args.row_bytes = DESCRIPTOR_BYTES
     elif options.quantize is not None and not raw:
         args.row_bytes = formats.FORMATS[options.quantize].row_bytes(args.hidden)
-    args.descriptors = int(key.descriptors)
+    args.descriptors = int(request.descriptors)
     args.scale_format = 0 if as_bytes else SCALE_FORMATS.index(options.scale_format)
     args.check_weights, args.repeat = int(bool(options.check_weights)), int(key.repeat)
-    args.part = BEGIN if key.begin else WHOLE
+    args.part = BEGIN if request.begin else WHOLE
     if like.topk_idx is not None:
         args.idx_bytes = like.topk_idx.element_size()
     x_dtype, dtype = like.x.dtype, scale_dtype(options, like)
     if dtype is not None:
         args.scale_bytes = scale_columns(options, like) * dtype.itemsize
-    compared, row_bytes, scale_bytes = dict(key.experts), args.row_bytes, args.scale_bytes
+    compared, row_bytes, scale_bytes = dict(request.experts), args.row_bytes, args.scale_bytes
     if as_bytes:
         assert key.payload is not None, "pack() has made these rows"
         x, scales, compared["extras"] = key.payload.compared
@@ -202,21 +209,21 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     args.call = signature.pack(
         "payload" if as_bytes else "dispatch",
         compared,
-        layer=key.layer,
+        layer=request.layer,
         call=key.described(),
         layout=args.layout,
         dtype=signature.index_of(signature.ROW_DTYPES, x_dtype),
         scales=signature.index_of(signature.SCALE_DTYPES, dtype),
         topk_idx_dtype=int(args.idx_bytes == 8),
-        quantize=key.quantized(),
+        quantize=request.quantized(),
         scale_layout=SCALE_LAYOUTS.index(options.scale_layout),
         row_bytes=row_bytes,
         scale_bytes=scale_bytes,
         expert_alignment=args.alignment,
         handle_given=args.repeat,
-        asks_for_a_larger_buffer=int(key.grow),
-        gradients_wanted=int(key.gradients is not Gradients.NONE),
-        weight_grads_given=int(key.gradients is Gradients.WEIGHTS),  # by the backward pass
-        balance=int(key.replicates),
+        asks_for_a_larger_buffer=int(request.grow),
+        gradients_wanted=int(request.gradients is not Gradients.NONE),
+        weight_grads_given=int(request.gradients is Gradients.WEIGHTS),  # by the backward pass
+        balance=int(request.replicates),
     )
     return args

@@ -15,14 +15,14 @@ from torch.nn.functional import grouped_mm, pad
 
 from moecomm import _native, combine, dispatch
 from moecomm.base.arrays import as_tensor, check_tensor, note_written, refuse_gradients
-from moecomm.base.choices import Overflow, Quantize, is_unsummed
+from moecomm.base.choices import Overflow, is_unsummed
 from moecomm.base.known import Known
 from moecomm.base.validation import check_flags
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.chunks import in_parts
 from moecomm.dispatch.drop import drop_checked
-from moecomm.dispatch.options import Gradients, check_overflow
+from moecomm.dispatch.options import check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
@@ -33,11 +33,10 @@ from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
-from moecomm.fused.options import Options
+from moecomm.fused.options import Options, Request
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.quantized import (
     ROW_FORMATS,
-    ByChannel,
     Fp4,
     Nvfp4,
     as_weights,
@@ -61,7 +60,7 @@ _ALIASES = {"one launch": True, "one after the other": False}
 @collective(rounds=2)
 def moe(
     rounds: Rounds,
-    options: Options,
+    request: Request,
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
@@ -73,20 +72,28 @@ def moe(
     dropped: Any = None,
     w13_bias: Any = None,
     w2_bias: Any = None,
-    gradients: Gradients = Gradients.NONE,
-    number: int = 0,
 ) -> Any:
-    """Buffer.moe.  `gradients`, `number`: see prepare()."""
-    outputs: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped}
-    of_layer: dict[str, Any] = {"w13_bias": w13_bias, "w2_bias": w2_bias, "gradients": gradients, "number": number}
-    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, **outputs, **of_layer)
+    """Buffer.moe."""
+    options, experts = request.options, (w13, w2, w13_bias, w2_bias)
     waits = goes_in_parts(rounds, options.overflow, options.max_rows)
-    observers.show(rounds, topk_idx, topk_weights)
-    routed = pipeline.start(rounds, given)
+    form = _known(rounds, request, x, bias, experts)
+    plain = form if form is not None and dropped is None and _is_plain(rounds, options, form, experts) else None
+    given: Pipeline | None = None
+    routed: Routed | None = None
     try:
+        if plain is not None and (started := _started(rounds, plain, x, topk_idx, topk_weights)) is not None:
+            routed, is_over = started
+            if not is_over:
+                dispatch.finish(rounds, routed)
+            rounds.unfinished.clear()
+            return _ended(rounds, plain, routed, experts, out, bias)
+        more: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped, "form": form}
+        given = prepare(rounds, request, x, topk_idx, topk_weights, *experts, **more)
+        observers.show(rounds, topk_idx, topk_weights)
+        routed = pipeline.start(rounds, given)
         return _finish(rounds, given, routed, waits)
     except TooManyRows as error:
-        if not (waits and dispatch.is_of(routed, error)):
+        if routed is None or not (waits and dispatch.is_of(routed, error)):
             raise
     del given, routed  # frees their memory in the window
     (x, back), ids = as_tensor("x", x), as_tensor("topk_idx", topk_idx)[0]
@@ -96,14 +103,40 @@ def moe(
     def of(tokens: slice) -> Any:
         some = None if weights is None else weights[tokens]
         more = bias if bias is None or bias.ndim == 1 else bias[tokens]
-        tensors = (x[tokens], ids[tokens], some, w13, w2)
-        part = prepare(rounds, options, *tensors, bias=more, first_token=tokens.start, **of_layer)
+        part = prepare(rounds, request, x[tokens], ids[tokens], some, *experts, bias=more, first_token=tokens.start)
         return _finish(rounds, part, pipeline.start(rounds, part), waits)
 
     with SeveralRounds(rounds):
         for tokens, part in in_parts(len(x), rounds.max_tokens, of):
             found[tokens] = part
     return out if out is not None else found if back is None else back(found)
+
+
+def _started(
+    rounds: Rounds, form: _Form, x: torch.Tensor, topk_idx: Any, topk_weights: Any
+) -> tuple[Routed, bool] | None:
+    """Run the dispatch of an unfused layer by a plan that is there; None, and nothing has been done, if none is."""
+    scales = None
+    if form.by_channel is not None:
+        x, scales = _cast(x, form.by_channel)
+    given = (x, topk_idx, topk_weights, scales, form.max_rows)
+    routed, is_over = rounds.known_calls.dispatch(rounds, form.dispatching, *given, None, None)
+    return None if routed is None else (routed, is_over)
+
+
+def _ended(rounds: Rounds, form: _Form, routed: Routed, experts: _Experts, out: Any, bias: Any) -> Any:
+    """Compute and combine behind _started()."""
+    y = _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
+    found, is_over = rounds.known_calls.combine(rounds, form.combining, y, routed.handle, out, bias, None, None)
+    if found is None:
+        combining = combine.prepare(rounds, form.combining, y, routed.handle, out, bias, same_call=True)
+        combine.run(combining)
+        rounds.turn.made += 1
+        return combine.finish(rounds, combining)
+    if not is_over:
+        rounds.raise_failure()
+    rounds.unfinished.clear()
+    return found
 
 
 def goes_in_parts(rounds: Rounds, overflow: Overflow | None, max_rows: int | None) -> bool:
@@ -119,48 +152,48 @@ def _finish(rounds: Rounds, layer: Pipeline, routed: Routed, waits: bool) -> Any
 
 def prepare(
     rounds: Rounds,
-    options: Options,
+    request: Request,
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
     w13: Any,
     w2: Any,
+    w13_bias: Any = None,
+    w2_bias: Any = None,
     *,
     out: Any = None,
     bias: Any = None,
     dropped: Any = None,
-    w13_bias: Any = None,
-    w2_bias: Any = None,
     first_token: int | None = None,
-    gradients: Gradients = Gradients.NONE,
-    number: int = 0,
+    form: _Form | None = None,
 ) -> Pipeline:
     """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
 
-    Args:
-        rounds, options, x, topk_idx, topk_weights, w13, w2, out, bias, dropped, w13_bias, w2_bias: see Buffer.moe.
-        first_token: see moecomm.dispatch.prepare.
-        gradients: see moecomm.dispatch.options.Key.
-        number: of the layer among those of the Buffer, which round headers carry; 0: it has none.
+    `first_token`: see moecomm.dispatch.prepare.  `form`: of the layer, if it is known.
     """
     rounds.require_usable()
     refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
-    layer = _checked(rounds, options, x, w13, w2, bias, w13_bias, w2_bias)
-    x, w13, w2, biases, back, by_channel, activation, runs_fused = layer
-    interleaved, max_rows = options.interleaved, options.max_rows
-    rows = rounds.settings.expected_rows(x.shape[0])
-    count = _check_overflow(rounds, options, dropped)
-    tensors: dict[str, Any] = {"w13": w13, "w2": w2, "w13_bias": biases[0], "w2_bias": biases[1]}
-    copies = copies_of(rounds, options.balance, activation, interleaved, **tensors)
-    copying: dict[str, Any] = {"copies": copies.run, "experts": copies.compared} if copies is not None else {}
+    options, back = request.options, None
+    experts: _Experts = (w13, w2, w13_bias, w2_bias)
+    if form is None and (form := _known(rounds, request, x, bias, experts)) is None:
+        form, x, experts, back = _checked(rounds, request, x, bias, experts)
+    elif form.kind is not None:
+        experts = (form.kind(*w13), form.kind(*w2), w13_bias, w2_bias)
+    w13, w2, *biases = experts
+    drops = options.overflow is not None or dropped is not None
+    count = _check_overflow(rounds, options, dropped) if drops else None
+    copies, dispatching = None, form.dispatching
+    if options.balance is not None:
+        tensors: dict[str, Any] = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
+        copies = copies_of(rounds, options.balance, form.activation, options.interleaved, **tensors)
+    if copies is not None:
+        dispatching = dispatching._replace(replicates=True, experts=copies.compared)
     if count is not None:
-        topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
+        topk_idx, entries = drop_checked(rounds, "expert", 1, options.max_rows, topk_idx, topk_weights)
         count.copy_(entries)
-    values = w2 if isinstance(w2, torch.Tensor) else w2.data
-    fp8 = isinstance(w2, Fp8) and by_channel is None
-    if runs_fused:
+    of: dict[str, Any] = {"first_token": first_token, "copies": None if copies is None else copies.run}
+    if form.runs_fused:
         note_written("out", out)
-        travels = ROW_FORMATS[values.dtype] if by_channel is not None else "fp8" if fp8 else None
         return Fused(
             rounds,
             x,
@@ -168,95 +201,106 @@ def prepare(
             topk_weights,
             w13,
             w2,
-            interleaved=interleaved,
-            activation=activation,
-            biases=biases,
+            interleaved=options.interleaved,
+            activation=form.activation,
+            biases=(biases[0], biases[1]),
             out=out,
             bias=bias,
-            max_rows=max_rows,
-            num_sms=options.num_sms,
-            expected_rows=rows,
+            max_rows=options.max_rows,
+            expected_rows=form.expected_rows,
             unsummed=is_unsummed(options.wire),
-            of={
-                "first_token": first_token,
-                "gradients": gradients,
-                "call": "moe" if travels is None else f"moe in {travels}",
-                "layer": number,
-                **copying,
-            },
+            request=dispatching,
+            of=of,
         )
 
-    def experts(routed: Routed) -> torch.Tensor:
-        counts = routed.tokens_per_expert
-        how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
-        how |= {"activation": activation, "biases": biases}
-        if by_channel is not None:
-            assert routed.scales is not None
-            arrived = type(by_channel[0])(routed.x.view(values.dtype), routed.scales)
-            return apply_channel_experts(arrived, *by_channel, counts, rounds.dtype, **how)
-        if isinstance(w13, Fp4):
-            return apply_fp4_experts(routed.x, w13, w2, counts, **how)
-        if routed.scales is None:
-            return apply_experts(routed.x, w13, w2, counts, **how)
-        return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
+    def computed(routed: Routed) -> torch.Tensor:
+        return _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
 
-    quantize: Quantize | None = "fp8" if fp8 else None
-    room: dict[str, Any] = {"max_rows": max_rows, "call": "moe", **copying}
-    if by_channel is not None:  # bytes are bytes: rows of int8 travel as rows of FP8
-        data, room["scales"] = quantize_rows(x, values.dtype)
-        x = data.view(kernels.FP8)
-        if data.dtype is torch.int8:
-            room["call"] = "moe in INT8"
-    dispatching = DispatchCall(
-        dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
-        (x, topk_idx, topk_weights),
-        {**room, "first_token": first_token, "gradients": gradients, "layer": number},
-    )
-    wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
-    combining = combine.Options(wire=wire, num_sms=options.num_sms)
-    return Unfused(rounds, dispatching, combining, {"out": out, "bias": bias}, number, experts, back)
+    if form.by_channel is not None:
+        x, of["scales"] = _cast(x, form.by_channel)
+    call = DispatchCall(dispatching, (x, topk_idx, topk_weights), {"max_rows": options.max_rows, **of})
+    return Unfused(rounds, call, form.combining, {"out": out, "bias": bias}, computed, back)
 
 
-class _Layer(NamedTuple):
-    """Arguments of a layer that have passed all checks."""
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows with a scale each, as bytes that travel as rows of FP8 do, and the scales."""
+    data, scales = quantize_rows(x, dtype)
+    return data.view(kernels.FP8), scales
 
-    x: torch.Tensor
-    w13: Any  # Weights, here and below
-    w2: Any
-    biases: Biases
-    back: Callable[[torch.Tensor], Any] | None  # to the caller's kind of arrays; None: torch's
-    by_channel: tuple[ByChannel, ByChannel] | None  # w13 and w2, if they have scales of channels
+
+def _computed(
+    rounds: Rounds, form: _Form, experts: _Experts, rows: Any, scales: Any, counts: torch.Tensor
+) -> torch.Tensor:
+    """Return what the experts of this rank make of rows that have arrived."""
+    how: dict[str, Any] = {"interleaved": form.interleaved, "expected_rows": form.expected_rows}
+    how |= {"activation": form.activation, "biases": experts[2:]}
+    w13, w2 = experts[:2]
+    if form.kind is None:
+        return apply_experts(rows, w13, w2, counts, **how)
+    w13, w2 = form.kind(*w13), form.kind(*w2)
+    if form.by_channel is not None:
+        return apply_channel_experts(
+            form.kind(rows.view(form.by_channel), scales), w13, w2, counts, rounds.dtype, **how
+        )
+    if form.kind is Fp8:
+        return apply_fp8_experts(Fp8(rows, scales), w13, w2, counts, rounds.dtype, **how)
+    return apply_fp4_experts(rows, w13, w2, counts, **how)
+
+
+_Experts = tuple[Any, Any, Any, Any]  # w13, w2, w13_bias, w2_bias
+
+
+class _Form(NamedTuple):
+    """What calls have in common that differ in the values of their tensors alone."""
+
+    kind: type[Any] | None  # of weights that have scales; None: they are tensors
+    by_channel: torch.dtype | None  # of values with scales of channels
     activation: GatedActivation
+    interleaved: bool
+    max_rows: int | None
+    expected_rows: int
     runs_fused: bool
+    dispatching: dispatch.Request
+    combining: combine.Request
 
 
-# By Rounds: whether weights have scales of channels, the activation, and whether the layer runs fused.
-_known: weakref.WeakKeyDictionary[Rounds, Known[tuple[bool, GatedActivation, bool]]] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[Rounds, Known[_Form]] = weakref.WeakKeyDictionary()
 
 
-def _checked(
-    rounds: Rounds, options: Options, x: Any, w13: Any, w2: Any, bias: Any, w13_bias: Any, w2_bias: Any
-) -> _Layer:
-    """Check arguments of Buffer.moe that are neither routing nor outputs.  Most calls have the weights of earlier ones.
+def _known(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts) -> _Form | None:
+    """Return the form of a layer that only its values tell from an earlier one; None: look at all of it."""
+    forms = _forms.get(rounds)
+    if forms is None or (key := _key(rounds, request, x, bias, experts)) is None:
+        return None
+    return forms.get(key)
 
-    Raises BadInput or Unsupported.
-    """
-    known = _known.get(rounds)
-    if known is None:
-        known = _known[rounds] = Known()
-    given = _parts(w13) + _parts(w2)
-    here, anywhere = _native.tensor_words((*given, w13_bias, w2_bias)), _native.tensor_words((x, bias), False)
-    words_only = bool not in map(type, (options.max_rows, options.num_sms))  # True equals 1, and is no number
-    key = (here, anywhere, options) if here is not None and anywhere is not None and words_only else None
-    if key is not None and (found := known.get(key)) is not None:
-        by_channel, activation, runs_fused = found
-        w13, w2 = as_weights("w13", w13), as_weights("w2", w2)
-        of_channels = (w13, w2) if by_channel else None
-        return _Layer(x, w13, w2, (w13_bias, w2_bias), None, of_channels, activation, runs_fused)
-    layer = _check(rounds, options, x, w13, w2, bias, w13_bias, w2_bias)
-    if key is not None and all(map(operator.is_, given, _parts(layer.w13) + _parts(layer.w2))):
-        known.add(key, (layer.by_channel is not None, layer.activation, layer.runs_fused))
-    return layer
+
+def _is_plain(rounds: Rounds, options: Options, form: _Form, experts: _Experts) -> bool:
+    """Return whether KnownCalls may run the rounds of a layer of this form."""
+    if (
+        form.runs_fused
+        or not rounds.plain
+        or rounds.sampling is not None
+        or rounds.begun is not None
+        or observers.active
+    ):
+        return False
+    if options.overflow is not None or options.balance is not None:
+        return False
+    if torch.is_grad_enabled():
+        for part in (*_parts(experts[0]), *_parts(experts[1]), *experts[2:]):
+            if part is not None and part.requires_grad:
+                return False
+    return True
+
+
+def _key(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts) -> tuple[Any, ...] | None:
+    """Return all that _checked() looks at; None: it has to."""
+    if bool in map(type, (request.options.max_rows, request.options.num_sms)):  # True equals 1, and is no number
+        return None
+    here = _native.tensor_words((*_parts(experts[0]), *_parts(experts[1]), *experts[2:]))
+    anywhere = _native.tensor_words((x, bias), False)
+    return None if here is None or anywhere is None else (here, anywhere, request)
 
 
 def _parts(weights: Any) -> tuple[Any, ...]:
@@ -264,10 +308,21 @@ def _parts(weights: Any) -> tuple[Any, ...]:
     return weights if isinstance(weights, tuple) and len(weights) in (2, 3) else (weights, None)
 
 
-def _check(
-    rounds: Rounds, options: Options, x: Any, w13: Any, w2: Any, bias: Any, w13_bias: Any, w2_bias: Any
-) -> _Layer:
-    (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
+def _checked(
+    rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts
+) -> tuple[_Form, torch.Tensor, _Experts, Callable[[torch.Tensor], Any] | None]:
+    """Check arguments of Buffer.moe that are neither routing nor outputs.
+
+    Returns:
+        The form of the layer, which is kept for later calls, its tensors, and what makes of a result the caller's kind
+        of arrays (None: torch's).
+
+    Raises BadInput or Unsupported.
+    """
+    options, key = request.options, _key(rounds, request, x, bias, experts)
+    w13: Any
+    w2: Any
+    (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", experts[0]), as_weights("w2", experts[1])
     activation = check_activation(options.activation, options.activation_limit, options.activation_alpha)
     interleaved = options.interleaved
     check_flags(interleaved=interleaved, check_weights=options.check_weights)
@@ -277,28 +332,47 @@ def _check(
         raise BadInput("bias", str(given.dtype), str(rounds.dtype))
     check_max_rows(options.max_rows)
     check_overflow(options.overflow, options.max_rows)
-    by_channel: tuple[ByChannel, ByChannel] | None = None
-    if is_by_channel(w13) or is_by_channel(w2):
-        w13, w2 = by_channel = check_channels(rounds, w13, w2, interleaved)
-        values = w2.data
+    by_channel = is_by_channel(w13) or is_by_channel(w2)
+    if by_channel:
+        w13, w2 = check_channels(rounds, w13, w2, interleaved)
         if why := lacks_kernel(rounds.device):
             _say_once("torch computes experts with scales of channels: %s", why)
     elif isinstance(w13, Fp4) or isinstance(w2, Fp4):
         w13, w2 = check_fp4(rounds, w13, w2)
-        values = w2.data
         if x.is_cuda and (why := _widened_because(x, w2)):
             _say_once(f"torch widens {name_of(w2)} weights in every call: %s", why)
     elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(rounds, w13, w2, interleaved)
-        values = w2.data
     else:
         _check_experts(rounds, w13, w2, interleaved)
-        values = w2
+    values: torch.Tensor = w2 if isinstance(w2, torch.Tensor) else w2.data
     intermediate = values.shape[2] * (2 if isinstance(w2, Fp4) else 1)
-    biases = check_biases(rounds, w13_bias, w2_bias, intermediate)
+    biases = check_biases(rounds, experts[2], experts[3], intermediate)
     why_not = partial(_why_unfused, rounds, x, values, back, options)
-    runs_fused = _runs_fused(rounds, kernels.FP8 if by_channel is not None else values.dtype, asked, why_not)
-    return _Layer(x, w13, w2, biases, back, by_channel, activation, runs_fused)
+    runs_fused = _runs_fused(rounds, kernels.FP8 if by_channel else values.dtype, asked, why_not)
+    fp8 = isinstance(w2, Fp8) and not by_channel
+    if runs_fused:
+        travels = ROW_FORMATS[values.dtype] if by_channel else "fp8" if fp8 else None
+        call, asks = "moe" if travels is None else f"moe in {travels}", dispatch.Options(num_sms=options.num_sms)
+    else:
+        call = "moe in INT8" if by_channel and values.dtype is torch.int8 else "moe"
+        how: dict[str, Any] = {"num_sms": options.num_sms, "check_weights": options.check_weights}
+        asks = dispatch.Options(quantize="fp8" if fp8 else None, **how)
+    wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
+    form = _Form(
+        None if isinstance(w2, torch.Tensor) else type(w2),
+        values.dtype if by_channel else None,
+        activation,
+        interleaved,
+        options.max_rows,
+        rounds.settings.expected_rows(x.shape[0]),
+        runs_fused,
+        dispatch.Request(asks, call, request.number, request.gradients, descriptors=runs_fused),
+        combine.Request(combine.Options(wire=wire, num_sms=options.num_sms), "moe", request.number),
+    )
+    if key is not None and all(map(operator.is_, _parts(experts[0]) + _parts(experts[1]), _parts(w13) + _parts(w2))):
+        _forms.setdefault(rounds, Known()).add(key, form)
+    return form, x, (w13, w2, *biases), back
 
 
 def fused_or_not(fused: bool | str | None) -> bool | None:

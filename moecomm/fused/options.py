@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypedDict
 
 from moecomm.base.choices import Activation, Balance, CombineWire, Overflow
+from moecomm.dispatch.options import Gradients
 
 
 class Options(NamedTuple):
@@ -21,6 +22,14 @@ class Options(NamedTuple):
     fused: bool | None = None
     overflow: Overflow | None = None
     balance: Balance | None = None
+
+
+class Request(NamedTuple):
+    """What a layer asks for, apart from its tensors."""
+
+    options: Options = Options()
+    gradients: Gradients = Gradients.NONE  # that this rank wants, of moecomm.ops
+    number: int = 0  # of the layer among those of the Buffer, which round headers carry; 0: it has none
 
 
 # Of each rank.  Ranks compare all others.

@@ -37,13 +37,13 @@ _Weights = tuple[torch.Tensor, torch.Tensor | None]  # values, and scales of tho
 class DispatchCall(NamedTuple):
     """A dispatch of a layer."""
 
-    options: dispatch.Options
+    request: dispatch.Request
     tensors: tuple[Any, ...]  # x, topk_idx, topk_weights
     others: dict[str, Any]
 
     def prepare(self, rounds: Rounds) -> Routed:
         """See moecomm.dispatch.prepare."""
-        return dispatch.prepare(rounds, self.options, *self.tensors, **self.others)
+        return dispatch.prepare(rounds, self.request, *self.tensors, **self.others)
 
 
 class Pipeline(Protocol):
@@ -116,15 +116,13 @@ class Unfused:
         self,
         rounds: Rounds,
         dispatching: DispatchCall,
-        combining: combine.Options,
+        combining: combine.Request,
         outputs: dict[str, Any],
-        number: int,
         experts: Callable[[Routed], torch.Tensor],
         back: Callable[[torch.Tensor], Any] | None,
     ) -> None:
         self._rounds, self._dispatching = rounds, dispatching
-        self._options, self._outputs, self._experts, self._back = combining, outputs, experts, back
-        self._number = number
+        self._request, self._outputs, self._experts, self._back = combining, outputs, experts, back
         self._routed: Routed | None = None
         self._y: torch.Tensor | None = None
         self._combining: combine.Combining | None = None
@@ -145,13 +143,11 @@ class Unfused:
         assert self._routed is not None
         self._combining = combine.prepare(
             self._rounds,
-            self._options,
+            self._request,
             self._y,
             self._routed.handle,
             **self._outputs,
             same_call=True,
-            call="moe",
-            layer=self._number,
         )
 
     @property
@@ -204,9 +200,9 @@ class Fused:
         out: Any,
         bias: Any,
         max_rows: int | None,
-        num_sms: int | None,
         expected_rows: int,
         unsummed: bool,
+        request: dispatch.Request,
         of: dict[str, Any],
     ) -> None:
         session, tokens, hidden = rounds.session, x.shape[0], rounds.hidden
@@ -239,7 +235,7 @@ class Fused:
             check_no_overlap("out", self.out, bias=bias, topk_weights=topk_weights)
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
-        self._x, self._topk_idx, self._num_sms = x, topk_idx, num_sms
+        self._x, self._topk_idx, self._request = x, topk_idx, request
         self._room: dict[str, Any] = {"max_rows": max_rows, **of}
         self._scratch = 0  # address of memory that has the layout of the plan
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias]
@@ -265,7 +261,7 @@ class Fused:
         """Return the arguments of a dispatch of row descriptors."""
         published = PublishedOffsets(self._args.published, self._plan.pitch, self._args.received)
         return DispatchCall(
-            dispatch.Options("expert", num_sms=self._num_sms),
+            self._request,
             (self._x, self._topk_idx),
             {**self._room, "sync": False, "descriptors": published},
         )

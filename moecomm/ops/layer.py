@@ -23,7 +23,7 @@ from moecomm.fused import layer
 from moecomm.fused.activations import GatedActivation, check_activation
 from moecomm.fused.biases import add_bias
 from moecomm.fused.copies import Copies, copies_of
-from moecomm.fused.options import Options
+from moecomm.fused.options import Options, Request
 from moecomm.fused.weights import GRANULARITY, deinterleave, interleave
 from moecomm.ops import rounds, slots, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
@@ -94,7 +94,7 @@ def moe(
         raise Unsupported(f"gradients with balance={balance!r} {where}")
     out: torch.Tensor = layer.moe(
         owner,
-        options,
+        Request(options, Gradients.ROWS if gradients else Gradients.NONE, number),
         rounds.rows_of(x),
         owner.own_ids(topk_idx.contiguous()),
         None if topk_weights is None else topk_weights.contiguous(),
@@ -103,8 +103,6 @@ def moe(
         bias=None if bias is None else rounds.rows_of(bias),
         w13_bias=w13_bias,
         w2_bias=w2_bias,
-        gradients=Gradients.ROWS if gradients else Gradients.NONE,
-        number=number,
     )
     return out
 

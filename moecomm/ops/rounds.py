@@ -7,7 +7,7 @@ GPU, and graphs of torch.compile or CUDA can capture them all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -136,18 +136,17 @@ def run_new(
     """
     owner = names.find(buffer)
     _check_rows(owner, x)
+    options = _options(cast_to, cast("Layout", layout), expert_alignment, num_sms)
+    wanted = dispatch_options.Gradients(gradients)
     routed = run_dispatch(
         owner,
-        _options(cast_to, cast("Layout", layout), expert_alignment, num_sms),
+        dispatch_options.Request(options, call, layer, wanted, replicates=copies is not None),
         rows_of(x),
         owner.own_ids(topk_idx.contiguous()),
         None if topk_weights is None else topk_weights.contiguous(),
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,
         first_token=first_token,
-        gradients=dispatch_options.Gradients(gradients),
-        call=call,
-        layer=layer,
         copies=copies,
         global_scale=cast_to.global_scale,
     )
@@ -284,8 +283,8 @@ def run_again(
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     _check_rows(owner, x)
     wanted = dispatch_options.Gradients(gradients)
-    of: dict[str, Any] = {"gradients": wanted, "call": call, "layer": layer}
-    routed = run_dispatch(owner, _options(cast_to, num_sms=num_sms), rows_of(x), handle=handle, sync=False, **of)
+    request = dispatch_options.Request(_options(cast_to, num_sms=num_sms), call, layer, wanted)
+    routed = run_dispatch(owner, request, rows_of(x), handle=handle, sync=False)
     rows, _ = rows_as_asked(owner, routed, cast_to)
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
@@ -345,8 +344,8 @@ def combine(
         with CollectiveCall(owner):
             weights = _where_peers_read(owner, handle, row_weights, options.unsummed)
         handle.args.route.row_weights = weights.data_ptr()
-    of: dict[str, Any] = {"gradients": gradients, "layer": layer}
-    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle, **of)
+    request = combine_options.Request(options, "combine", layer, gradients)
+    out: torch.Tensor = run_combine(owner, request, rows_of(y), handle)
     return out
 
 
@@ -408,13 +407,13 @@ def run_back(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the combine of a backward pass: the operator's arguments, and the call of the user that it belongs to."""
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
-    owner, options = handle.rounds, combine_options.Options(False, wire, num_sms)
-    of: dict[str, Any] = {"call": call, "layer": layer}
+    owner = handle.rounds
+    request = combine_options.Request(combine_options.Options(False, wire, num_sms), call, layer)
     if weights is None:
-        grad = run_combine(owner, options, rows_of(x), handle, **of)
+        grad = run_combine(owner, request, rows_of(x), handle)
         return grad, x.new_empty(0, dtype=torch.float32)
     grads: tuple[torch.Tensor, torch.Tensor] = run_combine(
-        owner, options, rows_of(x), handle, weight_grads=weights.contiguous(), **of
+        owner, request, rows_of(x), handle, weight_grads=weights.contiguous()
     )
     return grads
 

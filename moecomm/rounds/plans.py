@@ -33,7 +33,7 @@ class Plan(Protocol):
 class PlanCache:
     """The plans of a Buffer.
 
-    A key is a tuple of the options of a call.  Dispatch and combine share the cache: their keys differ in length.
+    A key is a tuple of what a call asks for.  Dispatch and combine share the cache: their keys differ in length.
 
     Attributes:
         table: the plans by key, in which KnownCalls looks as well (csrc/bindings/known_calls.cpp).
@@ -83,7 +83,8 @@ class PlanCache:
 
 def check_hashable(key: tuple[Any, ...]) -> None:
     """Raise BadInput that names the first option by which no plan can be found."""
-    for options in (value for value in key if hasattr(value, "_asdict")):  # any other is what a caller gave
+    asked = (getattr(part, "options", part) for part in key)  # those of a request
+    for options in (part for part in asked if hasattr(part, "_asdict")):  # any other is what a caller gave
         for name, value in options._asdict().items():
             try:
                 hash(value)

@@ -172,8 +172,10 @@ class RoundState:
 
     def require_usable(self) -> None:
         """Raise Closed, or the error that earlier rounds left behind.  Does not wait for the device."""
-        self.require_open()
-        self.raise_failure()
+        if not self._open or self._failure is not None or self.released:
+            self.require_open()
+        if _native.record(self._record) is not None:
+            self.raise_failure()
 
     def require_open(self) -> None:
         """Raise Closed, MemoryReleased, or the failure that has ended the Buffer."""

@@ -19,7 +19,9 @@ def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Rout
     payload = call.pop("scales", None), call.pop("extras", ()), call.pop("x_global_scale", None)
     x, scales, form, scale = pack(buffer.rounds, options, x, *payload)
     call.update(scales=scales, payload=form, global_scale=scale)
-    routed = dispatch.prepare(buffer.rounds, options, x, *tensors, **call)
+    request = _options(dispatch.Request, {**call, "options": options})
+    call = {name: value for name, value in call.items() if name not in dispatch.Request._fields}
+    routed = dispatch.prepare(buffer.rounds, request, x, *tensors, **call)
     if form is not None:
         routed.inputs = routed.inputs, x, scales, scale  # which nobody else may keep
     return routed
@@ -27,12 +29,12 @@ def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Rout
 
 def prepare_combine(buffer: Buffer, y: Any, handle: Handle, **call: Any) -> combine.Combining:
     """A combine with the arguments of Buffer.combine."""
-    return combine.prepare(buffer.rounds, _options(combine.Options, call), y, handle, **call)
+    return combine.prepare(buffer.rounds, combine.Request(_options(combine.Options, call)), y, handle, **call)
 
 
 def prepare_moe(buffer: Buffer, *tensors: Any, **call: Any) -> Pipeline:
     """A layer with the arguments of Buffer.moe."""
-    return layer.prepare(buffer.rounds, _options(layer_options.Options, call), *tensors, **call)
+    return layer.prepare(buffer.rounds, layer_options.Request(_options(layer_options.Options, call)), *tensors, **call)
 
 
 def _options(kind: Any, call: dict[str, Any]) -> Any:

@@ -185,7 +185,7 @@ def test_a_choice_that_does_not_end_is_not_judged(machine: Machine, monkeypatch:
             for rounds in (here, there):
                 rounds.admit()
             dispatching = prepare(here, Options("expert"), **good)
-            combining = combine.prepare(there, combine.Options(), first[1].x, first[1].handle)
+            combining = combine.prepare(there, combine.Request(), first[1].x, first[1].handle)
             asked = dispatching.args
             calls = [Call(asked, machine.sizes, choice_of(asked)), Call(combining.args, machine.sizes)]
             machine.run([*calls, Call(asked, machine.sizes)], 2)

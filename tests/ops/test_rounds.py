@@ -267,9 +267,9 @@ def test_all_rounds_have_the_multiprocessors_of_the_dispatch(monkeypatch: pytest
     for name in ("run_dispatch", "run_combine"):
         round_of = getattr(ops.rounds, name)
 
-        def noted(state: Any, options: Any, *tensors: Any, round_of: Any = round_of, **others: Any) -> Any:
-            given.append(options.num_sms)
-            return round_of(state, options, *tensors, **others)
+        def noted(state: Any, request: Any, *tensors: Any, round_of: Any = round_of, **others: Any) -> Any:
+            given.append(request.options.num_sms)
+            return round_of(state, request, *tensors, **others)
 
         monkeypatch.setattr(ops.rounds, name, noted)
     with c.buffer(None) as buffer:

@@ -6,10 +6,10 @@ import torch
 
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import Pool
-from moecomm.dispatch import Options, dispatch
+from moecomm.dispatch import Options, Request, dispatch
 from moecomm.gpu import budgets
 
-_FLAT = Options("flat")
+_FLAT = Request(Options("flat"))
 
 
 def within_budgets(pool: Pool, ids: torch.Tensor, num_experts: int, rows: int, alignment: int) -> budgets.Kept:

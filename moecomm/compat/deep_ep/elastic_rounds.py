@@ -189,9 +189,9 @@ class ElasticRounds(BufferBase):
                 raise BadInput("cumulative_local_expert_recv_stats", "a tensor", "None beside handle")
             self._check_repeat(handle, given, topk_idx, do_cpu_sync, do_expand)
             native = handle.native
-            options = _overridden(_REPEAT, scale_layout, limit)
+            request = dispatch.Request(_overridden(_REPEAT, scale_layout, limit))
             self._pool.calls.begin(native.rounds)
-            routed = dispatch.dispatch(native.rounds, options, rows, scales=scales, handle=native, sync=False)
+            routed = dispatch.dispatch(native.rounds, request, rows, scales=scales, handle=native, sync=False)
             recv_topk_idx = None if do_expand else handle.recv_topk_idx
             recv_topk_weights = None if topk_weights is None else self._send_weights(handle, topk_weights)
         else:
@@ -209,10 +209,10 @@ class ElasticRounds(BufferBase):
                 check_stats(cumulative_local_expert_recv_stats, num_experts // self.num_ranks, rows.device)
             if rows.shape[0] > most:  # which len() takes longer for
                 raise BadInput("x", f"{len(rows)} tokens", f"at most num_max_tokens_per_rank = {most}")
-            options = _overridden(options, scale_layout, limit)
+            request = dispatch.Request(_overridden(options, scale_layout, limit))
             self._pool.calls.begin(buffer.rounds)
             routed = dispatch.dispatch(
-                buffer.rounds, options, rows, topk_idx, topk_weights, scales=scales, max_rows=room, sync=sync
+                buffer.rounds, request, rows, topk_idx, topk_weights, scales=scales, max_rows=room, sync=sync
             )
             ids = topk_idx.clone() if do_handle_copy else topk_idx
             handle = EPHandle(routed.handle, num_experts, align, most, num_sms, ids, sync)
@@ -257,9 +257,8 @@ class ElasticRounds(BufferBase):
         options = _combine_options(wire, limit_of(x, num_sms or handle.num_sms))
         native, total = handle.native, one_bias(bias)
         self._pool.calls.begin(native.rounds, combines=True)
-        out = combining.combine(
-            native.rounds, options, x, native, bias=total, weight_grads=topk_weights, bias_first=True
-        )
+        request = combining.Request(options, bias_first=True)
+        out = combining.combine(native.rounds, request, x, native, bias=total, weight_grads=topk_weights)
         combined, weights = out if isinstance(out, tuple) else (out, None)
         return combined, weights, finished(async_with_compute_stream)
 

@@ -27,7 +27,7 @@ from moecomm.compat.deep_ep.pool import (
     limit_of,
     not_here,
 )
-from moecomm.dispatch import Options, dispatch
+from moecomm.dispatch import Options, Request, dispatch
 from moecomm.errors import BadInput, Mismatch
 from moecomm.gpu import padding
 from moecomm.gpu.routing_map import ids_of, weights_at
@@ -186,7 +186,7 @@ class HybridEPBuffer(OverPool):
             options = self._options_of(hidden, 1)
             hidden, as_given = _values(hidden)
             self._pool.calls.begin(native.rounds)
-            routed = dispatch(native.rounds, options, hidden, scales=scaling_factor, handle=native, sync=False)
+            routed = dispatch(native.rounds, Request(options), hidden, scales=scaling_factor, handle=native, sync=False)
             received = self._received(routed, (routed.x, None, routed.scales), handle.rows, pad_multiple, as_given)
             return (*received, handle.tokens_per_expert, handle)
         options = self._options_of(hidden, pad_multiple or 1)
@@ -239,7 +239,7 @@ class HybridEPBuffer(OverPool):
             num_sms=limit_of(hidden, self.num_sms_combine_api),
         )
         self._pool.calls.begin(native.rounds, combines=True)
-        out = combining.combine(native.rounds, options, hidden, native, weight_grads=probs)
+        out = combining.combine(native.rounds, combining.Request(options), hidden, native, weight_grads=probs)
         if isinstance(out, torch.Tensor):  # no probs
             return out, None
         combined, weights = out
@@ -339,18 +339,19 @@ class HybridEPBuffer(OverPool):
         if buffer is None:
             buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=False)
         self._pool.calls.begin(buffer.rounds)
+        request = Request(options)
         if rows is not None:
-            return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, max_rows=rows, sync=False)
+            return dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, max_rows=rows, sync=False)
         if len(hidden) > buffer.max_tokens:
             ask_to_grow(buffer, hidden, ids, scales, "expert", options.expert_alignment)
         else:
             try:
-                return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, sync=True)
+                return dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, sync=True)
             except Mismatch as error:
                 if not asks_to_grow(error):
                     raise
         buffer = self._buffer(hidden, routing, rows, grow=True)
-        return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, sync=True)
+        return dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, sync=True)
 
     def _buffer(self, hidden: torch.Tensor, routing: _Routing, rows: int | None, *, grow: bool) -> Buffer:
         dtype = torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype

@@ -18,19 +18,20 @@ from moecomm.compat.deep_ep.masks import MaskBuffer
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
 from moecomm.compat.deep_ep.waits import WaitCost
-from moecomm.dispatch import Options, dispatch, dispatch_begin
+from moecomm.dispatch import Options, Request, dispatch, dispatch_begin
 from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput, RoundFailed
 from moecomm.membership.masking import require_repeats
 from moecomm.routed import Handle, Routed
 
-# Options of a dispatch: rows as they are, in FP8, with scales that are powers of two, those as their exponents, in FP4.
-_PLAIN = Options("batched")
-_FP8 = Options("batched", quantize="fp8", scale_layout="column")
-_ROUNDED = Options("batched", quantize="fp8", scale_format="ue8m0")
-_UE8M0 = _ROUNDED._replace(scale_layout="column")
-_NVFP4 = Options("batched", quantize="nvfp4", scale_layout="swizzled")
-_WEIGHTED = combining.Options(wire="exact")  # deep_ep adds up all rows of a token in float32 at its source rank
+# Requests of a dispatch: rows as they are, in FP8, with scales that are powers of two or their exponents, in FP4.
+_PLAIN = Request(Options("batched"))
+_FP8 = Request(Options("batched", quantize="fp8", scale_layout="column"))
+_ROUNDED = Request(Options("batched", quantize="fp8", scale_format="ue8m0"))
+_UE8M0 = Request(Options("batched", quantize="fp8", scale_format="ue8m0", scale_layout="column"))
+_NVFP4 = Request(Options("batched", quantize="nvfp4", scale_layout="swizzled"))
+# deep_ep adds up all rows of a token in float32 at its source rank.
+_WEIGHTED = combining.Request(combining.Options(wire="exact"))
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
@@ -138,10 +139,10 @@ class LowLatency(MaskBuffer):
         buffer = pool.batched(
             x.device, x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.dtype
         )
-        options = _UE8M0 if use_ue8m0 else _ROUNDED if use_fp8 and round_scale else _FP8 if use_fp8 else _PLAIN
+        request = _UE8M0 if use_ue8m0 else _ROUNDED if use_fp8 and round_scale else _FP8 if use_fp8 else _PLAIN
         more: dict[str, Any] = {}
         if use_nvfp4:
-            options, first = _NVFP4, x_global_scale
+            request, first = _NVFP4, x_global_scale
             more["global_scale"] = first.reshape(-1)[:1] if isinstance(first, torch.Tensor) else first
         # With masks, CPU ranks receive at once: a call that has lost a rank is then over, and can be made again.
         repeats = pool.masks and buffer.rounds.on_cpu
@@ -156,9 +157,9 @@ class LowLatency(MaskBuffer):
             ids = buffer.rounds.own_ids(topk_idx)  # of masked ranks: -1
             try:
                 if begins:
-                    routed = dispatch_begin(buffer.rounds, options, x, ids, topk_weights, early=True, **more)
+                    routed = dispatch_begin(buffer.rounds, request, x, ids, topk_weights, early=True, **more)
                 else:
-                    routed = dispatch(buffer.rounds, options, x, ids, topk_weights, sync=False, **more)
+                    routed = dispatch(buffer.rounds, request, x, ids, topk_weights, sync=False, **more)
             except RoundFailed as error:
                 require_repeats(error)
         if cost is not None:
@@ -168,7 +169,7 @@ class LowLatency(MaskBuffer):
         follow = topk_weights is None and not takes_weights(buffer.rounds)
         handle.ids = topk_idx.clone() if follow or repeats else topk_idx
         rows, counts = routed.plan.batched_tensors(routed)
-        recv_x, write = _arriving(routed, rows, options)
+        recv_x, write = _arriving(routed, rows, request)
         if begins:
             hook = Receive(buffer, routed, write, counts, stats, cost)
             pool.receiving[id(buffer)] = hook.receive_early
@@ -335,18 +336,18 @@ def layout_range(handle: Handle) -> torch.Tensor:
     return (count.cumsum(dim=1) - count) << 32 | count
 
 
-def _arriving(routed: Routed, x: torch.Tensor, options: Options) -> tuple[Any, Callable[[torch.Tensor], object] | None]:
+def _arriving(routed: Routed, x: torch.Tensor, request: Request) -> tuple[Any, Callable[[torch.Tensor], object] | None]:
     """Return the outputs of a dispatch, before or after it has arrived, and what writes scales once they are here."""
-    if options is _PLAIN:
+    if request is _PLAIN:
         return x, None
     experts, rows, hidden = x.shape[0], x.shape[1], routed.handle.rounds.hidden
-    if options is _NVFP4:
+    if request is _NVFP4:
         assert routed.form is not None, "of another format than those that kernels know"
         blocks = experts, -(-rows // 128), -(-hidden // 64), 32, 4, 4
         scales = torch.empty(blocks, dtype=torch.float8_e4m3fn, device=x.device)
         recv_x = routed.form.tensor("x", routed).permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0)
         return recv_x, lambda arrived: scales.view(arrived.shape).copy_(arrived)
-    if options is not _ROUNDED:
+    if request is not _ROUNDED:
         return (x, routed.plan.tensor("scales", routed)), None
     columns = torch.empty((experts, -(-hidden // 128), rows), dtype=torch.float32, device=x.device)
     scales = columns.transpose(1, 2)

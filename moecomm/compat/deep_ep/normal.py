@@ -12,13 +12,13 @@ from moecomm.base.validation import check_dense, check_integer, check_same_devic
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
-from moecomm.dispatch import Options
+from moecomm.dispatch import Options, Request
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.rounds.call_count import CountedCall
 from moecomm.routed import Handle, Routed
 
-_FLAT, _SUMS = Options("flat"), combining.Options()
+_FLAT, _SUMS = Options("flat"), combining.Request(sum_grads=True, bias_first=True)
 _PACKED = 8  # columns in an element of NVFP4 rows
 
 
@@ -95,7 +95,7 @@ def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     pool.calls.begin(native.rounds)
     options = _FLAT if num_sms is None else _limited(num_sms)
     more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
-    routed = run_dispatch(native.rounds, options, given.rows, handle=native, sync=False, **more)
+    routed = run_dispatch(native.rounds, Request(options), given.rows, handle=native, sync=False, **more)
     return given.arrived(routed.x, routed.scales, routed)
 
 
@@ -106,10 +106,8 @@ def combine(
     native = native_of(pool, handle)
     pool.calls.begin(native.rounds, combines=True)
     total = None if bias is None else one_bias(bias)
-    options = _SUMS if num_sms is None else combining.Options(num_sms=num_sms)
-    out = combining.combine(
-        native.rounds, options, x, native, bias=total, weight_grads=topk_weights, sum_grads=True, bias_first=True
-    )
+    request = _SUMS if num_sms is None else _SUMS._replace(options=combining.Options(num_sms=num_sms))
+    out = combining.combine(native.rounds, request, x, native, bias=total, weight_grads=topk_weights)
     if topk_weights is None:
         return out, None
     both: tuple[torch.Tensor, torch.Tensor] = out
@@ -193,20 +191,20 @@ def route(
     rows = given.rows
     buffer = pool.flat(rows, ids, num_experts, worst, combined=given.combined)
     pool.calls.begin(buffer.rounds)
-    options = _FLAT if num_sms is None else _limited(num_sms)
+    request = Request(_FLAT if num_sms is None else _limited(num_sms))
     more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
     if worst:
-        return run_dispatch(buffer.rounds, options, rows, ids, weights, max_rows=worst, sync=False, **more)
+        return run_dispatch(buffer.rounds, request, rows, ids, weights, max_rows=worst, sync=False, **more)
     if rows.shape[0] > buffer.max_tokens:
         ask_to_grow(buffer, rows, ids, given.scales, extras=given.extras)
     else:
         try:
-            return run_dispatch(buffer.rounds, options, rows, ids, weights, sync=True, **more)
+            return run_dispatch(buffer.rounds, request, rows, ids, weights, sync=True, **more)
         except Mismatch as error:
             if not asks_to_grow(error):
                 raise
     buffer = pool.flat(rows, ids, num_experts, worst, grow=True, combined=given.combined)
-    return run_dispatch(buffer.rounds, options, rows, ids, weights, sync=True, **more)
+    return run_dispatch(buffer.rounds, request, rows, ids, weights, sync=True, **more)
 
 
 @lru_cache(maxsize=64)

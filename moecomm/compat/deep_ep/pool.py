@@ -23,7 +23,7 @@ from moecomm.compat.deep_ep.absent import Presence
 from moecomm.compat.deep_ep.calls import Calls
 from moecomm.compat.deep_ep.room import Room, batched_room, room_for
 from moecomm.dispatch import dispatch
-from moecomm.dispatch.options import Gradients, Options, check_num_sms
+from moecomm.dispatch.options import Gradients, Options, Request, check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch, Unsupported
 from moecomm.ranks.group import Group
 from moecomm.ranks.rendezvous import rendezvous
@@ -348,9 +348,10 @@ def ask_to_grow(
     none = None if scales is None else scales[:0]
     try:
         options = Options(layout, alignment)  # those of the ranks that wait: a difference would be told first
-        how: dict[str, Any] = {"max_rows": 1, "sync": True, "grow": True, "gradients": gradients}
+        request = Request(options, gradients=gradients, grow=True)
+        how: dict[str, Any] = {"max_rows": 1, "sync": True}
         how["extras"] = tuple(extra[:0] for extra in extras)
-        dispatch(buffer.rounds, options, x[:0].detach(), topk_idx[:0], scales=none, **how)
+        dispatch(buffer.rounds, request, x[:0].detach(), topk_idx[:0], scales=none, **how)
     except Mismatch as error:  # unless all ranks asked
         if not asks_to_grow(error):
             raise

@@ -212,7 +212,7 @@ class _ExpertCombine(torch.autograd.Function):
         handle, num_sms, grad_wire, _ = ctx.way
         with CollectiveCall(handle.rounds):
             grad, options = rows_of(grad.to(handle.rounds.dtype)), dispatch.Options(quantize=grad_wire, num_sms=num_sms)
-            routed = dispatch.dispatch(handle.rounds, options, grad, handle=handle)
+            routed = dispatch.dispatch(handle.rounds, dispatch.Request(options), grad, handle=handle)
             rows, _ = rows_as_asked(handle.rounds, routed, Cast(grad_wire))
         if isinstance(handle, ChunkedHandle):
             return rows.to(ctx.dtype), None, None
@@ -229,4 +229,4 @@ def _home(rows: torch.Tensor, way: ReturnWay, **tensors: Any) -> Any:
     handle, num_sms, _, _ = way
     with CollectiveCall(handle.rounds):
         options = combining.Options(weighted=False, wire=rows.dtype, num_sms=num_sms)
-        return combining.combine(handle.rounds, options, rows_of(rows), handle, **tensors)
+        return combining.combine(handle.rounds, combining.Request(options), rows_of(rows), handle, **tensors)

@@ -197,7 +197,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         )
 
         def run() -> None:
-            combining.combine(handle.rounds, options, y, handle, out=output)
+            combining.combine(handle.rounds, combining.Request(options), y, handle, out=output)
 
         return self._beside.start(y.device, run), nothing
 

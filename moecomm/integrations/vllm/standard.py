@@ -174,7 +174,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         dbo_yield_and_switch_from_compute_to_comm()
         options = combining.Options(num_sms=self._rounds.num_sms)
         wait = self._beside.start(
-            y.device, lambda: combining.combine(handle.rounds, options, held[0], handle, out=output)
+            y.device, lambda: combining.combine(handle.rounds, combining.Request(options), held[0], handle, out=output)
         )
         dbo_switch_to_compute()
 
