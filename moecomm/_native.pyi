@@ -708,6 +708,8 @@ class DispatchPlan:
         """
     def repeat(self, payload: Block, earlier: DispatchArgs, x: typing.Any, scales: typing.Any) -> DispatchArgs | None:
         """bind() with the route and the room of an earlier dispatch."""
+    def rows_output(self, args: DispatchArgs, payload: Block, owner: typing.Any) -> torch.Tensor:
+        """The rows of a bound dispatch of any layout.  See flat_outputs."""
     def run(self, args: typing.Any) -> None:
         """Run a round by the function for its number of tokens."""
     def schedule(self, num_tokens: int, workers: int, chunk_tokens: int) -> None:

@@ -57,6 +57,10 @@ class DispatchPlan(Protocol):
         """A tensor of Routed, by its name there."""
         ...
 
+    def rows_tensor(self, routed: Any) -> torch.Tensor:
+        """x, before its form is read."""
+        ...
+
     def flat_tensors(self, routed: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """x, scales, topk_idx and topk_weights of a flat dispatch in one step.  Scales were given, by row."""
         ...

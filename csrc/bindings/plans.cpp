@@ -192,6 +192,12 @@ None unless the plan is for such tensors, they can be used, and their number of 
 
 Raises:
     ValueError: another layout, or scales that dispatch makes or that go by column.)")
+        .def(
+            "rows_output",
+            [](const PreparedDispatch& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload, const py::object& owner) {
+                return Tensor(Tensors(plan, payload, owner)(plan.rows_output(args)));
+            },
+            py::arg("args"), py::arg("payload"), py::arg("owner"), "The rows of a bound dispatch of any layout.  See flat_outputs.")
         .def("expert_outputs", &expert_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"), py::arg("counted"),
              "x, scales and row_weights of a bound expert dispatch; `counted`: and rows_per_expert.  See flat_outputs.")
         .def("layer_outputs", &layer_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"),

@@ -185,10 +185,14 @@ void DispatchPlan::require_as_given(const DispatchArgs& args, Layout layout) con
         throw std::invalid_argument("not rows of this layout as they were given, or as bytes");
 }
 
-Output DispatchPlan::rows_as_given(const DispatchArgs& args) const {
-    const u64 at = window_of(args.ctx, args.ctx.rank) + args.out_x;
-    if (casts_to_bytes(args)) return {at, {args.max_rows, args.row_bytes}, kUInt8};
-    return {at, {args.max_rows, args.hidden}, x_.type()};
+Output DispatchPlan::rows_output(const DispatchArgs& args) const {
+    const DLDataType type = casts_to_bytes(args) ? kUInt8 : args.quantize != 0 ? kFloat8 : x_.type();
+    std::vector<i64> shape{args.max_rows, casts_to_bytes(args) ? args.row_bytes : args.hidden};
+    if (args.layout == static_cast<i32>(Layout::batched)) {
+        const i64 experts = experts_here(args);
+        shape = {experts, args.max_rows / experts, shape[1]};
+    }
+    return {window_of(args.ctx, args.ctx.rank) + args.out_x, shape, type};
 }
 
 std::optional<Output> DispatchPlan::scales_as_given(const DispatchArgs& args) const {
@@ -201,7 +205,7 @@ FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
     require_as_given(args, Layout::flat);
     const u64 base = window_of(args.ctx, args.ctx.rank);
     const i64 rows = args.max_rows, topk = args.ctx.shape.topk;
-    return {rows_as_given(args),
+    return {rows_output(args),
             scales_as_given(args),
             {base + args.out_topk_idx, {rows, topk}, topk_idx_.type()},
             {base + args.out_weights, {rows, topk}, kFloat32}};
@@ -210,7 +214,7 @@ FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
 ExpertOutputs DispatchPlan::expert_outputs(const DispatchArgs& args) const {
     require_as_given(args, Layout::expert);
     const i64 experts = experts_here(args);
-    return {rows_as_given(args),
+    return {rows_output(args),
             scales_as_given(args),
             {window_of(args.ctx, args.ctx.rank) + args.out_weights, {args.max_rows}, kFloat32},
             {args.rows_per_expert, {experts}, kInt64}};
@@ -220,22 +224,18 @@ LayerOutputs DispatchPlan::layer_outputs(const DispatchArgs& args) const {
     const Output counts{args.tokens_per_expert, {experts_here(args)}, kInt32};
     if (args.quantize != 1) {
         require_as_given(args, Layout::expert);
-        return {rows_as_given(args), scales_as_given(args), counts};
+        return {rows_output(args), scales_as_given(args), counts};
     }
     if (args.layout != static_cast<i32>(Layout::expert) || args.scale_format != 0 || args.scale_columns != 0)
         throw std::invalid_argument("not rows that an expert layer takes");
     const u64 base = window_of(args.ctx, args.ctx.rank);
-    const i64 rows = args.max_rows, columns = args.scale_bytes / static_cast<i64>(sizeof(float));
-    return {{base + args.out_x, {rows, args.hidden}, kFloat8}, Output{base + args.out_scales, {rows, columns}, kFloat32}, counts};
+    const i64 columns = args.scale_bytes / static_cast<i64>(sizeof(float));
+    return {rows_output(args), Output{base + args.out_scales, {args.max_rows, columns}, kFloat32}, counts};
 }
 
 BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {
     if (args.layout != static_cast<i32>(Layout::batched)) throw std::invalid_argument("not batched rows");
-    const i64 experts = experts_here(args);
-    const DLDataType type = casts_to_bytes(args) ? kUInt8 : args.quantize != 0 ? kFloat8 : x_.type();
-    const i64 columns = casts_to_bytes(args) ? args.row_bytes : args.hidden;
-    return {{window_of(args.ctx, args.ctx.rank) + args.out_x, {experts, args.max_rows / experts, columns}, type},
-            {args.tokens_per_expert, {experts}, kInt32}};
+    return {rows_output(args), {args.tokens_per_expert, {experts_here(args)}, kInt32}};
 }
 
 TableOutputs DispatchPlan::table_outputs(const DispatchArgs& args) const {

@@ -61,6 +61,8 @@ class DispatchPlan {
     // Return the arguments of a repeat, with the route and the rows of an earlier dispatch; nullopt as in bind().
     std::optional<DispatchArgs> repeat(const Block& payload, const DispatchArgs& earlier, const DispatchInputs& inputs) const;
 
+    // The rows of a dispatch of any layout.
+    Output rows_output(const DispatchArgs& args) const;
     // The outputs of a flat dispatch whose scales, if any, were passed by the caller and are stored by row.  Throws std::invalid_argument
     // for any other dispatch.
     FlatOutputs flat_outputs(const DispatchArgs& args) const;
@@ -80,7 +82,6 @@ class DispatchPlan {
     bool fits(const DispatchInputs& inputs) const;
     std::optional<DispatchArgs> with_inputs(const DispatchInputs& inputs) const;
     void require_as_given(const DispatchArgs& args, Layout layout) const;
-    Output rows_as_given(const DispatchArgs& args) const;
     std::optional<Output> scales_as_given(const DispatchArgs& args) const;
     void place_payload(DispatchArgs& args, const Block& payload) const;
     void place_kept(DispatchArgs& args, const Block& kept) const;

@@ -20,20 +20,17 @@ def refuse(operator: str, *tensors: Any) -> None:
         if forward_ad._current_level >= 0:
             raise _unsupported(operator)
         return
-    if not may_exist() and not any(map(_is_wrapped, tensors)):
-        return
+    exist = forward_ad._current_level >= 0 or _functorch.peek_interpreter_stack() is not None
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and _is_differentiated(tensor):
+        if not isinstance(tensor, torch.Tensor) or not (exist or _functorch.is_functorch_wrapped_tensor(tensor)):
+            continue
+        if _is_differentiated(tensor):
             raise _unsupported(operator)
 
 
 def may_exist() -> bool:
     """Return whether forward-mode AD or a transformation of torch.func is under way in this thread."""
     return forward_ad._current_level >= 0 or _functorch.peek_interpreter_stack() is not None
-
-
-def _is_wrapped(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:

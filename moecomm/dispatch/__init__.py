@@ -191,6 +191,8 @@ def prepare(
             and the dispatch.  CPU ranks: behind the dispatch.
         payload, global_scale: of pack(), which has made `x` and `scales`.
     """
+    if copies is not None:
+        request = request._replace(replicates=True)
     rounds.require_usable()
     if sync is not None:
         check_flag("sync", sync)

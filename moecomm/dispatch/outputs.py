@@ -20,9 +20,7 @@ from moecomm.routed import DispatchPlan, Routed
 
 def x(routed: Routed) -> torch.Tensor:
     """The rows."""
-    args, plan = routed.args, routed.plan
-    columns = args.row_bytes if plan.x_dtype is torch.uint8 else args.hidden
-    return _payload(routed, plan.base + args.out_x, (*plan.rows_shape(args), columns), plan.x_dtype)
+    return routed.plan.rows_tensor(routed)
 
 
 def scales(routed: Routed) -> torch.Tensor | None:
@@ -120,6 +118,9 @@ class ByName:
         """See DispatchPlan, here and below."""
         raise NotImplementedError
 
+    def rows_tensor(self, routed: Any) -> Any:
+        raise NotImplementedError
+
     def flat_tensors(self, routed: Any) -> tuple[Any, ...]:
         return tuple(self.tensor(name, routed) for name in ("x", "scales", "topk_idx", "topk_weights"))
 
@@ -154,6 +155,10 @@ class Outside(ByName):
         self.rows_shape, self.run, self.record, self.trim = inside.rows_shape, inside.run, inside.record, inside.trim
         self.placed: dict[str, torch.Tensor | None] = {}  # x and scales, if they lie outside
         self.sources: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies that are not made yet: to, from
+
+    def rows_tensor(self, routed: Any) -> torch.Tensor:
+        placed = self.placed.get("x")
+        return self._inside.rows_tensor(routed) if placed is None else placed
 
     def tensor(self, name: str, routed: Any) -> torch.Tensor | None:
         return self.placed[name] if name in self.placed else MAKE[name](routed)

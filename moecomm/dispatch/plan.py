@@ -143,6 +143,9 @@ class Plan(outputs.ByName):
         """See routed.DispatchPlan, here and below."""
         return outputs.MAKE[name](routed)
 
+    def rows_tensor(self, routed: Routed) -> torch.Tensor:
+        return self.native.rows_output(routed.args, routed.payload, self.owner)
+
     def flat_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         if type(routed.handle.block) is not _native.Block:
             return super().flat_tensors(routed)

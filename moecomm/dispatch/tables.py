@@ -26,7 +26,10 @@ def tables_of(routed: Routed) -> torch.Tensor:
     """Return the tables of a dispatch as a uint8 tensor."""
     handle = routed.handle
     memory: Any = handle.block
-    return memory if isinstance(memory, torch.Tensor) else table(handle, begin(handle), (memory.nbytes,), torch.uint8)
+    if isinstance(memory, torch.Tensor):
+        return memory
+    plan = handle.plan
+    return window_tensor(memory, plan.base + memory.offset, (memory.nbytes,), torch.uint8, plan.device, plan.owner)
 
 
 def begin(handle: Handle) -> int:

@@ -187,7 +187,7 @@ def prepare(
         tensors: dict[str, Any] = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
         copies = copies_of(rounds, options.balance, form.activation, options.interleaved, **tensors)
     if copies is not None:
-        dispatching = dispatching._replace(replicates=True, experts=copies.compared)
+        dispatching = dispatching._replace(experts=copies.compared)
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, options.max_rows, topk_idx, topk_weights)
         count.copy_(entries)

@@ -69,6 +69,7 @@ from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle, deep_copied
 from moecomm.ops.operator import checked_once
 from moecomm.rounds import names
+from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import LAYERS
 from moecomm.rounds.state import SeveralRounds
 
@@ -188,15 +189,17 @@ def dispatch(
         in the backward pass where ranks differ in `grad_wire`.
     """
     name = _name_of(buffer)
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _routed(x, topk_idx, topk_weights)
-    x, topk_idx, weights = given
+    x, topk_idx, weights, plain = _routed(x, topk_idx, topk_weights)
     words = (layout, expert_alignment, quantize, scale_format, num_sms, zero_padding, dequantize, max_rows, overflow)
     grad_dtype = checked_once(_check_words, *words, layer, grad_wire, x.dtype)
     if not dequantize and rounds.wanted_gradients(x, weights) is not Gradients.NONE:
         want = "True, or quantize= of a format under torch.no_grad()"
         raise BadInput("dequantize", "False where a gradient is wanted", want)
-    cast_to = (quantize, scale_format, _global_scale_of(x_global_scale, x), bool(dequantize))
-    tangents.refuse("moecomm.ops.dispatch", x, weights)
+    scale = None if x_global_scale is None else _global_scale_of(x_global_scale, x)
+    cast_to = (quantize, scale_format, scale, bool(dequantize))
+    if not plain:
+        tangents.refuse("moecomm.ops.dispatch", x, weights)
+    run = rounds.dispatch.plainly if plain and scale is None else rounds.dispatch
     topk_idx = topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx
     dropped = None
     if overflow == "drop":
@@ -209,7 +212,7 @@ def dispatch(
         room = -1 if max_rows is None else max_rows
         wanted = rounds.wanted_gradients(x, weights)
         about = (name, layout, alignment, room, bool(zero_padding), num_sms, first_token, wanted, layer)
-        found = rounds.dispatch(x, topk_idx, weights, *about, *cast_to, grad_dtype)
+        found = run(x, topk_idx, weights, *about, *cast_to, grad_dtype)
         rows, scales, row_weights, local_idx, src, tokens_per_expert, num_rows, memory, graph = found
         room, flat = src.numel() // 2, layout == "flat"
         route = (name, layout, x.shape[0], room, bool(zero_padding), num_sms)
@@ -219,18 +222,19 @@ def dispatch(
         return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, ids, handle, shown)
 
     whole = (x, topk_idx, weights, expert_alignment, None)
-    if max_rows is not None or overflow in ("drop", "error") or not _waits(name, overflow):
+    if max_rows is not None or overflow in ("drop", "error") or (owner := _waiting(name, overflow)) is None:
         return _dispatched(one(*whole), dropped)
-    owner = names.find(name)
 
     def waiting(
         x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, first_token: int | None
     ) -> chunks.Arrived:
         arrived = one(x, topk_idx, weights, alignment, first_token)
-        owner.check()  # on GPUs the call above raises no error of its round
+        if not owner.on_cpu:
+            owner.check()  # there the call above raises no error of its round
         return arrived
 
-    owner.check()  # raises the error of an earlier round
+    if not owner.on_cpu:
+        owner.check()  # raises the error of an earlier round
     with contextlib.suppress(TooManyRows):
         return _dispatched(waiting(*whole))
     # Outside of the block, no traceback holds the memory of that round.
@@ -323,11 +327,16 @@ def combine(
             return chunks.combine(as_tensor("y", y)[0], handle, partial(combine, **how))
     _check_handle(handle)
     check_flag("weighted", weighted)
-    y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
-    named = _wire_of(wire, y)
-    check_same_device(y=y, handle=handle.memory, row_weights=row_weights, graph=handle.graph)
-    tangents.refuse("moecomm.ops.combine", y, row_weights)
-    out: torch.Tensor = rounds.combine(
+    row_weights = handle.row_weights if weighted else None
+    plain = y is not None and are_plain(y, handle.memory, row_weights, handle.graph)
+    run = rounds.combine.plainly if plain else rounds.combine
+    if not plain:
+        y = as_tensor("y", y)[0]
+    named = None if wire is None else _wire_of(wire, y)
+    if not plain:
+        check_same_device(y=y, handle=handle.memory, row_weights=row_weights, graph=handle.graph)
+        tangents.refuse("moecomm.ops.combine", y, row_weights)
+    out: torch.Tensor = run(
         y,
         row_weights,
         handle.memory,
@@ -406,24 +415,28 @@ def moe(
             weights, or with `balance` on GPUs or beside masked ranks.
     """
     name = _name_of(buffer)
-    x, topk_idx, topk_weights = _routed(x, topk_idx, topk_weights)
-    check_activation(activation, activation_limit, activation_alpha)
-    check_flags(interleaved=interleaved, check_weights=check_weights)
-    check_max_rows(max_rows)
-    named = _wire_of(wire, x)
-    check_num_sms(num_sms)
-    check_integer("layer", layer, 0, LAYERS)
-    w13, w13_scales, w13_factors = _parts(as_weights("w13", w13))
-    w2, w2_scales, w2_factors = _parts(as_weights("w2", w2))
-    bias = None if bias is None else as_tensor("bias", bias)[0]
-    w13_bias = None if w13_bias is None else as_tensor("w13_bias", w13_bias)[0]
-    w2_bias = None if w2_bias is None else as_tensor("w2_bias", w2_bias)[0]
-    check_same_device(x=x, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
+    x, topk_idx, topk_weights, plain = _routed(x, topk_idx, topk_weights)
+    gated = (activation, activation_limit, activation_alpha)
+    checked_once(_check_words_of_layer, gated, interleaved, check_weights, max_rows, num_sms, layer)
+    named = None if wire is None else _wire_of(wire, x)
+    scales: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    plain = plain and isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor)
+    plain = plain and are_plain(x, w13, w2, bias, w13_bias, w2_bias)
+    if not plain:
+        w13, *of_w13 = _parts(as_weights("w13", w13))
+        w2, *of_w2 = _parts(as_weights("w2", w2))
+        scales = (*of_w13, *of_w2)
+        bias = None if bias is None else as_tensor("bias", bias)[0]
+        w13_bias = None if w13_bias is None else as_tensor("w13_bias", w13_bias)[0]
+        w2_bias = None if w2_bias is None else as_tensor("w2_bias", w2_bias)[0]
+        check_same_device(x=x, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
+        for argument, part in zip(("w13", "w13", "w2", "w2"), scales, strict=True):
+            check_same_device(x=x, **{argument: part})
+        tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias, w13_bias, w2_bias)
+    run = whole_layer.moe.plainly if plain else whole_layer.moe
+    w13_scales, w13_factors, w2_scales, w2_factors = scales
+    assert isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor)  # their values
     quantized = w13_scales is not None or w2_scales is not None
-    for argument, scales, factors in (("w13", w13_scales, w13_factors), ("w2", w2_scales, w2_factors)):
-        check_same_device(x=x, **{argument: scales})
-        check_same_device(x=x, **{argument: factors})
-    tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias, w13_bias, w2_bias)
     check_overflow(overflow, max_rows)
     if balance is not None:
         check_name("balance", balance, BALANCES)
@@ -432,7 +445,7 @@ def moe(
         topk_idx, entries = rounds.drop(topk_idx, priorities, name, "expert", 1, max_rows)
         count.copy_(entries)
         overflow = "error"  # the rest has room
-    out: torch.Tensor = whole_layer.moe(
+    out: torch.Tensor = run(
         x,
         topk_idx,
         topk_weights,
@@ -535,13 +548,27 @@ def _check_words(
     return _grad_wire_of(grad_wire, dtype)
 
 
-def _waits(name: str, overflow: Overflow | None) -> bool:
-    """Return whether the host waits for the rows of a dispatch: None says so on CPUs, where the call waits anyway."""
+def _check_words_of_layer(gated: tuple[Any, Any, Any], interleaved: bool, check_weights: bool, *numbers: Any) -> None:
+    """Check arguments of moe() other than tensors and words that depend on them.  Raises BadInput."""
+    check_activation(*gated)
+    check_flags(interleaved=interleaved, check_weights=check_weights)
+    max_rows, num_sms, layer = numbers
+    check_max_rows(max_rows)
+    check_num_sms(num_sms)
+    check_integer("layer", layer, 0, LAYERS)
+
+
+def _waiting(name: str, overflow: Overflow | None) -> Rounds | None:
+    """Return the rounds of a Buffer if the host waits for the rows of a dispatch: on CPUs, where the call waits anyway.
+
+    None: it does not.
+    """
     if torch.compiler.is_compiling():
         if overflow == "chunks":
             raise BadInput("overflow", "'chunks' in a graph", "'drop' or 'error': a graph does not wait")
-        return False
-    return overflow == "chunks" or names.find(name).on_cpu
+        return None
+    owner = names.find(name)
+    return owner if overflow == "chunks" or owner.on_cpu else None
 
 
 def _dispatched(arrived: chunks.Arrived | chunks.Whole, dropped: torch.Tensor | None = None) -> Dispatched:
@@ -568,22 +595,22 @@ def _name_of(buffer: Buffer | str) -> str:
 
 def _routed(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Convert tokens and routing to tensors, weights in float32.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
+    """Convert tokens and routing to tensors, weights in float32; say whether they were that and are plain.
 
     Raises BadInput by argument name; torch's own operator errors would not name the argument.
     """
     in_float32 = topk_weights is None or getattr(topk_weights, "dtype", None) is torch.float32
     if in_float32 and x is not None and topk_idx is not None and are_plain(x, topk_idx, topk_weights):
-        return x, topk_idx, topk_weights
+        return x, topk_idx, topk_weights, True
     x, topk_idx = as_tensor("x", x)[0], as_tensor("topk_idx", topk_idx)[0]
     weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
     check_same_device(x=x, topk_idx=topk_idx, topk_weights=weights)
     if weights is None:
-        return x, topk_idx, None
+        return x, topk_idx, None, False
     if not weights.is_floating_point():
         raise BadInput("topk_weights", str(weights.dtype), "a floating dtype")
-    return x, topk_idx, weights.float()
+    return x, topk_idx, weights.float(), False
 
 
 def _wire_of(wire: CombineWire | None, y: torch.Tensor) -> str | None:

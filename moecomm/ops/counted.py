@@ -8,8 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from moecomm._native import Call
 from moecomm.rounds import names
-from moecomm.rounds.state import CollectiveCall, RoundState
+from moecomm.rounds.state import RoundState
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -32,7 +33,7 @@ def counted(
             buffer = _buffer_of(kwargs.get(argument, args[position] if position < len(args) else None))
             if buffer is None:
                 return function(*args, **kwargs)
-            with CollectiveCall(buffer, rounds):
+            with Call(buffer, rounds, None, True):
                 return function(*args, **kwargs)
 
         return call

@@ -49,7 +49,7 @@ def _dispatch_backward(
         ctx.layer,
         ctx.grad_wire,
     )
-    return x, None, weights if weighted else None, *(None for _ in range(14))
+    return x, None, weights if weighted else None, *[None] * 14
 
 
 def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -62,7 +62,7 @@ def _dispatch_again_backward(ctx: Any, grad: torch.Tensor, graph: torch.Tensor) 
     (memory,) = ctx.saved_tensors
     about = ctx.num_tokens, ctx.num_sms, graph, ctx.layer
     x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), *about)
-    return x, *(None for _ in range(10))
+    return x, *[None] * 10
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wants_y, wants_graph = ctx.needs_input_grad[0], ctx.needs_input_grad[10]  # graphs leave out defaults at the end
     # A part of the rows, so that compilers keep the round where nothing needs the gradient of y.
     graph = rows.flatten()[:0] if wants_graph and not wants_y else None
-    others = (*(None for _ in range(8)), graph, None, None, None)
+    others = (*[None] * 8, graph, None, None, None)
     if row_weights is None:
         return rows.to(ctx.dtype), None, *others
     grad_y, grad_weights = combine_gradients(rows, row_weights, y, ctx.dtype)
@@ -146,7 +146,7 @@ def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         bias,
         w13_bias if wants_w13_bias else None,
         w2_bias if wants_w2_bias else None,
-        *(None for _ in others),
+        *[None] * len(others),
     )
 
 

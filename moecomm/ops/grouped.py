@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from moecomm.base import tangents
+from moecomm.ops.operator import operator
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -47,7 +48,7 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -
     return out
 
 
-@torch.library.custom_op("moecomm::grouped_linear", mutates_args=(), device_types="cpu")
+@operator("grouped_linear")
 def _linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     tangents.refuse("moecomm::grouped_linear", x, weight)
     out = x.new_empty(x.shape[0], weight.shape[1])
@@ -64,7 +65,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op("moecomm::grouped_outer", mutates_args=(), device_types="cpu")
+@operator("grouped_outer")
 def _outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     tangents.refuse("moecomm::grouped_outer", left, right)
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])

@@ -115,8 +115,18 @@ def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tok
             on every rank (csrc/host/seal.h).
     """
     rounds = names.find(name)
+    route = rounds.routes.get((layout, max_rows, num_tokens))
+    args = None if route is None else route.moved.get(memory.data_ptr())
+    if route is not None and args is not None and _is_table(memory, rounds, route):
+        # The tensor stands in for a block of the window: rounds only need it to keep the tables alive.
+        return NativeHandle(rounds, route.plan, args, cast("_native.Block", memory))
     with CollectiveCall(rounds):  # every caller runs a round with the handle
         return _restore(memory, rounds, layout, max_rows, num_tokens)
+
+
+def _is_table(memory: torch.Tensor, rounds: Rounds, route: Route) -> bool:
+    right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == rounds.device
+    return right and memory.numel() == route.memory_bytes and _native.tensor_words((memory,)) is not None
 
 
 def _restore(memory: torch.Tensor, rounds: Rounds, layout: str, max_rows: int, num_tokens: int) -> NativeHandle:

@@ -88,7 +88,7 @@ def moe(
         overflow=cast("Overflow | None", overflow),
         balance=cast("Balance | None", balance),
     )
-    owner = names.find(buffer)
+    owner, ids = names.find(buffer), topk_idx.contiguous()
     if balance is not None and gradients and (owner.masked or not owner.on_cpu):
         where = "on GPUs" if not owner.on_cpu else f"beside masked ranks {sorted(owner.masked)}"
         raise Unsupported(f"gradients with balance={balance!r} {where}")
@@ -96,7 +96,7 @@ def moe(
         owner,
         Request(options, Gradients.ROWS if gradients else Gradients.NONE, number),
         rounds.rows_of(x),
-        owner.own_ids(topk_idx.contiguous()),
+        ids if owner.ids is None and owner.live is None else owner.own_ids(ids),
         None if topk_weights is None else topk_weights.contiguous(),
         _weights(w13, w13_scales, w13_factors),
         _weights(w2, w2_scales, w2_factors),

@@ -59,12 +59,24 @@ class Operator(Generic[_Result]):
         if kwargs:
             rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
             inputs = args + tuple(kwargs.get(name, default) for name, default in rest)
-        tensors = [inputs[n] for n in self._tensors]
-        if not are_plain(*tensors):
+        if not are_plain(*map(inputs.__getitem__, self._tensors)):
             return cast("_Result", self.registered(*args, **kwargs))
-        differentiable = any(tensor.requires_grad for tensor in tensors if tensor is not None)
+        return self._direct(inputs)
+
+    def plainly(self, *inputs: Any) -> _Result:
+        """Call it with all arguments, of which the tensors are plain: see are_plain()."""
+        if torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled:
+            return cast("_Result", self.registered(*inputs))
+        return self._direct(inputs)
+
+    def _direct(self, inputs: tuple[Any, ...]) -> _Result:
         run: Callable[..., _Result] = self.run
-        if not (differentiable and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
+            return run(*inputs)
+        for n in self._tensors:
+            if (tensor := inputs[n]) is not None and tensor.requires_grad:
+                break
+        else:
             return run(*inputs)
         if self._function is not None:
             return cast("_Result", self._function.apply(*inputs))  # type: ignore[no-untyped-call]

@@ -137,12 +137,12 @@ def run_new(
     owner = names.find(buffer)
     _check_rows(owner, x)
     options = _options(cast_to, cast("Layout", layout), expert_alignment, num_sms)
-    wanted = dispatch_options.Gradients(gradients)
+    wanted, ids = dispatch_options.Gradients(gradients), topk_idx.contiguous()
     routed = run_dispatch(
         owner,
-        dispatch_options.Request(options, call, layer, wanted, replicates=copies is not None),
+        dispatch_options.Request(options, call, layer, wanted),
         rows_of(x),
-        owner.own_ids(topk_idx.contiguous()),
+        ids if owner.ids is None and owner.live is None else owner.own_ids(ids),
         None if topk_weights is None else topk_weights.contiguous(),
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,
@@ -152,7 +152,10 @@ def run_new(
     )
     handles.remember(owner, routed)
     memory = tables_of(routed)
-    rows, scales = rows_as_asked(owner, routed, cast_to)
+    rows: torch.Tensor = routed.plan.rows_tensor(routed)
+    scales: torch.Tensor | None = None
+    if cast_to.quantize is not None:
+        rows, scales = rows_as_asked(owner, routed, cast_to)
     found = About(*routed.plan.table_tensors(routed))
     about = tidied(layout, found, rows if zero_padding else None)
     if zero_padding and scales is not None:
@@ -179,9 +182,9 @@ def _options(
 
 def rows_as_asked(owner: Rounds, routed: Routed, cast_to: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return contiguous rows that have arrived: in the Buffer's dtype, or in their format with their scales."""
-    rows, scales = routed.x, routed.scales
     if cast_to.quantize is None:
-        return rows, None
+        return routed.x, None
+    rows, scales = routed.x, routed.scales
     if not cast_to.dequantize:
         return rows.contiguous(), None if scales is None else scales.contiguous()
     shape = rows.shape[:-1]
@@ -285,7 +288,9 @@ def run_again(
     wanted = dispatch_options.Gradients(gradients)
     request = dispatch_options.Request(_options(cast_to, num_sms=num_sms), call, layer, wanted)
     routed = run_dispatch(owner, request, rows_of(x), handle=handle, sync=False)
-    rows, _ = rows_as_asked(owner, routed, cast_to)
+    rows: torch.Tensor = routed.plan.rows_tensor(routed)
+    if cast_to.quantize is not None:
+        rows, _ = rows_as_asked(owner, routed, cast_to)
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
     return rows
@@ -446,8 +451,10 @@ def wanted_gradients(
         return wanted.NONE
     if weights is not None and weights.requires_grad:
         return wanted.WEIGHTS
-    some = rows.requires_grad or any(other is not None and other.requires_grad for other in others)
-    return wanted.ROWS if some else wanted.NONE
+    for tensor in (rows, *others):
+        if tensor is not None and tensor.requires_grad:
+            return wanted.ROWS
+    return wanted.NONE
 
 
 def rows_shape(rounds: Rounds, layout: str, rows: int) -> tuple[int, ...]:

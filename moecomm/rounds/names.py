@@ -27,12 +27,12 @@ def find(name: str) -> Rounds:
         Closed: the Buffer has been closed, or is gone.
         BadInput: no Buffer's name.
     """
-    rounds = get(name)
+    rounds = _named.get(name)
     if rounds is None:
         if not name.startswith(_PREFIX):
             raise BadInput("buffer", repr(name), "the .name of a Buffer of this process")
         raise Closed()
-    if rounds.closed:
+    if not rounds._open:
         rounds.require_open()  # says so
     return rounds
 
